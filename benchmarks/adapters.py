@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 import torch
 from jitney.adapters.peft_files import CONFIG, WEIGHTS
-from jitney.config import make_config
 from jitney.engine.assemble import adapter_pool, load_runner
 from jitney.engine.engine import Engine
 from jitney.messages import Finished, Submit
+from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 from safetensors.torch import save_file
 

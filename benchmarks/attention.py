@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from jitney.config import make_config
+from jitney.batch import Row
 from jitney.execution.accelerator import select
 from jitney.execution.attention import (
     SCALE_BYTES,
@@ -27,7 +27,7 @@ from jitney.execution.attention import (
 )
 from jitney.execution.interface import AttentionCall, AttentionFunction, LayerCache
 from jitney.kernels.cpu.accelerator import CpuAccelerator
-from jitney.messages import Row
+from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention

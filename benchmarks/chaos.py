@@ -35,9 +35,9 @@ import numpy as np
 import psutil
 import torch
 import tritonclient.grpc.aio as grpc
+from jitney.batch import Row
 from jitney.execution.filters import choose_tokens
 from jitney.execution.logits_processors import process_logits
-from jitney.messages import Row
 from jitney.sampling_params import SamplingParams
 from jitney_server.server import TritonServer
 from transformers import AutoModelForCausalLM

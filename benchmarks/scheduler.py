@@ -16,9 +16,10 @@ import argparse
 import statistics
 import time
 
-from jitney.config import make_config
+from jitney.batch import Batch, RowOutput, StepOutput
 from jitney.core.scheduler import Scheduler
-from jitney.messages import Batch, RowOutput, StepOutput, Submit
+from jitney.messages import Submit
+from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 
 PROMPT_TOKENS = 64

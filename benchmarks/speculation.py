@@ -37,9 +37,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jitney.config import make_config
 from jitney.engine.assemble import load_runner
 from jitney.engine.engine import Engine
+from jitney.read_config import make_config
 
 from benchmarks.engines.jitney import serve
 from benchmarks.workloads import (

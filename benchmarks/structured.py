@@ -16,9 +16,9 @@ import statistics
 import time
 from collections.abc import Iterator
 
-from jitney.config import make_config
 from jitney.engine.assemble import grammar_compiler, load_runner
 from jitney.engine.engine import Engine
+from jitney.read_config import make_config
 from jitney.sampling_params import StructuredOutputs
 from jitney.text.grammar import GrammarCompiler, prove_grammar
 from jitney.text.tokenizer import read_tokenizer

@@ -31,10 +31,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from jitney.config import EngineConfig, make_config
+from jitney.batch import RowOutput, StepOutput
+from jitney.config import EngineConfig
 from jitney.core.policy.cost import StepShape
 from jitney.core.scheduler import Scheduler
-from jitney.messages import TERMINAL, Event, Failed, Message, RowOutput, StepOutput, Submit, Tokens
+from jitney.messages import TERMINAL, Event, Failed, Message, Submit, Tokens
+from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 from msgspec import Struct
 from msgspec import json as coded

@@ -19,8 +19,9 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
+from jitney.batch import Batch, Row, RowOutput, StepOutput
 from jitney.errors import InternalError
-from jitney.messages import Batch, Logprob, ModelInfo, Row, RowOutput, StepOutput, Submit
+from jitney.messages import Logprob, ModelInfo, Submit
 from jitney.sampling_params import SamplingParams
 
 VOCAB_SIZE = 50
@@ -80,7 +81,7 @@ class FakeGrammar:
 
 
 class FakeState:
-    """See ``messages.GrammarState``."""
+    """See ``batch.GrammarState``."""
 
     def __init__(self, grammar: FakeGrammar) -> None:
         self.error: str | None = None

@@ -18,9 +18,9 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128, help="tokens of the first request")
     arguments = parser.parse_args()
 
-    from jitney.config import make_config
     from jitney.engine.engine import Engine
     from jitney.messages import Tokens
+    from jitney.read_config import make_config
 
     from benchmarks.device.serving import load_on_gpu, submit
 

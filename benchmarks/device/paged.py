@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from jitney.batch import Row
 from jitney.execution.attention import AttentionMetadata, build_metadata, cache_shape
 from jitney.execution.interface import AttentionCall, LayerCache
 from jitney.kernels.gpu.gpu_attention import GpuAttention
 from jitney.kernels.gpu.tiles import Tiles
-from jitney.messages import Row
 from jitney.sampling_params import SamplingParams
 from torch import Tensor
 

@@ -8,7 +8,7 @@ from itertools import count
 from unittest import mock
 
 import torch
-from jitney.config import EngineConfig, make_config
+from jitney.config import EngineConfig
 from jitney.engine.assemble import quantizer
 from jitney.engine.engine import Engine
 from jitney.execution import interface, load
@@ -21,6 +21,7 @@ from jitney.execution.weights import count_bytes
 from jitney.kernels.gpu.gpu_accelerator import GpuAccelerator
 from jitney.messages import Failed, Submit, Tokens
 from jitney.quantization.quantize import quantize_linears
+from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 
 from benchmarks.device.shapes import Shape, make_module

@@ -8,12 +8,12 @@ import time
 from collections.abc import Iterator, Sequence
 
 import psutil
-from jitney.config import make_config
 from jitney.engine.assemble import load_runner
 from jitney.engine.engine import Engine
 from jitney.engine.supervisor import SupervisedEngine
 from jitney.kernels.cpu.program import LayerProgram
 from jitney.messages import TERMINAL, Failed, Submit, Tokens
+from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 
 from benchmarks.engines.breakdown import Stopwatches, install

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from jitney.config import from_text, make_config
 from jitney.errors import InvalidArgumentError
+from jitney.read_config import from_text, make_config
 
 from jitney_measure.options import make_folder
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
+from jitney.batch import RowOutput, StepOutput
 from jitney.config import EngineConfig
 from jitney.core.scheduler import Scheduler
-from jitney.messages import Emitted, Finished, RowOutput, StepOutput, Submit
+from jitney.messages import Emitted, Finished, Submit
 from jitney.sampling_params import SamplingParams
 from msgspec.structs import replace
 

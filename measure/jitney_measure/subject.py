@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jitney.config import EngineConfig, load_config
+from jitney.config import EngineConfig
 from jitney.errors import InstallationError, InvalidArgumentError, nearest
+from jitney.read_config import load_config
 from jitney_server.server import TritonServer
 
 from jitney_measure.axes import BATCH, INSTANCES, OPTIONS, WINDOW, Setting

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from jitney.adapters.pool import Adapters
-from jitney.config import make_config
 from jitney.engine.engine import Engine
 from jitney.errors import InternalError, InvalidArgumentError
 from jitney.execution.low_rank import LowRank
 from jitney.messages import Cancel, Failed, Submit, Tokens
+from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 from jitney.text.intake import adapter_names, check_adapter
 

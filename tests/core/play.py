@@ -3,11 +3,10 @@
 import random
 from typing import Any
 
-from jitney.config import make_config
+from jitney.batch import Batch
 from jitney.core.policy.speculation import Prices, Speculation
 from jitney.engine.engine import Engine
 from jitney.messages import (
-    Batch,
     Cancelled,
     Event,
     Failed,
@@ -17,6 +16,7 @@ from jitney.messages import (
     Submit,
     Tokens,
 )
+from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 
 from tests.fake_runner import FakeGrammar, FakeRunner, Prophet, solo_stream

@@ -1,13 +1,15 @@
 """Which drafts are taken, and who asks a draft model: where that pays by what is learned."""
 
 import pytest
-from jitney.config import SpeculationConfig, make_config
+from jitney.batch import Row, RowOutput
+from jitney.config import SpeculationConfig
 from jitney.core.policy.cost import StepCost, StepShape
 from jitney.core.policy.plain import NoLimits
 from jitney.core.policy.seam import DraftChoice
 from jitney.core.policy.speculation import Prices, Speculation
 from jitney.core.request import Drafting, Request, Sequence
-from jitney.messages import Row, RowOutput, Submit
+from jitney.messages import Submit
+from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 
 from tests.core.play import MODEL, Play, check_streams, drafting

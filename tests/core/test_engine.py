@@ -5,8 +5,9 @@ import threading
 import time
 
 import pytest
+from jitney.batch import Batch
 from jitney.errors import DeviceLostError, UnavailableError
-from jitney.messages import Batch, Cancel, Failed, Finished, StepReport, Submit, Tokens
+from jitney.messages import Cancel, Failed, Finished, StepReport, Submit, Tokens
 from jitney.sampling_params import SamplingParams
 
 from tests.core.play import Play

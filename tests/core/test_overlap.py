@@ -3,9 +3,9 @@
 import random
 
 import pytest
-from jitney.config import make_config
 from jitney.engine.engine import Engine
 from jitney.messages import Cancel, Cancelled, Failed, Finish, Finished, StepReport, Tokens
+from jitney.read_config import make_config
 
 from tests.core.play import Play, carried, check_streams, overlapped
 

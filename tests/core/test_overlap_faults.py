@@ -1,8 +1,9 @@
 """Faults while a step is in flight: no token is lost or made twice."""
 
 import pytest
+from jitney.batch import Batch
 from jitney.errors import InternalError
-from jitney.messages import Batch, Failed
+from jitney.messages import Failed
 
 from tests.core.play import carried, check_streams, overlapped
 

@@ -17,14 +17,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from jitney.adapters.pool import Adapters
-from jitney.config import make_config
+from jitney.batch import Batch
 from jitney.core.kv_cache import block_hash, root_hash
 from jitney.core.policy.cost import StepCost, StepShape
 from jitney.core.policy.speculation import NO_DRAFTS, Prices, Speculation
 from jitney.engine.engine import Engine
 from jitney.execution.low_rank import LowRank
 from jitney.messages import (
-    Batch,
     Cancel,
     Cancelled,
     Failed,
@@ -35,6 +34,7 @@ from jitney.messages import (
     Submit,
     Tokens,
 )
+from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 
 from tests.fake_runner import (

@@ -8,12 +8,13 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from jitney.config import make_config
+from jitney.batch import Batch, StepOutput
 from jitney.core.policy.cost import StepCost, StepShape
 from jitney.core.policy.pace import Pace
 from jitney.core.policy.plain import NoCosts
 from jitney.core.policy.tiers import TierCounts
-from jitney.messages import Batch, Cancel, Failed, StepOutput
+from jitney.messages import Cancel, Failed
+from jitney.read_config import make_config
 
 from tests.core.play import Play, check_streams
 

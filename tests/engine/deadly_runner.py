@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 import PIL  # noqa: F401  # which a fork server hides at first: so it imports this once more, without
+from jitney.batch import Adapter, Batch, Row
 from jitney.config import EngineConfig
 from jitney.engine.loading import EngineParts, LoadModel
 from jitney.engine.pending import Source
 from jitney.errors import CheckpointError, DeviceLostError
-from jitney.messages import Adapter, Batch, Row
 
 from tests.fake_runner import FakeGrammar, FakeRunner
 

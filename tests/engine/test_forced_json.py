@@ -4,9 +4,9 @@ import json
 
 import msgspec
 import pytest
-from jitney.config import make_config
 from jitney.engine.engine import Engine
 from jitney.messages import Emitted, Finished, Submit, Tokens
+from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams, StructuredOutputs
 from jitney.text.grammar import GrammarCompiler, prove_grammar
 from jitney.text.tokenizer import TokenizerData

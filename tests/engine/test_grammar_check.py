@@ -6,11 +6,11 @@ import threading
 
 import msgspec
 import pytest
-from jitney.config import make_config
 from jitney.engine.engine import Engine
 from jitney.engine.grammar_check import GrammarChecker
 from jitney.errors import InvalidArgumentError
 from jitney.messages import Cancel, Cancelled, Failed, Finished, Submit, Tokens
+from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams, StructuredOutputs
 from jitney.text.grammar_process import CHECKER, setup
 from jitney.text.tokenizer import TokenizerData

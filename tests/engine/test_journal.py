@@ -5,12 +5,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from jitney.config import make_config
+from jitney.batch import Batch
 from jitney.engine.engine import Engine
 from jitney.engine.journal import Journal
 from jitney.engine.wire import RowRange
 from jitney.messages import (
-    Batch,
     Cancel,
     Cancelled,
     Event,
@@ -23,6 +22,7 @@ from jitney.messages import (
     Submit,
     Tokens,
 )
+from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 
 from tests.fake_runner import FakeGrammar, FakeRunner, candidates, solo_stream

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from jitney.config import EngineConfig, make_config
+from jitney.config import EngineConfig
 from jitney.engine.supervisor import SupervisedEngine
 from jitney.messages import (
     TERMINAL,
@@ -26,6 +26,7 @@ from jitney.messages import (
     Submit,
     Tokens,
 )
+from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 
 from tests.adapters.adapter_files import write_adapter

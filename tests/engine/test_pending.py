@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from jitney.adapters.pool import Adapters
-from jitney.config import make_config
 from jitney.engine.engine import Engine
 from jitney.errors import InvalidArgumentError
 from jitney.execution.low_rank import LowRank
@@ -21,6 +20,7 @@ from jitney.messages import (
     Submit,
     Tokens,
 )
+from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 
 from tests.fake_runner import FakeGrammar, FakeRunner, solo_stream

@@ -14,12 +14,12 @@ from typing import Any
 
 import psutil
 import pytest
-from jitney.config import make_config
 from jitney.engine import supervisor
 from jitney.engine.supervisor import SupervisedEngine
 from jitney.engine.wire import Ready, Start
 from jitney.errors import CheckpointError, LoadError, UnavailableError
 from jitney.messages import Cancel, Cancelled, Failed, Finished, StepReport, Submit, Tokens
+from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 
 from tests.engine.deadly_runner import COMPILES, HANGS, KILLS, LOSES_THE_DEVICE

@@ -15,7 +15,7 @@ from tests.real_server.client import wait_until
 
 FRONT = """
 import sys, time
-from jitney.config import make_config
+from jitney.read_config import make_config
 from jitney.engine.supervisor import SupervisedEngine
 from jitney.messages import Submit
 from jitney.sampling_params import SamplingParams

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 
 from jitney.config import EngineConfig
-from jitney.config import make_config as make_engine_config
 from jitney.core.scheduler import Scheduler
 from jitney.execution.runner import TorchRunner
 from jitney.messages import Event, Failed, Finished, PromptLogprobs, Submit, Tokens
+from jitney.read_config import make_config as make_engine_config
 from jitney.sampling_params import SamplingParams
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from jitney.config import make_config
 from jitney.engine.assemble import load_model
 from jitney.errors import CheckpointError, UnsupportedModelError
 from jitney.execution.checkpoint import INDEX, WEIGHTS, check_checkpoint, resolve_model
+from jitney.read_config import make_config
 
 from tests.tiny_models import make_checkpoint
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from jitney.config import make_config
+from jitney.batch import Batch, Row
 from jitney.engine.assemble import load_runner
-from jitney.messages import Batch, Row
+from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 from transformers import AutoModelForCausalLM
 

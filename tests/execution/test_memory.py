@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from jitney.config import make_config
 from jitney.errors import ConfigError
 from jitney.execution.interface import LayerSpec
 from jitney.execution.low_rank import Site
@@ -18,6 +17,7 @@ from jitney.execution.memory import (
     most_adapters,
     plan_memory,
 )
+from jitney.read_config import make_config
 
 LAYERS = [LayerSpec(8, 2, 64, None), LayerSpec(8, 2, 64, 128), LayerSpec(8, 1, 256, None)]
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

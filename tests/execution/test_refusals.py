@@ -8,13 +8,13 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from jitney.config import make_config
 from jitney.engine.assemble import load_model
 from jitney.errors import ConfigError, InstallationError, LoadError, UnsupportedModelError
 from jitney.execution import interface, machine
 from jitney.execution.machine import resolve_device, resolve_dtype
 from jitney.execution.probe import check_same, compare_with_eager, probe_logits, record_layers
 from jitney.execution.support import layer_windows
+from jitney.read_config import make_config
 
 from tests.tiny_models import make_checkpoint, make_model
 from tests.tiny_models import make_config as make_hf_config

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from jitney.config import make_config
+from jitney.batch import Batch, Row
 from jitney.engine.assemble import adapter_pool, load_runner
 from jitney.errors import ConfigError
 from jitney.execution import load, probe
 from jitney.execution import runner as runner_module
 from jitney.execution.runner import TorchRunner
-from jitney.messages import Batch, Row, Tokens
+from jitney.messages import Tokens
+from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 
 from tests.execution.drive import drive, prompt_logprobs_of

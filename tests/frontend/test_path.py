@@ -9,8 +9,8 @@ from typing import Any
 
 import jitney
 import pytest
-from jitney.config import make_config
 from jitney.engine.supervisor import SupervisedEngine
+from jitney.read_config import make_config
 from jitney.text.tokenizer import Tokenizer
 
 from tests.frontend.house import LABELS, ended, sampling, text_of, wait_until

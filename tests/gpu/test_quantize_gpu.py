@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from jitney.config import make_config
 from jitney.engine.assemble import load_model, load_runner
 from jitney.errors import ConfigError
 from jitney.quantization import quantize
 from jitney.quantization.eight_bits import Fp8Linear
 from jitney.quantization.quantize import quantize_linears
 from jitney.quantization.torchao import TorchaoLinear
+from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 from torch import Tensor, nn
 

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from jitney.config import EngineConfig, make_config
+from jitney.batch import Batch, Row
+from jitney.config import EngineConfig
 from jitney.engine.assemble import load_runner
-from jitney.messages import Batch, Row, Tokens
+from jitney.messages import Tokens
+from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 from msgspec.structs import replace
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from jitney.config import make_config
 from jitney.engine.assemble import load_model
 from jitney.execution import interface
 from jitney.execution.probe import embedding_weight
@@ -17,6 +16,7 @@ from jitney.kernels.fused.fuse import FuseReport
 from jitney.kernels.fused.layers import FusedDecoderLayer, FusedMLP
 from jitney.kernels.fused.recognise import known_activation
 from jitney.kernels.fused.trial import relative_error
+from jitney.read_config import make_config
 from torch import nn
 
 from tests.tiny_models import ARCHITECTURES, MAX_LENGTH, make_checkpoint

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from jitney import cli
-from jitney.config import EngineConfig, make_config
+from jitney.config import EngineConfig
 from jitney.errors import InvalidArgumentError, JitneyError
+from jitney.read_config import make_config
 from jitney_measure import lengths, planning, record, sizing
 from jitney_measure.lengths import Lengths
 from jitney_measure.plan import read_bytes

@@ -8,9 +8,9 @@ import pytest
 from google.protobuf import text_format
 from hypothesis import given
 from hypothesis import strategies as st
-from jitney.config import load_config
 from jitney.errors import InvalidArgumentError
 from jitney.execution.options import TOKEN_BUDGET
+from jitney.read_config import load_config
 from jitney_measure.subject import Subject, read_setting, read_subject, serve
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 

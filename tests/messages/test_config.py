@@ -6,9 +6,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from jitney.config import EngineConfig, load_config, make_config
+from jitney.config import EngineConfig
 from jitney.errors import ConfigError
 from jitney.field_types import describe_type
+from jitney.read_config import load_config, make_config
 
 
 def write(folder: Path, content: str) -> Path:

@@ -1,9 +1,10 @@
 """Sampling parameters: what is refused, with which words, before anything runs."""
 
 import pytest
-from jitney.config import EngineConfig, make_config
+from jitney.config import EngineConfig
 from jitney.errors import InvalidArgumentError
 from jitney.field_types import describe_type
+from jitney.read_config import make_config
 from jitney.sampling_params import (
     MAX_JSON_BYTES,
     NAMES,

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import torch
-from jitney.config import make_config
 from jitney.engine.assemble import load_model, load_runner
 from jitney.execution.interface import LoadedModel
+from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 from torch import Tensor, nn
 

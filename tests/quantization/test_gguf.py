@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from jitney.config import load_config
 from jitney.engine.assemble import resolve_model
 from jitney.errors import CheckpointError, ConfigError, LoadError, UnsupportedModelError
 from jitney.execution import gguf_file
@@ -18,6 +17,7 @@ from jitney.execution.weights import count_bytes
 from jitney.quantization.eight_bits import Int8Linear
 from jitney.quantization.four_bits import Int4Linear
 from jitney.quantization.gguf_weights import GgufWeights
+from jitney.read_config import load_config
 from jitney.text.tokenizer import Tokenizer
 from torch import Tensor, nn
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from jitney.config import make_config
 from jitney.engine.assemble import load_runner
 from jitney.errors import ConfigError, UnsupportedModelError
 from jitney.quantization import quantize, quantized_checkpoint, torchao
 from jitney.quantization.eight_bits import Fp8Linear
 from jitney.quantization.quantize import quantize_linears, quantized_bytes
 from jitney.quantization.torchao import TorchaoLinear
+from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 from torch import nn
 

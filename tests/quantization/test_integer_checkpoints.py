@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from jitney.config import make_config
 from jitney.errors import CheckpointError, UnsupportedModelError
 from jitney.execution.checkpoint import check_checkpoint
 from jitney.execution.interface import LoadedModel
@@ -14,6 +13,7 @@ from jitney.quantization import devices
 from jitney.quantization.eight_bits import Int8Linear
 from jitney.quantization.four_bits import Int4Linear
 from jitney.quantization.quantized_checkpoint import weight_format
+from jitney.read_config import make_config
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from jitney.config import make_config
 from jitney.engine.assemble import load_model, load_runner
 from jitney.errors import ConfigError, InstallationError, LoadError
 from jitney.execution import interface, load, probe, weights
@@ -18,6 +17,7 @@ from jitney.quantization.e4m3 import E4M3, LARGEST, quantize_rows
 from jitney.quantization.eight_bits import Fp8Linear, Int8Linear
 from jitney.quantization.four_bits import Int4Linear
 from jitney.quantization.quantize import quantize_linears
+from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 from torch import Tensor, nn
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from jitney.config import make_config
 from jitney.engine.supervisor import SupervisedEngine
 from jitney.errors import CheckpointError, ConfigError, UnsupportedModelError
 from jitney.execution import weights
 from jitney.quantization.e4m3 import E4M3, LARGEST
 from jitney.quantization.eight_bits import Int8Linear
 from jitney.quantization.torchao import TorchaoLinear
+from jitney.read_config import make_config
 from safetensors.torch import load_file, save_file
 from torch import nn
 

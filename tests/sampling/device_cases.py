@@ -4,8 +4,8 @@ import math
 from typing import Any
 
 import torch
+from jitney.batch import Row
 from jitney.execution.sampler import Sampled, sample
-from jitney.messages import Row
 from torch import Tensor
 
 from tests.sampling.rows import Allows, make_row, sampled

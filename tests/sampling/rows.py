@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from jitney.batch import Row
 from jitney.execution.sampler import Sampled, sample
-from jitney.messages import Row
 from jitney.sampling_params import SamplingParams
 from torch import Tensor
 

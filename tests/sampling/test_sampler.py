@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jitney.batch import Row
 from jitney.errors import InternalError, InvalidArgumentError
 from jitney.execution import sampler
 from jitney.execution.filters import _weights
 from jitney.execution.logits_processors import process_logits
 from jitney.execution.philox import uniforms
 from jitney.execution.sampler import prompt_logprobs
-from jitney.messages import Row
 from jitney.sampling_params import SamplingParams
 
 from tests.sampling.rows import Allows, make_row, sampled

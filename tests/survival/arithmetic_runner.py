@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from jitney.batch import Batch, Row, RowOutput, StepOutput
 from jitney.config import EngineConfig
 from jitney.engine.grammars import refuse
 from jitney.engine.loading import EngineParts, LoadModel
-from jitney.messages import Batch, Logprob, ModelInfo, Row, RowOutput, StepOutput
+from jitney.messages import Logprob, ModelInfo
 from jitney.text.tokenizer import TokenizerData
 
 VOCAB = 320

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from jitney.batch import GrammarState
 from jitney.errors import InvalidArgumentError
-from jitney.messages import GrammarState, ModelInfo
+from jitney.messages import ModelInfo
 from jitney.sampling_params import StructuredOutputs
 from jitney.text.grammar import GrammarCompiler, prove_grammar
 from jitney.text.tokenizer import Tokenizer, TokenizerData

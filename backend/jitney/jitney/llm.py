@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from jitney.config import EngineConfig, make_config
+from jitney.config import EngineConfig
 from jitney.engine.engine import Engine
 from jitney.engine.grammar_check import GrammarChecker
 from jitney.engine.handle import EngineHandle, LocalEngine
@@ -43,6 +43,7 @@ from jitney.messages import (
     Timing,
 )
 from jitney.progress import Progress, State
+from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams, parse_sampling_params
 from jitney.text.chat import make_chat
 from jitney.text.completion import Completion, SequenceDelta

@@ -1,14 +1,15 @@
 """Sampling parameters: vLLM's names, ranges and defaults, and every check on them.
 
 Owns what a client may ask of one request. The server's front and the offline class both parse
-with :func:`parse_sampling_params` and check with :func:`check_sampling_params`; the engine takes
-the result as given.
+with :func:`parse_sampling_params` and check with :func:`check_sampling_params`. The engine does not
+check them again. At the end of the file stand the limits of an API key, which restrict what its
+owner may ask for.
 """
 
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -16,80 +17,29 @@ from jitney.config import EngineConfig
 from jitney.errors import InvalidArgumentError, nearest
 from jitney.field_types import describe_type, field_at_fault
 
-LIMITS_HEADER = "jitney-limits"
-"""In it the proxy and the gateway send the server the limits of the API key they have found."""
-_TIER = re.compile(r"[A-Za-z0-9_.-]+")
-"""A name among limits, for the proxy too: deploy/proxy/reload-keys."""
 MAX_JSON_BYTES = 1 << 20
+"""Largest text of sampling parameters that is decoded."""
 MAX_JSON_DEPTH = 128
-
-
-class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the owner of an API key may ask for."""
-
-    tiers: tuple[str, ...] = ()
-    """If any: these alone. A request that names none is of the first that its model has."""
-    min_priority: Annotated[int, msgspec.Meta(le=0)] = -1000
-
-    def apply(self, params: "SamplingParams", config: EngineConfig) -> "SamplingParams":
-        """Complete ``params``. Raises InvalidArgumentError for what is not allowed."""
-        if params.priority < self.min_priority:
-            bound = f"at least {self.min_priority} for this API key"
-            raise InvalidArgumentError.of("priority", params.priority, bound)
-        if not self.tiers or not config.tiers:
-            return params
-
-        allowed = ", ".join(map(repr, self.tiers)) + " for this API key"
-        if params.tier is None:
-            return msgspec.structs.replace(params, tier=self._first_tier(config, allowed))
-        if params.tier not in self.tiers:
-            raise InvalidArgumentError.of("tier", params.tier, f"one of {allowed}")
-        return params
-
-    def _first_tier(self, config: EngineConfig, allowed: str) -> str:
-        """The first of ours that the model has."""
-        known = {tier.name for tier in config.tiers}
-        for name in self.tiers:
-            if name in known:
-                return name
-        raise InvalidArgumentError(f"the model has no tier of {allowed}")
-
-
-def parse_limits(text: str) -> Limits:
-    """Of ``tiers=NAME,NAME min_priority=NUMBER``; each may be left out. Raises
-    InvalidArgumentError."""
-    given: dict[str, str | list[str]] = {}
-    for word in text.split():
-        name, _, value = word.partition("=")
-        if name in given:
-            raise _wrong_limits(text)
-        given[name] = value.split(",") if name == "tiers" else value
-    try:
-        limits = msgspec.convert(given, Limits, strict=False)
-    except msgspec.ValidationError:
-        raise _wrong_limits(text) from None
-    for name in limits.tiers:
-        if not _TIER.fullmatch(name):
-            raise InvalidArgumentError.of("tiers", name, "of letters, digits and . _ -")
-    return limits
-
-
-def _wrong_limits(text: str) -> InvalidArgumentError:
-    bound = "made of tiers=NAME,… and min_priority=NUMBER, at most 0, each at most once"
-    return InvalidArgumentError.of("limits", text, bound)
+"""Deepest nesting of lists and objects in it."""
+LIMITS_HEADER = "jitney-limits"
+"""The header in which the limits of an API key travel."""
+_TIER_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+"""What the name of a tier in limits is made of. ``deploy/proxy/reload-keys`` has the same rule."""
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the output must be, by exactly one of vLLM's names."""
+    """What form the output must have. Exactly one field is set; their names are vLLM's."""
 
     json: dict[str, Any] | str | None = None
     """A JSON schema, as an object or as text."""
     json_object: bool | None = None
     """Any JSON object."""
     regex: str | None = None
+    """The whole output matches it."""
     choice: tuple[str, ...] | None = None
+    """The whole output is one of these."""
     grammar: str | None = None
-    """Rules in Lark's notation; the output is a ``start``."""
+    """Rules in Lark's notation; the output follows the rule ``start``."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -128,51 +78,64 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     tier: str | None = None
     """Ours: one of the option ``tiers``. None: ``default_tier``."""
     deadline_ms: float | None = None
-    """Ours: from submission; then the request ends with what it has."""
+    """Ours: milliseconds from submission; then the request ends with the tokens that it has."""
     cache_salt: str | None = None
     """Ours: requests share cached prefixes only within one salt."""
 
     @property
     def greedy(self) -> bool:
-        """Whether sampling is an argmax: a temperature below 1e-5 is taken for 0."""
+        """Whether sampling is an argmax. A temperature below 1e-5 counts as 0."""
         return self.temperature < 1e-5
 
 
-_LISTED = ("stop", "bad_words")
-"""A single string stands for a list of one, as in vLLM."""
-
 NAMES = tuple(field.encode_name for field in msgspec.structs.fields(SamplingParams))
+_LISTS_OF_STRINGS = ("stop", "bad_words")
+"""For these a single string stands for a list of one, as in vLLM."""
+_LISTS_OF_IDS = ("stop_token_ids", "allowed_token_ids", "logit_bias")
 
-# Name -> (least, most, how an error states the bound).
-_BOUNDS: dict[str, tuple[float, float, str]] = {
-    "max_tokens": (-1, (1 << 31) - 1, "at least 1, or -1 for what the context can hold"),
-    "min_tokens": (0, (1 << 31) - 1, "at least 0"),
-    "temperature": (0.0, 1e6, "finite and at least 0"),
-    "top_p": (math.nextafter(0.0, 1.0), 1.0, "above 0 and at most 1"),
-    "top_k": (-1, (1 << 31) - 1, "-1 or 0 (off), or at least 1"),
-    "min_p": (0.0, 1.0, "from 0 to 1"),
-    "seed": (-(1 << 63), (1 << 63) - 1, "a 64-bit integer"),
-    "presence_penalty": (-2.0, 2.0, "from -2 to 2"),
-    "frequency_penalty": (-2.0, 2.0, "from -2 to 2"),
-    "repetition_penalty": (math.nextafter(0.0, 1.0), 1e6, "finite and above 0"),
-    "deadline_ms": (math.nextafter(0.0, 1.0), 1e12, "finite and above 0"),
+
+class _Range(NamedTuple):
+    """The values that a parameter may have, from ``least`` to ``most``."""
+
+    least: float
+    most: float
+    bound: str
+    """The same in words, for the message about another value."""
+
+
+_ABOVE_ZERO = math.nextafter(0.0, 1.0)
+_LARGEST_INT = (1 << 31) - 1
+
+_RANGES: dict[str, _Range] = {
+    "max_tokens": _Range(-1, _LARGEST_INT, "at least 1, or -1 for what the context can hold"),
+    "min_tokens": _Range(0, _LARGEST_INT, "at least 0"),
+    "temperature": _Range(0.0, 1e6, "finite and at least 0"),
+    "top_p": _Range(_ABOVE_ZERO, 1.0, "above 0 and at most 1"),
+    "top_k": _Range(-1, _LARGEST_INT, "-1 or 0 (off), or at least 1"),
+    "min_p": _Range(0.0, 1.0, "from 0 to 1"),
+    "seed": _Range(-(1 << 63), (1 << 63) - 1, "a 64-bit integer"),
+    "presence_penalty": _Range(-2.0, 2.0, "from -2 to 2"),
+    "frequency_penalty": _Range(-2.0, 2.0, "from -2 to 2"),
+    "repetition_penalty": _Range(_ABOVE_ZERO, 1e6, "finite and above 0"),
+    "deadline_ms": _Range(_ABOVE_ZERO, 1e12, "finite and above 0"),
 }
+"""The ranges that depend on no option of the model."""
 
 
 def parse_sampling_params(raw: Mapping[str, object]) -> SamplingParams:
     """Make parameters from decoded JSON. Numbers and booleans may come as strings.
 
     Raises InvalidArgumentError for an unknown name (naming the nearest), a wrong type, or a number
-    that is not finite. Ranges are :func:`check_sampling_params`'s.
+    that is not finite. :func:`check_sampling_params` checks the ranges.
     """
     for name in raw:
         if name not in NAMES:
+            shown = str(name)[:64]
             raise InvalidArgumentError(
-                f"sampling parameter {str(name)[:64]!r} is unknown or not supported"
-                f"{nearest(str(name)[:64], NAMES)}"
+                f"sampling parameter {shown!r} is unknown or not supported{nearest(shown, NAMES)}"
             )
     fields = {name: value for name, value in raw.items() if value is not None}
-    for name in _LISTED:
+    for name in _LISTS_OF_STRINGS:
         if isinstance(fields.get(name), str):
             fields[name] = [fields[name]]
     structured = fields.pop("structured_outputs", None)
@@ -181,7 +144,7 @@ def parse_sampling_params(raw: Mapping[str, object]) -> SamplingParams:
     except msgspec.ValidationError as error:
         name = field_at_fault(error)
         bound = describe_type(SamplingParams, name)
-        if name in _LISTED:
+        if name in _LISTS_OF_STRINGS:
             bound = f"a string or {bound}"
         raise InvalidArgumentError.of(name, fields[name], bound) from None
     if structured is None:
@@ -190,17 +153,17 @@ def parse_sampling_params(raw: Mapping[str, object]) -> SamplingParams:
 
 
 def _parse_structured(raw: object) -> StructuredOutputs:
-    """Raises InvalidArgumentError for unknown names, wrong types, and all but exactly one name."""
+    """Raises InvalidArgumentError for an unknown name, a wrong type, or not exactly one name."""
     field = "structured_outputs"
-    names = StructuredOutputs.__struct_fields__
     if isinstance(raw, StructuredOutputs):
         raw = msgspec.structs.asdict(raw)
     if not isinstance(raw, dict):
         raise InvalidArgumentError.of(field, raw, "an object")
+    names = StructuredOutputs.__struct_fields__
     for name in raw:
         if name not in names:
-            known = nearest(str(name)[:64], names)
-            raise InvalidArgumentError(f"{field}.{str(name)[:64]} is unknown{known}")
+            shown = str(name)[:64]
+            raise InvalidArgumentError(f"{field}.{shown} is unknown{nearest(shown, names)}")
     given = {name: value for name, value in raw.items() if value is not None}
     if len(given) != 1:
         named = " and ".join(given) or "nothing"
@@ -217,7 +180,8 @@ def _parse_structured(raw: object) -> StructuredOutputs:
         raise InvalidArgumentError.of(f"{field}.{name}", value, bound) from None
     if structured.json_object is False:
         raise InvalidArgumentError.of(f"{field}.json_object", value, "true, or left out")
-    if structured.choice is not None and not all(structured.choice or [""]):
+    choice = structured.choice
+    if choice is not None and (not choice or "" in choice):
         raise InvalidArgumentError.of(f"{field}.choice", value, "a list of strings, none empty")
     return structured
 
@@ -231,26 +195,32 @@ def decode_sampling_json(text: str | bytes) -> dict[str, object]:
         raise InvalidArgumentError(
             f"{field} has {len(data):,} bytes, but at most {MAX_JSON_BYTES:,} are read"
         )
+    too_deep = f"{field} is nested deeper than {MAX_JSON_DEPTH} levels"
     try:
         value = msgspec.json.decode(data)
-        too_deep = _is_deeper(value, MAX_JSON_DEPTH)
+    except RecursionError:  # deeper than the decoder itself can go
+        raise InvalidArgumentError(too_deep) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidArgumentError(f"{field} is not JSON: {error}") from None
-    except RecursionError:
-        too_deep = True
-    if too_deep:
-        raise InvalidArgumentError(f"{field} is nested deeper than {MAX_JSON_DEPTH} levels")
+    if _is_deeper(value, MAX_JSON_DEPTH):
+        raise InvalidArgumentError(too_deep)
     if not isinstance(value, dict):
         raise InvalidArgumentError.of(field, value, "a JSON object")
     return value
 
 
 def _is_deeper(value: object, levels: int) -> bool:
-    """Whether lists and objects are nested deeper than so many levels."""
-    if not isinstance(value, (dict, list)):
+    """Whether lists and objects are nested more than ``levels`` deep."""
+    parts: list[object]
+    if isinstance(value, dict):
+        parts = list(value.values())
+    elif isinstance(value, list):
+        parts = value
+    else:
         return False
-    parts = value.values() if isinstance(value, dict) else value
-    return levels == 0 or any(_is_deeper(part, levels - 1) for part in parts)
+    if levels == 0:
+        return True
+    return any(_is_deeper(part, levels - 1) for part in parts)
 
 
 def check_sampling_params(params: SamplingParams, config: EngineConfig, *, vocab_size: int) -> None:
@@ -260,10 +230,11 @@ def check_sampling_params(params: SamplingParams, config: EngineConfig, *, vocab
     """
     _check_numbers(params, config)
     _check_tier(params.tier, config)
-    for name in _LISTED:
+    for name in _LISTS_OF_STRINGS:
         _check_strings(name, getattr(params, name), config)
-    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-        _check_ids(name, tuple(getattr(params, name) or ()), config, vocab_size)
+    for name in _LISTS_OF_IDS:
+        ids = getattr(params, name) or ()
+        _check_ids(name, tuple(ids), config, vocab_size)
 
     if params.allowed_token_ids == ():
         raise InvalidArgumentError("allowed_token_ids is empty, but must name at least one id")
@@ -275,20 +246,21 @@ def check_sampling_params(params: SamplingParams, config: EngineConfig, *, vocab
 
 
 def _check_numbers(params: SamplingParams, config: EngineConfig) -> None:
-    logprobs = (0, config.max_logprobs, f"from 0 to {config.max_logprobs}")
-    bounds = _BOUNDS | {
-        "n": (1, config.max_n, f"from 1 to {config.max_n}"),
-        "logprobs": logprobs,
-        "prompt_logprobs": logprobs,
-        "priority": (config.min_priority, 1000, f"from {config.min_priority} to 1000"),
+    of_logprobs = _Range(0, config.max_logprobs, f"from 0 to {config.max_logprobs}")
+    priority_bound = f"from {config.min_priority} to 1000"
+    ranges = _RANGES | {
+        "n": _Range(1, config.max_n, f"from 1 to {config.max_n}"),
+        "logprobs": of_logprobs,
+        "prompt_logprobs": of_logprobs,
+        "priority": _Range(config.min_priority, 1000, priority_bound),
     }
-    for name, (least, most, bound) in bounds.items():
+    for name, (least, most, bound) in ranges.items():
         value = getattr(params, name)
         if value is not None and not least <= value <= most:  # NaN fails the comparison too
             raise InvalidArgumentError.of(name, value, bound)
 
-    if params.max_tokens == 0:
-        raise InvalidArgumentError.of("max_tokens", 0, _BOUNDS["max_tokens"][2])
+    if params.max_tokens == 0:  # its range goes from -1 upward
+        raise InvalidArgumentError.of("max_tokens", 0, _RANGES["max_tokens"].bound)
     if params.max_tokens != -1 and params.min_tokens > params.max_tokens:
         bound = f"at most max_tokens ({params.max_tokens})"
         raise InvalidArgumentError.of("min_tokens", params.min_tokens, bound)
@@ -328,3 +300,75 @@ def check_token_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
             raise InvalidArgumentError.of(
                 field, token, f"from 0 to {vocab_size - 1} (the model's vocabulary)"
             )
+
+
+# --------------------------------------------------------------------------- limits of an API key
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the owner of an API key may ask for: which tiers, and how urgent a priority.
+
+    The proxy or the gateway finds the limits of the key that a client sent, and sends them to the
+    server with the request, as text in a header. The front applies them to the parameters.
+    """
+
+    tiers: tuple[str, ...] = ()
+    """The tiers that a request may name; empty: any. A request that names no tier gets the first of
+    these that its model has."""
+    min_priority: Annotated[int, msgspec.Meta(le=0)] = -1000
+    """The most urgent ``priority`` that a request may ask for."""
+
+    def apply(self, params: SamplingParams, config: EngineConfig) -> SamplingParams:
+        """``params``, with a tier if the limits choose one. Raises InvalidArgumentError if they ask
+        for more than is allowed."""
+        if params.priority < self.min_priority:
+            bound = f"at least {self.min_priority} for this API key"
+            raise InvalidArgumentError.of("priority", params.priority, bound)
+        if not self.tiers or not config.tiers:
+            return params
+        if params.tier is None:
+            return msgspec.structs.replace(params, tier=self._default_tier(config))
+        if params.tier not in self.tiers:
+            bound = f"one of {self._names_of_tiers()} for this API key"
+            raise InvalidArgumentError.of("tier", params.tier, bound)
+        return params
+
+    def _default_tier(self, config: EngineConfig) -> str:
+        """The first of the allowed tiers that the model has."""
+        known = {tier.name for tier in config.tiers}
+        for name in self.tiers:
+            if name in known:
+                return name
+        raise InvalidArgumentError(
+            f"the model has no tier of {self._names_of_tiers()} for this API key"
+        )
+
+    def _names_of_tiers(self) -> str:
+        return ", ".join(repr(name) for name in self.tiers)
+
+
+def parse_limits(text: str) -> Limits:
+    """Read ``tiers=NAME,NAME min_priority=NUMBER``. Either part may be left out. Raises
+    InvalidArgumentError."""
+    given: dict[str, str | list[str]] = {}
+    for word in text.split():
+        name, _, value = word.partition("=")
+        if name in given:
+            raise _wrong_limits(text)
+        given[name] = value
+        if name == "tiers":
+            given[name] = value.split(",")
+    try:
+        # Not strict: a number may be written as text. The struct refuses unknown names.
+        limits = msgspec.convert(given, Limits, strict=False)
+    except msgspec.ValidationError:
+        raise _wrong_limits(text) from None
+    for name in limits.tiers:
+        if not _TIER_NAME.fullmatch(name):
+            raise InvalidArgumentError.of("tiers", name, "of letters, digits and . _ -")
+    return limits
+
+
+def _wrong_limits(text: str) -> InvalidArgumentError:
+    bound = "made of tiers=NAME,… and min_priority=NUMBER, at most 0, each at most once"
+    return InvalidArgumentError.of("limits", text, bound)

@@ -3,11 +3,11 @@
 from typing import Any
 
 import torch
-from jitney.config import make_config
 from jitney.engine.assemble import accelerator_for
 from jitney.execution.acceleration import select
 from jitney.execution.attention import AttentionShape
 from jitney.execution.interface import AttentionFunction, LayerSpec
+from jitney.read_config import make_config
 
 CPU = torch.device("cpu")
 

@@ -1,8 +1,8 @@
 """Rows of a step as attention sees them, a block table and a span of positions; and its call."""
 
+from jitney.batch import Row
 from jitney.execution.attention import AttentionMetadata
 from jitney.execution.interface import AttentionCall, AttentionFunction, LayerCache
-from jitney.messages import Row
 from jitney.sampling_params import SamplingParams
 from torch import Tensor
 

@@ -3,11 +3,11 @@ computed, or on what else was in the batch."""
 
 import pytest
 import torch
-from jitney.config import make_config
 from jitney.engine.assemble import load_runner
 from jitney.errors import ConfigError
 from jitney.execution.runner import TorchRunner
 from jitney.messages import Tokens
+from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 
 from tests.execution.drive import Driven, drive

@@ -2,16 +2,16 @@
 
 import pytest
 import torch
-from jitney.config import make_config
+from jitney.batch import Row
 from jitney.engine.assemble import load_model
 from jitney.execution.attention import build_metadata
 from jitney.execution.interface import LayerCache, LoadedModel, PagedStep, forward
 from jitney.execution.memory import make_layer_caches
 from jitney.kernels.fused.fuse import fuse
 from jitney.kernels.fused.trial import relative_error
-from jitney.messages import Row
 from jitney.quantization.eight_bits import Int8Linear
 from jitney.quantization.four_bits import Int4Linear
+from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 
 from tests.kernels.attention.choose import for_layers

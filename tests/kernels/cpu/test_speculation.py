@@ -5,7 +5,7 @@ import random
 import msgspec
 import pytest
 import torch
-from jitney.config import EngineConfig, make_config
+from jitney.config import EngineConfig
 from jitney.core.policy.speculation import Prices
 from jitney.engine.assemble import grammar_compiler, load_runner
 from jitney.engine.engine import Engine
@@ -14,6 +14,7 @@ from jitney.execution import draft
 from jitney.execution.draft import newest
 from jitney.execution.sampler import sample
 from jitney.messages import Emitted, Finished, Submit, Tokens
+from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 from jitney.text.tokenizer import read_tokenizer
 from safetensors.torch import load_file

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from jitney.config import EngineConfig, make_config
+from jitney.config import EngineConfig
+from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 
 from tests.tiny_models import make_checkpoint

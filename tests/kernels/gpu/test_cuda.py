@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from jitney.config import make_config
 from jitney.engine.assemble import load_runner
+from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 
 from tests.execution.drive import drive

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from jitney.batch import Batch
 from jitney.engine.assemble import load_model, load_runner
 from jitney.errors import ConfigError
 from jitney.execution import runner as runner_module
 from jitney.execution.low_rank import find_sites
 from jitney.execution.memory import make_layer_caches
-from jitney.messages import Batch, Tokens
+from jitney.messages import Tokens
 from msgspec.structs import replace
 
 from tests.execution.drive import drive

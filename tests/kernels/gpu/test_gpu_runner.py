@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from jitney.config import make_config
+from jitney.batch import Batch, Row
 from jitney.engine.assemble import load_runner
 from jitney.engine.engine import Engine
 from jitney.errors import DeviceLostError
-from jitney.messages import Batch, Cancel, Failed, Finished, Row, Submit, Tokens
+from jitney.messages import Cancel, Failed, Finished, Submit, Tokens
+from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 from msgspec.structs import replace
 

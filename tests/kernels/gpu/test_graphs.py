@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from jitney.config import make_config
 from jitney.execution.attention import AttentionMetadata, build_metadata
 from jitney.kernels.gpu.graphs import Capture, CaptureError, DecodeGraphs, Launch, padded_sizes
 from jitney.messages import ModelInfo
+from jitney.read_config import make_config
 
 from tests.kernels.attention.rows import row
 

@@ -13,12 +13,13 @@ because blocks that a step still uses are freed only when it is complete. ``inte
 
 from bisect import insort
 
+from jitney.batch import Batch, Row
 from jitney.core.deadlines import Deadlines
 from jitney.core.kv_cache import KvCache
 from jitney.core.policy.seam import Admission
 from jitney.core.request import Request, Sequence, State, by_rank, remove_ranked
 from jitney.core.step_in_flight import DeferredFree, StepInFlight
-from jitney.messages import Batch, Finished, Row
+from jitney.messages import Finished
 
 
 class LiveRequests:

@@ -9,19 +9,10 @@ from itertools import takewhile
 
 import msgspec
 
+from jitney.batch import Row, RowOutput
 from jitney.core.live import LiveRequests
 from jitney.core.request import Request, Sequence
-from jitney.messages import (
-    Event,
-    FinishReason,
-    Logprob,
-    PromptLogprobs,
-    Row,
-    RowOutput,
-    StepStats,
-    Submit,
-    Tokens,
-)
+from jitney.messages import Event, FinishReason, Logprob, PromptLogprobs, StepStats, Submit, Tokens
 
 
 @dataclass(slots=True)

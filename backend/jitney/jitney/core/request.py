@@ -10,8 +10,9 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+from jitney.batch import Adapter, Grammar, GrammarState
 from jitney.core.kv_cache import block_hash, root_hash
-from jitney.messages import Adapter, Grammar, GrammarState, Logprob, Submit, Timing
+from jitney.messages import Logprob, Submit, Timing
 
 
 class State(enum.Enum):

@@ -23,6 +23,7 @@ from dataclasses import replace
 
 import msgspec
 
+from jitney.batch import Adapter, Batch, Grammar, Row, StepOutput
 from jitney.config import EngineConfig
 from jitney.core.admission import Needs, needs_of
 from jitney.core.held import HeldRequests
@@ -36,20 +37,7 @@ from jitney.core.policy.seam import Terms
 from jitney.core.request import Request, Sequence, State
 from jitney.core.step_in_flight import StepInFlight
 from jitney.errors import DeadlineExceededError, InvalidArgumentError, JitneyError, UnavailableError
-from jitney.messages import (
-    Adapter,
-    Batch,
-    Cancelled,
-    Event,
-    Failed,
-    FinishReason,
-    Grammar,
-    Row,
-    StepOutput,
-    StepStats,
-    Submit,
-    Tokens,
-)
+from jitney.messages import Cancelled, Event, Failed, FinishReason, StepStats, Submit, Tokens
 
 
 class Scheduler:

@@ -8,7 +8,7 @@ allocated again: block tables that are given up meanwhile are freed when it is c
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from jitney.messages import Batch
+from jitney.batch import Batch
 
 
 class DeferredFree(NamedTuple):

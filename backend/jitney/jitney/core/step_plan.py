@@ -3,10 +3,11 @@ step and fills it."""
 
 from dataclasses import dataclass, field
 
+from jitney.batch import Batch, Row
 from jitney.core.policy.seam import DraftChoice
 from jitney.core.request import Sequence
 from jitney.core.step_in_flight import StepInFlight
-from jitney.messages import Batch, Row, StepStats
+from jitney.messages import StepStats
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from importlib.metadata import EntryPoint, entry_points
 import msgspec
 import torch
 
+from jitney.batch import Adapter
 from jitney.config import EngineConfig
 from jitney.engine.grammars import Compile, refuse
 from jitney.engine.loading import EngineParts, LoadModel
@@ -24,7 +25,7 @@ from jitney.execution.machine import resolve_device
 from jitney.execution.quantized import Quantizer
 from jitney.execution.runner import TorchRunner
 from jitney.execution.weigh import weigh as weigh_model
-from jitney.messages import Adapter, Footprint, ModelInfo
+from jitney.messages import Footprint, ModelInfo
 from jitney.text.grammar import GrammarCompiler
 from jitney.text.tokenizer import TokenizerData, read_tokenizer
 

@@ -29,26 +29,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from jitney.batch import Adapter, Batch, Row, StepOutput
 from jitney.config import EngineConfig
 from jitney.core.scheduler import Scheduler
 from jitney.engine.grammars import Compile, Grammars, refuse
 from jitney.engine.pending import Held, Made, Pending, Source
 from jitney.errors import DeviceLostError, InternalError, JitneyError, UnavailableError
 from jitney.execution.protocols import LaunchedStep, Runner
-from jitney.messages import (
-    TERMINAL,
-    Adapter,
-    Batch,
-    Cancel,
-    Event,
-    Failed,
-    Message,
-    ModelInfo,
-    Row,
-    StepOutput,
-    StepReport,
-    Submit,
-)
+from jitney.messages import TERMINAL, Cancel, Event, Failed, Message, ModelInfo, StepReport, Submit
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

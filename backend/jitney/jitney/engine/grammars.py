@@ -4,8 +4,9 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 
+from jitney.batch import Grammar
 from jitney.errors import InternalError, InvalidArgumentError, JitneyError
-from jitney.messages import Grammar, StepStats, Submit
+from jitney.messages import StepStats, Submit
 
 _log = logging.getLogger(__name__)
 

@@ -5,11 +5,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from jitney.batch import Adapter
 from jitney.config import EngineConfig
 from jitney.engine.grammars import Compile
 from jitney.engine.pending import Source
 from jitney.execution.protocols import Runner
-from jitney.messages import Adapter
 
 
 @dataclass(frozen=True, slots=True)

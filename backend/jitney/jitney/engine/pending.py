@@ -16,8 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from jitney.batch import Adapter, Grammar
 from jitney.errors import InternalError, JitneyError
-from jitney.messages import Adapter, Finish, Grammar, StepStats, Submit
+from jitney.messages import Finish, StepStats, Submit
 
 _log = logging.getLogger(__name__)
 

@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from jitney.batch import Batch
 from jitney.engine.engine import Engine
 from jitney.engine.loading import LoadModel
 from jitney.engine.quiet import lean_imports, quiet_imports
@@ -43,7 +44,7 @@ from jitney.engine.wire import (
     Stop,
 )
 from jitney.errors import DeviceLostError, JitneyError, LoadError
-from jitney.messages import Batch, Cancel, Finish, StepReport, Submit
+from jitney.messages import Cancel, Finish, StepReport, Submit
 
 _log = logging.getLogger(__name__)
 

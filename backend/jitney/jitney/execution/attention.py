@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from jitney.batch import Row
 from jitney.execution.byte_cache import SCALE_BYTES
 from jitney.execution.low_rank import Span, spans_of
 from jitney.execution.machine import to_device
-from jitney.messages import Row
 
 HEAD_ALIGNMENT = 16
 """Head sizes are padded in the cache to a multiple of this: the lanes of one vector register."""

@@ -22,11 +22,11 @@ from typing import Protocol
 import msgspec
 from torch import Tensor
 
+from jitney.batch import Batch, Row, RowOutput
 from jitney.execution.attention import AttentionMetadata, BlockTables, build_metadata
 from jitney.execution.interface import LayerCache, LoadedModel, PagedStep
 from jitney.execution.machine import to_device
 from jitney.execution.sampler import sample
-from jitney.messages import Batch, Row, RowOutput
 
 
 class DraftInputs(Protocol):

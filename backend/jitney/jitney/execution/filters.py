@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from jitney.batch import Row
 from jitney.execution.machine import to_device
 from jitney.execution.philox import uniforms
-from jitney.messages import Row
 from jitney.sampling_params import SamplingParams
 
 # Tokens per partial sum: 64-bit cumulative sums find the chunk, then the token in it.

@@ -4,8 +4,9 @@ whose runner computes them before it serves anybody.
 
 import math
 
+from jitney.batch import Batch
 from jitney.execution.probe import probe_row
-from jitney.messages import Batch, ModelInfo
+from jitney.messages import ModelInfo
 from jitney.sampling_params import SamplingParams
 
 _PROMPT_TOKENS = 16

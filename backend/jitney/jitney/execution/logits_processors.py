@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from jitney.batch import Row
 from jitney.execution.machine import to_device
-from jitney.messages import Row
 
 _FORBIDDEN = -math.inf
 _BITS_OF_A_BYTE = np.array([1, 2, 4, 8, 16, 32, 64, 128], np.uint8)

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from jitney.batch import Row
 from jitney.execution.quantized import QuantizedLinear, is_linear, weight_of
-from jitney.messages import Row
 
 
 class Site(NamedTuple):
@@ -49,7 +49,7 @@ adapters of a step give."""
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """A loaded adapter: a ``messages.Adapter``."""
+    """A loaded adapter: a ``batch.Adapter``."""
 
     version: str
     factors: Mapping[str, Factors]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from jitney.batch import Row
 from jitney.errors import CheckpointError, InstallationError
 from jitney.execution.attention import build_metadata
 from jitney.execution.interface import (
@@ -29,7 +30,6 @@ from jitney.execution.memory import make_layer_caches
 from jitney.execution.quantized import QuantizedLinear, exact_products
 from jitney.execution.reference import ReferenceAttention
 from jitney.execution.support import refuse
-from jitney.messages import Row
 from jitney.sampling_params import SamplingParams
 
 # Keyword arguments that modules pass along and that change nothing of one forward pass here.

@@ -5,7 +5,8 @@ Imports no torch, because fronts import the engine's modules.
 
 from typing import Protocol
 
-from jitney.messages import Batch, ModelInfo, StepOutput
+from jitney.batch import Batch, StepOutput
+from jitney.messages import ModelInfo
 
 
 class LaunchedStep(Protocol):

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from jitney.batch import Batch, Row, RowOutput, StepOutput
 from jitney.errors import DeviceLostError
 from jitney.execution.attention import AttentionMetadata, BlockTables, build_metadata
 from jitney.execution.draft import DraftModel
@@ -22,7 +23,7 @@ from jitney.execution.logits_processors import needs_processing
 from jitney.execution.low_rank import Factors, LowRank, Site, idle_factors
 from jitney.execution.machine import enter_device, synchronize, to_device
 from jitney.execution.sampler import Sampled, Samples, prompt_logprobs, sample
-from jitney.messages import Batch, Logprob, ModelInfo, Row, RowOutput, StepOutput
+from jitney.messages import Logprob, ModelInfo
 
 # Logits of one pass. A step with more prompt logprobs than that is computed several times.
 _LOGITS_FLOATS = 1 << 28

@@ -17,11 +17,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from jitney.batch import Row
 from jitney.errors import InternalError, InvalidArgumentError, JitneyError
 from jitney.execution.filters import choose_tokens
 from jitney.execution.logits_processors import lone_mask, needs_processing, process_logits
 from jitney.execution.machine import to_device
-from jitney.messages import Logprob, Row
+from jitney.messages import Logprob
 
 # Floats of one slice of log-probabilities: bounds the extra memory of a long prompt's.
 _SLICE_FLOATS = 1 << 24

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import triton_python_backend_utils as pb_utils
 
-from jitney.config import EngineConfig, load_config
+from jitney.config import EngineConfig
 from jitney.engine.quiet import quiet_imports
 from jitney.errors import JitneyError
 from jitney.frontend.contract import complete_config
 from jitney.frontend.worker import on_sigterm
+from jitney.read_config import load_config
 from jitney.server_log import log_to_server
 
 if TYPE_CHECKING:

@@ -205,7 +205,7 @@ class GrammarCompiler:
 
 
 class CompiledGrammar:
-    """See ``messages.Grammar``."""
+    """See ``batch.Grammar``."""
 
     def __init__(self, matcher: LLMatcher, end_ids: list[int], vocab_size: int) -> None:
         self._matcher = matcher
@@ -218,7 +218,7 @@ class CompiledGrammar:
 
 
 class MatcherState:
-    """See ``messages.GrammarState``."""
+    """See ``batch.GrammarState``."""
 
     def __init__(self, matcher: LLMatcher, forbidden: list[int], vocab_size: int) -> None:
         """No mask allows the ids of ``forbidden``."""

@@ -3,6 +3,7 @@ once; what is not set is answered by an object of ``plain``."""
 
 from dataclasses import dataclass
 
+from jitney.batch import StepOutput
 from jitney.config import EngineConfig
 from jitney.core.kv_cache import KvCache
 from jitney.core.policy.cost import StepCost
@@ -12,7 +13,6 @@ from jitney.core.policy.seam import Admission, CostModel, DraftPolicy, StepLimit
 from jitney.core.policy.speculation import Speculation
 from jitney.core.policy.tiers import TierAdmission, TierCounts
 from jitney.core.step_in_flight import StepInFlight
-from jitney.messages import StepOutput
 
 
 @dataclass(frozen=True, slots=True)

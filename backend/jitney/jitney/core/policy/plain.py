@@ -4,10 +4,11 @@ runs by."""
 from bisect import insort
 from collections.abc import Iterator
 
+from jitney.batch import Batch, Row, StepOutput
 from jitney.core.policy.seam import DraftChoice, StepLimits, Terms
 from jitney.core.request import Request, Sequence, by_rank, remove_ranked
 from jitney.errors import UnavailableError
-from jitney.messages import Batch, Row, StepOutput, Submit, TierStats
+from jitney.messages import Submit, TierStats
 
 
 class ByRank:

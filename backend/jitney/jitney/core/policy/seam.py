@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from jitney.batch import Batch, Row, StepOutput
 from jitney.core.request import Request, Sequence
-from jitney.messages import Batch, Row, StepOutput, Submit, TierStats
+from jitney.messages import Submit, TierStats
 
 
 @dataclass(frozen=True, slots=True)

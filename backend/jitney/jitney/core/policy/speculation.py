@@ -24,12 +24,12 @@ from itertools import takewhile
 from operator import attrgetter
 from typing import NamedTuple
 
+from jitney.batch import Row
 from jitney.config import SpeculationConfig
 from jitney.core.policy.cost import StepCost, StepShape
 from jitney.core.policy.drafters import make_drafter
 from jitney.core.policy.seam import DraftChoice, StepLimits
 from jitney.core.request import Drafting, Sequence
-from jitney.messages import Row
 
 _MEMORY = 20  # comparisons: the average of one sequence covers about so many of the latest
 _MEMORY_OF_ALL = 16  # the same for the average of all sequences

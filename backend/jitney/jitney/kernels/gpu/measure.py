@@ -9,6 +9,7 @@ import math
 import msgspec
 import torch
 
+from jitney.batch import Batch, Row
 from jitney.config import EngineConfig
 from jitney.execution.interface import LayerCache, LoadedModel
 from jitney.execution.low_rank import idle_factors
@@ -16,7 +17,7 @@ from jitney.execution.memory import StepMemory
 from jitney.execution.probe import probe_row
 from jitney.execution.runner import TorchRunner
 from jitney.kernels.gpu.graphs import padded_sizes
-from jitney.messages import Batch, ModelInfo, Row
+from jitney.messages import ModelInfo
 from jitney.sampling_params import SamplingParams
 
 # One decode row has the longest context. The others have this one, so that measuring takes little

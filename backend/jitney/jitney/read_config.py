@@ -1,0 +1,267 @@
+"""Reads and checks the engine's options: the file ``model.json`` of a model version, the
+``parameters`` of its ``config.pbtxt``, which replace the file's, or a dictionary.
+"""
+
+import logging
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from msgspec import inspect
+
+from jitney.config import EngineConfig, SpeculationConfig, TierConfig
+from jitney.errors import ConfigError, nearest
+from jitney.field_types import describe_range, describe_type, field_at_fault, kind_of
+
+_log = logging.getLogger(__name__)
+S = TypeVar("S", bound=msgspec.Struct)
+
+REMOVED_OPTIONS: dict[str, str] = {
+    "refuse_late": "a request whose deadline passes before its first token ends then",
+}
+"""Options that are accepted and ignored for one version, with a warning when the model is loaded.
+The value is what the warning says about the option."""
+
+# What transformers' apply_chat_template takes for itself: a client may neither send a template of
+# its own nor change how one is applied.
+_NOT_TEMPLATE_PARAMETERS = frozenset({
+    "conversation", "messages", "chat_template", "tokenize", "padding", "truncation", "max_length",
+    "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+    "sanitize_control_tokens",
+})  # fmt: skip
+
+
+# --------------------------------------------------------------------------- reading
+
+
+def load_config(path: Path, parameters: Mapping[str, str] | None = None) -> EngineConfig:
+    """Read ``model.json``. Paths in it are relative to its folder, and come back absolute.
+
+    ``parameters`` are options as text, which replace those of the file: see :func:`from_text`.
+    Raises ConfigError for a missing or malformed file, an unknown key (naming the nearest known
+    one), a wrong type or a value out of bounds.
+    """
+    try:
+        raw = msgspec.json.decode(path.read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(f"{path.name} is missing from the version folder") from None
+    except OSError as error:
+        raise ConfigError(f"{path.name} cannot be read: {error.strerror}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path.name} is not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path.name} must hold a JSON object of options")
+    given = {key: from_text(key, text) for key, text in (parameters or {}).items()}
+    return _with_absolute_paths(make_config(raw | given), path.parent)
+
+
+def from_text(key: str, text: str) -> object:
+    """The value of an option that is written as text: a string as it stands, all else as in JSON
+    (``64``, ``true``, ``[1, 2]``, ``null`` for the default). :func:`make_config` checks it."""
+    if key not in EngineConfig.__struct_fields__:
+        return text  # make_config() names the unknown key
+    if isinstance(kind_of(EngineConfig, key), (inspect.StrType, inspect.LiteralType)):
+        return text
+    with suppress(msgspec.DecodeError):
+        return msgspec.json.decode(text)
+    return text  # of a wrong type, which make_config() says
+
+
+def _with_absolute_paths(config: EngineConfig, folder: Path) -> EngineConfig:
+    """``config`` with its paths made absolute. A model that names nothing in ``folder`` stays as it
+    is: it may be an id."""
+    changes: dict[str, object] = {}
+    if (folder / config.model).exists():
+        changes["model"] = str((folder / config.model).resolve())
+
+    speculation = config.speculation
+    if speculation is not None and speculation.model is not None:
+        draft_model = folder / speculation.model
+        if draft_model.exists():
+            resolved = str(draft_model.resolve())
+            changes["speculation"] = msgspec.structs.replace(speculation, model=resolved)
+
+    if config.adapters is not None:
+        changes["adapters"] = str((folder / config.adapters).resolve())
+    return msgspec.structs.replace(config, **changes)
+
+
+# --------------------------------------------------------------------------- the struct
+
+
+def make_config(options: dict[str, object]) -> EngineConfig:
+    """Check ``options`` and make the struct. Raises ConfigError as :func:`load_config` does."""
+    options = _without_removed(options)
+    _check_names(options, EngineConfig)
+    if "model" not in options:
+        raise ConfigError("option model is missing: it names the checkpoint's folder")
+    if options.get("attention") == "flashinfer":
+        raise ConfigError("option attention is 'flashinfer', which was removed: set 'gpu'")
+    config = _convert(_with_nested_structs(options), EngineConfig)
+
+    _check_pairs(config)
+    # The default of max_num_seqs may be above the token budget: the scheduler then lowers it.
+    if "max_num_seqs" in options:
+        _check_token_budget(config)
+    _check_chat_template_parameters(config)
+    _check_cuda_graph_sizes(config)
+    if config.device == "cpu":
+        _check_no_gpu_options(config)
+    _check_tiers(config.tiers)
+    _check_default_tier(config)
+    return config
+
+
+def _without_removed(options: dict[str, object]) -> dict[str, object]:
+    """The options without those of :data:`REMOVED_OPTIONS`. Warns of each that was given."""
+    for name in REMOVED_OPTIONS.keys() & options.keys():
+        _log.warning("option %s was removed and is ignored: %s", name, REMOVED_OPTIONS[name])
+    return {name: value for name, value in options.items() if name not in REMOVED_OPTIONS}
+
+
+def _with_nested_structs(options: dict[str, object]) -> dict[str, object]:
+    """The options that are objects, or lists of objects, as structs. Each is converted by itself,
+    so that a message names the key inside it."""
+    made = dict(options)
+    speculation = options.get("speculation")
+    if isinstance(speculation, dict):
+        made["speculation"] = _make_speculation(speculation)
+    tiers = options.get("tiers")
+    if isinstance(tiers, (list, tuple)):
+        made["tiers"] = [_make_tier(index, given) for index, given in enumerate(tiers)]
+    return made
+
+
+def _make_speculation(given: dict[str, object]) -> SpeculationConfig:
+    _check_names(given, SpeculationConfig, prefix="speculation.")
+    made = _convert(given, SpeculationConfig, prefix="speculation.")
+    needs_model = made.drafter in ("draft_model", "eagle")
+    has_model = made.model is not None
+    if needs_model != has_model:
+        bound = "given with drafter 'draft_model' or 'eagle', and with these alone"
+        raise ConfigError(f"option speculation.model must be {bound}")
+    if made.ngram_max < made.ngram_min:
+        bound = f"at least ngram_min, {made.ngram_min}"
+        raise ConfigError.of("speculation.ngram_max", made.ngram_max, bound)
+    return made
+
+
+def _make_tier(index: int, given: object) -> TierConfig:
+    if isinstance(given, TierConfig):
+        return given
+    if not isinstance(given, dict):
+        raise ConfigError.of(f"tiers[{index}]", given, "an object")
+    _check_names(given, TierConfig, prefix=f"tiers[{index}].")
+    if "name" not in given:
+        raise ConfigError(f"option tiers[{index}].name is missing")
+    return _convert(given, TierConfig, prefix=f"tiers[{index}].")
+
+
+def _check_names(
+    options: Mapping[str, object], struct: type[msgspec.Struct], prefix: str = ""
+) -> None:
+    """``prefix`` says in a message where in the options these stand."""
+    for key in options:
+        if key not in struct.__struct_fields__:
+            near = nearest(key, struct.__struct_fields__)
+            raise ConfigError(f"option {prefix + key!r} is unknown{near}")
+
+
+def _convert(options: Mapping[str, object], struct: type[S], prefix: str = "") -> S:
+    try:
+        return msgspec.convert(options, struct)
+    except msgspec.ValidationError as error:
+        key = field_at_fault(error)
+        bound = describe_type(struct, key)
+        # msgspec's text for a value of the right type that is out of range: "Expected `int` >= 1".
+        if re.search("` [<>]", str(error)):
+            bound = describe_range(struct, key)
+        raise ConfigError.of(prefix + key, options.get(key), bound) from None
+
+
+# --------------------------------------------------------------------------- checks of the whole
+
+
+def _check_pairs(config: EngineConfig) -> None:
+    """Options that exclude each other, on any device."""
+    if config.kv_cache_bytes is not None and config.kv_cache_fraction is not None:
+        raise ConfigError("options kv_cache_bytes and kv_cache_fraction exclude each other")
+    if config.adapters is not None and config.compile:
+        raise ConfigError("options adapters and compile exclude each other")
+    if config.compile and config.batch_invariant:
+        raise ConfigError("options compile and batch_invariant exclude each other")
+
+
+def _check_token_budget(config: EngineConfig) -> None:
+    """Every running sequence may get a token in one step."""
+    tokens = config.max_num_batched_tokens
+    if tokens is not None and tokens < config.max_num_seqs:
+        bound = f"at least max_num_seqs, {config.max_num_seqs}"
+        raise ConfigError.of("max_num_batched_tokens", tokens, bound)
+
+
+def _check_chat_template_parameters(config: EngineConfig) -> None:
+    for name in config.chat_template_parameters:
+        if name in _NOT_TEMPLATE_PARAMETERS:
+            raise ConfigError(f"option chat_template_parameters must not hold {name!r}")
+
+
+def _check_cuda_graph_sizes(config: EngineConfig) -> None:
+    sizes = config.cuda_graph_sizes
+    if sizes is None:
+        return
+    if config.cuda_graphs == "never":
+        raise ConfigError("options cuda_graph_sizes and cuda_graphs 'never' exclude each other")
+    if not sizes:
+        raise ConfigError.of("cuda_graph_sizes", [], "one size or more; else set cuda_graphs")
+    for size in sizes:
+        if not 1 <= size <= config.max_num_seqs:
+            bound = f"numbers from 1 to max_num_seqs, {config.max_num_seqs}"
+            raise ConfigError.of("cuda_graph_sizes", list(sizes), bound)
+
+
+def _check_no_gpu_options(config: EngineConfig) -> None:
+    """For ``device`` 'cpu'. With ``auto``, the load of the model checks the same."""
+    for key in ("compile", "cuda_graph_sizes"):
+        value = getattr(config, key)
+        if value:
+            raise ConfigError.of(key, value, "left out with device 'cpu'")
+    if config.cuda_graphs == "load":
+        raise ConfigError.of("cuda_graphs", "load", "'lazy' or 'never' with device 'cpu'")
+
+
+def _check_tiers(tiers: tuple[TierConfig, ...]) -> None:
+    """What one tier must be in view of the others."""
+    names: set[str] = set()
+    largest_gap = 0.0
+    for index, tier in enumerate(tiers):
+        if tier.name in names:
+            raise ConfigError.of(f"tiers[{index}].name", tier.name, "another than those before it")
+        names.add(tier.name)
+        if tier.gap_ms is None:
+            continue
+        if tier.gap_ms < largest_gap:
+            bound = f"at least that of the tiers above, {largest_gap}"
+            raise ConfigError.of(f"tiers[{index}].gap_ms", tier.gap_ms, bound)
+        largest_gap = tier.gap_ms
+
+    # The first tier takes what the shares of the others leave.
+    total = sum(tier.share for tier in tiers[1:])
+    if total > 1.0:
+        raise ConfigError(
+            f"option tiers: the shares below the first tier add up to {total:g}, "
+            "but must be at most 1"
+        )
+
+
+def _check_default_tier(config: EngineConfig) -> None:
+    names = [tier.name for tier in config.tiers]
+    if config.default_tier is None or config.default_tier in names:
+        return
+    bound = "left out without tiers"
+    if names:
+        bound = "one of " + ", ".join(repr(name) for name in names)
+    raise ConfigError.of("default_tier", config.default_tier, bound)
