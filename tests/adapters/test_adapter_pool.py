@@ -181,11 +181,11 @@ def test_one_that_is_being_loaded_keeps_its_place() -> None:
     house = House(most=1)
     house.files.close("a")
     gone = house.submit("a")
-    house.engine._take_messages([])
+    house.engine._take_inbox()
     house.engine.send(Cancel(gone))
     house.step()
     keys = house.submit("b"), house.submit("a")
-    house.engine._take_messages([])
+    house.engine._take_inbox()
     house.files.gates["a"].set()
     house.drain(*keys)
     assert house.files.loads == ["a", "b"]
@@ -298,9 +298,9 @@ def test_what_was_reported_failed_does_not_run() -> None:
         name = f"a{len(house.submits)}"
         house.files.close(name)
         key = house.submit(name)
-        house.engine._take_messages([])
+        house.engine._take_inbox()
         house.files.gates[name].set()
-        while not house.engine._results:
+        while not house.engine.inbox.has_items:
             time.sleep(0.001)
         end()
         later = house.submit(None)

@@ -273,7 +273,7 @@ def test_a_message_ends_the_check_when_idle(monkeypatch) -> None:
             yield
 
     monkeypatch.setattr(play.scheduler, "integrity_checks", checks)
-    play.engine._wait()
+    play.engine._sleep_while_idle()
     assert slices == [0, 1, 2, 3]
 
 

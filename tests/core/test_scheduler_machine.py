@@ -155,7 +155,7 @@ class Traffic(RuleBasedStateMachine):
         later = SimpleNamespace(submit=lambda *call: self.loading.append(partial(*call)))
         self.engine.pending.threads = [Inline(), later]
         self.pool = pool
-        self.engine._wait_for_message = self._go_on_loading
+        self.engine.inbox.wait = self._go_on_loading
         self.prophet = Prophet(lambda: chance.random() < foresight)
         self.runner.foresee = self.prophet.foresee
         policies = self.engine.scheduler.policies
@@ -321,7 +321,7 @@ class Traffic(RuleBasedStateMachine):
             for key, block in kv._block_of.items():
                 assert self.runner.block(block) == self.known_blocks[key], "wrong content"
             assert self.runner.violations == []
-            assert len(self.engine._in_flight) == len(self.runner.in_flight) <= 1
+            assert self.engine._steps.num_in_flight == len(self.runner.in_flight) <= 1
 
     def teardown(self) -> None:
         if self.engine is None:

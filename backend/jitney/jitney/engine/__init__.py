@@ -2,22 +2,27 @@
 
 In the order in which they are read:
 
-- ``engine``: the loop. It owns scheduler and runner, and makes the steps.
+- ``engine``: the loop. It owns scheduler and runner.
+- ``inbox``, ``steps``: what other threads send to the loop; how a step is made.
 - ``pending``, ``grammars``: where a request waits for a grammar or an adapter.
 - ``handle``: what a front asks of an engine, here or in a process of its own.
 - ``wire``, ``process``: what passes between the two processes; what runs in the engine's.
 - ``journal``, ``supervisor``: what is open, and how an engine that died is replaced.
-- ``fork_server``: the process that makes engines fast. It has imported torch and transformers, and
-  forks when asked, so only the model is loaded anew. It never touches the device.
+- ``fork_server``: the process from which engines are forked. It has imported torch and transformers
+  already, so only the model is loaded anew. It never touches the device.
 - ``grammar_check``, ``quiet``: a check in a process that may be killed; imports without noise.
-- ``assemble``: the one file that knows execution, kernels, quantization and adapters.
+- ``loading``, ``assemble``: what loading a model gives; the one file that knows execution, kernels,
+  quantization and adapters.
 
 The engine lives in a process of its own, so that a fault of the device or of a native library takes
 no stream with it. The supervisor submits every open request to the next engine with what it has
-emitted; it resumes there as a preempted request does. In bfloat16 a prefill rounds otherwise than
-decodes do: after a resumption, as after a preemption, a near tie may fall the other way.
+emitted; it resumes there as a preempted request does. In bfloat16 a prefill and the decodes that it
+replaces round differently. So after a resumption, as after a preemption, another token may be
+sampled where two were almost equally likely.
 
-The cache keeps its size: the next engine gets the first one's bytes, because what was admitted must
-fit again. The front's own death ends fork server and engine: the kernel sends them SIGKILL with
-their parent, and each ends when its socket closes.
+The cache keeps its size: the next engine gets as many bytes as the first one, because the requests
+that the first one admitted must fit into the next.
+
+When the front dies, fork server and engine end too. The kernel sends them SIGKILL when their parent
+ends. If that does not reach one, it ends when its socket closes.
 """

@@ -1,0 +1,207 @@
+"""The steps of an engine: each is scheduled, launched and completed here, and executed again if it
+fails.
+
+A step is three calls: schedule, execute, update. Execute is a launch and the wait for its end. With
+overlap, step n + 1 is scheduled and launched before the engine waits for step n and updates. So one
+step is in flight between two calls of :meth:`Steps.make`. Without overlap none is.
+
+A step that raises is reverted and executed again in halves, with nothing else in flight, and so is
+each half that raises. A request is failed only if a step with this request alone raises.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jitney.batch import Batch, Row, StepOutput
+from jitney.core.scheduler import Scheduler
+from jitney.errors import DeviceLostError, InternalError
+from jitney.execution.protocols import LaunchedStep, Runner
+from jitney.messages import Event
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A step that was launched."""
+
+    batch: Batch
+    step: LaunchedStep
+
+
+class Steps:
+    """Makes the steps of one scheduler. Used by the engine's thread alone."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        overlap: bool,
+        clock: Callable[[], float] = time.monotonic,
+        before_step: Callable[[list[Batch]], None] = lambda batches: None,
+    ) -> None:
+        """``before_step`` is called before each launch, with the batches in flight and the new one,
+        the oldest first."""
+        self._scheduler = scheduler
+        self._runner = runner
+        self._clock = clock
+        self._before_step = before_step
+        # Once so many steps are in flight, the oldest is completed before another is launched.
+        self._most_in_flight = 2 if overlap else 1
+        self._in_flight: list[_InFlight] = []  # the oldest first
+        # When the device began the oldest step: at its launch, or when the step before it ended.
+        self._busy_since = 0.0
+        self._events: list[Event] = []  # of the present call of make()
+        self.out_of_memory = 0
+        """Steps that raised MemoryError since :meth:`reset_counts`."""
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that were launched and not completed yet."""
+        return len(self._in_flight)
+
+    def reset_counts(self) -> None:
+        """Begin to count anew."""
+        self.out_of_memory = 0
+
+    def make(self, now: float) -> list[Event]:
+        """Schedule and launch a step, then complete the oldest in flight: this step, or with
+        overlap the one before it, which ran meanwhile. Returns the events of what was completed.
+
+        Raises DeviceLostError.
+        """
+        self._events = []
+        if not (self._scheduler.has_work or self._in_flight):
+            return self._events
+        batch = self._schedule(now)
+        if not batch.rows:
+            # Nothing can be computed now. What is left depends on the step in flight, if any.
+            self._complete_previous()
+        elif not self._launch(batch):
+            self._scheduler.revert(batch)
+            # To execute it again, nothing else may be in flight.
+            self._complete_previous()
+            self._execute_again(batch.rows)
+        elif _runs_draft_model(batch) or len(self._in_flight) == self._most_in_flight:
+            self._complete_oldest()
+        return self._events
+
+    def abandon(self) -> None:
+        """Wait until nothing is in flight. The outputs are dropped."""
+        for launched in self._in_flight:
+            try:
+                launched.step.wait()
+            except Exception:
+                _log.warning("a step that is dropped raised", exc_info=True)
+        self._in_flight.clear()
+
+    # ------------------------------------------------------------------ parts of a step
+
+    def _schedule(self, now: float) -> Batch:
+        """The next batch. If it cannot overlap with the step in flight, that one is completed
+        first."""
+        if self._in_flight and not self._scheduler.can_plan_ahead:
+            # What to schedule depends on what the step in flight samples.
+            self._complete_oldest()
+        batch = self._scheduler.schedule(now)
+        if self._in_flight and _runs_draft_model(batch):
+            # A step that runs a draft model overlaps with no other: its launch returns at its end,
+            # and the time of each step has to be measured alone. Whether a batch does is known only
+            # once it is scheduled: schedule it again after the step in flight.
+            self._scheduler.revert(batch)
+            self._complete_oldest()
+            batch = self._scheduler.schedule(now)
+        return batch
+
+    def _launch(self, batch: Batch) -> bool:
+        """Begin a step. False: it raised, and nothing of it runs."""
+        in_flight = [launched.batch for launched in self._in_flight]
+        self._before_step([*in_flight, batch])
+        began = self._clock()
+        try:
+            step = self._runner.launch(batch)
+        except DeviceLostError:
+            raise  # no step can succeed any more
+        except Exception as error:
+            self._note_failure(error)
+            return False
+        if not self._in_flight:  # else the device begins it when the step before it ends
+            self._busy_since = began
+        self._in_flight.append(_InFlight(batch, step))
+        return True
+
+    def _complete_previous(self) -> None:
+        """Complete the step that the call before left in flight, if it left one."""
+        if self._in_flight:
+            self._complete_oldest()
+
+    def _complete_oldest(self) -> None:
+        """Wait for the oldest step in flight and update. If it failed, execute it again."""
+        batch = self._in_flight[0].batch
+        output = self._wait_for_oldest()
+        if output is not None:
+            began = self._busy_since
+            ended = self._clock()
+            self._busy_since = ended  # with the next step, if one is in flight
+            self._events += self._scheduler.update(batch, output, now=ended, seconds=ended - began)
+            return
+        # A later step continues what this one should have sampled: it computes nothing of use. Drop
+        # it; the scheduler schedules its rows again.
+        later = [launched.batch for launched in self._in_flight]
+        self.abandon()
+        # Each revert undoes the newest schedule that is left, so the later step comes first.
+        for later_batch in reversed(later):
+            self._scheduler.revert(later_batch)
+        self._scheduler.revert(batch)
+        self._execute_again(batch.rows)
+
+    def _wait_for_oldest(self) -> StepOutput | None:
+        """The output of the oldest step in flight, which is in flight no more. None: it raised."""
+        output = None
+        try:
+            output = self._in_flight[0].step.wait()
+        except DeviceLostError:
+            raise
+        except Exception as error:
+            self._note_failure(error)
+        # After a KeyboardInterrupt the step stays in flight, so that abandon() waits for it.
+        del self._in_flight[0]
+        return output
+
+    def _execute_again(self, rows: list[Row]) -> None:
+        """Execute the rows of a reverted step in two halves. Nothing else is in flight."""
+        middle = len(rows) // 2
+        for half in (rows[:middle], rows[middle:]):
+            # A request may have ended since, in the other half: its rows are left out.
+            batch = self._scheduler.retry(half)
+            if batch.rows:
+                self._execute_half(batch)
+
+    def _execute_half(self, batch: Batch) -> None:
+        """Execute a batch. If it raises, execute it in halves again; a row that raises alone fails
+        its request."""
+        output = None
+        if self._launch(batch):
+            output = self._wait_for_oldest()
+        if output is not None:
+            self._events += self._scheduler.update(batch, output, self._clock())
+            return
+        self._scheduler.revert(batch)
+        if len(batch.rows) > 1:
+            self._execute_again(batch.rows)
+            return
+        error = InternalError("the request failed in a step")
+        self._events += self._scheduler.fail(batch.rows[0].key, error)
+
+    def _note_failure(self, error: Exception) -> None:
+        """Called in the handler of ``error``. The device can go on."""
+        if isinstance(error, MemoryError):
+            self.out_of_memory += 1
+        _log.exception("a step raised")
+
+
+def _runs_draft_model(batch: Batch) -> bool:
+    """Whether the step asks a draft model for proposals."""
+    return any(row.propose for row in batch.rows)
