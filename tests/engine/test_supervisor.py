@@ -18,7 +18,16 @@ from jitney.engine import supervisor
 from jitney.engine.supervisor import SupervisedEngine
 from jitney.engine.wire import Ready, Start
 from jitney.errors import CheckpointError, LoadError, UnavailableError
-from jitney.messages import Cancel, Cancelled, Failed, Finished, StepReport, Submit, Tokens
+from jitney.messages import (
+    Cancel,
+    Cancelled,
+    Failed,
+    Finished,
+    StepReport,
+    StepStats,
+    Submit,
+    Tokens,
+)
 from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 
@@ -41,6 +50,7 @@ class Front:
         self.ends: dict[int, Finished | Cancelled | Failed] = {}
         self.submits: dict[int, Submit] = {}
         self.blocks: set[int] = set()
+        self.stats = StepStats()  # of the last report that was read
         self._keys = itertools.count()
         self._thread = threading.Thread(target=self.engine.run, args=(self.reports,), daemon=True)
 
@@ -78,6 +88,7 @@ class Front:
             except queue.Empty:
                 assert time.monotonic() < deadline, "it did not happen in time"
                 continue
+            self.stats = report.stats
             if report.stats.batch_sequences:
                 self.blocks.add(report.stats.blocks_total)
             for event in report.events:
@@ -233,6 +244,26 @@ def test_deadlines_hold_while_the_engine_hangs(make_front: Callable[..., Front])
     assert isinstance(end, Failed)
     assert end.code == "DEADLINE_EXCEEDED"
     assert not front.engine.health.restarts
+    front.kill()
+
+
+def test_events_of_the_supervisor_itself_count_no_step_again(
+    make_front: Callable[..., Front],
+) -> None:
+    """Nor do they say that there is no cache, if they come before the first report."""
+    front = make_front(watchdog_s=86_400)
+    num_blocks = front.engine.info.num_blocks
+    early = front.submit(1, HANGS, deadline=time.monotonic() + 0.5)
+    front.read_until(lambda: early in front.ends)
+    assert front.stats == StepStats(blocks_total=num_blocks)
+    front.kill()
+    front.read_until(lambda: front.engine.health.restarts.total() == 1)
+    front.finish(front.submit(2))
+    assert front.stats.generated_tokens > 0
+    late = front.submit(1, HANGS, deadline=time.monotonic() + 0.5)
+    front.read_until(lambda: late in front.ends)
+    assert (front.stats.generated_tokens, front.stats.batch_sequences) == (0, 0)
+    assert (front.stats.step_seconds, front.stats.blocks_total) == (0.0, num_blocks)
     front.kill()
 
 

@@ -221,6 +221,20 @@ class StepStats(msgspec.Struct, array_like=True, kw_only=True):
     tiers: list[TierStats] = []
     """Gauges and counts of each tier, in the order of option ``tiers``; empty without it."""
 
+    def without_counts(self) -> "StepStats":
+        """The gauges alone, for a report that belongs to no step."""
+        tiers = [msgspec.structs.replace(tier, held_back=0, overdue=0) for tier in self.tiers]
+        return StepStats(
+            waiting=self.waiting,
+            running=self.running,
+            queued=self.queued,
+            blocks_total=self.blocks_total,
+            blocks_used=self.blocks_used,
+            blocks_cached=self.blocks_cached,
+            adapters_resident=self.adapters_resident,
+            tiers=tiers,
+        )
+
 
 class StepReport(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     """What the engine reports after each step."""

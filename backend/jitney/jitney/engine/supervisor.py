@@ -7,10 +7,9 @@ open request again with what it has emitted. Clients see a pause and then the ve
 because sampling depends on seed, index and position alone.
 
 If an engine dies while loading, or engines die too often without completing a step, the open
-requests end as UNAVAILABLE, and further ones are refused until a later attempt has succeeded.
+requests end as UNAVAILABLE, and further ones are refused until another engine is loaded.
 """
 
-import contextlib
 import itertools
 import logging
 import math
@@ -25,6 +24,7 @@ from jitney.config import EngineConfig
 from jitney.engine.engine import Outbox
 from jitney.engine.fork_server import TICK_S, EngineConnection, ForkServer, default_loader
 from jitney.engine.handle import Health
+from jitney.engine.inbox import UNLOADED
 from jitney.engine.journal import Journal
 from jitney.engine.process import DEVICE_LOST
 from jitney.engine.wire import Logged, Ready, Refused, RowRange, Start, StepBegun, Stop, Up
@@ -44,24 +44,25 @@ _log = logging.getLogger(__name__)
 CAUSES = ("killed", "device_lost", "failed", "hung")
 """Why an engine ended: by a signal, because its device failed, in another way, by the watchdog."""
 
-_REFUSALS: dict[str, type[JitneyError]] = {
-    each.__name__: each
-    for each in (CheckpointError, ConfigError, InstallationError, UnsupportedModelError)
+_LOAD_ERRORS: dict[str, type[JitneyError]] = {
+    kind.__name__: kind
+    for kind in (CheckpointError, ConfigError, InstallationError, UnsupportedModelError)
 }
-"""Why a load was refused, by ``Refused.kind``; any other kind is a LoadError."""
+"""The error that a load raises, by ``Refused.kind``; for any other kind it is a LoadError."""
 
 _STOP_S = 4.0
 """Seconds that an engine has to end after :meth:`SupervisedEngine.stop`."""
 _SILENT_S = 2.0
-"""After so many seconds without a sign of life from the engine, deadlines are kept here."""
+"""After so many seconds without a message from the engine, the supervisor itself ends requests
+whose deadline is reached."""
 _MOST_DEATHS = 5
-"""After so many deaths within ``_DEATHS_WITHIN_S`` seconds, with no step completed between them,
-requests are refused until another engine is loaded."""
 _DEATHS_WITHIN_S = 60.0
+"""After ``_MOST_DEATHS`` within so many seconds, with no step completed between them, requests are
+refused until another engine is loaded."""
 _MOST_NAMES = 32
 """Most requests that the log line about a new engine names."""
-_BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-"""Pauses before further attempts to start an engine; the last one repeats."""
+_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+"""Pauses between attempts to start an engine; the last one repeats."""
 
 
 class SupervisedEngine:
@@ -86,12 +87,18 @@ class SupervisedEngine:
         self._journal = Journal()
         self._connection: EngineConnection | None = None  # None: no engine is loaded
         self._refusal: str | None = None  # why new requests are refused; None: they are not
-        self._stop_by = math.inf  # when an engine that was told to stop is killed
-        self._outbox: Outbox = queue.SimpleQueue()  # the caller's, from run() on
-        self._rows: list[RowRange] = []  # of the steps in flight: at work if the engine dies now
-        self._stats = StepStats()  # of the last report
-        self._heard = 0.0  # when the engine last sent something, or no request was open
-        self._idle_deaths: list[float] = []  # times of deaths since an engine completed a step
+        # When an engine that was told to stop is killed; before stop(), never.
+        self._kill_at = math.inf
+        # The caller's, from run() on.
+        self._outbox: Outbox = queue.SimpleQueue()
+        # Rows of the steps in flight: if the engine dies now, they were being computed.
+        self._rows: list[RowRange] = []
+        # Of the last report. Before the first one of an engine: its cache is empty.
+        self._stats = StepStats()
+        # When the engine last sent something. While no request is open, always now.
+        self._heard = 0.0
+        # Times of the deaths since an engine last completed a step.
+        self._deaths_without_step: list[float] = []
         # Only with run_in_thread():
         self._reports: queue.SimpleQueue[StepReport] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -107,6 +114,7 @@ class SupervisedEngine:
             self.kill()
             raise
         self.info: ModelInfo = ready.info
+        self._stats = StepStats(blocks_total=self.info.num_blocks)
         # Another engine would find other free memory: what fits the first cache must fit the next.
         self.config = msgspec.structs.replace(
             self.config, kv_cache_bytes=self.info.kv_cache_bytes, kv_cache_fraction=None
@@ -115,7 +123,7 @@ class SupervisedEngine:
         return ready.tokenizer
 
     def kill(self) -> None:
-        """End the processes of an engine that does not :meth:`run`."""
+        """End the engine's process and the fork server. Not while :meth:`run` is at work."""
         if self._connection is not None:
             self._connection.close()
         self._fork_server.close()
@@ -141,25 +149,29 @@ class SupervisedEngine:
             self._journal.take(message)
             self._send_due()
 
-    def _send_due(self) -> None:
-        """Under the lock. An engine that was told to stop takes nothing more."""
-        if self._connection is not None and not self._stopped.is_set():
-            for message in self._journal.due():
-                self._connection.send(message)
-
     def stop(self) -> None:
         """Make :meth:`run` return after the engine's current step, or after a few seconds."""
         with self._lock:
-            self._refusal = "the model is being unloaded"
-            self._stop_by = self._clock() + _STOP_S
+            self._refusal = UNLOADED
+            self._kill_at = self._clock() + _STOP_S
             self._stopped.set()
             if self._connection is not None:
                 self._connection.send(Stop())
 
+    def _send_due(self) -> None:
+        """Send what the journal has for the engine. Called under the lock. An engine that was told
+        to stop takes nothing more."""
+        if self._connection is not None and not self._stopped.is_set():
+            for message in self._journal.due():
+                self._connection.send(message)
+
     # ------------------------------------------------------------------ a front that calls step()
 
-    has_work = False
-    """The engine makes its steps by itself, after a cancel too: nobody has to call :meth:`step`."""
+    @property
+    def has_work(self) -> bool:
+        """No: the engine makes its steps by itself, after a cancel too. Nobody has to call
+        :meth:`step` for it."""
+        return False
 
     def run_in_thread(self) -> None:
         """Have a thread :meth:`run` it and keep the reports for :meth:`step`."""
@@ -205,45 +217,41 @@ class SupervisedEngine:
                 self.kill()
 
     def _read(self, connection: EngineConnection) -> str:
-        """Hand reports on until the engine ends. Why it ended: one of ``CAUSES``."""
+        """Hand reports on until the engine ends. Returns why it ended: one of ``CAUSES``."""
         self._heard = self._clock()
         killed_for = ""
-        # EOFError: the engine has ended, and everything that it sent has been received.
-        with contextlib.suppress(EOFError):
-            while True:
+        while True:
+            try:
                 message = self._receive(connection)
-                if message is None and killed_for:
-                    break  # a killed engine sends nothing more, but its socket may stay open
-                reason = self._reason_to_kill()
-                if reason:
+            except EOFError:  # it has ended, and everything that it sent has been received
+                break
+            if message is None and killed_for:
+                break  # a killed engine sends nothing more, but its socket may stay open
+            if not killed_for:
+                killed_for = self._reason_to_kill()
+                if killed_for:
                     # Go on receiving: what it sent before it was killed belongs to the clients.
-                    killed_for = reason
                     connection.kill()
-                if isinstance(message, StepBegun):
-                    self._rows = message.rows
-                elif isinstance(message, StepReport):
-                    self._take_report(message)
+            if isinstance(message, StepBegun):
+                self._rows = message.rows
+            elif isinstance(message, StepReport):
+                self._take_report(message)
         status = connection.close()
-        if killed_for:
-            return killed_for
-        if status < 0:
-            return "killed"
-        if status == DEVICE_LOST:
-            return "device_lost"
-        return "failed"
+        return killed_for or _cause_of(status)
 
     def _reason_to_kill(self) -> str:
         """One of ``CAUSES`` if the engine must be killed now; else empty."""
         now = self._clock()
         if now - self._heard > self.config.watchdog_s:
             return "hung"
-        if now > self._stop_by:
+        if now > self._kill_at:
             return "killed"
         return ""
 
     def _receive(self, connection: EngineConnection) -> Up | None:
-        """The next message; None if none comes within ``TICK_S``. In either case end the requests
-        that the engine cannot end, and log what it logs."""
+        """The next message; None if none comes within ``TICK_S``. What has to be done between two
+        messages is done here: the requests that the engine cannot end are ended, and what it logs
+        is logged. Raises EOFError."""
         message = connection.frames.receive(TICK_S)
         now = self._clock()
         if message is not None or not self._journal:
@@ -255,18 +263,19 @@ class SupervisedEngine:
 
     def _expire(self, connection: EngineConnection, now: float) -> None:
         """End held requests at their deadline, and all requests if the engine is silent."""
-        silent = now - self._heard > _SILENT_S
+        is_silent = now - self._heard > _SILENT_S
         with self._lock:
-            events = self._journal.expire(now, silent)
-        if silent:
+            events = self._journal.expire(now, engine_is_silent=is_silent)
+        if is_silent:
             # The engine may have these requests. If it goes on after all, it must drop them.
             for event in events:
                 connection.send(Cancel(event.key))
         self._report(events)
 
     def _take_report(self, report: StepReport) -> None:
+        """Note a report in the journal and hand it on."""
         if report.stats.batch_sequences:
-            self._idle_deaths.clear()
+            self._deaths_without_step.clear()
         # With overlap the next step is in flight already, and _rows are its rows.
         if not self.info.overlap:
             self._rows = []
@@ -277,9 +286,10 @@ class SupervisedEngine:
         self._outbox.put(StepReport(events, report.stats))
 
     def _report(self, events: Sequence[Event]) -> None:
-        """Hand on events that the supervisor itself has decided on."""
+        """Hand on events that the supervisor itself has decided on. They belong to no step."""
         if events:
-            self._outbox.put(StepReport(list(events), self._stats))
+            # The front has added up the counts of the last report already.
+            self._outbox.put(StepReport(list(events), self._stats.without_counts()))
 
     # ------------------------------------------------------------------ another engine
 
@@ -288,23 +298,31 @@ class SupervisedEngine:
         once one is loaded, or when this is stopped."""
         began = self._clock()
         self._note_death(cause, began)
-        does_not_stay_up = len(self._idle_deaths) >= _MOST_DEATHS
-        for attempt in itertools.count():
-            # As a rule the first attempt is made at once and succeeds, and no client notices.
-            if does_not_stay_up or attempt > 0:
-                self._give_up("the engine does not stay up; it is being started again")
-                pause = _BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)]
-                if self._stopped.wait(pause):
-                    return
-            try:
-                self._connect(Start(self.config, self._tokenizer))
-            except Exception as error:
-                if self._stopped.is_set():
-                    return
-                _log.error("the engine could not be started again: %r", error)
-                continue
+        stays_up = len(self._deaths_without_step) < _MOST_DEATHS
+        # As a rule the first attempt is made at once and succeeds, and no client notices.
+        if stays_up and self._try_to_connect():
             self._log_replaced(cause, self._clock() - began)
             return
+        for attempt in itertools.count():
+            if self._stopped.is_set():
+                return
+            self._give_up("the engine does not stay up; it is being started again")
+            pause = _PAUSES_S[min(attempt, len(_PAUSES_S) - 1)]
+            if self._stopped.wait(pause):
+                return
+            if self._try_to_connect():
+                self._log_replaced(cause, self._clock() - began)
+                return
+
+    def _try_to_connect(self) -> bool:
+        """Start an engine and load the model. Returns whether that succeeded."""
+        try:
+            self._connect(Start(self.config, self._tokenizer))
+        except Exception as error:
+            if not self._stopped.is_set():
+                _log.error("the engine could not be started again: %r", error)
+            return False
+        return True
 
     def _note_death(self, cause: str, at: float) -> None:
         """Count the death, and fail the request that is proved to have caused it."""
@@ -312,16 +330,17 @@ class SupervisedEngine:
             self.health.up = False
             self._connection = None
             failed = self._journal.crashed(self._rows)
-            self._rows = []
+        self._rows = []
+        self._stats = StepStats(blocks_total=self.info.num_blocks)
         self.health.restarts[cause] += 1
         self.health.deaths.append((at, cause))
         self._report(failed)
         if failed:
-            self._idle_deaths = []  # the request that caused them is gone
-        else:
-            earliest = at - _DEATHS_WITHIN_S
-            self._idle_deaths = [death for death in self._idle_deaths if death > earliest]
-            self._idle_deaths.append(at)
+            self._deaths_without_step.clear()  # the request that caused them is gone
+            return
+        earliest = at - _DEATHS_WITHIN_S
+        recent = [death for death in self._deaths_without_step if death > earliest]
+        self._deaths_without_step = [*recent, at]
 
     def _log_replaced(self, cause: str, seconds: float) -> None:
         with self._lock:
@@ -331,7 +350,8 @@ class SupervisedEngine:
         _log.warning(text, cause, seconds, left, names or "none")
 
     def _give_up(self, reason: str) -> None:
-        """Refuse new requests from now on, and end the open ones, as UNAVAILABLE."""
+        """Refuse new requests from now on, and end the open ones, as UNAVAILABLE. A reason that
+        was given before stays."""
         with self._lock:
             if self._refusal is None:
                 self._refusal = reason
@@ -369,8 +389,17 @@ class SupervisedEngine:
             if isinstance(message, Ready):
                 return message
             if isinstance(message, Refused):
-                raise _REFUSALS.get(message.kind, LoadError)(message.message)
-        raise LoadError("the model is being unloaded")
+                raise _LOAD_ERRORS.get(message.kind, LoadError)(message.message)
+        raise LoadError(UNLOADED)
+
+
+def _cause_of(status: int) -> str:
+    """Why an engine ended that nobody here has killed: one of ``CAUSES``, by its exit status."""
+    if status < 0:
+        return "killed"
+    if status == DEVICE_LOST:
+        return "device_lost"
+    return "failed"
 
 
 def _how_a_load_ended(status: int) -> str:
