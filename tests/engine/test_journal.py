@@ -292,6 +292,51 @@ def test_what_a_grammar_forces_proves_nothing() -> None:
     assert [one.key for one in failed] == [0]
 
 
+def test_every_sequence_has_to_get_past_the_tokens_of_the_death() -> None:
+    """A fault of decoding, in a request of two sequences: each engine prefills both again."""
+    journal = Journal()
+    failed: list[Failed] = []
+    journal.take(submit_of(0, n=2, max_tokens=1000))
+    for length in range(3, 20):
+        journal.due()
+        prefilled = [Tokens(key=0, index=index, ids=[7]) for index in (0, 1)]
+        journal.read(StepReport(prefilled, StepStats()), 1.0)
+        failed += journal.crashed([RowRange(0, index, length, length + 1) for index in (0, 1)])
+    assert [one.key for one in failed] == [0]
+
+
+def test_a_sequence_proves_nothing_for_another() -> None:
+    """The first one decodes while the second, at which engines die, is prefilled in chunks."""
+    journal = Journal()
+    failed: list[Failed] = []
+    journal.take(submit_of(0, n=2, max_tokens=1000))
+    for length in range(3, 30, 3):
+        journal.due()
+        for _ in range(2):
+            journal.read(StepReport([Tokens(key=0, index=0, ids=[7])], StepStats()), 1.0)
+        failed += journal.crashed([RowRange(0, 1, length, length + 1)])
+    assert [one.key for one in failed] == [0]
+
+
+def test_samples_of_two_engines_are_no_proof() -> None:
+    """One died between two steps, so that nobody was at fault. The suspect is still tried alone."""
+    journal = Journal()
+    for key in (0, 1):
+        journal.take(submit_of(key, max_tokens=1000))
+    journal.due()
+    for _ in range(2):
+        assert journal.crashed([RowRange(0, 0, 0, 3)]) == []
+        journal.due()
+    for _ in range(2):
+        journal.read(StepReport([Tokens(key=0, index=0, ids=[7])], StepStats()), 1.0)
+        assert journal.crashed([]) == []
+        assert [message.key for message in journal.due()] == [0]
+    for _ in range(2):
+        assert journal.due() == []
+        journal.read(StepReport([Tokens(key=0, index=0, ids=[7])], StepStats()), 1.0)
+    assert [message.key for message in journal.due()] == [1]
+
+
 def test_accepted_requests_pass_by_the_queue_s_limit() -> None:
     house = Mortal(max_queued=2, max_num_seqs=1)
     for key in range(3):

@@ -5,13 +5,14 @@ that bring it to where the old one was.
 
 It also finds the request that ends engines. A request is a suspect once two engines in a row have
 died while they computed the same tokens of it. The next engine then gets this request alone; all
-others wait here until the suspect has emitted some tokens or has ended. If two more engines die at
-the same tokens, the request is failed.
+others wait here until the suspect is proved innocent or has ended. If two more engines die at the
+same tokens, the request is failed.
 
 Pure and without threads: the supervisor calls it under a lock.
 """
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -41,9 +42,26 @@ FATAL_DEATHS = 4
 """Deaths in a row at the same tokens after which a request is failed. Before the last two deaths it
 was tried alone."""
 PROOF_SAMPLES = 2
-"""Samples, since the last death, that prove a request innocent. One is not enough: the first token
-of a resumed request comes from its prefill, so a fault that only decoding has would not have struck
-yet. Tokens that a grammar forces come with the sample before them and prove nothing more."""
+"""So many samples of a sequence by one engine prove that this engine has got past the tokens at
+which those before it died. One is not enough: the first token of a resumed sequence comes from its
+prefill, so a fault that only decoding has would not have struck yet."""
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """A sequence of an open request."""
+
+    emitted: Emitted = field(default_factory=Emitted)
+    tokens_since_death: int = 0
+    """Tokens emitted since an engine last died at the request."""
+    samples: int = 0
+    """Samples by the present engine. Tokens that a grammar forces, and accepted drafts, come with
+    the sample before them and do not count."""
+
+    @property
+    def has_got_past(self) -> bool:
+        """Whether the present engine has computed the tokens at which those before it died."""
+        return self.emitted.ended or self.samples >= PROOF_SAMPLES
 
 
 @dataclass(slots=True)
@@ -51,61 +69,46 @@ class _Entry:
     """An open request."""
 
     submit: Submit
-    sequences: list[Emitted]
+    sequences: list[_Sequence]
     first_token: float | None = None
+    """When it emitted its first token, if it has."""
     later: list[Finish | Cancel] = field(default_factory=list)
     """The messages that followed its Submit. Every new engine gets them again."""
     died_at: list[RowRange] = field(default_factory=list)
-    """Its rows in the step in which an engine last died."""
+    """The rows that an engine computed for it when one last died at it."""
     deaths: int = 0
     """Engines in a row that died at the same tokens of it. Back to 0 once it is proved innocent."""
     was_sent: bool = False
     """Whether any engine has got it. From then on it counts as accepted, so that the next engine
     resumes it, even if the one before died before it could accept or refuse it."""
-    tokens_since_death: int = 0
-    samples_since_death: int = 0
 
     def messages(self) -> list[Message]:
         """What brings an engine to where this request is."""
-        # With ``emitted`` a request is resumed, not admitted anew.
-        emitted = self.sequences if self.was_sent else []
+        emitted: list[Emitted] = []
+        if self.was_sent:  # with ``emitted`` it is resumed, not admitted anew
+            emitted = [sequence.emitted for sequence in self.sequences]
         submit = msgspec.structs.replace(self.submit, emitted=emitted, first_token=self.first_token)
         return [submit, *self.later]
-
-    def end_by_deadline(self, first_token: float, now: float) -> list[Event]:
-        """The events that end it with what it has."""
-        submit = self.submit
-        events: list[Event] = []
-        for index, sequence in enumerate(self.sequences):
-            if not sequence.ended:
-                events.append(final_event(submit, index, sequence.cumulative_logprob, "deadline"))
-        timing = Timing(
-            queue_s=None,
-            first_token_s=first_token - submit.arrival,
-            total_s=now - submit.arrival,
-            computed_prompt_tokens=len(submit.prompt),
-        )
-        events.append(Finished(submit.key, timing))
-        return events
 
     def emit(self, tokens: Tokens, now: float) -> None:
         """Note what a sequence has emitted."""
         sequence = self.sequences[tokens.index]
-        sequence.ids += tokens.ids
-        sequence.ended = tokens.finish_reason is not None
+        emitted = sequence.emitted
+        emitted.ids += tokens.ids
+        emitted.ended = tokens.finish_reason is not None
         if tokens.cumulative_logprob is not None:
-            sequence.cumulative_logprob = tokens.cumulative_logprob
+            emitted.cumulative_logprob = tokens.cumulative_logprob
         if tokens.ids:
             if self.first_token is None:
                 self.first_token = now
-            self.tokens_since_death += len(tokens.ids)
-            # One step, one sample: further ids of the same event are forced tokens or drafts.
-            self.samples_since_death += 1
+            sequence.tokens_since_death += len(tokens.ids)
+            sequence.samples += 1
 
     @property
     def is_proved_innocent(self) -> bool:
-        """Whether an engine has computed the tokens at which those before it died."""
-        return self.samples_since_death >= PROOF_SAMPLES
+        """Whether every sequence at which an engine last died has got past the tokens there. Not
+        just one of them: it may do so while another is still being prefilled."""
+        return all(self.sequences[row.index].has_got_past for row in self.died_at)
 
     def note_death(self, rows: list[RowRange]) -> None:
         """An engine died while it computed these rows of it."""
@@ -114,14 +117,15 @@ class _Entry:
         else:
             self.deaths = 1
         self.died_at = rows
-        self.tokens_since_death = 0
-        self.samples_since_death = 0
+        for sequence in self.sequences:
+            sequence.tokens_since_death = 0
 
     def _has_died_there(self, rows: list[RowRange]) -> bool:
         """Whether the engine before died at these tokens too."""
         for row in rows:
-            for other in self.died_at:
-                if _overlap(row, other, self.tokens_since_death):
+            new_tokens = self.sequences[row.index].tokens_since_death
+            for earlier in self.died_at:
+                if row.index == earlier.index and _overlap(earlier, row, new_tokens):
                     return True
         return False
 
@@ -142,10 +146,12 @@ class Journal:
         """Open requests."""
         return len(self._open)
 
+    # ------------------------------------------------------------------ messages and reports
+
     def take(self, message: Message) -> None:
         """Note a message for the engine; :meth:`due` gives it."""
         if isinstance(message, Submit):
-            sequences = [Emitted() for _ in range(message.params.n)]
+            sequences = [_Sequence() for _ in range(message.params.n)]
             self._open[message.key] = _Entry(message, sequences)
             self._held[message.key] = None
             return
@@ -156,58 +162,6 @@ class Journal:
         # The messages of a held request go with it, when it is sent.
         if message.key not in self._held:
             self._unsent.append(message)
-
-    def read(self, report: StepReport, now: float) -> list[Event]:
-        """Note what the engine reports, before a client gets it. Returns the events of open
-        requests; those of requests that have ended here meanwhile are dropped."""
-        events: list[Event] = []
-        for event in report.events:
-            entry = self._open.get(event.key)
-            if entry is None:
-                continue
-            events.append(event)
-            if isinstance(event, TERMINAL):
-                self._close(event.key)
-            elif isinstance(event, Tokens):
-                entry.emit(event, now)
-                if entry.is_proved_innocent:
-                    entry.deaths = 0
-                    self._clear(event.key)
-        return events
-
-    def crashed(self, rows: list[RowRange]) -> list[Failed]:
-        """The engine has died while it computed ``rows``; empty if it was between two steps.
-        Returns the events of the requests that are failed because of it."""
-        rows_by_key: dict[int, list[RowRange]] = {}
-        for row in rows:
-            rows_by_key.setdefault(row.key, []).append(row)
-        failed: list[Failed] = []
-        for key, own_rows in rows_by_key.items():
-            entry = self._open.get(key)
-            if entry is None:
-                continue
-            entry.note_death(own_rows)
-            if entry.deaths == FATAL_DEATHS:
-                del self._open[key]
-                error = f"this request ended the engine {FATAL_DEATHS} times at the same tokens"
-                failed.append(Failed(key, InternalError.code, error))
-        # The next engine needs every open request, with all of its messages, unsent ones included.
-        self._held = dict.fromkeys(self._open)
-        self._unsent.clear()
-        self._alone = self._next_suspect()
-        return failed
-
-    def expire(self, now: float, engine_is_silent: bool = False) -> list[Event]:
-        """End requests that were cancelled or whose deadline is reached, where the engine cannot
-        do it: the held requests, or all of them if the engine is silent."""
-        events: list[Event] = []
-        keys = self._open if engine_is_silent else self._held
-        for key in list(keys):
-            final_events = _final_events(self._open[key], now)
-            if final_events:
-                events += final_events
-                self._close(key)
-        return events
 
     def due(self) -> list[Message]:
         """Take the messages that are to be sent now to an engine that is up. While a suspect is
@@ -223,22 +177,77 @@ class Journal:
             entry.was_sent = True
         return messages
 
-    def names(self, most: int) -> str:
-        """The open requests, at most so many, for the log: by the client's id or by their key."""
-        names: list[str] = []
-        for entry in itertools.islice(self._open.values(), most):
-            submit = entry.submit
-            names.append(repr(submit.request_id) if submit.request_id else f"#{submit.key}")
-        if len(self._open) > most:
-            names.append("…")
-        return ", ".join(names)
+    def read(self, report: StepReport, now: float) -> list[Event]:
+        """Note what the engine reports, before a client gets it. Returns the events of open
+        requests; those of requests that have ended here meanwhile are dropped."""
+        events: list[Event] = []
+        for event in report.events:
+            entry = self._open.get(event.key)
+            if entry is None:
+                continue
+            events.append(event)
+            if isinstance(event, TERMINAL):
+                self._close(event.key)
+            elif isinstance(event, Tokens):
+                entry.emit(event, now)
+                if entry.deaths and entry.is_proved_innocent:
+                    entry.deaths = 0
+                    self._clear(event.key)
+        return events
 
-    def num_emitted(self) -> int:
-        """Tokens that the open requests have emitted."""
-        total = 0
+    # ------------------------------------------------------------------ an engine's death
+
+    def crashed(self, rows: list[RowRange]) -> list[Failed]:
+        """The engine has died while it computed ``rows``; empty if it was between two steps.
+        Returns the events of the requests that are failed because of it."""
+        failed: list[Failed] = []
+        for key, own_rows in _by_request(rows).items():
+            entry = self._open.get(key)
+            if entry is None:
+                continue
+            entry.note_death(own_rows)
+            if entry.deaths == FATAL_DEATHS:
+                del self._open[key]
+                error = f"this request ended the engine {FATAL_DEATHS} times at the same tokens"
+                failed.append(Failed(key, InternalError.code, error))
+        self._expect_new_engine()
+        return failed
+
+    def _expect_new_engine(self) -> None:
+        """The next engine needs every open request, with all of its messages, unsent ones
+        included. It has sampled nothing yet."""
+        self._held = dict.fromkeys(self._open)
+        self._unsent.clear()
         for entry in self._open.values():
-            total += sum(len(sequence.ids) for sequence in entry.sequences)
-        return total
+            for sequence in entry.sequences:
+                sequence.samples = 0
+        self._alone = self._next_suspect()
+
+    def _clear(self, key: int) -> None:
+        """This request is not at fault, or has ended. If it was tried alone, the next suspect is;
+        without another suspect, all held requests are due."""
+        if key == self._alone:
+            self._alone = self._next_suspect()
+
+    def _next_suspect(self) -> int | None:
+        for key in self._held:
+            if self._open[key].deaths >= SUSPECT_DEATHS:
+                return key
+        return None
+
+    # ------------------------------------------------------------------ ends
+
+    def expire(self, now: float, engine_is_silent: bool = False) -> list[Event]:
+        """End requests that were cancelled or whose deadline is reached, where the engine cannot
+        do it: the held requests, or all of them if the engine is silent."""
+        events: list[Event] = []
+        keys = self._open if engine_is_silent else self._held
+        for key in list(keys):
+            final_events = _final_events(self._open[key], now)
+            if final_events:
+                events += final_events
+                self._close(key)
+        return events
 
     def end_all(self, error: JitneyError) -> list[Failed]:
         """Give every open request up. Their terminal events."""
@@ -254,17 +263,43 @@ class Journal:
         self._held.pop(key, None)
         self._clear(key)
 
-    def _clear(self, key: int) -> None:
-        """This request is not at fault, or has ended. If it was tried alone, the next suspect is;
-        without another suspect, all held requests are due."""
-        if key == self._alone:
-            self._alone = self._next_suspect()
+    # ------------------------------------------------------------------ figures for the log
 
-    def _next_suspect(self) -> int | None:
-        for key in self._held:
-            if self._open[key].deaths >= SUSPECT_DEATHS:
-                return key
-        return None
+    def names(self, most: int) -> str:
+        """The open requests, at most so many, for the log: by the client's id or by their key."""
+        names: list[str] = []
+        for entry in itertools.islice(self._open.values(), most):
+            submit = entry.submit
+            names.append(repr(submit.request_id) if submit.request_id else f"#{submit.key}")
+        if len(self._open) > most:
+            names.append("…")
+        return ", ".join(names)
+
+    def num_emitted(self) -> int:
+        """Tokens that the open requests have emitted."""
+        total = 0
+        for entry in self._open.values():
+            total += sum(len(sequence.emitted.ids) for sequence in entry.sequences)
+        return total
+
+
+def _by_request(rows: Iterable[RowRange]) -> dict[int, list[RowRange]]:
+    """The rows of each request, by its key."""
+    rows_by_key: dict[int, list[RowRange]] = {}
+    for row in rows:
+        rows_by_key.setdefault(row.key, []).append(row)
+    return rows_by_key
+
+
+def _overlap(earlier: RowRange, later: RowRange, new_tokens: int) -> bool:
+    """Whether two rows of one sequence are about the same tokens. An engine died at each; in
+    between the sequence has emitted ``new_tokens``. The cause may be the same although the later
+    row has moved on by so many tokens, or begins again at the start: so both rows count as longer
+    by that.
+    """
+    earlier_end = earlier.end + new_tokens
+    later_end = later.end + new_tokens
+    return later.start < earlier_end and earlier.start < later_end
 
 
 def _final_events(entry: _Entry, now: float) -> list[Event]:
@@ -276,17 +311,25 @@ def _final_events(entry: _Entry, now: float) -> list[Event]:
     if deadline is None or deadline > now:
         return []
     if entry.first_token is not None:
-        return entry.end_by_deadline(entry.first_token, now)
+        return _end_by_deadline(entry, entry.first_token, now)
     state = "no engine was at work on it"
     error = DeadlineExceededError.of_request(submit.arrival, deadline, state)
     return [Failed(submit.key, error.code, str(error))]
 
 
-def _overlap(row: RowRange, other: RowRange, new_tokens: int) -> bool:
-    """Whether two rows, one of each death, are about the same tokens. ``new_tokens`` is what the
-    request has emitted between the deaths: by so much its later row may have moved on, although the
-    cause is the same.
-    """
-    if row.index != other.index:
-        return False
-    return row.start < other.end + new_tokens and other.start < row.end + new_tokens
+def _end_by_deadline(entry: _Entry, first_token: float, now: float) -> list[Event]:
+    """The events that end a request with the tokens that it has."""
+    submit = entry.submit
+    events: list[Event] = []
+    for index, sequence in enumerate(entry.sequences):
+        emitted = sequence.emitted
+        if not emitted.ended:
+            events.append(final_event(submit, index, emitted.cumulative_logprob, "deadline"))
+    timing = Timing(
+        queue_s=None,
+        first_token_s=first_token - submit.arrival,
+        total_s=now - submit.arrival,
+        computed_prompt_tokens=len(submit.prompt),
+    )
+    events.append(Finished(submit.key, timing))
+    return events
