@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 from jitney.adapters.pool import Adapters
 from jitney.engine.engine import Engine
@@ -124,6 +125,30 @@ def test_a_failure_of_one_ends_the_request_and_releases_the_other() -> None:
     house.drain()
     assert house.of(0) == [Failed(0, "INVALID_ARGUMENT", "structured_outputs: bad")]
     assert not house.engine.pending
+
+
+def test_a_lack_of_memory_while_a_grammar_is_compiled_refuses_it_once() -> None:
+    """The next request that asks for it tries again; a bad grammar is known to be bad."""
+    faults: list[BaseException] = [MemoryError(), InvalidArgumentError("structured_outputs: bad")]
+    compiled: list[str] = []
+
+    def compile_grammar(text: str) -> FakeGrammar:
+        compiled.append(text)
+        if faults:
+            raise faults.pop(0)
+        return FakeGrammar(text)
+
+    house = House(compile_grammar)
+    make_at_once(house.engine)
+    codes = []
+    for key in range(3):
+        house.send(msgspec.structs.replace(demanding(key), params=plain(key).params))
+        house.drain()
+        (end,) = house.of(key)
+        assert isinstance(end, Failed)
+        codes.append(end.code)
+    assert codes == ["INTERNAL", "INVALID_ARGUMENT", "INVALID_ARGUMENT"]
+    assert len(compiled) == 2
 
 
 def test_a_cancel_ends_it_even_in_the_step_that_makes_it_ready() -> None:

@@ -1,4 +1,4 @@
-"""The compiled grammars that were used last: a :class:`~jitney.engine.pending.Source`."""
+"""The compiled grammars: a :class:`~jitney.engine.pending.Source` that keeps those used last."""
 
 import logging
 from collections import OrderedDict
@@ -18,17 +18,22 @@ _Result = Grammar | JitneyError
 
 
 class Grammars:
-    """Keeps a bounded number of them. A request that has begun keeps its own in any case."""
+    """See the module's docstring. A request that has begun keeps its grammar in any case."""
 
     def __init__(self, compile_grammar: Compile, most: int) -> None:
         """At most ``most`` are kept."""
         self._compile = compile_grammar
         self._most = most
-        # Everything here goes by the grammar's text, which is both its name and its id.
-        self._kept: OrderedDict[str, _Result] = OrderedDict()  # the one used longest ago first
-        self._new: list[str] = []  # to be compiled, not handed out yet
-        self._waiting: dict[str, list[int]] = {}  # being compiled -> keys of requests that wait
-        self._results: dict[int, _Result] = {}  # key of a request -> its grammar, until get()
+        # A grammar's text is both its name and its id.
+        # Text -> result; the one that was used longest ago comes first.
+        self._kept: OrderedDict[str, _Result] = OrderedDict()
+        # Texts that to_make() has not returned yet.
+        self._new: list[str] = []
+        # Text of a grammar that is being compiled, or is about to be -> keys of the requests that
+        # wait for it.
+        self._waiting: dict[str, list[int]] = {}
+        # Key of a request that need not wait -> its result, until get() takes it.
+        self._results: dict[int, _Result] = {}
 
     # The methods of ``pending.Source``; see there.
 
@@ -62,7 +67,10 @@ class Grammars:
             raise InternalError("the grammar could not be compiled") from None
 
     def receive(self, id: str, result: _Result, now: float) -> Sequence[int]:
-        self._kept[id] = result
+        # An InternalError may pass, such as a lack of memory: the next request tries again. Any
+        # other error is the grammar's own, and comes of it every time.
+        if not isinstance(result, InternalError):
+            self._kept[id] = result
         while len(self._kept) > self._most:
             self._kept.popitem(last=False)
         keys = self._waiting.pop(id)

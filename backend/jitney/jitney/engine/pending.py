@@ -5,9 +5,9 @@ made in a thread, one for each kind of resource, and the result comes back as a 
 :class:`Made`, through the engine's inbox. So one request's wait holds up nobody else, and nothing
 here is shared: the engine's thread alone calls everything but :meth:`Source.make`.
 
-A kind of resource is a :class:`Source`. What a request names and what is made need not be the same:
-an adapter's name stays when its files change, and then another id is made. The scheduler counts the
-requests that wait as queued.
+Each kind of resource has a :class:`Source`. A request gives the *name* of a resource; what is made
+has an *id*. They can differ: when an adapter's files change, its name stays, and it is made again
+under another id. The scheduler counts the requests that wait as queued.
 """
 
 import logging
@@ -26,35 +26,40 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Source(Protocol[T_co]):
-    """The resources of one kind: which are there, and who uses or awaits them."""
+    """The resources of one kind: which are there, and which requests use them or wait for them.
+
+    A request waits for at most one resource of a kind. Its wait ends when :meth:`receive` or
+    :meth:`release` returns its key.
+    """
 
     def name_of(self, message: Submit) -> str | None:
         """Name of the resource that a request needs. None: it needs none of this kind."""
 
     def claim(self, key: int, name: str, now: float) -> bool:
         """Request ``key`` needs this resource until :meth:`release`. Returns whether it is there;
-        if not, a later :meth:`receive` or :meth:`release` returns the key."""
+        if not, the request waits."""
 
     def to_make(self) -> Sequence[Hashable]:
         """Take the ids of what is to be made now. Each id is returned once."""
 
     def make(self, id: Any) -> object:
-        """Make one of these. Called in a thread, touches no state. Raises a JitneyError."""
+        """Make the resource of this id. Called in another thread, so it changes nothing here.
+        Raises a JitneyError."""
 
     def receive(self, id: Any, result: Any, now: float) -> Sequence[int]:
         """``result`` is what :meth:`make` returned, or the JitneyError that it raised. Returns the
-        keys of the requests that need not wait for this kind of resource any longer."""
+        keys of the requests whose wait ends."""
 
     def get(self, key: int) -> T_co:
-        """The resource of a request that need not wait. Called once for each key. Raises the error
+        """The resource of a request that does not wait. Called once for each key. Raises the error
         that :meth:`make` raised."""
 
     def release(self, keys: Collection[int], now: float) -> Sequence[int]:
-        """These requests have ended; some of them may have claimed nothing. Returns as
-        :meth:`receive`: what they used may have made room for others."""
+        """These requests have ended; some of them may have claimed nothing. Returns the keys of the
+        requests whose wait ends, because what the ended ones used has made room."""
 
     def report(self, stats: StepStats) -> None:
-        """Add its figures since the last report."""
+        """Add this kind's figures since the last report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +77,10 @@ class Held:
 
     message: Submit
     num_missing: int = 0
-    """Resources that are not there yet."""
+    """For how many resources it waits."""
     later: list[Finish] = field(default_factory=list)
-    """Messages that came for it while it waited. Only a request that another engine had begun has
-    any: its output may hold a stop string already."""
+    """Messages that came for it while it waited. Only a resumed request has any: the engine before
+    had begun it, and its output may hold a stop string already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +111,7 @@ class Pending:
         self._post = post
         self.waiting: dict[int, Held] = {}
         """By key."""
-        self._ready: dict[int, Held] = {}
+        self._ready: dict[int, Held] = {}  # by key: those that wait for nothing any more
 
     def __bool__(self) -> bool:
         """Whether any request is here."""
