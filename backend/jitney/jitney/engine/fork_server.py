@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -26,10 +27,11 @@ TICK_S = 0.5
 """Longest wait for a process before other things are looked at."""
 
 AHEAD = "jitney.ahead"
-"""Entry points of this group are called by the fork server before its long imports. So kernels
-that take long to compile are compiled meanwhile."""
+"""Group of entry points that the fork server calls before its long imports. They start processes
+that compile kernels meanwhile."""
 
 LOADER = "jitney.engine.assemble:prepare"
+"""Returns the function that loads a model."""
 
 
 def default_loader() -> tuple[str, ...]:
@@ -37,6 +39,16 @@ def default_loader() -> tuple[str, ...]:
     the one that returns a :data:`~jitney.engine.loading.LoadModel`."""
     ahead = [found.value for found in entry_points(group=AHEAD)]
     return (*sorted(ahead), LOADER)
+
+
+@dataclass(frozen=True, slots=True)
+class ForkedEngine:
+    """An engine's process that was just forked."""
+
+    pid: int | None
+    """None: the fork server has died, and forked no engine."""
+    connection: socket.socket
+    """Leads to the engine. Without an engine, it is at its end."""
 
 
 class ForkServer:
@@ -54,9 +66,8 @@ class ForkServer:
         # it is started by a thread that lives as long as this object.
         self._starter = ThreadPoolExecutor(1, "jitney-fork-server-starter")
 
-    def fork(self) -> tuple[int | None, socket.socket]:
-        """A new engine: its pid and the socket to it. The pid is None if the fork server has died
-        and no engine was forked; the socket then has reached its end."""
+    def fork(self) -> ForkedEngine:
+        """Fork a new engine."""
         if self._process is None or self._process.poll() is not None:
             self._start()
         assert self._control is not None
@@ -65,14 +76,14 @@ class ForkServer:
             # An OSError means that the fork server has just died: then no pid comes either.
             with contextlib.suppress(OSError):
                 socket.send_fds(self._control, [b"+"], [theirs.fileno()])
-            return self._receive(), ours
+            return ForkedEngine(pid=self._receive(), connection=ours)
 
     def wait(self) -> int:
-        """Wait for the end of the engine that was forked last: its exit status."""
+        """Wait until the engine that was forked last has ended. Returns its exit status."""
         status = self._receive()
         if status is not None:
             return status
-        # The fork server has died, and its engine with it: their ends are one.
+        # The fork server has died, and its engine with it: its status stands for the engine's.
         assert self._process is not None
         return self._process.wait()
 
@@ -94,14 +105,15 @@ class ForkServer:
 
     def _spawn(self, descriptor: int) -> subprocess.Popen[bytes]:
         environment = child_environment()
-        # Else asking torch whether there is a GPU would begin to use it, which no fork survives.
+        # Torch is asked whether there is a GPU. Without this, the question itself would begin to
+        # use the GPU, and a forked process cannot use it any more.
         environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         # oneDNN, and torch's use of it, keep what they prepared for products of each number of
-        # rows: 120 MB of heap, and nothing is faster for it.
+        # rows. Unbounded, that takes 120 MB of heap and makes nothing faster.
         for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
             environment.setdefault(name, "16")
         # Whoever stops a server may send the signal to all its processes. But the front decides
-        # when its engine ends. The mask is this thread's; a child inherits it.
+        # when its engine ends. This blocks the signals in the present thread; a child inherits it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
         command = [python_executable(), "-X", "faulthandler", "-m", "jitney.engine.process"]
         return subprocess.Popen(
@@ -136,8 +148,9 @@ class EngineConnection:
 
     def __init__(self, fork_server: ForkServer, start: Start) -> None:
         self._fork_server = fork_server
-        self.pid, ours = fork_server.fork()
-        self.frames: Frames[Up] = Frames(ours, Up)
+        forked = fork_server.fork()
+        self.pid = forked.pid
+        self.frames: Frames[Up] = Frames(forked.connection, Up)
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._status: int | None = None  # once it has ended
         self.send(start)
@@ -172,14 +185,14 @@ class EngineConnection:
 
 
 def child_environment() -> dict[str, str]:
-    """This process's, with the folders that it imports from."""
+    """This process's environment, with the folders that it imports from as PYTHONPATH."""
     folders = [path for path in sys.path if path]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
 
 
 def python_executable() -> str:
-    """The interpreter of this environment. The server's stub embeds one, so that
-    ``sys.executable`` need not be it."""
+    """The interpreter of this environment. It need not be ``sys.executable``, because the server's
+    stub embeds Python. Raises a LoadError."""
     for path in (Path(sys.prefix, "bin", "python3"), Path(sys.executable)):
         if path.name.startswith("python") and path.is_file():
             return str(path)

@@ -26,13 +26,15 @@ class GrammarChecker:
 
     def __init__(self, config: EngineConfig, module: str, setup: bytes) -> None:
         """``module`` is what the process runs, ``setup`` the first line that it reads. It answers
-        each line by a line."""
+        each line with a line."""
         self._config = config
         self._module = module
         self._setup = setup
-        # Option structured_outputs as JSON -> its grammar; the one used longest ago first.
+        # structured_outputs as JSON -> its grammar; the one used longest ago comes first. Read
+        # without the lock, so that a known grammar waits for no check.
         self._checked: OrderedDict[bytes, str] = OrderedDict()
-        self._lock = threading.Lock()  # held by the thread that talks to the process
+        # Held by the thread that talks to the process, and adds to _checked.
+        self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
     def knows(self, structured: StructuredOutputs) -> bool:
@@ -40,12 +42,12 @@ class GrammarChecker:
         return msgspec.json.encode(structured) in self._checked
 
     def check(self, structured: StructuredOutputs) -> str:
-        """The grammar for ``Submit.grammar``. Raises InvalidArgumentError, which names what is
-        wrong with it, within ``grammar_timeout_s`` once the checks before it are over."""
+        """The grammar for ``Submit.grammar``. Raises InvalidArgumentError that names what is wrong.
+        Takes at most ``grammar_timeout_s`` seconds once the checks before it are over."""
         asked = msgspec.json.encode(structured)
         known = self._checked.get(asked)
         if known is not None:
-            # Another thread may have evicted it since the line above.
+            # The thread that holds the lock may have evicted it since the line above.
             with contextlib.suppress(KeyError):
                 self._checked.move_to_end(asked)
             return known
@@ -65,7 +67,7 @@ class GrammarChecker:
             process.communicate()
 
     def _ask(self, asked: bytes) -> str:
-        """Under the lock."""
+        """Have the process check it, and return its grammar. Called under the lock."""
         process = self._process
         if process is None or process.poll() is not None:
             process = self._start()

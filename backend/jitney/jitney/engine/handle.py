@@ -9,7 +9,6 @@ reports come to its outbox. :class:`~jitney.llm.LLM` asks for one report at a ti
 """
 
 from collections import Counter, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -69,30 +68,37 @@ class EngineHandle(Protocol):
         """Forget every request, without an event: the caller has ended them."""
 
     def close(self) -> None:
-        """End it and give the model's memory back."""
+        """End it, and wait until it has ended."""
 
 
 class LocalEngine:
-    """An engine in this process. Whoever calls :meth:`run` or :meth:`step` makes the steps."""
+    """An engine in this process. Whoever calls :meth:`run` or :meth:`step` makes the steps. The
+    methods are those of :class:`EngineHandle`."""
 
-    def __init__(self, engine: Engine, unload: Callable[[], None] = lambda: None) -> None:
-        """``unload`` gives the model's memory back."""
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.health = Health()
         self.config = engine.config
         self.info = engine.info
-        self.send = engine.send
-        self.run = engine.run
-        self.stop = engine.stop
-        self.step = engine.step
-        self.reset = engine.reset
-        self._unload = unload
+
+    def send(self, message: Message) -> None:
+        self.engine.send(message)
+
+    def run(self, outbox: Outbox) -> None:
+        self.engine.run(outbox)
+
+    def stop(self) -> None:
+        self.engine.stop()
+
+    def step(self) -> StepReport | None:
+        return self.engine.step()
 
     @property
     def has_work(self) -> bool:
-        """See :class:`EngineHandle`, here and above."""
         return self.engine.has_work
 
+    def reset(self) -> None:
+        self.engine.reset()
+
     def close(self) -> None:
-        self.engine.abandon()
-        self._unload()
+        self.engine.abandon()  # who loaded the model gives its memory back

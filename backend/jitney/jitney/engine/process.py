@@ -59,6 +59,7 @@ _OOM_SCORE = 500
 """Above the front's: when memory is short, the kernel ends the engine, which is started again."""
 
 _PR_SET_PDEATHSIG = 1
+"""Of ``prctl``: the signal that this process gets when its parent ends."""
 
 # --------------------------------------------------------------------------- the fork server
 
@@ -87,24 +88,31 @@ def serve_forks(descriptor: int, ahead: Sequence[str], loader: str) -> int:
 def _prepare(ahead: Sequence[str], loader: str) -> LoadModel:
     """Import what every engine needs. Its pages are shared by all that are forked."""
     quiet_imports()
-    # Imported modules are no garbage. Collections that look for some take an eighth of the imports'
-    # time. An engine enables them again.
+    # Imported modules are no garbage, but the collector would look through them again and again: an
+    # eighth of the imports' time. An engine enables it again.
     gc.disable()
     with lean_imports():
         for name in ahead:
             _compile_ahead(name)
-    try:
-        with lean_imports():
-            load: LoadModel = pkgutil.resolve_name(loader)()
-    except ImportError:
-        # A package that is installed here needs what lean_imports hides: import without hiding.
-        load = pkgutil.resolve_name(loader)()
+    load = _call_loader(loader)
     gc.freeze()  # else the engine's first collection would copy every page that has an object
     return load
 
 
+def _call_loader(loader: str) -> LoadModel:
+    """Import and call LOADER, if possible without the libraries that serving does not need."""
+    load: LoadModel
+    try:
+        with lean_imports():
+            load = pkgutil.resolve_name(loader)()
+    except ImportError:
+        # A package that is installed here needs one of these libraries: import them too.
+        load = pkgutil.resolve_name(loader)()
+    return load
+
+
 def _compile_ahead(name: str) -> None:
-    """Call an entry point of ``jitney.ahead``. Without it the first start takes longer, no more."""
+    """Call an entry point of ``jitney.ahead``. If that fails, only the first start takes longer."""
     try:
         pkgutil.resolve_name(name)()
     except ImportError as error:
@@ -196,8 +204,8 @@ def _refuse(frames: Frames[Down], error: JitneyError) -> int:
 
 
 def _read(frames: Frames[Down], engine: Engine) -> None:
-    """Hand the front's messages to the engine. Once the front is gone, or if this fails, end the
-    process at once, even in the middle of a step: nobody is left to receive its reports."""
+    """In a thread: hand the front's messages to the engine. Once the front is gone, or if this
+    fails, end the process at once, even in the middle of a step: nobody receives its reports."""
     try:
         while True:
             message = frames.receive()
@@ -210,8 +218,8 @@ def _read(frames: Frames[Down], engine: Engine) -> None:
 
 
 def _die_with_parent() -> None:
-    """Ask the kernel for SIGKILL at the end of the parent's thread that started this process: a
-    step on the device may keep :func:`_read` from its turn."""
+    """Ask the kernel for SIGKILL when the parent's thread that started this process ends. The end
+    of the socket is not enough: a step on the device may keep :func:`_read` from noticing it."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever owns the front
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
