@@ -16,6 +16,8 @@ import psutil
 import pytest
 import torch
 from jitney import LLM, SamplingParams
+from jitney.config import EngineConfig
+from jitney.engine.supervisor import SupervisedEngine
 from jitney.errors import (
     CheckpointError,
     ConfigError,
@@ -23,6 +25,7 @@ from jitney.errors import (
     InternalError,
     InvalidArgumentError,
 )
+from jitney.execution.runner import TorchRunner
 from jitney.sampling_params import StructuredOutputs
 from transformers import AutoModelForCausalLM
 
@@ -53,7 +56,7 @@ def llm(folder: Path) -> Iterator[LLM]:
 def nothing_left(llm: LLM) -> Iterator[None]:
     """After each test nothing is open and every block is free."""
     yield
-    assert llm._open == {}
+    assert len(llm._open) == 0
     llm._engine.engine.scheduler.check_integrity()
     assert llm._engine.engine.scheduler.stats().blocks_used == 0
 
@@ -217,7 +220,40 @@ def test_what_cannot_be_loaded(tmp_path: Path) -> None:
         LLM(tmp_path / "none")
 
 
+def fail(*args: object) -> None:
+    raise RuntimeError("after the load")
+
+
+def test_what_fails_after_the_load_gives_the_model_back(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[TorchRunner] = []
+    monkeypatch.setattr("jitney.llm.setup", fail)
+    monkeypatch.setattr(TorchRunner, "close", closed.append)
+    with pytest.raises(RuntimeError, match="after the load"):
+        load(folder)
+    assert len(closed) == 1
+
+
 # ---------------------------------------------------------------- with the engine in a process
+
+
+def test_what_fails_after_the_load_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[psutil.Process] = []
+
+    class Noted(SupervisedEngine):
+        def __init__(self, config: EngineConfig) -> None:
+            super().__init__(config, "tests.engine.deadly_runner:loader")
+
+        def start(self) -> bytes:
+            data = super().start()
+            started.append(psutil.Process(self.pid))
+            return data
+
+    monkeypatch.setattr("jitney.llm.SupervisedEngine", Noted)
+    with pytest.raises(msgspec.DecodeError):  # the fake loader's tokenizer is none
+        LLM("fine", process=True, block_size=4)
+    assert not started[0].is_running()
 
 
 @pytest.fixture(scope="module")

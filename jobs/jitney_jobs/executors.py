@@ -103,7 +103,7 @@ class InEngine:
 
     def submit(self, key: int, prepared: EncodedPrompt) -> None:
         (submit,) = self._llm.requests([prepared.ids], prepared.params)
-        self._running[key] = submit, self._llm.start(submit)
+        self._running[key] = self._llm.start(submit)
 
     def step(self) -> list[Outcome]:
         return [(key, done.error or done) for key, done in self._llm.ended(self._running)]

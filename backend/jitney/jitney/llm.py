@@ -26,37 +26,22 @@ from jitney.engine.engine import Engine
 from jitney.engine.grammar_check import GrammarChecker
 from jitney.engine.handle import EngineHandle, LocalEngine
 from jitney.engine.supervisor import SupervisedEngine
-from jitney.errors import (
-    InternalError,
-    InvalidArgumentError,
-    JitneyError,
-    UnavailableError,
-    from_code,
-)
-from jitney.messages import (
-    Cancel,
-    Failed,
-    Finished,
-    Logprob,
-    ModelInfo,
-    Submit,
-    Timing,
-)
+from jitney.errors import InvalidArgumentError, JitneyError, from_code
+from jitney.messages import Failed, Finished, Logprob, ModelInfo, Submit, Timing
+from jitney.open_requests import COUNTS, OpenRequest, OpenRequests
 from jitney.progress import Progress, State
 from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams, parse_sampling_params
 from jitney.text.chat import make_chat
-from jitney.text.completion import Completion, SequenceDelta
+from jitney.text.completion import SequenceDelta
 from jitney.text.grammar_process import CHECKER, setup
 from jitney.text.intake import encode_chat, encode_prompt, make_submit
 from jitney.text.tokenizer import Tokenizer, TokenizerData
 
 Prompt = str | list[int]
 Params = SamplingParams | Sequence[SamplingParams] | None
-Running = dict[Any, tuple[Submit, Completion]]
+Running = dict[Any, OpenRequest]
 """Requests that were started and not collected yet. The keys are the caller's own."""
-COUNTS = ("steps", "rows_in_steps", "prompt_tokens", "cached_tokens", "tokens")
-"""What ``LLM.figures`` counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,21 +92,24 @@ class LLM:
         """
         self.config = make_config({**options, "model": str(path)})
         load = _load_in_process if process else _load_here
-        self._engine, self.tokenizer = load(self.config)
-        closing = ExitStack()
-        closing.callback(self._engine.close)
-        first_line = setup(self.tokenizer.data, self.info, self.config)
-        self._grammars = GrammarChecker(self.config, CHECKER, first_line)
-        closing.callback(self._grammars.close)
-        # Called by close(), or when this object is collected; at the interpreter's exit only where
-        # there is a process to end.
-        self._give_back = weakref.finalize(self, closing.close)
+        # If anything raises once the model is loaded, the stack gives back what was loaded.
+        with ExitStack() as loaded:
+            model = load(self.config, loaded)
+            self._engine = model.engine
+            self.tokenizer = model.tokenizer
+            first_line = setup(self.tokenizer.data, self.info, self.config)
+            self._grammars = GrammarChecker(self.config, CHECKER, first_line)
+            loaded.callback(self._grammars.close)
+            # Called by close(), or when this object is collected; at the interpreter's exit only
+            # where there is a process to end.
+            self._give_back = weakref.finalize(self, loaded.pop_all().close)
         self._give_back.atexit = process
         self._keys = itertools.count()
-        self._open: dict[int, Completion] = {}
-        self.figures = {**dict.fromkeys(COUNTS, 0.0), "most_rows": self.config.max_num_seqs}
+        self._open = OpenRequests(self._engine, self.tokenizer)
+        self.figures = self._open.figures
         """Counts since the model was loaded, or since :meth:`generate` or a job began, for displays
         of progress: ``COUNTS``, and ``most_rows`` (option ``max_num_seqs``)."""
+        self.figures["most_rows"] = self.config.max_num_seqs
 
     # ------------------------------------------------------------------ what callers use
 
@@ -158,9 +146,11 @@ class LLM:
     ) -> list[Completed]:
         """Answer a chat, a list of messages ``{"role": …, "content": …}``, or each of a list of
         chats, through the model's chat template. Otherwise as :meth:`generate`."""
-        chats = messages if messages and isinstance(messages[0], list) else [messages]
-        made = [make_chat(each, chat_template_parameters or {}, self.config) for each in chats]
-        ids = [encode_chat(each, self.tokenizer, self.config, self.info) for each in made]
+        are_chats = len(messages) > 0 and isinstance(messages[0], list)
+        ids = []
+        for raw in messages if are_chats else [messages]:
+            chat = make_chat(raw, chat_template_parameters or {}, self.config)
+            ids.append(encode_chat(chat, self.tokenizer, self.config, self.info))
         return self._complete(self.requests(ids, params), progress)
 
     def stream(
@@ -176,7 +166,7 @@ class LLM:
 
     def close(self) -> None:
         """Give the model's memory back. What is open ends; the object is of no use afterwards."""
-        self._open.clear()
+        self._open.forget()
         self._give_back()  # does nothing when called again
 
     def __enter__(self) -> "LLM":
@@ -185,20 +175,14 @@ class LLM:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # ------------------------------------------------------------------ in
-
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return encode_prompt(prompt, self.tokenizer, self.config, self.info)
-        if not isinstance(prompt, list) or not all(type(each) is int for each in prompt):
-            raise InvalidArgumentError.of("prompts", prompt, "texts or lists of token ids")
-        return prompt.copy()
+    # ------------------------------------------------------------------ what jobs use
 
     def requests(self, prompts: list[list[int]], params: Params) -> list[Submit]:
         """Requests of token ids for :meth:`start`. Raises InvalidArgumentError."""
-        self._check_open()
+        self._check_not_closed()
         if params is None or isinstance(params, SamplingParams):
-            params = [_parsed(params or SamplingParams())] * len(prompts)
+            same = _parsed(params or SamplingParams())
+            params = [same] * len(prompts)
         else:
             params = [_parsed(each) for each in params]
         if len(params) != len(prompts):
@@ -206,6 +190,29 @@ class LLM:
                 f"params has {len(params)} entries, but there are {len(prompts)} prompts"
             )
         return [self._request(ids, own) for ids, own in zip(prompts, params, strict=True)]
+
+    def start(self, submit: Submit) -> OpenRequest:
+        """Hand a request to the engine. Its times count from now, not from its check."""
+        return self._open.start(submit)
+
+    def ended(self, running: Running) -> list[tuple[Any, Completed]]:
+        """Take the requests that have ended out of ``running``. If none has, make a step first."""
+        if not _ended_keys(running):
+            self._step()
+        results: list[tuple[Any, Completed]] = []
+        for key in _ended_keys(running):
+            request = running.pop(key)
+            results.append((key, _completed_of(request)))
+        return results
+
+    # ------------------------------------------------------------------ parts
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return encode_prompt(prompt, self.tokenizer, self.config, self.info)
+        if not isinstance(prompt, list) or not all(type(each) is int for each in prompt):
+            raise InvalidArgumentError.of("prompts", prompt, "texts or lists of token ids")
+        return prompt.copy()
 
     def _request(self, prompt: list[int], params: SamplingParams) -> Submit:
         return make_submit(
@@ -218,22 +225,6 @@ class LLM:
             now=time.monotonic(),
             check_grammar=self._grammars.check,
         )
-
-    def start(self, submit: Submit) -> Completion:
-        """Hand a request to the engine. Its times count from now, not from its check."""
-        now = time.monotonic()
-        deadline = submit.deadline
-        if deadline is not None:
-            deadline += now - submit.arrival
-        completion = Completion(submit, self.tokenizer)
-        try:
-            self._engine.send(msgspec.structs.replace(submit, arrival=now, deadline=deadline))
-            self._open[submit.key] = completion
-        except UnavailableError as error:  # its process does not come up
-            completion.feed(Failed(submit.key, error.code, str(error)))
-        return completion
-
-    # ------------------------------------------------------------------ out
 
     def _complete(self, submits: list[Submit], progress: bool) -> list[Completed]:
         """Run requests to their ends; the results in the order of ``submits``."""
@@ -248,7 +239,7 @@ class LLM:
             while waiting or running:
                 while waiting and len(running) < self.capacity:
                     submit = waiting.popleft()
-                    running[submit.key] = submit, self.start(submit)
+                    running[submit.key] = self.start(submit)
                 for key, completed in self.ended(running):
                     done[key] = completed
                     if completed.error is not None:
@@ -270,12 +261,12 @@ class LLM:
 
     def _pieces(self, submit: Submit) -> Iterator[SequenceDelta]:
         """What :meth:`stream` returns."""
-        completion = self.start(submit)
+        completion = self.start(submit).completion
         ended: set[int] = set()  # indices of sequences whose end the caller has got
         try:
             while completion.terminal is None or completion.has_pending:
                 if not completion.has_pending:
-                    self.step()
+                    self._step()
                     continue
                 # A delta for every sequence, new or not. Leave out those that say nothing new.
                 for delta in completion.take():
@@ -290,94 +281,56 @@ class LLM:
         finally:
             self._abort([submit.key])
 
-    # ------------------------------------------------------------------ the engine
-
-    def step(self) -> None:
-        """Make a step, if there is work, and give its events to the requests that they belong to.
-        For those who hand requests over one by one (:meth:`start`).
-
-        After an exception, such as KeyboardInterrupt, the engine is reset, and everything open
-        fails.
-        """
-        self._check_open()
-        try:
-            report = self._engine.step()
-        except BaseException:
-            # An engine in this process forgets its requests by reset(); one in a process of its own
-            # needs the cancels.
-            for key in self._open:
-                self._engine.send(Cancel(key))
-            self._engine.reset()
-            for key, completion in self._open.items():
-                completion.feed(Failed(key, InternalError.code, "the engine was interrupted"))
-            self._open.clear()
-            raise
-        if report is None:
-            assert not self._open, "requests are open, but no step is made"
-            return
-        counts = report.stats
-        self.figures["steps"] += 1
-        self.figures["rows_in_steps"] += counts.batch_sequences
-        self.figures["prompt_tokens"] += counts.prefill_tokens
-        self.figures["cached_tokens"] += counts.prefix_hit_tokens
-        self.figures["tokens"] += counts.generated_tokens
-        for event in report.events:
-            target = self._open.get(event.key)
-            if target is None:
-                continue  # aborted here first
-            for finish in target.feed(event):  # a stop string was found
-                self._engine.send(finish)
-            if target.terminal is not None:
-                del self._open[event.key]
-
-    def ended(self, running: Running) -> list[tuple[Any, Completed]]:
-        """Take the requests that have ended out of ``running``. If none has, make a step first."""
-        if not _ended_keys(running):
-            self.step()
-        results: list[tuple[Any, Completed]] = []
-        for key in _ended_keys(running):
-            submit, completion = running.pop(key)
-            results.append((key, _completed_of(submit, completion)))
-        return results
+    def _step(self) -> None:
+        self._check_not_closed()
+        self._open.step()
 
     def _abort(self, keys: list[int]) -> None:
-        """Cancel those of ``keys`` that are still open. If nothing else is open, make steps until
-        the engine has no work: a step of ended requests may still be in flight."""
-        for key in keys:
-            if self._open.pop(key, None) is not None:
-                self._engine.send(Cancel(key))
-        if self._open or not self._give_back.alive:
-            return
-        while self._engine.has_work:
-            self.step()
+        """Cancel those of ``keys`` that are still open, and leave no step in flight for nobody."""
+        self._open.cancel(keys)
+        if self._give_back.alive:
+            self._open.settle()
 
-    def _check_open(self) -> None:
+    def _check_not_closed(self) -> None:
         if not self._give_back.alive:
             raise InvalidArgumentError("this LLM has been closed")
 
 
-def _load_here(config: EngineConfig) -> tuple[EngineHandle, Tokenizer]:
-    """An engine in this process. Raises LoadError."""
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A loaded model."""
+
+    engine: EngineHandle
+    tokenizer: Tokenizer
+
+
+def _load_here(config: EngineConfig, loaded: ExitStack) -> _Loaded:
+    """An engine in this process. ``loaded`` will give it back. Raises LoadError."""
     from jitney.engine import assemble  # slow to import
 
     tokenizer = Tokenizer.load(assemble.resolve_model(config.model))
     runner = assemble.load_runner(config)
+    loaded.callback(runner.close)
     engine = Engine(
         config,
         runner,
         compile_grammar=assemble.grammar_compiler(tokenizer.data, runner.info),
         adapters=assemble.adapter_pool(config, runner),
     )
-    return LocalEngine(engine, unload=runner.close), tokenizer
+    handle = LocalEngine(engine)
+    loaded.callback(handle.close)
+    return _Loaded(handle, tokenizer)
 
 
-def _load_in_process(config: EngineConfig) -> tuple[EngineHandle, Tokenizer]:
-    """An engine in a process of its own, which reports by itself. Raises LoadError."""
+def _load_in_process(config: EngineConfig, loaded: ExitStack) -> _Loaded:
+    """An engine in a process of its own, which makes its steps by itself. ``loaded`` will end it.
+    Raises LoadError."""
     engine = SupervisedEngine(config)
     data = engine.start()
+    loaded.callback(engine.close)
     tokenizer = Tokenizer(msgspec.msgpack.decode(data, type=TokenizerData))
     engine.run_in_thread()
-    return engine, tokenizer
+    return _Loaded(engine, tokenizer)
 
 
 def _listed(prompts: Prompt | Iterable[Prompt]) -> list[Any]:
@@ -399,15 +352,19 @@ def _parsed(params: object) -> SamplingParams:
 
 
 def _ended_keys(running: Running) -> list[Any]:
-    return [key for key, (_, each) in running.items() if each.terminal is not None]
+    return [key for key, request in running.items() if request.has_ended]
 
 
-def _completed_of(submit: Submit, completion: Completion) -> Completed:
-    """The result of a request whose completion has its terminal event."""
-    terminal = completion.terminal
+def _completed_of(request: OpenRequest) -> Completed:
+    """The result of a request that has ended."""
+    prompt = request.submit.prompt
+    terminal = request.completion.terminal
     if isinstance(terminal, Finished):
         return Completed(
-            submit.prompt, completion.take(), completion.prompt_logprobs, terminal.timing
+            prompt_ids=prompt,
+            sequences=request.completion.take(),
+            prompt_logprobs=request.completion.prompt_logprobs,
+            timing=terminal.timing,
         )
     assert isinstance(terminal, Failed), "only its caller cancels a request"
-    return Completed(submit.prompt, [], error=from_code(terminal.code, terminal.message))
+    return Completed(prompt, [], error=from_code(terminal.code, terminal.message))
