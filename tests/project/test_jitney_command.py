@@ -1,5 +1,6 @@
 """The `jitney` command itself, and `jitney generate`. Neighbours test the commands they add."""
 
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,25 @@ def invoke(words: list[str], **options: Any) -> Result:
 
 def test_version() -> None:
     assert invoke(["--version"]).output.strip() == f"jitney {__version__}"
+
+
+def test_commands_that_cannot_be_imported_are_named_and_break_no_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "raises_when_imported.py").write_text("raise RuntimeError('[no] way')")
+    monkeypatch.syspath_prepend(tmp_path)
+    broken = [
+        EntryPoint("zoo", "no_such_package.zoo:main", cli.COMMANDS),
+        EntryPoint("bad", "raises_when_imported:main", cli.COMMANDS),
+    ]
+    installed = [*entry_points(group=cli.COMMANDS), *broken]
+    monkeypatch.setattr(cli, "entry_points", lambda group: installed)
+    result = invoke(["--help"])
+    assert result.exit_code == 0
+    assert "generate" in result.output
+    warnings = capsys.readouterr().err
+    assert "the command zoo (no_such_package.zoo:main) is left out: ModuleNotFoundError" in warnings
+    assert "(raises_when_imported:main) is left out: RuntimeError: [no] way" in warnings
 
 
 def test_generate_without_a_model_outside_of_a_checkout(

@@ -65,7 +65,8 @@ def test_wheel_declares_its_command_and_extras(wheel: Path) -> None:
     (entry,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
     declared = archive.read(entry).decode()
     assert "jitney = jitney.cli:main" in declared
-    assert "[jitney.commands]" in declared
+    for group in ("commands", "accelerators", "ahead", "gateway_services"):
+        assert f"[jitney.{group}]\n" in declared
     (meta,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
     metadata = archive.read(meta).decode()
     for extra in ("server", "cpu", "gpu", "export", "bench", "dev"):

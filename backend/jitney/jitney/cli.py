@@ -1,14 +1,16 @@
 """The ``jitney`` command. Entry points of group ``jitney.commands`` name its subcommands.
 
-Each is a function whose parameters are options, or a Typer application of several commands; it
+Each is a function whose parameters are options, or a Typer application of several commands. It
 stands in the package that does the work, and imports what is slow when it runs, so that ``--help``
-is quick. Every error that Jitney raises on purpose becomes one readable line and exit status 1; a
-traceback means a bug of ours.
+is quick. Other distributions may add commands; one that cannot be imported costs a warning.
+
+Every error that Jitney raises on purpose becomes one readable line and exit status 1; a traceback
+means a bug of ours.
 """
 
 import sys
-from importlib.metadata import entry_points
-from typing import Annotated
+from importlib.metadata import EntryPoint, entry_points
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -27,13 +29,12 @@ def main() -> None:
     try:
         make_app()()
     except JitneyError as error:
-        console = Console(stderr=True, highlight=False)
-        console.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+        _print_to_stderr("[bold red]error:[/]", str(error))
         sys.exit(1)
 
 
 def make_app() -> typer.Typer:
-    """The application with every command that is installed."""
+    """The application with every command that is installed and can be imported."""
     app = typer.Typer(
         help="In-flight batching over a paged KV cache, as a backend of Triton Inference Server.",
         no_args_is_help=True,
@@ -43,12 +44,28 @@ def make_app() -> typer.Typer:
     )
     app.callback()(_options)
     for point in sorted(entry_points(group=COMMANDS), key=lambda point: point.name):
-        command = point.load()
+        command = _load_command(point)
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=point.name)
-        else:
+        elif command is not None:
             app.command(point.name)(command)
     return app
+
+
+def _load_command(point: EntryPoint) -> Any:
+    """What an entry point names. None: it cannot be imported, and a warning says so."""
+    try:
+        return point.load()
+    except Exception as error:  # another distribution's code may raise anything
+        reason = f"{type(error).__name__}: {error}"
+        text = f"the command {point.name} ({point.value}) is left out: {reason}"
+        _print_to_stderr("[yellow]warning:[/]", text)
+        return None
+
+
+def _print_to_stderr(markup: str, text: str) -> None:
+    console = Console(stderr=True, highlight=False)
+    console.print(f"{markup} {escape(text)}", soft_wrap=True)
 
 
 def _show_version(asked: bool) -> None:
