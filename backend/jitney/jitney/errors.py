@@ -27,11 +27,11 @@ class JitneyError(Exception):
 
     code = "INTERNAL"
     prefix = ""
-    """What stands before the name in :meth:`of`."""
+    """What :meth:`of` puts before the field's name."""
 
     @property
     def server_code(self) -> str:
-        """The name of its code in the server's class ``TritonError``."""
+        """The name of this code in the server's class ``TritonError``."""
         return _SERVER_CODES.get(self.code, self.code)
 
     @property
@@ -86,8 +86,8 @@ class InternalError(JitneyError):
 
 
 class DeviceLostError(InternalError):
-    """The device failed for good: only a new process helps. To look for the request at fault would
-    fail them all, one by one."""
+    """The device failed for good: only a new process helps. The engine does not look for the
+    request at fault, because every one of them would fail."""
 
 
 class LoadError(JitneyError):
@@ -115,6 +115,7 @@ class InstallationError(LoadError):
     """Something that Jitney needs on this machine is missing or of a wrong version."""
 
 
+# Our code -> the server's, where the names differ.
 _SERVER_CODES = {"INVALID_ARGUMENT": "INVALID_ARG", "DEADLINE_EXCEEDED": "UNAVAILABLE"}
 _BY_CODE: dict[str, type[JitneyError]] = {
     cls.code: cls
@@ -134,7 +135,8 @@ def show(value: object, limit: int = 60) -> str:
     if isinstance(value, (list, tuple, dict)) and len(value) > 16:
         return f"a {type(value).__name__} of {len(value):,}"
     text = repr(value)
-    return text if len(text) <= 4 * limit else text[: 4 * limit] + "…"
+    most = 4 * limit  # of a short list, say, more may be shown than of one text
+    return text if len(text) <= most else text[:most] + "…"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

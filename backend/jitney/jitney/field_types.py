@@ -22,21 +22,24 @@ def describe_type(struct: type[msgspec.Struct], name: str) -> str:
 
 
 def describe_range(struct: type[msgspec.Struct], name: str) -> str:
-    """The bounds of a field: ``at least 1``, ``from 0 to 10``, …; empty if it has none."""
+    """The bounds of a field: ``at least 1``, ``from 0 to 10``, …; empty if it is no number. Every
+    number among our fields has a lower bound."""
     kind = kind_of(struct, name)
     if not isinstance(kind, (inspect.IntType, inspect.FloatType)):
         return ""
     if kind.gt is not None:
         return f"above {kind.gt} and at most {kind.le}"
-    return f"at least {kind.ge}" if kind.le is None else f"from {kind.ge} to {kind.le}"
+    if kind.le is None:
+        return f"at least {kind.ge}"
+    return f"from {kind.ge} to {kind.le}"
 
 
 def kind_of(struct: type[msgspec.Struct], name: str) -> inspect.Type:
-    """What a field is if it is not None."""
-    (field,) = (each for each in msgspec.structs.fields(struct) if each.encode_name == name)
+    """The type of a field; of ``T | None``, T."""
+    (field,) = (field for field in msgspec.structs.fields(struct) if field.encode_name == name)
     kind = inspect.type_info(field.type)
     if isinstance(kind, inspect.UnionType):
-        (kind,) = (each for each in kind.types if not isinstance(each, inspect.NoneType))
+        (kind,) = (member for member in kind.types if not isinstance(member, inspect.NoneType))
     return kind
 
 
@@ -45,11 +48,16 @@ def _describe(kind: inspect.Type) -> str:
         case inspect.LiteralType():
             return "one of " + ", ".join(repr(value) for value in kind.values)
         case inspect.VarTupleType():
-            return f"a list of {_describe(kind.item_type).split()[-1]}s"
+            return f"a list of {_plural(kind.item_type)}"
         case inspect.DictType():
-            key, value = (_describe(each).split()[-1] for each in (kind.key_type, kind.value_type))
-            return f"an object of {key}s and {value}s"
+            return f"an object of {_plural(kind.key_type)} and {_plural(kind.value_type)}"
     return _DESCRIPTIONS[type(kind)]
+
+
+def _plural(kind: inspect.Type) -> str:
+    """``integers`` for ``an integer``."""
+    noun = _describe(kind).split()[-1]
+    return f"{noun}s"
 
 
 _DESCRIPTIONS: dict[type[inspect.Type], str] = {

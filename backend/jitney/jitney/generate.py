@@ -79,8 +79,8 @@ def demo_checkpoint() -> Path:
 def complete_on_terminal(
     prompt: str, model: str, params: SamplingParams, options: Mapping[str, Any]
 ) -> None:
-    """Print the prompt and its continuation, token by token. ``-`` reads the prompt from standard
-    input. ``options`` are LLM's; what is None is left to its default."""
+    """Print the prompt and its continuation, token by token. The prompt ``-`` stands for what is
+    read from standard input. ``options`` are those of LLM; one that is None keeps its default."""
     from rich.console import Console
     from rich.markup import escape
     from transformers.utils import logging as transformers_logging  # slow to import

@@ -1,5 +1,6 @@
-"""How far a job or a call of LLM is, and whether it will be late: a line that changes, or off a
-terminal one now and then."""
+"""How far a job or a call of LLM is, and whether it will be late. On a terminal that is a line that
+changes; elsewhere a line is printed now and then.
+"""
 
 import time
 from collections.abc import Mapping
@@ -8,84 +9,119 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.live import Live
 
+_TERMINAL_PAUSE_S = 0.25
+_LOG_PAUSE_S = 10.0
+"""Between two lines where they are printed one below the other."""
 _SETTLED_S = 10.0
-"""An estimate counts after so many seconds of a run."""
+"""Before a run has taken so many seconds, an estimate of its end says nothing."""
 _SURE = 0.9
-"""A job that was late is in time again if it needs at most this share of the time that is left."""
+"""A job that was late is in time again once it needs at most this share of the time that is left.
+So an estimate that goes up and down does not change the answer each time."""
 
 
 @dataclass(frozen=True)
 class State:
-    """Where a job or a call of LLM stands: what is shown of it, wherever. Times are seconds since
-    1970."""
+    """Where a job or a call of LLM stands. Times are seconds since 1970."""
 
     figures: Mapping[str, float]
-    """Of this run: ``pipeline.py``."""
+    """The figures of this run, by name. A figure may be missing, as long as nothing asks for it:
+
+    - ``done``, ``bad``: rows that have ended, and the bad ones of them;
+    - ``taken``, ``position``: rows that were read, and the share of the input that they are;
+    - ``seconds``, ``at``: how long the run has taken, and when that was;
+    - ``tokens``: tokens that were generated;
+    - ``steps``, ``rows_in_steps``, ``most_rows``: the engine's steps, the rows in all of them, and
+      how many rows fit into one.
+    """
     done_before: int = 0
-    """Rows that had ended before it, and the bad ones of them."""
+    """Rows that had ended before this run."""
     bad_before: int = 0
+    """The bad ones of these."""
     due: float | None = None
+    """When the job is to have ended."""
     late: bool = False
+    """Whether it ends, or ended, later than that."""
     complete: bool = False
+    """Whether it has ended."""
 
     @property
     def done(self) -> float:
-        """Rows that have ended."""
+        """Rows that have ended, in all runs."""
         return self.done_before + self.figures.get("done", 0.0)
 
     @property
     def bad(self) -> float:
+        """The bad ones of these."""
         return self.bad_before + self.figures.get("bad", 0.0)
 
     @property
     def total(self) -> float | None:
-        """Rows of the input, by those ``taken`` and the share of it that is read, ``position``."""
-        read = self.figures.get("position")
-        return (self.done_before + self.figures["taken"]) / read if read else None
+        """Rows of the input, estimated from the share that was read. None before any was."""
+        share_read = self.figures.get("position")
+        if not share_read:
+            return None
+        return (self.done_before + self.figures["taken"]) / share_read
 
     @property
     def left_s(self) -> float | None:
-        """Until the end, at the rate of this run; None while nothing tells."""
+        """Seconds until the end, at the rate of this run. None as long as nothing tells."""
         done = self.figures.get("done")
-        if not done or self.total is None:
+        total = self.total
+        if not done or total is None:
             return None
-        return max(0.0, self.total - self.done) * self.figures["seconds"] / done
+        seconds_per_row = self.figures["seconds"] / done
+        return max(0.0, total - self.done) * seconds_per_row
 
     @property
     def end_at(self) -> float | None:
-        """When it will end at that rate, or has."""
-        return None if self.left_s is None else self.figures["at"] + self.left_s
+        """When it will end at that rate, or has ended."""
+        left_s = self.left_s
+        return None if left_s is None else self.figures["at"] + left_s
 
     @property
     def filled(self) -> float | None:
-        """Share of the batch, in the mean of this run's steps; None without any."""
-        room = self.figures.get("steps", 0.0) * self.figures.get("most_rows", 0.0)
-        return self.figures["rows_in_steps"] / room if room else None
+        """Rows in the steps of this run, as a share of the most that fit into them. None without
+        any step."""
+        most_rows_in_steps = self.figures.get("steps", 0.0) * self.figures.get("most_rows", 0.0)
+        if not most_rows_in_steps:
+            return None
+        return self.figures["rows_in_steps"] / most_rows_in_steps
 
 
 class Progress:
     """Shows states on stderr. Call :meth:`close` at the end."""
 
     def __init__(self, rows: str = "rows", shown: bool = True) -> None:
+        """``rows``: what the rows are called. Unless ``shown``, :meth:`show` does nothing."""
         self._console = Console(stderr=True, highlight=False)
         self._live = Live(console=self._console, refresh_per_second=4, transient=True)
-        self._rows, self._visible = rows, shown
-        self._shown = time.monotonic()
+        self._rows = rows
+        self._is_shown = shown
+        self._last_at = time.monotonic()  # when a line was shown last
         if shown and self._console.is_terminal:
             self._live.start()
 
     def show(self, state: State) -> None:
-        """Cheap if nothing is due."""
-        now, live = time.monotonic(), self._console.is_terminal
-        if self._visible and now - self._shown >= (0.25 if live else 10.0):
-            self._shown = now
-            (self._live.update if live else self._console.print)(self.line(state))
+        """Show a line, unless one was shown a moment ago. So it may be called for every row."""
+        if not self._is_shown:
+            return
+        now = time.monotonic()
+        is_terminal = self._console.is_terminal
+        pause_s = _TERMINAL_PAUSE_S if is_terminal else _LOG_PAUSE_S
+        if now - self._last_at < pause_s:
+            return
+        self._last_at = now
+        if is_terminal:
+            self._live.update(self.line(state))
+        else:
+            self._console.print(self.line(state))
 
     def line(self, state: State) -> str:
         """One line: rows, rates, time left, occupancy of the batch, errors."""
-        figures, rows = state.figures, self._rows
+        figures = state.figures
         seconds = max(1e-9, figures["seconds"])
-        parts = [f"{state.done:,.0f} {rows}, {figures['done'] / seconds:,.1f} {rows}/s"]
+        rate = figures["done"] / seconds
+        parts = [f"{state.done:,.0f} {self._rows}, {rate:,.1f} {self._rows}/s"]
         if figures.get("tokens"):
             parts.append(f"{figures['tokens'] / seconds:,.0f} tokens/s")
         if state.filled is not None:
@@ -93,10 +129,11 @@ class Progress:
         if state.left_s is not None:
             minutes, rest = divmod(round(state.left_s), 60)
             parts.append(f"{minutes // 60}:{minutes % 60:02}:{rest:02} left")
-        return ", ".join([*parts, f"{state.bad:,.0f} bad"])
+        parts.append(f"{state.bad:,.0f} bad")
+        return ", ".join(parts)
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         self._console.print(text, soft_wrap=True)
 
     def close(self) -> None:
@@ -105,29 +142,38 @@ class Progress:
 
 
 def clock_text(at: float) -> str:
-    """A time of this machine's."""
+    """A time as this machine's clock shows it."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
 class Deadline:
-    """Judges a run by what it has seen."""
+    """Says whether a run will end in time, as far as one knows by now."""
 
     def __init__(self, due: float | None) -> None:
+        """``due``: when it is to have ended. None: it is never late."""
         self._due = due
         self.late = False
+        """The last answer."""
 
     def judge(self, now: float, seconds: float, left: float | None) -> str | None:
-        """What to tell the user if the answer has changed. The run has taken so many ``seconds``,
-        and needs about ``left`` more, None if nothing tells."""
+        """What to tell the user if the answer has changed; else None. The run has taken
+        ``seconds``, and needs about ``left`` more seconds; None if nothing tells."""
         if self._due is None:
             return None
-        late = self.late
-        if now >= self._due:
-            late = True
-        elif left is not None and seconds >= _SETTLED_S:
-            late = left > (self._due - now) * (_SURE if late else 1.0)
-        if late == self.late:
+        is_late = self._is_late(now, self._due, seconds, left)
+        if is_late == self.late:
             return None
-        self.late = late
-        end = "" if left is None else f": it will end about {clock_text(now + left)}"
-        return f"{'late' if late else 'in time again'}{end}, was to end by {clock_text(self._due)}"
+        self.late = is_late
+        answer = "late" if is_late else "in time again"
+        expected = "" if left is None else f": it will end about {clock_text(now + left)}"
+        return f"{answer}{expected}, was to end by {clock_text(self._due)}"
+
+    def _is_late(self, now: float, due: float, seconds: float, left: float | None) -> bool:
+        if now >= due:
+            return True
+        if left is None or seconds < _SETTLED_S:
+            return self.late  # nothing new is known
+        time_left = due - now
+        if self.late:
+            return left > time_left * _SURE
+        return left > time_left

@@ -1,4 +1,4 @@
-"""The package's log records in the server's log, for all models that its Python stub loads."""
+"""Sends the package's log records to the server's log, for all models of one Python stub."""
 
 import logging
 from typing import Any
@@ -13,7 +13,7 @@ def log_to_server(logger: Any) -> None:
 
 
 class _ServerLog(logging.Handler):
-    """Each record is a round trip to the server: nothing logs per request or token."""
+    """Sends records. Each is a round trip to the server, so nothing logs per request or token."""
 
     def __init__(self, logger: Any) -> None:
         super().__init__()

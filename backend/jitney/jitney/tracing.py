@@ -1,7 +1,7 @@
 """Spans of requests, for a collector that speaks OpenTelemetry's protocol (extra ``otel``).
 
-The gateway and the front make them. A span goes into a bounded queue, from which a thread exports;
-what the collector does not take in time is dropped, so no request waits for it or fails by it.
+The gateway and the front make them. A span goes into a bounded queue, from which a thread exports.
+What the collector does not take in time is dropped, so no request waits for it or fails by it.
 """
 
 import re
@@ -14,24 +14,32 @@ from jitney.errors import ConfigError
 
 HEADERS = ("traceparent", "tracestate")
 """What carries a trace from one process to the next (W3C Trace Context)."""
-_MAX_WAITING = 8192
+_MOST_WAITING = 8192
+"""Most spans in the queue; what comes then is dropped."""
 _BATCH = 512
+"""Most spans in one export."""
 _PAUSE_S = 1.0
+"""Between two exports."""
 _EXPORT_S = 5.0
+"""Longest time of one export."""
 _CLOSE_S = 2.0
+"""Longest time of the last export, when the process ends."""
 
 Attributes = Mapping[str, str | int | float | list[str]]
 
 
 class Span:
-    """One that has begun. Times are seconds of the monotonic clock."""
+    """A part of a request's time that has begun. All times are seconds of the monotonic clock."""
 
     def __init__(self, tracer: Any, span: Any, offset_ns: int) -> None:
-        """``offset_ns``: from the monotonic clock to that of spans."""
-        self._tracer, self._span, self._offset_ns = tracer, span, offset_ns
+        """``tracer`` and ``span`` are OpenTelemetry's. ``offset_ns`` is what their clock is ahead
+        of the monotonic one."""
+        self._tracer = tracer
+        self._span = span
+        self._offset_ns = offset_ns
 
     def headers(self) -> dict[str, str]:
-        """What makes a span elsewhere its child."""
+        """Headers that make a span in another process this one's child."""
         from opentelemetry.trace.propagation import set_span_in_context, tracecontext
 
         made: dict[str, str] = {}
@@ -40,23 +48,24 @@ class Span:
         return made
 
     def child(self, name: str, began: float, ended: float, attributes: Attributes) -> None:
-        """A part of it that has ended."""
+        """Add a part of this span that has ended."""
         from opentelemetry.trace import set_span_in_context
 
-        made = self._tracer.start_span(
+        child = self._tracer.start_span(
             name,
             set_span_in_context(self._span),
             attributes=attributes,
-            start_time=self._wall(began),
+            start_time=self._span_time(began),
         )
-        made.end(self._wall(ended))
+        child.end(self._span_time(ended))
 
     def event(self, name: str, at: float, attributes: Attributes | None = None) -> None:
-        """Something that happened in it."""
-        self._span.add_event(name, attributes, self._wall(at))
+        """Add something that happened at a moment within this span."""
+        self._span.add_event(name, attributes, self._span_time(at))
 
     def end(self, at: float, attributes: Attributes, name: str = "", error: str = "") -> None:
-        """``name`` replaces the first one; ``error`` says why it failed."""
+        """End this span. ``name`` replaces the one that it began with; ``error`` says why it
+        failed."""
         from opentelemetry.trace import StatusCode
 
         if name:
@@ -64,14 +73,14 @@ class Span:
         self._span.set_attributes(attributes)
         if error:
             self._span.set_status(StatusCode.ERROR, error)
-        self._span.end(self._wall(at))
+        self._span.end(self._span_time(at))
 
-    def _wall(self, at: float) -> int:
-        return int(at * 1e9) + self._offset_ns
+    def _span_time(self, at: float) -> int:
+        return _nanoseconds(at) + self._offset_ns
 
 
 class Tracing:
-    """What makes spans and sends them to one collector."""
+    """Makes spans and sends them to one collector."""
 
     def __init__(self, endpoint: str, service: str) -> None:
         """``endpoint``: ``http://HOST:PORT``, or https. Raises ConfigError."""
@@ -87,30 +96,44 @@ class Tracing:
             raise ConfigError("traces need OpenTelemetry: install triton-jitney[otel]") from None
         self._exporter = OTLPSpanExporter(endpoint, timeout=_EXPORT_S)
         self._provider = TracerProvider(
+            # A trace that begins elsewhere is sampled as it is there; all others are.
             sampling.ParentBased(sampling.ALWAYS_ON),
             Resource({"service.name": service}),
             shutdown_on_exit=False,  # it could delay the exit by half a minute
         )
         self._provider.add_span_processor(
-            BatchSpanProcessor(self._exporter, _MAX_WAITING, _PAUSE_S * 1e3, _BATCH)
+            BatchSpanProcessor(
+                self._exporter,
+                max_queue_size=_MOST_WAITING,
+                schedule_delay_millis=_PAUSE_S * 1e3,
+                max_export_batch_size=_BATCH,
+            )
         )
         self._tracer = self._provider.get_tracer("jitney")
         self._propagator = tracecontext.TraceContextTextMapPropagator()
 
     def begin(self, name: str, headers: Mapping[str, str], at: float) -> Span:
-        """A span of a request that came with ``headers``: of their trace, or the first of one."""
+        """Begin a span. If the request's ``headers`` name a trace, it belongs to that one; else it
+        begins a trace."""
         from opentelemetry.trace import SpanKind
 
         offset_ns = time.time_ns() - time.monotonic_ns()
-        context = self._propagator.extract(headers)
-        start = int(at * 1e9) + offset_ns
-        made = self._tracer.start_span(name, context, SpanKind.SERVER, start_time=start)
-        return Span(self._tracer, made, offset_ns)
+        span = self._tracer.start_span(
+            name,
+            self._propagator.extract(headers),
+            SpanKind.SERVER,
+            start_time=_nanoseconds(at) + offset_ns,
+        )
+        return Span(self._tracer, span, offset_ns)
 
     def close(self) -> None:
-        """Export what waits, for ``_CLOSE_S`` at most."""
-        timer = Timer(_CLOSE_S, self._exporter.shutdown)
+        """Export what waits, for ``_CLOSE_S`` seconds at most."""
+        timer = Timer(_CLOSE_S, self._exporter.shutdown)  # which ends an export under way
         timer.daemon = True
         timer.start()
         self._provider.shutdown()
         timer.cancel()
+
+
+def _nanoseconds(at: float) -> int:
+    return int(at * 1e9)
