@@ -229,7 +229,7 @@ def test_what_fails_after_the_load_gives_the_model_back(
 ) -> None:
     closed: list[TorchRunner] = []
     monkeypatch.setattr("jitney.llm.setup", fail)
-    monkeypatch.setattr(TorchRunner, "close", closed.append)
+    monkeypatch.setattr(TorchRunner, "close", lambda runner: closed.append(runner))
     with pytest.raises(RuntimeError, match="after the load"):
         load(folder)
     assert len(closed) == 1

@@ -312,10 +312,22 @@ def test_a_sequence_proves_nothing_for_another() -> None:
     journal.take(submit_of(0, n=2, max_tokens=1000))
     for length in range(3, 30, 3):
         journal.due()
+        for _ in range(3):
+            journal.read(StepReport([Tokens(key=0, index=0, ids=[7])], StepStats()), 1.0)
+        failed += journal.crashed([RowRange(0, 0, length, length + 1), RowRange(0, 1, 0, 3)])
+    assert [one.key for one in failed] == [0]
+
+
+def test_a_sequence_that_got_past_counts_no_longer() -> None:
+    """It decodes in each engine, while a kill hits another chunk of the second one's prefill."""
+    journal = Journal()
+    journal.take(submit_of(0, n=2, max_tokens=1000))
+    for at in range(0, 40, 4):
+        journal.due()
         for _ in range(2):
             journal.read(StepReport([Tokens(key=0, index=0, ids=[7])], StepStats()), 1.0)
-        failed += journal.crashed([RowRange(0, 1, length, length + 1)])
-    assert [one.key for one in failed] == [0]
+        decoded = RowRange(0, 0, at // 2, at // 2 + 1)
+        assert journal.crashed([decoded, RowRange(0, 1, at, at + 4)]) == []
 
 
 def test_samples_of_two_engines_are_no_proof() -> None:

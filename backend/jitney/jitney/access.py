@@ -15,7 +15,7 @@ from jitney.errors import InvalidArgumentError
 _HEADER = re.compile(r"\s*([\w.-]+)\s*:\s*([\x20-\x7e]*[\x21-\x7e])\s*", re.ASCII)
 """NAME:VALUE in printable ASCII. The value does not end in a space."""
 _LIMIT = re.compile(r"\s(tiers|min_priority)=\S*")
-"""One of a key's limits, which follow it in a file of keys (``key_limits``)."""
+"""One of the limits that may follow a key in a file of keys."""
 _SHORTEST_SECRET = 8
 """Shorter values protect nothing, and occur in every text: ``1``, ``gpu``."""
 

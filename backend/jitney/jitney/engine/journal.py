@@ -75,9 +75,11 @@ class _Entry:
     later: list[Finish | Cancel] = field(default_factory=list)
     """The messages that followed its Submit. Every new engine gets them again."""
     died_at: list[RowRange] = field(default_factory=list)
-    """The rows that an engine computed for it when one last died at it."""
+    """The rows that an engine computed for it when one last died at it, without those of sequences
+    that have got past them since."""
     deaths: int = 0
-    """Engines in a row that died at the same tokens of it. Back to 0 once it is proved innocent."""
+    """Engines in a row that died at the same tokens of it. Back to 0 once it is proved innocent:
+    once all its sequences have got past the tokens."""
     was_sent: bool = False
     """Whether any engine has got it. From then on it counts as accepted, so that the next engine
     resumes it, even if the one before died before it could accept or refuse it."""
@@ -103,12 +105,11 @@ class _Entry:
                 self.first_token = now
             sequence.tokens_since_death += len(tokens.ids)
             sequence.samples += 1
-
-    @property
-    def is_proved_innocent(self) -> bool:
-        """Whether every sequence at which an engine last died has got past the tokens there. Not
-        just one of them: it may do so while another is still being prefilled."""
-        return all(self.sequences[row.index].has_got_past for row in self.died_at)
+        if self.died_at and sequence.has_got_past:
+            # This proves nothing for another sequence, which may still be in its prefill.
+            self.died_at = [row for row in self.died_at if row.index != tokens.index]
+            if not self.died_at:
+                self.deaths = 0
 
     def note_death(self, rows: list[RowRange]) -> None:
         """An engine died while it computed these rows of it."""
@@ -190,8 +191,7 @@ class Journal:
                 self._close(event.key)
             elif isinstance(event, Tokens):
                 entry.emit(event, now)
-                if entry.deaths and entry.is_proved_innocent:
-                    entry.deaths = 0
+                if not entry.deaths:
                     self._clear(event.key)
         return events
 
