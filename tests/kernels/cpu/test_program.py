@@ -158,7 +158,7 @@ def test_all_rows_of_a_wide_head(tmp_path, monkeypatch, quantization: str) -> No
     monkeypatch.setattr(tile_linear, "may_use_amx", lambda: False)
     model = load(tmp_path, "llama", quantization)
     program = fuse(model.module, CpuLayerKernels(torch.bfloat16, 8), 256).forward.program
-    program.fits(PagedStep(caches_of(model, "cpu"), build_metadata(rows_of([(0, 3)]), BLOCK_SIZE)))
+    program.adopt(PagedStep(caches_of(model, "cpu"), build_metadata(rows_of([(0, 3)]), BLOCK_SIZE)))
     room = program._lay_out(64).activations.rounded.numel()
     assert room >= 64 * program._head.spare_bytes
 
@@ -175,9 +175,9 @@ def test_other_steps_run_kernel_by_kernel(tmp_path) -> None:
     that a program can take."""
     model = load(tmp_path, "llama")
     program = fuse(model.module, CpuLayerKernels(torch.bfloat16, 8), 30).forward.program
-    assert not program.fits(lambda call: call.query)
+    assert not program.adopt(lambda call: call.query)
     for attention, fits in (("reference", False), ("cpu", True)):
         meta = build_metadata(rows_of([(0, 3)]), BLOCK_SIZE)
-        assert program.fits(PagedStep(caches_of(model, attention), meta)) is fits
+        assert program.adopt(PagedStep(caches_of(model, attention), meta)) is fits
     meta = build_metadata(rows_of([(100, 1)]), BLOCK_SIZE)
-    assert not program.fits(PagedStep(caches_of(model, "cpu"), meta))
+    assert not program.adopt(PagedStep(caches_of(model, "cpu"), meta))

@@ -1,15 +1,20 @@
-"""The plan of a step for attention: which queries meet which keys, and in what order.
+"""The plan of a step for attention: which tokens meet which keys, and in what order.
 
-A step's rows are cut so that threads get pieces of like size, and so that each row is computed
-alike whatever else is in the batch::
+The rows of the batch are cut into *entries*, so that threads get pieces of like size. An entry is
+some tokens of one row, and the keys that they see. There are two ways to cut a row::
 
-    a row of one token (decode)       keys      |--- split 0 ---|--- split 1 ---|- split 2 -|
-                                                 0             512            1024
+    a decode: one new token, here at position 1,199. It is cut by its keys, into splits of 512
+        entry   0      token 1,199     keys    0 to   511
+        entry   1      token 1,199     keys  512 to 1,023
+        entry   2      token 1,199     keys 1,024 to 1,199
 
-    a longer row (prefill, chunk)     tokens    |-- entry --|-- entry --|-- entry --|
-                                                 each sees the keys up to its own last token
+    a prefill, or a chunk of one: here 70 tokens. It is cut by its tokens, 24 to an entry
+        entry   0      tokens  0 to 23     keys 0 to 23
+        entry   1      tokens 24 to 47     keys 0 to 47
+        entry   2      tokens 48 to 69     keys 0 to 69
 
-An entry of the plan, times one KV head, is one item of the kernel.
+How a row is cut does not depend on the other rows. An entry and one KV head make one item of the
+kernel (``attention_kernel``); threads take items in the plan's order.
 
 Called by ``paged_attention``, once for each step and kind of layer. Compiled: in NumPy it takes ten
 times as long.
@@ -25,43 +30,51 @@ from jitney.kernels.cpu.compiled import compile_function, record
 
 @record
 class PlanEntry(ctypes.Structure):
-    """Some tokens of one row, and the keys they are to see."""
+    """Some tokens of one row, and the keys that they see."""
 
     row: int
+    """Index of the row in the batch."""
     first_token: int
-    """Of the flattened T."""
+    """Index of the first token among the T tokens of the step."""
     num_tokens: int
     position: int
-    """Of the first token."""
+    """Position of the first token in its sequence."""
     keys_begin: int
-    """A multiple of 16."""
+    """Position of the first key: a multiple of 16 (a group begins there)."""
     keys_end: int
+    """Position behind the last key."""
+
+    # The keys of a decode may be spread over several entries, its splits.
     split: int
-    """Index among the splits of a row of one token."""
+    """Which of the row's splits this entry is, from 0 on."""
     num_splits: int
-    """1: the entry has all keys of its tokens."""
+    """How many splits the row has. With 1, the entry has all keys that its tokens see."""
     first_split: int
-    """Of the row's split 0 among the splits of all rows."""
+    """Index of the row's split 0 when the splits of all split rows are counted through. (The state
+    of each split is kept at its index: see ``AttentionArguments.states``.)"""
     split_row: int
-    """Index of the row among those that are split."""
+    """Index of the row among the rows that have several splits."""
 
 
-class StepPlan(NamedTuple):
-    """The entries of a step, and how much memory the splits of its decodes need."""
+class AttentionPlan(NamedTuple):
+    """The entries of a step, and how many results its split rows give."""
 
     entries: np.ndarray
     """int64 [entries, fields of :class:`PlanEntry`], those with the most work first."""
     splits: int
-    """Splits of all rows that are split."""
+    """How many splits there are, summed over the rows that have several."""
     split_rows: int
-    """Rows that are split."""
+    """How many rows have several splits."""
 
 
 ENTRY_BYTES = ctypes.sizeof(PlanEntry)
-_FIELDS = len(PlanEntry.__annotations__)
-_NUM_TOKENS = list(PlanEntry.__annotations__).index("num_tokens")
-_KEYS_BEGIN = list(PlanEntry.__annotations__).index("keys_begin")
-_KEYS_END = list(PlanEntry.__annotations__).index("keys_end")
+_FIELD_NAMES = list(PlanEntry.__annotations__)
+_FIELDS = len(_FIELD_NAMES)
+
+# Columns of ``AttentionPlan.entries``.
+_NUM_TOKENS = _FIELD_NAMES.index("num_tokens")
+_KEYS_BEGIN = _FIELD_NAMES.index("keys_begin")
+_KEYS_END = _FIELD_NAMES.index("keys_end")
 
 
 def plan_step(
@@ -72,65 +85,77 @@ def plan_step(
     reach: int,
     split_tokens: int,
     group_tokens: int,
-) -> StepPlan:
-    """Plan a step, whose queries see ``reach`` keys at most. The arrays are int32.
+) -> AttentionPlan:
+    """Plan a step.
 
-    A row of one token is split by its keys at every multiple of ``split_tokens``, a longer one by
-    its tokens, ``entry_tokens`` in each entry. How a row is cut does not depend on other rows.
+    ``query_start`` and ``context_len`` are int32 arrays as in ``AttentionMetadata``. An entry has
+    at most ``entry_tokens`` tokens. A token sees at most ``reach`` keys (the window, if there is
+    one). The keys of a decode are split at each multiple of ``split_tokens``. Entries begin at a
+    multiple of ``group_tokens`` keys.
     """
-    entries, splits, split_rows = _plan(
+    entries, splits, split_rows = _cut_rows(
         query_start, context_len, entry_tokens, reach, split_tokens, group_tokens
     )
     if len(entries) > 1:
-        cost = entries[:, _NUM_TOKENS] * (entries[:, _KEYS_END] - entries[:, _KEYS_BEGIN])
+        num_keys = entries[:, _KEYS_END] - entries[:, _KEYS_BEGIN]
+        cost = entries[:, _NUM_TOKENS] * num_keys
         entries = entries[np.argsort(-cost, kind="stable")]
-    return StepPlan(entries, splits, split_rows)
+    return AttentionPlan(entries=entries, splits=splits, split_rows=split_rows)
 
 
 @compile_function
-def _plan(query_start, context_len, entry_tokens, reach, split_tokens, group_tokens):
-    """See :func:`plan_step`; the entries in their rows' order.
+def _cut_rows(query_start, context_len, entry_tokens, reach, split_tokens, group_tokens):
+    """The three fields of an :class:`AttentionPlan`, its entries in the order of the rows.
 
-    To sort here, or to assign a whole row, would cost the first start three seconds of compiling.
+    The arguments are those of :func:`plan_step`. Two things are left out for the sake of compile
+    time, which would be three seconds longer at the first start: entries are not sorted here, and
+    they are written field by field.
     """
-    # Enough for all entries: of a row, those full of tokens (at most the first number, over all
-    # rows) and one that is not, or its splits, of which the first and the last may be cut.
-    most = query_start[-1] // entry_tokens
+    # The array must hold all entries, before they are counted. Entries full of tokens: at most as
+    # many as all tokens fill. Beside these a row has one entry that is not full, or its splits, of
+    # which the first and the last may be cut.
+    most_entries = query_start[-1] // entry_tokens
     for context in context_len:
-        most += context // split_tokens + 2
-    plan = np.empty((most, _FIELDS), np.int64)
-    done = 0
+        most_entries += context // split_tokens + 2
+    entries = np.empty((most_entries, _FIELDS), np.int64)
+    num_entries = 0
     splits = 0
     split_rows = 0
     for row in range(len(context_len)):
-        start = np.int64(query_start[row])
+        row_start = np.int64(query_start[row])
         context = np.int64(context_len[row])
-        length = np.int64(query_start[row + 1]) - start
-        # A longer row is not split by its keys: it has enough entries, each with all its keys.
-        size = split_tokens if length == 1 else context
+        length = np.int64(query_start[row + 1]) - row_start
+        # Only a decode is split by its keys. A longer row has enough entries without: its whole
+        # context counts as one split.
+        split_size = split_tokens if length == 1 else context
         for offset in range(0, length, entry_tokens):
             position = context - length + offset
-            begin = max(position + 1 - reach, 0) // group_tokens * group_tokens
-            end = min(position + entry_tokens, context)
-            first = begin // size
-            count = (end - 1) // size + 1 - first
-            for split in range(count):
+            # A token sees the keys up to its own: the last token's position is the last key's.
+            keys_end = min(position + entry_tokens, context)
+            keys_begin = max(position + 1 - reach, 0) // group_tokens * group_tokens
+            # Splits are numbered from key 0 on here; a window hides the first ones.
+            first_seen = keys_begin // split_size
+            last_seen = (keys_end - 1) // split_size
+            num_splits = last_seen + 1 - first_seen
+            for split in range(num_splits):
+                split_begin = (first_seen + split) * split_size
+                split_end = split_begin + split_size
                 fields = (
                     row,
-                    start + offset,  # first_token
-                    end - position,  # num_tokens
+                    row_start + offset,  # first_token
+                    keys_end - position,  # num_tokens
                     position,
-                    max(begin, (first + split) * size),  # keys_begin
-                    min((first + split + 1) * size, end),  # keys_end
+                    max(keys_begin, split_begin),
+                    min(keys_end, split_end),
                     split,
-                    count,  # num_splits
-                    splits,  # first_split
-                    split_rows,  # split_row
+                    num_splits,
+                    splits,  # first_split: those of the rows before
+                    split_rows,  # split_row: the rows before
                 )
                 for field, value in enumerate(fields):
-                    plan[done, field] = value
-                done += 1
-            if count > 1:
-                splits += count
+                    entries[num_entries, field] = value
+                num_entries += 1
+            if num_splits > 1:
+                splits += num_splits
                 split_rows += 1
-    return plan[:done], splits, split_rows
+    return entries[:num_entries], splits, split_rows

@@ -12,58 +12,72 @@ import ctypes
 from jitney.kernels.cpu.attention_plan import PlanEntry
 from jitney.kernels.cpu.cache_groups import GROUP_TOKENS, PREFETCH_GROUPS
 from jitney.kernels.cpu.compiled import KernelCall, reader, record
-from jitney.kernels.cpu.emit import LANES, VECTOR_BYTES
+from jitney.kernels.cpu.emit import F32_BYTES, I64_BYTES, LANES, VECTOR_BYTES
 from jitney.kernels.cpu.micro_kernel import MAX_ROWS_AMX
 
 SPAN_GROUPS = 16
+"""Groups of a span: the softmax takes in the keys of so many groups at once."""
 SPAN_TOKENS = SPAN_GROUPS * GROUP_TOKENS
-"""Keys per turn of the online softmax."""
+"""Keys of a span: 256."""
 SPLIT_TOKENS = 512
-"""Keys after which the online softmax begins anew: a whole number of spans."""
+"""Keys of a split, two spans. Behind it the softmax begins anew."""
 ITEM_ROWS = 96
-"""Query heads times tokens of one item, at most, unless one token has more."""
+"""Rows of an item, at most. A row is one token and one query head. Where one token alone has more
+query heads for a KV head, an item has the rows of that token."""
 WRITE_TOKENS = 16
-"""Tokens of one item that writes to the cache."""
+"""Tokens of an item of ``cache_blocks.write_body``, at most."""
 PRODUCT_VECTORS = 4
-"""Groups of keys, or vectors of 16 elements of values, that one product has at once."""
+"""Vectors that one call of the micro-kernel computes for each row. Each vector is the scores of one
+group of keys, or 16 elements of the outputs."""
 LIST_MARGIN = PREFETCH_GROUPS + PRODUCT_VECTORS
-"""Entries behind the groups in use that may be read: to prefetch, and to fill up a product."""
+"""How many entries a list of groups has behind the groups in use. Kernels read these entries, so
+they must hold addresses that can be read: groups PREFETCH_GROUPS further on are prefetched, and a
+product of keys always takes PRODUCT_VECTORS groups, of which the last may not be in use."""
 STATE_EXTRA = LANES
 """A row's state has so many float32 behind its outputs: see ``softmax``."""
 
 
 @record
 class AttentionArguments(KernelCall):
-    """The arguments: first those of one layer, then, from ``plan`` on, those of one step, which are
-    the same for all layers of a kind (``program`` copies them as a whole)."""
+    """The arguments of ``attend_body`` and ``write_body``.
+
+    First stand those of one layer. From ``plan`` on they are the same for all layers of a kind in
+    one step: ``program`` copies that part as a whole.
+    """
 
     # Of a layer.
     query: int
+    """Address of [T, heads, head size], as the next two; elements of a head are neighbours."""
     query_token_stride: int
     query_head_stride: int
     key: int
+    """Address of [T, KV heads, head size]: the new keys, which are written to the cache."""
     key_token_stride: int
     key_head_stride: int
     value: int
     value_token_stride: int
     value_head_stride: int
     key_cache: int
+    """Address of the layer's cache of keys: see ``cache_blocks``."""
     value_cache: int
     sinks: int
-    """Address of float32 [heads]; 0: none."""
+    """Address of float32 [heads]. 0: there are none."""
     out: int
-    """[T, heads, head size], contiguous."""
+    """Address of [T, heads, head size], contiguous."""
 
     # Of a step.
     plan: int
     """Address of an array of PlanEntry."""
     scratch: int
-    """Address of an array of Scratch, one per thread."""
-    states: int
-    """States of split rows: per split and KV head, float32 [heads_per_kv, padded + STATE_EXTRA]."""
+    """Address of an array of Scratch, one for each thread."""
+    split_states: int
+    """Address of float32 [splits, KV heads, heads_per_kv, padded + STATE_EXTRA]: the states over
+    each split of the rows that have several. ``PlanEntry.first_split`` says where a row's begin."""
     splits_done: int
-    """int64 [split rows, KV heads], all 0 at the start and at the end."""
+    """Address of int64 [split rows, KV heads]: how many splits of a row have ended so far. All are
+    0 at the start and at the end."""
     heads: int
+    """Query heads."""
     kv_heads: int
     heads_per_kv: int
     """Query heads for each KV head."""
@@ -71,85 +85,98 @@ class AttentionArguments(KernelCall):
     padded: int
     """Head size in the cache: a multiple of 16."""
     block_size: int
+    """Tokens of a block."""
     table: int
-    """int32 [R, table_width]"""
+    """Address of int32 [R, table_width]: the block table."""
     table_width: int
     slots: int
-    """int64 [T]"""
+    """Address of int64 [T]: where each new token is written."""
     tokens: int
     """T."""
-    decode: int
-    """1 if every row has one token: then the item that reads a token's slot writes it first, and
-    ``cache_blocks.write_body`` need not run."""
-    tiles: int
-    """Whether the processor's tile unit is used: 0 or 1."""
+    only_decodes: int
+    """1 if every row has one token. Then the item that attends to a token's key and value writes
+    them first, and ``write_body`` need not run."""
+    use_tiles: int
+    """1 if products are computed by the processor's tile unit."""
     scale: float
+    """What scores are multiplied by."""
     window: int
-    """0: none."""
+    """How many keys a token sees. 0: all up to its own."""
     softcap: float
-    """0: none."""
+    """0: there is none."""
 
 
 @record
 class Scratch(ctypes.Structure):
-    """Where one thread keeps what it works on; see :func:`scratch_sizes`."""
+    """Where one thread keeps what it works on: the addresses of areas, whose sizes are
+    :func:`scratch_sizes`. "Row" is a row of the item."""
 
     queries: int
+    """[rows, padded]: the item's queries, in the type of products."""
     scores: int
+    """float32 [rows of one turn, SPAN_TOKENS]"""
     weights: int
+    """As the scores, in the type of products."""
     states: int
-    """Of each row of the item, over the keys of one split so far."""
+    """The state of each row over the keys of the current split (``softmax``)."""
     totals: int
-    """Of each row, over the splits so far."""
+    """The state of each row over all splits that the item has completed."""
     last_values: int
     """A copy of the entry's last group of values, with zeros behind its last key."""
     key_groups: int
-    """Addresses of the item's groups, and LIST_MARGIN more."""
+    """A list of groups: int64 addresses of the entry's groups of keys, and LIST_MARGIN more."""
     value_groups: int
+    """The same of values."""
 
     # Only for a cache of bytes.
     wide_keys: int
-    """A span's groups, widened to what products read."""
+    """The groups of keys of a span, widened to what products read."""
     wide_values: int
     wide_key_groups: int
-    """Addresses of these groups, and LIST_MARGIN times that of the first one."""
+    """A list of groups: the addresses of these, and then LIST_MARGIN times that of the first."""
     wide_value_groups: int
     key_scales: int
-    """float32 of each token of the span."""
+    """float32 [SPAN_TOKENS]: the scales of a span's keys."""
     value_scales: int
 
 
-def scratch_sizes(element_size: int, rows: int, padded: int, longest: int) -> list[int]:
-    """Bytes of each area of a :class:`Scratch`, for items of ``rows``.
+def scratch_sizes(*, element_size: int, rows: int, padded: int, longest: int) -> list[int]:
+    """Bytes of each area of a :class:`Scratch`, in the order of its fields, in whole vectors.
 
-    ``element_size`` is the bytes of an element in the cache, ``longest`` the longest context in
-    tokens. Queries, weights and widened groups get memory for float32, the widest that they may be.
+    ``element_size`` is the bytes of an element in the cache, ``rows`` the most rows of an item,
+    ``longest`` the longest context in tokens.
     """
-    rows = -(-rows // LANES) * LANES
-    scores = MAX_ROWS_AMX * SPAN_TOKENS * 4
-    states = rows * (padded + STATE_EXTRA) * 4
-    groups = -(-longest // GROUP_TOKENS) + 1 + LIST_MARGIN
+    filled_rows = -(-rows // LANES) * LANES  # in whole tiles: see ``copy_queries``
+    list_of_groups = (-(-longest // GROUP_TOKENS) + LIST_MARGIN) * I64_BYTES
+    # Products read float32 or bfloat16. Memory is reserved for the larger one.
+    queries = filled_rows * padded * F32_BYTES
+    scores = MAX_ROWS_AMX * SPAN_TOKENS * F32_BYTES
+    states = filled_rows * (padded + STATE_EXTRA) * F32_BYTES
+    # Only bytes are widened, and only they have scales.
     wide_tokens = SPAN_TOKENS if element_size == 1 else 0
-    wide = wide_tokens * padded * 4
-    wide_list = (SPAN_GROUPS + LIST_MARGIN) * 8
+    wide_groups = wide_tokens * padded * F32_BYTES
+    list_of_wide_groups = (SPAN_GROUPS + LIST_MARGIN) * I64_BYTES
     by_area = {
-        "queries": rows * padded * 4,
+        "queries": queries,
         "scores": scores,
         "weights": scores,
         "states": states,
         "totals": states,
         "last_values": GROUP_TOKENS * padded * element_size,
-        "key_groups": groups * 8,
-        "value_groups": groups * 8,
-        "wide_keys": wide,
-        "wide_values": wide,
-        "wide_key_groups": wide_list,
-        "wide_value_groups": wide_list,
-        "key_scales": wide_tokens * 4,
-        "value_scales": wide_tokens * 4,
+        "key_groups": list_of_groups,
+        "value_groups": list_of_groups,
+        "wide_keys": wide_groups,
+        "wide_values": wide_groups,
+        "wide_key_groups": list_of_wide_groups,
+        "wide_value_groups": list_of_wide_groups,
+        "key_scales": wide_tokens * F32_BYTES,
+        "value_scales": wide_tokens * F32_BYTES,
     }
-    areas = [by_area[name] for name in Scratch.__annotations__]
-    return [-(-area // VECTOR_BYTES) * VECTOR_BYTES for area in areas]
+    sizes = []
+    for name in Scratch.__annotations__:
+        vectors = -(-by_area[name] // VECTOR_BYTES)
+        sizes.append(vectors * VECTOR_BYTES)
+    return sizes
 
 
 read_call = reader(AttentionArguments)

@@ -1,29 +1,44 @@
 """A group: 16 tokens of one KV head in the cache, and how it is written and read.
 
-A group of keys has the head's units from top to bottom, and its 16 tokens side by side; a group of
-values has the 16 tokens' units from top to bottom, and the head's elements side by side. A unit is
-four bytes. Here for bfloat16, where it holds two neighbours (k3 is element 3 of a key)::
+Products read units of four bytes (``micro_kernel``). In bfloat16 a unit holds two neighbours: two
+elements of one key, or one element of the values of two tokens::
 
-    keys     token 0  token 1     token 15     values   element 0   element 1   ...  padded - 1
-    unit 0   k0 k1  | k0 k1  | .. | k0 k1      unit 0   t0 t1     | t0 t1     | ..
-    unit 1   k2 k3  | k2 k3  | .. | k2 k3      unit 1   t2 t3     | t2 t3     | ..
-      ...                                        ...
-    unit padded / 2 - 1                        unit 7   t14 t15   | t14 t15   | ..
+    a group of keys                                    here k2 is element 2 of a token's key
+        unit 0             k0 k1  | k0 k1  | .. | k0 k1
+        unit 1             k2 k3  | k2 k3  | .. | k2 k3
+          ...
+        the head's last    ..     | ..     | .. | ..
+                           token 0  token 1      token 15
 
-So one vector load feeds the scores of 16 tokens, or 16 elements of the output, and nothing is
-summed across lanes. With float32 a unit is one element of a key, or of one token's values.
+    a group of values                                  here t2 is an element of token 2's value
+        unit row 0         t0 t1    | t0 t1    | .. | t0 t1
+        unit row 1         t2 t3    | t2 t3    | .. | t2 t3
+          ...
+        unit row 7         t14 t15  | t14 t15  | .. | t14 t15
+                           element 0  element 1       element padded - 1
 
-A cache of bytes (int8) has keys as [head, 16 tokens], values as [16 tokens, head], and behind
-either a float32 scale for each token. An int8 is a number of bfloat16, so its groups are widened
-exactly to the drawing above before products read them.
+So one load of 16 units feeds the scores of 16 tokens, or 16 elements of the output, and nothing is
+summed across lanes. In float32 a unit is a single element: a group of values has 16 unit rows.
 
-Called by ``cache_blocks``, which knows where groups are, and by ``attention_kernel``.
+A cache of bytes (int8) has no units. Behind the bytes stands a float32 scale for each token::
+
+    a group of keys                                    a group of values
+        element 0          16 bytes, one a token           token 0     "padded" bytes
+        element 1          16 bytes                        token 1     "padded" bytes
+          ...                                                ...
+        scales             16 float32                      scales      16 float32
+
+Before products read such a group it is widened to the first form. That is exact: every int8 is a
+number of bfloat16 too.
+
+Called by ``cache_blocks``, which knows where groups are, and by ``attention_kernel`` and
+``attention_rows``.
 """
 
 import numpy as np
 
 from jitney.execution.byte_cache import LEAST_SCALE, SCALE_BYTES
-from jitney.kernels.cpu.emit import LANES, UNIT_BYTES, VECTOR_BYTES
+from jitney.kernels.cpu.emit import F32_BYTES, I64_BYTES, LANES, UNIT_BYTES, VECTOR_BYTES
 from jitney.kernels.cpu.simd import (
     I8,
     ONE,
@@ -55,7 +70,9 @@ from jitney.kernels.cpu.simd import (
 
 GROUP_TOKENS = LANES
 PREFETCH_GROUPS = 8
-"""Lists of groups go on for so many entries after those in use: what is read soon."""
+"""While a kernel works on a group it prefetches the one that stands so many entries further on in
+the list of groups."""
+_LARGEST_BYTE = np.float32(127.0)
 
 
 @inner
@@ -67,8 +84,8 @@ def group_bytes(cache_tag, padded):
 
 @inner
 def load_some(tag, source, count, spare):
-    """16 elements as float32, of which those from ``count`` on are 0. So are all of them if it is
-    negative. ``spare`` is overwritten."""
+    """The first ``count`` of 16 elements as float32, and 0 in the other lanes. ``count`` may be
+    over 16, and it may be negative. ``spare`` is overwritten."""
     if count >= LANES:
         return load_as(tag, source)
     size = element_bytes(tag)
@@ -79,32 +96,35 @@ def load_some(tag, source, count, spare):
 
 
 # --------------------------------------------------------------------------- writing a token
+# ``lane`` is the number of the token in its group, 0 to 15.
 
 
 @inner
 def pack_key(tag, source, head_size, padded, group, lane):
-    """One token's key into lane ``lane`` of a group; zeros beyond the head."""
+    """Write one token's key into a group, with zeros beyond the head."""
     size = element_bytes(tag)
     unit_elements = UNIT_BYTES // size
     target = group + lane * UNIT_BYTES
-    full = head_size // unit_elements
-    for unit in range(full):
+    full_units = head_size // unit_elements
+    all_units = padded // unit_elements
+    for unit in range(full_units):
         store_i32(target + unit * VECTOR_BYTES, load_i32(source + unit * UNIT_BYTES))
-    for unit in range(full, padded // unit_elements):
+    for unit in range(full_units, all_units):
         store_i32(target + unit * VECTOR_BYTES, np.int32(0))
-    # The last unit of an odd head size is half full.
+    # An odd head size: its last element is one half of a unit, which has just become zero.
     if head_size % unit_elements != 0:
-        copy_element(tag, source + (head_size - 1) * size, target + full * VECTOR_BYTES)
+        last_element = source + (head_size - 1) * size
+        copy_element(tag, last_element, target + full_units * VECTOR_BYTES)
 
 
 @inner
 def pack_value(tag, source, head_size, padded, group, lane):
-    """One token's value into its part of a row of units; zeros beyond the head. (A unit of bfloat16
-    has the elements of two neighbouring tokens, one of float32 that of one.)"""
+    """Write one token's value into a group, with zeros beyond the head."""
     size = element_bytes(tag)
     unit_tokens = UNIT_BYTES // size
-    row = lane // unit_tokens * padded * UNIT_BYTES
-    target = group + row + lane % unit_tokens * size
+    unit_row = lane // unit_tokens * padded * UNIT_BYTES
+    inside_unit = lane % unit_tokens * size
+    target = group + unit_row + inside_unit
     for d in range(head_size):
         copy_element(tag, source + d * size, target + d * UNIT_BYTES)
     for d in range(head_size, padded):
@@ -112,36 +132,34 @@ def pack_value(tag, source, head_size, padded, group, lane):
 
 
 @inner
-def round_vector(tag, source, head_size, padded, group, lane, first, step):
-    """One token's key or value into a group of bytes; zeros beyond the head. The token's scale
-    makes its largest element 127.
-
-    The token is number ``lane`` of the group. Its elements are ``step`` bytes apart, from byte
-    ``first`` of the group on: keys are [head, 16 tokens], so their step is 16; values are [16
-    tokens, head], so theirs is 1."""
+def round_vector(tag, source, head_size, padded, group, lane, is_key):
+    """Write one token's key, or else its value, into a group of bytes, with zeros beyond the head.
+    The token's scale makes its largest element 127."""
     size = element_bytes(tag)
     spare = vector_on_stack()
-    best = splat(ZERO)
+    largest = splat(ZERO)
     not_finite = splat(ZERO)
     for d in range(0, padded, LANES):
         x = load_some(tag, source + d * size, head_size - d, spare)
-        best = larger(larger(x, splat(ZERO) - x), best)
-        not_finite = fma(x, splat(ZERO), not_finite)  # stays 0, or NaN where x is NaN or infinite
-    scale = max(lane_max(best) / np.float32(127.0), np.float32(LEAST_SCALE))
-    where = group + GROUP_TOKENS * padded + lane * SCALE_BYTES
-    # What bytes cannot say, the scale says: it is NaN where an element is not finite.
-    store_f32(where, scale + lane_sum(not_finite))
+        magnitude = larger(x, splat(ZERO) - x)
+        largest = larger(magnitude, largest)
+        # 0 times a finite x adds 0. 0 times infinity, or times NaN, is NaN.
+        not_finite = fma(x, splat(ZERO), not_finite)
+    scale = max(lane_max(largest) / _LARGEST_BYTE, np.float32(LEAST_SCALE))
+    # A byte cannot be NaN. If an element is not finite, the token's scale is NaN instead.
+    scales = group + GROUP_TOKENS * padded
+    store_f32(scales + lane * SCALE_BYTES, scale + lane_sum(not_finite))
     inverse = splat(ONE / scale)
     for d in range(0, padded, LANES):
         x = load_some(tag, source + d * size, head_size - d, spare) * inverse
-        if step == 1:
-            # A value.
-            store_as(I8, group + first + d, x)
-        else:
-            # A key.
+        if is_key:
+            # Its elements are 16 bytes apart: between them stand the other tokens'.
             store_as(I8, spare, x)
             for e in range(LANES):
-                copy_element(I8, spare + e, group + first + (d + e) * step)
+                line = group + (d + e) * GROUP_TOKENS
+                copy_element(I8, spare + e, line + lane)
+        else:
+            store_as(I8, group + lane * padded + d, x)
 
 
 # --------------------------------------------------------------------------- reading
@@ -149,61 +167,68 @@ def round_vector(tag, source, head_size, padded, group, lane, first, step):
 
 @inner
 def copy_last_values(tag, source, padded, tokens, target):
-    """The first ``tokens`` of a group of values, and zeros for the rest."""
+    """Copy the first ``tokens`` of a group of values, and write zeros for the others."""
     unit_tokens = UNIT_BYTES // element_bytes(tag)
-    full = tokens // unit_tokens * padded
-    every = GROUP_TOKENS // unit_tokens * padded
-    for i in range(full):
-        store_i32(target + i * UNIT_BYTES, load_i32(source + i * UNIT_BYTES))
-    for i in range(full, every):
-        store_i32(target + i * UNIT_BYTES, np.int32(0))
-    # Of an odd number of tokens the last one has half a row of units.
+    full_units = tokens // unit_tokens * padded
+    all_units = GROUP_TOKENS // unit_tokens * padded
+    for unit in range(full_units):
+        store_i32(target + unit * UNIT_BYTES, load_i32(source + unit * UNIT_BYTES))
+    for unit in range(full_units, all_units):
+        store_i32(target + unit * UNIT_BYTES, np.int32(0))
+    # An odd number of tokens: the last one is the lower half of a unit row, which has just become
+    # zero.
     if tokens % unit_tokens != 0:
         for d in range(padded):
-            where = (full + d) * UNIT_BYTES
-            copy_element(tag, source + where, target + where)
+            offset = (full_units + d) * UNIT_BYTES
+            copy_element(tag, source + offset, target + offset)
 
 
 @inner
 def read_scales(padded, keys, values, tokens, scratch):
-    """Copy the scales of so many ``tokens``, whose groups are listed at ``keys`` and ``values``, to
-    the scratch memory. Behind the last token values get the scale 0."""
-    scales = GROUP_TOKENS * padded
+    """Copy the scales of so many ``tokens`` to the scratch memory. Their groups are listed at
+    ``keys`` and ``values``. Behind the last token the scales of values are 0."""
+    scales_offset = GROUP_TOKENS * padded
     for g in range(-(-tokens // GROUP_TOKENS)):
-        of_keys = load_i64(keys + 8 * g) + scales
-        of_values = load_i64(values + 8 * g) + scales
-        store(scratch.key_scales + g * VECTOR_BYTES, load(of_keys))
-        kept = keep_between(load(of_values), 0, tokens - g * GROUP_TOKENS, ZERO)
+        key_scales = load_i64(keys + g * I64_BYTES) + scales_offset
+        value_scales = load_i64(values + g * I64_BYTES) + scales_offset
+        store(scratch.key_scales + g * VECTOR_BYTES, load(key_scales))
+        tokens_from_here = tokens - g * GROUP_TOKENS
+        kept = keep_between(load(value_scales), 0, tokens_from_here, ZERO)
         store(scratch.value_scales + g * VECTOR_BYTES, kept)
 
 
 @inner
-def widen_groups(product_tag, groups, count, target, padded, width):
-    """Widen ``count`` groups of bytes, whose addresses are listed at ``groups``, to what products
-    read, and prefetch the groups that follow in the list.
+def widen_groups(product_tag, groups, count, target, padded, row_bytes):
+    """Widen ``count`` groups of bytes, which are listed at ``groups``, to what products read, and
+    prefetch the groups that follow in the list.
 
-    A group's rows are ``width`` bytes: 16 of keys, ``padded`` of values."""
-    size = GROUP_TOKENS * padded * second_bytes(product_tag)
+    ``row_bytes``: 16 for keys, where a row of a group has one byte for each token; ``padded`` for
+    values, where it has one for each element.
+    """
+    wide_bytes = GROUP_TOKENS * padded * second_bytes(product_tag)
     for g in range(count):
-        soon = load_i64(groups + 8 * (g + PREFETCH_GROUPS))
+        soon = load_i64(groups + (g + PREFETCH_GROUPS) * I64_BYTES)
         for line in range(0, group_bytes(I8, padded), VECTOR_BYTES):
             prefetch(soon + line)
-        source = load_i64(groups + 8 * g)
-        widen_group(product_tag, source, target + g * size, padded, width)
+        source = load_i64(groups + g * I64_BYTES)
+        widen_group(product_tag, source, target + g * wide_bytes, padded, row_bytes)
 
 
 @inner
-def widen_group(product_tag, source, target, padded, width):
-    """A group of bytes, whose rows are ``width`` bytes, as float32, or as bfloat16: then each unit
-    has an element of one row and that below it."""
-    if second_bytes(product_tag) == 4:
-        for i in range(0, GROUP_TOKENS * padded, LANES):
-            store(target + i * 4, load_as(I8, source + i))
+def widen_group(product_tag, source, target, padded, row_bytes):
+    """Widen one group of bytes, whose rows are ``row_bytes`` long."""
+    num_bytes = GROUP_TOKENS * padded
+    if second_bytes(product_tag) == F32_BYTES:
+        # Float32 stands in the order of the bytes.
+        for i in range(0, num_bytes, LANES):
+            store(target + i * F32_BYTES, load_as(I8, source + i))
         return
-    for row in range(0, GROUP_TOKENS * padded, 2 * width):
-        # Two rows of bytes become one row of units, each of 4 bytes for 2.
-        unit_row = target + row * 2
-        for d in range(0, width, LANES):
-            upper = load_as(I8, source + row + d)
-            lower = load_as(I8, source + row + width + d)
-            store_pairs(unit_row + d * UNIT_BYTES, upper, lower)
+    # Bfloat16: two rows of bytes, one below the other, become one row of units.
+    for offset in range(0, num_bytes, 2 * row_bytes):
+        upper_row = source + offset
+        lower_row = upper_row + row_bytes
+        unit_row = target + offset * 2  # a bfloat16 has twice the bytes of an int8
+        for i in range(0, row_bytes, LANES):
+            upper = load_as(I8, upper_row + i)
+            lower = load_as(I8, lower_row + i)
+            store_pairs(unit_row + i * UNIT_BYTES, upper, lower)

@@ -27,6 +27,10 @@ LANES = 16
 UNIT_BYTES = 4
 """Bytes of a unit, which is what one lane holds in a product."""
 VECTOR_BYTES = LANES * UNIT_BYTES
+F32_BYTES = 4
+"""Bytes of a float32: a score, a sum, a scale."""
+I64_BYTES = 8
+"""Bytes of an int64: an address in a list, an index, a counter."""
 
 # --------------------------------------------------------------------------- types
 

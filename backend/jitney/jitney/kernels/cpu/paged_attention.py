@@ -22,8 +22,8 @@ from jitney.execution.attention import AttentionMetadata
 from jitney.execution.byte_cache import SCALE_BYTES
 from jitney.execution.interface import AttentionCall, LayerCache
 from jitney.kernels.cpu import ahead
-from jitney.kernels.cpu.attention_kernel import attention_kernels
-from jitney.kernels.cpu.attention_plan import plan_step
+from jitney.kernels.cpu.attention_kernel import AttentionKernels, attention_kernels
+from jitney.kernels.cpu.attention_plan import AttentionPlan, plan_step
 from jitney.kernels.cpu.attention_records import (
     ITEM_ROWS,
     SPLIT_TOKENS,
@@ -39,17 +39,19 @@ from jitney.kernels.cpu.processor import instruction_set, may_use_amx
 _log = logging.getLogger(__name__)
 
 _PAGE = 4096
+"""Bytes of a page of memory."""
 
 
 @dataclass(slots=True)
-class Prepared:
-    """The arguments for the layers of one kind in one step, and what they point to."""
+class AttentionStep:
+    """What attention needs for all layers of one kind in one step."""
 
     arguments: AttentionArguments
-    """Without the layer's part."""
-    items: int
+    """Its second part, that of the step, is filled in; :func:`set_layer` fills in the first."""
+    attend_items: int
+    """Items of ``attend_body``."""
     write_items: int
-    """0 if the items write their own tokens."""
+    """Items of ``write_body``. 0 if the items of ``attend_body`` write their own tokens."""
     threads: int
     owned: tuple[np.ndarray, ...]
     """The memory that the arguments point to, so that it lives as long as they do."""
@@ -60,8 +62,10 @@ class _ScratchShape(NamedTuple):
 
     threads: int
     rows: int
+    """The most rows of an item."""
     padded: int
     longest: int
+    """The longest context in tokens."""
 
 
 class CpuAttention:
@@ -70,32 +74,36 @@ class CpuAttention:
     name = "cpu"
 
     def __init__(self, dtype: torch.dtype, model_dtype: torch.dtype = torch.bfloat16) -> None:
-        """For caches of ``dtype``; ``model_dtype`` matters for int8 only."""
+        """For caches of ``dtype``. If that is int8, queries and results are of ``model_dtype``,
+        else they are of the cache's dtype."""
         self.cache_dtype = dtype
         self.dtype = model_dtype if dtype == torch.int8 else dtype
-        self._tiles = int(self.dtype == torch.bfloat16 and may_use_amx())
-        # Memory that steps share; it grows where a step needs more.
+        self._use_tiles = int(self.dtype == torch.bfloat16 and may_use_amx())
+        # The memory below is shared by all steps. It grows where a step needs more.
         self._scratch = np.empty(0, np.uint8)
-        # int64 [threads, fields of Scratch]: where in it each thread's areas are.
         self._areas = np.empty((0, 0), np.int64)
+        """[threads, fields of Scratch]: the addresses of each thread's areas in ``_scratch``."""
         self._scratch_shape: _ScratchShape | None = None
-        # See the fields of AttentionArguments of these names.
-        self._states = np.empty(0, np.float32)
+        """What ``_areas`` were made for."""
+        self._split_states = np.empty(0, np.float32)
+        """See the field of AttentionArguments of this name, and so for the next one."""
         self._splits_done = np.zeros(0, np.int64)
 
     @cached_property
-    def kernels(self) -> tuple[Kernel, Kernel]:
-        """What attends, and what writes: compiled, or loaded from Numba's cache, when first used,
-        which is after all other kernels of a load."""
+    def kernels(self) -> AttentionKernels:
+        """Compiled, or loaded from Numba's cache, at first use. By then all other kernels of a load
+        are there, so the process that compiles this one ahead has had the most time."""
         began = time.perf_counter()
         if self.cache_dtype == self.dtype == ahead.DTYPE:
+            # It compiles just the kernels of this dtype.
             ahead.wait_for_compiler()
-        attend, write = attention_kernels(self.cache_dtype, self.dtype)
-        done = "loaded" if attend.was_cached and write.was_cached else "compiled"
+        kernels = attention_kernels(self.cache_dtype, self.dtype)
+        cached = kernels.attend.was_cached and kernels.write.was_cached
+        done = "loaded" if cached else "compiled"
         seconds = time.perf_counter() - began
         text = "attention kernel for %s, of %s instructions, %s in %.1f s"
         _log.info(text, self.cache_dtype, instruction_set(), done, seconds)
-        return attend, write
+        return kernels
 
     def __call__(self, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata) -> Tensor:
         """Write K and V to their slots, then attend, in ``dtype`` with float32 sums."""
@@ -104,8 +112,8 @@ class CpuAttention:
         v = _rows(call.value, self.dtype)
         assert k.shape == v.shape == (q.shape[0], cache.keys.shape[1], q.shape[2])
         out = torch.empty(q.shape, dtype=self.dtype)
-        ready = self.prepare(call, cache, meta)
-        arguments = ready.arguments
+        step = self.prepare(call, cache, meta)
+        arguments = step.arguments
         assert arguments.tokens == q.shape[0]
         set_layer(arguments, q, k, v, cache=cache, out=out.data_ptr())
         sinks = None
@@ -113,39 +121,44 @@ class CpuAttention:
         if call.sinks is not None:
             sinks = call.sinks.to(torch.float32).contiguous()  # it lives until the kernel ends
             arguments.sinks = sinks.data_ptr()
-        attend, write = self.kernels
-        _run(write, arguments, ready.write_items, ready.threads)
-        _run(attend, arguments, ready.items, ready.threads)
+        kernels = self.kernels
+        _run(kernels.write, arguments, step.write_items, step.threads)
+        _run(kernels.attend, arguments, step.attend_items, step.threads)
         return out.to(call.query.dtype)
 
-    def prepare(self, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata) -> Prepared:
-        """The arguments for layers of this kind. The first layer of a step makes them; ``meta``
-        keeps them for the others."""
+    def prepare(
+        self, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata
+    ) -> AttentionStep:
+        """What layers of this kind need in the step of ``meta``. It is made for the first layer of
+        the kind; ``meta`` keeps it for the others."""
         _, heads, head_size = call.query.shape
         shape = cache.keys.shape
         threads = torch.get_num_threads()
+        # All that a step's arguments depend on, beside ``meta``: what makes a kind of layer.
         key = (self, heads, head_size, shape, call.scale, call.window, call.softcap, threads)
-        ready = meta.plans.get(key)
-        if ready is None:
-            ready = self._prepare(call, cache, meta, threads)
-            meta.plans[key] = ready
-        assert isinstance(ready, Prepared)
-        return ready
+        step = meta.plans.get(key)
+        if step is None:
+            step = self._prepare(call, cache, meta, threads)
+            meta.plans[key] = step
+        assert isinstance(step, AttentionStep)
+        return step
 
     def _prepare(
         self, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata, threads: int
-    ) -> Prepared:
+    ) -> AttentionStep:
         """See :meth:`prepare`."""
         _, heads, head_size = call.query.shape
         blocks, kv_heads, block_size, padded = cache.keys.shape
         if self.cache_dtype == torch.int8:
-            padded -= SCALE_BYTES  # the cache holds a scale with each token's bytes
+            padded -= SCALE_BYTES  # the cache's last dimension has the scale of each token, too
+        # The kernel does not check what it reads from the metadata.
         assert meta.block_size == block_size
         assert block_size % GROUP_TOKENS == 0
         assert meta.last_block < blocks
         heads_per_kv = heads // kv_heads
         table = meta.block_table
         tokens = meta.slot_mapping.shape[0]
+        only_decodes = meta.max_query_len == 1
         plan = plan_step(
             meta.query_start.numpy(),
             meta.context_len.numpy(),
@@ -161,15 +174,11 @@ class CpuAttention:
             longest=table.stride(0) * block_size,  # what a full row of the table could hold
         )
         self._reserve_scratch(scratch_shape)
-        self._reserve_splits(
-            floats=plan.splits * kv_heads * heads_per_kv * (padded + STATE_EXTRA),
-            counters=plan.split_rows * kv_heads,
-        )
-        decode = meta.max_query_len == 1
+        self._reserve_splits(plan, kv_heads, state_floats=heads_per_kv * (padded + STATE_EXTRA))
         arguments = AttentionArguments(
             plan=plan.entries.ctypes.data,
             scratch=self._areas.ctypes.data,
-            states=self._states.ctypes.data,
+            split_states=self._split_states.ctypes.data,
             splits_done=self._splits_done.ctypes.data,
             heads=heads,
             kv_heads=kv_heads,
@@ -181,67 +190,94 @@ class CpuAttention:
             table_width=table.stride(0),
             slots=meta.slot_mapping.data_ptr(),
             tokens=tokens,
-            decode=decode,
-            tiles=self._tiles,
+            only_decodes=only_decodes,
+            use_tiles=self._use_tiles,
             scale=call.scale,
             window=call.window or 0,
             softcap=call.softcap or 0.0,
         )
-        write_items = 0 if decode else -(-tokens // WRITE_TOKENS) * kv_heads
-        return Prepared(
+        write_items = 0
+        if not only_decodes:
+            write_items = -(-tokens // WRITE_TOKENS) * kv_heads
+        return AttentionStep(
             arguments,
-            items=len(plan.entries) * kv_heads,
+            attend_items=len(plan.entries) * kv_heads,
             write_items=write_items,
             threads=threads,
-            owned=(plan.entries, self._scratch, self._areas, self._states, self._splits_done),
+            owned=(
+                plan.entries,
+                self._scratch,
+                self._areas,
+                self._split_states,
+                self._splits_done,
+            ),
         )
 
-    def _reserve_splits(self, floats: int, counters: int) -> None:
-        """Memory for the states of split rows, and a counter for each of them and KV head."""
-        if self._states.size < floats:
-            self._states = np.empty(floats, np.float32)
+    def _reserve_splits(self, plan: AttentionPlan, kv_heads: int, state_floats: int) -> None:
+        """Reserve memory for the states of all splits, ``state_floats`` for each split and KV head,
+        and for a counter for each row that is split and KV head."""
+        floats = plan.splits * kv_heads * state_floats
+        counters = plan.split_rows * kv_heads
+        if self._split_states.size < floats:
+            self._split_states = np.empty(floats, np.float32)
         if self._splits_done.size < counters:
             self._splits_done = np.zeros(counters, np.int64)
 
     def _reserve_scratch(self, shape: _ScratchShape) -> None:
-        """Scratch memory of this shape, each thread's on pages of its own."""
+        """Reserve scratch memory of this shape, for each thread on pages of its own."""
         if self._scratch_shape == shape:
             return
-        sizes = scratch_sizes(
-            self.cache_dtype.itemsize, shape.rows, padded=shape.padded, longest=shape.longest
+        area_sizes = scratch_sizes(
+            element_size=self.cache_dtype.itemsize,
+            rows=shape.rows,
+            padded=shape.padded,
+            longest=shape.longest,
         )
-        stride = -(-sum(sizes) // _PAGE) * _PAGE
-        needed = (shape.threads + 1) * stride  # one more, as the first begins at the next page
+        thread_bytes = -(-sum(area_sizes) // _PAGE) * _PAGE
+        # NumPy's memory need not begin at a page. So there is more by one thread's share, and the
+        # first thread's areas begin at the first page within.
+        needed = (shape.threads + 1) * thread_bytes
         if self._scratch.size < needed:
             self._scratch = np.empty(needed, np.uint8)
-        first = -(-self._scratch.ctypes.data // _PAGE) * _PAGE
-        starts = first + stride * np.arange(shape.threads)
-        offsets = np.cumsum([0, *sizes[:-1]])
-        self._areas = starts[:, None] + offsets
+        first_page = -(-self._scratch.ctypes.data // _PAGE) * _PAGE
+        thread_begins = first_page + thread_bytes * np.arange(shape.threads)
+        area_offsets = np.cumsum([0, *area_sizes[:-1]])
+        self._areas = thread_begins[:, None] + area_offsets
         self._scratch_shape = shape
 
 
 def set_layer(
     arguments: AttentionArguments, q: Tensor, k: Tensor, v: Tensor, *, cache: LayerCache, out: int
 ) -> None:
-    """Set the fields of a layer, except ``sinks``. ``out`` is the address of the result."""
+    """Set the arguments that are a layer's, except ``sinks``.
+
+    ``q``, ``k`` and ``v`` are [T, heads, head size]; the elements of a head are neighbours. ``out``
+    is the address of the result.
+    """
     # The kernel trusts addresses: what they point to is checked here.
     assert isinstance(cache.attend, CpuAttention)
-    assert q.dtype == cache.attend.dtype
+    assert q.dtype == k.dtype == v.dtype == cache.attend.dtype
     assert cache.keys.dtype == cache.values.dtype == cache.attend.cache_dtype
     assert cache.keys.is_contiguous()
     assert cache.values.is_contiguous()
     assert cache.keys.shape == cache.values.shape
-    arguments.query, arguments.query_token_stride, arguments.query_head_stride = _address(q)
-    arguments.key, arguments.key_token_stride, arguments.key_head_stride = _address(k)
-    arguments.value, arguments.value_token_stride, arguments.value_head_stride = _address(v)
+    size = q.element_size()
+    arguments.query = q.data_ptr()
+    arguments.query_token_stride = q.stride(0) * size
+    arguments.query_head_stride = q.stride(1) * size
+    arguments.key = k.data_ptr()
+    arguments.key_token_stride = k.stride(0) * size
+    arguments.key_head_stride = k.stride(1) * size
+    arguments.value = v.data_ptr()
+    arguments.value_token_stride = v.stride(0) * size
+    arguments.value_head_stride = v.stride(1) * size
     arguments.key_cache = cache.keys.data_ptr()
     arguments.value_cache = cache.values.data_ptr()
     arguments.out = out
 
 
 def _run(kernel: Kernel, arguments: AttentionArguments, items: int, threads: int) -> None:
-    """Run so many items, if there are any."""
+    """Run a kernel over so many items, if there are any."""
     if items == 0:
         return
     arguments.counter = 0
@@ -251,14 +287,6 @@ def _run(kernel: Kernel, arguments: AttentionArguments, items: int, threads: int
 
 
 def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` [T, heads, head] in ``dtype``, each head contiguous."""
+    """``x`` [T, heads, head size] in ``dtype``. The elements of a head are neighbours."""
     x = x.to(dtype)
     return x if x.stride(2) == 1 else x.contiguous()
-
-
-def _address(x: Tensor) -> tuple[int, int, int]:
-    """Of ``x`` [T, heads, head]: its address, and the bytes from token to token and from head to
-    head."""
-    token, head, _ = x.stride()
-    size = x.element_size()
-    return x.data_ptr(), token * size, head * size

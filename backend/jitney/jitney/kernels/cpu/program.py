@@ -3,14 +3,21 @@
 Between the products of a layer, Python takes as long as the products of a small model do. So a
 :class:`LayerProgram` writes down once which kernels a step runs, over which memory, and each step
 fills in what differs: the number of tokens, their positions, and what attention must know. The
-kernels are those that the fused modules run one by one. Of each layer, over [tokens, width]::
+kernels are those that the fused modules run one by one. Of each layer, over [tokens, width], where
+the names are those of ``program_list.Activations``::
 
-    states -norm-> normed -product-> qkv -rotate-> qkv -write K, V; attend-> attended
-           -product, + states-> middle -norm-> normed -gated product-> inside
-           -product, + middle-> states
+    states   -> norm                        -> normed
+    normed   -> product "qkv"               -> qkv
+    qkv      -> norm and rotate heads       -> qkv
+    qkv      -> write K and V, then attend  -> attended
+    attended -> product "output" + states   -> middle
+    middle   -> norm                        -> normed
+    normed   -> product "gated"             -> inside
+    inside   -> product "down" + middle     -> states, the input of the next layer
 
 then the last norm of the rows that are asked for, and the head. Where a product takes another form
-of x, a rounding kernel stands before it; where adapters are, two kernels (``adapter_kernel``).
+of x, a rounding kernel stands before it. If there are adapters, two kernels stand before each
+product (``adapter_kernel``).
 
 Called by ``fused``'s whole model for each step, through what ``layer_kernels`` gives. One engine's
 thread calls it; activations are kept between calls. Imported only where Numba is.
@@ -19,7 +26,7 @@ thread calls it; activations are kept between calls. Imported only where Numba i
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
@@ -31,10 +38,16 @@ from jitney.kernels.cpu.adapter_kernel import expand_body, shrink_body
 from jitney.kernels.cpu.adapter_table import PackedAdapter, pack
 from jitney.kernels.cpu.attention_records import AttentionArguments
 from jitney.kernels.cpu.compiled import Kernel, function_address, source_version
-from jitney.kernels.cpu.emit import LANES
+from jitney.kernels.cpu.emit import I64_BYTES, LANES
 from jitney.kernels.cpu.paged_attention import CpuAttention
 from jitney.kernels.cpu.product_kernel import ProductCall
-from jitney.kernels.cpu.program_kernel import COUNT, ROW_FIELDS, ProgramCall, run_body
+from jitney.kernels.cpu.program_kernel import (
+    COUNT,
+    COUNTERS,
+    ROW_FIELDS,
+    ProgramCall,
+    run_body,
+)
 from jitney.kernels.cpu.program_list import (
     Activations,
     AdaptedSteps,
@@ -48,19 +61,20 @@ from jitney.kernels.fused.layers import FusedDecoderLayer, FusedMLP
 from jitney.kernels.fused.whole_model import FusedForward, Places
 
 _LEAST_TOKENS = 64
+"""Memory is made for so many tokens at least."""
 
-# Fields of a kernel's row, 8 bytes each.
-_KERNEL_CALL = slice(3)
-"""Those of ``KernelCall``: two counters, and the number of rows or of items."""
-_OUT = ProductCall.out.offset // 8  # type: ignore[attr-defined]
+# Fields of a kernel's row, which are int64: see ``program_kernel``.
+_OUT = ProductCall.out.offset // I64_BYTES  # type: ignore[attr-defined]
+"""The field ``ProductCall.out``."""
 _OF_STEP = slice(
-    AttentionArguments.plan.offset // 8,  # type: ignore[attr-defined]
-    ctypes.sizeof(AttentionArguments) // 8,
+    AttentionArguments.plan.offset // I64_BYTES,  # type: ignore[attr-defined]
+    ctypes.sizeof(AttentionArguments) // I64_BYTES,
 )
-"""The arguments of attention that are a step's: from ``plan`` on."""
+"""The fields of AttentionArguments that are a step's: from ``plan`` on."""
 
-
-# --------------------------------------------------------------------------- memory
+# Which of a layer's two kernels of attention.
+_WRITE = 0
+_ATTEND = 1
 
 
 @dataclass(frozen=True)
@@ -69,13 +83,14 @@ class _Memory:
 
     tokens: int
     activations: Activations
-    rows: np.ndarray
+    kernels: np.ndarray
     """int64 [kernels, ROW_FIELDS], in the order in which they run: those of the layers, of the last
     norm, and of the head if it is a TileLinear."""
-    num_layer_rows: int
+    num_layer_kernels: int
     """How many of these, the first ones, are of the layers."""
     attention: np.ndarray
-    """Those of the layers that write K and V and that attend: [layers, 2, ROW_FIELDS]."""
+    """Those of the layers that write K and V (_WRITE) and that attend (_ATTEND): [layers, 2,
+    ROW_FIELDS]."""
     kinds: list[LayerKind]
     adapted: AdaptedSteps | None
 
@@ -90,7 +105,7 @@ class LayerProgram:
     def __init__(self, model: Any, places: Sequence[Places] | None) -> None:
         """See :meth:`of`."""
         self._places = places
-        # The most columns of A that adapters of a step have had so far.
+        # The most columns of A factors that a place has had in any step so far.
         self._shrunk_columns = 0
         self._embedding = model.embed.weight.detach()
         self._table = model.tables[0]
@@ -113,10 +128,11 @@ class LayerProgram:
     def of(
         cls, model: FusedForward, places: Sequence[Places] | None = None
     ) -> "LayerProgram | None":
-        """A program of ``model``, if its parts are those that one can run. With ``places``, it is
-        one of steps with adapters, which change these of each layer."""
-        parts = [part for each in places or () for place in each for part in place]
-        if any(part.first % LANES or part.last % LANES for part in parts):
+        """A program of ``model``; None if it has parts that a program cannot run.
+
+        With ``places``, those of each layer, the program is one of steps with adapters.
+        """
+        if not _have_whole_columns(places or ()):
             return None
         if len(model.tables) > 1 or type(model.embed) is not nn.Embedding:
             return None
@@ -126,7 +142,8 @@ class LayerProgram:
         if not all(map(_can_run, model.layers)):
             return None
         # All layers share one memory.
-        if len({_shape(layer) for layer in model.layers}) > 1:
+        shapes = [_shape(layer) for layer in model.layers]
+        if any(shape != shapes[0] for shape in shapes):
             return None
         return cls(model, places)
 
@@ -134,10 +151,14 @@ class LayerProgram:
         """An adapter as the program reads it. Any thread may call it."""
         return pack(factors, self._places or ())
 
-    def fits(self, paged: PagedFunction) -> TypeGuard[PagedStep]:
-        """Whether ``paged`` is a step over caches that our attention kernel reads and writes. If
-        they are others than before, the program forgets its memory, which points to those."""
-        if not isinstance(paged, PagedStep) or paged.meta.max_context_len > self._table.shape[0]:
+    def adopt(self, paged: PagedFunction) -> TypeGuard[PagedStep]:
+        """Whether the program can run a step with this attention. If so, the step's caches are the
+        program's from now on; if they are others than before, it forgets its memory, in which their
+        addresses are written down."""
+        if not isinstance(paged, PagedStep):
+            return False
+        # The table of angles has no later positions.
+        if paged.meta.max_context_len > self._table.shape[0]:
             return False
         # Same addresses, same caches: as long as they are held here, nobody else gets that memory.
         theirs = [cache.keys.data_ptr() for cache in paged.layers]
@@ -154,32 +175,37 @@ class LayerProgram:
         return True
 
     def __call__(self, ids: Tensor, rows: Tensor, paged: PagedFunction) -> Tensor | None:
-        """Run a step, if it is one that :meth:`fits`: ``ids`` are its T tokens, ``rows`` indices of
-        them, both int64. Returns what the head gives of these [rows, vocabulary]."""
-        if not self.fits(paged):
+        """Run a step; None if it is not one that the program can run.
+
+        ``ids`` are the step's T tokens, ``rows`` the indices among them of those whose logits are
+        asked for, both int64. Returns the logits, [rows, vocabulary].
+        """
+        if not self.adopt(paged):
             return None
         tokens = ids.shape[0]
-        count = rows.shape[0]
-        assert count <= tokens
+        num_asked = rows.shape[0]
+        assert num_asked <= tokens
         memory = self._memory_for(tokens, paged.meta.adapted)
         activations = memory.activations
         torch.index_select(self._embedding, 0, ids, out=activations.states[:tokens])
         activations.indices[0, :tokens] = paged.meta.positions
-        activations.indices[1, :count] = rows
-        memory.rows[:, _KERNEL_CALL] = 0, 0, tokens
+        activations.indices[1, :num_asked] = rows
+        memory.kernels[:, COUNTERS] = 0
+        memory.kernels[: memory.num_layer_kernels, COUNT] = tokens
         # Behind the layers, only the rows that are asked for.
-        memory.rows[memory.num_layer_rows :, COUNT] = count
+        memory.kernels[memory.num_layer_kernels :, COUNT] = num_asked
+        # Attention and adapters count items, not tokens: they set their own counts.
         if memory.adapted is not None:
             memory.adapted.prepare(paged.meta.adapted, tokens)
         self._prepare_attention(memory, paged, tokens)
-        normed = activations.normed[:count]
+        normed = activations.normed[:num_asked]
         if not isinstance(self._head, TileLinear):
             self._run()
             logits: Tensor = self._head(normed)
             return logits
         # The head is the last kernel.
-        filled = torch.empty(count, self._head.width, dtype=normed.dtype)
-        memory.rows[-1, _OUT] = filled.data_ptr()
+        filled = torch.empty(num_asked, self._head.width, dtype=normed.dtype)
+        memory.kernels[-1, _OUT] = filled.data_ptr()
         self._run()
         return self._head.without_filling(filled)
 
@@ -188,22 +214,24 @@ class LayerProgram:
         self._kernel.run(self._call, torch.get_num_threads())
 
     def _prepare_attention(self, memory: _Memory, paged: PagedStep, tokens: int) -> None:
-        """Fill in the arguments of attention that are a step's, once for layers of one kind. This
-        sets the number of items of these kernels, too, which is not that of tokens."""
+        """Fill in the arguments of attention that are a step's, once for all layers of a kind."""
         for kind in memory.kinds:
             assert isinstance(kind.cache.attend, CpuAttention)
             step = kind.cache.attend.prepare(kind.call, kind.cache, paged.meta)
             assert step.arguments.tokens == tokens
-            fields = np.frombuffer(bytes(step.arguments), np.int64)[_OF_STEP]
-            memory.attention[kind.layers, :, _OF_STEP] = fields
-            memory.attention[kind.layers, :, COUNT] = step.write_items, step.items
+            fields = np.frombuffer(bytes(step.arguments), np.int64)
+            # With one kind these are all layers. NumPy writes a slice faster than a list.
+            layers = kind.layers if len(memory.kinds) > 1 else slice(None)
+            memory.attention[layers, :, _OF_STEP] = fields[_OF_STEP]
+            memory.attention[layers, _WRITE, COUNT] = step.write_items
+            memory.attention[layers, _ATTEND, COUNT] = step.attend_items
 
     def _memory_for(self, tokens: int, spans: Sequence[Span]) -> _Memory:
-        """Memory for a step, made anew if the step has more tokens or adapters of larger ranks than
-        all before it."""
-        shrunk = max((span.adapter.packed.columns for span in spans), default=0)
-        if shrunk > self._shrunk_columns:
-            self._shrunk_columns = shrunk
+        """Memory for a step. It is made anew if the step has more tokens than the memory is for, or
+        an adapter of larger ranks than all before."""
+        shrunk_columns = max((span.adapter.packed.columns for span in spans), default=0)
+        if shrunk_columns > self._shrunk_columns:
+            self._shrunk_columns = shrunk_columns
             self._memory = None
         if self._memory is None or self._memory.tokens < tokens:
             self._memory = self._lay_out(tokens)
@@ -212,10 +240,11 @@ class LayerProgram:
     # ----------------------------------------------------------------- the list of kernels
 
     def _lay_out(self, tokens: int) -> _Memory:
-        """Memory for steps of at most ``tokens`` rows, rounded up to a power of two."""
+        """Memory for steps of at most ``tokens`` tokens, rounded up to a power of two, and the list
+        of kernels over it, which the program runs from now on."""
         tokens = max(_LEAST_TOKENS, 1 << (tokens - 1).bit_length())
         adapter_memory = self._adapter_memory(tokens)
-        kernels = KernelList(
+        listed = KernelList(
             activations=self._activations(tokens),
             layers=self._layers,
             caches=self._caches,
@@ -225,28 +254,27 @@ class LayerProgram:
             shrink=None if adapter_memory is None else self._shrink,
             expand=None if adapter_memory is None else self._expand,
         )
-        for number in range(len(self._layers)):
-            kernels.add_layer(number)
-        num_layer_rows = len(kernels.calls)
-        kernels.add_end(self._norm, self._head)
-        rows = kernels.rows()
-        self._call.count = len(rows)
-        self._call.kernels = rows.ctypes.data
-        by_layer = rows[:num_layer_rows].reshape(len(self._layers), -1, ROW_FIELDS)
-        kinds = list(kernels.kinds.values())
-        if len(kinds) == 1:
-            kinds[0].layers = slice(None)  # which numpy writes faster than a list
-        attending = kernels.indices_of(AttentionArguments)[0]
+        num_layers = len(self._layers)
+        for number in range(num_layers):
+            listed.add_layer(number)
+        num_layer_kernels = len(listed.kernels)
+        listed.add_end(self._norm, self._head)
+        kernels = listed.rows()
+        self._call.count = len(kernels)
+        self._call.kernels = kernels.ctypes.data
+        # [layers, kernels of a layer, ROW_FIELDS]
+        by_layer = kernels[:num_layer_kernels].reshape(num_layers, -1, ROW_FIELDS)
+        write = listed.write_in_layer
         adapted = None
         if adapter_memory is not None:
-            adapted = AdaptedSteps(adapter_memory, kernels.adapted_places(by_layer))
+            adapted = AdaptedSteps(adapter_memory, listed.adapted_places(by_layer))
         return _Memory(
             tokens=tokens,
-            activations=kernels.activations,
-            rows=rows,
-            num_layer_rows=num_layer_rows,
-            attention=by_layer[:, attending : attending + 2],
-            kinds=kinds,
+            activations=listed.activations,
+            kernels=kernels,
+            num_layer_kernels=num_layer_kernels,
+            attention=by_layer[:, write : write + 2],
+            kinds=list(listed.kinds.values()),
             adapted=adapted,
         )
 
@@ -272,7 +300,7 @@ class LayerProgram:
         )
 
     def _spare_bytes(self) -> int:
-        """Bytes of a row in the form that a product needs before it, the most of all products."""
+        """Bytes of a row that a rounding kernel makes for a product, the most of all products."""
         most = 0
         for layer in self._layers:
             for product in products_of(layer):
@@ -282,10 +310,11 @@ class LayerProgram:
         return most
 
     def _adapter_memory(self, tokens: int) -> AdapterMemory | None:
-        """None: the program has no adapters."""
+        """Memory for what adapters add; None if the program has no adapters."""
         if self._places is None:
             return None
         qkv, output, gated, down = products_of(self._layers[0])
+        # A gated product adds to gate and to up.
         widest = max(qkv.width, output.width, 2 * gated.width, down.width)
         dtype = self._embedding.dtype
         return AdapterMemory(
@@ -298,23 +327,52 @@ class LayerProgram:
 # --------------------------------------------------------------------------- what can be run
 
 
+def _have_whole_columns(places: Sequence[Places]) -> bool:
+    """Whether each linear layer that adapters may change gives whole columns, of 16 outputs, of the
+    fused layer's result."""
+    for places_of_layer in places:
+        for parts in places_of_layer:
+            for part in parts:
+                if part.first % LANES != 0 or part.last % LANES != 0:
+                    return False
+    return True
+
+
 def _can_run(layer: FusedDecoderLayer) -> bool:
     """Whether a program can run all parts of the layer."""
     norms = layer.norms
-    if norms.attention is None or norms.mlp is None or norms.attended or norms.mixed:
+    # One norm before each branch, and none behind.
+    if norms.attention is None or norms.mlp is None:
         return False
-    if not isinstance(layer.mlp, FusedMLP) or layer.self_attn.form.sinks is not None:
+    if norms.attended is not None or norms.mixed is not None:
+        return False
+    if not isinstance(layer.mlp, FusedMLP):
+        return False
+    # The arguments that the program writes down have no sinks.
+    if layer.self_attn.form.sinks is not None:
         return False
     for product in products_of(layer):
+        if not isinstance(product, TileLinear):
+            return False
         # Rows that are filled up would have to be cut between two kernels.
-        if not isinstance(product, TileLinear) or product.width != product.out_features:
+        if product.width != product.out_features:
             return False
     return True
 
 
-def _shape(layer: FusedDecoderLayer) -> tuple[tuple[int, int, bool], ...]:
-    """What must be the same of all layers."""
-    return tuple(
-        (product.in_features, product.width, product.spare_bytes > 0)
-        for product in products_of(layer)
-    )
+class _ProductShape(NamedTuple):
+    """What must be the same for a product in all layers."""
+
+    in_features: int
+    width: int
+    has_rounding: bool
+    """Whether a rounding kernel stands before it."""
+
+
+def _shape(layer: FusedDecoderLayer) -> list[_ProductShape]:
+    """What must be the same in all layers."""
+    shapes = []
+    for product in products_of(layer):
+        has_rounding = product.spare_bytes > 0
+        shapes.append(_ProductShape(product.in_features, product.width, has_rounding))
+    return shapes

@@ -1,14 +1,15 @@
 """The native call that runs a list of kernels one after the other.
 
-Each kernel runs on all threads of a team, which wait for each other between two kernels. A thread
-that waits spins for a moment, since the others end within microseconds as a rule, and then gives
-its core away at every turn: on a machine with other work the thread that is waited for may need
-that very core.
+Each kernel runs on all threads of a team, which wait for each other between two kernels. As a rule
+the others end within microseconds, so a thread that waits looks again and again. After _SPINS looks
+it gives its core away before each further look: on a machine with other work, the thread that it
+waits for may need that very core.
 
-A kernel's row in the list is int64 [ROW_FIELDS]: its arguments from the first field on, and the
-address of its body in the last::
+A kernel's row in the list is int64 [ROW_FIELDS]: its arguments (a ``KernelCall``) from the first
+field on, and the address of its body in the last::
 
-    | counter | threads | count | what is the kernel's own ...        | body |
+    field  0         1         2       3 ...                                ROW_FIELDS - 1
+           counter | threads | count | the other arguments ... | unused ... | body
 
 Called by ``program``, which makes the list.
 """
@@ -20,17 +21,20 @@ import numpy as np
 from numba import types
 
 from jitney.kernels.cpu.compiled import reader, record
-from jitney.kernels.cpu.emit import emitted, i32, i64, pointer
+from jitney.kernels.cpu.emit import I64_BYTES, emitted, i32, i64, pointer
 from jitney.kernels.cpu.simd import fetch_add, inner, load_i64
 
 _SPINS = 2000
-"""How often a thread looks before it gives its core away."""
+"""How often a waiting thread looks before it first gives its core away."""
 ROW_FIELDS = 64
 """More than any kernel's arguments have, and 8 whole cache lines."""
+COUNTERS = slice(0, 2)
+"""The fields ``KernelCall.counter`` and ``threads``, which are 0 when a kernel begins."""
 COUNT = 2
 """The field ``KernelCall.count``: how many rows, or items, there are."""
-_ROW_BYTES = 8 * ROW_FIELDS
-_BODY = 8 * (ROW_FIELDS - 1)
+BODY = ROW_FIELDS - 1
+"""The field that holds the address of the kernel's body."""
+_ROW_BYTES = ROW_FIELDS * I64_BYTES
 
 
 @record
@@ -38,9 +42,9 @@ class ProgramCall(ctypes.Structure):
     """Arguments of :func:`run_body`."""
 
     arrived: int
-    """Threads that have ended a kernel, summed over kernels: 0 at the start."""
+    """How many times a thread has ended a kernel: 0 at the start, at last threads times kernels."""
     count: int
-    """Of kernels."""
+    """How many kernels there are."""
     kernels: int
     """Address of int64 [count, ROW_FIELDS]."""
     team_size: int
@@ -77,7 +81,7 @@ def load_shared(builder, address):
 
 @inner
 def wait_for_all(arrived, total, give_way):
-    """Arrive, and return when ``total`` arrivals have been counted since the start."""
+    """Count one more arrival, and return when there have been ``total`` since the start."""
     fetch_add(arrived)
     spins = np.int64(0)
     while load_shared(arrived) < total:
@@ -89,11 +93,14 @@ def wait_for_all(arrived, total, give_way):
 @inner
 def run_body(arguments):
     """Call every kernel in order, each on all threads of the team."""
-    arrived = arguments  # the address of the record is that of its first field
     call = read_program(arguments)
+    arrived = arguments  # the field ``arrived`` is the first one
     team = call_int(call.team_size)
     for i in range(call.count):
-        row = call.kernels + _ROW_BYTES * i
-        call_body(load_i64(row + _BODY), row)
-        # The number of arrivals only grows, so it needs no reset between two kernels.
-        wait_for_all(arrived, (i + 1) * team, call.give_way)
+        row = call.kernels + i * _ROW_BYTES
+        body = load_i64(row + BODY * I64_BYTES)
+        call_body(body, row)
+        # All threads have ended kernels 0 to i. The number of arrivals only grows: to reset it
+        # between two kernels would need another wait.
+        total = (i + 1) * team
+        wait_for_all(arrived, total, call.give_way)

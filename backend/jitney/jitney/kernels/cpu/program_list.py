@@ -6,7 +6,7 @@ Called by ``program``, once for each size of memory.
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -17,19 +17,25 @@ from jitney.kernels.cpu.adapter_kernel import EXPAND_ITEMS, LowRankCall
 from jitney.kernels.cpu.adapter_table import GATED, PLACE_FIELDS, PLACES, list_items
 from jitney.kernels.cpu.attention_records import AttentionArguments
 from jitney.kernels.cpu.compiled import Kernel
-from jitney.kernels.cpu.emit import LANES
+from jitney.kernels.cpu.emit import I64_BYTES, LANES
 from jitney.kernels.cpu.paged_attention import CpuAttention, set_layer
 from jitney.kernels.cpu.product_kernel import ProductCall
-from jitney.kernels.cpu.program_kernel import COUNT, ROW_FIELDS
+from jitney.kernels.cpu.program_kernel import BODY, COUNT, ROW_FIELDS
 from jitney.kernels.cpu.tile_linear import TileLinear
 from jitney.kernels.fused.layers import FusedDecoderLayer
 from jitney.kernels.fused.whole_model import Places
 
-_OTHER = ProductCall.other.offset // 8  # type: ignore[attr-defined]
-"""The field ``other`` of a product, in a kernel's row."""
+_BF16_BYTES = 2
+"""Bytes of an element of all that adapters read and write: they have no other dtype."""
+_OTHER = ProductCall.other.offset // I64_BYTES  # type: ignore[attr-defined]
+"""The field ``ProductCall.other`` in a kernel's row (``program_kernel``)."""
 
-_Call = tuple[Kernel, ctypes.Structure]
-"""A kernel, and its arguments but for the number of rows."""
+
+class ListedKernel(NamedTuple):
+    """A kernel of the program, and its arguments but for ``count``."""
+
+    kernel: Kernel
+    arguments: ctypes.Structure
 
 
 # --------------------------------------------------------------------------- memory
@@ -37,45 +43,52 @@ _Call = tuple[Kernel, ctypes.Structure]
 
 @dataclass(frozen=True)
 class Activations:
-    """What kernels hand on: [tokens, width] each."""
+    """The memory through which kernels pass their results on. [tokens, width], if not said
+    otherwise; ``program`` draws which kernel reads and writes what."""
 
     states: Tensor
     """The input of a layer. The layer overwrites it with its output, the input of the next one."""
     middle: Tensor
     """A layer's input plus the output of its attention."""
     normed: Tensor
-    """The result of the last norm: behind all layers, only the rows that were asked for."""
+    """The result of the last norm. Behind all layers, only of the rows that are asked for."""
     qkv: Tensor
     attended: Tensor
+    """The result of attention, of all heads."""
     inside: Tensor
     """activation(gate) * up, inside the MLP."""
     indices: Tensor
-    """int64 [2, tokens]: positions, and which rows are asked for."""
+    """int64 [2, tokens]: the position of each token; and the indices of the rows that are asked
+    for."""
     rounded: Tensor
     """uint8: rows in another form before a product (``rounding_kernel``)."""
 
 
 @dataclass(frozen=True)
 class AdapterMemory:
-    """Where what adapters add is kept: [tokens, width] each, and the list of a step's items."""
+    """Memory for what adapters add to the products, and the list of a step's items."""
 
     added: Tensor
-    """What a product adds to its own result."""
+    """[tokens, width]: what a product adds to its own result (``ProductCall.other``)."""
     shrunk: Tensor
-    """x A^T: x, shrunk to the adapters' ranks."""
+    """[tokens, ranks]: x A^T, which is x shrunk to the adapters' ranks."""
     items: np.ndarray
-    """int64 [most, 3], as ``adapter_kernel`` has them."""
+    """int64 [tokens, 3]: ``LowRankCall.items``."""
+
+
+# --------------------------------------------------------------------------- steps
 
 
 @dataclass(frozen=True)
 class AdaptedPlace:
-    """Rows of the kernels of one place, [layers, ROW_FIELDS] each."""
+    """The rows of the kernels of one place (``Places``), in all layers: [layers, ROW_FIELDS]
+    each."""
 
     shrink: np.ndarray
     expand: np.ndarray
     product: np.ndarray
     other: int
-    """The address of what the product adds without adapters."""
+    """``ProductCall.other`` where no adapter changes the place."""
 
 
 @dataclass(frozen=True)
@@ -86,32 +99,52 @@ class AdaptedSteps:
     places: list[AdaptedPlace]
 
     def prepare(self, spans: Sequence[Span], tokens: int) -> None:
-        """Fill in a step."""
+        """Fill in what differs from step to step."""
         count = list_items(self.memory.items, spans, tokens)
-        used = {place for span in spans for place in span.adapter.packed.used}
+        used = set[int]()
+        for span in spans:
+            used |= span.adapter.packed.used
         added = self.memory.added.data_ptr()
-        for number, place in enumerate(self.places):
-            # No adapter of this step changes the place: its two kernels have nothing to do.
-            items = count if number in used else 0
-            place.shrink[:, COUNT] = items
-            place.expand[:, COUNT] = items * EXPAND_ITEMS
-            place.product[:, _OTHER] = added if items else place.other
+        for index, place in enumerate(self.places):
+            if index in used:
+                place.shrink[:, COUNT] = count
+                place.expand[:, COUNT] = count * EXPAND_ITEMS
+                place.product[:, _OTHER] = added
+            else:
+                # No adapter of this step changes the place: its two kernels have nothing to do.
+                place.shrink[:, COUNT] = 0
+                place.expand[:, COUNT] = 0
+                place.product[:, _OTHER] = place.other
 
 
 @dataclass
 class LayerKind:
-    """Layers whose attention takes the same of a step."""
+    """Layers for which the arguments of attention that are a step's are the same."""
 
     call: AttentionCall
-    """That of one of these layers, and below its cache: which of them makes no difference."""
+    """The call of one of these layers. Which of them makes no difference; so with its cache."""
     cache: LayerCache
-    layers: Any
-    """Indices of all of them, or a slice."""
+    layers: list[int]
+    """The indices of all of them."""
+
+
+class _PlaceInLayer(NamedTuple):
+    """Where a place's kernels are among those of each layer, from 0 on."""
+
+    shrink: int
+    expand: int
+    product: int
+    other: int
+    """As in :class:`AdaptedPlace`."""
+
+
+# --------------------------------------------------------------------------- the list
 
 
 @dataclass
 class KernelList:
-    """Writes down the kernels of a program, in the order in which they run."""
+    """Writes down the kernels of a program, in the order in which they run. All layers have the
+    same kernels in the same order."""
 
     activations: Activations
     layers: Sequence[Any]
@@ -120,10 +153,15 @@ class KernelList:
     """cos and sin of all positions."""
     norm: Kernel
     adapter_memory: AdapterMemory | None
+    """None, and so the next two: there are no adapters."""
     shrink: Kernel | None
     expand: Kernel | None
-    calls: list[_Call] = field(default_factory=list)
+    kernels: list[ListedKernel] = field(default_factory=list)
     kinds: dict[object, LayerKind] = field(default_factory=dict)
+    write_in_layer: int = 0
+    """Which of a layer's kernels, from 0 on, writes K and V. The next one attends."""
+    places: list[_PlaceInLayer] = field(default_factory=list)
+    """In the order of ``Places``, which is that of :meth:`add_layer`; empty without adapters."""
 
     def add_layer(self, number: int) -> None:
         """All kernels of a decoder layer."""
@@ -134,15 +172,18 @@ class KernelList:
         qkv = self.activations.qkv.data_ptr()
         attended = self.activations.attended.data_ptr()
         inside = self.activations.inside.data_ptr()
-        arguments, attend, write = self._attention(number, layer)
-        self.calls.append((self.norm, layer.norms.attention.kernel.call_for(states, normed)))
+        # states -> normed -> qkv
+        self._add(self.norm, layer.norms.attention.kernel.call_for(states, normed))
         self._add_product(number, "qkv", x=normed, out=qkv)
-        self.calls.append(self._rotation(layer))
-        self.calls.append((write, arguments))
-        self.calls.append((attend, arguments))
+        self._add_rotation(layer)
+        # qkv -> attended
+        self._add_attention(number, layer)
+        # attended + states -> middle
         self._add_product(number, "output", x=attended, out=middle, other=states)
-        self.calls.append((self.norm, layer.norms.mlp.kernel.call_for(middle, normed)))
+        # middle -> normed -> inside
+        self._add(self.norm, layer.norms.mlp.kernel.call_for(middle, normed))
         self._add_product(number, "gated", x=normed, out=inside)
+        # inside + middle -> states, the input of the next layer
         self._add_product(number, "down", x=inside, out=states, other=middle)
 
     def add_end(self, norm: Any, head: Any) -> None:
@@ -150,51 +191,53 @@ class KernelList:
         states = self.activations.states.data_ptr()
         normed = self.activations.normed.data_ptr()
         asked = self.activations.indices[1].data_ptr()
-        self.calls.append((self.norm, norm.call_for(states, normed, asked)))
+        self._add(self.norm, norm.call_for(states, normed, asked))
         if isinstance(head, TileLinear):
-            spare = self.activations.rounded.data_ptr()
-            self.calls += head.calls(normed, out=0, other=0, spare=spare)
+            # Where its result goes is said in each step.
+            self._add_linear(head, x=normed, out=0, other=0)
 
     def rows(self) -> np.ndarray:
         """int64 [kernels, ROW_FIELDS]: see ``program_kernel``."""
-        rows = np.zeros((len(self.calls), ROW_FIELDS), np.int64)
-        for row, (kernel, call) in zip(rows, self.calls, strict=True):
-            ctypes.memmove(row.ctypes.data, ctypes.addressof(call), ctypes.sizeof(call))
-            row[-1] = kernel.address
+        rows = np.zeros((len(self.kernels), ROW_FIELDS), np.int64)
+        for row, listed in zip(rows, self.kernels, strict=True):
+            arguments = listed.arguments
+            ctypes.memmove(row.ctypes.data, ctypes.addressof(arguments), ctypes.sizeof(arguments))
+            row[BODY] = listed.kernel.address
         return rows
 
-    def indices_of(self, record: type[ctypes.Structure]) -> list[int]:
-        """Which of ``calls`` have such a record as arguments."""
-        return [index for index, (_, call) in enumerate(self.calls) if type(call) is record]
-
     def adapted_places(self, by_layer: np.ndarray) -> list[AdaptedPlace]:
-        """The places of a layer, each with the rows of its kernels: ``by_layer`` is
-        [layers, kernels of a layer, ROW_FIELDS], as all layers have the same kernels in one order.
-        """
-        # What the product of each place adds without adapters: see add_layer.
-        others = {
-            "qkv": 0,
-            "output": self.activations.states.data_ptr(),
-            "gated": 0,
-            "down": self.activations.middle.data_ptr(),
-        }
-        # The first ones are of layer 0, in the order of the places.
-        shrinks = [index for index, (kernel, _) in enumerate(self.calls) if kernel is self.shrink]
-        products = self.indices_of(ProductCall)
-        found = []
-        for place, name in enumerate(Places._fields):
-            shrink = shrinks[place]
-            adapted = AdaptedPlace(
-                shrink=by_layer[:, shrink],
-                expand=by_layer[:, shrink + 1],
-                product=by_layer[:, products[place]],
-                other=others[name],
+        """The places with the rows of their kernels. ``by_layer`` is the layers' part of
+        :meth:`rows`, as [layers, kernels of a layer, ROW_FIELDS]."""
+        adapted = []
+        for place in self.places:
+            of_place = AdaptedPlace(
+                shrink=by_layer[:, place.shrink],
+                expand=by_layer[:, place.expand],
+                product=by_layer[:, place.product],
+                other=place.other,
             )
-            found.append(adapted)
-        return found
+            adapted.append(of_place)
+        return adapted
 
-    def _attention(self, number: int, layer: Any) -> tuple[AttentionArguments, Kernel, Kernel]:
-        """A layer's arguments of attention, what attends, and what writes K and V."""
+    def _add(self, kernel: Kernel, arguments: ctypes.Structure) -> None:
+        self.kernels.append(ListedKernel(kernel, arguments))
+
+    def _add_linear(self, linear: TileLinear, *, x: int, out: int, other: int) -> None:
+        """The kernels of a linear layer: its product, and before it, if the product needs one, the
+        kernel that brings x into another form."""
+        spare = self.activations.rounded.data_ptr()
+        for kernel, arguments in linear.calls(x, out=out, other=other, spare=spare):
+            self._add(kernel, arguments)
+
+    def _add_rotation(self, layer: Any) -> None:
+        """The norms and the rotary embedding of a layer's heads."""
+        attention = layer.self_attn.kernel
+        cos, sin = self.table.unbind(1)
+        positions = self.activations.indices[0].data_ptr()
+        self._add(attention.kernel, attention.call_for(self.activations.qkv, cos, sin, positions))
+
+    def _add_attention(self, number: int, layer: Any) -> None:
+        """What writes K and V, and what attends."""
         form = layer.self_attn.form
         cache = self.caches[form.layer]
         assert isinstance(cache.attend, CpuAttention)
@@ -213,38 +256,46 @@ class KernelList:
         if kind not in self.kinds:
             self.kinds[kind] = LayerKind(call, cache, [])
         self.kinds[kind].layers.append(number)
-        attend, write = cache.attend.kernels
-        return arguments, attend, write
-
-    def _rotation(self, layer: Any) -> _Call:
-        """The norms and the rotary embedding of a layer's heads."""
-        rotate = layer.self_attn.kernel
-        cos, sin = self.table.unbind(1)
-        positions = self.activations.indices[0].data_ptr()
-        return rotate.kernel, rotate.call_for(self.activations.qkv, cos, sin, positions)
+        if number == 0:
+            self.write_in_layer = len(self.kernels)
+        kernels = cache.attend.kernels
+        self._add(kernels.write, arguments)
+        self._add(kernels.attend, arguments)
 
     def _add_product(self, number: int, name: str, *, x: int, out: int, other: int = 0) -> None:
-        """The product of layer ``number`` that has this ``name`` in ``Places``; before it, if there
-        are adapters, the two kernels that make what it adds."""
+        """The product of layer ``number`` that has this ``name`` in ``Places``. Before it, if there
+        are adapters, stand the two kernels that make what the product adds: it then adds that in
+        place of ``other``, which the second kernel has taken in."""
         place = Places._fields.index(name)
         linear = products_of(self.layers[number])[place]
-        spare = self.activations.rounded.data_ptr()
         memory = self.adapter_memory
         if memory is None:
-            self.calls += linear.calls(x, out=out, other=other, spare=spare)
+            self._add_linear(linear, x=x, out=out, other=other)
             return
+        shrink = len(self.kernels)
+        self._add_low_rank(number, place, linear, memory, x=x, other=other)
+        self._add_linear(linear, x=x, out=out, other=memory.added.data_ptr())
+        product = len(self.kernels) - 1
+        if number == 0:
+            kernels = _PlaceInLayer(shrink=shrink, expand=shrink + 1, product=product, other=other)
+            self.places.append(kernels)
+
+    def _add_low_rank(
+        self, number: int, place: int, linear: Any, memory: AdapterMemory, *, x: int, other: int
+    ) -> None:
+        """The two kernels of adapters for one product (``adapter_kernel``): shrink, then expand."""
         assert self.shrink is not None
         assert self.expand is not None
-        added = memory.added.data_ptr()
         shrunk = memory.shrunk.data_ptr()
-        shrunk_stride = 2 * memory.shrunk.shape[1]
-        # What is added to a gated product is added to gate and up: twice as wide as its result.
-        width = linear.width * (2 if place == GATED else 1)
+        shrunk_stride = memory.shrunk.shape[1] * _BF16_BYTES
+        # A gated product adds to gate and to up: twice as many numbers as its result has.
+        width = 2 * linear.width if place == GATED else linear.width
         items = memory.items.ctypes.data
-        place_offset = (number * PLACES + place) * 8 * PLACE_FIELDS
+        # Where the fields of this layer and place are in an adapter's table.
+        place_offset = (number * PLACES + place) * PLACE_FIELDS * I64_BYTES
         shrink = LowRankCall(
             x=x,
-            x_stride=2 * linear.in_features,
+            x_stride=linear.in_features * _BF16_BYTES,
             out=shrunk,
             out_stride=shrunk_stride,
             items=items,
@@ -254,16 +305,15 @@ class KernelList:
         expand = LowRankCall(
             x=shrunk,
             x_stride=shrunk_stride,
-            out=added,
-            out_stride=2 * width,
+            out=memory.added.data_ptr(),
+            out_stride=width * _BF16_BYTES,
             other=other,
             items=items,
             place=place_offset,
             columns=width // LANES,
         )
-        self.calls.append((self.shrink, shrink))
-        self.calls.append((self.expand, expand))
-        self.calls += linear.calls(x, out=out, other=added, spare=spare)
+        self._add(self.shrink, shrink)
+        self._add(self.expand, expand)
 
 
 def products_of(layer: FusedDecoderLayer) -> list[Any]:

@@ -1,19 +1,31 @@
 """The online softmax of attention, row by row (Milakov and Gimelshein 2018), in base 2.
 
-A row's state, over the keys seen so far, is float32 at one address::
+For the keys i that a row sees, with exponents x_i and values v_i, the result is::
 
-    | outputs, not yet divided: [padded] | maximum | sum | maximum before | (13 unused) |
-                                         ^ "outputs_end"
+    outputs / sum        outputs = sum over i of 2**(x_i - maximum) * v_i
+                         sum     = sum over i of 2**(x_i - maximum)
 
-Scores are products of a query and keys; times ``factor`` (scale and log2(e), or 1 where a softcap
-has brought them in already) they are exponents of 2. The maximum is of these exponents.
+whatever ``maximum`` is. It is the largest x_i so far, so that no weight 2**(x_i - maximum) is over
+1. Where later keys raise it, outputs and sum are multiplied by 2**(maximum before - maximum).
 
-A span of keys is added in three steps: :func:`raise_maximum` looks at its scores,
-:func:`weigh_row` turns them into weights 2**(score - maximum) and says by what the outputs so far
-are to be multiplied, and the product of weights and values is added to the outputs. States over
-different keys are joined by :func:`merge_states`.
+A row's state, over the keys so far, is float32 at one address::
 
-A row's arithmetic and its order depend on nothing but the row and its keys.
+    | outputs: [padded] | maximum | sum | maximum before | (13 unused) |
+                        ^ "outputs_end"
+
+A *score* is the product of a query and a key. ``exponent = score * factor``, where ``factor`` is
+the model's scale times log2(e). With a softcap :func:`cap_row` turns scores into exponents, and
+``factor`` is 1.
+
+A span of keys is added to a state in three steps, of which the first two are here:
+
+1. :func:`raise_maximum` looks at the scores.
+2. :func:`weigh_row` turns the scores into weights, adds these to the sum, and returns what the
+   outputs so far must be multiplied by.
+3. The product of weights and values is added to the outputs (``attention_rows``).
+
+States over different keys are joined by :func:`merge_states`. A row's arithmetic and its order
+depend on nothing but the row and its keys.
 
 Called by ``attention_kernel`` and ``attention_rows``.
 """
@@ -22,7 +34,7 @@ import numpy as np
 
 from jitney.kernels.cpu.attention_records import STATE_EXTRA
 from jitney.kernels.cpu.cache_groups import GROUP_TOKENS
-from jitney.kernels.cpu.emit import LANES, VECTOR_BYTES
+from jitney.kernels.cpu.emit import F32_BYTES, LANES, VECTOR_BYTES
 from jitney.kernels.cpu.simd import (
     LOG2_E,
     ONE,
@@ -48,9 +60,11 @@ from jitney.kernels.cpu.simd import (
 
 _NEGATIVE_INFINITY = np.float32(-np.inf)
 _LOWEST = np.float32(-1e30)
-"""The running maximum before any key: finite, so that no difference is infinity less infinity."""
+"""The maximum before any key. It is finite: minus infinity less minus infinity would be a NaN."""
+_TWO = np.float32(2.0)
 
-# Bytes from the end of a state's outputs; the maximum is at 0.
+# Fields of a state, in bytes from ``outputs_end``.
+_MAXIMUM = 0
 _SUM = 4
 _BEFORE = 8
 
@@ -58,7 +72,7 @@ _BEFORE = 8
 @inner
 def state_bytes(padded):
     """Bytes of a row's state."""
-    return (padded + STATE_EXTRA) * 4
+    return (padded + STATE_EXTRA) * F32_BYTES
 
 
 @inner
@@ -67,99 +81,139 @@ def power_of_two(x):
     return first_lane(exp2(splat(x)))
 
 
+# --------------------------------------------------------------------------- whole states
+
+
 @inner
 def begin_states(call, kv_head, rows, states, sinks):
-    """The states of so many rows before the first key. If the address of ``sinks`` is not 0, the
-    head's sink counts as a key whose value is zero."""
+    """Set the states of so many rows of an item to those before the first key.
+
+    ``sinks`` is the address of all heads' sinks, or 0. A sink counts as a key that every row of its
+    head sees, and whose value is zero.
+    """
     for r in range(rows):
         state = states + r * state_bytes(call.padded)
         maximum = _LOWEST
         total = ZERO
         if sinks != 0:
             head = kv_head * call.heads_per_kv + r % call.heads_per_kv
-            maximum = load_f32(sinks + 4 * head) * LOG2_E
-            total = ONE
+            maximum = load_f32(sinks + head * F32_BYTES) * LOG2_E
+            total = ONE  # the sink's own weight: 2**(maximum - maximum)
         for d in range(0, call.padded, LANES):
-            store(state + 4 * d, splat(ZERO))
-        outputs_end = state + 4 * call.padded
-        store_f32(outputs_end, maximum)
+            store(state + d * F32_BYTES, splat(ZERO))
+        outputs_end = state + call.padded * F32_BYTES
+        store_f32(outputs_end + _MAXIMUM, maximum)
         store_f32(outputs_end + _SUM, total)
 
 
 @inner
 def merge_states(call, rows, totals, states):
-    """Add each row's state over one split (``states``) to its state over all splits before
-    (``totals``). A split of which a row sees no key changes nothing: its maximum is _LOWEST, so its
-    factor is 0."""
+    """Add each row's state over one split, at ``states``, to its state over the splits before, at
+    ``totals``.
+
+    A split of which a row sees no key changes nothing: its maximum is _LOWEST, so it is multiplied
+    by 0.
+    """
     for r in range(rows):
         total = totals + r * state_bytes(call.padded)
         state = states + r * state_bytes(call.padded)
-        total_end = total + 4 * call.padded
-        state_end = state + 4 * call.padded
-        total_maximum = load_f32(total_end)
-        state_maximum = load_f32(state_end)
+        total_end = total + call.padded * F32_BYTES
+        state_end = state + call.padded * F32_BYTES
+        total_maximum = load_f32(total_end + _MAXIMUM)
+        state_maximum = load_f32(state_end + _MAXIMUM)
         maximum = max(total_maximum, state_maximum)
+        # Both are brought to the larger maximum, and then added.
         total_factor = power_of_two(total_maximum - maximum)
         state_factor = power_of_two(state_maximum - maximum)
         for d in range(0, call.padded, LANES):
-            added = load(state + 4 * d) * splat(state_factor)
-            store(total + 4 * d, fma(load(total + 4 * d), splat(total_factor), added))
+            added = load(state + d * F32_BYTES) * splat(state_factor)
+            before = load(total + d * F32_BYTES)
+            store(total + d * F32_BYTES, fma(before, splat(total_factor), added))
         total_sum = load_f32(total_end + _SUM)
         state_sum = load_f32(state_end + _SUM)
         store_f32(total_end + _SUM, total_sum * total_factor + state_sum * state_factor)
-        store_f32(total_end, maximum)
+        store_f32(total_end + _MAXIMUM, maximum)
+
+
+# --------------------------------------------------------------------------- a span of keys
 
 
 @inner
 def raise_maximum(
-    cache_tag, scores, groups, low, high, scale, softcap, factor, outputs_end, key_scales
-):  # fmt: skip
-    """Raise the running maximum of a row to that of its ``scores`` of so many groups, and keep what
-    it was as the maximum before. Scores of keys outside [low, high) become -inf.
+    cache_tag,
+    scores,
+    groups,
+    first_seen,
+    seen_end,
+    scale,
+    softcap,
+    factor,
+    outputs_end,
+    key_scales,
+):
+    """Raise a row's maximum to the largest exponent of its ``scores`` of so many groups of keys.
+    The maximum that it had is kept beside it as the maximum before.
 
-    ``outputs_end`` is where the outputs of the row's state end."""
+    The row sees keys [first_seen, seen_end), counted from the first key of these groups. The scores
+    of all other keys become -inf. ``outputs_end`` is where the outputs of the row's state end.
+    """
     if has_scales(cache_tag):
-        # The scores so far are of keys as they stand in the cache, as bytes.
-        for where in range(0, groups * VECTOR_BYTES, VECTOR_BYTES):
-            store(scores + where, load(scores + where) * load(key_scales + where))
+        # So far the scores are products with bytes.
+        for offset in range(0, groups * VECTOR_BYTES, VECTOR_BYTES):
+            store(scores + offset, load(scores + offset) * load(key_scales + offset))
     if softcap != ZERO:
         cap_row(scores, groups, scale, softcap)
-    best = splat(_NEGATIVE_INFINITY)
-    # Most spans are seen whole: only those at the window's beginning and at the row's end are not.
-    some_hidden = low > 0 or high < groups * GROUP_TOKENS
+    largest = splat(_NEGATIVE_INFINITY)
+    # A row sees all keys of most spans. Not of the span where its window begins, and not of the one
+    # that it stands in itself.
+    some_hidden = first_seen > 0 or seen_end < groups * GROUP_TOKENS
     for g in range(groups):
-        where = scores + g * VECTOR_BYTES
+        group_scores = scores + g * VECTOR_BYTES
         if some_hidden:
-            first = g * LANES
-            seen = keep_between(load(where), low - first, high - first, _NEGATIVE_INFINITY)
-            store(where, seen)
-        best = larger(load(where), best)
-    before = load_f32(outputs_end)
-    store_f32(outputs_end, max(before, lane_max(best) * factor))
+            first_key = g * LANES
+            seen = keep_between(
+                load(group_scores),
+                first_seen - first_key,
+                seen_end - first_key,
+                _NEGATIVE_INFINITY,
+            )
+            store(group_scores, seen)
+        largest = larger(load(group_scores), largest)
+    before = load_f32(outputs_end + _MAXIMUM)
+    # The factor is positive: the largest score is that of the largest exponent.
+    store_f32(outputs_end + _MAXIMUM, max(before, lane_max(largest) * factor))
     store_f32(outputs_end + _BEFORE, before)
 
 
 @inner
 def weigh_row(
-    cache_tag, product_tag, scores, weights, groups, factor, outputs_end, value_scales
-):  # fmt: skip
-    """Turn a row's scores into weights 2**(score * factor - maximum) and add these to its running
-    sum; ``outputs_end`` is where its state's outputs end.
+    cache_tag,
+    product_tag,
+    scores,
+    weights,
+    groups,
+    factor,
+    outputs_end,
+    value_scales,
+):
+    """Turn a row's scores into weights 2**(score * factor - maximum), and add these to its sum.
+    ``outputs_end`` is where the outputs of its state end.
 
-    Returns what the outputs must be multiplied with, as they were added up under the maximum
-    before."""
-    maximum = load_f32(outputs_end)
+    Returns what the outputs must be multiplied by: so far they are relative to the maximum before.
+    """
+    maximum = load_f32(outputs_end + _MAXIMUM)
     before = load_f32(outputs_end + _BEFORE)
     factors = splat(factor)
     minus_maximum = splat(-maximum)
     added = splat(ZERO)
     for g in range(groups):
-        w = exp2(fma(load(scores + g * VECTOR_BYTES), factors, minus_maximum))
-        added = added + w
+        weight = exp2(fma(load(scores + g * VECTOR_BYTES), factors, minus_maximum))
+        added = added + weight
         if has_scales(cache_tag):
-            # The sum is of weights alone; the product is with values as bytes.
-            w = w * load(value_scales + g * VECTOR_BYTES)
-        store_as(product_tag, weights + g * LANES * element_bytes(product_tag), w)
+            # The product that follows is with values as bytes. The sum above needs no scales.
+            weight = weight * load(value_scales + g * VECTOR_BYTES)
+        store_as(product_tag, weights + g * LANES * element_bytes(product_tag), weight)
+    # Most spans do not raise the maximum. The caller skips a multiplication by 1.
     rescale = ONE if maximum == before else power_of_two(before - maximum)
     store_f32(outputs_end + _SUM, load_f32(outputs_end + _SUM) * rescale + lane_sum(added))
     return rescale
@@ -167,22 +221,24 @@ def weigh_row(
 
 @inner
 def cap_row(scores, groups, scale, softcap):
-    """score -> softcap * tanh(score * scale / softcap) * log2(e), tanh(y) = 2 sigmoid(2y) - 1."""
-    two = splat(np.float32(2.0))
+    """Turn scores into exponents: softcap * tanh(score * scale / softcap) * log2(e)."""
+    two = splat(_TWO)
     for g in range(groups):
-        where = scores + g * VECTOR_BYTES
-        tanh = two * sigmoid(load(where) * splat(np.float32(2.0) * scale / softcap)) - splat(ONE)
-        store(where, tanh * splat(softcap * LOG2_E))
+        group_scores = scores + g * VECTOR_BYTES
+        # tanh(y) = 2 * sigmoid(2 * y) - 1
+        y_twice = load(group_scores) * splat(_TWO * scale / softcap)
+        tanh = two * sigmoid(y_twice) - splat(ONE)
+        store(group_scores, tanh * splat(softcap * LOG2_E))
 
 
 @inner
 def scale_row(row, padded, factor):
     """float32 [padded] times ``factor``."""
     for d in range(0, padded, LANES):
-        store(row + d * 4, load(row + d * 4) * splat(factor))
+        store(row + d * F32_BYTES, load(row + d * F32_BYTES) * splat(factor))
 
 
 @inner
 def one_over_sum(state, padded):
-    """What outputs are multiplied with at the end: one over the running sum."""
-    return ONE / load_f32(state + 4 * padded + _SUM)
+    """What a row's outputs are multiplied by at the very end."""
+    return ONE / load_f32(state + padded * F32_BYTES + _SUM)
