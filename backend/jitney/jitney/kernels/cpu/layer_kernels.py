@@ -38,8 +38,8 @@ class _Weights:
 
     weight: Tensor
     bias: Tensor | None
+    # Of quantized weights alone: see :class:`TileLinear`.
     scale: Tensor | None = None
-    """Of quantized weights, and so are ``factors``: see :class:`TileLinear`."""
     factors: Tensor | None = None
 
 
@@ -47,14 +47,17 @@ class CpuLayerKernels:
     """The :class:`fused.whole_model.ModelKernels` of a CPU, for one dtype."""
 
     def __init__(self, dtype: torch.dtype, rows: int, *, batch_invariant: bool = False) -> None:
-        """Compile, or load from Numba's cache. ``rows`` are the tokens of a usual step. With
-        ``batch_invariant``, no product is torch's."""
+        """Compile the kernel of norms, or load it from Numba's cache.
+
+        ``rows`` are the tokens of a usual step. With ``batch_invariant``, no product is torch's.
+        """
         self._dtype = dtype
         self._rows = rows
         self._batch_invariant = batch_invariant
         tag = TAGS[dtype]
         version = source_version()
         self._rows_kernel = Kernel(lambda address: rows_body(tag, address) if version else None)
+        # Asked once for each dtype: it tries to pack a weight.
         self._why_not_packed = cache(can_pack)
 
     def norm(self, form: NormForm) -> RowNorm:
@@ -64,22 +67,19 @@ class CpuLayerKernels:
     def linear(self, products: Sequence[Any], activation: Activation | None = None) -> nn.Module:
         joined = _join(products)
         weight = joined.weight
-        bias = joined.bias
-        # With float32, oneDNN is as fast.
-        prefers_ours = weight.dtype != torch.float32 or self._batch_invariant
-        if prefers_ours and fits_tiles(weight, activation):
-            return TileLinear(weight, bias, activation, joined.scale, joined.factors)
+        # Our own product comes first, but for float32, where oneDNN's is as fast.
+        wants_ours = weight.dtype != torch.float32 or self._batch_invariant
+        if wants_ours and fits_tiles(weight, activation):
+            return TileLinear(weight, joined.bias, activation, joined.scale, joined.factors)
+        # oneDNN has no products of quantized weights, and its sums depend on the batch.
         if joined.scale is not None or self._batch_invariant:
             raise Misfit("there is no product of ours for its dtype, sizes and activation")
-        if reason := self._why_not_packed(weight.dtype):
+        reason = self._why_not_packed(weight.dtype)
+        if reason:
             raise Misfit(reason)
         if activation is None:
-            return PackedLinear(weight, bias, self._rows)
-        gate_weight, up_weight = weight.chunk(2)
-        gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
-        gate = PackedLinear(gate_weight, gate_bias, self._rows)
-        up = PackedLinear(up_weight, up_bias, self._rows)
-        return _SplitGate(gate, up, activation)
+            return PackedLinear(weight, joined.bias, self._rows)
+        return _split_gate(joined, activation, self._rows)
 
     def attention(self, form: AttentionForm) -> CpuHeadAttention:
         return CpuHeadAttention(form, self._dtype, self._rows_kernel)
@@ -91,7 +91,9 @@ class CpuLayerKernels:
             total = add(x, residual)
             if rows is not None:
                 total = total[rows]
-            return (total if norm is None else norm.kernel(total)), total
+            if norm is None:
+                return total, total
+            return norm.kernel(total), total
 
         return end
 
@@ -99,20 +101,27 @@ class CpuLayerKernels:
         return LayerProgram.of(model)
 
     def adapted(self, model: FusedForward, places: Sequence[Places]) -> AdaptedKernels:
-        program = None if model.program is None else LayerProgram.of(model, places)
-        return AdaptedKernels(pack=program.pack if program else None, program=program)
+        # What cannot be a program without adapters cannot be one with them.
+        if model.program is None:
+            return AdaptedKernels()
+        program = LayerProgram.of(model, places)
+        if program is None:
+            return AdaptedKernels()
+        return AdaptedKernels(pack=program.pack, program=program)
 
 
 def _join(products: Sequence[Any]) -> _Weights:
     """The weights of ``products``. Raises Misfit if they are not of one kind."""
     first = products[0]
     if isinstance(first, QuantizedLinear):
+        # All must be quantized: ``merge`` gives None if they are not.
         if not first.has_bytes or first.dtype != torch.bfloat16:
             raise Misfit("a CPU has no fused products of such quantized weights")
         joined = first.merge(products)
         if joined is None:
             raise Misfit("its products are quantized in different ways")
         return _Weights(joined.weight, joined.bias, joined.scale, joined.factors)
+    # A single one may also be a Conv1D, as GPT-2 has it.
     if len(products) == 1 and is_linear(first):
         return _Weights(weight_of(first), first.bias)
     if any(type(each) is not nn.Linear for each in products):
@@ -122,13 +131,26 @@ def _join(products: Sequence[Any]) -> _Weights:
 
 
 def _sum_of(product: RowFunction, norm: Norm) -> Callable[[Tensor, Tensor], Tensor]:
-    """(x, residual) -> residual + norm(product(x)), in the product's epilogue where it has one."""
+    """(x, residual) -> residual + norm(product(x))."""
     if norm is not None:
         kernel = norm.kernel
         return lambda x, residual: residual + kernel(product(x))
+    # These add in their epilogue, before the result is written.
     if isinstance(product, (PackedLinear, TileLinear)):
         return product.plus
     return lambda x, residual: residual + product(x)
+
+
+def _split_gate(joined: _Weights, activation: Activation, rows: int) -> "_SplitGate":
+    """Of weights that are those of gate and up, one above the other."""
+    gate_weight, up_weight = joined.weight.chunk(2)
+    gate_bias = None
+    up_bias = None
+    if joined.bias is not None:
+        gate_bias, up_bias = joined.bias.chunk(2)
+    gate = PackedLinear(gate_weight, gate_bias, rows)
+    up = PackedLinear(up_weight, up_bias, rows)
+    return _SplitGate(gate, up, activation)
 
 
 class _SplitGate(nn.Module):
@@ -147,7 +169,8 @@ class _SplitGate(nn.Module):
         return self._times(x, self._activated(x, self._activation))
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        """With ``other`` [T, 2 outputs] added to gate and up."""
+        """As :meth:`forward`, with ``other`` [T, 2 * outputs] added: its first half to what the
+        gate gives, before the activation, its second half to what ``up`` gives."""
         for_gate, for_up = other.chunk(2, -1)
         gate = self.gate.plus(x, for_gate.contiguous())
         up = self.up.plus(x, for_up.contiguous())

@@ -1,9 +1,14 @@
 """The RMS norm and the rotary embedding of each row of a step, as a Numba kernel, and its calls.
 
-A row holds heads side by side; a plain norm has one head, which is the whole row::
+A row is the heads of one token side by side, as the product of query, key and value gives them.
+Each query head and each key head is normed, if the model has such norms. Then the first elements of
+the head, ``rotary_size`` of them, are rotated::
 
     | query head 0 | query head 1 | ... | key head 0 | ... | values (left alone) |
-      norm, then rotate the first "rotary" elements of each head
+      norm, rotate   norm, rotate         norm, rotate
+
+A plain norm is the same with one query head, as wide as the whole row, with no key heads and a
+``rotary_size`` of 0.
 
 Loops: items of some rows, rows, heads, vectors of 16 elements. A row is computed by one thread in a
 fixed order, whatever the batch: it is read twice, from the first-level cache the second time.
@@ -19,7 +24,7 @@ from torch import Tensor
 
 from jitney.execution.interface import PagedFunction
 from jitney.kernels.cpu.compiled import Kernel, KernelCall, reader, record
-from jitney.kernels.cpu.emit import LANES
+from jitney.kernels.cpu.emit import F32_BYTES, I64_BYTES, LANES
 from jitney.kernels.cpu.simd import (
     ONE,
     ZERO,
@@ -40,123 +45,150 @@ from jitney.kernels.cpu.simd import (
 from jitney.kernels.fused.forms import AttentionForm, Misfit, NormForm
 
 _BYTES_PER_THREAD = 1 << 16
-"""Below this, waking a second thread costs more than it saves."""
+"""A call gets one more thread for so many bytes of rows. For less, waking a thread costs more time
+than it saves."""
 _ITEMS_PER_THREAD = 4
-"""So that a thread that is held up does not hold up the others."""
+"""Items of a call for each of its threads: if one thread is held up, the others take its items."""
 _ROWS_PER_ITEM = 4
-"""In a ``program``, whose threads are awake."""
+"""Rows of an item in a ``program``, where all threads are awake."""
 
 
 @record
 class RowsCall(KernelCall):
-    """Arguments of :func:`rows_body`. Strides are in bytes.
-
-    A row holds query heads, then key heads, then what is left alone. A plain norm has one head.
-    """
+    """Arguments of :func:`rows_body`. Strides are in bytes. ``count`` is the number of rows."""
 
     rows_per_item: int
     data: int
+    """Address of the rows that are read."""
     index: int
-    """Address of int64 [rows]: which rows of the data to take. 0: the first ones."""
+    """Address of int64 [count]: which row of the data is read for each row of the result. 0: row r
+    for row r."""
     out: int
-    """Its rows are as far apart as those of ``data``. It may be ``data``."""
+    """Address of the rows that are written. It may be ``data``."""
     stride: int
+    """From row to row, of ``data`` and of ``out``."""
     query_heads: int
     key_heads: int
     head_size: int
     query_scale: int
-    """Address of float32 [head size], or [query heads, head size]. 0: there is no norm."""
+    """Address of the weights of the query heads' norm: float32 [head_size], or, if ``wide``,
+    [query_heads * head_size]. 0: there is no norm."""
     key_scale: int
+    """The same of the key heads' norm."""
     wide: int
-    """1: a norm is over all heads of query, or of key, together."""
+    """0: each head has a norm by itself, all with the same weights. 1: all query heads together
+    have one norm, and so have all key heads."""
     epsilon: float
     rotary_size: int
-    """So many elements of each head, the first ones, are rotated, in ``out``."""
+    """How many elements of each head, from its first one on, are rotated, in ``out``. 0: none."""
     cos: int
-    """[positions, rotary size] in the data's type."""
+    """Address of [positions, rotary_size] in the data's type."""
     sin: int
+    """The same."""
     angle_stride: int
-    """Bytes from row to row of ``cos``, and of ``sin``."""
+    """From position to position, of ``cos`` and of ``sin``."""
     positions: int
-    """Address of int64 [rows]: which row of ``cos`` and ``sin`` each row takes. 0: row r takes row
-    r."""
+    """Address of int64 [count]: which row of ``cos`` and ``sin`` each row takes. 0: row r takes
+    row r."""
 
 
 read_rows_call = reader(RowsCall)
+
+
+# --------------------------------------------------------------------------- one row or head
 
 
 @inner
 def norm_row(tag, row, out, scale, width, epsilon):
     """out = row / sqrt(mean of squares + epsilon) * scale. ``out`` may be ``row``."""
     size = element_bytes(tag)
-    # Two sums, so that one addition need not wait for the other.
-    first = splat(ZERO)
-    second = splat(ZERO)
+    # The sum of squares, two vectors at a time. There are two sums, so that an addition need not
+    # wait for the one before it.
+    first_sum = splat(ZERO)
+    second_sum = splat(ZERO)
     i = 0
     while i + 2 * LANES <= width:
-        a = load_as(tag, row + i * size)
-        b = load_as(tag, row + (i + LANES) * size)
-        first = fma(a, a, first)
-        second = fma(b, b, second)
+        first = load_as(tag, row + i * size)
+        second = load_as(tag, row + (i + LANES) * size)
+        first_sum = fma(first, first, first_sum)
+        second_sum = fma(second, second, second_sum)
         i += 2 * LANES
-    total = lane_sum(first + second)
+    total = lane_sum(first_sum + second_sum)
+    # The elements that are left, one by one.
     while i < width:
-        x = load_one(tag, row + i * size)
-        total += x * x
+        element = load_one(tag, row + i * size)
+        total += element * element
         i += 1
     factor = ONE / np.sqrt(total / np.float32(width) + epsilon)
+    # The result, a vector at a time.
     i = 0
     while i + LANES <= width:
-        x = load_as(tag, row + i * size) * splat(factor)
-        store_as(tag, out + i * size, x * load(scale + i * 4))
+        normed = load_as(tag, row + i * size) * splat(factor)
+        store_as(tag, out + i * size, normed * load(scale + i * F32_BYTES))
         i += LANES
+    # The elements that are left, one by one.
     while i < width:
-        x = load_one(tag, row + i * size) * factor
-        store_one(tag, out + i * size, x * load_f32(scale + i * 4))
+        normed_element = load_one(tag, row + i * size) * factor
+        store_one(tag, out + i * size, normed_element * load_f32(scale + i * F32_BYTES))
         i += 1
 
 
 @inner
 def rotate_head(tag, head, cos, sin, rotary):
-    """Rotate the pairs (i, i + rotary / 2) of a head's first elements, in place."""
+    """Rotate the first ``rotary`` elements of a head in place.
+
+    Element i of the first half of these, "low", makes a pair with element i of the second half,
+    "high". So do the halves of ``cos`` and ``sin``::
+
+        low[i], high[i] = low[i] * cos_low[i] - high[i] * sin_low[i],
+                          high[i] * cos_high[i] + low[i] * sin_high[i]
+    """
     size = element_bytes(tag)
     half = rotary // 2
     low = head
     high = head + half * size
+    cos_high = cos + half * size
+    sin_high = sin + half * size
     i = 0
     while i + LANES <= half:
-        at = i * size
-        other = (half + i) * size
-        a = load_as(tag, low + at)
-        b = load_as(tag, high + at)
-        first = a * load_as(tag, cos + at) - b * load_as(tag, sin + at)
-        second = b * load_as(tag, cos + other) + a * load_as(tag, sin + other)
-        store_as(tag, low + at, first)
-        store_as(tag, high + at, second)
+        offset = i * size
+        a = load_as(tag, low + offset)
+        b = load_as(tag, high + offset)
+        new_low = a * load_as(tag, cos + offset) - b * load_as(tag, sin + offset)
+        new_high = b * load_as(tag, cos_high + offset) + a * load_as(tag, sin_high + offset)
+        store_as(tag, low + offset, new_low)
+        store_as(tag, high + offset, new_high)
         i += LANES
-    # What is left of a half that is no multiple of 16.
+    # What is left of a half that is no multiple of 16, pair by pair.
     while i < half:
-        at = i * size
-        other = (half + i) * size
-        x = load_one(tag, low + at)
-        y = load_one(tag, high + at)
-        store_one(tag, low + at, x * load_one(tag, cos + at) - y * load_one(tag, sin + at))
-        store_one(tag, high + at, y * load_one(tag, cos + other) + x * load_one(tag, sin + other))
+        offset = i * size
+        x = load_one(tag, low + offset)
+        y = load_one(tag, high + offset)
+        new_x = x * load_one(tag, cos + offset) - y * load_one(tag, sin + offset)
+        new_y = y * load_one(tag, cos_high + offset) + x * load_one(tag, sin_high + offset)
+        store_one(tag, low + offset, new_x)
+        store_one(tag, high + offset, new_y)
         i += 1
 
 
 @inner
-def finish_heads(tag, call, row, out, heads, scale, angles):
-    """Norm (if the address ``scale`` is not 0) and rotate so many heads, which lie side by side."""
-    size = call.head_size * element_bytes(tag)
+def finish_heads(tag, call, row, out, heads, scale, angle_offset):
+    """Norm and rotate so many heads, which lie side by side at ``row``, and write them to ``out``.
+
+    ``scale`` is the address of the norm's weights. If it is 0 there is no norm, and ``out`` is
+    ``row``.
+    """
+    head_bytes = call.head_size * element_bytes(tag)
     if scale != 0 and call.wide != 0:
         norm_row(tag, row, out, scale, width=heads * call.head_size, epsilon=call.epsilon)
     for h in range(heads):
-        head = out + h * size
+        head = out + h * head_bytes
         if scale != 0 and call.wide == 0:
-            source = row + h * size
+            source = row + h * head_bytes
             norm_row(tag, source, head, scale, width=call.head_size, epsilon=call.epsilon)
-        rotate_head(tag, head, call.cos + angles, call.sin + angles, call.rotary_size)
+        cos = call.cos + angle_offset
+        sin = call.sin + angle_offset
+        rotate_head(tag, head, cos, sin, call.rotary_size)
 
 
 @inner
@@ -165,15 +197,15 @@ def rows_body(tag, arguments):
     call = read_rows_call(arguments)
     key_offset = call.query_heads * call.head_size * element_bytes(tag)
     while True:
-        first = fetch_add(arguments) * call.rows_per_item
+        first = fetch_add(arguments) * call.rows_per_item  # the counter is the first field
         if first >= call.count:
             return
         for r in range(first, min(first + call.rows_per_item, call.count)):
-            source = r if call.index == 0 else load_i64(call.index + 8 * r)
+            source = r if call.index == 0 else load_i64(call.index + r * I64_BYTES)
             row = call.data + source * call.stride
             out = call.out + r * call.stride
-            position = r if call.positions == 0 else load_i64(call.positions + 8 * r)
-            angles = position * call.angle_stride
+            position = r if call.positions == 0 else load_i64(call.positions + r * I64_BYTES)
+            angle_offset = position * call.angle_stride
             finish_heads(
                 tag,
                 call,
@@ -181,7 +213,7 @@ def rows_body(tag, arguments):
                 out,
                 heads=call.query_heads,
                 scale=call.query_scale,
-                angles=angles,
+                angle_offset=angle_offset,
             )
             finish_heads(
                 tag,
@@ -190,7 +222,7 @@ def rows_body(tag, arguments):
                 out + key_offset,
                 heads=call.key_heads,
                 scale=call.key_scale,
-                angles=angles,
+                angle_offset=angle_offset,
             )
 
 
@@ -201,15 +233,17 @@ class RowNorm:
     """The RMS norm of rows in the dtype of the model."""
 
     def __init__(self, form: NormForm, dtype: torch.dtype, kernel: Kernel) -> None:
+        """``kernel`` is that of :func:`rows_body`."""
         self.kernel = kernel
         self._form = form  # it owns the scale's memory
         self._dtype = dtype
-        width = form.scale.numel()
+        self._width = form.scale.numel()
+        # A row is one query head.
         self._call = RowsCall(
             rows_per_item=_ROWS_PER_ITEM,
-            stride=width * dtype.itemsize,
+            stride=self._width * dtype.itemsize,
             query_heads=1,
-            head_size=width,
+            head_size=self._width,
             query_scale=form.scale.data_ptr(),
             epsilon=form.epsilon,
         )
@@ -217,15 +251,16 @@ class RowNorm:
     def __call__(self, x: Tensor) -> Tensor:
         """A new tensor; x is [..., width]."""
         assert x.dtype == self._dtype
-        assert x.shape[-1] == self._call.head_size
+        assert x.shape[-1] == self._width
         x = x.contiguous()
         out = torch.empty_like(x)
         call = self.call_for(x.data_ptr(), out.data_ptr())
-        _run(self.kernel, call, rows=x.numel() // x.shape[-1], row_bytes=call.stride)
+        _run(self.kernel, call, rows=x.numel() // self._width, row_bytes=call.stride)
         return out
 
     def call_for(self, x: int, out: int, index: int = 0) -> RowsCall:
-        """The kernel's arguments for contiguous rows at these addresses, but for their number."""
+        """The kernel's arguments for contiguous rows at these addresses; ``count`` is still to be
+        set."""
         call = RowsCall.from_buffer_copy(self._call)
         call.data = x
         call.out = out
@@ -237,6 +272,7 @@ class CpuHeadAttention:
     """Norms of query and key heads if there are any, rotary embedding, attention."""
 
     def __init__(self, form: AttentionForm, dtype: torch.dtype, kernel: Kernel) -> None:
+        """``kernel`` is that of :func:`rows_body`."""
         self.form = form
         self.kernel = kernel
         self._dtype = dtype
@@ -257,10 +293,12 @@ class CpuHeadAttention:
     def __call__(self, qkv: Tensor, cos: Tensor, sin: Tensor, paged: PagedFunction) -> Tensor:
         """See :data:`fused.forms.AttentionKernel`. All are in the dtype of the model."""
         self.rotate(qkv, cos, sin)
-        return paged(self.form.call(*self.form.split(qkv)))
+        query, key, value = self.form.split(qkv)
+        return paged(self.form.call(query, key, value))
 
     def rotate(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Norm and rotate query and key heads in place."""
+        # The kernel has one stride for both, and reads neighbouring elements.
         if cos.stride() != sin.stride() or cos.stride(1) != 1:
             cos = cos.contiguous()
             sin = sin.contiguous()
@@ -268,7 +306,8 @@ class CpuHeadAttention:
         _run(self.kernel, call, rows=qkv.shape[0], row_bytes=self._row_bytes)
 
     def call_for(self, qkv: Tensor, cos: Tensor, sin: Tensor, positions: int = 0) -> RowsCall:
-        """The kernel's arguments, but for the number of rows. cos and sin have the same strides."""
+        """The kernel's arguments; ``count`` is still to be set. The strides of cos and sin are the
+        same."""
         assert qkv.is_contiguous()
         if not cos.dtype == sin.dtype == qkv.dtype == self._dtype:
             raise Misfit("the angles of its rotary embedding are of another dtype")
@@ -288,9 +327,10 @@ class CpuHeadAttention:
 def _run(kernel: Kernel, call: RowsCall, *, rows: int, row_bytes: int) -> None:
     """Run over so many rows, on as many threads as they are worth."""
     call.count = rows
-    call.rows_per_item = rows
     threads = 1 + rows * row_bytes // _BYTES_PER_THREAD
-    if threads > 1:
+    if threads == 1:
+        call.rows_per_item = rows
+    else:
         threads = min(torch.get_num_threads(), threads, rows)
         call.rows_per_item = -(-rows // (_ITEMS_PER_THREAD * threads))
     kernel.run(call, threads)
