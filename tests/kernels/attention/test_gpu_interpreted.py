@@ -15,8 +15,7 @@ import torch
 
 pytest.importorskip("triton")
 from jitney.execution.attention import cache_shape
-from jitney.kernels.gpu.attention_kernels import row_offset
-from jitney.kernels.gpu.language import INTERPRETED
+from jitney.kernels.gpu.language import INTERPRETED, row_offset
 from jitney.kernels.gpu.tiles import Tiles
 
 from tests.kernels.attention.forms import FLOAT8_FORMS, FORMS, LENGTHS, MIXED, TOLERANCE

@@ -55,18 +55,18 @@ class GpuAccelerator:
 
     @staticmethod
     def prepare() -> None:
-        """Nothing can be imported without touching the device."""
+        """See :class:`AcceleratorKind`. Does nothing: to import what a GPU needs would touch it."""
 
     def widens_bfloat16(self, checkpoint: Checkpoint, *, rounded: bool) -> bool:
-        """That is a CPU's question."""
+        """See :class:`Accelerator`, here and below. False: a GPU multiplies bfloat16 itself."""
         return False
 
     def copied_rank(self, model: LoadedModel, rank: int) -> int:
-        """Kernels read the factors themselves."""
+        """0: there is no copy. An adapter's factors are used as they are."""
         return 0
 
     def attention(self, shape: AttentionShape) -> AttentionFunction:
-        """See :class:`Accelerator`."""
+        """A :class:`gpu_attention.GpuAttention`. Raises NoKernelError."""
         try:
             import triton
         except ImportError as error:
@@ -77,21 +77,32 @@ class GpuAccelerator:
         interpreted = shape.device.type == "cpu" and triton.knobs.runtime.interpret
         if shape.device.type != "cuda" and not interpreted:
             raise NoKernelError(f"the GPU's kernels need a CUDA device, not {shape.device.type}")
-        triton.knobs.runtime.jit_cache_hook = _say_compiled
+        triton.knobs.runtime.jit_cache_hook = _log_kernel
         # These two import the language.
         from jitney.kernels.gpu.gpu_attention import GpuAttention
         from jitney.kernels.gpu.tiles import why_not
 
-        heads = (shape.head_size, shape.num_heads, shape.num_kv_heads)
-        obstacle = why_not(shape.device, shape.dtype, *heads)
+        obstacle = why_not(
+            device=shape.device,
+            dtype=shape.dtype,
+            head_size=shape.head_size,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+        )
         if obstacle is not None:
             raise NoKernelError(obstacle)
-        invariant = shape.batch_invariant
-        return GpuAttention(shape.device, shape.dtype, *heads, batch_invariant=invariant)
+        return GpuAttention(
+            device=shape.device,
+            dtype=shape.dtype,
+            head_size=shape.head_size,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            batch_invariant=shape.batch_invariant,
+        )
 
     def fits(self, attention: Sequence[AttentionFunction]) -> bool:
-        """Whether all layers attend through kernels of our own. Only these plan a step without
-        waiting for the device, as graphs and overlapped steps need it."""
+        """Whether all layers attend through these kernels. Graphs and overlapped steps need a plan
+        that is made without waiting for the device, and only these kernels have one."""
         return all(attend.name == "gpu" for attend in attention)
 
     def speed_up(self, model: LoadedModel, rows: int) -> LoadedModel:
@@ -116,7 +127,7 @@ class GpuAccelerator:
     def step_memory(
         self, model: LoadedModel, caches: list[LayerCache], info: ModelInfo
     ) -> StepMemory | None:
-        """Measured on a GPU, by the largest steps there can be."""
+        """Measured on a GPU, by the largest steps there can be; None on a CPU."""
         if model.device.type != "cuda":
             return None
         try:
@@ -176,7 +187,7 @@ def compile_module(module: PreTrainedModel, backend: str = "inductor") -> None:
     module.forward = torch.compile(module.forward, dynamic=True, backend=backend)
 
 
-def _say_compiled(*, fn: Any, **_: object) -> None:
-    """Before a kernel is compiled, or read from the disk: a log record is a sign of life, from
-    which the watchdog counts anew."""
+def _log_kernel(*, fn: Any, **_: object) -> None:
+    """Called by the Triton language before it compiles a kernel, or reads it from the disk. To
+    compile takes seconds, and the watchdog counts anew from each log record."""
     _log.info("preparing the kernel %s", fn.name)

@@ -2,9 +2,10 @@
 
 Imported by ``gpu_accelerator``, and only where the Triton language is installed.
 
-A :class:`GpuAttention` keeps no state of a step. Beside the tensors' shapes a launch depends only
-on its :class:`LaunchPlan`, which the host makes without looking at the device. So a CUDA graph that
-captured a call is right for every step of the same shapes and plan, and for shorter contexts.
+A :class:`GpuAttention` keeps no state of a step. A launch depends on the shapes of the tensors and
+on a :class:`LaunchPlan`, which the host makes without waiting for the device, and on nothing else.
+So a CUDA graph that captured a launch is right for every step of the same shapes and plan, and for
+shorter contexts. ``attention_tile`` explains tiles, ``attention_kernels`` parts.
 """
 
 from typing import NamedTuple
@@ -22,24 +23,26 @@ from jitney.kernels.gpu.write_kernel import write_kernel
 
 LOG2_E = 1.4426950408889634
 _MOST_PARTS = 64
-"""The most parts that a context is cut into: the reduction kernel loads them all at once."""
+"""The most parts that a context is cut into: the reduction kernel loads them all at once, which
+takes a power of 2."""
 _HEADS_PER_PROGRAM = 8
-"""KV heads that a program of the write kernel writes."""
+"""KV heads that a program of the write kernel writes, at most: a power of 2."""
 _OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 class LaunchPlan(NamedTuple):
-    """What a step's kernels bake in beside the shapes of its tensors."""
+    """How a step is computed: what its launches depend on beside the shapes of its tensors."""
 
     only_decodes: bool
-    """Each of the T tokens is its own row."""
+    """Each row has one new token."""
     parts: int
-    """Most parts that a row of one token is cut into."""
+    """The most parts that the context of a decode is cut into."""
     tiles: Tiles
 
 
 class _Parts(NamedTuple):
-    """What the parts of contexts give, for the reduction kernel to join; see the kernels' names."""
+    """What the parts of contexts give, for the reduction kernel to join: ``part_results``,
+    ``part_tops`` and ``part_totals`` of the kernels."""
 
     results: Tensor
     tops: Tensor
@@ -66,7 +69,8 @@ class GpuAttention:
         batch_invariant: bool = False,
         tiles: Tiles | None = None,
     ) -> None:
-        """For caches of ``dtype`` on ``device``. ``tiles``: in place of the table's."""
+        """For caches of ``dtype`` on ``device``. ``tiles`` are for tests and benchmarks: for all
+        steps, in place of the table's."""
         self.batch_invariant = batch_invariant
         self._dtype = dtype
         self._heads = num_heads
@@ -78,21 +82,23 @@ class GpuAttention:
             self.tiles = tiles_for(device, dtype, head_size, self._group, batch_invariant)
         else:
             self.tiles = TileTable(tiles, tiles)
-        self._compiled: set[tuple[object, ...]] = set()
-        """(dtype of the output, has no window, has no sinks) whose reduction kernel is compiled."""
+        self._reductions: set[tuple[torch.dtype, bool, bool]] = set()
+        """The forms whose reduction kernel is compiled: (dtype of the output, whether there is no
+        window, whether there are no sinks)."""
 
     def plan(
         self, num_rows: int, num_tokens: int, max_query_len: int, max_context_len: int
     ) -> LaunchPlan:
         """The plan of a step of at most these lengths. Asks nothing of the device."""
-        if self.batch_invariant:  # another kernel, or parts to join, would change bits
+        if self.batch_invariant:
+            # One plan for all steps: other tiles, or parts to join, would change the last bits.
             return LaunchPlan(only_decodes=False, parts=1, tiles=self.tiles.mixed)
         only_decodes = max_query_len == 1 and num_rows == num_tokens
         tiles = self.tiles.decodes if only_decodes else self.tiles.mixed
-        # As many parts as keep the device busy, but no part shorter than the least.
-        wanted = round(tiles.programs / (num_rows * self._kv_heads))
+        # As many parts as keep the device busy, but not more than have enough keys.
+        busy = round(tiles.programs / (num_rows * self._kv_heads))
         most = min(_MOST_PARTS, triton.cdiv(max_context_len, tiles.least_part))
-        parts = max(1, min(wanted, most))
+        parts = max(1, min(busy, most))
         return LaunchPlan(only_decodes, parts, tiles)
 
     def __call__(self, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata) -> Tensor:
@@ -124,16 +130,20 @@ class GpuAttention:
         """Launch the kernel that writes K and V to their slots."""
         k = _with_dense_heads(call.key)
         v = _with_dense_heads(call.value)
-        heads_tile = min(_HEADS_PER_PROGRAM, triton.next_power_of_2(self._kv_heads))
-        grid = (k.shape[0], triton.cdiv(self._kv_heads, heads_tile))
+        padded = cache.keys.shape[3]
+        heads_of_program = min(_HEADS_PER_PROGRAM, triton.next_power_of_2(self._kv_heads))
+        grid = (k.shape[0], triton.cdiv(self._kv_heads, heads_of_program))
+        # By position, here and below, as in the kernel's signature: a launch with keywords takes
+        # the host longer.
         write_kernel[grid](
             k, v, cache.keys, cache.values, meta.slot_mapping, cache.key_scale, cache.value_scale,
             k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            self._kv_heads, self._head_size, cache.keys.shape[3], self._head_tile,
-            meta.block_size, heads_tile,
+            self._kv_heads, self._head_size, padded, self._head_tile, meta.block_size,
+            heads_of_program,
         )  # fmt: skip
 
     def _attend(self, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata) -> Tensor:
+        """Launch the kernel that attends, and the one that joins parts."""
         q = _with_dense_heads(call.query)
         tokens = q.shape[0]
         rows = meta.num_rows
@@ -141,19 +151,21 @@ class GpuAttention:
         tiles = plan.tiles
         out = torch.empty((tokens, self._heads, self._head_size), dtype=q.dtype, device=q.device)
         parts = self._make_parts(rows, plan.parts, q.device)
+        padded = cache.keys.shape[3]
 
+        # A program for each part of a decode, and one for each tile of a longer row. How many tiles
+        # these are, ``_row_of_tile`` explains.
         programs = rows * plan.parts
-        if not plan.only_decodes:  # the tiles of longer rows, as the kernel numbers them
+        if not plan.only_decodes:
             tokens_of_tile = tiles.chunk_rows // self._group
             programs += tokens // tokens_of_tile + rows
-        # By position, line by line as in the kernel's signature: keywords take the launch longer.
         attention_kernel[(programs, self._kv_heads)](
             out, *parts,
             q, cache.keys, cache.values, cache.key_scale, cache.value_scale, call.sinks,
             meta.block_table, meta.context_len, meta.query_start,
             call.scale * LOG2_E, call.softcap, call.window, rows, plan.parts,
             q.stride(0), q.stride(1), meta.block_table.stride(0),
-            self._kv_heads, self._group, self._head_size, cache.keys.shape[3], self._head_tile,
+            self._kv_heads, self._group, self._head_size, padded, self._head_tile,
             meta.block_size, self._operand(q.dtype), tiles.decode_rows, tiles.chunk_rows,
             tiles.block_n, tiles.least_part, plan.only_decodes, self.batch_invariant,
             num_warps=tiles.warps, num_stages=tiles.stages,
@@ -171,10 +183,12 @@ class GpuAttention:
         return _Parts(results, tops, totals)
 
     def _operand(self, query_dtype: torch.dtype) -> tl.dtype:
-        """The dtype in which products are computed: the cache's; of a float8 cache the query's, or
-        bfloat16 if that is float32."""
+        """The dtype in which products are computed."""
+        # The cache's.
         if self._dtype in _OPERANDS:
             return _OPERANDS[self._dtype]
+        # Of a float8 cache the query's; or bfloat16 if that is float32, as the cache has fewer bits
+        # than either.
         if query_dtype == torch.float32:
             return tl.bfloat16
         return _OPERANDS[query_dtype]
@@ -190,17 +204,19 @@ class GpuAttention:
     ) -> None:
         """Launch the kernel that joins the parts, if there are any.
 
-        It is compiled at the first step of its form even if that has no parts: a later step, of
-        longer contexts, must not wait for it.
+        It is compiled at the first step even if that has no parts: a later step, of longer
+        contexts, must not wait for the compiler.
         """
         arguments = (
             out, *parts, cache.value_scale, call.sinks, meta.context_len, meta.query_start,
             call.window, plan.parts, self._kv_heads, self._group, self._head_size, self._head_tile,
             _MOST_PARTS,
         )  # fmt: skip
+        # What it is compiled for, beside what is the same in all calls of this object.
         form = (out.dtype, call.window is None, call.sinks is None)
-        if form not in self._compiled:
-            self._compiled.add(form)
+        if form not in self._reductions:
+            self._reductions.add(form)
+            # For both kinds of step.
             for tiles in self.tiles:
                 reduction_kernel.warmup(*arguments, tiles.block_n, tiles.least_part, grid=(1,))
         if plan.parts > 1:
@@ -209,5 +225,5 @@ class GpuAttention:
 
 
 def _with_dense_heads(x: Tensor) -> Tensor:
-    """With the elements of a head side by side, as the kernels read them."""
+    """``x`` with the elements of each head side by side, as the kernels read them."""
     return x if x.stride(-1) == 1 else x.contiguous()

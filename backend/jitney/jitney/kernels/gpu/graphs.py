@@ -1,9 +1,11 @@
 """Decode steps as CUDA graphs: their many small kernels become one launch.
 
-A graph launches the very kernels that were captured, over the same memory, with the sizes they had.
-Of these only the number of rows differs between decode steps, so a step is padded to one of a few
-numbers. Attention is planned for the longest context there can be, which is right for every shorter
-one. Made by ``gpu_accelerator``; called by the runner.
+A graph launches the very kernels that were captured, over the same memory, with the sizes that they
+had then. Decode steps differ in two sizes. The number of rows is padded to one of a few numbers,
+with a graph for each. The contexts do not matter: attention is planned for the longest one there
+can be, and that plan is right for every shorter one.
+
+Made by ``gpu_accelerator``; called by the runner.
 """
 
 import contextlib
@@ -27,17 +29,18 @@ from jitney.messages import ModelInfo
 _log = logging.getLogger(__name__)
 
 _MOST_ROWS = 512
-"""Larger decode steps keep the device busy for longer than launching their kernels takes."""
+"""No graph has more rows. A larger decode step keeps the device busy for longer than the host takes
+to launch its kernels one by one, so a graph would save no time."""
 
 Launch = Callable[[], None]
-"""Launches kernels, on the same memory in every call."""
+"""Launches some kernels. They read and write the same memory in every call."""
 Capture = Callable[[Launch], Launch]
-"""Runs a launch once, then captures what it launches; returns what launches that again. Raises
-CaptureError, or whatever the first run raises."""
+"""Calls its argument twice: once to run the kernels, once to capture them. Returns a function that
+launches the captured kernels. Raises CaptureError, or whatever the first call raises."""
 
 
 class CaptureError(Exception):
-    """A launch that runs cannot be captured: it waits for the device, say."""
+    """What runs cannot be captured: it waits for the device, say."""
 
 
 def capture_on(device: torch.device) -> Capture | None:
@@ -46,16 +49,20 @@ def capture_on(device: torch.device) -> Capture | None:
 
 
 class CudaCapture:
-    """A :data:`Capture`. All graphs share memory: they run one after the other."""
+    """A :data:`Capture` by CUDA. All graphs share memory: they run one after the other."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        # The graphs' memory, and the stream that they are captured on: made with the first one.
         self._pool: Any = None
         self._side: torch.cuda.Stream | None = None
 
     def __call__(self, launch: Launch) -> Launch:
-        """Run it once on a side stream, so that kernels are compiled and libraries have allocated
-        what they keep, then capture it there. Threads other than this one may go on meanwhile."""
+        """Run it once on a side stream, then capture it there. Other threads may go on meanwhile.
+
+        In the first run kernels are compiled and libraries allocate what they keep, which cannot
+        be captured.
+        """
         if self._side is None:
             self._side = torch.cuda.Stream(self._device)
             self._pool = torch.cuda.graph_pool_handle()
@@ -69,33 +76,33 @@ class CudaCapture:
         try:
             self._capture_into(graph, launch)
         except Exception as error:
-            # The end of a spoilt capture raises too, and says only that it was spoilt: not by what.
+            # If ``launch`` raises, so does the end of the capture then, and that error only says
+            # that the capture failed. The first one, which says why, is its context.
             cause = error.__context__ or error
             self._end_allocations()
             raise CaptureError(*str(cause).splitlines()[:1]) from cause
         finally:
-            # A spoilt capture leaves the thread on the side stream, unordered with what was
-            # launched here.
+            # A capture that fails leaves this thread on the side stream, where nothing waits for
+            # what was launched on the current one.
             torch.cuda.set_stream(current)
         return graph.replay
 
     def _capture_into(self, graph: torch.cuda.CUDAGraph, launch: Launch) -> None:
-        # torch makes the random state of all graphs of the process with the first one. Made in
-        # inference mode, it would keep anybody else from capturing outside of it.
-        with (
-            torch.inference_mode(False),
-            torch.cuda.graph(
-                graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"
-            ),
-            torch.inference_mode(),
-        ):
+        """Record into ``graph`` what ``launch`` launches."""
+        capturing = torch.cuda.graph(
+            graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"
+        )
+        # With the first graph of the process torch makes a random state, a tensor, for all graphs.
+        # A tensor made in inference mode cannot be changed outside of it: nobody could capture
+        # there any more. So inference mode is off while a capture begins and ends, and on within.
+        with torch.inference_mode(False), capturing, torch.inference_mode():
             launch()
 
     def _end_allocations(self) -> None:
-        """Tell the allocator that a spoilt capture is over.
+        """Tell the allocator that a failed capture is over.
 
-        Some versions of torch do not do so, and then never give cached memory back, not even when
-        memory runs out. Others do, and raise here.
+        Some versions of torch do not tell it, and then never give cached memory back, not even when
+        memory runs out. Other versions do, and with these the call raises.
         """
         with contextlib.suppress(Exception):
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
@@ -105,23 +112,29 @@ def padded_sizes(config: EngineConfig, info: ModelInfo) -> list[int]:
     """Numbers of rows that decode steps are padded to, ascending.
 
     Those of option ``cuda_graph_sizes``, or else 1, 2, 4, 8, the multiples of 16, and at last the
-    most rows that a step can have, at most _MOST_ROWS. Empty without graphs.
+    most rows that a step can have, but not more than _MOST_ROWS. Empty without graphs.
     """
     if config.cuda_graphs == "never":
         return []
-    rows = min(config.max_num_seqs, info.max_num_batched_tokens)
+    most = min(config.max_num_seqs, info.max_num_batched_tokens)
     chosen = config.cuda_graph_sizes
     if chosen is None:
-        most = min(rows, _MOST_ROWS)
-        chosen = (1, 2, 4, 8, *range(16, most, 16), most)
-    return sorted({size for size in chosen if size <= rows})
+        largest = min(most, _MOST_ROWS)
+        chosen = (1, 2, 4, 8, *range(16, largest, 16), largest)
+    return sorted({size for size in chosen if size <= most})
 
 
 class DecodeGraphs:
     """A ``runner.Forward``: decode steps by graphs, captured at first use, others kernel by kernel.
 
-    Owns the graphs and the buffers that they read and write. A decode step is copied into the
-    beginning of these. The rows behind it are padding, which sees nothing and is written nowhere.
+    Owns the graphs and the buffers that they read and write. Here a step of 3 rows runs by the
+    graph of 4 rows, where buffers have 8::
+
+        buffers       row 0   row 1   row 2   row 3     row 4 ... row 7
+                      the step's rows         padding   (not read by this graph)
+
+    A row of padding has no context, so attention gives zeros for it, and its slot is -1, so its K
+    and V are not written.
     """
 
     def __init__(
@@ -134,16 +147,16 @@ class DecodeGraphs:
     ) -> None:
         """``forward`` launches a step's kernels one by one; ``sizes`` are :func:`padded_sizes`."""
         self.graphs: dict[int, Launch] = {}
-        """By number of rows."""
+        """By padded number of rows; each launches the kernels of such a step."""
         self._forward = forward
         self._sizes = sizes
         self._capture = capture
         self._device = device
 
+        # The buffers. As yet they hold a step of padding. A graph of fewer rows reads the beginning
+        # of each.
         rows = max(sizes, default=0)
         columns = -(-info.max_model_len // info.block_size)
-        # The buffers: a step of the most rows, all of them padding. A graph of fewer rows reads the
-        # beginning of each.
         self._ids = torch.zeros(rows, dtype=torch.int64, device=device)
         self._indices = torch.arange(rows, device=device)
         self._meta = AttentionMetadata(
@@ -158,31 +171,39 @@ class DecodeGraphs:
             max_context_len=info.max_model_len,
         )
         self._logits: Tensor | None = None
-        """[most rows, vocabulary], from the first capture on."""
+        """The result of all graphs, [most rows, vocabulary]; made with the first of them."""
 
     def __call__(self, ids: Tensor, meta: AttentionMetadata, indices: Tensor) -> Tensor:
         """Logits of a step."""
         rows = len(ids)
-        if self._has_graph_for(rows, meta, indices):
+        if self._can_pad(rows, meta, indices):
             self._load(ids, meta)
+            # The least size that is not below ``rows``.
             size = self._sizes[bisect_left(self._sizes, rows)]
             if self._run(size):
                 assert self._logits is not None
                 return self._logits[:rows]
         return self._forward(ids, meta, indices)
 
-    def _has_graph_for(self, rows: int, meta: AttentionMetadata, indices: Tensor) -> bool:
-        """Whether all rows are decodes without adapters, and not too many."""
-        if meta.max_query_len > 1 or meta.adapted or len(indices) != rows:
+    def _can_pad(self, rows: int, meta: AttentionMetadata, indices: Tensor) -> bool:
+        """Whether the step can run by a graph: its rows are decodes, and not too many."""
+        if meta.max_query_len > 1:
+            return False
+        # Which tokens are under which adapter differs from step to step.
+        if meta.adapted:
+            return False
+        # A graph computes the logits of every row.
+        if len(indices) != rows:
             return False
         return rows <= max(self._sizes, default=0)
 
     def capture_all(self) -> None:
-        """Capture every graph that steps may need. The buffers hold a step of padding."""
+        """Capture every graph that steps may need, over buffers that hold a step of padding."""
         begin = time.monotonic()
         enter_device(self._device)
         with torch.inference_mode():
-            for size in reversed(self._sizes):  # the others fit into what the largest allocates
+            # The largest first: the others fit into the memory that it allocates.
+            for size in reversed(self._sizes):
                 if not self._run(size):
                     break
             synchronize(self._device)
@@ -203,8 +224,10 @@ class DecodeGraphs:
         buffers.block_table[:rows, :columns].copy_(meta.block_table)
 
     def _run(self, size: int) -> bool:
-        """Replay the graph of ``size`` rows, captured first if it is not yet. False, and no graphs
-        from then on, if a module cannot be captured: one that waits for the device, say."""
+        """Replay the graph of ``size`` rows. If there is none yet, it is captured before.
+
+        Returns False if the model cannot be captured. From then on no step runs by a graph.
+        """
         if size not in self.graphs:
             begin = time.monotonic()
             try:
@@ -231,7 +254,8 @@ class DecodeGraphs:
             plans={},
         )
         logits = self._forward(self._ids[:size], meta, self._indices[:size])
-        if self._logits is None:  # in the run before the first capture
+        # In the run before the first capture: what is allocated in a capture belongs to the graphs.
+        if self._logits is None:
             self._logits = logits.new_empty((len(self._ids), logits.shape[1]))
-        # Graphs share the memory of what they compute: this is the one thing that outlives them.
+        # Graphs share the memory of what they compute, so the next one overwrites ``logits``.
         self._logits[:size].copy_(logits)

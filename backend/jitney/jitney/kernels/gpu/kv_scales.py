@@ -1,8 +1,9 @@
 """Scales of a float8 KV cache. Called by ``gpu_accelerator``, once while a runner loads.
 
-A float8_e4m3 reaches from 2^-9 to 448. Each KV head of a layer gets one scale for its keys and one
-for its values; the cache holds ``value / scale``. The scales are found by running some hundred
-tokens over a cache of the model's own dtype and noting the largest magnitudes.
+The magnitudes of float8_e4m3 reach from 2^-9 to 448. Each KV head of a layer gets one scale for its
+keys and one for its values; the cache holds each number divided by its scale. The scales are found
+by running some hundred tokens over a cache of the model's own dtype and noting the largest
+magnitudes.
 """
 
 import torch
@@ -16,10 +17,11 @@ from jitney.execution.reference import ReferenceAttention
 
 _TOKENS = 256
 _MARGIN = 2.0
-"""Other texts may go beyond what was seen. Smaller numbers lose no precision by it."""
+"""A scale leaves room for numbers so many times the largest that was seen: other texts may go
+beyond it. That costs no precision: a float8 has as many bits for smaller numbers."""
 _LARGEST_E4M3 = 448.0
 _SMALLEST = 1e-6
-"""A head that gave only zeros still needs a scale to divide by."""
+"""The least scale. A head that gave only zeros needs one, too, as its numbers are divided by it."""
 
 
 @torch.inference_mode()
@@ -32,7 +34,7 @@ def find_kv_scales(model: LoadedModel, block_size: int) -> list[tuple[Tensor, Te
         model.layers, attention, block_size, model.dtype, model.device, blocks
     )
     row = probe_row(
-        prompt=[0] * count,  # any: the ids that the model gets are those below
+        prompt=[0] * count,  # not used: the model gets the ids below
         start=0,
         count=count,
         block_table=list(range(blocks)),
@@ -52,9 +54,12 @@ def find_kv_scales(model: LoadedModel, block_size: int) -> list[tuple[Tensor, Te
 
 
 def _spread_ids(count: int, model: LoadedModel) -> Tensor:
-    """Tokens far apart in the vocabulary; all different, if it has that many."""
-    # A prime: it has no divisor in common with a size that it does not divide.
-    stride = 7919 if model.vocab_size % 7919 else 1
+    """Token ids far apart in the vocabulary, all different if it has that many."""
+    # Multiples of a stride, modulo the vocabulary's size, repeat early only if the two have a
+    # common divisor. As the stride is a prime, that is so only if it divides the size.
+    stride = 7919
+    if model.vocab_size % stride == 0:
+        stride = 1
     return (torch.arange(count, device=model.device) * stride + 1) % model.vocab_size
 
 

@@ -1,7 +1,10 @@
-"""How much memory a step takes, by making the largest ones, once, while a runner loads.
+"""How much memory a step takes: the largest steps are run once, while a runner loads.
 
-The steps run over a cache of one block, which every entry of their tables names: contexts can be as
-long as the model's although nothing holds them yet. What they compute means nothing.
+They run over a cache of a single block, which is every entry of their block tables. So contexts can
+be as long as the model allows, although there is no cache for them yet. What the steps compute
+means nothing.
+
+Called by ``gpu_accelerator``.
 """
 
 import math
@@ -20,11 +23,10 @@ from jitney.kernels.gpu.graphs import padded_sizes
 from jitney.messages import ModelInfo
 from jitney.sampling_params import SamplingParams
 
-# One decode row has the longest context. The others have this one, so that measuring takes little
-# time.
 _SHORT_CONTEXT = 64
-# Memory of the driver for a graph of some hundred kernels.
+"""The context of all rows of a decode step but one, so that measuring takes little time."""
 _GRAPH_BYTES = 2 << 20
+"""What the driver takes for a graph of some hundred kernels."""
 
 
 def measure_steps(
@@ -32,50 +34,63 @@ def measure_steps(
 ) -> StepMemory:
     """Measure on a CUDA device. ``caches`` have one block, as ``info.num_blocks`` says."""
     runner = TorchRunner(model, caches, info)
+    # If requests may have adapters, every row gets one that adds nothing: its products take memory.
     adapter = None
     if model.sites:
         adapter = runner.make_adapter("", idle_factors(model.sites, config.max_adapter_rank))
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated(model.device)
+    allocated_before = torch.cuda.memory_allocated(model.device)
     torch.cuda.reset_peak_memory_stats(model.device)
+    # First a step as graphs have it: decodes without adapters.
     rows = min(config.max_num_seqs, info.max_num_batched_tokens)
     greedy = SamplingParams(temperature=0.0, seed=0)
     runner.execute(Batch(decode_rows(info, rows, greedy)))
-    decode = torch.cuda.max_memory_reserved(model.device) - before
+    decode_bytes = torch.cuda.max_memory_reserved(model.device) - allocated_before
     for batch in largest_batches(info, config):
         for row in batch.rows:
             row.adapter = adapter
         runner.execute(batch)
     # Reserved, not allocated: gaps between tensors count.
-    activations = torch.cuda.max_memory_reserved(model.device) - before
-    # Free the adapter, which these hold: its memory is counted elsewhere.
+    activations = torch.cuda.max_memory_reserved(model.device) - allocated_before
+    # Free the adapter, which the last batch holds, too: its memory is counted elsewhere.
     del adapter, batch, row
     runner.close()
-    return StepMemory(activations, _graph_bytes(decode, config, info))
+    return StepMemory(activations, _graph_bytes(decode_bytes, config, info))
 
 
-def _graph_bytes(decode: int, config: EngineConfig, info: ModelInfo) -> int:
-    """What all graphs take. They share memory: about ``decode``, what the largest decode step
-    takes."""
+def _graph_bytes(decode_bytes: int, config: EngineConfig, info: ModelInfo) -> int:
+    """What all graphs take. ``decode_bytes`` is what the largest decode step takes."""
     sizes = padded_sizes(config, info)
     if not sizes:
         return 0
-    # Captured in any order, a larger graph may not fit into what the smaller ones left.
-    times = 1 if config.cuda_graphs == "load" else 2
-    return times * decode + len(sizes) * _GRAPH_BYTES
+    # Graphs share memory. If all are captured at the load, the largest comes first, and the others
+    # fit into its memory. If they are captured in any order, a larger one may not fit into what the
+    # smaller ones left.
+    shared_bytes = decode_bytes if config.cuda_graphs == "load" else 2 * decode_bytes
+    return shared_bytes + len(sizes) * _GRAPH_BYTES
 
 
 def largest_batches(info: ModelInfo, config: EngineConfig) -> list[Batch]:
     """The steps that need the most memory: one of as many prompt tokens as the budget allows, all
     with logprobs, and two of as many decodes as fit, with the sampling parameters that take most.
     """
-    prompts = SamplingParams(temperature=0.0, seed=0, prompt_logprobs=1)
-    rows: list[Row] = []
+    # Prompts as long as can be, until the budget is used up.
+    with_logprobs = SamplingParams(temperature=0.0, seed=0, prompt_logprobs=1)
+    prompts: list[Row] = []
     left = info.max_num_batched_tokens
-    while left and len(rows) < config.max_num_seqs:
+    while left and len(prompts) < config.max_num_seqs:
         count = min(left, max(1, info.max_model_len - 1))
-        rows.append(probe_row([0] * count, 0, count, _blocks(info, count), prompts))
+        row = probe_row(
+            prompt=[0] * count,
+            start=0,
+            count=count,
+            block_table=_blocks(info, count),
+            params=with_logprobs,
+        )
+        prompts.append(row)
         left -= count
+    # Two steps of decodes, as it depends on the model which one takes more: one with a penalty and
+    # logprobs, and one that has a top_p without a top_k and so sorts all logits.
     sampled = SamplingParams(
         temperature=1.0,
         top_p=0.9,
@@ -88,7 +103,7 @@ def largest_batches(info: ModelInfo, config: EngineConfig) -> list[Batch]:
     plain = msgspec.structs.replace(sampled, repetition_penalty=1.0, logprobs=None, top_k=0)
     most = min(config.most_samples, info.max_num_batched_tokens)
     return [
-        Batch(rows),
+        Batch(prompts),
         Batch(decode_rows(info, most, sampled)),
         Batch(decode_rows(info, most, plain)),
     ]
@@ -97,9 +112,20 @@ def largest_batches(info: ModelInfo, config: EngineConfig) -> list[Batch]:
 def decode_rows(info: ModelInfo, count: int, params: SamplingParams) -> list[Row]:
     """A decode step of ``count`` rows, of which one has the longest context there can be."""
     longest = info.max_model_len
-    contexts = [longest, *[min(longest, _SHORT_CONTEXT)] * (count - 1)]
-    return [probe_row([0] * n, n - 1, 1, _blocks(info, n), params) for n in contexts]
+    short = min(longest, _SHORT_CONTEXT)
+    rows = []
+    for context in [longest, *[short] * (count - 1)]:
+        row = probe_row(
+            prompt=[0] * context,
+            start=context - 1,
+            count=1,
+            block_table=_blocks(info, context),
+            params=params,
+        )
+        rows.append(row)
+    return rows
 
 
 def _blocks(info: ModelInfo, context: int) -> list[int]:
+    """A block table for so many tokens: block 0 again and again, as there is no other."""
     return [0] * math.ceil(context / info.block_size)

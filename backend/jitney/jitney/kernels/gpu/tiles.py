@@ -1,7 +1,10 @@
 """What the GPU's attention kernels can do, and their tile sizes: a small table by device, dtype and
-head size. Called by ``gpu_accelerator`` and ``gpu_attention``.
+head size.
 
-There is no tuning at run time: a step's speed does not depend on what came before it.
+``attention_tile`` says what a tile is. There is no tuning at run time: a step's speed does not
+depend on what came before it.
+
+Called by ``gpu_accelerator`` and ``gpu_attention``.
 """
 
 from typing import NamedTuple
@@ -9,30 +12,38 @@ from typing import NamedTuple
 import torch
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
+"""Of the cache."""
 _LARGEST_GROUP = 128
+"""Query heads that share a KV head, at most: they must fit into a tile."""
 _LEAST_PART = 256
 """Keys that a part of a context has at least."""
 _LARGE_SHARED_MEMORY = ((8, 0), (9, 0), (10, 0), (10, 3))
-"""Compute capabilities that have at least 163 KiB of shared memory for a program. The others have
-99 KiB."""
+"""Compute capabilities (major, minor) where a program may have at least 163 KiB of shared memory:
+those of A100, H100, B200 and B300. With the others it may have 99 KiB."""
+_TILE_ELEMENTS = 64 * 128
+"""Elements of a key tile of K, and of one of V: 64 keys of 128 elements, or fewer keys of larger
+heads. With 16 bits each, both together are 32 KiB: one stage."""
 
 
 class Tiles(NamedTuple):
-    """Sizes of one attention kernel."""
+    """Sizes of one attention kernel; in brackets, the kernel's names."""
 
     decode_rows: int
-    """Rows of a tile that holds one token: the query heads of a KV head, padded."""
+    """Rows of a tile with one token: the query heads of a KV head, padded (DECODE_ROWS)."""
     chunk_rows: int
-    """Rows of a tile of several tokens: query heads times tokens."""
+    """Rows of a tile with several tokens: query heads times tokens (CHUNK_ROWS)."""
     block_n: int
-    """Keys of a tile."""
+    """Keys of a key tile (BLOCK_N)."""
     warps: int
+    """Warps of a program."""
     stages: int
-    """Tiles of K and V under way at once, the one in use among them."""
+    """Key tiles of K and V that are in shared memory or on their way there, the one in use among
+    them."""
     least_part: int
-    """A part of a context has at least so many keys; the kernels' MIN_PART."""
+    """Keys that a part of a context has at least (MIN_PART)."""
     programs: int
-    """Programs that keep the device busy; contexts are cut into parts where there are fewer."""
+    """Programs that keep the device busy. Where a step of decodes has fewer, contexts are cut into
+    parts."""
 
 
 class TileTable(NamedTuple):
@@ -47,7 +58,8 @@ class TileTable(NamedTuple):
 def why_not(
     device: torch.device, dtype: torch.dtype, head_size: int, num_heads: int, num_kv_heads: int
 ) -> str | None:
-    """Why the kernels cannot run, or None if they can. ``dtype`` is the cache's."""
+    """Why the kernels cannot run, or None if they can. ``dtype`` is the cache's, ``num_heads`` that
+    of query heads."""
     name = str(dtype).removeprefix("torch.")
     if dtype not in _DTYPES:
         known = ", ".join(str(each).removeprefix("torch.") for each in _DTYPES)
@@ -74,7 +86,8 @@ def why_not(
 def tiles_for(
     device: torch.device, dtype: torch.dtype, head_size: int, group: int, batch_invariant: bool
 ) -> TileTable:
-    """The table's line for a device; the interpreter takes that of compute capability 9.0."""
+    """The table's line for a device."""
+    # For the interpreter that of an H100.
     capability = (9, 0)
     processors = 132
     if device.type == "cuda":
@@ -98,15 +111,16 @@ def look_up(
     group: int,
     batch_invariant: bool,
 ) -> TileTable:
-    """The table. ``dtype`` is the cache's, ``group`` the query heads per KV head.
+    """The table. ``dtype`` is the cache's, ``group`` the query heads for each KV head,
+    ``processors`` the device's multiprocessors.
 
-    How the sizes were chosen. A tile of K and one of V, of 64 keys by 128 elements of 16 bits, are
-    32 KiB together: a stage.
+    How the sizes were chosen:
 
-    - A step of decodes waits for memory. Three programs with two stages each share a processor, so
-      100 to 190 KiB are being loaded at any time. That is three times latency times bandwidth.
-    - In a mixed step one program of 8 warps computes 128 rows, so each K and V that comes from L2
-      is used 128 times.
+    - A step of decodes waits for memory. On a multiprocessor there is room for three programs. Each
+      loads up to two stages while it computes a third: together 100 to 190 KiB at any time, where
+      latency times bandwidth is a third of that.
+    - In a mixed step one program of 8 warps computes 128 rows, so each K and V that comes from the
+      L2 cache is used 128 times.
     """
     head_tile = max(64, _power_of_2(head_size))
     decode_rows = max(16, _power_of_2(group))
@@ -117,6 +131,7 @@ def look_up(
     if not batch_invariant:
         return table
     # The same tiles for one token and for many: both run the same instructions in the same order.
+    # Half as many rows as in a mixed step: a decode fills few of them.
     rows = max(table.mixed.chunk_rows // 2, decode_rows)
     tiles = table.mixed._replace(decode_rows=rows, chunk_rows=rows)
     return TileTable(tiles, tiles)
@@ -128,8 +143,9 @@ def _power_of_2(number: int) -> int:
 
 
 def _without_matrix_units(head_tile: int, decode_rows: int, processors: int) -> TileTable:
-    """For float32, whose products are made in registers. ``head_tile``: elements of a head,
-    padded."""
+    """For float32, whose products are computed without matrix units. ``head_tile`` is the elements
+    of a head, padded."""
+    # A row's sums stay in registers: fewer rows of larger heads.
     most_rows = 32 if head_tile <= 128 else 16
     tiles = Tiles(
         decode_rows=decode_rows,
@@ -146,9 +162,8 @@ def _without_matrix_units(head_tile: int, decode_rows: int, processors: int) -> 
 def _with_matrix_units(
     head_tile: int, decode_rows: int, processors: int, capability: tuple[int, int]
 ) -> TileTable:
-    """For 16 and 8 bits. ``head_tile``: elements of a head, padded."""
-    elements = 64 * 128  # of a tile of K: fewer keys of larger heads
-    keys = max(16, elements // head_tile)
+    """For 16 and 8 bits. ``head_tile`` is the elements of a head, padded."""
+    keys = max(16, _TILE_ELEMENTS // head_tile)
     decodes = Tiles(
         decode_rows=decode_rows,
         chunk_rows=decode_rows,
@@ -160,8 +175,10 @@ def _with_matrix_units(
     )
     mixed = decodes._replace(chunk_rows=128, block_n=min(keys, 64), warps=8)
     fewer_rows = max(64, decode_rows)
-    if head_tile == 256 and capability < (9, 0):  # sums of 128 rows would not fit the registers
+    if head_tile == 256 and capability < (9, 0):
+        # The sums of 128 rows would not fit into the registers.
         mixed = mixed._replace(chunk_rows=fewer_rows)
     if capability not in _LARGE_SHARED_MEMORY:
+        # Queries, and K and V of all stages, must fit into 99 KiB.
         mixed = mixed._replace(chunk_rows=fewer_rows, block_n=keys // 2, stages=2)
     return TileTable(decodes, mixed)

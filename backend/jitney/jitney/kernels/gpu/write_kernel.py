@@ -7,30 +7,33 @@ arithmetic is float32; each value is rounded once, when it is stored.
 import triton
 import triton.language as tl
 
-from jitney.kernels.gpu.attention_kernels import row_offset
-from jitney.kernels.gpu.language import INTERPRETED
+from jitney.kernels.gpu.language import INTERPRETED, row_offset
 
 LARGEST_E4M3 = tl.constexpr(448.0)
 
 
 @triton.jit
 def _round_to_e4m3(x):
-    """``x`` rounded to the nearest value of e4m3, ties to even.
+    """Float32 ``x`` rounded to the nearest value of e4m3, ties to even.
 
-    Only for the interpreter, whose own conversion loses the carry into the exponent. It converts
-    what needs no rounding correctly.
+    For the interpreter alone, whose own conversion is wrong where rounding up changes the exponent.
+    What has been rounded here it converts correctly.
     """
+    # Bits 23 to 30 of a float32 are its exponent, plus 127.
     exponent = ((x.to(tl.int32, bitcast=True) >> 23) & 255) - 127
+    # An e4m3 has 3 bits behind the point, and no exponent below -6: so far are neighbours apart.
     step = tl.exp2((tl.maximum(exponent, -6) - 3).to(tl.float32))
-    magic = 12582912.0  # 1.5 * 2**23: the sum has no bits below 1
+    # A float32 of this size has no bits behind the point: adding it rounds to a whole number.
+    magic = 12582912.0  # 1.5 * 2**23
     return (x / step + magic - magic) * step
 
 
 @triton.jit
-def _store(cache, offset, x, real, scale, head, is_head):
-    """Store into the cache. If it has scales, divide by the head's and clamp to e4m3's range."""
+def _store(cache, offset, x, real, scale, head, real_head):
+    """Store float32 ``x`` [heads, elements] in the cache, where ``real``. If the cache has scales,
+    divide by each head's and clamp to e4m3's range before."""
     if scale is not None:
-        x = x / tl.load(scale + head, is_head, other=1.0)[:, None]
+        x = x / tl.load(scale + head, real_head, other=1.0)[:, None]
         x = tl.clamp(x, -LARGEST_E4M3, LARGEST_E4M3)
         if INTERPRETED:
             x = _round_to_e4m3(x)
@@ -57,14 +60,16 @@ def write_kernel(
     BLOCK_SIZE: tl.constexpr,
     HEADS_OF_PROGRAM: tl.constexpr,
 ):
-    """Programs (T, KV heads / HEADS_OF_PROGRAM, rounded up)."""
+    """Programs (T, KV_HEADS / HEADS_OF_PROGRAM, rounded up): each writes one token's K and V for
+    HEADS_OF_PROGRAM heads."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if slot >= 0:
         head = tl.program_id(1) * HEADS_OF_PROGRAM + tl.arange(0, HEADS_OF_PROGRAM)
         element = tl.arange(0, HEAD_TILE)
-        is_head = head < KV_HEADS
-        real = is_head[:, None] & (element < HEAD_SIZE)[None, :]
+        # Both are powers of 2, so a program may have heads and elements that there are not.
+        real_head = head < KV_HEADS
+        real = real_head[:, None] & (element < HEAD_SIZE)[None, :]
 
         block = slot // BLOCK_SIZE
         row = row_offset(block, head, slot % BLOCK_SIZE, KV_HEADS, BLOCK_SIZE, PADDED)
@@ -72,8 +77,8 @@ def write_kernel(
 
         key_offset = token * key_token_stride + head * key_head_stride
         k = tl.load(key + key_offset[:, None] + element[None, :], real, other=0.0)
-        _store(key_cache, target, k.to(tl.float32), real, key_scale, head, is_head)
+        _store(key_cache, target, k.to(tl.float32), real, key_scale, head, real_head)
 
         value_offset = token * value_token_stride + head * value_head_stride
         v = tl.load(value + value_offset[:, None] + element[None, :], real, other=0.0)
-        _store(value_cache, target, v.to(tl.float32), real, value_scale, head, is_head)
+        _store(value_cache, target, v.to(tl.float32), real, value_scale, head, real_head)
