@@ -1,14 +1,14 @@
 """The RMS norm and the rotary embedding of each row of a step, as a Numba kernel, and its calls.
 
 A row is the heads of one token side by side, as the product of query, key and value gives them.
-Each query head and each key head is normed, if the model has such norms. Then the first elements of
-the head, ``rotary_size`` of them, are rotated::
+Each query head and each key head is normalised, if the model has such norms. Then the first
+elements of the head, ``rotary_size`` of them, are rotated::
 
     | query head 0 | query head 1 | ... | key head 0 | ... | values (left alone) |
       norm, rotate   norm, rotate         norm, rotate
 
-A plain norm is the same with one query head, as wide as the whole row, with no key heads and a
-``rotary_size`` of 0.
+The norm of whole rows, before attention or an MLP, is the same with one query head, as wide as the
+row, with no key heads and a ``rotary_size`` of 0.
 
 Loops: items of some rows, rows, heads, vectors of 16 elements. A row is computed by one thread in a
 fixed order, whatever the batch: it is read twice, from the first-level cache the second time.
@@ -173,7 +173,8 @@ def rotate_head(tag, head, cos, sin, rotary):
 
 @inner
 def finish_heads(tag, call, row, out, heads, scale, angle_offset):
-    """Norm and rotate so many heads, which lie side by side at ``row``, and write them to ``out``.
+    """Normalise and rotate so many heads, which lie side by side at ``row``, and write them to
+    ``out``.
 
     ``scale`` is the address of the norm's weights. If it is 0 there is no norm, and ``out`` is
     ``row``.
@@ -285,10 +286,9 @@ class CpuHeadAttention:
             wide=form.wide_norms,
         )
         if form.norms is not None:
-            query, key = form.norms
-            self._call.epsilon = query.epsilon
-            self._call.query_scale = query.scale.data_ptr()
-            self._call.key_scale = key.scale.data_ptr()
+            self._call.epsilon = form.norms.query.epsilon
+            self._call.query_scale = form.norms.query.scale.data_ptr()
+            self._call.key_scale = form.norms.key.scale.data_ptr()
 
     def __call__(self, qkv: Tensor, cos: Tensor, sin: Tensor, paged: PagedFunction) -> Tensor:
         """See :data:`fused.forms.AttentionKernel`. All are in the dtype of the model."""
@@ -297,7 +297,7 @@ class CpuHeadAttention:
         return paged(self.form.call(query, key, value))
 
     def rotate(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Norm and rotate query and key heads in place."""
+        """Normalise and rotate query and key heads in place."""
         # The kernel has one stride for both, and reads neighbouring elements.
         if cos.stride() != sin.stride() or cos.stride(1) != 1:
             cos = cos.contiguous()

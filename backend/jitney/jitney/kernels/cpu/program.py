@@ -8,16 +8,16 @@ the names are those of ``program_list.Activations``::
 
     states   -> norm                        -> normed
     normed   -> product "qkv"               -> qkv
-    qkv      -> norm and rotate heads       -> qkv
+    qkv      -> norms and rotary embedding  -> qkv
     qkv      -> write K and V, then attend  -> attended
     attended -> product "output" + states   -> middle
     middle   -> norm                        -> normed
     normed   -> product "gated"             -> inside
     inside   -> product "down" + middle     -> states, the input of the next layer
 
-then the last norm of the rows that are asked for, and the head. Where a product takes another form
-of x, a rounding kernel stands before it. If there are adapters, two kernels stand before each
-product (``adapter_kernel``).
+Behind all layers come the last norm and the head, of the rows whose logits are asked for. If a
+product takes another form of its input, a rounding kernel stands before it. If there are adapters,
+two kernels stand before each product (``adapter_kernel``).
 
 Called by ``fused``'s whole model for each step, through what ``layer_kernels`` gives. One engine's
 thread calls it; activations are kept between calls. Imported only where Numba is.
@@ -160,7 +160,7 @@ class LayerProgram:
         # The table of angles has no later positions.
         if paged.meta.max_context_len > self._table.shape[0]:
             return False
-        # Same addresses, same caches: as long as they are held here, nobody else gets that memory.
+        # Same addresses, same caches: ours are held here, so no others can have their memory.
         theirs = [cache.keys.data_ptr() for cache in paged.layers]
         ours = [cache.keys.data_ptr() for cache in self._caches]
         if theirs == ours:
@@ -177,8 +177,8 @@ class LayerProgram:
     def __call__(self, ids: Tensor, rows: Tensor, paged: PagedFunction) -> Tensor | None:
         """Run a step; None if it is not one that the program can run.
 
-        ``ids`` are the step's T tokens, ``rows`` the indices among them of those whose logits are
-        asked for, both int64. Returns the logits, [rows, vocabulary].
+        ``ids`` are the step's T tokens, ``rows`` the indices of those whose logits are asked for,
+        both int64. Returns the logits, [rows, vocabulary].
         """
         if not self.adopt(paged):
             return None
@@ -192,7 +192,7 @@ class LayerProgram:
         activations.indices[1, :num_asked] = rows
         memory.kernels[:, COUNTERS] = 0
         memory.kernels[: memory.num_layer_kernels, COUNT] = tokens
-        # Behind the layers, only the rows that are asked for.
+        # Behind the layers, only the rows whose logits are asked for.
         memory.kernels[memory.num_layer_kernels :, COUNT] = num_asked
         # Attention and adapters count items, not tokens: they set their own counts.
         if memory.adapted is not None:

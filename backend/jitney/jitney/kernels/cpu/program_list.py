@@ -51,15 +51,15 @@ class Activations:
     middle: Tensor
     """A layer's input plus the output of its attention."""
     normed: Tensor
-    """The result of the last norm. Behind all layers, only of the rows that are asked for."""
+    """The result of the last norm: behind all layers, of the rows whose logits are asked for."""
     qkv: Tensor
     attended: Tensor
     """The result of attention, of all heads."""
     inside: Tensor
     """activation(gate) * up, inside the MLP."""
     indices: Tensor
-    """int64 [2, tokens]: the position of each token; and the indices of the rows that are asked
-    for."""
+    """int64 [2, tokens]: the position of each token; and the indices of the rows whose logits are
+    asked for."""
     rounded: Tensor
     """uint8: rows in another form before a product (``rounding_kernel``)."""
 
@@ -187,7 +187,7 @@ class KernelList:
         self._add_product(number, "down", x=inside, out=states, other=middle)
 
     def add_end(self, norm: Any, head: Any) -> None:
-        """The last norm, of the rows that are asked for, and the head if it is one of ours."""
+        """The last norm, of the rows whose logits are asked for, and the head if it is ours."""
         states = self.activations.states.data_ptr()
         normed = self.activations.normed.data_ptr()
         asked = self.activations.indices[1].data_ptr()
