@@ -11,7 +11,7 @@ from jitney.messages import Submit
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class RequestNeeds:
     """What a request needs in the worst case."""
 
     max_output: int
@@ -26,7 +26,7 @@ class Needs:
 
 def needs_of(
     message: Submit, config: EngineConfig, *, num_blocks: int, max_model_len: int, max_running: int
-) -> Needs:
+) -> RequestNeeds:
     """Work out the needs. Raises InvalidArgumentError, with the numbers, if an empty cache could
     not hold the request.
 
@@ -60,4 +60,4 @@ def needs_of(
             f"needs {blocks:,} KV blocks of {block_size}, but the cache has {num_blocks:,} "
             f"({num_blocks * block_size:,} tokens)"
         )
-    return Needs(max_output, sequence_blocks, request_blocks)
+    return RequestNeeds(max_output, sequence_blocks, request_blocks)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from jitney.core.kv_cache import KvCache
 from jitney.core.live import LiveRequests
-from jitney.core.request import Request, Sequence, State, by_rank
+from jitney.core.request import Request, Sequence, SequenceState, by_rank
 
 
 def integrity_checks(live: LiveRequests, num_held: int) -> Iterator[None]:
@@ -31,19 +31,19 @@ def integrity_checks(live: LiveRequests, num_held: int) -> Iterator[None]:
 def _check_request(request: Request, kv: KvCache) -> None:
     states = [sequence.state for sequence in request.sequences]
     forks_due = request.forks_due
-    not_ended = len(states) - states.count(State.ENDED)
+    not_ended = len(states) - states.count(SequenceState.ENDED)
     key = request.message.key
     assert request.num_live == forks_due + not_ended
     assert request.num_live > 0, f"request {key} has ended but is still here"
     assert forks_due == 0 or request.first_token is None, f"request {key} did not fork"
-    assert request.num_running == states.count(State.RUNNING)
+    assert request.num_running == states.count(SequenceState.RUNNING)
     for sequence in request.sequences:
         _check_sequence(sequence, kv)
 
 
 def _check_sequence(sequence: Sequence, kv: KvCache) -> None:
     assert sequence.num_tokens == len(sequence.prompt) + len(sequence.output)
-    if sequence.state is State.RUNNING:
+    if sequence.state is SequenceState.RUNNING:
         planned = sequence.num_planned
         capacity = len(sequence.table) * kv.block_size
         assert sequence.num_computed < sequence.num_tokens, "nothing is left to compute"
@@ -52,12 +52,12 @@ def _check_sequence(sequence: Sequence, kv: KvCache) -> None:
         assert sequence.num_cached_blocks <= sequence.num_computed // kv.block_size
     else:
         assert not sequence.table, "a sequence that does not run holds blocks"
-    if sequence.state is State.WAITING:
+    if sequence.state is SequenceState.WAITING:
         nothing_computed = sequence.num_computed == sequence.num_planned == 0
         assert nothing_computed, "a sequence without blocks has nothing computed"
 
 
-def _in_state(live: LiveRequests, state: State) -> list[Sequence]:
+def _in_state(live: LiveRequests, state: SequenceState) -> list[Sequence]:
     """All sequences in a state, by rank."""
     found = []
     for request in live.requests.values():
@@ -66,7 +66,7 @@ def _in_state(live: LiveRequests, state: State) -> list[Sequence]:
 
 
 def _check_running(live: LiveRequests) -> None:
-    running = _in_state(live, State.RUNNING)
+    running = _in_state(live, SequenceState.RUNNING)
     assert running == live.running, "running is out of order or incomplete"
     assert len(running) <= live.admission.max_running, "more sequences run than may"
     by_tier = Counter(one.request.tier for one in running)
@@ -82,7 +82,7 @@ def _check_running(live: LiveRequests) -> None:
 
 def _check_waiting(live: LiveRequests, num_held: int) -> None:
     queued = sorted(live.admission.waiting(), key=by_rank)
-    assert queued == _in_state(live, State.WAITING), "a queue is incomplete"
+    assert queued == _in_state(live, SequenceState.WAITING), "a queue is incomplete"
     never_admitted = [one for one in live.requests.values() if one.first_scheduled is None]
     assert live.admission.num_queued == len(never_admitted) + num_held
 

@@ -17,7 +17,7 @@ from jitney.batch import Batch, Row
 from jitney.core.deadlines import Deadlines
 from jitney.core.kv_cache import KvCache
 from jitney.core.policy.seam import Admission
-from jitney.core.request import Request, Sequence, State, by_rank, remove_ranked
+from jitney.core.request import Request, Sequence, SequenceState, by_rank, remove_ranked
 from jitney.core.step_in_flight import DeferredFree, StepInFlight
 from jitney.messages import Finished
 
@@ -57,26 +57,26 @@ class LiveRequests:
         self.requests[message.key] = request
         self.deadlines.add(message)
         for sequence in request.sequences:
-            if sequence.state is State.WAITING:
+            if sequence.state is SequenceState.WAITING:
                 self.wait(sequence, message.arrival)
 
     def wait(self, sequence: Sequence, since: float) -> None:
         """Put a sequence without blocks into the queue, where it stays until it is admitted or
         ends."""
-        sequence.state = State.WAITING
+        sequence.state = SequenceState.WAITING
         sequence.waiting_since = since
         self.admission.add(sequence)
 
     def admit(self, sequence: Sequence, table: list[int], num_computed: int, now: float) -> None:
         """Run ``sequence`` on ``table``. Its first ``num_computed`` tokens are written, and the
         blocks that these fill have been offered to the prefix cache."""
-        assert sequence.state is State.WAITING
+        assert sequence.state is SequenceState.WAITING
         self.admission.remove(sequence)
         sequence.table = table
         sequence.num_computed = num_computed
         sequence.num_planned = num_computed
         sequence.num_cached_blocks = num_computed // self.kv.block_size
-        sequence.state = State.RUNNING
+        sequence.state = SequenceState.RUNNING
         insort(self.running, sequence, key=by_rank)
         self.reserved_blocks += sequence.reserved_blocks
         request = sequence.request
@@ -92,7 +92,7 @@ class LiveRequests:
         output, except for what is still cached then. Never called for a sequence in flight."""
         assert sequence.num_planned == sequence.num_computed, "a step in flight computes it"
         # A new fork for whose copy no block is free does not run yet.
-        if sequence.state is State.RUNNING:
+        if sequence.state is SequenceState.RUNNING:
             self._leave_running(sequence)
         self._give_up_table(sequence)
         sequence.num_computed = 0
@@ -105,20 +105,20 @@ class LiveRequests:
 
     def end(self, sequence: Sequence) -> None:
         """A live sequence leaves its queue and frees its blocks."""
-        assert sequence.state is not State.ENDED
-        if sequence.state is State.RUNNING:
+        assert sequence.state is not SequenceState.ENDED
+        if sequence.state is SequenceState.RUNNING:
             self._leave_running(sequence)
         else:
             self.admission.remove(sequence)
         self._give_up_table(sequence)
-        sequence.state = State.ENDED
+        sequence.state = SequenceState.ENDED
         sequence.grammar = None
         sequence.request.num_live -= 1
 
     def close(self, request: Request) -> None:
         """End the live sequences of a request and forget it."""
         for sequence in request.sequences:
-            if sequence.state is not State.ENDED:
+            if sequence.state is not SequenceState.ENDED:
                 self.end(sequence)
         message = request.message
         del self.requests[message.key]

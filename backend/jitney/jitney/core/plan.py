@@ -34,7 +34,7 @@ from jitney.config import EngineConfig
 from jitney.core.live import LiveRequests
 from jitney.core.lookahead import Lookahead
 from jitney.core.policy.choose import Policies
-from jitney.core.request import Request, Sequence, State
+from jitney.core.request import Request, Sequence, SequenceState
 from jitney.core.step_in_flight import StepInFlight
 from jitney.core.step_plan import StepPlan
 from jitney.messages import StepStats
@@ -115,7 +115,7 @@ class Planner:
         prefills = self._plan_decodes(plan)
         for sequence in prefills:
             # A decode that needed a block may have preempted it meanwhile.
-            if sequence.state is State.RUNNING:
+            if sequence.state is SequenceState.RUNNING:
                 self._plan_chunk(plan, sequence, plan.tokens_left)
         # A step that preempts admits nobody, because blocks are short. But if a sequence that ran
         # alone preempted itself, nothing runs any more, and the step would be empty.

@@ -15,7 +15,7 @@ from jitney.core.kv_cache import block_hash, root_hash
 from jitney.messages import Logprob, Submit, Timing
 
 
-class State(enum.Enum):
+class SequenceState(enum.Enum):
     """Where a sequence is: in the waiting queue, holding blocks, or over."""
 
     WAITING = enum.auto()
@@ -83,7 +83,7 @@ class Request:
             sequence.num_tokens += len(emitted.ids)
             sequence.cumulative_logprob = emitted.cumulative_logprob
             if emitted.ended:
-                sequence.state = State.ENDED
+                sequence.state = SequenceState.ENDED
                 self.num_live -= 1
             elif sequence.grammar is not None:
                 sequence.grammar.accept(sequence.output)
@@ -240,7 +240,7 @@ class Sequence:
     reserved_blocks: int = field(default=0, init=False)
     """Blocks reserved while it runs. With ``eviction: never``, and in a resumed request only: its
     sequences share no prompt, so each reserves its own and the request none."""
-    state: State = field(default=State.WAITING, init=False)
+    state: SequenceState = field(default=SequenceState.WAITING, init=False)
     waiting_since: float = field(default=0.0, init=False)
     """If it waits: when the request arrived, or when it was preempted or forked."""
     level: int = field(default=0, init=False)

@@ -25,7 +25,7 @@ import msgspec
 
 from jitney.batch import Adapter, Batch, Grammar, Row, StepOutput
 from jitney.config import EngineConfig
-from jitney.core.admission import Needs, needs_of
+from jitney.core.admission import RequestNeeds, needs_of
 from jitney.core.held import HeldRequests
 from jitney.core.integrity import integrity_checks
 from jitney.core.kv_cache import KvCache
@@ -34,7 +34,7 @@ from jitney.core.outcome import Outcome, final_event
 from jitney.core.plan import Planner
 from jitney.core.policy.choose import choose_policies
 from jitney.core.policy.seam import Terms
-from jitney.core.request import Request, Sequence, State
+from jitney.core.request import Request, Sequence, SequenceState
 from jitney.core.step_in_flight import StepInFlight
 from jitney.errors import DeadlineExceededError, InvalidArgumentError, JitneyError, UnavailableError
 from jitney.messages import Cancelled, Event, Failed, FinishReason, StepStats, Submit, Tokens
@@ -188,7 +188,7 @@ class Scheduler:
         if request is None or not 0 <= index < len(request.sequences):
             return []
         sequence = request.sequences[index]
-        if sequence.state is State.ENDED or not sequence.output:
+        if sequence.state is SequenceState.ENDED or not sequence.output:
             return []
         events: list[Event] = [self._end(sequence, "stop")]
         if not request.num_live:
@@ -225,7 +225,7 @@ class Scheduler:
                 events.append(_nothing_made(request.message, where))
                 continue
             for sequence in request.sequences:
-                if sequence.state is not State.ENDED:
+                if sequence.state is not SequenceState.ENDED:
                     events.append(self._end(sequence, "deadline"))
             events.append(self.live.finish(request, now))
         return events
@@ -295,7 +295,7 @@ class Scheduler:
 
     # ------------------------------------------------------------------ parts
 
-    def _accept(self, message: Submit, terms: Terms) -> Needs:
+    def _accept(self, message: Submit, terms: Terms) -> RequestNeeds:
         """Work out what a request needs, and count it as queued unless it was held, and so is
         counted already. Raises InvalidArgumentError if an empty cache could not hold it,
         UnavailableError if the queue is full."""
