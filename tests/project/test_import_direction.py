@@ -218,6 +218,15 @@ def test_imports_point_downward_inside_every_room() -> None:
     assert found == [], f"these import each other: {' -> '.join(found)}"
 
 
+def test_a_policy_knows_requests_and_blocks_and_nothing_else_of_the_core() -> None:
+    known = ("jitney.core.policy.", "jitney.core.request.", "jitney.core.kv_cache.")
+    for module, path in modules().items():
+        if module.startswith("jitney.core.policy."):
+            of_core = [name for name in names_in(path) if name.startswith("jitney.core.")]
+            upward = [name for name in of_core if not name.startswith(known)]
+            assert upward == [], module
+
+
 @pytest.mark.parametrize("room", MAY_IMPORT)
 def test_each_room_is_refused_every_room_that_is_not_below_it(room: str) -> None:
     """The check itself, rule by rule: an import of each other room must be caught."""

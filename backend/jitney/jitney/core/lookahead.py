@@ -7,8 +7,7 @@ blocks that others will need stay free. Called by the planner.
 """
 
 from jitney.core.live import LiveRequests
-from jitney.core.policy.choose import Policies
-from jitney.core.policy.seam import DraftChoice
+from jitney.core.policy.seam import DraftChoice, Policies
 from jitney.core.request import Sequence
 
 

@@ -33,7 +33,7 @@ What may shape a step beside rank and budget is asked of ``policy``.
 from jitney.config import EngineConfig
 from jitney.core.live import LiveRequests
 from jitney.core.lookahead import Lookahead
-from jitney.core.policy.choose import Policies
+from jitney.core.policy.seam import Policies
 from jitney.core.request import Request, Sequence, SequenceState
 from jitney.core.step_in_flight import StepInFlight
 from jitney.core.step_plan import StepPlan

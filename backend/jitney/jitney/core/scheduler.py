@@ -252,7 +252,7 @@ class Scheduler:
         """Complete the oldest step in flight and apply its output: new tokens, ends, full blocks,
         forks. ``seconds`` is how long the device took; 0 if that was not measured."""
         step = self.live.complete(batch)
-        self.policies.note_step(step, output, seconds=seconds, now=now)
+        self.policies.note_step(batch, output, target=step.target, seconds=seconds, now=now)
         outcome = Outcome(
             self.live, self._counts, caching=self.config.prefix_caching, now=now, events=[]
         )

@@ -1,36 +1,14 @@
 """Which policies an engine runs by, from its options. The scheduler calls :func:`choose_policies`
 once; what is not set is answered by an object of ``plain``."""
 
-from dataclasses import dataclass
-
-from jitney.batch import StepOutput
 from jitney.config import EngineConfig
 from jitney.core.kv_cache import KvCache
 from jitney.core.policy.cost import StepCost
 from jitney.core.policy.pace import Pace
 from jitney.core.policy.plain import ByRank, NoCosts, NoDrafts, NoLimits
-from jitney.core.policy.seam import Admission, CostModel, DraftPolicy, StepLimits
+from jitney.core.policy.seam import Admission, DraftPolicy, Policies, StepLimits
 from jitney.core.policy.speculation import Speculation
 from jitney.core.policy.tiers import TierAdmission, TierCounts
-from jitney.core.step_in_flight import StepInFlight
-
-
-@dataclass(frozen=True, slots=True)
-class Policies:
-    """The objects that answer the questions of the seam, one for each Protocol."""
-
-    admission: Admission
-    limits: StepLimits
-    drafts: DraftPolicy
-    cost: CostModel
-
-    def note_step(
-        self, step: StepInFlight, output: StepOutput, *, seconds: float, now: float
-    ) -> None:
-        """A step is complete: learn from it. ``seconds`` that it took; 0 if not measured."""
-        self.drafts.note_rows(step.batch.rows)
-        self.cost.note_step(step.batch, output, seconds)
-        self.limits.note_step(step.target, now)
 
 
 def choose_policies(

@@ -194,4 +194,30 @@ class CostModel(Protocol):
     """Learns what a step costs."""
 
     def note_step(self, batch: Batch, output: StepOutput, seconds: float) -> None:
-        """A step is complete. ``seconds`` that it took; 0 if that was not measured."""
+        """A step is complete. ``seconds``: how long it took, 0 if that was not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policies:
+    """The policies of one engine, one object for each Protocol. ``choose`` makes them."""
+
+    admission: Admission
+    limits: StepLimits
+    drafts: DraftPolicy
+    cost: CostModel
+
+    def note_step(
+        self,
+        batch: Batch,
+        output: StepOutput,
+        *,
+        target: float | None,
+        seconds: float,
+        now: float,
+    ) -> None:
+        """A step is complete: tell the policies that learn from it. ``target`` is what
+        ``limits.target`` was when the step was planned. ``seconds``: how long the step took, 0 if
+        that was not measured."""
+        self.drafts.note_rows(batch.rows)
+        self.cost.note_step(batch, output, seconds)
+        self.limits.note_step(target, now)
