@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 from jitney.core.policy.cost import StepCost, StepShape
-from jitney.core.policy.least_squares import dot, fit
+from jitney.core.policy.least_squares import Point, dot, fit
 
 TRUE = StepShape(steps=8e-3, chunked=1e-3, tokens=0.1e-3, samples=0.2e-3, context=0.3e-6)
 
@@ -82,15 +82,15 @@ def test_a_step_that_took_no_time_is_none() -> None:
 
 
 def test_no_weight_is_negative() -> None:
-    rows = [((1.0, 1.0), 1.0, 1.0), ((1.0, 2.0), 0.5, 1.0), ((1.0, 3.0), 0.2, 1.0)]
-    weights = fit(rows, before=(0.0, 0.0), precision=(1e-9, 1e-9))
+    points = [Point((1.0, x), y, 1.0) for x, y in ((1.0, 1.0), (2.0, 0.5), (3.0, 0.2))]
+    weights = fit(points, before=(0.0, 0.0), precision=(1e-9, 1e-9))
     assert weights[1] == 0.0
     assert weights[0] == pytest.approx(1.7 / 3, rel=1e-6)
 
 
 def test_a_weight_that_no_step_tells_stays() -> None:
-    rows = [((1.0, 0.0), 2.0, 1.0)]
-    weights = fit(rows, before=(0.5, 0.7), precision=(1e-9, 1e-9))
+    points = [Point((1.0, 0.0), 2.0, 1.0)]
+    weights = fit(points, before=(0.5, 0.7), precision=(1e-9, 1e-9))
     assert weights == pytest.approx([2.0, 0.7])
     assert dot(weights, (1.0, 1.0)) == pytest.approx(2.7)
 
@@ -115,6 +115,19 @@ def test_what_a_draft_model_costs_does_not_fade_while_it_is_not_asked() -> None:
     assert after.drafted + after.drafts <= before.drafted + before.drafts
 
 
+def test_what_drafts_add_is_judged_by_what_is_known_of_plain_steps_by_now() -> None:
+    """The first steps have drafts: what they take is not the drafts' alone, as later steps show."""
+    cost = StepCost()
+    plain = shape_of(8)
+    drafting = plain._replace(drafted=8, drafts=16)
+    for _ in range(3):
+        cost.add(drafting, seconds_of(plain) + 2e-3)
+    for shape in shapes(64):
+        cost.add(shape, seconds_of(shape))
+    cost.add(drafting, seconds_of(plain) + 2e-3)  # the fourth: their weights are fitted anew
+    assert cost.seconds(drafting) - cost.seconds(plain) == pytest.approx(2e-3, rel=0.1)
+
+
 def test_a_weight_that_no_step_tells_stays_as_it_was() -> None:
-    rows = [((1.0, 0.0), 2.0, 1.0)]
-    assert fit(rows, before=[0.0, 5.0], precision=[1e-6, 1e-6]) == pytest.approx([2.0, 5.0])
+    points = [Point((1.0, 0.0), 2.0, 1.0)]
+    assert fit(points, before=[0.0, 5.0], precision=[1e-6, 1e-6]) == pytest.approx([2.0, 5.0])

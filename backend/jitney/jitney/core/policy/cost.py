@@ -1,41 +1,43 @@
-"""What a step costs: a sum over its shape, with weights that are fitted to measured steps.
+"""What a step costs: seconds as a sum over the step's shape, with weights learned from steps.
 
-    seconds = w0 + w1 * chunked + w2 * tokens + w3 * samples + w4 * context, and what drafts add
+    seconds = w0 + w1 * chunked + w2 * tokens + w3 * samples + w4 * context
+              + five more terms for drafts and for a draft model
 
 Weights are fitted after 1, 2, 4, … 64 steps. Then they stay until predictions are off: until 16
 steps with chunks, or 16 without, took in the mean 3 % more or less than was predicted.
 
-A fit minimizes the squared *relative* error over the last 256 steps. So a step that something else
-delayed changes little. Weights that these steps do not determine stay as they were: a batch that is
-full for an hour does not forget what a step of one row takes. Where two fields always grow
-together, such as tokens and samples while all rows are decodes, their weights share the seconds. No
-weight is negative.
+A fit minimizes the squared *relative* error over the last 256 steps, so a step that something else
+delayed changes little. A weight that these steps do not determine stays as it was: a batch that is
+full for an hour does not forget what a step of one row takes. If two fields always grow together,
+such as tokens and samples while all rows are decodes, their weights share the seconds. No weight is
+negative.
 
-The weights of drafts and of a draft model are fitted to steps that have drafts, the other weights
-to all other steps. So the prediction for a step without drafts depends on such steps alone. While
-no step has drafts, the weights of drafts fade. Otherwise, if something else delayed the first step
-with drafts, drafts would seem too dear ever to be tried again.
+The weights of drafting are fitted to steps with drafts or a draft model, the *plain* weights to all
+other steps. So the prediction for a plain step depends on plain steps alone. While no step has
+drafts, the weights of drafts fade. Otherwise, if something else delayed the first step with drafts,
+drafts would seem too dear ever to be tried again.
 
-No clock here: whoever has one passes the seconds in.
+No clock here: the caller measures the seconds.
 """
 
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jitney.batch import Batch, RowOutput, StepOutput
-from jitney.core.policy.least_squares import Vector, dot, fit
+from jitney.core.policy.least_squares import Point, Vector, dot, fit
+from jitney.messages import Batch, RowOutput, StepOutput
 
 _OFF = 0.03  # mean relative error above which weights are fitted anew
-_CHECKED = 16  # latest steps, with chunks or without, of whose errors that is the mean
+_CHECKED = 16  # latest steps of whose errors that is the mean
 _WARM_UP = 64  # first steps, in which weights are fitted whenever their number has doubled
 _RECENT = 256  # latest steps, to which weights are fitted
 _PRECISION = 1e-3  # how much the weights before a fit count in it, compared with a measured step
-_FADING = 1 / 400  # of the weights of drafts, the part that a step without drafts takes away
+_FADING = 1 / 400  # part of a draft's weight that a step without drafts takes away
 
 
 class StepShape(NamedTuple):
-    """What a step's seconds depend on. Drafts do not count among tokens, samples and context."""
+    """What a step's seconds depend on. The first five fields are the *plain* ones, in which drafts
+    do not count. The other five describe drafting."""
 
     steps: float = 1.0
     chunked: float = 0.0
@@ -66,23 +68,22 @@ class StepShape(NamedTuple):
             tokens=tokens,
             samples=sum(len(row.sample) for row in rows),
             context=sum(row.end for row in rows) - drafts,
-            drafted=sum(row.drafts > 0 for row in rows),
+            drafted=len([row for row in rows if row.drafts]),
             drafts=drafts,
-            asked=sum(one.read > 0 for one in outputs),
-            passes=max((len(one.proposal) for one in outputs), default=0),
-            read=sum(one.read for one in outputs),
+            asked=len([output for output in outputs if output.read]),
+            passes=max((len(output.proposal) for output in outputs), default=0),
+            read=sum(output.read for output in outputs),
         )
 
 
-_PLAIN = 5
-"""The first 5 fields of a shape describe a step without drafts."""
-_FADED = 2
-"""Of the fields of drafting, ``drafted`` and ``drafts`` fade while no step has drafts, so that
-drafts are tried again. What a draft model costs stays: asking it must not look cheap unasked."""
-# Counted in these units, the fields have weights of about one size. Where the steps do not tell
-# fields apart, those that are large in their units take more of the seconds: so what a draft model
-# has read takes more of them than how many rows asked it.
-_UNITS = StepShape(
+_NUM_PLAIN = 5
+"""How many fields of a shape are plain."""
+_NUM_FADING = 2
+"""How many weights of drafting fade: ``drafted`` and ``drafts``. What a draft model costs does not
+fade: it must not look cheaper with each step in which it is not asked."""
+# The typical size of each field. If the steps do not tell two fields apart, a fit gives more of the
+# seconds to the one that is larger, compared with this: more to `read` than to `asked`.
+_TYPICAL = StepShape(
     steps=1.0,
     chunked=1.0,
     tokens=100.0,
@@ -100,8 +101,8 @@ class StepCost:
     """Learns from one engine's steps. A ``CostModel``."""
 
     def __init__(self) -> None:
-        self._plain = _Fitted(_UNITS[:_PLAIN])
-        self._drafting = _Fitted(_UNITS[_PLAIN:])
+        self._plain = _Fitted(_TYPICAL[:_NUM_PLAIN])
+        self._drafting = _Fitted(_TYPICAL[_NUM_PLAIN:], plain=self._plain)
         self.weights: StepShape | None = None
         """Seconds for one of each field, none negative. None before any step was measured."""
 
@@ -109,17 +110,18 @@ class StepCost:
         self.add(StepShape.of(batch, output.rows), seconds)
 
     def add(self, shape: StepShape, seconds: float) -> None:
-        """Learn from a measured step. Steps that took no time were not measured."""
+        """Learn from a step that took ``seconds``. If these are 0, it was not measured."""
         if seconds <= 0.0:
             return
-        plain = shape[:_PLAIN]
-        drafting = shape[_PLAIN:]
+        plain = shape[:_NUM_PLAIN]
+        drafting = shape[_NUM_PLAIN:]
         if any(drafting):
-            added = seconds - dot(self._plain.weights, plain)
-            self._drafting.add(drafting, added, seconds)
+            step = _MeasuredStep(seconds, fields=drafting, plain=plain)
+            self._drafting.add(step, apart=shape.drafts > 0)
         else:
-            self._plain.add(plain, seconds, seconds)
-            self._drafting.fade(_FADED)
+            step = _MeasuredStep(seconds, fields=plain)
+            self._plain.add(step, apart=shape.chunked > 0)
+            self._drafting.fade(_NUM_FADING)
         self.weights = StepShape(*self._plain.weights, *self._drafting.weights)
 
     def seconds(self, shape: StepShape) -> float:
@@ -127,38 +129,42 @@ class StepCost:
         return 0.0 if self.weights is None else dot(self.weights, shape)
 
 
-class _Measured(NamedTuple):
-    """One measured step."""
+class _MeasuredStep(NamedTuple):
+    """A step that was measured, as one of the two fits keeps it."""
 
-    shape: Vector
-    added: float
-    """Seconds that these fields of the shape added to the step."""
-    step: float
-    """Seconds of the whole step, to which errors are relative."""
+    seconds: float
+    """Of the whole step. Errors are relative to them."""
+    fields: Vector
+    """The fields of its shape that the fit has weights for."""
+    plain: Vector = ()
+    """The plain fields, if ``fields`` are those of drafting."""
 
 
 class _Fitted:
-    """Some of the weights, and the measured steps that they are fitted to."""
+    """The plain weights or those of drafting, and the recent steps that they are fitted to."""
 
-    def __init__(self, units: Vector) -> None:
-        self.weights = [0.0] * len(units)
-        self._units = units
+    def __init__(self, typical: Vector, plain: "_Fitted | None" = None) -> None:
+        """``typical``: the typical sizes of the fields. ``plain``: the plain weights, if these are
+        those of drafting."""
+        self.weights = [0.0] * len(typical)
+        self._typical = typical
+        self._plain = plain
         self._first_seconds = 0.0  # of the first step
         self._count = 0
-        self._recent: deque[_Measured] = deque(maxlen=_RECENT)
-        # The latest errors, apart for steps in which the second field of the shape is not 0 (True):
-        # steps with chunks or, of the fields of drafting, steps with drafts.
-        self._errors = {each: deque[float](maxlen=_CHECKED) for each in (False, True)}
+        self._recent: deque[_MeasuredStep] = deque(maxlen=_RECENT)
+        self._errors: deque[float] = deque(maxlen=_CHECKED)
+        self._errors_apart: deque[float] = deque(maxlen=_CHECKED)
 
-    def add(self, shape: Vector, added: float, step: float) -> None:
-        """Learn from a step of ``step`` seconds, to which these fields added ``added``."""
+    def add(self, step: _MeasuredStep, *, apart: bool) -> None:
+        """Learn from a step. ``apart``: whether it is of the kind whose errors have a mean of their
+        own, because most steps may be of the other kind."""
         self._count += 1
         if self._count == 1:
-            self._first_seconds = step
-        error = (dot(self.weights, shape) - added) / step
-        errors = self._errors[shape[1] > 0.0]
+            self._first_seconds = step.seconds
+        error = (dot(self.weights, step.fields) - self._seconds_of_fields(step)) / step.seconds
+        errors = self._errors_apart if apart else self._errors
         errors.append(max(min(error, 1.0), -1.0))
-        self._recent.append(_Measured(shape, added, step))
+        self._recent.append(step)
         if self._is_due(errors):
             self._fit()
 
@@ -166,6 +172,13 @@ class _Fitted:
         """A step had none of these fields: the first ``count`` weights lose a little."""
         for index in range(count):
             self.weights[index] *= 1 - _FADING
+
+    def _seconds_of_fields(self, step: _MeasuredStep) -> float:
+        """The seconds of a step without those that its plain fields should take. These change while
+        the plain weights are learned, so they are not kept with the step."""
+        if self._plain is None:
+            return step.seconds
+        return step.seconds - dot(self._plain.weights, step.plain)
 
     def _is_due(self, errors: deque[float]) -> bool:
         """Whether to fit: at first when the number of steps has doubled, later when predictions
@@ -177,11 +190,14 @@ class _Fitted:
         return abs(sum(errors)) > _OFF * _CHECKED
 
     def _fit(self) -> None:
-        for errors in self._errors.values():
-            errors.clear()
-        rows = [(one.shape, one.added, 1 / one.step**2) for one in self._recent]
-        # An error is relative if it is divided by seconds: those of a step in `rows`, those of the
-        # first step for a weight, times its unit.
+        self._errors.clear()
+        self._errors_apart.clear()
+        points = [
+            Point(step.fields, self._seconds_of_fields(step), importance=1 / step.seconds**2)
+            for step in self._recent
+        ]
+        # The importance makes the error of a step relative. A weight's error becomes relative in
+        # the same way: times the typical size of its field, divided by the seconds of a step.
         seconds = self._first_seconds
-        precision = [_PRECISION * (unit / seconds) ** 2 for unit in self._units]
-        self.weights = fit(rows, before=self.weights, precision=precision)
+        precision = [_PRECISION * (size / seconds) ** 2 for size in self._typical]
+        self.weights = fit(points, before=self.weights, precision=precision)

@@ -2,8 +2,19 @@
 
 from collections.abc import Iterable, Sequence
 from operator import mul
+from typing import NamedTuple
 
 Vector = Sequence[float]
+Matrix = list[list[float]]
+
+
+class Point(NamedTuple):
+    """A measurement: ``dot(weights, x)`` should be ``y``."""
+
+    x: Vector
+    y: float
+    importance: float
+    """What the squared error is multiplied by."""
 
 
 def dot(a: Vector, b: Vector) -> float:
@@ -11,21 +22,19 @@ def dot(a: Vector, b: Vector) -> float:
     return sum(map(mul, a, b))
 
 
-def fit(
-    rows: Iterable[tuple[Vector, float, float]], *, before: Vector, precision: Vector
-) -> list[float]:
+def fit(points: Iterable[Point], *, before: Vector, precision: Vector) -> list[float]:
     """The weights ``w``, none of them negative, that minimize the sum of two things:
 
-    - over ``rows`` of (x, y, importance): ``importance * (dot(w, x) - y) ** 2``,
+    - over the points: ``importance * (dot(w, x) - y) ** 2``,
     - over the weights: ``precision * (w - before) ** 2``.
 
-    So a weight that the rows do not determine stays near ``before``.
+    So a weight that the points do not determine stays near ``before``.
     """
-    # Normal equations: matrix * w = vector.
+    # The normal equations: matrix * w = vector.
     size = len(before)
     matrix = [[0.0] * size for _ in range(size)]
     vector = [0.0] * size
-    for x, y, importance in rows:
+    for x, y, importance in points:
         for i, x_i in enumerate(x):
             if not x_i:
                 continue
@@ -37,23 +46,28 @@ def fit(
     for i in range(size):
         matrix[i][i] += precision[i]
         vector[i] += precision[i] * before[i]
-    weights = [0.0] * size
-    free = list(range(size))
-    # While any weight would be negative, the most negative one is set to 0, and the others are
-    # solved for again.
-    while free:
-        solved = _solve([[matrix[i][j] for j in free] for i in free], [vector[i] for i in free])
-        lowest = min(range(len(free)), key=solved.__getitem__)
-        if solved[lowest] >= 0.0:
-            for i, weight in zip(free, solved, strict=True):
+    return _solve_not_negative(matrix, vector)
+
+
+def _solve_not_negative(matrix: Matrix, vector: list[float]) -> list[float]:
+    """Solve a system. While any weight would be negative, the most negative one is set to 0, and
+    the system is solved for the others."""
+    weights = [0.0] * len(vector)
+    unknown = list(range(len(vector)))
+    while unknown:
+        part = [[matrix[i][j] for j in unknown] for i in unknown]
+        solved = _solve(part, [vector[i] for i in unknown])
+        lowest = min(solved)
+        if lowest >= 0.0:
+            for i, weight in zip(unknown, solved, strict=True):
                 weights[i] = weight
             break
-        del free[lowest]
+        del unknown[solved.index(lowest)]
     return weights
 
 
-def _solve(matrix: list[list[float]], vector: list[float]) -> list[float]:
-    """Solve a positive definite system, by elimination. Changes its arguments."""
+def _solve(matrix: Matrix, vector: list[float]) -> list[float]:
+    """Solve a positive definite system by Gaussian elimination. Changes its arguments."""
     size = len(vector)
     for i in range(size):
         for k in range(i + 1, size):
