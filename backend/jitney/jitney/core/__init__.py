@@ -6,11 +6,11 @@ In the order in which they are read:
 - ``request``: a request and its sequences.
 - ``admission``, ``deadlines``, ``held``: what a request may need, when it expires, and requests
   that wait for a resource.
-- ``policy``: the questions that a step asks of tiers and drafts, and who answers them.
+- ``policy``: what tiers and drafts change in a step, behind one seam.
 - ``step_in_flight``, ``live``, ``integrity``: the sequences that wait and run, the steps that
   compute them, and checks that these agree.
 - ``step_plan``, ``lookahead``, ``plan``: how a step is filled.
-- ``outcome``: what its output does.
+- ``outcome``: what a step's output does to the sequences.
 - ``scheduler``: what the engine calls.
 
 There are no phases. A sequence has ``num_tokens`` tokens, of which ``num_computed`` are in the
@@ -21,9 +21,9 @@ none starves.
 
 At most ``max_num_seqs`` sequences run, and never more than the budget has tokens. A request of
 n > 1 runs as one sequence until its prompt is computed, but counts as n of them. Then it *forks*
-into n sequences. Forks that may not run yet wait in the queue by their rank. When they are
-admitted, they compute of the prompt what the prefix cache lacks. So a step's work is bounded by
-``max_num_seqs`` and one request's n, whatever is queued.
+into n sequences. Forks that may not run yet wait in the queue by their rank. When such a fork is
+admitted, it computes the part of the prompt that is no longer in the prefix cache. So a step's work
+is bounded by ``max_num_seqs`` and one request's n, whatever is queued.
 
 When no block is free, the running sequence of the highest rank is preempted: its blocks are freed
 tail first, it goes back to the queue, and is computed again over prompt *and* output, with whatever

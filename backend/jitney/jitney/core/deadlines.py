@@ -14,7 +14,7 @@ class Timed(Protocol):
 
     @property
     def key(self) -> int:
-        """Unique among those that are timed together."""
+        """Unique among the requests of one :class:`Deadlines`."""
 
     @property
     def deadline(self) -> float | None:
@@ -22,7 +22,7 @@ class Timed(Protocol):
 
 
 class Deadlines:
-    """When requests expire. Requests without a deadline are not here."""
+    """When requests expire. A request without a deadline is left out."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[float, int]] = []

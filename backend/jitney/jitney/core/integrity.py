@@ -22,9 +22,9 @@ def integrity_checks(live: LiveRequests, num_held: int) -> Iterator[None]:
     _check_deadlines(live)
     _check_sequences_in_flight(live)
     _check_copies_in_flight(live)
-    tables = [(one.table, one.num_computed) for one in live.running]
+    tables = [(sequence.table, sequence.num_computed) for sequence in live.running]
     for step in live.in_flight:
-        tables += [(one.table, one.num_computed) for one in step.deferred]
+        tables += [(deferred.table, deferred.num_computed) for deferred in step.deferred]
     yield from live.kv.integrity_checks(tables)
 
 
@@ -61,7 +61,7 @@ def _in_state(live: LiveRequests, state: SequenceState) -> list[Sequence]:
     """All sequences in a state, by rank."""
     found = []
     for request in live.requests.values():
-        found += [one for one in request.sequences if one.state is state]
+        found += [sequence for sequence in request.sequences if sequence.state is state]
     return sorted(found, key=by_rank)
 
 
@@ -69,11 +69,11 @@ def _check_running(live: LiveRequests) -> None:
     running = _in_state(live, SequenceState.RUNNING)
     assert running == live.running, "running is out of order or incomplete"
     assert len(running) <= live.admission.max_running, "more sequences run than may"
-    by_tier = Counter(one.request.tier for one in running)
+    by_tier = Counter(sequence.request.tier for sequence in running)
     for sequence in running:
         request = sequence.request
         assert by_tier[request.tier] <= request.most_running, "too many sequences of a tier run"
-    reserved = sum(one.reserved_blocks for one in running)
+    reserved = sum(sequence.reserved_blocks for sequence in running)
     for request in live.requests.values():
         if request.num_running:
             reserved += request.reserved_blocks
@@ -83,14 +83,18 @@ def _check_running(live: LiveRequests) -> None:
 def _check_waiting(live: LiveRequests, num_held: int) -> None:
     queued = sorted(live.admission.waiting(), key=by_rank)
     assert queued == _in_state(live, SequenceState.WAITING), "a queue is incomplete"
-    never_admitted = [one for one in live.requests.values() if one.first_scheduled is None]
+    requests = live.requests.values()
+    never_admitted = [request for request in requests if request.first_scheduled is None]
     assert live.admission.num_queued == len(never_admitted) + num_held
 
 
 def _check_deadlines(live: LiveRequests) -> None:
-    messages = [request.message for request in live.requests.values()]
-    timed = [(one.deadline, one.key) for one in messages if one.deadline is not None]
-    assert sorted(timed) == live.deadlines.entries, "a deadline is missing, or of nobody"
+    expected = []
+    for request in live.requests.values():
+        message = request.message
+        if message.deadline is not None:
+            expected.append((message.deadline, message.key))
+    assert sorted(expected) == live.deadlines.entries, "a deadline is missing, or of nobody"
 
 
 def _check_sequences_in_flight(live: LiveRequests) -> None:
@@ -106,10 +110,12 @@ def _check_sequences_in_flight(live: LiveRequests) -> None:
             assert row.block_table == sequence.table, "a row in flight has another table"
             key = (row.key, row.index)
             tokens[key] += len(row.token_ids)
-            samples[key] += row.drafts  # one behind each draft
-            if row.sample:  # and one behind the last known token; of n, this sequence has one
+            # The samples of this sequence: one behind each draft, and one behind the last known
+            # token. A row that samples for all n sequences of a request has one for each of them.
+            samples[key] += row.drafts
+            if row.sample:
                 samples[key] += 1
-            # Slots behind the planned tokens. The latest row counts.
+            # Slots behind the planned tokens, for what is proposed. Only the latest row needs them.
             lookahead[key] = row.propose
     for sequence in live.running:
         key = (sequence.request.message.key, sequence.index)
@@ -118,7 +124,7 @@ def _check_sequences_in_flight(live: LiveRequests) -> None:
         # The table has no blocks beyond those for known tokens and lookahead.
         end = max(sequence.num_planned + lookahead[key], sequence.num_tokens)
         assert len(sequence.table) <= live.kv.blocks_for(end), "a block is not needed"
-        # As in the docstring of Sequence.
+        # The docstring of Sequence says why.
         pending = max(sequence.num_planned + 1 - sequence.num_tokens, 0)
         assert pending == samples[key], f"{pending} samples pending, {samples[key]} in flight"
 

@@ -6,9 +6,9 @@
                └──────────────────┘
                      preempt           (a waiting sequence may end, too)
 
-Owned by the scheduler. Whoever plans a step or applies its output moves sequences through these
-methods, so that queues, block tables and counters always agree. Steps in flight are noted here too,
-because blocks that a step still uses are freed only when it is complete. ``integrity`` checks it.
+Owned by the scheduler. ``plan`` and ``outcome`` move sequences through these methods, so that
+queues, block tables and counters always agree. Steps in flight are noted here too, because blocks
+that a step still uses are freed only when it is complete. ``integrity`` checks all of it.
 """
 
 from bisect import insort
@@ -50,8 +50,8 @@ class LiveRequests:
     # ------------------------------------------------------------------ requests and sequences
 
     def add(self, request: Request) -> None:
-        """Take a new request: its sequences wait. That is one, or, of a resumed request, all that
-        have not ended. The request was counted as queued before."""
+        """Take a new request, which was counted as queued before. Its sequences wait: one, or all
+        that have not ended if the request is resumed."""
         message = request.message
         assert message.key not in self.requests, "a key was used twice"
         self.requests[message.key] = request
@@ -89,9 +89,10 @@ class LiveRequests:
 
     def preempt(self, sequence: Sequence, now: float) -> None:
         """Put a sequence back into the queue because blocks are short. It will recompute prompt and
-        output, except for what is still cached then. Never called for a sequence in flight."""
+        output, except for what is still cached then. Never called for a sequence that a step in
+        flight computes."""
         assert sequence.num_planned == sequence.num_computed, "a step in flight computes it"
-        # A new fork for whose copy no block is free does not run yet.
+        # A new fork does not run yet. It comes here if no block is free for its copy.
         if sequence.state is SequenceState.RUNNING:
             self._leave_running(sequence)
         self._give_up_table(sequence)
@@ -133,8 +134,8 @@ class LiveRequests:
         return Finished(request.message.key, request.timing(now))
 
     def free_lookahead(self, sequence: Sequence) -> None:
-        """Free the blocks of a running sequence that were allocated for drafts or proposals of a
-        row that is over, and that its tokens do not need."""
+        """A row of a running sequence is over: free the blocks that were allocated for its drafts
+        and proposals, if no token needs them."""
         kept = self.kv.blocks_for(max(sequence.num_planned, sequence.num_tokens))
         self.kv.release(sequence.table[kept:])
         del sequence.table[kept:]
@@ -156,12 +157,12 @@ class LiveRequests:
         if not self.in_flight:
             self.kv.release(table)
             return
-        # Steps complete in order: behind the latest one, none uses the table any more.
+        # Steps complete in order. So when the latest one is complete, no step uses the table.
         latest = self.in_flight[-1]
-        computed_in_flight = sequence.num_planned > sequence.num_computed
-        # The step may also copy a block from or to a table that no row of it has. Copies are rare,
-        # so it is not looked up which tables these are.
-        if computed_in_flight or latest.batch.copies:
+        is_computed = sequence.num_planned > sequence.num_computed
+        # A step may also copy blocks of sequences that it does not compute. Copies are rare. So the
+        # tables are not searched: if the step makes any copy, the table counts as used.
+        if is_computed or latest.batch.copies:
             latest.deferred.append(DeferredFree(table, sequence.num_computed))
         else:
             self.kv.release(table)
@@ -171,8 +172,8 @@ class LiveRequests:
     def sequence_of(self, row: Row) -> Sequence | None:
         """The sequence of a row in flight. None if it has ended meanwhile: the row is surplus.
 
-        A sequence has a block table exactly while it runs, and a sequence in flight is never
-        preempted. So if it has a table, this is the table of the row.
+        A sequence has a block table exactly while it runs. While a step in flight computes it, it
+        is not preempted. So a sequence without a table has ended.
         """
         request = self.requests.get(row.key)
         if request is None:
@@ -181,7 +182,7 @@ class LiveRequests:
         return sequence if sequence.table else None
 
     def complete(self, batch: Batch) -> StepInFlight:
-        """The oldest step in flight is over: its copies are made, its deferred frees are due."""
+        """The oldest step in flight is complete: its copies are made, its deferred frees due."""
         assert self.in_flight, "no step is in flight"
         step = self.in_flight.pop(0)
         assert step.batch is batch, "this step is not the oldest in flight"
@@ -190,8 +191,8 @@ class LiveRequests:
         return step
 
     def revert(self, batch: Batch) -> None:
-        """The latest step in flight counts as not made, and nothing of it runs any more. Its copies
-        are still pending."""
+        """Take back the latest step in flight. The device must be done with it. Its copies are
+        still pending."""
         assert self.in_flight, "no step is in flight"
         step = self.in_flight.pop()
         assert step.batch is batch, "this step is not the latest in flight"
@@ -201,12 +202,12 @@ class LiveRequests:
                 sequence.num_planned -= len(row.token_ids)
                 if row.drafts or row.propose:
                     self.free_lookahead(sequence)
-        if self.in_flight:  # the step before it may use the same tables, and is not over
+        if self.in_flight:  # the step before this one may still use the same tables
             self.in_flight[-1].deferred += step.deferred
         else:
             self._release(step)
 
     def _release(self, step: StepInFlight) -> None:
-        """Do the deferred frees of a step that is over."""
+        """Do the deferred frees of a step."""
         for deferred in step.deferred:
             self.kv.release(deferred.table)

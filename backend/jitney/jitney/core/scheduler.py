@@ -2,7 +2,7 @@
 
 Owns all requests from submission to their terminal event, and the KV manager. The engine's thread
 alone calls it. ``plan`` fills a step, ``outcome`` applies its output, and ``policy`` has what the
-options ``tiers`` and ``speculation`` change of both.
+options ``tiers`` and ``speculation`` change in both.
 
 Steps take sequences by *rank*: ``priority * aging_s + arrival``, lower first. Waiting ``aging_s``
 seconds weighs as much as one level of priority, so an old request overtakes younger ones without
@@ -62,7 +62,7 @@ class Scheduler:
         self.policies = choose_policies(
             config,
             self.kv,
-            # Every running sequence finds a token in the budget of each step.
+            # The budget of a step has a token for each running sequence.
             max_running=min(config.max_num_seqs, max_num_batched_tokens),
             watermark=watermark,
         )
@@ -89,8 +89,13 @@ class Scheduler:
     def next_deadline(self) -> float | None:
         """The earliest deadline of the open requests, held ones included. :meth:`expire` is due
         then."""
-        earliest = [self.live.deadlines.earliest, self._held.deadlines.earliest]
-        return min((each for each in earliest if each is not None), default=None)
+        of_live = self.live.deadlines.earliest
+        of_held = self._held.deadlines.earliest
+        if of_live is None:
+            return of_held
+        if of_held is None:
+            return of_live
+        return min(of_live, of_held)
 
     @property
     def can_plan_ahead(self) -> bool:
@@ -134,8 +139,8 @@ class Scheduler:
     # ------------------------------------------------------------------ messages
 
     def hold(self, message: Submit) -> list[Event]:
-        """Accept a request that must wait for a resource, or refuse it as :meth:`submit` does. It
-        is held, and counts as queued, until :meth:`submit` is called with it, or until
+        """Accept a request that must wait for a resource, or refuse it as :meth:`submit` does. The
+        request is held, and counts as queued, until :meth:`submit` is called with it, or until
         :meth:`cancel`, :meth:`fail` or :meth:`expire` ends it."""
         try:
             self._accept(message, self._admission.terms_of(message))
@@ -152,8 +157,8 @@ class Scheduler:
     ) -> list[Event]:
         """Accept a request, or refuse it at once: Failed INVALID_ARGUMENT if an empty cache
         could not hold it, Failed UNAVAILABLE if the queue is full. A full queue refuses neither a
-        held request nor a resumed one, because both were accepted before. The sequences of a
-        resumed request go on like preempted ones."""
+        held request nor one of an engine that has ended, because both were accepted before. If such
+        a request has output, it is *resumed*: its sequences go on like preempted ones."""
         assert message.prompt, "a prompt without tokens was not refused in front"
         terms = self._admission.terms_of(message)
         try:
@@ -211,10 +216,10 @@ class Scheduler:
             message = self._held.get(key)
             if message.first_token is None:
                 self._release_held(key)
-                events.append(_nothing_made(message, "in the queue"))
+                events.append(_failed_by_deadline(message, "in the queue"))
             else:
-                # A resumed request ends with what it has. Submitted, it is live, and the loop below
-                # ends it. It will run no more, so it needs no resource.
+                # A resumed request has output, and ends with that. Once it is submitted, it is
+                # live, and the loop below ends it. It never runs, so it needs no resource.
                 events += self.submit(message)
         for key in self.live.deadlines.reached(now):
             request = self.live.requests[key]
@@ -222,7 +227,7 @@ class Scheduler:
                 queued = request.first_scheduled is None
                 self.live.close(request)
                 where = "in the queue" if queued else "at work on its prompt"
-                events.append(_nothing_made(request.message, where))
+                events.append(_failed_by_deadline(request.message, where))
                 continue
             for sequence in request.sequences:
                 if sequence.state is not SequenceState.ENDED:
@@ -270,35 +275,36 @@ class Scheduler:
 
     def revert(self, batch: Batch) -> None:
         """Take back the latest step in flight, which failed or is dropped: its tokens count as not
-        planned, and its copies are still pending. The device must be done with it. What it has
-        written is harmless: the same slots are written again before they are read."""
+        planned, and its copies are still pending. The device must be done with the step. What the
+        step has written is harmless: the same slots are written again before they are read."""
         self.live.revert(batch)
 
     def retry(self, rows: list[Row]) -> Batch:
-        """Plan a step again, or a part of it: of ``rows`` that were reverted, those whose sequences
-        have not ended, and every pending copy. Nothing may be in flight."""
+        """Plan a reverted step again, or the part of it that ``rows`` are. Rows whose sequences
+        have ended are left out, and every pending copy is made. No step may be in flight."""
         live = self.live
         assert not live.in_flight
-        # The rows are computed without drafts now, so update() does not tell the policy of these.
+        # The policy must know of these drafts. The rows are computed without them now, so update()
+        # will not tell it.
         self.policies.drafts.note_rows(rows)
-        again: list[Row] = []
+        plain_rows: list[Row] = []
         for row in rows:
             sequence = live.sequence_of(row)
             if sequence is not None:
-                row = _plain_row(row, sequence)
-                sequence.num_planned = row.end
-                again.append(row)
-        batch = Batch(again, self.kv.pending_copies())
-        if again:
+                plain = _plain_row(row, sequence)
+                sequence.num_planned = plain.end
+                plain_rows.append(plain)
+        batch = Batch(plain_rows, self.kv.pending_copies())
+        if plain_rows:
             live.in_flight.append(StepInFlight(batch))
         return batch
 
     # ------------------------------------------------------------------ parts
 
     def _accept(self, message: Submit, terms: Terms) -> RequestNeeds:
-        """Work out what a request needs, and count it as queued unless it was held, and so is
-        counted already. Raises InvalidArgumentError if an empty cache could not hold it,
-        UnavailableError if the queue is full."""
+        """Work out what a request needs, and count it as queued. A held request is counted already.
+        Raises InvalidArgumentError if an empty cache could not hold the request, UnavailableError
+        if the queue is full."""
         needs = needs_of(
             message,
             self.config,
@@ -308,7 +314,7 @@ class Scheduler:
         )
         if message.key in self._held:
             return needs
-        # A resumed request was accepted by an engine that has ended.
+        # A request with entries here was accepted by an engine that has ended.
         if not message.emitted:
             self._admission.check_queue(message, self.live.running)
         self._admission.count_queued(message)
@@ -326,7 +332,7 @@ class Scheduler:
         return final_event(message, sequence.index, sequence.cumulative_logprob, reason)
 
     def _close(self, key: int, event: Cancelled | Failed) -> list[Event]:
-        """End a request by this event, unless it is unknown or has ended."""
+        """End a request by this event. An unknown or ended key is ignored."""
         if key in self._held:
             self._release_held(key)
             return [event]
@@ -337,22 +343,24 @@ class Scheduler:
         return [event]
 
     def _release_held(self, key: int) -> None:
-        """A held request ends."""
+        """A held request ends: it is queued no longer."""
         message = self._held.remove(key)
         self._admission.count_dequeued(message)
 
     def _count_prefill(self, row: Row, sequence: Sequence | None) -> None:
         """Count the tokens of a row, if they are a part of a prefill."""
-        # If the sequence has ended, where its prefill ended is not known: its prompt alone counts.
-        prefill_end = len(row.prompt) if sequence is None else sequence.prefill_end
+        prefill_end = len(row.prompt)
+        if sequence is not None:  # else it has ended: a recomputation of output does not count
+            prefill_end = sequence.prefill_end
         if row.start < prefill_end:
             self._counts.prefill_tokens += len(row.token_ids)
 
 
 def _plain_row(row: Row, sequence: Sequence) -> Row:
-    """A reverted row as it is executed again: without drafts, and without a pending token."""
+    """A reverted row as it is executed again: without drafts, and with its token instead of a
+    carried one."""
     assert sequence.num_planned == row.start, "a row does not follow what is computed"
-    if row.carried is not None:  # the step that sampled its token is complete
+    if row.carried is not None:  # the step that sampled the token is complete now
         return replace(row, token_ids=[sequence.output[-1]], carried=None)
     if row.drafts or row.propose:
         tokens = row.token_ids[: len(row.token_ids) - row.drafts]
@@ -361,16 +369,17 @@ def _plain_row(row: Row, sequence: Sequence) -> Row:
 
 
 def _error_of(sequence: Sequence, error: JitneyError) -> JitneyError:
-    """Why a row failed. If its grammar could not go on, the runner saw only that no token was
-    allowed, while the grammar knows the reason."""
+    """Why a row failed. If its grammar could not go on, the grammar knows the reason. The runner
+    saw only that no token was allowed."""
     grammar = sequence.grammar
     if grammar is not None and grammar.error is not None:
         return InvalidArgumentError(f"structured_outputs: {grammar.error}")
     return error
 
 
-def _nothing_made(message: Submit, where: str) -> Failed:
-    """The event that ends a request without any token at its deadline. ``where`` it was then."""
+def _failed_by_deadline(message: Submit, where: str) -> Failed:
+    """The event that ends a request without any token at its deadline. ``where``: where the request
+    was then."""
     assert message.deadline is not None
     state = f"the request was still {where}"
     error = DeadlineExceededError.of_request(message.arrival, message.deadline, state)

@@ -1,4 +1,4 @@
-"""A step in flight: planned, handed to the runner, and neither updated nor reverted yet.
+"""A step in flight: it is planned and given to the runner, and neither updated nor reverted yet.
 
 Without overlap there is at most one. With overlap the next step is planned while one is in flight,
 so for a moment there are two. Blocks that a step in flight still reads or writes must not be
@@ -25,12 +25,12 @@ class StepInFlight:
 
     batch: Batch
     must_complete_first: bool = False
-    """Whether no further step can be planned before its samples are known, because forks begin with
-    them."""
+    """Whether no further step can be planned before the samples of this one are known, because
+    forks begin with them."""
     host_reads_samples: bool = False
-    """Whether the host must know some of its samples before it can plan the next row of these
-    sequences. A plan ahead leaves them out."""
+    """Whether there are sequences whose next row the host can plan only when it knows their sample.
+    A plan ahead leaves these sequences out."""
     target: float | None = None
-    """Seconds that it should take at most, if ``policy`` limits it."""
+    """Seconds that the step should take at most, if a policy limits them."""
     deferred: list[DeferredFree] = field(default_factory=list)
-    """What to free when it is complete."""
+    """What to free when the step is complete."""
