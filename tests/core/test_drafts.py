@@ -126,8 +126,8 @@ def test_a_proposal_follows_what_was_output() -> None:
         for one in some.scheduler.live.running:
             made = len(one.output)
             stream = some.prophet.streams[one.request.message.key, 0]
-            assert one.proposed == stream[made : made + len(one.proposed)]
-            proposed += len(one.proposed)
+            assert one.runner_proposal == stream[made : made + len(one.runner_proposal)]
+            proposed += len(one.runner_proposal)
     assert proposed > 0
 
 

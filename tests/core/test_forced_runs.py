@@ -3,7 +3,7 @@
 import pytest
 from jitney.messages import Finish, Tokens
 
-from tests.core.play import Play, check_streams, overlapped
+from tests.core.play import Play, check_streams, drafting, overlapped
 from tests.fake_runner import solo_stream
 
 FORCING = "2,3:40:7"
@@ -29,6 +29,24 @@ def test_a_run_is_one_row_and_one_event(overlap: bool) -> None:
     assert runs(play) == [len(ids) for ids in events[:-1]], "the last ones are never computed"
     assert forced == 40 - len(events)
     assert play.reasons[key, 0] == "stop"
+
+
+def forced_tokens(play: Play) -> int:
+    """How many are reported while some requests are served, whose grammar forces one at times."""
+    keys = [play.submit([1, 2, 3, key], max_tokens=30, grammar="2,3:30:1") for key in range(4)]
+    forced = 0
+    while play.engine.has_work:
+        forced += play.step().stats.forced_tokens
+    check_streams(play, *keys)
+    return forced
+
+
+@pytest.mark.parametrize("chance", [0.7, 1.0])
+def test_a_forced_token_counts_as_forced_though_a_draft_had_it(chance: float) -> None:
+    """The streams are the same, and so is what their grammar forces."""
+    with_drafts = drafting(Play, chance, num_blocks=256)
+    assert forced_tokens(with_drafts) == forced_tokens(Play(num_blocks=256)) > 0
+    assert any(row.drafts for batch in with_drafts.batches for row in batch.rows)
 
 
 @pytest.mark.parametrize(

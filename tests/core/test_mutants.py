@@ -62,9 +62,13 @@ FAULTS: dict[str, tuple[str, ...]] = {
     ),
     "a prompt counts as one sequence": ("plan", "= 1 + sequence.request.forks_due", "= 1"),
     "forks are promised no place": (
-        "plan", "sequence.request.places_needed > places", "not places",
+        "plan", "sequence.request.num_to_admit > admissible", "not admissible",
     ),
-    "forks that wait share blocks": ("admission", " if n <= max_running else 0", ""),
+    "forks that wait share blocks": (
+        "admission",
+        "request_blocks = max_running * sequence_blocks",
+        "request_blocks = (1 - max_running) * (size // block_size) + max_running * sequence_blocks",
+    ),
     "decodes leave nothing to chunks": ("plan", "return min(share, sum", "return min(0, sum"),
     "a wrong draft is accepted": (
         "outcome", " and drafts[accepted] == token", "",
@@ -73,7 +77,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
         "outcome", "return event, accepted", "return event, min(accepted + 1, len(drafts))",
     ),
     "a rejected draft is hashed": (
-        "outcome", "num_computed += known + accepted", "num_computed += len(row.token_ids)",
+        "outcome", "num_computed += num_known + accepted", "num_computed += len(row.token_ids)",
     ),
     "lookahead blocks are kept": ("live", "del sequence.table[kept:]", "kept = 0"),
     "drafts take blocks that others need": (
@@ -81,7 +85,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     ),
     "a draft may end the sequence": ("policy/speculation", "id not in stop_ids", "True"),
     "drafts go beyond the end": (
-        "policy/speculation", "taken, sequence.limit", "taken, 99 + sequence.limit",
+        "policy/speculation", "num_drafts, sequence.limit", "num_drafts, 99 + sequence.limit",
     ),
     "drafts take the budget of others": ("lookahead", " - len(after)\n", "\n"),
     "what goes on is refused": ("scheduler", "if not message.emitted:", "if True:"),
@@ -99,37 +103,39 @@ FAULTS: dict[str, tuple[str, ...]] = {
 # The same, noticed by the tests of tiers alone.
 TIER_FAULTS: dict[str, tuple[str, ...]] = {
     "forks run beyond their tier's cap": (
-        "policy/tiers", "return of_tier >= self._caps[request.tier]", "return False",
+        "policy/tiers", "return len(of_tier) >= self._caps[request.tier]", "return False",
     ),
     "a tier's cap is ignored": (
-        "policy/tiers", "return self._places_of(tier, running) >=", "return 9 >=",
+        "policy/tiers", "return cap - self._admitted(running)[tier] >=", "return 9 >=",
     ),
     "a full tier holds up the others": (
-        "policy/tiers", "if not self._finds_place(sequence, running):", "if False:",
+        "policy/tiers", "if not self._is_within_cap(sequence, running):", "if False:",
     ),
     "a tier's queue has no limit": (
         "policy/tiers", "if own_limit is not None:", "if False:",
     ),
-    "the share of lower tiers is ignored": ("policy/pace", ".share * self", ".share * 0 * self"),
-    "the gap target is ignored": ("policy/pace", "and tier.gap_ms is not None", "and False"),
+    "the share of lower tiers is ignored": (
+        "policy/tier_limits", ".share * self", ".share * 0 * self",
+    ),
+    "the gap target is ignored": ("policy/tier_limits", "and tier.gap_ms is not None", "and False"),
     "chunks are not cut": (
-        "policy/pace", "left >= each * most or not each", "True",
+        "policy/tier_limits", "left >= cost.per_token * most or not cost.per_token", "True",
     ),
     "decodes are not held back": (
-        "policy/pace", ">= self._of_decode(sequence):", ">= -1.0:",
+        "policy/tier_limits", ">= self._of_decode(sequence):", ">= -1.0:",
     ),
     "the others' share is not kept from prompts": (
-        "policy/pace", "kept = self._shares_left()", "kept = 0.0",
+        "policy/tier_limits", "kept = self._shares_left()", "kept = 0.0",
     ),
     "bulk is not limited where nobody decodes": (
-        "policy/pace", "if tier.ttft_ms is not None:", "if False:",
+        "policy/tier_limits", "if tier.ttft_ms is not None:", "if False:",
     ),
-    "the aim stays": ("policy/pace", "self.aim * _EXCEEDED", "self.aim * 1.0"),
+    "the aim stays": ("policy/tier_limits", "self.aim * _EXCEEDED", "self.aim * 1.0"),
     "a tier does not age": (
-        "policy/tiers", "delay_s=self._aging[tier]", "delay_s=1e6 * tier",
+        "policy/tiers", "delay_s=self._aging_s[tier]", "delay_s=1e6 * tier",
     ),
     "all tiers are ranked alike": (
-        "policy/tiers", "delay_s=self._aging[tier]", "delay_s=0.0",
+        "policy/tiers", "delay_s=self._aging_s[tier]", "delay_s=0.0",
     ),
     "who makes way frees what others hold": (
         "kv_cache", "given_up[block] == self._refs[block]", "self._refs[block]",
@@ -143,13 +149,13 @@ TIER_FAULTS: dict[str, tuple[str, ...]] = {
     ),
     "nobody makes way": ("policy/tiers", "victims.append(sequence)", "pass"),
     "an old request makes way": (
-        "policy/tiers", " or by_rank(sequence) < by_rank(first)", "",
+        "policy/tiers", "if by_rank(sequence) < by_rank(urgent):", "if False:",
     ),
     "bulk makes way without a target": (
-        "policy/tiers", "[first.request.tier].ttft_ms is None", "[first.request.tier].name is None",
+        "policy/tiers", "tiers[tier].ttft_ms is None", "tiers[tier].name is None",
     ),
     "a step ahead delays an urgent prompt": (
-        "plan", "urgent is not None and self._in_the_way(urgent)", "False",
+        "plan", "urgent is not None and self._to_preempt(urgent)", "False",
     ),
     "no bulk request is overdue": (
         "policy/tiers", "self._counts.overdue[tier] += 1", "self._counts.overdue[0] += 1",

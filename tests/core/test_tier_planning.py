@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from jitney.batch import Batch, StepOutput
 from jitney.core.policy.cost import StepCost, StepShape
-from jitney.core.policy.pace import Pace
 from jitney.core.policy.plain import NoCosts
+from jitney.core.policy.tier_limits import TierLimits
 from jitney.core.policy.tiers import TierCounts
 from jitney.messages import Cancel, Failed
 from jitney.read_config import make_config
@@ -266,6 +266,52 @@ def test_bulk_makes_way_for_a_tier_with_a_target_for_its_first_token(
 
 
 @OVERLAP
+def test_bulk_makes_way_for_a_tier_with_a_cap_that_is_not_reached(overlap: bool) -> None:
+    """A full batch is no reason not to: that is what others make way for."""
+    play = Timed({"ttft_ms": 1000, "max_running": 2}, max_num_seqs=4, overlap=overlap)
+    crowd = [play.bulk([key] * 9, max_tokens=40) for key in range(6)]
+    play.step(5)
+    fast = [play.fast([1, 2, key], max_tokens=20) for key in range(3)]
+    play.step(4 + overlap)
+    assert set(fast) & set(play.order) == set(fast[:2])
+    assert play.scheduler.live.preemptions == 2, "the third request waits for its own tier"
+    play.drain()
+    check_streams(play, *fast, *crowd)
+
+
+def test_decodes_leave_an_eighth_of_the_budget_to_a_prompt_that_others_make_way_for() -> None:
+    options = {"max_num_seqs": 64, "max_num_batched_tokens": 64}
+    play = Timed({"gap_ms": None, "ttft_ms": 1e6}, **options)
+    for key in range(64):
+        play.bulk([key % 50], max_tokens=12)
+    play.step(4)
+    fast = play.fast([1] * 40, max_tokens=4)
+    play.step()
+    assert play.scheduler.live.preemptions == 1
+    first = [row for row in play.batches[-1].rows if row.key == fast]
+    assert [len(row.token_ids) for row in first] == [8]
+    play.drain()
+    check_streams(play, *play.submits)
+
+
+def test_drafts_leave_its_tokens_to_a_prompt_that_others_make_way_for() -> None:
+    options = {"max_num_seqs": 2, "max_num_batched_tokens": 32}
+    play = Timed({"gap_ms": None, "ttft_ms": 1e6}, speculation={"max_drafts": 8}, **options)
+    play.draft(1.0)
+    play.fast([2], max_tokens=90)
+    play.bulk([3], max_tokens=90)
+    play.step(4)
+    assert any(row.drafts == 8 for row in play.batches[-1].rows)
+    fast = play.fast([1] * 30, max_tokens=4)
+    play.step()
+    assert play.scheduler.live.preemptions == 1
+    first = [row for row in play.batches[-1].rows if row.key == fast]
+    assert [len(row.token_ids) for row in first] == [30]
+    play.drain()
+    check_streams(play, *play.submits)
+
+
+@OVERLAP
 def test_an_old_request_does_not_make_way(overlap: bool) -> None:
     """It has aged, so it ranks before a request of the first tier that came after it. What a
     younger one could give is not enough, so that one does not make way either."""
@@ -486,6 +532,18 @@ def test_the_oldest_wait_is_of_who_waits_longest_and_counts_anew_after_a_preempt
     assert play.step().stats.tiers[1].oldest_s < 1.0
 
 
+def test_no_wait_is_negative_though_forks_begin_to_wait_when_a_step_is_complete() -> None:
+    play = Timed(max_num_seqs=2)
+    key = play.bulk([1, 2, 3], n=5, max_tokens=4)
+    waits = []
+    while play.engine.has_work:
+        waits.append(play.step().stats.tiers[1].oldest_s)
+    assert waits[0] == 0.0, "three forks wait, from the end of this step on"
+    assert min(waits) == 0.0
+    assert max(waits) > 0.0
+    check_streams(play, key)
+
+
 @pytest.mark.parametrize("end", ["", "cancel", "deadline"])
 def test_one_is_overdue_as_soon_as_it_has_aged_however_it_ends(end: str) -> None:
     play = Timed(max_num_seqs=1)
@@ -624,19 +682,19 @@ def test_the_aim_shrinks_until_one_gap_in_a_hundred_exceeds_the_target() -> None
     """Where steps take longer than planned by chance, by 15 % in the mean, half again at most."""
     tiers = make_config({"model": "m", "tiers": [FAST, BULK]}).tiers
     counts = TierCounts([0, 0], [0, 0])
-    pace = Pace(tiers, StepCost(), 4, counts)
+    limits = TierLimits(tiers, StepCost(), 4, counts)
     chance, now, exceeded = random.Random(3), 0.0, 0
     for step in range(20_000):
-        taken = 22e-3 * pace.aim * (1.0 + 0.3 * chance.random())
+        taken = 22e-3 * limits.aim * (1.0 + 0.3 * chance.random())
         now += taken
         exceeded += step >= 2000 and taken > 22e-3
-        pace.note_step(22e-3, now)
+        limits.note_step(22e-3, now)
     assert 0.003 < exceeded / 18_000 < 0.02
-    assert 0.72 < pace.aim < 0.85
-    aim = pace.aim
-    pace.note_step(None, now + 60.0)
-    pace.note_step(22e-3, now + 90.0)
-    assert pace.aim == aim, "neither is a gap"
+    assert 0.72 < limits.aim < 0.85
+    aim = limits.aim
+    limits.note_step(None, now + 60.0)
+    limits.note_step(22e-3, now + 90.0)
+    assert limits.aim == aim, "neither is a gap"
 
 
 @pytest.mark.parametrize("size", range(1, 13))

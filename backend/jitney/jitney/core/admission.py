@@ -15,13 +15,13 @@ class RequestNeeds:
     """What a request needs in the worst case."""
 
     max_output: int
-    """Tokens of one sequence: max_tokens, or fewer where the context ends."""
+    """Output tokens of one sequence: max_tokens, or fewer where the context ends."""
     sequence_blocks: int
-    """Blocks of one sequence at its longest. Its last token is never computed: no slot for it."""
+    """Blocks of one sequence at its longest. Its last token is never computed and needs no slot."""
     request_blocks: int
-    """Blocks of all n sequences at once. Full blocks of the prompt are shared, and counted once. If
-    not all n can run at once: blocks of those that can, nothing shared, because a fork that waited
-    may find no block of the prompt in the cache any more."""
+    """Blocks of all sequences that run at once. If all n can, they share the full blocks of the
+    prompt. If fewer can, no block counts as shared, because a fork that waited may find no block of
+    the prompt in the cache any more."""
 
 
 def needs_of(
@@ -30,8 +30,8 @@ def needs_of(
     """Work out the needs. Raises InvalidArgumentError, with the numbers, if an empty cache could
     not hold the request.
 
-    With ``eviction: preempt`` one sequence must fit, because the others can wait for it; with
-    ``never`` all n must fit together.
+    With ``eviction: preempt`` one sequence must fit, because the others can wait for it. With
+    ``never`` all sequences that run at once must fit together.
     """
     size = len(message.prompt)
     max_output = min(message.params.max_tokens, max_model_len - size)
@@ -42,13 +42,15 @@ def needs_of(
         )
     block_size = config.block_size
     sequence_blocks = -(-(size + max_output - 1) // block_size)
-    request_blocks = sequence_blocks
     n = message.params.n
-    # With one token of output each, all n end when the prompt is computed, and nothing is forked.
-    if max_output > 1:
-        at_once = min(n, max_running)
-        shared = size // block_size if n <= max_running else 0
-        request_blocks = shared + at_once * (sequence_blocks - shared)
+    if max_output == 1:
+        # All n sequences end when the prompt is computed, and nothing is forked.
+        request_blocks = sequence_blocks
+    elif n <= max_running:
+        shared = size // block_size
+        request_blocks = shared + n * (sequence_blocks - shared)
+    else:
+        request_blocks = max_running * sequence_blocks
     never_evicts = config.eviction == "never"
     blocks = request_blocks if never_evicts else sequence_blocks
     if blocks > num_blocks:
@@ -60,4 +62,6 @@ def needs_of(
             f"needs {blocks:,} KV blocks of {block_size}, but the cache has {num_blocks:,} "
             f"({num_blocks * block_size:,} tokens)"
         )
-    return RequestNeeds(max_output, sequence_blocks, request_blocks)
+    return RequestNeeds(
+        max_output=max_output, sequence_blocks=sequence_blocks, request_blocks=request_blocks
+    )

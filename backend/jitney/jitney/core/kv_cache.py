@@ -20,13 +20,16 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
-_CHECKED_AT_ONCE = 2048
-_FREE = 1  # states of a block that nobody references, for checks of integrity
+_CHECKED_AT_ONCE = 2048  # blocks between two pauses of the checks of integrity
+# States of a block, for checks of integrity.
+_REFERENCED = 0
+_FREE = 1
 _CACHED = 2
 
 
 def root_hash(salt: str | None, adapter: str = "") -> bytes:
-    """Where the chain of a tenant and adapter begins. Lengths keep the two fields apart."""
+    """Where the chain of a tenant and adapter begins. The length of each field is hashed before it,
+    so that no two lists of fields give the same bytes."""
     fields = [b"", b""] if salt is None else [b"salt", salt.encode("utf-8", "surrogatepass")]
     fields.append(adapter.encode())
     digest = hashlib.sha256(b"jitney")
@@ -89,19 +92,24 @@ class KvCache:
             found.append(block)
         return found
 
-    def num_free_but(self, blocks: Iterable[int]) -> int:
+    def num_free_without(self, blocks: Iterable[int]) -> int:
         """How many blocks an allocation may take if it takes none of ``blocks``."""
-        return self.num_free - sum(self._refs[block] == 0 for block in blocks)
+        return self.num_free - self._num_unreferenced(blocks)
+
+    def _num_unreferenced(self, blocks: Iterable[int]) -> int:
+        return len([block for block in blocks if not self._refs[block]])
 
     def freed_by(self, table: list[int], given_up: Counter[int]) -> list[int]:
-        """The blocks that would become free if ``table`` were given up, too. ``given_up`` counts
-        the references of tables given up before; those of ``table`` are added to it."""
+        """The blocks that would become free if ``table`` were given up after other tables.
+        ``given_up``: how many references to each block these have given up. The references of
+        ``table`` are added to it."""
         blocks = list(table)
         for block in table:
             source = self._pending_copies.get(block)
             if source is not None:  # the copy will not be made, so its source is held no longer
                 blocks.append(source)
         given_up.update(blocks)
+        # A block becomes free when all of its references are given up.
         return [block for block in set(blocks) if given_up[block] == self._refs[block]]
 
     def pending_copies(self) -> list[tuple[int, int]]:
@@ -115,8 +123,9 @@ class KvCache:
 
         None, and nothing changed, unless ``spare`` blocks would still be free afterwards.
         """
-        revived = sum(self._refs[block] == 0 for block in hits)
-        if self.num_free < revived + num_new + spare:
+        # A hit that nobody references is no longer free when it is shared.
+        num_taken = self._num_unreferenced(hits) + num_new
+        if self.num_free < num_taken + spare:
             return None
         for block in hits:  # first of all, so that no hit is evicted for its own table
             if self._refs[block] == 0:
@@ -152,16 +161,16 @@ class KvCache:
         return shared + own
 
     def complete_copies(self, copies: Iterable[tuple[int, int]]) -> None:
-        """These pending copies have been made: their sources need no longer be held."""
+        """These pending copies have been made: their sources are no longer held for them."""
         for source, destination in copies:
             expected = self._pending_copies.pop(destination)
             assert source == expected, "a copy was made that was not pending"
-            self._drop(source)
+            self._dereference(source)
 
     def release(self, table: list[int]) -> None:
         """Give up a table, its last block first: tails are evicted before the heads they need."""
         for block in reversed(table):
-            self._drop(block)
+            self._dereference(block)
 
     def cache_block(self, block: int, key: bytes) -> None:
         """From now on the full ``block`` can be found by ``key``, the hash of its chain.
@@ -189,8 +198,9 @@ class KvCache:
         self._refs[block] = 1
         return block
 
-    def _drop(self, block: int) -> None:
-        """One reference less. A pending copy *to* a block that nobody holds any more is dropped."""
+    def _dereference(self, block: int) -> None:
+        """Remove a reference to a block. With the last one, a pending copy *to* the block is
+        cancelled, and its source is no longer held for it."""
         refs = self._refs[block] - 1
         assert refs >= 0, "a block was released that nobody held"
         self._refs[block] = refs
@@ -201,7 +211,7 @@ class KvCache:
         else:
             self._cached[block] = None
         if self._pending_copies and block in self._pending_copies:
-            self._drop(self._pending_copies.pop(block))
+            self._dereference(self._pending_copies.pop(block))
 
     # ------------------------------------------------------------------ integrity
 
@@ -212,40 +222,52 @@ class KvCache:
             pass
 
     def integrity_checks(self, tables: Iterable[tuple[list[int], int]]) -> Iterator[None]:
-        """:meth:`check_integrity` with a pause after every few blocks. Whoever changes anything in
-        a pause must leave the rest."""
+        """:meth:`check_integrity` with a pause after every few blocks. If anything changes in a
+        pause, the rest must not be run."""
+        owners = self._count_owners(tables)
+        states = bytearray(self.num_blocks)  # _REFERENCED, until found among the others
+        for state, blocks in ((_FREE, self._free), (_CACHED, self._cached)):
+            for count, block in enumerate(blocks):
+                if count % _CHECKED_AT_ONCE == 0:
+                    yield
+                assert states[block] == _REFERENCED, "a block is free or cached twice"
+                states[block] = state
+        num_hashed = 0
+        for block in range(self.num_blocks):
+            if block % _CHECKED_AT_ONCE == 0:
+                yield
+            self._check_block(block, states[block], owners.get(block, 0))
+            if self._hash_of[block] is not None:
+                num_hashed += 1
+        assert num_hashed == len(self._block_of), "a hash finds a block that has another"
+
+    def _count_owners(self, tables: Iterable[tuple[list[int], int]]) -> Counter[int]:
+        """Check tables and pending copies, and count how many of both hold each block."""
         owners: Counter[int] = Counter()
+        sources = Counter(self._pending_copies.values())
         for table, num_written in tables:
             assert len(set(table)) == len(table), "a table names a block twice"
             owners.update(table)
             for block in table[num_written // self.block_size :]:
                 # A pending copy holds its source, but does not make the table's block shared.
-                held = sum(source == block for source in self._pending_copies.values())
-                assert self._refs[block] - held == 1, f"writable block {block} is shared"
+                num_tables = self._refs[block] - sources[block]
+                assert num_tables == 1, f"writable block {block} is shared"
                 assert self._hash_of[block] is None, f"writable block {block} has a hash"
-        for destination, source in self._pending_copies.items():
+        for destination in self._pending_copies:
             assert owners[destination] == 1, f"a copy is pending to the free block {destination}"
-            owners[source] += 1
-        released = bytearray(self.num_blocks)  # 0: referenced, _FREE or _CACHED
-        for state, blocks in ((_FREE, self._free), (_CACHED, self._cached)):
-            for count, block in enumerate(blocks):
-                if count % _CHECKED_AT_ONCE == 0:
-                    yield
-                assert not released[block], "a block is free or cached twice"
-                released[block] = state
-        hashed = 0
-        for block in range(self.num_blocks):
-            if block % _CHECKED_AT_ONCE == 0:
-                yield
-            refs = self._refs[block]
-            key = self._hash_of[block]
-            state = released[block]
-            owned = owners.get(block, 0)
-            assert refs == owned, f"block {block}: {refs} references, {owned} owners"
-            assert (refs == 0) == bool(state), f"block {block} is lost, or free and owned"
-            assert state != _FREE or key is None, "a free block has a hash"
-            assert state != _CACHED or key is not None, "a cached block has none"
-            if key is not None:
-                hashed += 1
-                assert self._block_of.get(key) == block, f"block {block} is not found by its hash"
-        assert hashed == len(self._block_of), "a hash finds a block that has another"
+        owners.update(sources)
+        return owners
+
+    def _check_block(self, block: int, state: int, owned: int) -> None:
+        """``owned``: by how many tables and pending copies the block is held."""
+        refs = self._refs[block]
+        key = self._hash_of[block]
+        assert refs == owned, f"block {block}: {refs} references, {owned} owners"
+        is_referenced = state == _REFERENCED
+        assert is_referenced == (refs > 0), f"block {block} is lost, or free and owned"
+        if state == _FREE:
+            assert key is None, "a free block has a hash"
+        if state == _CACHED:
+            assert key is not None, "a cached block has none"
+        if key is not None:
+            assert self._block_of.get(key) == block, f"block {block} is not found by its hash"

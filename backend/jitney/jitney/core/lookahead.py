@@ -1,9 +1,9 @@
-"""Lookahead: the tokens and blocks of a step that are left for drafts, and for what a draft model
-proposes behind them.
+"""Lookahead: the tokens and blocks of a step that are left for drafts, and for the tokens that a
+draft model proposes behind them.
 
-The draft policy says which drafts there are. Here they are cut down to what others leave of the
-step: each running sequence keeps one token of the budget, prompts keep all that they need, and
-blocks that others will need stay free. Called by the planner.
+The draft policy says which drafts it would like. Here they are cut down to what the rest of the
+step does not need: each running sequence keeps one token of the budget, prompts keep all that they
+need, and blocks that others will need stay free. Called by the planner.
 """
 
 from jitney.core.live import LiveRequests
@@ -20,8 +20,8 @@ class Lookahead:
         self._admission = policies.admission
         self._limits = policies.limits
         self._drafts = policies.drafts
-        self._kept_for_prompts = 0
-        self._reads_left = 0
+        self._kept_for_prompts = 0  # tokens of the budget
+        self._reads_left = 0  # tokens that a draft model may read in this step
 
     def begin(self, max_tokens: int) -> None:
         """A step is to be planned. A draft model may read as many tokens as the step may compute:
@@ -33,17 +33,17 @@ class Lookahead:
         """Tokens that the prompts of running sequences still need, and those of the first waiting
         sequence if it may run."""
         running = self._live.running
-        tokens = sum(one.prefill_left for one in running)
-        if self._admission.places(running) > 0:
+        tokens = sum(sequence.prefill_left for sequence in running)
+        if self._admission.num_admissible(running) > 0:
             first = self._admission.first(running)
             if first is not None:
                 tokens += first.num_tokens
         return tokens
 
-    def choice_of(self, sequence: Sequence, *, tokens_left: int, position: int) -> DraftChoice:
-        """What a decode computes behind its token, with slots for all of it. ``tokens_left``: of
-        the budget, its own token included. Running sequences from ``position`` on come after it."""
-        after = self._live.running[position:]
+    def choose(self, sequence: Sequence, *, tokens_left: int, after: list[Sequence]) -> DraftChoice:
+        """Choose what a decode computes behind its token, and allocate slots for all of it.
+        ``tokens_left``: of the budget, the decode's own token included. ``after``: the running
+        sequences that are planned after this one."""
         # Its own token, the prompts, and one token for each sequence after it come first.
         spare_tokens = tokens_left - 1 - self._kept_for_prompts - len(after)
         choice = self._drafts.choice_of(
@@ -52,18 +52,20 @@ class Lookahead:
         if choice.is_empty:
             return choice
         self._limits.limit_drafts(choice)
-        self._take_slots(sequence, choice, after)
+        self._allocate_slots(sequence, choice, after)
         if choice.is_empty:
             self._drafts.note_refused(sequence)
-        self._reads_left -= choice.read
+        self._reads_left -= choice.most_read
         return choice
 
-    def _take_slots(self, sequence: Sequence, choice: DraftChoice, after: list[Sequence]) -> None:
-        """Allocate blocks for a choice, as far as others can spare them, and cut it down to the
-        slots there are."""
+    def _allocate_slots(
+        self, sequence: Sequence, choice: DraftChoice, after: list[Sequence]
+    ) -> None:
+        """Allocate blocks for a choice, as far as they can be spared, and cut the choice down to
+        the slots that there are. A proposed token needs a slot, too: the draft model writes it."""
         kv = self._kv
         table = sequence.table
-        start = sequence.num_planned + 1  # of the first draft
+        start = sequence.num_planned + 1  # position of the first draft
         end = start + len(choice.drafts) + choice.propose
         while len(table) * kv.block_size < end and self._can_spare_block(after):
             grown = kv.grow(table)
@@ -75,19 +77,17 @@ class Lookahead:
             choice.ask_nothing()
 
     def _can_spare_block(self, after: list[Sequence]) -> bool:
-        """Whether drafts may take a free block: if no sequence waits, and those ``after`` this one
-        find enough blocks without it."""
+        """Whether drafts may take a free block: if no sequence waits, and the sequences ``after``
+        this one find enough blocks without it."""
         if self._live.num_waiting:
             return False
         return self._kv.num_free > self._blocks_due(after)
 
     def _blocks_due(self, after: list[Sequence]) -> int:
-        """Blocks that others may need in this step: one for every fork that is due, and those of
-        the sequences ``after`` this one, at least one each for the token that they sample."""
-        running = self._live.running
-        # places() subtracts the running sequences, and the forks due that may run.
-        forks_due = self._admission.max_running - self._admission.places(running) - len(running)
-        due = forks_due
+        """Blocks that others may need in this step. A fork that is due needs one. Each sequence
+        ``after`` this one needs those of its known tokens, at least one for the token that it
+        samples."""
+        due = self._admission.num_forks_due(self._live.running)
         for sequence in after:
             missing = self._kv.blocks_for(sequence.num_tokens) - len(sequence.table)
             due += max(1, missing)

@@ -39,31 +39,32 @@ class Outcome:
     def _apply_decode(self, sequence: Sequence, row: Row, result: RowOutput) -> None:
         """Apply the row of a sequence that has output: a decode, or a part of a recomputation."""
         # The row's tokens are known ones first, then drafts.
-        known = len(row.token_ids) - row.drafts
+        num_known = len(row.token_ids) - row.drafts
         accepted = 0
         reason: FinishReason | None = None
         if row.sample:
-            sampled = result.token_ids
-            # The runner may leave out the samples behind a wrong draft. A draft counts only if the
-            # sample behind it is there.
-            drafts = row.token_ids[known : known + len(sampled) - 1]
-            event, accepted = _append(sequence, sampled, result.logprobs, drafts)
+            event, accepted = self._append(
+                sequence,
+                sampled=result.token_ids,
+                logprobs=result.logprobs,
+                drafts=row.token_ids[num_known:],
+            )
             reason = event.finish_reason
             self.events.append(event)
-            self._count_tokens(event, accepted)
             if row.drafts:
                 self._count_drafts(row, accepted)
             if row.propose:
-                # A draft model reads up to the last good sample, that sample included.
-                last_sample = row.start + known + accepted
-                sequence.num_read = last_sample + 1 - result.unread
-            # The runner proposed what follows the samples. If a grammar forced other tokens behind
-            # them, the proposal is of no use.
-            follows = event.ids == sampled[: 1 + accepted]
-            sequence.proposed = result.proposal if follows else []
+                # The draft model may read the tokens up to the last accepted draft, and the sample
+                # behind it.
+                num_readable = row.start + num_known + accepted + 1
+                sequence.num_read = num_readable - result.unread
+            # The proposal follows the samples. If a grammar forced other tokens, the output does
+            # not, and the proposal is of no use.
+            follows = event.ids == result.token_ids[: 1 + accepted]
+            sequence.runner_proposal = result.proposal if follows else []
         # Accepted drafts count as computed. The slots of the others are written again before they
         # are read.
-        sequence.num_computed += known + accepted
+        sequence.num_computed += num_known + accepted
         sequence.num_planned -= row.drafts - accepted
         if self.caching:
             _cache_full_blocks(self.live, sequence)
@@ -97,14 +98,13 @@ class Outcome:
             request.sequences.append(Sequence(request, index))
         alive: list[Sequence] = []
         ended: list[Sequence] = []
-        for position, sequence in enumerate(request.sequences):
+        for index, sequence in enumerate(request.sequences):
+            sampled = [result.token_ids[index]]
             logprobs = None
             if result.logprobs is not None:
-                logprobs = [result.logprobs[position]]
-            sampled = [result.token_ids[position]]
-            event, _ = _append(sequence, sampled, logprobs, drafts=[])
+                logprobs = [result.logprobs[index]]
+            event, _ = self._append(sequence, sampled=sampled, logprobs=logprobs, drafts=[])
             self.events.append(event)
-            self._count_tokens(event, accepted=0)
             if event.finish_reason is None:
                 alive.append(sequence)
             else:
@@ -114,24 +114,75 @@ class Outcome:
         for sequence in ended:
             self.live.end(sequence)
 
+    def _append(
+        self,
+        sequence: Sequence,
+        *,
+        sampled: list[int],
+        logprobs: list[list[Logprob]] | None,
+        drafts: list[int],
+    ) -> tuple[Tokens, int]:
+        """Append what a row gave one sequence: the sample behind its known tokens, and the sample
+        behind each draft, until the first wrong draft. Tokens that a grammar forces behind a sample
+        are appended too, without being sampled.
+
+        A draft is right if it is the token at its position, whether that was sampled or forced.
+        Returns the event of these tokens, with the finish reason if the sequence ends, and the
+        number of drafts that are right: *accepted*."""
+        # The runner may leave out the samples behind a wrong draft. A draft counts only if the
+        # sample behind it is there.
+        num_drafts = min(len(drafts), len(sampled) - 1)
+        ids: list[int] = []
+        accepted = 0
+        forced: list[int] = []  # the next tokens, if the grammar forces any
+        num_forced = 0
+        # Whether each token so far was a right draft. Then the row has a sample behind them:
+        # `sampled[accepted]`.
+        all_right = True
+        while forced or all_right:
+            is_forced = bool(forced)
+            if is_forced:
+                token = forced.pop(0)
+                num_forced += 1
+            else:
+                token = sampled[accepted]
+            ids.append(token)
+            reason, stop_id = _add_token(sequence, token)
+            if reason is not None:
+                break
+            # Behind a sample the grammar names all the tokens that it forces there at once.
+            if sequence.grammar is not None and not is_forced:
+                forced = _forced_tokens(sequence)
+            if all_right and accepted < num_drafts and drafts[accepted] == token:
+                accepted += 1
+            else:
+                all_right = False
+        self.counts.generated_tokens += len(ids)
+        self.counts.forced_tokens += num_forced
+        message = sequence.request.message
+        event = Tokens(
+            key=message.key,
+            index=sequence.index,
+            ids=ids,
+            finish_reason=reason,
+            stop_id=stop_id,
+        )
+        if message.params.logprobs is not None:
+            assert logprobs is not None, "logprobs are missing"
+            event = _with_logprobs(event, sequence, logprobs[: len(ids)])
+        return event, accepted
+
     def _count_drafts(self, row: Row, accepted: int) -> None:
         self.counts.draft_rows += 1
         self.counts.draft_tokens += row.drafts
         self.counts.accepted_tokens += accepted
-
-    def _count_tokens(self, event: Tokens, accepted: int) -> None:
-        made = len(event.ids)
-        self.counts.generated_tokens += made
-        # The first is sampled. An accepted draft brings a further one: the sample behind it, or, if
-        # it was accepted because the grammar forced it, itself. All others are forced.
-        self.counts.forced_tokens += made - 1 - accepted
 
 
 def final_event(
     message: Submit, index: int, cumulative_logprob: float, reason: FinishReason
 ) -> Tokens:
     """The event that ends a sequence for a reason other than a new token, and so has no tokens.
-    ``cumulative_logprob`` is that of the tokens before."""
+    ``cumulative_logprob`` is the sum over the tokens that the sequence has."""
     asked = message.params.logprobs is not None
     return Tokens(
         key=message.key,
@@ -150,93 +201,50 @@ def _cache_full_blocks(live: LiveRequests, sequence: Sequence) -> None:
     if full == sequence.num_cached_blocks:
         return
     hashes = sequence.hash_blocks(full, block_size)
-    for position in range(sequence.num_cached_blocks, full):
-        live.kv.cache_block(sequence.table[position], hashes[position])
+    for index in range(sequence.num_cached_blocks, full):
+        live.kv.cache_block(sequence.table[index], hashes[index])
     sequence.num_cached_blocks = full
 
 
 def _collect_prompt_logprobs(request: Request, row: Row, result: RowOutput) -> None:
-    """Collect the logprobs of prompt positions from a chunk. The chunk's token at each position
-    predicts the next one: so it has entries for the positions [row.start + 1, last]."""
-    known = request.prompt_logprobs
+    """Collect the logprobs of prompt positions from a chunk. Each token of the chunk predicts the
+    next one. So the entries begin one position behind the chunk's first token."""
+    collected = request.prompt_logprobs
     entries = result.prompt_logprobs or []
-    last = min(row.end, len(row.prompt) - 1)
-    assert len(entries) == max(last - row.start, 0), "prompt logprobs are missing"
-    # After a preemption a chunk is computed again: its first entries may be known.
-    repeated = len(known) - (row.start + 1)
+    first_position = row.start + 1
+    last_position = min(row.end, len(row.prompt) - 1)
+    expected = max(last_position + 1 - first_position, 0)
+    assert len(entries) == expected, "prompt logprobs are missing"
+    # After a preemption a chunk is computed again: its first entries may be collected already.
+    repeated = len(collected) - first_position
     assert repeated >= 0, "prompt logprobs have a gap"
-    known += entries[repeated:]
+    collected += entries[repeated:]
 
 
 def _fork(live: LiveRequests, leader: Sequence, alive: list[Sequence], now: float) -> None:
-    """Give the live sequences a table over the prompt's blocks: full blocks are shared, a partial
-    last one is copied."""
+    """Give every sequence in ``alive`` a table over the prompt's blocks. Full blocks are shared, a
+    partial last one is copied."""
     num_computed = leader.num_computed
     hashes = leader.hashes[: num_computed // live.kv.block_size]
     for sequence in alive:
         if sequence is leader:
             continue
         sequence.hashes = hashes.copy()
-        # If no more sequences may run, it waits, and computes the prompt again when admitted.
+        # If no further sequence may run, the fork waits. When it is admitted, it computes the
+        # prompt again, except for what is still cached then.
         if live.admission.is_full(sequence.request, live.running):
             live.wait(sequence, now)
             continue
         table = live.kv.fork(leader.table, num_computed)
-        if table is None:  # no block is free for its copy
+        if table is None:  # no block is free for the copy
             live.preempt(sequence, now)
         else:
             live.admit(sequence, table, num_computed, now)
 
 
-def _append(
-    sequence: Sequence,
-    sampled: list[int],
-    logprobs: list[list[Logprob]] | None,
-    drafts: list[int],
-) -> tuple[Tokens, int]:
-    """Append what a row gave one sequence: its first sample, and the sample behind each draft that
-    is right, until the first wrong draft. Behind each sample the tokens that a grammar forces are
-    appended too, without being sampled. A draft is right if it is the token at its position,
-    whether that was sampled or forced.
-
-    Returns the event of these tokens, with the finish reason if the sequence ends, and how many
-    drafts are right: *accepted*."""
-    message = sequence.request.message
-    ids: list[int] = []
-    forced: list[int] = []  # tokens that the grammar has forced and that are not appended yet
-    accepted = 0
-    # Whether the row has a sample behind all of the output so far: sampled[accepted]. It is the
-    # next token, unless that is forced.
-    sample_follows = True
-    while forced or sample_follows:
-        is_forced = bool(forced)
-        token = forced.pop(0) if is_forced else sampled[accepted]
-        ids.append(token)
-        reason, stop_id = _add_token(sequence, token)
-        if reason is not None:
-            break
-        # Behind a forced token nothing more is forced: the grammar has named all of them at once.
-        if sequence.grammar is not None and not is_forced:
-            forced = _forced_tokens(sequence)
-        if sample_follows and accepted < len(drafts) and drafts[accepted] == token:
-            accepted += 1
-        else:
-            sample_follows = False
-    event = Tokens(
-        key=message.key,
-        index=sequence.index,
-        ids=ids,
-        finish_reason=reason,
-        stop_id=stop_id,
-    )
-    if message.params.logprobs is not None:
-        assert logprobs is not None, "logprobs are missing"
-        event = _with_logprobs(event, sequence, logprobs[: len(ids)])
-    return event, accepted
-
-
 def _with_logprobs(event: Tokens, sequence: Sequence, logprobs: list[list[Logprob]]) -> Tokens:
-    """The event with the candidates for each of its tokens. The first candidate is the token."""
+    """The event with the candidates at the position of each token. The first candidate is the
+    token itself."""
     for candidates in logprobs:
         sequence.cumulative_logprob += candidates[0].logprob
     return msgspec.structs.replace(
@@ -245,7 +253,8 @@ def _with_logprobs(event: Tokens, sequence: Sequence, logprobs: list[list[Logpro
 
 
 def _forced_tokens(sequence: Sequence) -> list[int]:
-    """What a grammar forces after a sampled token, up to a stop id: that is always sampled."""
+    """The tokens that a grammar forces behind a sample. They end before a stop id, because a stop
+    id is always sampled."""
     grammar = sequence.grammar
     request = sequence.request
     if grammar is None or not request.takes_forced:

@@ -8,13 +8,13 @@ order,
 2. *chunks*: running sequences with a prompt or a recomputation to compute, some of it in each step,
 3. waiting sequences, as far as running sequences, blocks and budget allow,
 
-each by rank. Where decodes would take nearly the whole budget, they leave an eighth of it to the
-chunks.
+each by rank. If decodes would take nearly the whole budget, they leave an eighth of it to chunks.
 
-A request of n > 1 counts as n running sequences while its prompt is computed. It is admitted as
-soon as one more may run; those of its forks that may not run then wait in the queue. With
-``eviction: never`` it is admitted only when all of its forks that can ever run at once may run. A
-fork that waits may have to compute the prompt again, into blocks that nobody reserved.
+A request of n > 1 counts as n running sequences while its prompt is computed. With ``eviction:
+preempt`` it is admitted as soon as one more sequence may run. Then some of its forks may have to
+wait in the queue. With ``eviction: never`` it is admitted only when as many of its sequences may
+run as can ever run at once. A fork that waits may have to compute the prompt again, into blocks
+that nobody reserved.
 
 A plan *ahead* is made while a step is in flight. It differs in four things:
 
@@ -39,12 +39,12 @@ from jitney.core.step_in_flight import StepInFlight
 from jitney.core.step_plan import StepPlan
 from jitney.messages import StepStats
 
-# A sequence that plans ahead leave out has a row in every second step only. So it loses half of its
-# tokens, while the others gain the host's time. Steps are planned ahead as long as at most one
-# sequence in so many is left out.
-_ONE_LEFT_OUT_IN = 4
-# Decodes leave the token budget, divided by this, to chunks.
-_PREFILL_DIVISOR = 8
+# A sequence that plans ahead leave out has a row in every second step only. So it makes half as
+# many tokens, while the others gain the host's time. A step is planned ahead only if at most this
+# part of the running sequences is left out.
+_MOST_LEFT_OUT = 1 / 4
+# The part of the token budget that decodes leave to chunks, if there are any.
+_PREFILL_SHARE = 1 / 8
 
 
 class Planner:
@@ -71,18 +71,18 @@ class Planner:
         self._preempts = config.eviction == "preempt"
         self._watermark = watermark
         self._max_tokens = max_num_batched_tokens
-        self._prefill_share = max_num_batched_tokens // _PREFILL_DIVISOR
+        self._prefill_share = int(max_num_batched_tokens * _PREFILL_SHARE)
 
     @property
     def can_plan_ahead(self) -> bool:
-        """Whether a step may be planned now. While one is in flight, that takes a block for every
-        decode that needs one, and few sequences that depend on the value of a pending token."""
+        """Whether a step may be planned now. While one is in flight, a block must be free for every
+        decode that needs one, and few sequences may depend on the value of a pending token."""
         live = self._live
         if not live.in_flight:
             return True
-        # An urgent sequence needs others preempted, and a plan ahead preempts nobody.
+        # A plan ahead preempts nobody. So if an urgent sequence needs that, it must not be made.
         urgent = self._admission.urgent(live.running)
-        if urgent is not None and self._in_the_way(urgent):
+        if urgent is not None and self._to_preempt(urgent):
             return False
         step = live.in_flight[-1]
         if step.must_complete_first:
@@ -90,7 +90,7 @@ class Planner:
         if step.host_reads_samples and self._leaves_out_many():
             return False
         free = self._kv.num_free
-        # A decode needs one block at most. So these are enough, however many of them need one.
+        # A decode needs one block at most. So these are enough, whichever decodes need one.
         if free >= len(live.running):
             return True
         return free >= sum(map(self._needs_block, live.running))
@@ -103,23 +103,26 @@ class Planner:
             counts=counts,
             ahead=bool(live.in_flight),
             tokens_left=self._max_tokens,
-            kept_for_prefill=self._keep_for_prefill(),
         )
-        if self._drafts.is_active:
-            self._lookahead.begin(self._max_tokens)
         preemptions_before = live.preemptions
         self._admission.sort(live.running, now)
         self._admit_urgent(plan)
+        # No sequence is admitted from here to the last chunk. So what decodes leave to prompts, and
+        # drafts to others, can be counted now.
+        plan.kept_for_prefill = self._keep_for_prefill()
+        if self._drafts.is_active:
+            self._lookahead.begin(self._max_tokens)
         self._limits.begin(live.running)
         self._drafts.begin(live.running, self._limits)
         prefills = self._plan_decodes(plan)
         for sequence in prefills:
-            # A decode that needed a block may have preempted it meanwhile.
+            # A decode that needed a block may have preempted this sequence meanwhile.
             if sequence.state is SequenceState.RUNNING:
                 self._plan_chunk(plan, sequence, plan.tokens_left)
-        # A step that preempts admits nobody, because blocks are short. But if a sequence that ran
-        # alone preempted itself, nothing runs any more, and the step would be empty.
-        if live.preemptions == preemptions_before or not live.running:
+        # A step that preempts admits no sequence, because blocks are short. But if a sequence that
+        # ran alone preempted itself, nothing runs any more: then the step would be empty.
+        has_preempted = live.preemptions > preemptions_before
+        if not has_preempted or not live.running:
             self._admit_waiting(plan)
         self._admission.note_planned(now)
         assert plan.tokens_left >= 0, "the step is over its budget"
@@ -140,7 +143,7 @@ class Planner:
             drafts_in_flight = sequence.num_planned > sequence.num_tokens
             if sequence.request.reads_output or drafts_in_flight:
                 left_out += 1
-        return left_out * _ONE_LEFT_OUT_IN > len(running)
+        return left_out > len(running) * _MOST_LEFT_OUT
 
     def _needs_block(self, sequence: Sequence) -> bool:
         """Whether the next decode of a sequence needs a block that it does not have."""
@@ -155,91 +158,96 @@ class Planner:
         """Tokens of the step that decodes leave to running sequences with chunks."""
         running = self._live.running
         share = self._prefill_share
-        # One token for each running sequence leaves the share anyway.
+        # Nothing to keep: if each running sequence takes one token, the share is left anyway.
         if len(running) <= self._max_tokens - share:
             return 0
-        return min(share, sum(one.prefill_left for one in running))
+        return min(share, sum(sequence.prefill_left for sequence in running))
 
     def _plan_decodes(self, plan: StepPlan) -> list[Sequence]:
-        """Plan a row for every running sequence that decodes, and preempt others where no block is
-        free. Returns the running sequences that do not decode yet, by rank."""
+        """Plan a row for every running sequence that decodes. While no block is free for it, other
+        sequences are preempted. Returns the running sequences that do not decode yet, by rank."""
         running = self._live.running
         block_size = self._block_size
         limited = self._limits.is_active
         prefills = []
-        position = 0
-        # `running` may shrink while it is read: a decode that needs a block preempts the last one.
-        # That one comes after the decode, or is the decode: so it has no row yet, and no sequence
-        # before it changes its position.
-        while position < len(running):
-            sequence = running[position]
-            position += 1
+        index = 0
+        # `running` may shrink while it is read: a decode that needs a block preempts the last
+        # sequence. That one comes after the decode, or is the decode: so it has no row yet, and no
+        # sequence before it changes its index.
+        while index < len(running):
+            sequence = running[index]
+            index += 1
             start = sequence.num_planned
             if start < sequence.prefill_end:  # it has a prompt or a recomputation to compute
                 prefills.append(sequence)
                 continue
-            # So many tokens are to compute whose values are known: 0 if the next one is pending,
-            # less than 0 if drafts are in flight too. Both occur in a plan ahead only.
+            # The tokens to compute whose values are known. In a plan ahead there may be none: then
+            # the next token is pending. With drafts in flight the number is negative.
             known = sequence.num_tokens - start
-            # The next token is pending, and the next row depends on its value. That is so with
-            # drafts in flight, too: behind this condition `known` is at least 0.
-            if plan.ahead and known <= 0 and self._waits_for_sample(sequence):
+            # Left out, because the next row depends on the value of the pending token. With drafts
+            # in flight it always does.
+            if known <= 0 and self._waits_for_sample(sequence):
                 continue
+            # The rest of the budget is for chunks.
             if plan.tokens_left <= plan.kept_for_prefill:
                 continue
-            # All is planned that is ever computed: its last token is pending.
+            # All that is ever computed is planned: its last token is pending.
             if start >= sequence.limit:
                 continue
+            # Held back: the step has no seconds left for it.
             if limited and not self._limits.may_decode(sequence):
                 continue
-            end = start + (known or 1)  # the pending token takes a slot, too
-            if len(sequence.table) * block_size < end and not self._make_room(plan, sequence, end):
-                continue
+            count = known if known > 0 else 1  # a pending token takes a slot, too
+            end = start + count
+            if len(sequence.table) * block_size < end and not self._grow_table(plan, sequence, end):
+                continue  # it was preempted
             if limited:
                 self._limits.count_decode(sequence)
-            if known > 1:
-                self._plan_forced(plan, sequence, position)
-            elif known == 1:
-                self._plan_decode(plan, sequence, position)
+            if known == 1:
+                self._plan_decode(plan, sequence, index)
+            elif known > 1:
+                self._plan_forced(plan, sequence, index)
             else:
-                # The device puts the pending token in the place of this 0.
+                # The token is carried: the device replaces this 0 by the pending token.
                 carried = sequence.sample_index
                 plan.add_row(sequence, [0], (sequence.index,), carried=carried)
         return prefills
 
     def _waits_for_sample(self, sequence: Sequence) -> bool:
-        """Whether a plan ahead leaves out a sequence of which a sample is pending."""
+        """Whether a plan ahead leaves out a sequence whose next token is pending."""
         drafts_in_flight = sequence.num_planned > sequence.num_tokens
         if drafts_in_flight or sequence.request.reads_output:
             return True
         return self._drafts.is_active and self._drafts.waits_for_sample(sequence)
 
-    def _plan_forced(self, plan: StepPlan, sequence: Sequence, position: int) -> None:
-        """Plan a decode of several known tokens, which a grammar forced: as many as have slots.
-        The running sequences from ``position`` on come after it, and keep a token each."""
-        kept_for_others = plan.kept_for_prefill + len(self._live.running) - position
-        budget = max(plan.tokens_left - kept_for_others, 1)
-        slots = len(sequence.table) * self._block_size - sequence.num_planned
-        self._plan_chunk(plan, sequence, min(budget, slots))
-
-    def _plan_decode(self, plan: StepPlan, sequence: Sequence, position: int) -> None:
-        """Plan a decode of one token, and its drafts."""
+    def _plan_decode(self, plan: StepPlan, sequence: Sequence, next_index: int) -> None:
+        """Plan a decode of one token, and its drafts. The running sequences from ``next_index`` on
+        come after it."""
         tokens = [sequence.output[-1]]
         choice = None
         if self._drafts.is_active:
-            choice = self._lookahead.choice_of(
-                sequence, tokens_left=plan.tokens_left, position=position
-            )
+            after = self._live.running[next_index:]
+            choice = self._lookahead.choose(sequence, tokens_left=plan.tokens_left, after=after)
             tokens += choice.drafts
         plan.add_row(sequence, tokens, (sequence.index,), choice=choice)
 
-    def _make_room(self, plan: StepPlan, sequence: Sequence, end: int) -> bool:
+    def _plan_forced(self, plan: StepPlan, sequence: Sequence, next_index: int) -> None:
+        """Plan a decode of several known tokens, which a grammar forced: as many as have slots, and
+        as leave one token to each running sequence from ``next_index`` on."""
+        num_after = len(self._live.running) - next_index
+        budget = max(plan.tokens_left - plan.kept_for_prefill - num_after, 1)
+        slots = len(sequence.table) * self._block_size - sequence.num_planned
+        self._plan_chunk(plan, sequence, min(budget, slots))
+
+    def _grow_table(self, plan: StepPlan, sequence: Sequence, end: int) -> bool:
         """Allocate blocks for the positions below ``end`` of ``sequence``. While no block is free,
         the last running sequence is preempted. False if that was ``sequence`` itself."""
-        wanted = self._kv.blocks_for(end)
-        if plan.ahead:  # can_plan_ahead has checked for one block each, and no more
-            wanted = len(sequence.table) + 1
-        while len(sequence.table) < wanted:
+        size = self._kv.blocks_for(end)
+        if plan.ahead:
+            # can_plan_ahead has checked for one block, which is enough for one token. More tokens
+            # are cut to the slots that there are.
+            size = len(sequence.table) + 1
+        while len(sequence.table) < size:
             if self._kv.grow(sequence.table):
                 continue
             assert self._preempts, "a reserved block is not free"
@@ -251,8 +259,8 @@ class Planner:
         return True
 
     def _plan_chunk(self, plan: StepPlan, sequence: Sequence, most: int) -> None:
-        """Plan at most ``most`` known tokens of a sequence, whose blocks are allocated already: at
-        admission those of a prompt or a recomputation."""
+        """Plan at most ``most`` known tokens of a sequence. Their blocks are allocated already:
+        those of a prompt or a recomputation when the sequence was admitted."""
         start = sequence.num_planned
         count = min(sequence.num_tokens - start, most)
         if start < sequence.prefill_end:
@@ -263,7 +271,7 @@ class Planner:
         if start + count == sequence.num_tokens:
             if sequence.output:
                 sample = (sequence.index,)
-            else:  # the prompt is done: its forks are sampled from the same logits
+            else:  # the end of the prompt: the first tokens of all forks come from its logits
                 sample = tuple(range(sequence.request.message.params.n))
         tokens = sequence.tokens(start, start + count)
         plan.add_row(sequence, tokens, sample)
@@ -271,7 +279,7 @@ class Planner:
     # ------------------------------------------------------------------ waiting sequences
 
     def _admit_urgent(self, plan: StepPlan) -> None:
-        """Admit the sequences that come before running ones, and preempt those in their way."""
+        """Admit the sequences that come before running ones, and preempt others for them."""
         live = self._live
         # A plan ahead preempts nobody. So each decode keeps the block that can_plan_ahead saw.
         spare = len(live.running) if plan.ahead else 0
@@ -280,18 +288,18 @@ class Planner:
             if sequence is None:
                 return
             if not plan.ahead:
-                for victim in self._in_the_way(sequence):
+                for victim in self._to_preempt(sequence):
                     live.preempt(victim, plan.now)
-            if sequence.request.places_needed > self._admission.places(live.running):
+            if sequence.request.num_to_admit > self._admission.num_admissible(live.running):
                 return
             if not self._admit(plan, sequence, spare):
                 return
 
-    def _in_the_way(self, first: Sequence) -> list[Sequence]:
+    def _to_preempt(self, urgent: Sequence) -> list[Sequence]:
         """Running sequences to preempt for an urgent one."""
         if not self._preempts:
             return []
-        return self._admission.in_the_way(first, self._hits(first), self._live.running)
+        return self._admission.to_preempt(urgent, self._hits(urgent), self._live.running)
 
     def _admit_waiting(self, plan: StepPlan) -> None:
         """Admit waiting sequences by rank until one does not fit. It is not passed over: small
@@ -300,20 +308,21 @@ class Planner:
         admission = self._admission
         if not admission.num_waiting or len(live.running) >= admission.max_running:
             return
-        places = admission.places(live.running)
-        while plan.tokens_left and places > 0:
+        admissible = admission.num_admissible(live.running)
+        while plan.tokens_left and admissible > 0:
             sequence = admission.first(live.running)
-            if sequence is None or sequence.request.places_needed > places:
+            if sequence is None or sequence.request.num_to_admit > admissible:
                 return
             if not self._admit(plan, sequence):
                 return
-            places -= 1 + sequence.request.forks_due
+            # Counted here, because to ask the policy again takes time for each running sequence.
+            admissible -= 1 + sequence.request.forks_due
             self._plan_chunk(plan, sequence, plan.tokens_left)
 
     def _admit(self, plan: StepPlan, sequence: Sequence, spare: int = 0) -> bool:
         """Run a waiting sequence, with blocks for all of its tokens: first the cached blocks that
         it begins with, then new ones. False, and nothing changed, if too few blocks are free.
-        ``spare``: blocks that must stay free, if that is more than the watermark."""
+        ``spare`` blocks must stay free, or as many as the watermark if that is more."""
         request = sequence.request
         kv = self._kv
         reserve = sequence.reserved_blocks
@@ -323,7 +332,8 @@ class Planner:
             return False
         hits = self._hits(sequence)
         num_new = kv.blocks_for(sequence.num_tokens) - len(hits)
-        # If nothing runs, nothing will free any blocks: it must not wait for more than its own.
+        # If nothing runs, no blocks will be freed. So the sequence must not wait for blocks that it
+        # does not need itself.
         stay_free = 0
         if self._live.running:
             stay_free = max(self._watermark, spare)

@@ -1,4 +1,4 @@
-"""A request and its sequences, as the scheduler keeps them. State only; the scheduler moves it.
+"""A request and its sequences, as the scheduler keeps them. Data only: the scheduler changes it.
 
 A request of n > 1 runs as one sequence until its prompt is computed; sampling the first token
 makes the other n − 1, its *forks*. From then on each sequence is scheduled, preempted and ended on
@@ -16,7 +16,7 @@ from jitney.messages import Logprob, Submit, Timing
 
 
 class SequenceState(enum.Enum):
-    """Where a sequence is: in the waiting queue, holding blocks, or over."""
+    """Whether a sequence is in a waiting queue, holds blocks, or has ended."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -33,7 +33,7 @@ class Request:
     reserved_blocks: int
     """Blocks reserved for it while any sequence runs (``eviction: never``); else 0."""
     aged_arrival: float
-    """Arrival in seconds, shifted by priority and policy: its sequences are ranked by it."""
+    """Arrival in seconds, plus what priority and tier add to it. Its sequences are ranked by it."""
     grammar: Grammar | None = None
     adapter: Adapter | None = None
     tier: int = 0
@@ -94,9 +94,9 @@ class Request:
         return self.message.params.n - len(self.sequences)
 
     @property
-    def places_needed(self) -> int:
-        """How many more sequences must be allowed to run before one that waits is admitted. With
-        ``eviction: never`` its forks count too, as far as they can run at once."""
+    def num_to_admit(self) -> int:
+        """How many sequences are admitted together when a waiting one is. That is one, but with
+        ``eviction: never`` its forks are admitted with it, as many as can run at once."""
         if not self.reserved_blocks:
             return 1
         return min(1 + self.forks_due, self.most_running)
@@ -171,20 +171,20 @@ class Drafting:
     """What ``policy.speculation`` knows of one sequence."""
 
     compared: float = 0.0
-    """Proposed tokens that were compared with sampled ones, the latest ones counted most."""
+    """How many proposed tokens were compared with the output. The latest count most."""
     right: float = 0.0
-    """Those that were right."""
+    """How many of these were the same. The latest count most."""
     proposal: list[int] = field(default_factory=list)
     """Tokens that may follow the first ``made_at`` tokens of the sequence."""
     made_at: int = 0
     """``num_tokens`` when the proposal was made."""
-    taken: int = 0
-    """How many tokens of the proposal the step that is being planned may compute."""
-    wanted: int = 0
+    num_drafts: int = 0
+    """How many tokens of the proposal the step that is being planned may compute as drafts."""
+    propose: int = 0
     """How many tokens a draft model is to propose in that step, for the next one."""
-    refused: int = 0
-    """Steps left in which it does not wait for a pending token, because a step had no room for its
-    drafts."""
+    no_wait_steps: int = 0
+    """In so many steps more, the sequence does not wait for a pending token, because a step had no
+    budget or blocks for its drafts."""
     ngrams: dict[int, int] = field(default_factory=dict)
     """Hash of an n-gram -> the position behind its latest occurrence in the first ``indexed``
     tokens."""
@@ -195,14 +195,15 @@ class Drafting:
 class Sequence:
     """One stream of tokens over one block table.
 
-    K and V of the positions [0, num_computed) are written, those of [num_computed, num_planned) are
-    being written by steps in flight. ``num_computed < num_tokens`` while the sequence lives: its
-    last token is yet to be computed.
+    K and V of the positions [0, num_computed) are written. Steps in flight write those of
+    [num_computed, num_planned). While the sequence lives, ``num_computed < num_tokens``, because
+    its last token is yet to be computed.
 
-    A step that computes the last known token samples the next one. A sample is *pending* until its
-    step is complete. If ``num_planned`` has reached ``num_tokens``, pending samples stand for the
-    positions [num_tokens, num_planned]: ``num_planned + 1 - num_tokens`` of them. The next row
-    begins with the last one, at position ``num_planned``.
+    A row that computes the last known token samples the next one. This sample is *pending* until
+    the step is complete. While any sample is pending, ``num_planned`` is at least ``num_tokens``.
+    If they are equal, one sample is pending: the token at position ``num_planned``. If drafts or a
+    second step are in flight, ``num_planned + 1 - num_tokens`` samples are pending, and the last of
+    them is at position ``num_planned``. The next row begins with it.
     """
 
     request: Request
@@ -219,30 +220,30 @@ class Sequence:
     num_tokens: int = field(init=False)
     num_computed: int = field(default=0, init=False)
     num_planned: int = field(default=0, init=False)
-    """``num_computed`` and what steps in flight add to it."""
+    """``num_computed``, plus the tokens that steps in flight compute."""
     limit: int = field(init=False)
-    """Positions [0, limit) are all that is ever computed, at its greatest length: its last token is
-    sampled, but not computed."""
+    """The most tokens that are ever computed: all of the prompt and of the longest output, except
+    the last token, which is only sampled."""
     prefill_end: int = field(default=0, init=False)
-    """It decodes once it has computed the positions [0, prefill_end): all tokens that it had when
-    it was admitted, except the last one if that was output."""
+    """The sequence decodes once the positions [0, prefill_end) are computed. These are all tokens
+    that it had when it was admitted, except the last one if that was output."""
     sample_index: int = field(default=0, init=False)
-    """Index of its latest sample among all samples of that step."""
+    """Index of its latest sample among all samples of the step that made it."""
     num_cached_blocks: int = field(default=0, init=False)
     """Leading blocks of the table that have been offered to the prefix cache."""
     cumulative_logprob: float = field(default=0.0, init=False)
     drafting: Drafting | None = field(default=None, init=False)
     num_read: int = field(default=0, init=False)
     """How many of its tokens the draft model had computed when it was asked last."""
-    proposed: list[int] = field(default_factory=list, init=False)
-    """What the runner proposed to follow its last token. ``drafters`` makes the proposal of
-    ``drafting`` from it."""
+    runner_proposal: list[int] = field(default_factory=list, init=False)
+    """The tokens that the runner proposed to follow the last token. ``drafters`` cuts the proposal
+    in ``drafting`` out of them."""
     reserved_blocks: int = field(default=0, init=False)
-    """Blocks reserved while it runs. With ``eviction: never``, and in a resumed request only: its
-    sequences share no prompt, so each reserves its own and the request none."""
+    """Blocks reserved for this sequence while it runs. Only with ``eviction: never``, and only in a
+    resumed request: its sequences share no prompt, so each reserves blocks, the request none."""
     state: SequenceState = field(default=SequenceState.WAITING, init=False)
     waiting_since: float = field(default=0.0, init=False)
-    """If it waits: when the request arrived, or when it was preempted or forked."""
+    """If the sequence waits: when its request arrived, or when it was preempted or forked."""
     level: int = field(default=0, init=False)
     """Lower levels come first. Policies alone set it: 0 without."""
     rank: tuple[float, int, int] = field(init=False)
@@ -260,7 +261,8 @@ class Sequence:
 
     @property
     def prefill_left(self) -> int:
-        """Tokens of a prompt or a recomputation that are not planned yet. 0 for a decode."""
+        """How many known tokens a prompt or a recomputation has yet to plan; 0 for a decode. The
+        last chunk of a recomputation may compute the last output token, too, so that counts."""
         planned = self.num_planned
         if planned >= self.prefill_end:
             return 0
@@ -286,13 +288,13 @@ class Sequence:
 
 
 by_rank = attrgetter("level", "rank")
-"""The key that lists of waiting and of running sequences are sorted by."""
+"""The key that lists of waiting and of running sequences are sorted by: ranks within levels."""
 
 
 def remove_ranked(ranked: list[Sequence], sequence: Sequence) -> bool:
     """Take a sequence out of a list that is sorted by rank. False: it was not there."""
-    position = bisect_left(ranked, by_rank(sequence), key=by_rank)
-    if position == len(ranked) or ranked[position] is not sequence:
+    index = bisect_left(ranked, by_rank(sequence), key=by_rank)
+    if index == len(ranked) or ranked[index] is not sequence:
         return False
-    del ranked[position]
+    del ranked[index]
     return True

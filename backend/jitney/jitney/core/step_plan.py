@@ -18,11 +18,11 @@ class StepPlan:
     counts: StepStats
     """Lookups in the prefix cache are counted here."""
     ahead: bool
-    """Whether another step is in flight meanwhile."""
+    """Whether another step is in flight while this one is planned."""
     tokens_left: int
     """What is left of the token budget."""
-    kept_for_prefill: int
-    """Of the tokens that are left, those that no decode may take."""
+    kept_for_prefill: int = 0
+    """How many of ``tokens_left`` no decode may take."""
     num_samples: int = 0
     """Samples of all rows so far."""
     step: StepInFlight = field(default_factory=lambda: StepInFlight(Batch([])))
@@ -36,7 +36,7 @@ class StepPlan:
         carried: int | None = None,
         choice: DraftChoice | None = None,
     ) -> None:
-        """Add a row, and count its tokens as planned. ``choice``: the drafts at the end of
+        """Add a row, and count its tokens as planned. ``choice``: which drafts are at the end of
         ``token_ids``, and what a draft model is asked for."""
         request = sequence.request
         message = request.message
@@ -53,14 +53,14 @@ class StepPlan:
             stop_ids=message.stop_ids,
             bad_words_ids=message.bad_words_ids,
         )
-        # Fields with a default are set here: the call takes time for each name in it.
+        # Fields with a default are set here, because each argument makes the call above slower.
         row.carried = carried
         row.grammar = sequence.grammar
         row.adapter = request.adapter
         if choice is not None:
             row.drafts = len(choice.drafts)
             row.propose = choice.propose
-            row.most_read = choice.read
+            row.most_read = choice.most_read
         self.step.batch.rows.append(row)
         self.tokens_left -= len(token_ids)
         sequence.num_planned += len(token_ids)
@@ -68,19 +68,15 @@ class StepPlan:
             return
         sequence.sample_index = self.num_samples
         self.num_samples += len(sample) + row.drafts
-        forks = len(sample) > 1
-        host_reads = request.reads_output or row.drafts > 0 or row.propose > 0
-        if forks or host_reads:
-            self._note_dependence(sequence, row, forks=forks, host_reads=host_reads)
+        if len(sample) > 1 or request.reads_output or row.drafts or row.propose:
+            self._note_dependence(sequence, row)
 
-    def _note_dependence(
-        self, sequence: Sequence, row: Row, *, forks: bool, host_reads: bool
-    ) -> None:
-        """What follows this row depends on what it samples: note that for plans ahead."""
-        # If the sample is the last token by length, nothing follows.
+    def _note_dependence(self, sequence: Sequence, row: Row) -> None:
+        """Note for plans ahead that the sequence's next row depends on what this one samples."""
+        # If the sample is the last token by length, no row follows.
         if sequence.num_planned - row.drafts >= sequence.limit:
             return
-        if forks:
+        if len(row.sample) > 1:
             self.step.must_complete_first = True
-        if host_reads:
+        if sequence.request.reads_output or row.drafts or row.propose:
             self.step.host_reads_samples = True

@@ -1,9 +1,9 @@
 """What may shape a step beside rank and token budget: tiers, drafts, and what a step costs.
 
-``seam`` has the questions that scheduler and planner ask, as Protocols. ``plain`` answers them
-for an engine that has none; ``tiers``, ``pace`` (the limits of a step) and ``speculation`` answer
-with one. ``cost`` and ``least_squares`` estimate what a step takes, ``drafters`` propose tokens.
-``choose`` reads the options and makes the objects that answer.
+``seam`` has the questions that scheduler and planner ask, as Protocols. ``plain`` answers them for
+an engine without policies, ``tiers`` and ``tier_limits`` for the option ``tiers``, ``speculation``
+for the option of its name. ``cost`` and ``least_squares`` estimate what a step takes, ``drafters``
+propose tokens. ``choose`` reads the options and makes the objects that answer.
 
 A policy knows requests and blocks, but neither the scheduler nor the planner.
 """

@@ -1,13 +1,14 @@
-"""Which policies an engine runs by, from its options. The scheduler calls :func:`choose_policies`
-once; what is not set is answered by an object of ``plain``."""
+"""Makes the policies of an engine from its options. The scheduler calls :func:`choose_policies`
+once. For an option that is not set, an object of ``plain`` answers.
+"""
 
 from jitney.config import EngineConfig
 from jitney.core.kv_cache import KvCache
 from jitney.core.policy.cost import StepCost
-from jitney.core.policy.pace import Pace
 from jitney.core.policy.plain import ByRank, NoCosts, NoDrafts, NoLimits
 from jitney.core.policy.seam import Admission, DraftPolicy, Policies, StepLimits
 from jitney.core.policy.speculation import Speculation
+from jitney.core.policy.tier_limits import TierLimits
 from jitney.core.policy.tiers import TierAdmission, TierCounts
 
 
@@ -28,7 +29,7 @@ def choose_policies(
         drafts = Speculation(speculation, cost)
     if tiers:
         counts = TierCounts(held_back=[0] * len(tiers), overdue=[0] * len(tiers))
-        limits = Pace(tiers, cost, config.block_size, counts)
+        limits = TierLimits(tiers, cost, config.block_size, counts)
         admission = TierAdmission(
             config, kv, max_running=max_running, watermark=watermark, counts=counts
         )

@@ -9,7 +9,7 @@ from typing import Protocol
 from jitney.config import SpeculationConfig
 from jitney.core.request import Drafting, Sequence
 
-_INDEXED_AT_ONCE = 1024  # tokens of a sequence in a step: about a millisecond
+_INDEXED_AT_ONCE = 1024  # tokens of a sequence that one step indexes: about a millisecond
 
 
 class Drafter(Protocol):
@@ -33,7 +33,7 @@ class NgramDrafter:
         assert drafting is not None
         size = sequence.num_tokens
         self._index(sequence, drafting)
-        if drafting.indexed < size - 1:  # not indexed to its end yet
+        if drafting.indexed < size - 1:  # the sequence is not indexed to its end yet
             return []
         last = sequence.tokens(max(size - self._longest, 0), size)
         for length in self._lengths:
@@ -43,24 +43,27 @@ class NgramDrafter:
         return []
 
     def _index(self, sequence: Sequence, drafting: Drafting) -> None:
-        """Index the n-grams that end in further tokens. Those that end in the last token are left
-        out, because nothing follows them yet."""
-        done = drafting.indexed
-        until = min(sequence.num_tokens - 1, done + _INDEXED_AT_ONCE)
-        begin = max(done - self._longest, 0)
-        tokens = sequence.tokens(begin, until)
-        for end in range(done + 1, until + 1):
-            end_in_tokens = end - begin
+        """Index the n-grams that end in tokens beyond the first ``indexed`` ones, in parts if these
+        are many. N-grams that end in the last token are left out: nothing follows them yet."""
+        old_size = drafting.indexed
+        new_size = min(sequence.num_tokens - 1, old_size + _INDEXED_AT_ONCE)
+        if new_size <= old_size:
+            return
+        # The first new n-grams begin in tokens that are indexed already.
+        first = max(old_size - self._longest, 0)
+        tokens = sequence.tokens(first, new_size)
+        for end in range(old_size + 1, new_size + 1):
+            offset = end - first  # of the end, in `tokens`
             for length in self._lengths:
-                if length <= end_in_tokens:
-                    ngram = tuple(tokens[end_in_tokens - length : end_in_tokens])
+                if length <= offset:
+                    ngram = tuple(tokens[offset - length : offset])
                     drafting.ngrams[hash(ngram)] = end
-        drafting.indexed = max(until, done)
+        drafting.indexed = new_size
 
 
 def _what_followed(sequence: Sequence, end: int, most: int) -> list[int]:
-    """``most`` tokens from position ``end`` on. If the sequence has fewer, those that it has are
-    repeated: a text that repeats itself once may do so again."""
+    """``most`` tokens from position ``end`` on. If the sequence has fewer, these are repeated: a
+    text that repeats itself once may do so again."""
     size = sequence.num_tokens
     found = sequence.tokens(end, min(end + most, size))
     period = size - end
@@ -74,8 +77,8 @@ class RunnerDrafter:
     from a draft model, or from a head of the model itself."""
 
     def propose(self, sequence: Sequence, most: int) -> list[int]:
-        """Nothing unless the row asked for it."""
-        return sequence.proposed[:most]
+        """Empty unless the sequence's last row asked for a proposal."""
+        return sequence.runner_proposal[:most]
 
 
 def make_drafter(config: SpeculationConfig) -> Drafter:

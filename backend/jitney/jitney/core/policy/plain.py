@@ -1,5 +1,4 @@
-"""No policy: one queue by rank, steps without limits, no drafts. What an engine without options
-runs by."""
+"""The policies of an engine without options: one queue by rank, steps without limits, no drafts."""
 
 from bisect import insort
 from collections.abc import Iterator
@@ -30,11 +29,11 @@ class ByRank:
         queued = self.num_queued
         if queued < self._max_queued:
             return
-        # Requests that the next step will admit do not wait. If the last step left anybody
-        # waiting, the next one may admit nobody.
-        held_up = self._left_waiting and self._queue
-        if not held_up:
-            queued -= max(self.places(running), 0)
+        # Requests that the next step will admit do not count. But if the last step left sequences
+        # waiting, blocks or budget are short, and the next step may admit none.
+        next_step_admits = not (self._left_waiting and self._queue)
+        if next_step_admits:
+            queued -= max(self.num_admissible(running), 0)
         if queued >= self._max_queued:
             raise UnavailableError.of_queue(queued, self._max_queued)
 
@@ -65,9 +64,11 @@ class ByRank:
 
     # ------------------------------------------------------------------ running sequences
 
-    def places(self, running: list[Sequence]) -> int:
-        forks_due = sum(one.request.forks_due for one in running)
-        return self.max_running - len(running) - forks_due
+    def num_admissible(self, running: list[Sequence]) -> int:
+        return self.max_running - len(running) - self.num_forks_due(running)
+
+    def num_forks_due(self, running: list[Sequence]) -> int:
+        return sum(sequence.request.forks_due for sequence in running)
 
     def is_full(self, request: Request, running: list[Sequence]) -> bool:
         return len(running) >= self.max_running
@@ -78,8 +79,8 @@ class ByRank:
     def urgent(self, running: list[Sequence]) -> Sequence | None:
         return None
 
-    def in_the_way(
-        self, first: Sequence, hits: list[int], running: list[Sequence]
+    def to_preempt(
+        self, urgent: Sequence, hits: list[int], running: list[Sequence]
     ) -> list[Sequence]:
         return []
 

@@ -1,9 +1,9 @@
 """The seam between the scheduler and its policies: what it asks them, in four Protocols.
 
-- :class:`Admission`: who waits, in which order, who may run, and who makes way.
-- :class:`StepLimits`: what limits a step, and who may be in it.
+- :class:`Admission`: who waits, in which order, who may run, and who is preempted for whom.
+- :class:`StepLimits`: how many seconds a step may take, and which rows fit into them.
 - :class:`DraftPolicy`: which tokens are drafted.
-- :class:`CostModel`: what was learned from a completed step.
+- :class:`CostModel`: what a step costs, learned from completed steps.
 
 Without options, ``plain`` answers: one queue by rank, no limits, no drafts. All methods are called
 from the engine's thread. Lists of running sequences are the scheduler's own, by rank: a policy
@@ -21,7 +21,7 @@ from jitney.messages import Submit, TierStats
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """On which terms a request is queued and run."""
+    """What tier a request has, and what follows from that."""
 
     most_running: int
     """Most sequences of its tier that may run at once; without tiers, of all."""
@@ -32,7 +32,8 @@ class Terms:
 
 
 class Admission(Protocol):
-    """Who waits, in which order, who may run, and who makes way. Owns the waiting sequences."""
+    """Who waits, in which order, who may run, and who is preempted for whom. Owns the waiting
+    sequences."""
 
     max_running: int
     """Most sequences that may run."""
@@ -61,8 +62,8 @@ class Admission(Protocol):
         """A sequence waits."""
 
     def remove(self, sequence: Sequence) -> None:
-        """A sequence waits no longer. A fork that is admitted when it is made never waited: it is
-        ignored."""
+        """A sequence waits no longer. A fork that is admitted when it is made never waited: the
+        call is ignored."""
 
     @property
     def num_waiting(self) -> int:
@@ -76,10 +77,14 @@ class Admission(Protocol):
 
     # -- running sequences
 
-    def places(self, running: list[Sequence]) -> int:
-        """How many more sequences may be admitted beside ``running`` and the forks that the running
-        requests have yet to make. Below 0 if one request has more forks than may run: those will
-        wait."""
+    def num_admissible(self, running: list[Sequence]) -> int:
+        """How many more sequences may be admitted. The forks that the running requests have yet to
+        make are counted as if they ran. The number is negative if these are more than may run: some
+        of them will wait."""
+
+    def num_forks_due(self, running: list[Sequence]) -> int:
+        """How many forks the running requests have yet to make, as :meth:`num_admissible` counts
+        them."""
 
     def is_full(self, request: Request, running: list[Sequence]) -> bool:
         """Whether no further sequence of this request may run."""
@@ -89,15 +94,15 @@ class Admission(Protocol):
         rank."""
 
     def urgent(self, running: list[Sequence]) -> Sequence | None:
-        """The waiting sequence, if any, to admit before the rows of running ones are planned,
-        because running ones of lower tiers would take what it needs."""
+        """The waiting sequence, if any, that is admitted before the running sequences are planned.
+        Else those of lower tiers would take the tokens and blocks that it needs."""
 
-    def in_the_way(
-        self, first: Sequence, hits: list[int], running: list[Sequence]
+    def to_preempt(
+        self, urgent: Sequence, hits: list[int], running: list[Sequence]
     ) -> list[Sequence]:
-        """Running sequences to preempt so that the urgent sequence ``first`` can run, the last by
-        rank first. Empty if it can run without that, and if it could not run even so. ``hits``: the
-        cached blocks that it would begin with."""
+        """The running sequences to preempt so that ``urgent`` can run, the last by rank first.
+        Empty if it can run without that, and if it could not run even so. ``hits``: the cached
+        blocks that it would begin with."""
 
     # -- reports
 
@@ -118,8 +123,8 @@ class DraftChoice:
     drafts: list[int] = field(default_factory=list)
     propose: int = 0
     """Tokens that the draft model is to propose for the next step."""
-    read: int = 0
-    """Most tokens of the sequence that it may compute before it proposes."""
+    most_read: int = 0
+    """Most tokens of the sequence that the draft model may compute before it proposes."""
 
     @property
     def is_empty(self) -> bool:
@@ -129,12 +134,12 @@ class DraftChoice:
     def ask_nothing(self) -> None:
         """The draft model is not asked."""
         self.propose = 0
-        self.read = 0
+        self.most_read = 0
 
 
 class StepLimits(Protocol):
-    """How many seconds the step that is being planned may take, and how many of them its rows
-    take so far."""
+    """How many seconds the step that is being planned may take, and how many of them the rows so
+    far take."""
 
     is_active: bool
     """Whether anything is ever limited. If not, the planner does not ask for each row."""
@@ -177,14 +182,14 @@ class DraftPolicy(Protocol):
 
     def choice_of(self, sequence: Sequence, most: int, most_read: int) -> DraftChoice:
         """What a decode computes behind its token: at most ``most`` drafts. If a draft model is
-        asked to propose, it reads at most ``most_read`` tokens before it does."""
+        asked to propose, it may read at most ``most_read`` tokens first."""
 
     def waits_for_sample(self, sequence: Sequence) -> bool:
         """Whether a plan ahead leaves out a sequence whose next token is still being sampled,
         because its drafts are worth more than a step."""
 
     def note_refused(self, sequence: Sequence) -> None:
-        """The step has no room for the drafts that were chosen for a sequence."""
+        """The step has no budget or blocks for the drafts that were chosen for a sequence."""
 
     def note_rows(self, rows: list[Row]) -> None:
         """A step of these rows is over: complete, or failed."""

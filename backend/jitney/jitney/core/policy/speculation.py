@@ -1,20 +1,20 @@
 """Speculative decoding: which tokens are drafted, and how many of them a step computes.
 
 A drafter proposes tokens that may follow a sequence. A row may compute some of them, its *drafts*,
-behind the token that is due; the step samples behind each. The token at a position is drawn by
-(seed, sequence index, position), so the samples behind right drafts are the very tokens that steps
-without drafts would have made: ``outcome`` keeps them as far as the drafts are right.
+behind the token that is due; the step samples behind each. Sampling is keyed by (seed, sequence
+index, position). So the samples behind right drafts are the very tokens that steps without drafts
+would have made, and ``outcome`` keeps them as far as the drafts are right.
 
 A draft is taken if the probability that it is accepted, times the value of a token, exceeds the
 seconds that it adds to the step. The value of a token is the time of a step without drafts, divided
 by its rows. ``cost`` predicts these seconds. The probability is the sequence's own as far as it is
-known, else that of all sequences. It is learned by comparing proposals with what was sampled, also
-the proposals that no step computed. So a full batch takes no drafts, and n-grams show at no cost
-when drafts begin to pay again.
+known, else that of all sequences. It is learned by comparing proposals with the output, including
+proposals that no step computed. So a full batch takes no drafts, and n-grams show at no cost when
+drafts begin to pay again.
 
 A draft model is asked for as many tokens as would be taken, if these gain more until the sequence
 ends than it costs the model to read the sequence first. In each step the model begins to read one
-new sequence at most: so little is read before it shows whether drafts are right. Where asking gains
+new sequence at most: so little is read before it shows whether drafts are right. If asking gains
 nothing, one sequence asks for a few tokens now and then: a *try*. Tries take at most a small share
 of the time.
 """
@@ -31,25 +31,28 @@ from jitney.core.policy.drafters import make_drafter
 from jitney.core.policy.seam import DraftChoice, StepLimits
 from jitney.core.request import Drafting, Sequence
 
-_MEMORY = 20  # comparisons: the average of one sequence covers about so many of the latest
-_MEMORY_OF_ALL = 16  # the same for the average of all sequences
-_PRIOR = 8.0  # the average of all counts in that of one sequence as much as so many comparisons
+_MEMORY = 20  # comparisons that the average of one sequence covers, roughly
+_MEMORY_OF_ALL = 16  # comparisons that the average of all sequences covers, roughly
+# A sequence begins with the average of all sequences, which weighs as much as so many comparisons
+# of its own.
+_PRIOR = 8.0
 _SURE = 0.98  # highest probability that is assumed for a draft
 _LEAST_BAR = 0.05  # lowest price of a draft, however cheap steps with drafts seem to be
 _UNMEASURED_BAR = 0.5  # price of a draft before any step was measured
-_REFUSED = 16  # steps in which a sequence does not wait for its sample after it had no room
+_NO_WAIT_STEPS = 16  # steps in which a sequence does not wait for a pending token, once refused
 _REST_EVERY = 64  # steps, of which one has no drafts, to measure what such a step takes
 _TRIED = 4  # tokens that are asked for in a try
-_TRIES = 0.03  # share of the time for tries, where a draft model does not pay
-# Drafts must gain so many times what they cost. For of many averages the best are chosen, which are
-# partly best by chance; and the learned cost is linear, while steps are not quite.
+_TRIES = 0.03  # share of the time for tries, if a draft model does not pay
+# Drafts must gain so many times what they cost, for two reasons. Sequences whose average is high
+# are chosen, and an average may be high by chance. And the learned cost is linear, while steps are
+# not quite.
 _MARGIN = 1.4
 
 _unread = attrgetter("unread")
 
 
 class Prices(NamedTuple):
-    """What drafts cost, as a part of the value of a token."""
+    """What drafts cost, in values of a token: 1.0 is what a token is worth."""
 
     bar: float
     """Of a draft. It pays if it is right with a greater probability than this."""
@@ -58,7 +61,7 @@ class Prices(NamedTuple):
     of_asking: float = 0.0
     """Of a row that asks a draft model, beside passes and reading."""
     of_pass: float = 0.0
-    """Of a pass of the draft model, in which all rows that ask have a part."""
+    """Of a pass of the draft model, which proposes one token for every row that asks."""
     of_read: float = 0.0
     """Of a token that the draft model reads before it proposes."""
 
@@ -71,6 +74,7 @@ class _Asking(NamedTuple):
     """A sequence that may ask the draft model in this step."""
 
     drafting: Drafting
+    """Its ``propose`` is set."""
     chance: float
     """The probability that a draft is right if those before it are."""
     left: int
@@ -99,34 +103,38 @@ class Speculation:
 
     def __init__(self, config: SpeculationConfig, cost: StepCost) -> None:
         self.asks = config.drafter != "ngram"
-        """Whether the runner proposes, where a row asks for it."""
+        """Whether the runner makes the proposals, for the rows that ask for one."""
         self.drafter = make_drafter(config)
         self._most = config.max_drafts
         self._cost = cost
-        self._acceptance = 0.5  # of all sequences
-        self._compared = 0
-        self._for_tries = 0.0  # saved for the next try, in values of a token
+        self._acceptance = 0.5  # part of the compared proposals that were right, of all sequences
+        self._compared = 0  # comparisons that are in it
+        self._saved_for_try = 0.0  # in values of a token
         self._steps = 0  # with known prices
 
     # ------------------------------------------------------------------ what to take
 
     def begin(self, running: list[Sequence], limits: StepLimits) -> None:
         """Decide how many drafts each of these sequences may take, and what it asks for."""
-        # Those with output and with something left to plan, recomputations included.
-        decoding = [one for one in running if one.output and one.num_planned < one.limit]
+        # Sequences with output and with something left to plan, recomputations included.
+        decoding = [
+            sequence
+            for sequence in running
+            if sequence.output and sequence.num_planned < sequence.limit
+        ]
         prices = self._prices(decoding)
         asking: list[_Asking] = []
         for sequence in decoding:
             drafting = _begin_step(sequence)
             if limits.is_limited(sequence):
                 continue
-            # Its output has grown since its proposal was made.
+            # The output has grown since the proposal was made.
             if drafting.made_at != sequence.num_tokens:
-                self._follow(sequence, drafting)
+                self._renew_proposal(sequence, drafting)
             chance = self._chance(drafting)
             count, gain = _worth(chance, prices.bar, len(drafting.proposal))
             if gain >= prices.of_row:
-                drafting.taken = count
+                drafting.num_drafts = count
             if self.asks and _may_ask(sequence):
                 asking.append(_Asking.of(sequence, drafting, chance))
         if asking:
@@ -134,30 +142,30 @@ class Speculation:
 
     def choice_of(self, sequence: Sequence, most: int, most_read: int) -> DraftChoice:
         drafting = sequence.drafting
-        if drafting is None or not (drafting.taken or drafting.wanted):
+        if drafting is None or not (drafting.num_drafts or drafting.propose):
             return DraftChoice()
         drafts = self._good_drafts(sequence, drafting)
-        any_chosen = bool(drafts or drafting.wanted)
+        any_chosen = bool(drafts or drafting.propose)
         del drafts[most:]
-        # Positions that the sequence may compute behind this row: nothing is proposed for others.
+        # Positions that the sequence may compute behind this row: more is not proposed.
         left = sequence.limit - sequence.num_planned - 1 - len(drafts)
-        choice = DraftChoice(drafts, propose=min(drafting.wanted, left))
+        choice = DraftChoice(drafts, propose=min(drafting.propose, left))
         if choice.propose:
             unread = sequence.num_tokens + len(drafts) - sequence.num_read
-            # The sampled token is read, too. Two more may be read again: where a block begins, and
-            # with a grammar.
-            choice.read = min(unread + 3, most_read)
-        if not choice.read:
+            # The model also reads the token that is sampled. And it may read two tokens again: one
+            # where a block begins, and one with a grammar.
+            choice.most_read = min(unread + 3, most_read)
+        if not choice.most_read:
             choice.ask_nothing()
         if any_chosen and choice.is_empty:
             self.note_refused(sequence)
         return choice
 
     def _good_drafts(self, sequence: Sequence, drafting: Drafting) -> list[int]:
-        """The drafts that the sequence may compute: the ``taken`` ones of its proposal up to its
-        greatest length, and up to a token that would end it, that its grammar forbids, or that
-        would complete its grammar. That token is left out."""
-        most = min(drafting.taken, sequence.limit - sequence.num_tokens)
+        """The first ``num_drafts`` tokens of the proposal, cut before the first token that cannot
+        be a draft: one that would be beyond the sequence's greatest length, that would end it, that
+        its grammar forbids, or that would complete its grammar."""
+        most = min(drafting.num_drafts, sequence.limit - sequence.num_tokens)
         stop_ids = sequence.request.message.stop_ids
         drafts = list(takewhile(lambda id: id not in stop_ids, drafting.proposal[:most]))
         grammar = sequence.grammar
@@ -169,60 +177,58 @@ class Speculation:
 
     def waits_for_sample(self, sequence: Sequence) -> bool:
         drafting = sequence.drafting
-        if drafting is None or drafting.refused:
+        if drafting is None or drafting.no_wait_steps:
             return False
-        return drafting.taken > 1 or drafting.wanted > 0
+        return drafting.num_drafts > 1 or drafting.propose > 0
 
     def note_refused(self, sequence: Sequence) -> None:
-        """For a while the sequence does not wait for its samples."""
+        """For some steps the sequence does not wait for its samples: it would wait in vain."""
         drafting = sequence.drafting
         if drafting is not None and self.waits_for_sample(sequence):
-            drafting.refused = _REFUSED
+            drafting.no_wait_steps = _NO_WAIT_STEPS
 
     def note_rows(self, rows: list[Row]) -> None:
         """If any of the rows asked a draft model, what was saved for a try is spent."""
         if any(row.propose for row in rows):
-            self._for_tries = 0.0
+            self._saved_for_try = 0.0
 
     # ------------------------------------------------------------------ whom to ask
 
     def _ask(self, asking: list[_Asking], prices: Prices) -> None:
         """Decide how many tokens a draft model is to propose for each sequence."""
-        self._want_what_pays(asking, prices)
+        self._propose_what_pays(asking, prices)
         passes = _passes_that_pay(asking, prices)
-        # Of the sequences that the model has not read at all, only the shortest one asks.
-        new = [one for one in asking if one.drafting.wanted and one.is_new]
-        new.sort(key=_unread)
-        for one in new[1:]:
-            one.drafting.wanted = 0
-        for one in asking:
-            one.drafting.wanted = min(one.drafting.wanted, passes)
+        for candidate in asking:
+            drafting = candidate.drafting
+            drafting.propose = min(drafting.propose, passes)
+        _ask_one_new_sequence(asking)
         if not passes:
             self._try(asking, prices)
 
-    def _want_what_pays(self, asking: list[_Asking], prices: Prices) -> None:
-        """Let each sequence want as many tokens as it would take as drafts, if these gain more than
-        it costs to read the sequence before. Passes, which sequences share, are not considered."""
+    def _propose_what_pays(self, asking: list[_Asking], prices: Prices) -> None:
+        """Let each sequence ask for as many tokens as it would take as drafts, if these gain more
+        than it costs to read the sequence first. The price of passes comes later, because all
+        sequences share it."""
         of_row = prices.of_row + prices.of_asking
-        for one in asking:
-            wanted, gain = _worth(one.chance, prices.bar, self._most)
-            if not wanted:
+        for candidate in asking:
+            count, gain = _worth(candidate.chance, prices.bar, self._most)
+            if not count:
                 continue
-            # What is read once serves all steps until the sequence ends.
-            steps_left = one.left / (1 + wanted)
-            if (gain - of_row) * steps_left >= prices.of_read * one.unread:
-                one.drafting.wanted = wanted
+            # The sequence is read once, and the drafts gain in every step until it ends.
+            steps_left = candidate.left / (1 + count)
+            if (gain - of_row) * steps_left >= prices.of_read * candidate.unread:
+                candidate.drafting.propose = count
 
     def _try(self, asking: list[_Asking], prices: Prices) -> None:
-        """Asking gains nothing: save a little in each step and, once that pays for a try, ask for
-        the sequence of which the model has the least to read."""
+        """Asking gains nothing: save a little in each step. Once that pays for a try, ask for the
+        sequence of which the model has the least to read."""
         least = min(asking, key=_unread)
         cost = prices.of_row + prices.of_asking
         cost += prices.of_read * least.unread
         cost += _TRIED * (prices.of_pass + prices.bar)
-        self._for_tries += _TRIES * len(asking) ** 0.5
-        if cost <= self._for_tries:
-            least.drafting.wanted = min(_TRIED, self._most)
+        self._saved_for_try += _TRIES * len(asking) ** 0.5
+        if cost <= self._saved_for_try:
+            least.drafting.propose = min(_TRIED, self._most)
 
     # ------------------------------------------------------------------ what is known
 
@@ -230,19 +236,20 @@ class Speculation:
         """What drafts cost in this step, by the learned cost of steps."""
         rows = len(decoding)
         weights = self._cost.weights
-        context = sum(one.num_planned for one in decoding)
+        context = sum(sequence.num_planned for sequence in decoding)
         plain = StepShape(tokens=rows, samples=rows, context=context)
         seconds = self._cost.seconds(plain)
         if weights is None or seconds <= 0.0 or not rows:
             return Prices(_UNMEASURED_BAR)
         self._steps += 1
-        # The first step of every _REST_EVERY has no drafts.
-        phase = self._steps % _REST_EVERY
-        if phase == 1:
+        # The first step of every _REST_EVERY *rests*: it has no drafts.
+        rests = self._steps % _REST_EVERY == 1
+        next_rests = self._steps % _REST_EVERY == 0
+        if rests:
             return NO_DRAFTS
         value = seconds / rows / _MARGIN
         of_asking = weights.asked / value
-        if phase == 0:  # the next step has none, and could not use what is proposed in this one
+        if next_rests:  # it could not use what is proposed in this step
             of_asking = math.inf
         return Prices(
             bar=max(weights.drafts / value, _LEAST_BAR),
@@ -254,26 +261,27 @@ class Speculation:
 
     def _chance(self, drafting: Drafting) -> float:
         """The probability that a draft of a sequence is right if those before it are."""
-        known = drafting.right + _PRIOR * self._acceptance
-        return min(known / (drafting.compared + _PRIOR), _SURE)
+        right = drafting.right + _PRIOR * self._acceptance
+        return min(right / (drafting.compared + _PRIOR), _SURE)
 
-    def _follow(self, sequence: Sequence, drafting: Drafting) -> None:
-        """Compare the last proposal with what was sampled since, and propose again."""
-        made = sequence.output[drafting.made_at - len(sequence.prompt) :]
-        for drafted, token in zip(drafting.proposal, made, strict=False):
-            right = drafted == token
-            self._note_comparison(drafting, 1.0 if right else 0.0)
-            if not right:
+    def _renew_proposal(self, sequence: Sequence, drafting: Drafting) -> None:
+        """Compare the last proposal with the output since then, and propose again."""
+        output_since = sequence.output[drafting.made_at - len(sequence.prompt) :]
+        for proposed, token in zip(drafting.proposal, output_since, strict=False):
+            is_right = proposed == token
+            self._note_comparison(drafting, is_right)
+            if not is_right:
                 break
         drafting.proposal = self.drafter.propose(sequence, self._most)
         drafting.made_at = sequence.num_tokens
 
-    def _note_comparison(self, drafting: Drafting, hit: float) -> None:
-        """Note whether a proposed token was right: ``hit`` is 1 or 0."""
+    def _note_comparison(self, drafting: Drafting, is_right: bool) -> None:
+        """Note whether a proposed token was right."""
+        hit = 1.0 if is_right else 0.0
         kept = 1 - 1 / _MEMORY
         drafting.right = kept * drafting.right + hit
         drafting.compared = kept * drafting.compared + 1.0
-        # Of all: a plain average of the first comparisons, then one in which older ones fade.
+        # Of all sequences: the plain average of the first comparisons, then a fading one.
         self._compared = min(self._compared + 1, _MEMORY_OF_ALL)
         self._acceptance += (hit - self._acceptance) / (1 + self._compared)
 
@@ -283,25 +291,34 @@ def _begin_step(sequence: Sequence) -> Drafting:
     if sequence.drafting is None:
         sequence.drafting = Drafting()
     drafting = sequence.drafting
-    drafting.taken = 0
-    drafting.wanted = 0
-    if drafting.refused:
-        drafting.refused -= 1
+    drafting.num_drafts = 0
+    drafting.propose = 0
+    if drafting.no_wait_steps:
+        drafting.no_wait_steps -= 1
     return drafting
 
 
 def _may_ask(sequence: Sequence) -> bool:
-    """Whether a sequence decodes one token in this step, known or pending, and may make more than
-    one further token beside its last one."""
+    """Whether a sequence may ask the draft model in this step. It must compute one token, known or
+    pending, and no part of a prompt or of forced tokens. And it must have more to make than one
+    further token and its last."""
     if sequence.limit - sequence.num_tokens <= 1:
         return False
     return sequence.num_planned >= max(sequence.prefill_end, sequence.num_tokens - 1)
 
 
+def _ask_one_new_sequence(asking: list[_Asking]) -> None:
+    """Of the sequences that the draft model has not read at all, let only the shortest ask."""
+    new = [candidate for candidate in asking if candidate.is_new and candidate.drafting.propose]
+    new.sort(key=_unread)
+    for candidate in new[1:]:
+        candidate.drafting.propose = 0
+
+
 def _worth(chance: float, bar: float, most: int) -> tuple[int, float]:
     """How many drafts pay, at most ``most``, and what they gain together. Each is right with
-    probability ``chance`` if those before it are. It pays while the probability that all of them
-    are right exceeds its price, ``bar``, and gains the difference."""
+    probability ``chance`` if those before it are. A draft pays while the probability that it and
+    all before it are right exceeds its price, ``bar``. It gains the difference."""
     count = 0
     gain = 0.0
     right = chance  # the probability that this draft and those before it are right
@@ -316,18 +333,18 @@ def _passes_that_pay(asking: list[_Asking], prices: Prices) -> int:
     """How many passes of the draft model gain more than they cost, for all rows together. 0 if what
     they gain is less than what the rows pay for asking at all."""
     passes = 0
-    wanting = [one for one in asking if one.drafting.wanted]
+    wanting = [candidate for candidate in asking if candidate.drafting.propose]
     if not wanting:
         return 0
     total = -(prices.of_row + prices.of_asking) * len(wanting)
     while wanting:
         gain = -prices.of_pass
-        for one in wanting:
-            gain += one.chance ** (passes + 1) - prices.bar
+        for candidate in wanting:
+            gain += candidate.chance ** (passes + 1) - prices.bar
         if gain < 0.0:
             break
         passes += 1
         total += gain
-        # A pass makes one token for each row that wants more than the passes before made.
-        wanting = [one for one in wanting if one.drafting.wanted > passes]
+        # The next pass makes a token only for the rows that ask for more than these passes made.
+        wanting = [candidate for candidate in wanting if candidate.drafting.propose > passes]
     return passes if total >= 0.0 else 0

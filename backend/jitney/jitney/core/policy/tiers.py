@@ -1,5 +1,5 @@
-"""Latency tiers, as far as queues and places go: who of which tier is admitted, and who makes way.
-How much of a step each tier gets is in ``pace``.
+"""Latency tiers, as far as queues and running sequences go: who of which tier is admitted, and who
+is preempted for whom. How much of a step each tier gets is in ``tier_limits``.
 
 Each tier has a queue and, if the option says so, a limit for it and a cap of running sequences. A
 full tier does not hold up another one. Tiers are ordered by level: the level of a sequence is the
@@ -59,14 +59,15 @@ class TierAdmission:
         self._watermark = watermark
         self._counts = counts
         self.max_running = max_running
-        self._caps = [min(one.max_running or max_running, max_running) for one in tiers]
-        # Seconds after which the requests of each tier have aged.
-        self._aging = [0.0, *accumulate(one.aging_s for one in tiers[1:])]
+        # A cap of `max_running` is none.
+        self._caps = [min(tier.max_running or max_running, max_running) for tier in tiers]
+        # Seconds after which the requests of each tier have aged. The first tier does not age.
+        self._aging_s = [0.0, *accumulate(tier.aging_s for tier in tiers[1:])]
         self._queues: list[list[Sequence]] = [[] for _ in tiers]
-        self._queued: list[set[int]] = [set() for _ in tiers]  # keys
+        self._queued_keys: list[set[int]] = [set() for _ in tiers]
         # Arrival and key of the requests that may become overdue, the first to arrive first.
-        self._aging_requests: list[deque[tuple[float, int]]] = [deque() for _ in tiers]
-        # Whether the last step did not admit all that waited.
+        self._may_be_overdue: list[deque[tuple[float, int]]] = [deque() for _ in tiers]
+        # Whether the last step left any sequences of the tier waiting.
         self._left_waiting = [False] * len(tiers)
         self._now = 0.0  # of the last plan
 
@@ -74,41 +75,42 @@ class TierAdmission:
 
     def terms_of(self, message: Submit) -> Terms:
         tier = self._tier_of(message)
-        return Terms(most_running=self._caps[tier], tier=tier, delay_s=self._aging[tier])
+        return Terms(most_running=self._caps[tier], tier=tier, delay_s=self._aging_s[tier])
 
     def check_queue(self, message: Submit, running: list[Sequence]) -> None:
         tier = self._tier_of(message)
         # The limit of the engine counts the requests of this tier and of those above it, because
         # lower tiers do not delay it. The limit of the tier counts its own requests alone.
-        not_below = sum(map(len, self._queued[: tier + 1]))
+        not_below = sum(map(len, self._queued_keys[: tier + 1]))
         self._check_limit(tier, not_below, self._config.max_queued, running)
         own_limit = self._config.tiers[tier].max_queued
         if own_limit is not None:
-            self._check_limit(tier, len(self._queued[tier]), own_limit, running)
+            own = len(self._queued_keys[tier])
+            self._check_limit(tier, own, own_limit, running)
 
     def _check_limit(self, tier: int, queued: int, most: int, running: list[Sequence]) -> None:
         if queued < most:
             return
         # Requests that the next step will admit do not count. But if the last step left sequences
-        # of the tier waiting, the next one may admit none.
-        held_up = self._left_waiting[tier] and self._queues[tier]
-        if not held_up:
-            queued -= max(self._places_of(tier, running), 0)
+        # of the tier waiting, the next step may admit none.
+        next_step_admits = not (self._left_waiting[tier] and self._queues[tier])
+        if next_step_admits:
+            queued -= max(self._num_admissible_of(tier, running), 0)
         if queued >= most:
             raise UnavailableError.of_queue(queued, most)
 
     def count_queued(self, message: Submit) -> None:
         tier = self._tier_of(message)
-        self._queued[tier].add(message.key)
+        self._queued_keys[tier].add(message.key)
         if tier > 0:  # the first tier does not age
-            self._aging_requests[tier].append((message.arrival, message.key))
+            self._may_be_overdue[tier].append((message.arrival, message.key))
 
     def count_dequeued(self, message: Submit) -> None:
-        self._queued[self._tier_of(message)].remove(message.key)
+        self._queued_keys[self._tier_of(message)].remove(message.key)
 
     @property
     def num_queued(self) -> int:
-        return sum(map(len, self._queued))
+        return sum(map(len, self._queued_keys))
 
     def _tier_of(self, message: Submit) -> int:
         return self._config.tier_of(message.params.tier)
@@ -129,20 +131,21 @@ class TierAdmission:
 
     def waiting(self) -> Iterator[Sequence]:
         for tier, queue in enumerate(self._queues):
-            assert all(one.request.tier == tier for one in queue), "it waits in another queue"
+            for sequence in queue:
+                assert sequence.request.tier == tier, "it waits in the queue of another tier"
             assert sorted(queue, key=by_rank) == queue, "a queue is out of order"
             yield from queue
 
     def first(self, running: list[Sequence]) -> Sequence | None:
-        """Of the first sequences of all queues, the first by level and rank that its tier's cap
-        lets run."""
+        """Each queue offers its first sequence, unless its tier is at its cap. Of these, the first
+        by level and rank."""
         found = None
         found_rank = None
         for queue in self._queues:
             if not queue:
                 continue
             sequence = queue[0]
-            if not self._finds_place(sequence, running):
+            if not self._is_within_cap(sequence, running):
                 continue
             rank = (self._level_if_admitted(sequence, running), sequence.rank)
             if found_rank is None or rank < found_rank:
@@ -150,56 +153,64 @@ class TierAdmission:
                 found_rank = rank
         return found
 
-    def _finds_place(self, sequence: Sequence, running: list[Sequence]) -> bool:
-        """Whether the cap of its tier lets a waiting sequence run."""
+    def _is_within_cap(self, sequence: Sequence, running: list[Sequence]) -> bool:
+        """Whether the cap of its tier lets a waiting sequence run. Whether the engine may run a
+        further sequence is not asked: if it may not, others may be preempted for this one."""
         tier = sequence.request.tier
-        if self._caps[tier] == self.max_running:  # no cap
-            return True
-        return self._places_of(tier, running) >= sequence.request.places_needed
-
-    # ------------------------------------------------------------------ places
-
-    def places(self, running: list[Sequence]) -> int:
-        return self._places_beside(self._admitted(running))
-
-    def _places_of(self, tier: int, running: list[Sequence]) -> int:
-        """How many more sequences of a tier may be admitted. Below 0 as :meth:`places`."""
-        admitted = self._admitted(running)
-        places = self._places_beside(admitted)
         cap = self._caps[tier]
         if cap == self.max_running:
-            return places
-        return min(places, cap - admitted[tier])
+            return True
+        return cap - self._admitted(running)[tier] >= sequence.request.num_to_admit
+
+    # ------------------------------------------------------------------ running sequences
+
+    def num_admissible(self, running: list[Sequence]) -> int:
+        return self.max_running - self._num_counted(self._admitted(running))
+
+    def num_forks_due(self, running: list[Sequence]) -> int:
+        return self._num_counted(self._admitted(running)) - len(running)
+
+    def _num_admissible_of(self, tier: int, running: list[Sequence]) -> int:
+        """How many more sequences of a tier may be admitted. May be negative, as
+        :meth:`num_admissible`."""
+        admitted = self._admitted(running)
+        admissible = self.max_running - self._num_counted(admitted)
+        cap = self._caps[tier]
+        if cap == self.max_running:
+            return admissible
+        return min(admissible, cap - admitted[tier])
 
     def _admitted(self, running: list[Sequence]) -> list[int]:
-        """By tier: running sequences, and the forks that these have yet to make."""
+        """By tier: its running sequences, and the forks that their requests have yet to make."""
         admitted = [0] * len(self._caps)
-        for one in running:
-            admitted[one.request.tier] += 1 + one.request.forks_due
+        for sequence in running:
+            request = sequence.request
+            admitted[request.tier] += 1 + request.forks_due
         return admitted
 
-    def _places_beside(self, admitted: list[int]) -> int:
-        """How many more sequences may run beside so many of each tier."""
-        places = self.max_running
+    def _num_counted(self, admitted: list[int]) -> int:
+        """How many of the ``admitted`` sequences count towards ``max_running``. Forks beyond the
+        cap of their tier do not count: they will wait, and keep no other sequence from running. A
+        tier without a cap counts in full, so the sum may exceed ``max_running``."""
+        counted = 0
         for cap, count in zip(self._caps, admitted, strict=True):
-            # Forks beyond the cap of their tier will wait, and keep nobody else from running. A
-            # tier without a cap counts in full: its forks may make the result negative.
             if cap < self.max_running:
                 count = min(count, cap)
-            places -= count
-        return places
+            counted += count
+        return counted
 
     def is_full(self, request: Request, running: list[Sequence]) -> bool:
         if len(running) >= self.max_running:
             return True
-        of_tier = sum(one.request.tier == request.tier for one in running)
-        return of_tier >= self._caps[request.tier]
+        of_tier = [sequence for sequence in running if sequence.request.tier == request.tier]
+        return len(of_tier) >= self._caps[request.tier]
 
     # ------------------------------------------------------------------ levels
 
     def sort(self, running: list[Sequence], now: float) -> None:
         self._now = now
         self._count_overdue()
+        # By tier: the sequences so far, and their blocks.
         count = [0] * len(self._caps)
         blocks = [0] * len(self._caps)
         for sequence in running:
@@ -210,10 +221,10 @@ class TierAdmission:
         running.sort(key=by_rank)
 
     def _level(self, sequence: Sequence, count: int, blocks: int) -> int:
-        """The level of a sequence. ``count`` and ``blocks`` are of the running sequences of its
-        tier up to this one, and of this one."""
+        """The level of a sequence. ``count``: the running sequences of its tier that come before
+        it, and itself. ``blocks``: their blocks."""
         request = sequence.request
-        if request.aged_arrival > self._now:
+        if request.aged_arrival > self._now:  # it has not aged
             return request.tier
         share = self._config.tiers[request.tier].share
         within_count = count <= share * self.max_running
@@ -224,63 +235,68 @@ class TierAdmission:
         return request.tier
 
     def _level_if_admitted(self, sequence: Sequence, running: list[Sequence]) -> int:
-        """The level that a waiting sequence would have beside those of its tier that run."""
-        if sequence.request.aged_arrival > self._now:
+        """The level that a waiting sequence would have behind the running ones of its tier."""
+        if sequence.request.aged_arrival > self._now:  # it has not aged
             return sequence.level
-        blocks = self._kv.blocks_for(sequence.num_tokens)
         count = 1
-        for one in running:
-            if one.request.tier == sequence.request.tier:
+        blocks = self._kv.blocks_for(sequence.num_tokens)
+        for other in running:
+            if other.request.tier == sequence.request.tier:
                 count += 1
-                blocks += len(one.table)
+                blocks += len(other.table)
         return self._level(sequence, count, blocks)
 
-    # ------------------------------------------------------------------ who makes way
+    # ------------------------------------------------------------------ urgent sequences
 
     def urgent(self, running: list[Sequence]) -> Sequence | None:
-        """The first to be admitted, if a running sequence of a lower tier ranks behind it. Admitted
-        before the step is planned, it has its prompt computed before those of lower tiers."""
+        """The first to be admitted, if a running sequence of a lower tier ranks behind it."""
         first = self.first(running)
         if first is None:
             return None
-        for one in running:
-            if one.request.tier > first.request.tier and by_rank(one) > by_rank(first):
+        for sequence in running:
+            is_lower = sequence.request.tier > first.request.tier
+            if is_lower and by_rank(sequence) > by_rank(first):
                 return first
         return None
 
-    def in_the_way(
-        self, first: Sequence, hits: list[int], running: list[Sequence]
+    def to_preempt(
+        self, urgent: Sequence, hits: list[int], running: list[Sequence]
     ) -> list[Sequence]:
-        if self._config.tiers[first.request.tier].ttft_ms is None:
+        tier = urgent.request.tier
+        if self._config.tiers[tier].ttft_ms is None:
             return []
-        kv = self._kv
         kept = set(hits)
-        needed = kv.blocks_for(first.num_tokens) - len(kept)
-        free = kv.num_free_but(kept)
+        needed = self._kv.blocks_for(urgent.num_tokens) - len(kept)
+        free = self._kv.num_free_without(kept)
         admitted = self._admitted(running)
-        # Blocks that several victims share are free once all of these have given them up.
+        # How often each block is in the tables of the victims. A block that several sequences share
+        # is free once all of them have given it up.
         given_up: Counter[int] = Counter()
         victims: list[Sequence] = []
-
-        def fits() -> bool:
-            """Whether ``first`` can run once the victims so far are preempted."""
-            # If nothing runs then, no blocks need to stay free.
-            spare = self._watermark if len(victims) < len(running) else 0
-            return self._places_beside(admitted) > 0 and free >= needed + spare
-
         for sequence in reversed(running):
-            if fits() or by_rank(sequence) < by_rank(first):
-                break  # those before it rank before `first`, too
+            if self._fits(needed, free, admitted, anything_runs=True):
+                return victims
+            if by_rank(sequence) < by_rank(urgent):
+                return []  # all that are left come before `urgent`, too
             request = sequence.request
-            if request.tier <= first.request.tier:
+            if request.tier <= tier:
                 continue
             victims.append(sequence)
             admitted[request.tier] -= 1 + request.forks_due
-            freed = kv.freed_by(sequence.table, given_up)
+            freed = self._kv.freed_by(sequence.table, given_up)
             free += len(set(freed) - kept)
-        if not fits():
-            return []
-        return victims
+        anything_runs = len(victims) < len(running)
+        if self._fits(needed, free, admitted, anything_runs=anything_runs):
+            return victims
+        return []
+
+    def _fits(self, needed: int, free: int, admitted: list[int], *, anything_runs: bool) -> bool:
+        """Whether a sequence can run that needs so many blocks, if ``free`` are free, and if these
+        sequences of each tier are ``admitted``. If nothing else runs, no blocks must stay free."""
+        if self._num_counted(admitted) >= self.max_running:
+            return False
+        spare = self._watermark if anything_runs else 0
+        return free >= needed + spare
 
     # ------------------------------------------------------------------ reports
 
@@ -289,26 +305,28 @@ class TierAdmission:
 
     def _count_overdue(self) -> None:
         """Count the requests that were not admitted while they aged."""
-        for tier, requests in enumerate(self._aging_requests):
+        for tier, requests in enumerate(self._may_be_overdue):
             while requests:
                 arrival, key = requests[0]
-                if self._now - arrival <= self._aging[tier]:
+                if self._now - arrival <= self._aging_s[tier]:
                     break
                 requests.popleft()
-                if key in self._queued[tier]:
+                if key in self._queued_keys[tier]:
                     self._counts.overdue[tier] += 1
 
     def stats(self, running: list[Sequence]) -> list[TierStats]:
-        by_tier = Counter(one.request.tier for one in running)
+        num_running = Counter(sequence.request.tier for sequence in running)
         stats = []
         for tier, queue in enumerate(self._queues):
-            oldest = min((one.waiting_since for one in queue), default=self._now)
+            oldest = min((sequence.waiting_since for sequence in queue), default=self._now)
+            # If that is a fork, it may have begun to wait after the last plan.
+            longest_wait = max(self._now - oldest, 0.0)
             of_tier = TierStats(
                 waiting=len(queue),
-                running=by_tier[tier],
+                running=num_running[tier],
                 held_back=self._counts.held_back[tier],
                 overdue=self._counts.overdue[tier],
-                oldest_s=self._now - oldest,
+                oldest_s=longest_wait,
             )
             stats.append(of_tier)
         return stats
