@@ -43,11 +43,15 @@ class Outcome:
         accepted = 0
         reason: FinishReason | None = None
         if row.sample:
+            sampled = result.token_ids
+            # The runner may leave out the samples behind a wrong draft. A draft counts only if the
+            # sample behind it is there.
+            end = num_known + len(sampled) - 1
             event, accepted = self._append(
                 sequence,
-                sampled=result.token_ids,
+                sampled=sampled,
                 logprobs=result.logprobs,
-                drafts=row.token_ids[num_known:],
+                drafts=row.token_ids[num_known:end],
             )
             reason = event.finish_reason
             self.events.append(event)
@@ -60,7 +64,7 @@ class Outcome:
                 sequence.num_read = num_readable - result.unread
             # The proposal follows the samples. If a grammar forced other tokens, the output does
             # not, and the proposal is of no use.
-            follows = event.ids == result.token_ids[: 1 + accepted]
+            follows = event.ids == sampled[: 1 + accepted]
             sequence.runner_proposal = result.proposal if follows else []
         # Accepted drafts count as computed. The slots of the others are written again before they
         # are read.
@@ -129,9 +133,6 @@ class Outcome:
         A draft is right if it is the token at its position, whether that was sampled or forced.
         Returns the event of these tokens, with the finish reason if the sequence ends, and the
         number of drafts that are right: *accepted*."""
-        # The runner may leave out the samples behind a wrong draft. A draft counts only if the
-        # sample behind it is there.
-        num_drafts = min(len(drafts), len(sampled) - 1)
         ids: list[int] = []
         accepted = 0
         forced: list[int] = []  # the next tokens, if the grammar forces any
@@ -153,7 +154,7 @@ class Outcome:
             # Behind a sample the grammar names all the tokens that it forces there at once.
             if sequence.grammar is not None and not is_forced:
                 forced = _forced_tokens(sequence)
-            if all_right and accepted < num_drafts and drafts[accepted] == token:
+            if all_right and accepted < len(drafts) and drafts[accepted] == token:
                 accepted += 1
             else:
                 all_right = False

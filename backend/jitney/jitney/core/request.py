@@ -45,7 +45,7 @@ class Request:
     num_live: int = field(init=False)
     """Its sequences that have not ended, forks that it has yet to make included."""
     reads_output: bool = field(init=False)
-    """Whether the host must know a token before the next one can be sampled."""
+    """Whether sampling a token depends on the output before it, which the host must know then."""
     takes_forced: bool = field(init=False)
     """Whether tokens that its grammar forces are appended without being sampled."""
     root: bytes = field(init=False)
@@ -54,7 +54,9 @@ class Request:
     """One entry per prompt position, as far as they are known. The first is None: no token comes
     before it that could predict it."""
     first_scheduled: float | None = field(default=None, init=False)
+    """When the first of its sequences was admitted."""
     first_token: float | None = field(default=None, init=False)
+    """When its first token was made."""
     cached_prompt_tokens: int = field(default=0, init=False)
     computed_prompt_tokens: int = field(default=0, init=False)
     preempted: list[float] = field(default_factory=list, init=False)
@@ -95,8 +97,8 @@ class Request:
 
     @property
     def num_to_admit(self) -> int:
-        """How many sequences are admitted together when a waiting one is. That is one, but with
-        ``eviction: never`` its forks are admitted with it, as many as can run at once."""
+        """A waiting sequence of this request is admitted only if so many more sequences may run.
+        That is one. With ``eviction: never`` its forks count, too, as many as can run at once."""
         if not self.reserved_blocks:
             return 1
         return min(1 + self.forks_due, self.most_running)
@@ -161,9 +163,9 @@ def _takes_forced(message: Submit) -> bool:
         return False
     if params.logprobs is not None:  # a forced token has none
         return False
-    # These weigh which tokens a forced text is made of.
-    weighs_tokens = message.bad_words_ids or params.logit_bias
-    return not weighs_tokens and params.allowed_token_ids is None
+    # With these, the sampler may spell a forced text with other tokens.
+    changes_spelling = message.bad_words_ids or params.logit_bias
+    return not changes_spelling and params.allowed_token_ids is None
 
 
 @dataclass(slots=True, eq=False, repr=False)
