@@ -24,8 +24,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from jitney.batch import Batch, RowOutput, StepOutput
 from jitney.core.policy.least_squares import Point, Vector, dot, fit
-from jitney.messages import Batch, RowOutput, StepOutput
 
 _OFF = 0.03  # mean relative error above which weights are fitted anew
 _CHECKED = 16  # latest steps of whose errors that is the mean
