@@ -64,7 +64,7 @@ def random_model(shape: Shape, device: torch.device, config: EngineConfig) -> Lo
         vocab_size=shape.vocab,
         num_parameters=num_parameters,
         weight_bytes=count_bytes(module),
-        forward=partial(interface.forward, module),
+        forward=partial(interface.forward_module, module),
     )
 
 

@@ -63,7 +63,7 @@ class Fused:
     @property
     def error(self) -> float:
         """Of the module with its parts fused, and of the whole if that is fused."""
-        logits = [interface.forward(self.module, *INPUTS, attend)]
+        logits = [interface.forward_module(self.module, *INPUTS, attend)]
         if self.report.forward is not None:
             with torch.inference_mode():
                 logits.append(self.report.forward(*INPUTS, attend))
@@ -81,7 +81,7 @@ def load(tmp_path, name: str, dtype: str = "float32"):
 
 
 def fuse(module) -> Fused:
-    before = interface.forward(module, *INPUTS, attend)
+    before = interface.forward_module(module, *INPUTS, attend)
     kernels = CpuLayerKernels(embedding_weight(module).dtype, 8)
     report = search.fuse(module, kernels, MAX_LENGTH)
     return Fused(module, before, report)
@@ -118,7 +118,7 @@ def test_attention_is_called_as_before(tmp_path, name: str) -> None:
         return attend(call)
 
     module = load(tmp_path, name)
-    interface.forward(module, *INPUTS, note)
+    interface.forward_module(module, *INPUTS, note)
     before, calls = calls, []
     forward = fuse(module).report.forward
     with torch.inference_mode():

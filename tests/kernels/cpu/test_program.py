@@ -5,7 +5,7 @@ import torch
 from jitney.batch import Row
 from jitney.engine.assemble import load_model
 from jitney.execution.attention import build_metadata
-from jitney.execution.interface import LayerCache, LoadedModel, PagedStep, forward
+from jitney.execution.interface import LayerCache, LoadedModel, PagedStep, forward_module
 from jitney.execution.memory import make_layer_caches
 from jitney.kernels.fused.fuse import fuse
 from jitney.kernels.fused.trial import relative_error
@@ -103,7 +103,7 @@ def test_one_call_gives_the_same_bits(
     torch.set_num_threads(threads)
     try:
         model = load(tmp_path, name, quantization)
-        plain = run(lambda *step: forward(model.module, *step), model)
+        plain = run(lambda *step: forward_module(model.module, *step), model)
         fused = fuse(model.module, CpuLayerKernels(torch.bfloat16, 8), 256).forward
         assert isinstance(fused.program, LayerProgram)
         program = run(fused, model, dtype)

@@ -9,6 +9,7 @@ from jitney.batch import Batch
 from jitney.engine.assemble import load_model, load_runner
 from jitney.errors import ConfigError
 from jitney.execution import runner as runner_module
+from jitney.execution.interface import KvScales
 from jitney.execution.low_rank import find_sites
 from jitney.execution.memory import make_layer_caches
 from jitney.messages import Tokens
@@ -50,7 +51,7 @@ def test_eight_bit_cache(path: Path, plain) -> None:
 
 
 def test_scales_of_the_checkpoint_are_taken(path: Path, monkeypatch) -> None:
-    stated = (torch.tensor([0.25]), torch.tensor([0.5]))
+    stated = KvScales(key=torch.tensor([0.25]), value=torch.tensor([0.5]))
     monkeypatch.setattr("jitney.execution.read_model.cache_scales", lambda *_: {0: stated})
     runner = load_runner(options(path, kv_cache_dtype="float8_e4m3"))
     assert (runner._caches[0].key_scale, runner._caches[0].value_scale) == stated

@@ -1,4 +1,4 @@
-"""The seam to kernels: what may take the place of plain torch on a device.
+"""The seam to kernels: what may replace plain torch on a device.
 
 ``kernels`` implements :class:`Accelerator` for CPU and GPU. ``engine.assemble`` finds one by its
 entry point for each load, and hands it to ``load.load_runner``. Without one, everything runs in
@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from jitney.config import EngineConfig
 from jitney.errors import ConfigError
 from jitney.execution.attention import AttentionShape
 from jitney.execution.checkpoint import Checkpoint
-from jitney.execution.interface import AttentionFunction, LayerCache, LoadedModel
+from jitney.execution.interface import AttentionFunction, KvScales, LayerCache, LoadedModel
 from jitney.execution.memory import StepMemory
 from jitney.execution.reference import ReferenceAttention
 from jitney.execution.runner import TorchRunner
@@ -30,25 +29,32 @@ class NoKernelError(Exception):
 
 
 class Accelerator(Protocol):
-    """Kernels of one device, for one load."""
+    """Kernels of one device, for one load.
+
+    The methods stand in the order in which a load first calls them.
+    """
+
+    def widens_bfloat16(self, checkpoint: Checkpoint, *, rounded: bool) -> bool:
+        """Whether its kernels run this model in bfloat16 as fast as in float32 on a processor that
+        has no instructions for bfloat16. ``rounded``: the weights are, or will be, of 8 or 4 bits.
+        """
 
     def attention(self, shape: AttentionShape) -> AttentionFunction:
         """A function of its own for layers of this shape, compiled. Raises NoKernelError."""
 
     def fits(self, attention: Sequence[AttentionFunction]) -> bool:
-        """Whether the methods below can be used where layers attend through these functions. If
-        not, the model runs as without an accelerator, through these functions."""
+        """Whether it can speed up a model whose layers attend through these functions.
 
-    def widens_bfloat16(self, checkpoint: Checkpoint, *, rounded: bool) -> bool:
-        """Whether it makes bfloat16 as fast as float32 for this model, on a processor without
-        instructions for it. ``rounded``: the weights are, or will be, of 8 or 4 bits."""
+        If not, none of the methods below is called: the model runs as it is in plain torch, with
+        these attention functions.
+        """
 
-    def speed_up(self, model: LoadedModel, rows: int) -> LoadedModel:
-        """Rearrange the module in place; ``rows`` is the number of tokens of a usual step. Returns
-        the model with its new forward and size."""
+    def speed_up(self, model: LoadedModel, usual_tokens: int) -> LoadedModel:
+        """Rearrange the module in place, for steps of usually so many tokens. Returns the model
+        with its new forward and size."""
 
-    def kv_scales(self, model: LoadedModel) -> list[tuple[Tensor, Tensor]] | None:
-        """(key scale, value scale) of each layer, float32 [KV heads], if the cache needs them."""
+    def kv_scales(self, model: LoadedModel) -> list[KvScales] | None:
+        """The scales of each layer's cache; None if the cache needs none."""
 
     def step_memory(
         self, model: LoadedModel, caches: list[LayerCache], info: ModelInfo
@@ -57,8 +63,8 @@ class Accelerator(Protocol):
         must do."""
 
     def copied_rank(self, model: LoadedModel, rank: int) -> int:
-        """The rank of the copy of its factors that an adapter of ``rank`` has for kernels; 0 if
-        kernels read the factors themselves."""
+        """Kernels may read a copy of an adapter's factors, padded to a larger rank. Returns that
+        rank for an adapter of ``rank``; 0 if kernels read the factors themselves."""
 
     def runner(self, model: LoadedModel, caches: list[LayerCache], info: ModelInfo) -> TorchRunner:
         """The runner for this device."""
@@ -71,15 +77,15 @@ class AcceleratorKind(Protocol):
         """An accelerator for one load. Raises ConfigError for options that it cannot serve."""
 
     def prepare(self) -> None:
-        """Import what every load needs, without touching a device. A process does this once, and
-        those that are forked from it not again."""
+        """Import what every load needs, without touching a device. Called once in a process;
+        processes that are forked from it need not call it again."""
 
 
 def select_attention(
     config: EngineConfig, model: LoadedModel, dtype: torch.dtype, accelerator: Accelerator | None
 ) -> list[AttentionFunction]:
-    """Each layer's attention function, by option ``attention``: one for all layers of the same
-    heads. ``dtype`` is the cache's. Raises ConfigError as :func:`select` does."""
+    """Each layer's attention function, by option ``attention``. Layers of one shape share theirs.
+    ``dtype`` is the cache's. Raises ConfigError as :func:`select` does."""
     functions: dict[AttentionShape, AttentionFunction] = {}
     of_layers = []
     for spec in model.layers:
@@ -101,24 +107,23 @@ def select_attention(
 def select(
     name: str, shape: AttentionShape, accelerator: Accelerator | None = None
 ) -> AttentionFunction:
-    """The attention function of option ``attention``. Two engines share none.
+    """The attention function of option ``attention`` for layers of this shape.
 
-    ``auto`` takes the accelerator's and falls back to the reference, saying why in the log. Raises
-    ConfigError if a kernel asked for by name cannot run, or for ``batch_invariant`` without one
-    that can keep it.
+    ``auto`` takes the accelerator's. If it has none for the shape, the reference runs, and the log
+    says why. Raises ConfigError if a kernel asked for by name cannot run, or if ``batch_invariant``
+    is asked for and no kernel runs.
     """
-    no_kernel = ""  # why the accelerator has none, if it was asked
+    why_reference = f"option attention is {name!r}"
     if name != "reference" and accelerator is not None:
         try:
             return accelerator.attention(shape)
         except NoKernelError as error:
-            no_kernel = str(error)
+            why_reference = str(error)
         if name != "auto":  # a kernel was asked for by name
-            raise ConfigError(f"option attention is {name!r}, but {no_kernel}")
+            raise ConfigError(f"option attention is {name!r}, but {why_reference}")
+        if not shape.batch_invariant:
+            _log.warning("attention runs in plain torch, which is slow: %s", why_reference)
 
-    if shape.batch_invariant:  # which the reference cannot keep
-        reason = no_kernel or f"option attention is {name!r}"
-        raise ConfigError(f"option batch_invariant needs attention kernels: {reason}")
-    if no_kernel:
-        _log.warning("attention runs in plain torch, which is slow: %s", no_kernel)
+    if shape.batch_invariant:
+        raise ConfigError(f"option batch_invariant needs attention kernels: {why_reference}")
     return ReferenceAttention()

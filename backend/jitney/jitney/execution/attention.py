@@ -1,12 +1,12 @@
 """The paged KV cache and what attention over it must know of a step.
 
 A paged KV cache is one tensor for K and one for V per layer, of :func:`cache_shape`. Dimension 0
-counts blocks, so that a block is copied or cleared by its index; how the last two dimensions are
-used inside a block is private to the attention function that writes and reads the cache.
+counts blocks, so that a block is copied or cleared by its index. What the last two dimensions hold
+inside a block is private to the attention function that writes and reads the cache.
 
 The runner builds an :class:`AttentionMetadata` once per step, and every layer of the model calls
-its function (``interface``) with it. ``reference`` is plain torch; fast ones come from an
-``Accelerator``.
+its attention function (``interface``) with it. ``reference`` is plain torch; fast functions come
+from an ``Accelerator``.
 """
 
 from collections.abc import Hashable
@@ -19,11 +19,12 @@ from torch import Tensor
 
 from jitney.batch import Row
 from jitney.execution.byte_cache import SCALE_BYTES
-from jitney.execution.low_rank import Span, spans_of
+from jitney.execution.low_rank import AdapterSpan, spans_of
 from jitney.execution.machine import to_device
 
 HEAD_ALIGNMENT = 16
-"""Head sizes are padded in the cache to a multiple of this: the lanes of one vector register."""
+"""The cache pads head sizes to a multiple of this. It belongs to the cache's format: an attention
+function may read and write whole groups of so many elements."""
 
 
 @dataclass(slots=True)
@@ -38,7 +39,8 @@ class AttentionMetadata:
     """int32 [R, max_blocks], padded with 0; its rows need not be contiguous. Position p of row r is
     in block ``block_table[r, p // block_size]`` at offset ``p % block_size``."""
     last_block: int
-    """No block in the table has a higher number."""
+    """No block in the table has a higher number. Attention functions compare it with the size of
+    their cache."""
     slot_mapping: Tensor
     """int64 [T]: block * block_size + offset of each new token."""
     positions: Tensor
@@ -47,8 +49,8 @@ class AttentionMetadata:
     max_query_len: int
     max_context_len: int
     plans: dict[Hashable, object] = field(default_factory=dict)
-    """Work lists that an attention function derives from this step, kept for its other layers."""
-    adapted: list[Span] = field(default_factory=list)
+    """What an attention function has derived from this step in one layer, kept for the others."""
+    adapted: list[AdapterSpan] = field(default_factory=list)
     """The tokens that are under adapters, in order."""
 
     @property
@@ -72,12 +74,7 @@ class BlockTables:
         """The tables as int32 [tables, longest], padded with 0: a view of the array, which the next
         call overwrites."""
         width = max(len(table) for table in tables)
-        num_rows, num_columns = self._array.shape
-        if num_rows < len(tables) or num_columns < width:
-            num_rows = max(num_rows, len(tables))
-            num_columns = max(num_columns, 2 * width)  # tables grow: not in every step anew
-            self._array = np.zeros((num_rows, num_columns), np.int32)
-            self._written = [[] for _ in range(num_rows)]
+        self._reserve(len(tables), width)
         for r, table in enumerate(tables):
             if self._written[r] != table:
                 row = self._array[r]
@@ -86,6 +83,17 @@ class BlockTables:
                 self._written[r] = table.copy()
                 self.last_block = max(self.last_block, *table)
         return self._array[: len(tables), :width]
+
+    def _reserve(self, rows: int, width: int) -> None:
+        """Make a larger array if this one is too small."""
+        num_rows, num_columns = self._array.shape
+        if rows <= num_rows and width <= num_columns:
+            return
+        num_rows = max(num_rows, rows)
+        # Twice the width, because sequences grow: else every new block would need a new array.
+        num_columns = max(num_columns, 2 * width)
+        self._array = np.zeros((num_rows, num_columns), np.int32)
+        self._written = [[] for _ in range(num_rows)]
 
 
 def build_metadata(
@@ -96,56 +104,87 @@ def build_metadata(
 ) -> AttentionMetadata:
     """Metadata of a batch. Each row holds at least one token and blocks for all of its context.
 
-    ``tables`` saves work if the last step's metadata was built with them, too. The result then
-    shares their memory: it is good until the next call with them.
+    ``tables`` saves work if they were given for the step before, too. The metadata then shares
+    their memory, so it is valid only until they are given for another step.
     """
-    # Plain lists where possible: for some dozens of rows a call of NumPy costs more than a loop.
     assert rows, "a batch has at least one row"
+    # Plain lists where possible: for some dozens of rows a call of NumPy costs more than a loop.
     lengths = [len(row.token_ids) for row in rows]
     starts = [row.start for row in rows]
-    longest = max(lengths)
     assert min(lengths) > 0, "a row has at least one token"
     ends = [start + length for start, length in zip(starts, lengths, strict=True)]
-    used_tables = []
-    for row, end in zip(rows, ends, strict=True):
-        table = row.block_table
-        num_blocks = -(-end // block_size)
-        assert len(table) >= num_blocks
-        used_tables.append(table if len(table) == num_blocks else table[:num_blocks])
+    used_tables = _used_tables(rows, ends, block_size)
     tables = tables or BlockTables()
     table_array = tables.fill(used_tables)
 
+    longest = max(lengths)
     if longest == 1:
-        # Decodes only: each row's token is its last, and so in the last of its blocks.
-        query_start = np.arange(len(rows) + 1, dtype=np.int32)
-        positions = np.array(starts, np.int64)
-        slot_list = []
-        for table, start in zip(used_tables, starts, strict=True):
-            slot_list.append(table[-1] * block_size + start % block_size)
-        slots = np.array(slot_list, np.int64)
+        tokens = _lay_out_decodes(used_tables, starts, block_size)
     else:
-        query_start = np.zeros(len(rows) + 1, np.int32)
-        np.cumsum(lengths, out=query_start[1:])
-        row_of_token = np.repeat(np.arange(len(rows)), lengths)
-        # A row's positions are the indices of its tokens among the T, moved by so much.
-        shift = np.array(starts, np.int64) - query_start[:-1]
-        positions = np.arange(int(query_start[-1])) + shift[row_of_token]
-        column, offset = np.divmod(positions, block_size)
-        slots = table_array[row_of_token, column].astype(np.int64) * block_size + offset
-
+        tokens = _lay_out_chunks(table_array, starts, lengths, block_size)
     device = torch.device(device)
     return AttentionMetadata(
-        query_start=to_device(query_start, device),
+        query_start=to_device(tokens.query_start, device),
         context_len=to_device(np.array(ends, np.int32), device),
         block_table=to_device(table_array, device),
         last_block=tables.last_block,
-        slot_mapping=to_device(slots, device),
-        positions=to_device(positions, device),
+        slot_mapping=to_device(tokens.slots, device),
+        positions=to_device(tokens.positions, device),
         block_size=block_size,
         max_query_len=longest,
         max_context_len=max(ends),
         adapted=spans_of(rows),
     )
+
+
+def _used_tables(rows: list[Row], ends: list[int], block_size: int) -> list[list[int]]:
+    """Each row's block table up to the block of its last token."""
+    used = []
+    for row, end in zip(rows, ends, strict=True):
+        table = row.block_table
+        num_blocks = (end + block_size - 1) // block_size
+        assert len(table) >= num_blocks
+        if len(table) > num_blocks:
+            table = table[:num_blocks]  # else the row's own list will do
+        used.append(table)
+    return used
+
+
+class _TokenLayout(NamedTuple):
+    """The fields of :class:`AttentionMetadata` of these names that tell tokens apart."""
+
+    query_start: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+
+
+def _lay_out_decodes(
+    used_tables: list[list[int]], starts: list[int], block_size: int
+) -> _TokenLayout:
+    """For rows of one token each. The token is its row's last, and so in the last of its blocks."""
+    slots = []
+    for table, start in zip(used_tables, starts, strict=True):
+        slots.append(table[-1] * block_size + start % block_size)
+    return _TokenLayout(
+        query_start=np.arange(len(starts) + 1, dtype=np.int32),
+        positions=np.array(starts, np.int64),
+        slots=np.array(slots, np.int64),
+    )
+
+
+def _lay_out_chunks(
+    table_array: np.ndarray, starts: list[int], lengths: list[int], block_size: int
+) -> _TokenLayout:
+    """For rows of any number of tokens."""
+    query_start = np.zeros(len(starts) + 1, np.int32)
+    np.cumsum(lengths, out=query_start[1:])
+    row_of_token = np.repeat(np.arange(len(starts)), lengths)
+    # Within a row, position less index among the T tokens is the same for all tokens.
+    difference = np.array(starts, np.int64) - query_start[:-1]
+    positions = np.arange(int(query_start[-1])) + difference[row_of_token]
+    block_number, offset = np.divmod(positions, block_size)
+    blocks = table_array[row_of_token, block_number].astype(np.int64)
+    return _TokenLayout(query_start, positions, blocks * block_size + offset)
 
 
 def cache_shape(
@@ -159,7 +198,7 @@ def cache_shape(
 
     The head size is rounded up to a multiple of HEAD_ALIGNMENT; int8 adds SCALE_BYTES.
     """
-    padded = -(-head_size // HEAD_ALIGNMENT) * HEAD_ALIGNMENT
+    padded = (head_size + HEAD_ALIGNMENT - 1) // HEAD_ALIGNMENT * HEAD_ALIGNMENT
     scale = SCALE_BYTES if dtype == torch.int8 else 0
     return (num_blocks, num_kv_heads, block_size, padded + scale)
 

@@ -1,7 +1,10 @@
-"""How a KV cache of int8 holds a token: constants of the reference and of kernels alike."""
+"""How a KV cache of int8 holds numbers: constants of the reference and of kernels alike.
+
+For each token and KV head the cache holds one float32, the scale, behind the int8 elements. An
+element times the scale is the number that was written.
+"""
 
 SCALE_BYTES = 4
-"""Of a token's float32 scale, which an int8 cache holds for every KV head: an element stands for
-itself times that."""
+"""What a scale takes."""
 LEAST_SCALE = 1e-30
-"""So that a key of zeros is divided by something."""
+"""No scale is smaller: numbers are divided by it, and a key or value may be all zeros."""

@@ -13,23 +13,26 @@ _PROMPT_TOKENS = 16
 
 
 def first_steps(info: ModelInfo, propose: int) -> list[Batch]:
-    """Two batches: a chunk of a prompt, and a decode for which a draft model proposes ``propose``
-    tokens. If both do not fit into the cache, the decode alone, without a proposal.
+    """Two batches: a chunk of a prompt, then a decode, after which a draft model proposes
+    ``propose`` tokens. If both do not fit into the cache: the decode alone, without a proposal.
 
     What they write into blocks is overwritten before it is ever read.
     """
-    decoded = 1 + propose
+    tokens_after_prompt = 1 + propose
     slots = info.num_blocks * info.block_size
-    fitting = min(info.max_model_len, slots) - decoded
-    count = max(0, min(_PROMPT_TOKENS, info.max_num_batched_tokens, fitting))
+    longest_prompt = min(info.max_model_len, slots) - tokens_after_prompt
+    chunk_len = min(_PROMPT_TOKENS, info.max_num_batched_tokens, longest_prompt)
+    chunk_len = max(0, chunk_len)
 
-    prompt = [0] * (count + 1)
-    table = list(range(math.ceil((count + decoded) / info.block_size)))
+    prompt = [0] * (chunk_len + 1)  # the chunk, and the token of the decode
+    context = chunk_len + tokens_after_prompt
+    table = list(range(math.ceil(context / info.block_size)))
     greedy = SamplingParams(temperature=0.0, seed=0)
-    decode = probe_row(prompt, start=count, count=1, block_table=table, params=greedy)
-    decode.propose = min(propose, count)
-    decode.most_read = count + decoded  # so that the draft model reads everything at once
-    if not count:
+    decode = probe_row(prompt, start=chunk_len, count=1, block_table=table, params=greedy)
+    if chunk_len == 0:
         return [Batch([decode])]
-    chunk = probe_row(prompt, start=0, count=count, block_table=table, params=greedy)
+
+    decode.propose = propose
+    decode.most_read = context  # the draft model computes all of it in this one step
+    chunk = probe_row(prompt, start=0, count=chunk_len, block_table=table, params=greedy)
     return [Batch([chunk]), Batch([decode])]

@@ -1,9 +1,10 @@
 """A loaded model, and the bridge between transformers' modules and our paged attention.
 
 transformers looks attention functions up by name in its AttentionInterface. Ours is registered as
-``jitney``; it keeps no state. What it needs of a step travels as the keyword argument ``paged``
-through ``model(..., paged=...)`` down to each attention layer: a callable that takes one
-:class:`AttentionCall`, the :class:`PagedStep` of this module in service or a recorder at load.
+``jitney``; it keeps no state. The step reaches it as the keyword argument ``paged``, which
+transformers hands from ``model(..., paged=...)`` down to each attention layer. ``paged`` is a
+callable that takes one :class:`AttentionCall`: in service a :class:`PagedStep`, at load also a
+recorder.
 
 No mask function is registered under the name, so transformers builds no masks: the query at
 position p sees what the block table holds up to p.
@@ -25,26 +26,32 @@ NAME = "jitney"
 
 
 class AttentionCall(NamedTuple):
-    """One layer's call. T flattened tokens of all rows of the step."""
+    """One layer's call. T flattened tokens of all rows of the step.
+
+    ``query``, ``key`` and ``value`` may have any strides.
+    """
 
     layer: int
     query: Tensor
-    """[T, heads, head size], after rotary embedding; any strides, as are the next two. Query head h
-    reads KV head ``h // (heads // KV heads)``."""
+    """[T, heads, head size], after rotary embedding. Query head h reads KV head
+    ``h // (heads // KV heads)``."""
     key: Tensor
     """[T, KV heads, head size], after rotary embedding."""
     value: Tensor
+    """[T, KV heads, head size]"""
     scale: float
+    """Scores are multiplied by it."""
     window: int | None = None
     """The query at position p sees keys max(0, p - window + 1) to p."""
     softcap: float | None = None
-    """Maps scores to ``softcap * tanh(score / softcap)``."""
+    """If set, scores become ``softcap * tanh(score / softcap)``."""
     sinks: Tensor | None = None
-    """[heads]: one more logit per head, in the denominator of the softmax."""
+    """[heads]: one more score for each head, which counts in the denominator of the softmax."""
     mask: Tensor | None = None
     """Not served: the probe refuses a model that brings one."""
     extra: Mapping[str, Any] = MappingProxyType({})
-    """Every other keyword argument of the call, and ``is_causal``; the probe judges them."""
+    """All other keyword arguments that the layer gave. Attention ignores them, so the probe refuses
+    those that would change its result. ``is_causal`` is always among them."""
 
 
 PagedFunction = Callable[[AttentionCall], Tensor]
@@ -59,8 +66,17 @@ class LayerCache(NamedTuple):
     """As the keys."""
     attend: "AttentionFunction"
     key_scale: Tensor | None = None
-    """float32 [KV heads] of a float8 cache: an element stands for itself times its head's scale."""
+    """float32 [KV heads], of a float8 cache that has scales. A key is what the cache holds, times
+    the scale of its head."""
     value_scale: Tensor | None = None
+    """The same for values."""
+
+
+class KvScales(NamedTuple):
+    """The scales of one layer's float8 cache, as :class:`LayerCache` has them."""
+
+    key: Tensor
+    value: Tensor
 
 
 class AttentionFunction(Protocol):
@@ -75,8 +91,10 @@ class AttentionFunction(Protocol):
 
 
 StepFunction = Callable[[Tensor, Tensor, Tensor, PagedFunction], Tensor]
-"""(ids [T], positions [T], indices, attention) -> logits [len(indices), vocabulary] of the tokens
-with these indices among the T, at least one. All three tensors are int64."""
+"""Called as ``forward(ids, positions, indices, paged)``: a forward pass over T flattened tokens.
+
+``ids`` and ``positions`` are [T]. ``indices`` says which of the T tokens need logits; there is at
+least one. All three are int64. Returns logits [len(indices), vocabulary]."""
 
 
 @dataclass(frozen=True)
@@ -107,16 +125,17 @@ class LoadedModel:
     """Values of all weights; tied ones count once."""
     weight_bytes: int
     forward: StepFunction
-    """Through transformers (:func:`forward`), or the fused form of the whole model."""
+    """Runs the module: :func:`forward_module`, or a faster form."""
     fused: bool = False
     """Whether ``forward`` is the fused form of the whole model."""
     sites: Mapping[str, Site] = field(default_factory=dict)
-    """What adapters may change, by the layers' paths in the module as it was loaded."""
+    """The linear layers that adapters may change, by their paths in the module as it was loaded.
+    Empty without option ``adapters``."""
     pack: Pack | None = None
-    """Makes ``LowRank.packed``, if ``forward`` needs it."""
-    cache_scales: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """By layer, what a float8 cache's keys and values are multiplied by when they are read, as the
-    checkpoint states it: float32 [KV heads], on the device. Empty if it does not."""
+    """Makes ``LowRank.packed`` of an adapter, if ``forward`` needs that."""
+    cache_scales: Mapping[int, KvScales] = field(default_factory=dict)
+    """By layer, the scales of a float8 cache that the checkpoint states, on the device. Layers for
+    which it states none are missing."""
 
 
 class PagedStep:
@@ -159,7 +178,8 @@ def paged_attention(
     """
     if paged is None:
         raise TypeError("the module does not pass keyword arguments on to its attention")
-    if "is_causal" not in extra:  # else transformers' call says it; here, the layer itself may
+    if "is_causal" not in extra:
+        # Some architectures state it as an argument, others as an attribute of the layer.
         extra["is_causal"] = bool(vars(module).get("is_causal", True))
     call = AttentionCall(
         layer=module.layer_idx,  # type: ignore[arg-type]
@@ -167,7 +187,7 @@ def paged_attention(
         key=key[0].transpose(0, 1),
         value=value[0].transpose(0, 1),
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=sliding_window or None,  # 0 stands for none, as None does
+        window=sliding_window or None,  # some architectures give 0 for no window
         softcap=softcap,
         sinks=s_aux,
         mask=attention_mask,
@@ -176,17 +196,19 @@ def paged_attention(
     return paged(call).unsqueeze(0), None
 
 
-def forward(
+def forward_module(
     module: PreTrainedModel,
     ids: Tensor,
     positions: Tensor,
     indices: Tensor,
     paged: PagedFunction,
 ) -> Tensor:
-    """Run T flattened tokens through transformers' module: a :data:`StepFunction` of it.
+    """Run T flattened tokens through transformers' module. With the module bound, it is a
+    :data:`StepFunction`.
 
-    Where a step's tokens are under adapters, the linear layers add what these give.
+    The linear layers add the products of the adapters that the step's tokens are under.
     """
+    # Only a step in service has adapters; a recorder has none.
     adapted = paged.meta.adapted if isinstance(paged, PagedStep) else []
     with torch.inference_mode(), Hooks(module, adapted):
         output = module(

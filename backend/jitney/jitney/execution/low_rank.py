@@ -1,7 +1,8 @@
 """LoRA adapters (Hu et al. 2021), as a step computes with them: ``y += (x A^T) B^T``.
 
-The tokens of a step are spans, each of one adapter; whoever computes the step adds each span's own
-product, of the adapter's own rank. Here that is plain torch; kernels have other forms.
+The tokens of a step that are under adapters form spans, each of one adapter. Whoever computes the
+step adds to each span the product of its adapter's factors. This module has the form in plain
+torch; kernels have forms of their own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,14 +27,17 @@ class Factors(NamedTuple):
     """What an adapter adds to one linear layer."""
 
     a: Tensor
-    """[rank, inputs]"""
+    """A [rank, inputs]"""
     b: Tensor
     """B^T [rank, outputs], multiplied by the adapter's scale."""
 
 
 class Part(NamedTuple):
-    """A linear layer of the module as it was loaded. Kernels may join several layers into one that
-    gives their results side by side: [first, last) are this one's among them."""
+    """One linear layer of the module as it was loaded, and where its result is found.
+
+    Kernels may join several layers into one, whose result has the results of all of them side by
+    side. The columns [first, last) of the joined result are this layer's.
+    """
 
     path: str
     first: int
@@ -41,10 +45,11 @@ class Part(NamedTuple):
 
 
 Pack = Callable[[Mapping[str, Factors]], Any]
-"""An adapter's factors, by path -> the form in which kernels read them."""
+"""Takes an adapter's factors, by the layer's path, and returns the form in which kernels read
+them."""
 AddProducts = Callable[[Sequence[Part], Tensor, Tensor], None]
-"""(parts of a layer, its x [T, inputs], out [T, outputs]): adds to ``out``, in place, what the
-adapters of a step give."""
+"""Called as ``add(parts, x, out)`` with the parts of a layer, its input x [T, inputs] and its
+result out [T, outputs]. Adds the products of the step's adapters to ``out``, in place."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,21 +60,20 @@ class LowRank:
     factors: Mapping[str, Factors]
     """By the layer's path in the module."""
     packed: Any = None
-    """The factors in the form that kernels read, if they have one: what a :data:`Pack` gave."""
+    """What a :data:`Pack` returned for the factors; None if kernels read no form of their own."""
 
 
-class Span(NamedTuple):
-    """Tokens [first, last) of a step, all of one adapter."""
+class AdapterSpan(NamedTuple):
+    """Tokens [first, last) of a step, all under one adapter."""
 
     first: int
     last: int
     adapter: LowRank
 
 
-def spans_of(rows: Sequence[Row]) -> list[Span]:
-    """The spans of a step's flattened tokens, neighbours of one adapter as one; those of tokens
-    without an adapter are left out."""
-    spans: list[Span] = []
+def spans_of(rows: Sequence[Row]) -> list[AdapterSpan]:
+    """The spans of a step's flattened tokens, in order. Tokens without an adapter are in none."""
+    spans: list[AdapterSpan] = []
     end = 0
     for row in rows:
         begin = end
@@ -78,16 +82,17 @@ def spans_of(rows: Sequence[Row]) -> list[Span]:
         if adapter is None:
             continue
         assert isinstance(adapter, LowRank)
-        before = spans[-1] if spans else None
-        if before is not None and before.last == begin and before.adapter is adapter:
-            spans[-1] = before._replace(last=end)
+        last_span = spans[-1] if spans else None
+        if last_span is not None and last_span.last == begin and last_span.adapter is adapter:
+            # Neighbouring rows of one adapter are one span: fewer products.
+            spans[-1] = last_span._replace(last=end)
         else:
-            spans.append(Span(begin, end, adapter))
+            spans.append(AdapterSpan(begin, end, adapter))
     return spans
 
 
 def find_sites(module: nn.Module) -> dict[str, Site]:
-    """The linear layers inside the decoder's layers, by their paths; the output layer is none."""
+    """The linear layers inside the decoder layers, by path. The output layer is not among them."""
     found = {}
     for path, child in module.named_modules():
         # Architectures call the list of decoder layers ``layers``, those like GPT-2 ``h``.
@@ -101,31 +106,36 @@ def find_sites(module: nn.Module) -> dict[str, Site]:
     return found
 
 
-def idle_factors(sites: Mapping[str, Site], rank: int) -> dict[str, Factors]:
-    """The factors of an adapter of this rank that changes every layer, and adds zeros."""
+def zero_factors(sites: Mapping[str, Site], rank: int) -> dict[str, Factors]:
+    """The factors of an adapter of this rank that has all sites and adds zeros to each."""
     return {
-        path: Factors(torch.zeros(rank, site.inputs), torch.zeros(rank, site.outputs))
+        path: Factors(
+            a=torch.zeros(rank, site.inputs),
+            b=torch.zeros(rank, site.outputs),
+        )
         for path, site in sites.items()
     }
 
 
-def plain_products(spans: Sequence[Span]) -> AddProducts:
-    """Adds the products of a step with these spans, one span after the other."""
+def plain_products(spans: Sequence[AdapterSpan]) -> AddProducts:
+    """An :data:`AddProducts` in plain torch, for a step with these spans."""
 
     def add(parts: Sequence[Part], x: Tensor, out: Tensor) -> None:
-        for path, begin, end in parts:
-            for first, last, adapter in spans:
-                factors = adapter.factors.get(path)
-                if factors is not None:
-                    out[first:last, begin:end] += (x[first:last] @ factors.a.T) @ factors.b
+        for part in parts:
+            for span in spans:
+                factors = span.adapter.factors.get(part.path)
+                if factors is None:
+                    continue  # this adapter does not change this layer
+                shrunk = x[span.first : span.last] @ factors.a.T
+                out[span.first : span.last, part.first : part.last] += shrunk @ factors.b
 
     return add
 
 
 class Hooks:
-    """A context in which the linear layers of a module add what the adapters of a step give."""
+    """A context in which a module's linear layers add the products of a step's adapters."""
 
-    def __init__(self, module: nn.Module, spans: Sequence[Span]) -> None:
+    def __init__(self, module: nn.Module, spans: Sequence[AdapterSpan]) -> None:
         paths = {path for span in spans for path in span.adapter.factors}
         self._layers = [(path, module.get_submodule(path)) for path in sorted(paths)]
         self._add = plain_products(spans)
@@ -140,18 +150,22 @@ class Hooks:
             handle.remove()
 
     def _hook(self, path: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
-        def add(layer: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        """A forward hook for the layer of this path: what it returns replaces the layer's result,
+        and like it is [1, T, outputs]."""
+
+        def hook(layer: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
+            x = inputs[0]
             total = out.reshape(-1, out.shape[-1]).clone()
-            x = given[0].reshape(-1, given[0].shape[-1])
-            self._add([Part(path, 0, total.shape[1])], x, total)
+            whole = Part(path, first=0, last=total.shape[1])
+            self._add([whole], x.reshape(-1, x.shape[-1]), total)
             return total.view(out.shape)
 
-        return add
+        return hook
 
 
 def adapter_bytes(sites: Mapping[str, Site], rank: int, dtype: torch.dtype) -> int:
-    """The most that one adapter of this rank takes: A and B of every layer."""
+    """Bytes of an adapter of this rank that has all sites: A and B of each."""
     values = 0
     for site in sites.values():
-        values += rank * site.inputs + rank * site.outputs
+        values += rank * (site.inputs + site.outputs)
     return values * dtype.itemsize

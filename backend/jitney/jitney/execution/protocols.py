@@ -15,8 +15,9 @@ class LaunchedStep(Protocol):
     def wait(self) -> StepOutput:
         """Wait until the step is over and return its output.
 
-        May raise anything: the step then counts as not computed. In either case nothing of it still
-        runs afterwards. Called once, and once more if a KeyboardInterrupt ended that call.
+        May raise anything; the step then counts as not computed. Whether it returns or raises, no
+        part of the step runs any more. It is called once. Only if a KeyboardInterrupt ended that
+        call, it is called again.
         """
 
 
@@ -28,13 +29,14 @@ class Runner(Protocol):
         """What is known of the loaded model."""
 
     def launch(self, batch: Batch) -> LaunchedStep:
-        """Begin a step: make the copies, compute the rows, sample.
+        """Begin a step: copy blocks, compute the rows, sample.
 
-        With ``info.overlap`` it returns without waiting for the step's end. Steps run in the order
-        in which they are launched, and at most two are in flight. Otherwise it may compute the
-        whole step before it returns, and the engine waits for each step before the next launch.
+        If ``info.overlap`` is set, it returns without waiting for the step's end. At most two steps
+        are then in flight, and they run in the order in which they were launched. If it is not set,
+        the whole step may be computed before this returns, and the engine waits for each step
+        before it launches the next.
 
-        ``batch`` and the lists of its rows may change once this returns. May raise anything: then
-        nothing of the step runs. After a failure of any step the engine waits for the other step in
-        flight, then launches the rows again, with the same slots.
+        ``batch`` and the lists of its rows may change once this returns. May raise anything; no
+        part of the step runs then. After a failure of any step the engine waits for the other step
+        in flight, then launches the rows again, with the same slots.
         """

@@ -1,8 +1,8 @@
 """Paged attention in plain torch: obviously right, for any device, and slow.
 
-It is what the fast kernels are tested against and what runs where none of them does. Inside a block
-of the cache it keeps [token, head element], as :func:`attention.cache_shape` says; the last bytes
-of a token are its scale, if it is int8.
+Fast kernels are tested against it, and it runs where there is no kernel. Inside a block its caches
+are [tokens, head elements], as the last two dimensions of :func:`attention.cache_shape`. In a cache
+of int8 the last bytes of a token are its scale.
 """
 
 import torch
@@ -12,8 +12,8 @@ from jitney.execution.attention import AttentionMetadata
 from jitney.execution.byte_cache import LEAST_SCALE, SCALE_BYTES
 from jitney.execution.interface import AttentionCall, LayerCache
 
-# Scores that are computed at once. A row with more of them is cut into slices of its queries, which
-# bounds the memory of a long prompt.
+# Scores that are computed at once. The queries of a row with more are taken in slices, which bounds
+# the memory of a long prompt.
 _SLICE_SCORES = 1 << 24
 
 
@@ -26,48 +26,43 @@ class ReferenceAttention:
         """Write K and V to their slots, then attend; scores and sums in float32."""
         write(call.key, cache.keys, meta, cache.key_scale)
         write(call.value, cache.values, meta, cache.value_scale)
-        query = call.query
-        head_size = query.shape[-1]
-        out = torch.empty_like(query)
+        out = torch.empty_like(call.query)
         query_start = meta.query_start.tolist()
         for r, context in enumerate(meta.context_len.tolist()):
-            first = query_start[r]
-            last = query_start[r + 1]
-            blocks = meta.block_table[r, : -(-context // meta.block_size)].long()
-            keys = _gather(cache.keys, blocks, cache.key_scale)[:, :context, :head_size]
-            values = _gather(cache.values, blocks, cache.value_scale)[:, :context, :head_size]
-            slice_len = max(1, _SLICE_SCORES // (query.shape[1] * context))
-            for begin in range(first, last, slice_len):
-                end = min(begin + slice_len, last)
-                num_seen = context - (last - end)  # by the slice's last query
-                part = query[begin:end].float()
-                out[begin:end] = _attend(part, keys[:, :num_seen], values[:, :num_seen], call)
+            num_blocks = (context + meta.block_size - 1) // meta.block_size
+            blocks = meta.block_table[r, :num_blocks].long()
+            tokens = slice(query_start[r], query_start[r + 1])
+            out[tokens] = _attend_row(call, tokens, cache, blocks, context)
         return out
 
 
 def write(new: Tensor, cache: Tensor, meta: AttentionMetadata, scale: Tensor | None) -> None:
-    """Put ``new`` [T, KV heads, head] into its slots. A float8 cache gets it divided by ``scale``
-    [KV heads], if given; an int8 cache divided by a scale for each token and head, which makes the
-    largest element 127 and is stored beside it."""
+    """Put ``new`` [T, KV heads, head] into its slots, converted to the cache's dtype.
+
+    ``scale`` [KV heads], if given, is that of a float8 cache. A cache of int8 gets a scale for each
+    token and head, by which the largest element becomes 127.
+    """
     block = torch.div(meta.slot_mapping, meta.block_size, rounding_mode="floor")
     offset = meta.slot_mapping % meta.block_size
-    view = cache[..., : new.shape[-1]]
+    elements = cache[..., : new.shape[-1]]  # without the padding, and without the scale of int8
     if cache.dtype == torch.int8:
-        scales = (new.float().abs().amax(-1) / 127).clamp_min(LEAST_SCALE)
-        _scales(cache)[block, :, offset] = scales
-        new = (new.float() * (1 / scales)[..., None]).round()
+        new_scales = (new.float().abs().amax(-1) / 127).clamp_min(LEAST_SCALE)
+        _scales(cache)[block, :, offset] = new_scales
+        new = (new.float() * (1 / new_scales)[..., None]).round()
     elif scale is not None:
-        most = torch.finfo(cache.dtype).max
-        new = (new.float() / scale[None, :, None]).clamp(-most, most)
-    view[block, :, offset] = new.to(cache.dtype)
+        largest = torch.finfo(cache.dtype).max
+        new = (new.float() / scale[None, :, None]).clamp(-largest, largest)
+    elements[block, :, offset] = new.to(cache.dtype)
 
 
 def _gather(cache: Tensor, blocks: Tensor, scale: Tensor | None) -> Tensor:
-    """The contents of these blocks, one after the other: float32 [KV heads, tokens, head]."""
-    gathered = cache[blocks].transpose(0, 1).flatten(1, 2)
+    """What was written to these blocks, one after the other: float32 [KV heads, tokens, head]."""
+    stored = cache[blocks].transpose(0, 1).flatten(1, 2)
     if cache.dtype == torch.int8:
-        return gathered[..., :-SCALE_BYTES] * _scales(gathered)[..., None]
-    return gathered.float() if scale is None else gathered.float() * scale[:, None, None]
+        return stored[..., :-SCALE_BYTES] * _scales(stored)[..., None]
+    if scale is not None:
+        return stored.float() * scale[:, None, None]
+    return stored.float()
 
 
 def _scales(cache: Tensor) -> Tensor:
@@ -75,26 +70,50 @@ def _scales(cache: Tensor) -> Tensor:
     return cache[..., -SCALE_BYTES:].view(torch.float32).squeeze(-1)
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, call: AttentionCall) -> Tensor:
-    """Attention of the last n of c positions: ``q`` [n, heads, head] over keys and values
-    [KV heads, c, head], with the scale, window, softcap and sinks of ``call``. Returns
+def _attend_row(
+    call: AttentionCall, tokens: slice, cache: LayerCache, blocks: Tensor, context: int
+) -> Tensor:
+    """Attention of one row: of its ``tokens`` in the step, which are the last of its ``context``,
+    over the ``blocks`` of its table. Returns [its tokens, heads, head]."""
+    query = call.query[tokens].float()
+    num_tokens, num_heads, head_size = query.shape
+    keys = _gather(cache.keys, blocks, cache.key_scale)[:, :context, :head_size]
+    values = _gather(cache.values, blocks, cache.value_scale)[:, :context, :head_size]
+    before = context - num_tokens  # tokens that earlier steps computed
+    slice_len = max(1, _SLICE_SCORES // (num_heads * context))
+    parts = []
+    for begin in range(0, num_tokens, slice_len):
+        part = query[begin : begin + slice_len]
+        # No query of the slice sees what comes behind the slice's last one.
+        seen = before + begin + len(part)
+        parts.append(_attend(part, keys[:, :seen], values[:, :seen], call))
+    return torch.cat(parts)
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, call: AttentionCall) -> Tensor:
+    """Attention of the last n of c positions, with the scale, window, softcap and sinks of
+    ``call``: ``query`` [n, heads, head] over ``keys`` and ``values`` [KV heads, c, head]. Returns
     [n, heads, head].
     """
-    n, num_heads, head_size = q.shape
+    n, num_heads, head_size = query.shape
     num_kv_heads, context, _ = keys.shape
-    grouped = q.transpose(0, 1).reshape(num_kv_heads, -1, n, head_size)
+    # The heads as [KV heads, query heads of each]: those of one KV head read the same keys.
+    grouped = query.transpose(0, 1).reshape(num_kv_heads, -1, n, head_size)
     scores = grouped @ keys[:, None].transpose(-1, -2) * call.scale
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
-    positions = torch.arange(context, device=q.device)
-    distance = positions[-n:, None] - positions
+
+    positions = torch.arange(context, device=query.device)
+    distance = positions[-n:, None] - positions  # [n, c]: how far each key is behind the query
     unseen = distance < 0
     if call.window is not None:
         unseen |= distance >= call.window
     scores = scores.masked_fill(unseen, float("-inf")).reshape(num_heads, n, context)
+
     if call.sinks is not None:
-        # One more logit per head, which takes part in the denominator and carries no value.
-        column = call.sinks.to(scores.dtype)[:, None, None].expand(num_heads, n, 1)
-        scores = torch.cat([scores, column], -1)
-    weights = torch.softmax(scores, -1)[..., :context].reshape(num_kv_heads, -1, n, context)
+        # A sink takes its share of the softmax, and that share is dropped: it has no value.
+        sink_scores = call.sinks.to(scores.dtype)[:, None, None].expand(num_heads, n, 1)
+        scores = torch.cat([scores, sink_scores], -1)
+    weights = torch.softmax(scores, -1)[..., :context]
+    weights = weights.reshape(num_kv_heads, -1, n, context)
     return (weights @ values[:, None]).reshape(num_heads, n, -1).transpose(0, 1)

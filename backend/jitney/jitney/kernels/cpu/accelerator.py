@@ -10,14 +10,13 @@ from contextlib import suppress
 from importlib.util import find_spec
 
 import torch
-from torch import Tensor
 
 from jitney.config import EngineConfig
 from jitney.errors import ConfigError
 from jitney.execution.acceleration import NoKernelError
 from jitney.execution.attention import AttentionShape
 from jitney.execution.checkpoint import Checkpoint
-from jitney.execution.interface import AttentionFunction, LayerCache, LoadedModel
+from jitney.execution.interface import AttentionFunction, KvScales, LayerCache, LoadedModel
 from jitney.execution.memory import StepMemory
 from jitney.execution.options import refuse_gpu_options
 from jitney.execution.probe import embedding_weight
@@ -38,7 +37,7 @@ class CpuAccelerator:
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         """Raises ConfigError for an option that needs a GPU's kernels, or excludes another one."""
-        refuse_gpu_options(config, allowed="batch_invariant")
+        refuse_gpu_options(config)
         if config.batch_invariant and not config.prepack:
             raise ConfigError.of(
                 "prepack", False, "True with batch_invariant: torch's products depend on the batch"
@@ -95,7 +94,7 @@ class CpuAccelerator:
         all_fit = all(shape[1] % _ROW_UNIT == 0 for shape in shapes if len(shape) == 2)
         return rounded or all_fit
 
-    def speed_up(self, model: LoadedModel, rows: int) -> LoadedModel:
+    def speed_up(self, model: LoadedModel, usual_tokens: int) -> LoadedModel:
         """Fuse what fits, then pack the linear layers that are left. With ``batch_invariant``,
         raises ConfigError if a result may still depend on the batch."""
         module = model.module
@@ -111,12 +110,12 @@ class CpuAccelerator:
             report.kept("model", f"Numba is missing ({error})")
         else:
             dtype = embedding_weight(module).dtype
-            kernels = CpuLayerKernels(dtype, rows, batch_invariant=invariant)
+            kernels = CpuLayerKernels(dtype, usual_tokens, batch_invariant=invariant)
             make = kernels.linear
             if fuses or invariant:
                 report = fuse(module, kernels, model.max_model_len, norms_alone=not fuses)
         if self._config.prepack:
-            prepack_linears(module, rows, report, make, batch_invariant=invariant)
+            prepack_linears(module, usual_tokens, report, make, batch_invariant=invariant)
         faster = report.applied(model)
         if invariant:
             check_invariant(module, report.forward)
@@ -125,7 +124,7 @@ class CpuAccelerator:
                 raise ConfigError.of("adapters", self._config.adapters, bound)
         return faster
 
-    def kv_scales(self, model: LoadedModel) -> list[tuple[Tensor, Tensor]] | None:
+    def kv_scales(self, model: LoadedModel) -> list[KvScales] | None:
         """No cache of this device has scales."""
         return None
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from jitney.execution.low_rank import Factors, Part, Span
+from jitney.execution.low_rank import AdapterSpan, Factors, Part
 from jitney.kernels.cpu.emit import LANES
 from jitney.kernels.cpu.micro_kernel import MAX_ROWS
 from jitney.kernels.fused.whole_model import Places
@@ -140,7 +140,7 @@ def _columns(weight: Tensor) -> Tensor:
     return weight.view(len(weight) // LANES, LANES, -1, 2).transpose(1, 2).contiguous()
 
 
-def list_items(array: np.ndarray, spans: Sequence[Span], tokens: int) -> int:
+def list_items(array: np.ndarray, spans: Sequence[AdapterSpan], tokens: int) -> int:
     """Write the items of all of a step's tokens, those without an adapter too, to int64 [most, 3],
     as ``LowRankCall.items`` has them; returns how many items there are."""
     count = 0

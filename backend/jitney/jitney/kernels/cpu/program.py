@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from jitney.execution.interface import LayerCache, PagedFunction, PagedStep
-from jitney.execution.low_rank import Factors, Span
+from jitney.execution.low_rank import AdapterSpan, Factors
 from jitney.kernels.cpu.adapter_kernel import expand_body, shrink_body
 from jitney.kernels.cpu.adapter_table import PackedAdapter, pack
 from jitney.kernels.cpu.attention_records import AttentionArguments
@@ -226,7 +226,7 @@ class LayerProgram:
             memory.attention[layers, _WRITE, COUNT] = step.write_items
             memory.attention[layers, _ATTEND, COUNT] = step.attend_items
 
-    def _memory_for(self, tokens: int, spans: Sequence[Span]) -> _Memory:
+    def _memory_for(self, tokens: int, spans: Sequence[AdapterSpan]) -> _Memory:
         """Memory for a step. It is made anew if the step has more tokens than the memory is for, or
         an adapter of larger ranks than all before."""
         shrunk_columns = max((span.adapter.packed.columns for span in spans), default=0)

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from jitney.execution.interface import AttentionCall, LayerCache
-from jitney.execution.low_rank import Span
+from jitney.execution.low_rank import AdapterSpan
 from jitney.kernels.cpu.adapter_kernel import EXPAND_ITEMS, LowRankCall
 from jitney.kernels.cpu.adapter_table import GATED, PLACE_FIELDS, PLACES, list_items
 from jitney.kernels.cpu.attention_records import AttentionArguments
@@ -98,7 +98,7 @@ class AdaptedSteps:
     memory: AdapterMemory
     places: list[AdaptedPlace]
 
-    def prepare(self, spans: Sequence[Span], tokens: int) -> None:
+    def prepare(self, spans: Sequence[AdapterSpan], tokens: int) -> None:
         """Fill in what differs from step to step."""
         count = list_items(self.memory.items, spans, tokens)
         used = set[int]()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from jitney.execution.interface import AttentionCall, StepFunction, forward
+from jitney.execution.interface import AttentionCall, StepFunction, forward_module
 from jitney.kernels.fused.forms import Misfit
 from jitney.kernels.fused.rotary import CosSin, Rotary
 
@@ -60,7 +60,7 @@ def run_model(module: PreTrainedModel, step: StepFunction | None = None) -> Tens
     ids = positions + 1
     rows = positions[::2]  # logits of some tokens alone, as in service
     if step is None:
-        return forward(module, ids, positions, rows, StandIn())
+        return forward_module(module, ids, positions, rows, StandIn())
     return step(ids, positions, rows, StandIn())
 
 

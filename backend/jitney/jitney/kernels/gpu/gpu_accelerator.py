@@ -21,6 +21,7 @@ from jitney.execution.checkpoint import Checkpoint
 from jitney.execution.interface import (
     NAME,
     AttentionFunction,
+    KvScales,
     LayerCache,
     LoadedModel,
     PagedStep,
@@ -105,14 +106,14 @@ class GpuAccelerator:
         that is made without waiting for the device, and only these kernels have one."""
         return all(attend.name == "gpu" for attend in attention)
 
-    def speed_up(self, model: LoadedModel, rows: int) -> LoadedModel:
+    def speed_up(self, model: LoadedModel, usual_tokens: int) -> LoadedModel:
         """Compile the module if option ``compile`` says so. Else it runs as transformers has it."""
         _skip_padding_check(model.module)
         if self._config.compile:
             compile_module(model.module)
         return model
 
-    def kv_scales(self, model: LoadedModel) -> list[tuple[Tensor, Tensor]] | None:
+    def kv_scales(self, model: LoadedModel) -> list[KvScales] | None:
         """Those of a float8 cache: the checkpoint's, or found by a run over some tokens."""
         if self._config.kv_cache_dtype != "float8_e4m3":
             return None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from jitney.execution.attention import build_metadata
-from jitney.execution.interface import AttentionCall, LoadedModel, PagedStep
+from jitney.execution.interface import AttentionCall, KvScales, LoadedModel, PagedStep
 from jitney.execution.memory import make_layer_caches
 from jitney.execution.probe import probe_row
 from jitney.execution.reference import ReferenceAttention
@@ -25,8 +25,8 @@ _SMALLEST = 1e-6
 
 
 @torch.inference_mode()
-def find_kv_scales(model: LoadedModel, block_size: int) -> list[tuple[Tensor, Tensor]]:
-    """(key scale, value scale) of every layer, float32 [KV heads] on the model's device."""
+def find_kv_scales(model: LoadedModel, block_size: int) -> list[KvScales]:
+    """The scales of every layer, float32 [KV heads] on the model's device."""
     count = min(_TOKENS, model.max_model_len)
     blocks = -(-count // block_size)
     attention = [ReferenceAttention()] * len(model.layers)
@@ -41,10 +41,10 @@ def find_kv_scales(model: LoadedModel, block_size: int) -> list[tuple[Tensor, Te
     )
     meta = build_metadata([row], block_size, model.device)
     step = PagedStep(caches, meta)
-    scales: dict[int, tuple[Tensor, Tensor]] = {}
+    scales: dict[int, KvScales] = {}
 
     def attend(call: AttentionCall) -> Tensor:
-        scales[call.layer] = (_scale(call.key), _scale(call.value))
+        scales[call.layer] = KvScales(_scale(call.key), _scale(call.value))
         return step(call)
 
     ids = _spread_ids(count, model)

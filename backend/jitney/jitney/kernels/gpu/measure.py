@@ -15,7 +15,7 @@ import torch
 from jitney.batch import Batch, Row
 from jitney.config import EngineConfig
 from jitney.execution.interface import LayerCache, LoadedModel
-from jitney.execution.low_rank import idle_factors
+from jitney.execution.low_rank import zero_factors
 from jitney.execution.memory import StepMemory
 from jitney.execution.probe import probe_row
 from jitney.execution.runner import TorchRunner
@@ -37,7 +37,7 @@ def measure_steps(
     # If requests may have adapters, every row gets one that adds nothing: its products take memory.
     adapter = None
     if model.sites:
-        adapter = runner.make_adapter("", idle_factors(model.sites, config.max_adapter_rank))
+        adapter = runner.make_adapter("", zero_factors(model.sites, config.max_adapter_rank))
     torch.cuda.empty_cache()
     allocated_before = torch.cuda.memory_allocated(model.device)
     torch.cuda.reset_peak_memory_stats(model.device)
