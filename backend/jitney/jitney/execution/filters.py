@@ -1,10 +1,13 @@
 """One token from each row's distribution: temperature, min_p, top_k, top_p and the choice itself.
 
 Called by the sampler. The logits of a row are *scaled*: shifted so that the largest is 0, then
-divided by the temperature. Every filter is a *lower bound* on scaled logits. ``min_p`` keeps those
-of at least log(min_p); ``top_k`` those of at least the k-th largest. ``top_p`` keeps the *nucleus*:
-the fewest of the largest that together hold that share of what the first two left. Tokens that tie
-with the last one kept are kept, so the order of equals does not matter.
+divided by the temperature. A token's *weight* is the exponential of its scaled logit: its
+probability, up to a factor.
+
+Every filter is a *lower bound* on scaled logits. ``min_p`` keeps those of at least log(min_p);
+``top_k`` those of at least the k-th largest. ``top_p`` keeps the *nucleus*: the fewest of the
+largest that have together at least this share of the weight that the first two left. Tokens that
+tie with the last one kept are kept, so the order of equals does not matter.
 """
 
 import math
@@ -19,11 +22,11 @@ from jitney.execution.machine import to_device
 from jitney.execution.philox import uniforms
 from jitney.sampling_params import SamplingParams
 
-# Tokens per partial sum: 64-bit cumulative sums find the chunk, then the token in it.
 _CHUNK = 128
-# On a CPU a nucleus is first looked for among so many of a row's largest logits. Only if it is
-# wider, all of them are sorted.
-_CANDIDATES = 1024
+"""Tokens of a chunk of the vocabulary: :func:`_pick` draws a chunk, then a token in it."""
+_FIRST_LOOK = 1024
+"""On a CPU a nucleus is first looked for among so many of a row's largest logits. Only if it is
+larger, all of them are sorted."""
 
 
 def choose_tokens(logits: Tensor, pairs: list[tuple[Row, int]]) -> Tensor:
@@ -59,81 +62,105 @@ def _uniforms(pairs: list[tuple[Row, int]], device: torch.device) -> Tensor:
     """[S, 2] f64 in [0, 1), keyed by (seed, sequence index, position of the new token)."""
     seeds = [row.params.seed for row, _ in pairs if row.params.seed is not None]
     assert len(seeds) == len(pairs), "a request gets its seed at submission"
-    numbers = uniforms(seeds, [index for _, index in pairs], [row.end for row, _ in pairs])
-    return to_device(numbers, device)
+    indices = [index for _, index in pairs]
+    positions = [row.end for row, _ in pairs]
+    return to_device(uniforms(seeds, indices, positions), device)
+
+
+# ------------------------------------------------------------------ the filters
 
 
 def _weights(scaled: Tensor, params: list[SamplingParams]) -> Tensor:
-    """Probabilities up to a factor, 0 for what the filters drop: [S, C, _CHUNK], zero-padded.
-
-    ``scaled`` [S, V]: the largest of each row is 0.
-    """
+    """Weights of ``scaled`` logits [S, V], 0 for what the filters drop: [S, C, _CHUNK], padded with
+    zeros."""
     rows, vocab = scaled.shape
-    chunks = -(-vocab // _CHUNK)
+    chunks = math.ceil(vocab / _CHUNK)
     weights = scaled.new_empty((rows, chunks * _CHUNK))
     weights[:, vocab:] = 0.0
     torch.exp(scaled, out=weights[:, :vocab])
-    parts = weights.view(rows, chunks, _CHUNK)
-    if any(each.top_p < 1.0 or each.top_k > 0 or each.min_p > 0.0 for each in params):
-        _drop_below(weights, scaled, _lower_bound(scaled, parts, params))
-    return parts
+    if any(_is_filtered(each) for each in params):
+        _drop_below(weights, scaled, _lower_bound(scaled, weights, params))
+    return weights.view(rows, chunks, _CHUNK)
+
+
+def _is_filtered(params: SamplingParams) -> bool:
+    return params.top_p < 1.0 or params.top_k > 0 or params.min_p > 0.0
 
 
 def _drop_below(weights: Tensor, scaled: Tensor, bound: Tensor) -> None:
-    """Set to 0 the weights [R, ≥ V] of logits [R, V] below their row's bound. Multiplying by a mask
-    is four times as fast as filling by it."""
+    """Set to 0, in place, the weights [R, ≥ V] of the logits [R, V] that are below their row's
+    bound [R]."""
+    # masked_fill_ would take four times as long.
     weights[:, : scaled.shape[1]].mul_(scaled >= bound.unsqueeze(1))
 
 
-def _lower_bound(scaled: Tensor, parts: Tensor, params: list[SamplingParams]) -> Tensor:
-    """Least logit that each row keeps: [R] f32. ``scaled`` [R, V], ``parts`` its weights."""
+def _lower_bound(scaled: Tensor, weights: Tensor, params: list[SamplingParams]) -> Tensor:
+    """The least scaled logit that each row keeps: [R] f32. ``scaled`` is [R, V], and ``weights``
+    [R, ≥ V] are its weights, padded with zeros."""
     device = scaled.device
     vocab = scaled.shape[1]
     log_min_p = [math.log(each.min_p) if each.min_p > 0.0 else -math.inf for each in params]
     bound = to_device(log_min_p, device, np.float32)
-    # 0 stands for off. So does a top_k of the whole vocabulary or more.
-    top_k = [each.top_k if 0 < each.top_k < vocab else 0 for each in params]
-    top_p = [each.top_p for each in params]
-    # Rows whose nucleus may have any size. With top_k it lies within the k largest.
-    of_any_size = [i for i, k in enumerate(top_k) if top_p[i] < 1.0 and not k]
 
-    # How many of each row's largest logits are sorted: as many for every row.
-    width = max(top_k)
-    if of_any_size:
-        # On a GPU all of them: to learn whether fewer are enough, the host would have to wait.
-        width = max(width, _CANDIDATES if device.type == "cpu" else vocab)
-    width = min(width, vocab)
-    if not width:
+    top_p = [each.top_p for each in params]
+    # 0 where it filters nothing: it is off, or keeps the whole vocabulary.
+    top_k = [each.top_k if 0 < each.top_k < vocab else 0 for each in params]
+    num_largest = _count_largest(top_k, top_p, vocab, on_cpu=device.type == "cpu")
+    if num_largest == 0:
         return bound
-    largest = _descending(scaled) if width == vocab else scaled.topk(width, dim=-1).values
+    if num_largest == vocab:
+        largest = _descending(scaled)
+    else:
+        largest = scaled.topk(num_largest, dim=-1).values
 
     k = to_device(top_k, device)
     kth_largest = largest.gather(1, (k - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
     bound = torch.where(k > 0, torch.maximum(bound, kth_largest), bound)
     if all(p >= 1.0 for p in top_p):
         return bound
+    return _raise_to_nucleus(bound, scaled, weights, largest, to_device(top_p, device, np.float64))
 
-    kept = parts.clone()
-    _drop_below(kept.flatten(1), scaled, bound)
-    kept_weight = kept.sum(dim=-1).sum(dim=-1, dtype=torch.float64)  # of what min_p and top_k left
-    top_p_of_row = to_device(top_p, device, np.float64)
-    share = top_p_of_row * kept_weight
-    nucleus = _find_nucleus(largest, bound, share)
-    least = nucleus.least
-    if of_any_size and width < vocab:
-        index = to_device(of_any_size, device)
-        wider = index[~nucleus.is_whole[index]]
-        if wider.numel():
-            all_sorted = _descending(scaled[wider])
-            least[wider] = _find_nucleus(all_sorted, bound[wider], share[wider]).least
-    return torch.where(top_p_of_row < 1.0, torch.maximum(bound, least), bound)
+
+def _count_largest(top_k: list[int], top_p: list[float], vocab: int, *, on_cpu: bool) -> int:
+    """How many of each row's largest logits are needed, at first, to apply top_k and top_p: the
+    same number for every row; 0 if no row has either."""
+    count = max(top_k)
+    for k, p in zip(top_k, top_p, strict=True):
+        # With top_k the nucleus lies within the k largest. Without, it may have any size.
+        if p < 1.0 and k == 0:
+            # On a GPU all are sorted: to learn whether fewer are enough, the host would have to
+            # wait.
+            count = max(count, _FIRST_LOOK if on_cpu else vocab)
+            break
+    return min(count, vocab)
 
 
 def _descending(scaled: Tensor) -> Tensor:
-    """Rows [R, V] sorted whole. On a CPU by numpy, whose vectorized sort is ten times as fast."""
+    """Rows [R, V] sorted whole. On a CPU by NumPy, whose vectorized sort is ten times as fast."""
     if scaled.device.type == "cpu":
         return torch.from_numpy(np.sort(scaled.numpy(), axis=-1)[:, ::-1].copy())
     return scaled.sort(dim=-1, descending=True).values
+
+
+def _raise_to_nucleus(
+    bound: Tensor, scaled: Tensor, weights: Tensor, largest: Tensor, top_p: Tensor
+) -> Tensor:
+    """``bound`` [R], raised to the smallest logit of the nucleus in rows whose ``top_p`` [R] f64 is
+    below 1. ``largest`` [R, K] are the K largest logits of each row, descending."""
+    kept = weights.clone()
+    _drop_below(kept, scaled, bound)
+    # As in ``_pick``: the sum of a chunk in f32, the sum of the chunks in f64.
+    kept_weight = kept.unflatten(1, (-1, _CHUNK)).sum(dim=-1).sum(dim=-1, dtype=torch.float64)
+    needed = top_p * kept_weight
+    nucleus = _find_nucleus(largest, bound, needed)
+    least = nucleus.least
+    if largest.shape[1] < scaled.shape[1]:
+        # On a CPU a nucleus may have more tokens than the K.
+        larger = (~nucleus.is_complete & (top_p < 1.0)).nonzero().squeeze(1)
+        if len(larger):
+            all_sorted = _descending(scaled[larger])
+            least[larger] = _find_nucleus(all_sorted, bound[larger], needed[larger]).least
+    return torch.where(top_p < 1.0, torch.maximum(bound, least), bound)
 
 
 class _Nucleus(NamedTuple):
@@ -141,48 +168,55 @@ class _Nucleus(NamedTuple):
 
     least: Tensor
     """[R] f32: the smallest logit in it."""
-    is_whole: Tensor
-    """bool [R]: whether all of it is among the logits that were looked at."""
+    is_complete: Tensor
+    """bool [R]: whether the logits that were looked at have all of it."""
 
 
-def _find_nucleus(largest: Tensor, bound: Tensor, share: Tensor) -> _Nucleus:
-    """The fewest of the largest that weigh at least ``share`` [R] f64.
+def _find_nucleus(largest: Tensor, bound: Tensor, needed: Tensor) -> _Nucleus:
+    """The fewest of the largest logits whose weights together are at least ``needed`` [R] f64.
 
-    ``largest`` [R, K], descending; those below ``bound`` [R] weigh nothing. A token belongs to the
-    nucleus if those before it weigh less than the share.
+    ``largest`` is [R, K], descending. Logits below ``bound`` [R] have no weight. A token belongs to
+    the nucleus if those before it have less than the needed weight.
     """
     weights = largest.exp().masked_fill_(largest < bound.unsqueeze(1), 0.0)
-    reached = weights.cumsum(dim=-1, dtype=torch.float64)
-    before = reached - weights
-    size = (before < share.unsqueeze(1)).sum(dim=-1)
+    with_token = weights.cumsum(dim=-1, dtype=torch.float64)
+    before_token = with_token - weights
+    size = (before_token < needed.unsqueeze(1)).sum(dim=-1)
     last = (size - 1).clamp_(min=0)
-    return _Nucleus(
-        least=largest.gather(1, last.unsqueeze(1)).squeeze(1), is_whole=reached[:, -1] >= share
-    )
+    least = largest.gather(1, last.unsqueeze(1)).squeeze(1)
+    return _Nucleus(least, is_complete=with_token[:, -1] >= needed)
 
 
-def _pick(parts: Tensor, numbers: Tensor) -> Tensor:
-    """Draw from the weights ``parts`` [S, C, _CHUNK]: ids [S], none of weight 0.
+# ------------------------------------------------------------------ the choice
 
-    First a chunk is drawn by the chunks' sums, then a token in it, each by a number of its own
-    (``numbers`` [S, 2] f64 in [0, 1)): the first whose cumulative weight exceeds number × total.
 
-    Two draws and not one over the vocabulary, so that tokens stay the same where weights differ in
-    their last bits, as after a resumption that computes as a prompt what decodes had computed. A
-    token changes if its number lies between the old and the new place of a border. One draw would
-    have a border for every token of the vocabulary; these have those of the chunks, and those
-    inside one chunk.
+def _pick(weights: Tensor, numbers: Tensor) -> Tensor:
+    """Draw from the weights [S, C, _CHUNK]: ids [S], none of weight 0. Each row has two numbers in
+    [0, 1): ``numbers`` [S, 2] f64.
+
+    The first draws a chunk by the chunks' sums, the second a token in the chunk. In both, that is
+    the first whose cumulative weight exceeds number × total.
+
+    A single draw would run along the cumulative weights of the whole vocabulary. Where weights
+    differ in their last bits, as after a resumption that computes in one prefill what decodes had
+    computed, all of these move a little, and another token is drawn if the number lies between an
+    old and a new one. Two draws compare with far fewer of them: those of the chunks, and those of
+    the tokens in one chunk. So the same token is drawn more often.
     """
-    sums = parts.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+    sums = weights.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)
     chunk = _first_above(sums, numbers[:, 0] * sums[:, -1])
-    every_row = torch.arange(parts.shape[0], device=parts.device)
-    inside = parts[every_row, chunk].cumsum(dim=-1, dtype=torch.float64)
+    all_rows = torch.arange(len(weights), device=weights.device)
+    inside = weights[all_rows, chunk].cumsum(dim=-1, dtype=torch.float64)
     return chunk * _CHUNK + _first_above(inside, numbers[:, 1] * inside[:, -1])
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
-    """First index where ``cumulative`` [S, N] exceeds ``target`` [S]. Rounding can put the target
-    at the total, which nothing exceeds: then the last index whose own weight is not 0."""
+    """The first index of each row where ``cumulative`` [S, N] exceeds ``target`` [S].
+
+    Rounding can make the target equal to the total, which nothing exceeds. Then it is the last
+    index that has a weight.
+    """
     first = (cumulative <= target.unsqueeze(1)).sum(dim=-1)
-    last = (cumulative < cumulative[:, -1:]).sum(dim=-1)
-    return torch.minimum(first, last)
+    total = cumulative[:, -1:]
+    last_with_weight = (cumulative < total).sum(dim=-1)
+    return torch.minimum(first, last_with_weight)

@@ -25,12 +25,11 @@ def philox4x32(counter: Words, key: Words) -> Words:
     for _ in range(_ROUNDS):
         product0 = c0 * _MULTIPLIERS[0]
         product1 = c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            (product1 >> _32) ^ c1 ^ k0,
-            product1 & _LOW,
-            (product0 >> _32) ^ c3 ^ k1,
-            product0 & _LOW,
-        )
+        # The high halves go to words 0 and 2, mixed with words 1 and 3; these get the low halves.
+        c0 = (product1 >> _32) ^ c1 ^ k0
+        c2 = (product0 >> _32) ^ c3 ^ k1
+        c1 = product1 & _LOW
+        c3 = product0 & _LOW
         k0 = (k0 + _WEYL[0]) & _LOW
         k1 = (k1 + _WEYL[1]) & _LOW
     return np.stack((c0, c1, c2, c3), axis=1)
@@ -45,7 +44,10 @@ def uniforms(seeds: list[int], indices: list[int], positions: list[int]) -> npt.
     key = _split(seeds)
     counter = np.concatenate((_split(positions), _split(indices)), axis=1)
     words = philox4x32(counter, key)
-    bits = (words[:, ::2] << _32) | words[:, 1::2]
+    high = words[:, ::2]
+    low = words[:, 1::2]
+    bits = (high << _32) | low
+    # A float64 holds 53 bits exactly: of the 64, the lowest 11 are dropped.
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 

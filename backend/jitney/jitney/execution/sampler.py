@@ -20,28 +20,12 @@ from torch import Tensor
 from jitney.batch import Row
 from jitney.errors import InternalError, InvalidArgumentError, JitneyError
 from jitney.execution.filters import choose_tokens
-from jitney.execution.logits_processors import lone_mask, needs_processing, process_logits
+from jitney.execution.logits_processors import needs_processing, process_logits, sole_mask
 from jitney.execution.machine import to_device
 from jitney.messages import Logprob
 
-# Floats of one slice of log-probabilities: bounds the extra memory of a long prompt's.
 _SLICE_FLOATS = 1 << 24
-
-
-class _Bits(NamedTuple):
-    """A float dtype's bits, read as integers of the same width."""
-
-    signed: torch.dtype
-    unsigned: npt.DTypeLike
-    minus_infinity: int
-    """As an unsigned integer. Only NaN with its sign set is larger."""
-
-
-_BITS_OF = {
-    torch.bfloat16: _Bits(torch.int16, np.uint16, 0xFF80),
-    torch.float16: _Bits(torch.int16, np.uint16, 0xFC00),
-    torch.float32: _Bits(torch.int32, np.uint32, 0xFF800000),
-}
+"""Floats of one slice of log-probabilities: bounds the extra memory of a long prompt's."""
 
 
 @dataclass(slots=True)
@@ -55,88 +39,6 @@ class Sampled:
     """Why this sequence gets no token; the others of the batch are not touched."""
 
 
-def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Of [S, V]: the first index of each row's largest logit, where a NaN counts as the largest
-    (int64 [S]), and whether that is a finite number (bool [S])."""
-    if logits.device.type == "cpu" and logits.dtype in _BITS_OF:
-        # NumPy compares integers a register at a time, ten times as fast as torch does floats.
-        form = _BITS_OF[logits.dtype]
-        bits = logits.view(form.signed).numpy()
-        # A NaN with its sign set would be taken for a small number.
-        if bits.view(form.unsigned).max(initial=0) <= form.minus_infinity:
-            found = torch.from_numpy(_argmax_of_bits(bits))
-            best = logits.gather(1, found.unsqueeze(1)).squeeze(1)
-            return found, torch.isfinite(best)
-    best, found = logits.max(dim=-1)
-    return found, torch.isfinite(best)
-
-
-def _argmax_of_bits(bits: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """The argmax of each row [S, V] of floats, given as signed integers of the same bits.
-
-    Positive floats are in the order of these integers; negative ones are in the reverse order, and
-    their integers are negative.
-    """
-    indices = bits.argmax(axis=1)
-    all_negative = bits[np.arange(len(bits)), indices] < 0
-    if all_negative.any():
-        indices[all_negative] = bits[all_negative].argmin(axis=1)
-    return indices
-
-
-def _choose_allowed(
-    logits: Tensor, masks: dict[int, bytes], chosen: Tensor, allowed: Tensor
-) -> None:
-    """Correct ``chosen`` and ``allowed`` [S] for greedy rows of which nothing but a grammar's mask
-    changes ``logits`` [S, V]. On a CPU this takes a tenth of the time of masking them.
-
-    ``masks``: by the row's index. ``chosen`` are the rows' argmaxes without a mask.
-    """
-    best = chosen.tolist()
-    ids_of: dict[bytes, npt.NDArray[np.int64]] = {}  # rows of one grammar often have one mask
-    candidates: dict[int, npt.NDArray[np.int64]] = {}
-    for i, mask in masks.items():
-        if _allows(mask, best[i]):
-            continue  # the argmax stands
-        if mask not in ids_of:
-            ids_of[mask] = _allowed_ids(mask, logits.shape[1])
-        if len(ids_of[mask]):
-            candidates[i] = ids_of[mask]
-        else:
-            allowed[i] = False
-    if not candidates:
-        return
-
-    # The argmax among each row's candidates, in one array that repeats a short row's first one.
-    longest = max(map(len, candidates.values()))
-    padded = np.empty((len(candidates), longest), np.int64)
-    for row, ids in zip(padded, candidates.values(), strict=True):
-        row[: len(ids)] = ids
-        row[len(ids) :] = ids[0]
-    rows = torch.tensor(list(candidates))
-    token_ids = torch.from_numpy(padded)
-    best_column, is_finite = argmax(logits[rows.unsqueeze(1), token_ids])
-    allowed[rows] = is_finite
-    chosen[rows] = token_ids.gather(1, best_column.unsqueeze(1)).squeeze(1)
-
-
-def _allows(mask: bytes, token_id: int) -> bool:
-    """Whether the token's bit is set: bit 0 of byte 0 is token 0's."""
-    byte = mask[token_id // 8]
-    return bool(byte >> (token_id % 8) & 1)
-
-
-def _allowed_ids(mask: bytes, size: int) -> npt.NDArray[np.int64]:
-    """The ids below ``size`` that a mask, whole words of 32 bits, allows, ascending."""
-    words = np.frombuffer(mask, np.uint32)
-    # Most words are 0, and need not be unpacked.
-    word_indices = words.nonzero()[0]
-    bits = np.unpackbits(words[word_indices].view(np.uint8), bitorder="little").reshape(-1, 32)
-    rows, bit_indices = bits.nonzero()
-    ids: npt.NDArray[np.int64] = 32 * word_indices[rows] + bit_indices
-    return ids[: np.searchsorted(ids, size)]
-
-
 class Samples:
     """The next tokens of a step's sequences, perhaps still being computed."""
 
@@ -145,38 +47,50 @@ class Samples:
         token_ids: Tensor,
         finite: Tensor,
         allowed: Tensor,
-        counts: dict[int, int],
-        measured: list[Tensor],
+        asked: dict[int, int],
+        measured: "Measured | None",
     ) -> None:
-        """``finite`` and ``allowed`` [S]: whether the best logit is finite before and after the
-        logits processors. ``counts``: for how many best tokens the sequences with these indices ask
-        log-probabilities; ``measured``: what :func:`measure` gave for them."""
+        """``finite`` [S]: whether the largest logit is a finite number; ``allowed`` [S]: whether it
+        still is after the logits processors.
+
+        ``asked``: by index, the sequences that ask for log-probabilities, and for how many of the
+        best tokens. ``measured`` are these sequences' log-probabilities; None if none asks."""
         self.token_ids = token_ids
         """int64 [S] on the device: some id of the vocabulary where there is an error."""
-        self._counts = counts
-        self._host = [
-            each.to("cpu", non_blocking=True) for each in (token_ids, finite, allowed, *measured)
-        ]
+        self._asked = asked
+        # Copies on the host: on a GPU they are valid only after ``_copied``.
+        self._token_ids = _copy_to_host(token_ids)
+        self._finite = _copy_to_host(finite)
+        self._allowed = _copy_to_host(allowed)
+        self._measured: Measured | None = None
+        if measured is not None:
+            self._measured = Measured(*(_copy_to_host(each) for each in measured))
         self._copied: torch.cuda.Event | None = None
         if token_ids.is_cuda:
             self._copied = torch.cuda.Event()
             self._copied.record()
 
     def wait(self) -> list[Sampled]:
-        """The samples, parallel to the pairs of the launch, once the device has them."""
+        """The samples, parallel to the pairs of :func:`sample`, once the device has them."""
         if self._copied is not None:
             self._copied.synchronize()
-        token_ids, finite, allowed, *measured = (each.tolist() for each in self._host)
+        token_ids: list[int] = self._token_ids.tolist()
         results = [Sampled(token_id) for token_id in token_ids]
-        if self._counts:
-            chosen = [token_ids[i] for i in self._counts]
-            candidates = name_candidates(chosen, self._counts.values(), measured)
-            for i, each in zip(self._counts, candidates, strict=True):
-                results[i].logprobs = each
-        for i, is_allowed in enumerate(allowed):
+        if self._measured is not None:
+            chosen = [token_ids[i] for i in self._asked]
+            candidates = name_candidates(chosen, self._asked.values(), self._measured)
+            for i, of_sequence in zip(self._asked, candidates, strict=True):
+                results[i].logprobs = of_sequence
+        for i, is_allowed in enumerate(self._allowed.tolist()):
             if not is_allowed:
-                results[i] = Sampled(-1, error=_no_token(finite=finite[i]))
+                error = _no_token(finite=bool(self._finite[i]))
+                results[i] = Sampled(-1, error=error)
         return results
+
+
+def _copy_to_host(tensor: Tensor) -> Tensor:
+    """From a GPU without waiting for the copy."""
+    return tensor.to("cpu", non_blocking=True)
 
 
 def _no_token(*, finite: bool) -> JitneyError:
@@ -198,49 +112,179 @@ def sample(logits: Tensor, pairs: list[tuple[Row, int]]) -> Samples:
     assert logits.shape[0] == len(pairs)
     rows = [row for row, _ in pairs]
 
-    # Plain greedy rows are done with this.
+    # A greedy row that asks for nothing else is done with the argmax.
     chosen, finite = argmax(logits)
     allowed = finite
-    special = [i for i, row in enumerate(rows) if not row.params.greedy or needs_processing(row)]
+    remaining = [i for i, row in enumerate(rows) if not row.params.greedy or needs_processing(row)]
+    if remaining:
+        allowed = finite.clone()  # to be changed for these rows
 
-    # Greedy rows with a grammar need no processed logits on a CPU.
-    masks: dict[int, bytes] = {}
-    if logits.device.type == "cpu":
-        masks = _lone_masks(rows, special)
-    if masks:
-        special = [i for i in special if i not in masks]
-        allowed = finite.clone()
-        _choose_allowed(logits, masks, chosen, allowed)
+    # On a CPU, a greedy row of which only a grammar's mask changes logits is done without a mask.
+    if remaining and logits.device.type == "cpu":
+        masks = _sole_masks(rows, remaining)
+        if masks:
+            _choose_allowed(logits, masks, chosen, allowed)
+            remaining = [i for i in remaining if i not in masks]
 
-    # All others do.
-    if special:
-        index = to_device(special, logits.device)
-        copied = logits[index].float()  # a copy: indexing with a tensor always is
-        processed = [rows[i] for i in special]
-        if any(needs_processing(row) for row in processed):
-            process_logits(copied, processed)
-            allowed = allowed.index_put((index,), torch.isfinite(copied.amax(dim=-1)))
-        chosen[index] = choose_tokens(copied, [pairs[i] for i in special])
+    # All others need logits of their own, in float32, which processors and filters change.
+    if remaining:
+        index = to_device(remaining, logits.device)
+        own_logits = logits[index].float()  # a copy: indexing with a tensor always is
+        own_rows = [rows[i] for i in remaining]
+        if any(needs_processing(row) for row in own_rows):
+            process_logits(own_logits, own_rows)
+            allowed[index] = torch.isfinite(own_logits.amax(dim=-1))
+        chosen[index] = choose_tokens(own_logits, [pairs[i] for i in remaining])
 
-    # Log-probabilities are those of the model's own logits.
-    asked = {i: row.params.logprobs for i, row in enumerate(rows)}
-    counts = {i: count for i, count in asked.items() if count is not None}
-    measured: list[Tensor] = []
-    if counts:
-        index = to_device(list(counts), logits.device)
-        logits_of_asked = logits if len(counts) == len(rows) else logits[index]
-        measured = measure(logits_of_asked, chosen[index], max(counts.values()))
-    return Samples(chosen, finite, allowed, counts, measured)
+    # Log-probabilities are those of the model's logits, without processors and filters.
+    asked: dict[int, int] = {}
+    for i, row in enumerate(rows):
+        if row.params.logprobs is not None:
+            asked[i] = row.params.logprobs
+    measured = None
+    if asked:
+        index = to_device(list(asked), logits.device)
+        logits_of_asked = logits if len(asked) == len(rows) else logits[index]
+        measured = measure(logits_of_asked, chosen[index], max(asked.values()))
+    return Samples(chosen, finite, allowed, asked, measured)
 
 
-def _lone_masks(rows: list[Row], indices: list[int]) -> dict[int, bytes]:
-    """By index, the masks of those of these rows that nothing else changes."""
+# ------------------------------------------------------------------ the argmax
+
+
+class _FloatBits(NamedTuple):
+    """How the bits of a float dtype can be read as integers."""
+
+    signed: torch.dtype
+    unsigned: npt.DTypeLike
+    minus_infinity: int
+    """As an unsigned integer. Only a NaN with its sign set is larger."""
+
+
+_BITS_OF = {
+    torch.bfloat16: _FloatBits(torch.int16, np.uint16, 0xFF80),
+    torch.float16: _FloatBits(torch.int16, np.uint16, 0xFC00),
+    torch.float32: _FloatBits(torch.int32, np.uint32, 0xFF800000),
+}
+
+
+def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The index of each row's largest logit, int64 [S], and whether that logit is a finite number,
+    bool [S]. ``logits`` is [S, V]. Of equals it is the first; a NaN counts as the largest."""
+    indices = None
+    if logits.device.type == "cpu" and logits.dtype in _BITS_OF:
+        indices = _argmax_on_cpu(logits, _BITS_OF[logits.dtype])
+    if indices is None:
+        best, indices = logits.max(dim=-1)
+    else:
+        best = logits.gather(1, indices.unsqueeze(1)).squeeze(1)
+    return indices, torch.isfinite(best)
+
+
+def _argmax_on_cpu(logits: Tensor, form: _FloatBits) -> Tensor | None:
+    """The argmax of each row by NumPy, as integers: it compares a register of these at a time, ten
+    times as fast as torch compares floats. None if a NaN has its sign set, which makes it the
+    smallest integer.
+
+    The integers of positive floats are in the order of the floats. Those of negative floats are
+    negative and in the reverse order. So the largest integer is the argmax, unless all are
+    negative; then the smallest one is.
+    """
+    signed = logits.view(form.signed).numpy()
+    if signed.view(form.unsigned).max(initial=0) > form.minus_infinity:
+        return None
+    indices: npt.NDArray[np.int64] = signed.argmax(axis=1)
+    all_negative = signed[np.arange(len(signed)), indices] < 0
+    if all_negative.any():
+        indices[all_negative] = signed[all_negative].argmin(axis=1)
+    return torch.from_numpy(indices)
+
+
+# ------------------------------------------------------------------ greedy rows with a grammar
+
+
+def _sole_masks(rows: list[Row], indices: list[int]) -> dict[int, bytes]:
+    """By index, the :func:`sole_mask` of those of these rows that have one."""
     masks = {}
     for i in indices:
-        mask = lone_mask(rows[i])
+        mask = sole_mask(rows[i])
         if mask is not None:
             masks[i] = mask
     return masks
+
+
+def _choose_allowed(
+    logits: Tensor, masks: dict[int, bytes], chosen: Tensor, allowed: Tensor
+) -> None:
+    """Choose anew for greedy rows with a grammar's mask: set ``chosen`` and ``allowed`` [S] of the
+    rows in ``masks``. ``chosen`` are the argmaxes of ``logits`` [S, V] without masks.
+
+    It looks at the logits of allowed tokens only, which takes a tenth of the time of masking.
+    """
+    best = chosen.tolist()
+    ids_of: dict[bytes, npt.NDArray[np.int64]] = {}  # rows of one grammar often have one mask
+    candidates: dict[int, npt.NDArray[np.int64]] = {}
+    for i, mask in masks.items():
+        if _is_set(mask, best[i]):
+            continue  # the argmax is allowed, and stands
+        if mask not in ids_of:
+            ids_of[mask] = _allowed_ids(mask, logits.shape[1])
+        if len(ids_of[mask]):
+            candidates[i] = ids_of[mask]
+        else:
+            allowed[i] = False
+    if not candidates:
+        return
+
+    rows = torch.tensor(list(candidates))
+    token_ids = torch.from_numpy(_pad(list(candidates.values())))
+    best_column, is_finite = argmax(logits[rows.unsqueeze(1), token_ids])
+    chosen[rows] = token_ids.gather(1, best_column.unsqueeze(1)).squeeze(1)
+    allowed[rows] = is_finite
+
+
+def _pad(lists: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+    """Lists of ids as one array [lists, longest]. The first id of a shorter list fills its row: an
+    argmax over the row is that over the list."""
+    longest = max(map(len, lists))
+    padded = np.empty((len(lists), longest), np.int64)
+    for row, ids in zip(padded, lists, strict=True):
+        row[: len(ids)] = ids
+        row[len(ids) :] = ids[0]
+    return padded
+
+
+def _is_set(mask: bytes, token_id: int) -> bool:
+    """Whether the mask allows the token: bit 0 of byte 0 is token 0's."""
+    byte = mask[token_id // 8]
+    return bool(byte >> (token_id % 8) & 1)
+
+
+def _allowed_ids(mask: bytes, size: int) -> npt.NDArray[np.int64]:
+    """The ids below ``size`` that a mask allows, ascending."""
+    # A mask has whole words of 32 bits. Most are 0, and need not be unpacked.
+    words = np.frombuffer(mask, np.uint32)
+    word_indices = words.nonzero()[0]
+    bits = np.unpackbits(words[word_indices].view(np.uint8), bitorder="little").reshape(-1, 32)
+    rows, bit_indices = bits.nonzero()
+    ids: npt.NDArray[np.int64] = 32 * word_indices[rows] + bit_indices
+    return ids[: np.searchsorted(ids, size)]
+
+
+# ------------------------------------------------------------------ log-probabilities
+
+
+class Measured(NamedTuple):
+    """Log-probabilities of R rows of logits."""
+
+    chosen: Tensor
+    """[R]: the chosen token's."""
+    ranks: Tensor
+    """int64 [R]: how many tokens are at least as probable as the chosen one."""
+    best: Tensor
+    """[R, W]: those of the W best tokens, best first."""
+    best_ids: Tensor
+    """int64 [R, W]: the ids of these tokens."""
 
 
 def prompt_logprobs(logits: Tensor, targets: list[int], k: int) -> list[list[Logprob]]:
@@ -250,63 +294,75 @@ def prompt_logprobs(logits: Tensor, targets: list[int], k: int) -> list[list[Log
     """
     assert logits.shape[0] == len(targets)
     measured = measure(logits, to_device(targets, logits.device), k)
-    return name_candidates(targets, [k] * len(targets), [each.tolist() for each in measured])
+    return name_candidates(targets, [k] * len(targets), measured)
 
 
-def measure(logits: Tensor, chosen: Tensor, width: int) -> list[Tensor]:
-    """Log-probabilities of each row of unprocessed ``logits`` [R, V], as four tensors: the chosen
-    token's log-probability [R] and its rank [R]; then the log-probabilities and the ids of the best
-    tokens [R, at most ``width``], best first."""
-    size = max(1, _SLICE_FLOATS // logits.shape[1])
-    parts = []
-    for part, ids in zip(logits.split(size), chosen.split(size), strict=True):
+def measure(logits: Tensor, chosen: Tensor, width: int) -> Measured:
+    """Log-probabilities of the ``chosen`` tokens [R] and of the ``width`` best ones, or of all if
+    there are fewer. ``logits`` [R, V] are the model's."""
+    width = min(width, logits.shape[1])
+    slice_len = max(1, _SLICE_FLOATS // logits.shape[1])
+    slices: list[Measured] = []
+    for part, ids in zip(logits.split(slice_len), chosen.split(slice_len), strict=True):
         logprobs = torch.log_softmax(part.float(), dim=-1)
         own = logprobs.gather(1, ids.unsqueeze(1))
-        ranks = (logprobs >= own).sum(dim=-1)
-        parts.append((own.squeeze(1), ranks, *_best(logprobs, min(width, logits.shape[1]))))
-    return [torch.cat(each) for each in zip(*parts, strict=True)]
+        best, best_ids = _best(logprobs, width)
+        slices.append(
+            Measured(
+                chosen=own.squeeze(1),
+                ranks=(logprobs >= own).sum(dim=-1),
+                best=best,
+                best_ids=best_ids,
+            )
+        )
+    return Measured(*(torch.cat(of_slices) for of_slices in zip(*slices, strict=True)))
 
 
 def _best(values: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The ``width`` largest of each row [R, V] and their indices; of equals those with the lowest
-    indices. topk alone will not do: which of equals it takes depends on ``width``, and so on what
-    other rows of the batch ask for."""
+    """The ``width`` largest of each row [R, V] and their indices, largest first; of equals those
+    with the lowest indices.
+
+    topk alone will not do. Which of equals it takes depends on ``width``, and so on what other rows
+    of the batch ask for.
+    """
     if values.is_cuda:  # without waiting for the device
         best, ids = values.sort(dim=-1, descending=True, stable=True)
         return best[:, :width], ids[:, :width]
     best, ids = values.topk(width, dim=-1)
-    if not width:
+    if width == 0:
         return best, ids
 
-    # All values that are not below their row's smallest of the best: equals of it included, and
-    # all of a row with a NaN. They come in the order of rows, then of indices.
-    rows, ids = (~(values < best[:, -1:])).nonzero(as_tuple=True)
+    # All that are at least as large as the smallest of their row's best: these, and what equals
+    # that smallest one. (No comparison with a NaN holds, so a row that has one is taken whole.)
+    is_candidate = ~(values < best[:, -1:])
+    rows, ids = is_candidate.nonzero(as_tuple=True)  # by row, then by index
     found = values[rows, ids]
-    # Sort them by row, then by falling value, then by index: the sorts are stable, the last first.
+    # Order them by row, then by falling value, then by index. Both sorts are stable, so what was in
+    # order stays so among equals.
     by_value = found.argsort(descending=True, stable=True)
     order = by_value[rows[by_value].argsort(stable=True)]
     # The first ``width`` of each row.
-    counts = rows.bincount(minlength=len(values))
-    begins = counts.cumsum(0) - counts
-    kept = order[begins.unsqueeze(1) + torch.arange(width)]
+    row_sizes = rows.bincount(minlength=len(values))
+    row_begins = row_sizes.cumsum(0) - row_sizes
+    kept = order[row_begins.unsqueeze(1) + torch.arange(width)]
     return found[kept], ids[kept]
 
 
 def name_candidates(
-    chosen: list[int], counts: Iterable[int], measured: list[list[Any]]
+    chosen: list[int], counts: Iterable[int], measured: Measured
 ) -> list[list[Logprob]]:
-    """For each row: the chosen token, then the ``count`` best, none twice. ``measured`` are the
-    four lists of :func:`measure`.
+    """For each row: the chosen token, then as many of the best ones as its count says, none twice.
 
     Ranks are vLLM's: of the best tokens, their order; of a chosen token that is not among them, the
     number of tokens that are at least as probable.
     """
     result = []
-    for token, count, own, rank, best, ids in zip(chosen, counts, *measured, strict=True):
+    lists: list[list[Any]] = [each.tolist() for each in measured]
+    for token, count, own, rank, best, best_ids in zip(chosen, counts, *lists, strict=True):
         first = Logprob(token, own, rank)
         others = []
-        for order in range(min(count, len(ids))):
-            candidate = Logprob(ids[order], best[order], order + 1)
+        for i in range(min(count, len(best_ids))):
+            candidate = Logprob(best_ids[i], best[i], rank=i + 1)
             if candidate.token_id == token:
                 first = candidate
             else:
