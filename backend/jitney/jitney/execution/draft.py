@@ -1,23 +1,24 @@
 """A draft model: a second checkpoint of the same vocabulary, which proposes tokens for the first.
 
-Its K and V stand under the same block numbers as the model's, in caches of its own. It computes
-nothing before a row asks for a proposal. Then it *reads* those of the row's tokens that it has not
-yet read: it computes their K and V. The last of them gives the first token of the proposal, and
-each further token takes one further pass. So it costs what is asked of it, and a block that
-sequences share is computed once.
+It has caches of its own, in which a sequence has the same block numbers as in the model's. It
+computes nothing before a row asks for a proposal. Then it *reads* the row's tokens: one pass
+computes K and V of those that it has not read yet. The logits of the last one give the first token
+of the proposal, and each further token takes one more pass. So a draft model costs only what is
+asked of it, and a block that sequences share is read once.
 
-Called by the runner, once for each step that was launched. What a draft model needs at each token
-beside its id is its :class:`DraftInputs`; an ordinary one needs nothing else.
+The runner calls it once for each step that was launched. Beside token ids, a draft model may need
+:class:`DraftInputs`; an ordinary one has :class:`NoInputs`.
 
-Positions are those of the sequence. An *entry* is what the caches hold for one position. A head
-(``eagle``) computes entry p from the token at p + 1, so it has one entry fewer than there are known
-tokens, and a row of its own starts ``shift`` = 1 before the token that it reads.
+An *entry* is the K and V of one position of a sequence. An ordinary draft model computes entry p
+from the token at p, and a head (``eagle``) from the token at p + 1: :attr:`DraftInputs.shift` is 0
+or 1. In this module, a row that is made for a pass counts entries: it starts at entry ``start``,
+and its first token is the one at ``start + shift``.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 from torch import Tensor
@@ -30,21 +31,21 @@ from jitney.execution.sampler import sample
 
 
 class DraftInputs(Protocol):
-    """What a draft model needs at each token beside its id."""
+    """What a draft model needs beside token ids."""
 
     shift: int
-    """1 if entry p is computed from the token at p + 1, else 0: see the module's docstring."""
+    """1 if entry p is computed from the token at p + 1, else 0."""
 
     def step_launched(self, copies: Sequence[tuple[int, int]], meta: AttentionMetadata) -> None:
         """The model computes this step, after these copies of blocks."""
 
     def begin_pass(self, meta: AttentionMetadata, predicted: Tensor | None) -> None:
         """The draft model is about to compute these tokens. ``predicted`` is set if they are its
-        own proposals: what :meth:`predicted` returned for them."""
+        own proposals: it is what :meth:`predictions_at` returned for them."""
 
-    def predicted(self, tokens: Tensor) -> Tensor | None:
-        """What the last pass predicted behind these ``tokens`` (indices among its own), to be given
-        to the pass that computes the next ones."""
+    def predictions_at(self, tokens: Tensor) -> Tensor | None:
+        """What the last pass predicted at these ``tokens``, as indices among its own. It is given
+        to the pass that computes the tokens behind them."""
 
 
 class NoInputs:
@@ -56,18 +57,30 @@ class NoInputs:
         """Keeps nothing."""
 
     def begin_pass(self, meta: AttentionMetadata, predicted: Tensor | None) -> None:
-        """Feeds nothing."""
+        """Gives nothing."""
 
-    def predicted(self, tokens: Tensor) -> None:
+    def predictions_at(self, tokens: Tensor) -> None:
         """Predicts nothing but tokens."""
 
 
 @dataclass(slots=True)
-class _Asked:
-    """A row that asks for a proposal: the tokens to compute next, and where the proposal goes."""
+class _Proposal:
+    """A proposal in the making."""
 
     row: Row
+    """The tokens that the next pass computes for it."""
     output: RowOutput
+    """The output of the model's row: its ``proposal`` grows."""
+    length: int
+    """How many tokens are asked for."""
+
+
+class _Pass(NamedTuple):
+    """A pass of the draft model that is still to be made."""
+
+    proposals: list[_Proposal]
+    predicted: Tensor | None
+    """The argument of :meth:`DraftInputs.begin_pass`."""
 
 
 class DraftModel:
@@ -86,139 +99,154 @@ class DraftModel:
         self._inputs: DraftInputs = inputs or NoInputs()
         self._shift = self._inputs.shift
         self._tables = BlockTables()
-        self._filled = [0] * caches[0].keys.shape[0]
-        """By block: how many of its leading slots hold an entry for the very tokens for which the
-        model's slots there hold K and V."""
+        num_blocks = caches[0].keys.shape[0]
+        self._valid = [0] * num_blocks
+        """By block: how many of its first slots have a valid entry. An entry is valid if it was
+        computed from the sequence whose K and V the model's caches hold there."""
 
     def follow(
         self, batch: Batch, meta: AttentionMetadata, outputs: Callable[[], list[RowOutput]]
     ) -> None:
-        """A step was launched: set, in the outputs of the rows that ask for a proposal, the
-        proposal and how many tokens were read for it. ``outputs`` waits for the step."""
-        self._forget_overwritten(batch)
+        """A step was launched: make the proposals that its rows ask for, and set ``proposal``,
+        ``read`` and ``unread`` in the outputs of these rows. ``outputs`` waits for the step."""
+        self._invalidate(batch)
         self._inputs.step_launched(batch.copies, meta)
         if not any(row.propose for row in batch.rows):
             return  # without waiting for the step, so that the next one can be launched meanwhile
 
-        asked = []
+        proposals = []
         for row, output in zip(batch.rows, outputs(), strict=True):
             if not row.propose or not output.token_ids:
                 continue
             to_read = self._plan_reading(row, output)
             if to_read is not None:
-                asked.append(_Asked(to_read, output))
-        predicted = None
+                proposals.append(_Proposal(to_read, output, row.propose))
+        next_pass = _Pass(proposals, predicted=None) if proposals else None
         try:
-            while asked:
-                asked, predicted = self._propose(asked, predicted)
+            while next_pass is not None:
+                next_pass = self._run(next_pass)
         except BaseException:
-            self._filled = [0] * len(self._filled)  # a pass that raised may have written anything
+            self._valid = [0] * len(self._valid)  # a pass that raised may have written anything
             raise
 
     def _plan_reading(self, row: Row, output: RowOutput) -> Row | None:
-        """Note in ``output`` how many tokens of the row are read now, at most ``most_read``, and
-        how many later. Returns the row of those to read now; None if there are none."""
+        """The row of the tokens to read in this step; None if there are none. Sets in ``output``
+        how many they are, and how many are left for later steps."""
         unread = self._unread(newest(row, output))
         output.read = min(len(unread.token_ids), row.most_read)
         output.unread = len(unread.token_ids) - output.read
         if not output.read:
             return None
         to_read = replace(unread, token_ids=unread.token_ids[: output.read])
-        end = to_read.end
+
+        valid_end = to_read.end
         if row.grammar is not None and not output.unread:
-            end -= 1  # a grammar may force another token in the place of the newest one
-        self._count_as_filled(to_read, end)
+            # The last token to read is the one that the model has just sampled. The grammar may
+            # force another token there, before the next step.
+            valid_end -= 1
+        # Already now, because later rows of the same pass may share blocks with this one.
+        self._count_as_valid(to_read, valid_end)
         return to_read
 
-    def _propose(
-        self, asked: list[_Asked], predicted: Tensor | None
-    ) -> tuple[list[_Asked], Tensor | None]:
-        """One pass: compute these rows, and add a token to each proposal whose row is complete.
-
-        Returns the rows of the added tokens, where more are asked for, and the inputs that the pass
-        predicted for them: the arguments of the next pass.
-        """
-        rows = [each.row for each in asked]
+    def _run(self, this_pass: _Pass) -> _Pass | None:
+        """Make a pass: compute the rows, and add a token to each proposal whose row is complete.
+        Returns the pass for the proposals of which more tokens are asked for; None if there are
+        none."""
+        rows = [proposal.row for proposal in this_pass.proposals]
         device = self._model.device
         meta = build_metadata(rows, self._block_size, device, self._tables)
         ids = to_device([token for row in rows for token in row.token_ids], device)
         complete = [r for r, row in enumerate(rows) if self._is_complete(row)]
-        # The last token of each complete row. A model computes logits of at least one token.
-        last_tokens = meta.query_start[1:][to_device(complete or [0], device)].long() - 1
+        # The last token of each complete row. A model computes logits of at least one token: if no
+        # row is complete, those of row 0, which nobody reads.
+        ends = meta.query_start[1:]
+        last_tokens = ends[to_device(complete or [0], device)].long() - 1
 
-        self._inputs.begin_pass(meta, predicted)
+        self._inputs.begin_pass(meta, this_pass.predicted)
         step = PagedStep(self._caches, meta)
         logits = self._model.forward(ids, meta.positions, last_tokens, step)
         if not complete:
-            return [], None
+            return None
 
         pairs = [(self._as_sampled(rows[r]), rows[r].sample[0]) for r in complete]
         samples = sample(logits, pairs).wait()
-        further: list[_Asked] = []
-        further_tokens: list[int] = []
-        for r, sampled, token in zip(complete, samples, last_tokens.tolist(), strict=True):
+        unfinished: list[_Proposal] = []
+        tokens_of_unfinished: list[int] = []
+        for r, sampled, last_token in zip(complete, samples, last_tokens.tolist(), strict=True):
             if sampled.error is not None:
                 continue  # the proposal ends here
-            proposal = asked[r].output.proposal
-            proposal.append(sampled.token_id)
-            if len(proposal) < rows[r].propose:
-                further.append(_Asked(behind(rows[r], sampled.token_id), asked[r].output))
-                further_tokens.append(token)
-        if not further:
-            return [], None
-        return further, self._inputs.predicted(to_device(further_tokens, device))
+            proposal = this_pass.proposals[r]
+            tokens = proposal.output.proposal
+            tokens.append(sampled.token_id)
+            if len(tokens) < proposal.length:
+                proposal.row = behind(proposal.row, sampled.token_id)
+                unfinished.append(proposal)
+                tokens_of_unfinished.append(last_token)
+        if not unfinished:
+            return None
+        predicted = self._inputs.predictions_at(to_device(tokens_of_unfinished, device))
+        return _Pass(unfinished, predicted)
 
     def _is_complete(self, row: Row) -> bool:
-        """Whether the row ends with the last entry for which the token is known."""
-        return row.end == len(row.prompt) + len(row.output) - self._shift
+        """Whether the row has the last token that is known, so that its logits give a new one."""
+        num_known = len(row.prompt) + len(row.output)
+        return row.end + self._shift == num_known
 
     def _as_sampled(self, row: Row) -> Row:
-        """The row moved to the position for which the model will sample the same token. Both then
-        use the same random numbers, so that similar distributions give the same token."""
+        """The row as the sampler sees it: with positions of tokens, not of entries.
+
+        Then the draft model draws with the very random numbers with which the model will draw the
+        same token, so that similar distributions give the same token.
+        """
         return replace(row, start=row.start + self._shift)
 
-    def _forget_overwritten(self, batch: Batch) -> None:
-        """Count as unread what the model's slots are about to hold other tokens for."""
+    # ------------------------------------------------------------------ which entries are valid
+
+    def _invalidate(self, batch: Batch) -> None:
+        """Forget the entries of all slots that this step gives to other tokens in the model's
+        caches."""
         size = self._block_size
         for _, destination in batch.copies:
-            # The copy is made in the model's caches alone, and goes on with a token of its own.
-            self._filled[destination] = 0
+            # A fork copies a block in the model's caches alone.
+            self._valid[destination] = 0
         for row in batch.rows:
             if row.grammar is not None:
-                # It may have forced a token in the place of the one that was sampled and read.
+                # A grammar may have forced other tokens than those that were sampled and read: from
+                # the row's first token on.
                 number, offset = divmod(max(row.start - self._shift, 0), size)
                 block = row.block_table[number]
-                self._filled[block] = min(self._filled[block], offset)
-            # Blocks whose first slot this step writes were another sequence's before.
+                self._valid[block] = min(self._valid[block], offset)
+            # A block whose first slot is written in this step belonged to another sequence before.
             first = math.ceil(row.start / size)
             stop = math.ceil(row.end / size)
             for block in row.block_table[first:stop]:
-                self._filled[block] = 0
+                self._valid[block] = 0
 
     def _unread(self, row: Row) -> Row:
-        """The row of all tokens up to the end of ``row`` that are not read. It has at least the
-        last of them, whose pass gives the proposal's first token."""
+        """``row`` is one token, the newest of its sequence. Returns the row of all tokens up to it
+        that are not read. The newest is always among them, because its logits are needed."""
         size = self._block_size
         start = row.start - self._shift
         for number in range(start // size + 1):
-            filled = self._filled[row.block_table[number]]
-            if filled < size:  # the first block with a missing entry
-                start = min(number * size + filled, start)
+            num_valid = self._valid[row.block_table[number]]
+            if num_valid < size:
+                first_missing = number * size + num_valid
+                start = min(first_missing, start)
                 break
         known = row.prompt + row.output
         first_token = start + self._shift
         return replace(row, token_ids=known[first_token : row.end], start=start)
 
-    def _count_as_filled(self, row: Row, end: int) -> None:
-        """Count the row's tokens at positions below ``end`` as read: from now on, and so for the
-        rows behind it in the same pass, which may share its blocks."""
+    def _count_as_valid(self, row: Row, end: int) -> None:
+        """Count the row's entries up to ``end`` as valid."""
         size = self._block_size
         for number in range(row.start // size, (end - 1) // size + 1):
-            self._filled[row.block_table[number]] = min(end - number * size, size)
+            self._valid[row.block_table[number]] = min(end - number * size, size)
 
 
 def newest(row: Row, output: RowOutput) -> Row:
-    """The row of the newest token alone: what was sampled behind the last accepted draft.
+    """The row of the newest token alone: the one that the model sampled behind the last draft that
+    it accepted.
 
     It has no logprobs, no grammar and no adapter: a draft model has none of these.
     """

@@ -1,6 +1,6 @@
-"""A Batch in, a StepOutput out, in torch's own operations and whatever a load put in their place.
+"""A Batch in, a StepOutput out, in torch's own operations or in what replaced them at load.
 
-Everything about a row stands in the row. An exception in a step leaves the cache usable: slots of
+All that is known of a row is in the row. An exception in a step leaves the cache usable: slots of
 tokens that were not reported back are written again.
 
 A step is launched, then waited for. On a GPU its tokens stay there as the next step's inputs, so
@@ -8,56 +8,40 @@ that one can be launched before :meth:`PendingStep.wait` has brought them to the
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from jitney.batch import Batch, Row, RowOutput, StepOutput
 from jitney.errors import DeviceLostError
 from jitney.execution.attention import AttentionMetadata, BlockTables, build_metadata
 from jitney.execution.draft import DraftModel
 from jitney.execution.interface import LayerCache, LoadedModel, PagedStep
-from jitney.execution.logits_processors import needs_processing
-from jitney.execution.low_rank import Factors, LowRank, Site, idle_factors
+from jitney.execution.low_rank import Factors, LowRank, Site, zero_factors
 from jitney.execution.machine import enter_device, synchronize, to_device
-from jitney.execution.sampler import Sampled, Samples, prompt_logprobs, sample
-from jitney.messages import Logprob, ModelInfo
+from jitney.execution.row_samples import (
+    LogitsPlan,
+    RowPromptLogprobs,
+    logprobs_in_pass,
+    plan_logits,
+    row_output,
+    sampled_rows,
+)
+from jitney.execution.sampler import Sampled, Samples, sample
+from jitney.batch import Batch, Row, RowOutput, StepOutput
+from jitney.messages import ModelInfo
 
-# Logits of one pass. A step with more prompt logprobs than that is computed several times.
 _LOGITS_FLOATS = 1 << 28
-# Logits that are sampled at once. Bounds the sampler's memory; how a step is cut changes no token.
+"""Logits of one forward pass. A step with more prompt logprobs than that takes several passes."""
 _SAMPLED_FLOATS = 1 << 24
+"""Logits that are sampled at once. Bounds the sampler's memory; no token depends on it."""
 
 Forward = Callable[[Tensor, AttentionMetadata, Tensor], Tensor]
-"""(ids [T], the step, indices of tokens, at least one) -> their logits [len(indices), V], which the
-next call may overwrite."""
-_PromptLogprobs = dict[int, list[list[Logprob]]]
-"""Index of a row -> for each position that the step predicts, the candidates there."""
+"""Called as ``forward(ids, meta, indices)``: a forward pass over the T flattened tokens of a step.
 
-
-@dataclass(frozen=True, slots=True)
-class _Targets:
-    """The tokens of a row's prompt whose logprobs are asked for."""
-
-    first: int
-    """Which of the step's chosen tokens predicts the first of them; the others follow."""
-    token_ids: list[int]
-    count: int
-    """How many candidates each position has: ``prompt_logprobs``."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Chosen:
-    """The tokens of a step that need logits."""
-
-    tokens: list[int]
-    """Their indices among the step's T tokens, ascending."""
-    of_samples: list[int]
-    """For each sample of the step, in order: its index in ``tokens``."""
-    targets: dict[int, _Targets]
-    """By the row's index, of rows with prompt logprobs."""
+``ids`` is [T]. ``indices`` says which of the T tokens need logits; there is at least one. Returns
+logits [len(indices), V], which the next call may overwrite."""
 
 
 class _StepLogits(NamedTuple):
@@ -65,9 +49,10 @@ class _StepLogits(NamedTuple):
 
     logits: Tensor
     """[N, V], of the tokens that are sampled from."""
-    of_samples: list[int]
+    sampled_from: list[int]
     """For each sample of the step, in order: its index among the N."""
-    prompt: _PromptLogprobs
+    prompt: dict[int, RowPromptLogprobs]
+    """By the row's index."""
 
 
 @dataclass(slots=True)
@@ -77,24 +62,29 @@ class PendingStep:
     rows: list[Row]
     samples: list[Samples]
     """In slices: together, the samples of all rows in order."""
-    prompt: _PromptLogprobs
+    prompt: dict[int, RowPromptLogprobs]
+    """By the row's index."""
     recover: Callable[[], None]
     """Called if the step failed; returns when nothing is in flight."""
     output: StepOutput | None = None
-    """Set by :meth:`outputs`."""
-
-    def outputs(self) -> list[RowOutput]:
-        """Wait for the rows' outputs. They are kept: what the caller changes in them is in what
-        :meth:`wait` returns afterwards."""
-        self.output = self.wait()
-        return self.output.rows
+    """Set once the device has it. A draft model then adds its proposals."""
 
     def wait(self) -> StepOutput:
         """The step's output, once the device has it. Raises whatever the device raises."""
-        if self.output is not None:
-            return self.output
+        if self.output is None:
+            self.output = self._collect()
+        return self.output
+
+    def outputs(self) -> list[RowOutput]:
+        """The outputs of the rows; waits as :meth:`wait`."""
+        return self.wait().rows
+
+    def _collect(self) -> StepOutput:
+        """Wait for the samples and share them out among the rows."""
+        sampled: list[Sampled] = []
         try:
-            sampled = [each for samples in self.samples for each in samples.wait()]
+            for part in self.samples:
+                sampled += part.wait()
         except BaseException:
             self.recover()
             raise
@@ -102,7 +92,7 @@ class PendingStep:
         begin = 0
         for r, row in enumerate(self.rows):
             end = begin + row.num_samples
-            outputs.append(_output(row, sampled[begin:end], self.prompt.get(r)))
+            outputs.append(row_output(row, sampled[begin:end], self.prompt.get(r)))
             begin = end
         return StepOutput(rows=outputs)
 
@@ -122,7 +112,7 @@ class TorchRunner:
         info: ModelInfo,
         forward: Forward | None = None,
     ) -> None:
-        """``forward``: in the place of the model's own over ``caches``."""
+        """``forward``: what runs the model, if not the model's own forward over ``caches``."""
         self.info = info
         self._model = model
         self._device = model.device
@@ -130,7 +120,9 @@ class TorchRunner:
         self._tables = BlockTables()
         self._forward = forward or self.forward
         self._most_logits = max(1, _LOGITS_FLOATS // info.vocab_size)
-        self._sampled: Tensor | None = None  # tokens of the step launched last
+        """How many tokens may have logits in one forward pass."""
+        self._sampled: Tensor | None = None
+        """With overlap: the tokens that the step launched last samples, on the device."""
         self._draft: DraftModel | None = None
 
     def use_draft_model(self, draft: DraftModel) -> None:
@@ -148,8 +140,8 @@ class TorchRunner:
         """Queue a step behind those before it. Returns before a GPU is done, unless a row asks for
         prompt logprobs or for a draft model's proposal.
 
-        Raises MemoryError if the device has too little memory, else whatever the device raises.
-        Then nothing is in flight any more.
+        Raises MemoryError if the device has too little memory, else whatever the device raises. If
+        it raises, nothing is in flight any more.
         """
         enter_device(self._device)
         with torch.inference_mode():
@@ -181,7 +173,7 @@ class TorchRunner:
         for batch in batches:
             self.execute(batch)
         if self.sites:
-            adapter = self.make_adapter("", idle_factors(self.sites, 1))
+            adapter = self.make_adapter("", zero_factors(self.sites, 1))
             for batch in batches:
                 for row in batch.rows:
                     row.adapter = adapter
@@ -196,17 +188,17 @@ class TorchRunner:
         """An adapter as steps take it, of factors on the CPU. Any thread may call it."""
         dtype = self._model.dtype
         device = self._device
-        placed = {
+        on_device = {
             path: Factors(a=pair.a.to(device, dtype), b=pair.b.to(device, dtype))
             for path, pair in factors.items()
         }
         packed = None
         if self._model.pack is not None:
-            packed = self._model.pack(placed)
-        return LowRank(version, placed, packed)
+            packed = self._model.pack(on_device)
+        return LowRank(version, on_device, packed)
 
     def close(self) -> None:
-        """Give the memory of module and cache back. The runner is of no use afterwards."""
+        """Free the memory of module and cache. The runner cannot be used afterwards."""
         self._caches = []
         self._sampled = None
         self._draft = None
@@ -239,42 +231,46 @@ class TorchRunner:
         """Put the tokens that rows carry over from the step before into ``ids`` [T], on the device,
         without waiting for that step."""
         carried = [(r, row.carried) for r, row in enumerate(rows) if row.carried is not None]
-        if carried:
-            assert self._sampled is not None, "a row takes a token of a step that is not there"
-            row_indices, sample_indices = to_device(carried, self._device).unbind(1)
-            first_tokens = meta.query_start[row_indices].long()  # a row that carries has no other
-            ids[first_tokens] = self._sampled[sample_indices]
+        if not carried:
+            return
+        assert self._sampled is not None, "a row takes a token of a step that is not there"
+        row_indices, sample_indices = to_device(carried, self._device).unbind(1)
+        # A row that carries a token has no other: it is the first of the row's tokens.
+        token_indices = meta.query_start[row_indices].long()
+        ids[token_indices] = self._sampled[sample_indices]
 
     def _compute_logits(self, rows: list[Row], ids: Tensor, meta: AttentionMetadata) -> _StepLogits:
         """Run the model once, or in several passes if a row asks for prompt logprobs."""
-        chosen = _choose_tokens(rows)
-        tokens = to_device(chosen.tokens or [0], self._device)  # a Forward wants at least one
-        if not chosen.targets:
-            logits = self._forward(ids, meta, tokens)
-            return _StepLogits(logits, chosen.of_samples, prompt={})
-        return self._run_in_passes(chosen, tokens, ids, meta)
+        plan = plan_logits(rows)
+        # A Forward computes logits of at least one token: if none is needed, those of token 0.
+        tokens = to_device(plan.tokens or [0], self._device)
+        if plan.targets:
+            return self._run_in_passes(plan, tokens, ids, meta)
+        logits = self._forward(ids, meta, tokens)
+        return _StepLogits(logits, plan.sampled_from, prompt={})
 
     def _run_in_passes(
-        self, chosen: _Chosen, tokens: Tensor, ids: Tensor, meta: AttentionMetadata
+        self, plan: LogitsPlan, tokens: Tensor, ids: Tensor, meta: AttentionMetadata
     ) -> _StepLogits:
-        """Run the model once for every ``_most_logits`` of the chosen ``tokens``: the logits of a
+        """Run the model once for every ``_most_logits`` tokens of the plan, because all logits of a
         long prompt would not fit into memory. Each pass writes the same K and V again."""
-        sampled = sorted(set(chosen.of_samples))
-        prompt: _PromptLogprobs = {r: [] for r in chosen.targets}
+        prompt: dict[int, RowPromptLogprobs] = {r: [] for r in plan.targets}
+        kept_indices = sorted(set(plan.sampled_from))  # each once
         kept: list[Tensor] = []
         for begin in range(0, len(tokens), self._most_logits):
             logits = self._forward(ids, meta, tokens[begin : begin + self._most_logits])
             end = begin + len(logits)
-            for r, targets in chosen.targets.items():
-                prompt[r] += _logprobs_within(targets, logits, begin)
-            # Copied, because the next pass may overwrite the logits.
-            here = [index - begin for index in sampled if begin <= index < end]
-            kept.append(logits[to_device(here, self._device)])
+            for r, targets in plan.targets.items():
+                prompt[r] += logprobs_in_pass(targets, logits, begin)
+            # Only logits that are sampled from are kept: as a copy, because the next pass may
+            # overwrite them.
+            in_pass = [index - begin for index in kept_indices if begin <= index < end]
+            kept.append(logits[to_device(in_pass, self._device)])
 
-        # Only the logits that are sampled from were kept: count again among these.
-        index_among_kept = {index: i for i, index in enumerate(sampled)}
-        of_samples = [index_among_kept[index] for index in chosen.of_samples]
-        return _StepLogits(torch.cat(kept), of_samples, prompt)
+        # The plan's indices count all of its tokens. Among the logits that were kept:
+        index_of = {index: i for i, index in enumerate(kept_indices)}
+        sampled_from = [index_of[index] for index in plan.sampled_from]
+        return _StepLogits(torch.cat(kept), sampled_from, prompt)
 
     def _sample(self, rows: list[Row], found: _StepLogits) -> list[Samples]:
         """Sample each (row, sequence) of the step, in order.
@@ -282,17 +278,18 @@ class TorchRunner:
         In slices: prompts of n > 1 that end in one step can give a hundred times as many sequences
         as rows, and the sampler makes several copies of its logits.
         """
-        pairs = [pair for row in rows for pair in _samples_of(row)]
+        pairs = [pair for row in rows for pair in sampled_rows(row)]
         size = max(1, _SAMPLED_FLOATS // found.logits.shape[1])
         samples = []
         for begin in range(0, len(pairs), size):
             end = begin + size
-            logits = self._take_rows(found.logits, found.of_samples[begin:end])
+            logits = self._take_rows(found.logits, found.sampled_from[begin:end])
             samples.append(sample(logits, pairs[begin:end]))
         return samples
 
     def _take_rows(self, logits: Tensor, indices: list[int]) -> Tensor:
-        """``logits[indices]``. As a rule these are neighbours, each once: then without a copy."""
+        """``logits[indices]``: without a copy if the indices are consecutive, as they usually
+        are."""
         first = indices[0]
         stop = indices[-1] + 1
         if indices == list(range(first, stop)):
@@ -309,94 +306,3 @@ class TorchRunner:
                 if cache.itemsize == 1:  # torch cannot index 8-bit floats, but their bytes
                     cache = cache.view(torch.uint8)
                 cache[destination] = cache[source]
-
-
-def _choose_tokens(rows: list[Row]) -> _Chosen:
-    """Which tokens need logits: the last of each row that samples, its drafts and the token before
-    them, and those that predict a prompt whose logprobs are asked for."""
-    tokens: list[int] = []
-    of_samples: list[int] = []
-    targets: dict[int, _Targets] = {}
-    begin = 0
-    for r, row in enumerate(rows):
-        end = begin + len(row.token_ids)
-        count = row.params.prompt_logprobs
-        if count is not None:
-            # The token at position p predicts prompt[p + 1].
-            predicted = row.prompt[row.start + 1 : row.end + 1]
-            if predicted:
-                targets[r] = _Targets(len(tokens), predicted, count)
-                tokens.extend(range(begin, begin + len(predicted)))
-        if row.sample:
-            # Prompt logprobs may have chosen the last token already.
-            if not tokens or tokens[-1] != end - 1:
-                tokens.extend(range(end - 1 - row.drafts, end))
-            last = len(tokens) - 1
-            if row.drafts:
-                of_samples.extend(range(last - row.drafts, last + 1))
-            else:
-                of_samples.extend([last] * len(row.sample))
-        begin = end
-    return _Chosen(tokens, of_samples, targets)
-
-
-def _logprobs_within(targets: _Targets, logits: Tensor, begin: int) -> list[list[Logprob]]:
-    """The candidates of those targets that this pass predicts. The first row of ``logits`` is that
-    of the chosen token with index ``begin``."""
-    low = max(targets.first, begin)
-    high = min(targets.first + len(targets.token_ids), begin + len(logits))
-    if low >= high:
-        return []
-    token_ids = targets.token_ids[low - targets.first : high - targets.first]
-    return prompt_logprobs(logits[low - begin : high - begin], token_ids, targets.count)
-
-
-def _samples_of(row: Row) -> list[tuple[Row, int]]:
-    """(row, sequence index) for each token that the row samples.
-
-    A token behind drafts is sampled as if these drafts were output. So its row is a copy that ends
-    with the last of them, and has them in its output.
-    """
-    if not row.drafts:
-        return [(row, index) for index in row.sample]
-    (index,) = row.sample
-    known = len(row.token_ids) - row.drafts
-    drafts = row.token_ids[known:]
-    reads_output = needs_processing(row)
-    pairs = []
-    for count in range(row.drafts + 1):  # how many of the drafts it is sampled behind
-        behind = replace(row, token_ids=row.token_ids[: known + count])
-        if count and reads_output:  # else nothing reads it, and the copies can be saved
-            behind.output = row.output + drafts[:count]
-            if row.grammar is not None:
-                behind.grammar = row.grammar.after(drafts[:count])
-        pairs.append((behind, index))
-    return pairs
-
-
-def _output(row: Row, samples: list[Sampled], prompt: list[list[Logprob]] | None) -> RowOutput:
-    """The row's output: its samples, or the error of the first that failed."""
-    failed = _first_failed(samples)
-    if failed is not None and row.drafts:
-        # Behind a wrong draft a failure means nothing: what was sampled before it stands.
-        drafts = row.token_ids[len(row.token_ids) - row.drafts :]
-        before = [each.token_id for each in samples[:failed]]
-        if before != drafts[:failed]:
-            samples = samples[:failed]
-            failed = None
-    if failed is not None:
-        return RowOutput([], error=samples[failed].error)
-
-    tokens = [each.token_id for each in samples]
-    logprobs = None
-    if samples and row.params.logprobs is not None:
-        logprobs = [each.logprobs or [] for each in samples]
-    return RowOutput(tokens, logprobs, prompt)
-
-
-def _first_failed(samples: list[Sampled]) -> int | None:
-    """Index of the first sample without a token."""
-    for index, each in enumerate(samples):
-        if each.error is not None:
-            return index
-    return None

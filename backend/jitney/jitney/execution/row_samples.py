@@ -1,0 +1,138 @@
+"""Between a step's rows and its logits: which tokens need logits, as which rows they are sampled,
+and how the samples become outputs. Pure functions, called by the runner.
+"""
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from jitney.execution.logits_processors import needs_processing
+from jitney.execution.sampler import Sampled, prompt_logprobs
+from jitney.batch import Row, RowOutput
+from jitney.messages import Logprob
+
+RowPromptLogprobs = list[list[Logprob]]
+"""For each token of a row's prompt that the step predicts: the candidates at its position."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTargets:
+    """The tokens of a row's prompt whose logprobs are asked for and that the step predicts."""
+
+    token_ids: list[int]
+    first: int
+    """The index, in ``LogitsPlan.tokens``, of the token that predicts the first of them. The tokens
+    behind it predict the others."""
+    num_candidates: int
+    """How many candidates each position gets: ``prompt_logprobs``."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsPlan:
+    """The tokens of a step that need logits."""
+
+    tokens: list[int]
+    """Their indices among the step's T flattened tokens, ascending."""
+    sampled_from: list[int]
+    """For each sample of the step, in order: the index, in ``tokens``, of the token from whose
+    logits it is drawn. The samples of one row may share a token."""
+    targets: dict[int, PromptTargets]
+    """By the row's index, of rows with prompt logprobs."""
+
+
+def plan_logits(rows: list[Row]) -> LogitsPlan:
+    """The tokens that need logits: those that predict a prompt whose logprobs are asked for, and
+    those that are sampled from. The latter are the last token of a row that samples, and with
+    drafts also the token before each draft."""
+    tokens: list[int] = []
+    sampled_from: list[int] = []
+    targets: dict[int, PromptTargets] = {}
+    begin = 0
+    for r, row in enumerate(rows):
+        end = begin + len(row.token_ids)
+        num_candidates = row.params.prompt_logprobs
+        if num_candidates is not None:
+            # The token at position p predicts prompt[p + 1].
+            predicted = row.prompt[row.start + 1 : row.end + 1]
+            if predicted:
+                targets[r] = PromptTargets(predicted, len(tokens), num_candidates)
+                tokens.extend(range(begin, begin + len(predicted)))
+        if row.sample:
+            first = len(tokens)
+            tokens.extend(range(end - 1 - row.drafts, end))
+            if row.drafts:
+                # One sequence: a sample in place of the first draft, and one behind each draft.
+                sampled_from.extend(range(first, len(tokens)))
+            else:
+                # All sequences of a prompt begin with the same logits.
+                sampled_from.extend([first] * len(row.sample))
+        begin = end
+    return LogitsPlan(tokens, sampled_from, targets)
+
+
+def logprobs_in_pass(targets: PromptTargets, logits: Tensor, first: int) -> RowPromptLogprobs:
+    """The candidates of those targets that are predicted by ``logits``: these are of consecutive
+    tokens of the plan, from the one with index ``first`` on."""
+    begin = max(targets.first, first)
+    end = min(targets.first + len(targets.token_ids), first + len(logits))
+    if begin >= end:
+        return []
+    token_ids = targets.token_ids[begin - targets.first : end - targets.first]
+    return prompt_logprobs(logits[begin - first : end - first], token_ids, targets.num_candidates)
+
+
+def sampled_rows(row: Row) -> list[tuple[Row, int]]:
+    """(row, sequence index) for each token that the row samples, as the sampler takes them.
+
+    A token behind drafts is sampled as if these drafts were output. So its row is a copy that ends
+    with the last of them, and has them in its output.
+    """
+    if not row.drafts:
+        return [(row, index) for index in row.sample]
+    (index,) = row.sample
+    num_known = len(row.token_ids) - row.drafts
+    drafts = row.token_ids[num_known:]
+    # Only processors look at the output. Without one, it need not be copied.
+    reads_output = needs_processing(row)
+    pairs = []
+    for num_before in range(row.drafts + 1):
+        as_sampled = replace(row, token_ids=row.token_ids[: num_known + num_before])
+        if reads_output and num_before > 0:
+            as_sampled.output = row.output + drafts[:num_before]
+            if row.grammar is not None:
+                as_sampled.grammar = row.grammar.after(drafts[:num_before])
+        pairs.append((as_sampled, index))
+    return pairs
+
+
+def row_output(row: Row, samples: list[Sampled], prompt: RowPromptLogprobs | None) -> RowOutput:
+    """The row's output: its samples, or the error of the first that got no token."""
+    failed = _first_failed(samples)
+    if failed is not None:
+        if not _is_behind_wrong_draft(row, samples, failed):
+            return RowOutput([], error=samples[failed].error)
+        samples = samples[:failed]  # the samples that count are among these
+
+    tokens = [each.token_id for each in samples]
+    logprobs = None
+    if samples and row.params.logprobs is not None:
+        logprobs = [each.logprobs or [] for each in samples]
+    return RowOutput(tokens, logprobs, prompt)
+
+
+def _first_failed(samples: list[Sampled]) -> int | None:
+    """Index of the first sample without a token."""
+    for index, each in enumerate(samples):
+        if each.error is not None:
+            return index
+    return None
+
+
+def _is_behind_wrong_draft(row: Row, samples: list[Sampled], index: int) -> bool:
+    """Whether a draft in front of this sample differs from what was sampled in its place. The
+    sequence then goes on without that draft, and the sample means nothing."""
+    if not row.drafts:
+        return False
+    drafts = row.token_ids[len(row.token_ids) - row.drafts :]
+    sampled = [each.token_id for each in samples[:index]]
+    return sampled != drafts[:index]
