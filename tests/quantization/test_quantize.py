@@ -1,5 +1,6 @@
 """Option ``quantization``: the layers against float64, the choice of layers, a model served."""
 
+import functools
 import weakref
 from pathlib import Path
 
@@ -256,6 +257,27 @@ def test_product_that_is_wrong_on_this_machine(monkeypatch: pytest.MonkeyPatch) 
     specs = probe.record_layers(module, layer_windows(module.config))
     inner = torch._scaled_mm
     monkeypatch.setattr(torch, "_scaled_mm", lambda *a, **k: inner(*a, **k) * 1.1)
+    with pytest.raises(InstallationError, match=r"of 8 bits gives results 0\.1 away"):
+        probe.compare_with_eager(module, specs)
+
+
+def test_product_that_is_wrong_beside_right_ones_of_the_same_shape() -> None:
+    """One class of layers is wrong; those of another class, of the same shape, come after it."""
+    module = loaded()
+    interface.register()
+    plain = [layer.mlp.up_proj.weight.detach().clone() for layer in module.model.layers]
+    quantize_linears(module, "int8", CPU)
+    module.set_attn_implementation(interface.NAME)
+    for layer, weight in zip(module.model.layers, plain, strict=True):
+        layer.mlp.up_proj = Int4Linear.of(weight, None)
+    specs = probe.record_layers(module, layer_windows(module.config))
+    probe.compare_with_eager(module, specs)
+
+    def wrong(layer: Int8Linear, x: Tensor) -> Tensor:
+        return 1.1 * layer.float_product(x.float())
+
+    for layer in module.model.layers:
+        layer.mlp.gate_proj.product = functools.partial(wrong, layer.mlp.gate_proj)
     with pytest.raises(InstallationError, match=r"of 8 bits gives results 0\.1 away"):
         probe.compare_with_eager(module, specs)
 

@@ -1,14 +1,17 @@
 """The proof, at load, that a module really runs through our attention and gives what it should.
 
-Two parts, both on a dozen tokens. :func:`record_layers` runs the module with a recorder in place of
-the attention and refuses whatever a paged cache would get wrong silently.
-:func:`compare_with_eager` runs two interleaved, chunked sequences over a real paged cache and
-compares their logits with those of transformers' own eager attention on each sequence alone: a
-module that mixes neighbours, ignores positions or keeps state between calls cannot pass.
+Two parts, both on a dozen tokens. :func:`record_layers` runs the module with a recorder instead of
+attention and refuses whatever a paged cache would get wrong silently. :func:`compare_with_eager`
+runs two interleaved, chunked sequences over a real paged cache and compares their logits with those
+of transformers' own eager attention on each sequence alone: a module that mixes neighbours, ignores
+positions or keeps state between calls cannot pass.
+
+Logits are compared by their :func:`_distance`, relative to their spread.
 """
 
 import functools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,47 +27,72 @@ from jitney.execution.interface import (
     LayerSpec,
     PagedStep,
     StepFunction,
-    forward,
+    forward_module,
 )
 from jitney.execution.memory import make_layer_caches
-from jitney.execution.quantized import QuantizedLinear, exact_products
+from jitney.execution.quantized import QuantizedLinear, coarse_layers, exact_products
 from jitney.execution.reference import ReferenceAttention
 from jitney.execution.support import refuse
 from jitney.sampling_params import SamplingParams
 
-# Keyword arguments that modules pass along and that change nothing of one forward pass here.
 _HARMLESS = frozenset({
     "dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states",
     "output_router_logits", "return_dict", "is_causal", "deterministic", "past_key_values",
     "cache_position", "position_embeddings",
 })  # fmt: skip
+"""Keyword arguments that layers give to attention and that do not change its result here."""
+
+
+class _Chunk(NamedTuple):
+    """The tokens of a sequence that one step computes."""
+
+    start: int
+    count: int
+
+
+class _ProbeSequence(NamedTuple):
+    """A sequence of the proof."""
+
+    length: int
+    block_table: list[int]
+    """Blocks of _BLOCK_SIZE or more tokens."""
+    chunks: list[_Chunk]
+    """By step."""
+
+
 _BLOCK_SIZE = 4
-# Two sequences run side by side in two steps, their blocks out of order. By sequence:
-_LENGTHS = (11, 7)
-_TABLES = ([4, 1, 5], [2, 3])
-# By step and sequence, (first token, count): the first sequence in two chunks, the second in one
-# and a decode.
-_STEPS = (((0, 5), (0, 6)), ((5, 6), (6, 1)))
-# Most of the difference to eager attention, relative to the spread of the logits. In 16 bits, the
-# rounding of a deep model or a router's flip is far above that of one operation.
+_NUM_BLOCKS = 6
+# They run side by side, their blocks out of order: one in two chunks, one in a chunk and a decode.
+_SEQUENCES = (
+    _ProbeSequence(length=11, block_table=[4, 1, 5], chunks=[_Chunk(0, 5), _Chunk(5, 6)]),
+    _ProbeSequence(length=7, block_table=[2, 3], chunks=[_Chunk(0, 6), _Chunk(6, 1)]),
+)
+_NUM_STEPS = 2
+_NUM_TOKENS = sum(sequence.length for sequence in _SEQUENCES)
+
 _TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.35, torch.float16: 0.2}
-# Where activations are rounded to 8 bits, a difference in a last bit tips some to the next value,
-# up to 1/8 away, and more in each later layer: 0.11 after 32 layers in bfloat16. The proof against
-# eager attention does without this rounding, and looks at the products apart.
-_E4M3_TOLERANCE = 0.35
-# Relative to the norm of a product's result: that of inputs rounded to 3 bits of fraction is 0.027.
-_E4M3_PRODUCT = 0.06
+"""The largest distance that is allowed. In 16 bits, one rounding in a deep model, or one token that
+a router sends to another expert, changes logits far more than one operation does."""
+_ROUNDED_INPUTS_TOLERANCE = 0.35
+"""The same where layers round their inputs to 8 bits. A difference in the last bit of an input may
+then round it to another value, in e4m3 up to 1/8 away, and each layer adds to it: in bfloat16 the
+distance is 0.11 after 32 layers. In :func:`compare_with_eager` no layer rounds its inputs."""
+_PRODUCT_TOLERANCE = 0.06
+"""The largest difference, relative to the norm of the right product, between a product with rounded
+inputs and one without. With inputs of 3 bits of fraction (e4m3) it is 0.027."""
 
 
 def record_layers(module: PreTrainedModel, windows: list[int | None]) -> list[LayerSpec]:
     """Run ``module`` once with a recorder and return the layers' specifications, by layer index.
 
-    ``windows`` are the configuration's (``support.layer_windows``). Raises UnsupportedModelError.
+    ``windows`` are the configuration's (``support.layer_windows``). Raises UnsupportedModelError
+    for what a paged cache would get wrong.
     """
     recorder = _Recorder(module.config.model_type, windows)
     ids = _probe_ids(module)[0]
     positions = torch.arange(len(ids), device=ids.device)
-    logits = forward(module, ids, positions, positions[-1:], recorder)
+    last = positions[-1:]
+    logits = forward_module(module, ids, positions, last, recorder)
     if logits.shape[0] != 1:
         raise refuse(recorder.model_type, "it does not compute the logits of chosen tokens alone")
     return recorder.specs()
@@ -78,30 +106,36 @@ def compare_with_eager(
     Raises UnsupportedModelError if they differ, CheckpointError, naming the file ``weights``, if
     eager attention's own logits are not finite.
     """
-    sequences = _probe_ids(module)
-    with exact_products(module) as layers, torch.inference_mode():
+    with exact_products(module), torch.inference_mode():
         paged = probe_logits(module, specs)
-        try:
-            module.set_attn_implementation("eager")
-            eager = [
-                module(input_ids=ids.unsqueeze(0), use_cache=False).logits[0] for ids in sequences
-            ]
-        finally:
-            module.set_attn_implementation(NAME)
-    expected = torch.cat(eager).float()
+        expected = _eager_logits(module)
     if not torch.isfinite(expected).all():
         raise CheckpointError(
             f"{weights} gives logits that are not finite: values in it are corrupt, or too large "
             "for the dtype"
         )
     error = _distance(paged, expected)
-    if not error <= _TOLERANCE[paged.dtype]:  # NaN is no agreement
+    if not error <= _TOLERANCE[paged.dtype]:  # also if it is NaN
         raise refuse(
             module.config.model_type,
             f"over a paged cache its logits are {error:.2g} of their spread away from those of "
             "transformers' own attention",
         )
-    _check_products(layers)
+    _check_products(coarse_layers(module))
+
+
+def _eager_logits(module: PreTrainedModel) -> Tensor:
+    """Logits [_NUM_TOKENS, vocabulary] of both sequences, each alone, by transformers' own eager
+    attention: float32."""
+    logits = []
+    module.set_attn_implementation("eager")
+    try:
+        for ids in _probe_ids(module):
+            output = module(input_ids=ids.unsqueeze(0), use_cache=False)
+            logits.append(output.logits[0])
+    finally:
+        module.set_attn_implementation(NAME)
+    return torch.cat(logits).float()
 
 
 def check_same(before: Tensor, after: Tensor, *, coarse: bool = False) -> None:
@@ -110,9 +144,9 @@ def check_same(before: Tensor, after: Tensor, *, coarse: bool = False) -> None:
     bits. Raises InstallationError, because a kernel went wrong on this machine."""
     tolerance = _TOLERANCE[after.dtype]
     if coarse:
-        tolerance = max(tolerance, _E4M3_TOLERANCE)
+        tolerance = max(tolerance, _ROUNDED_INPUTS_TOLERANCE)
     error = _distance(after, before)
-    if not error <= tolerance:  # NaN is no agreement
+    if not error <= tolerance:  # also if it is NaN
         raise InstallationError(
             f"the fast kernels of this machine give logits {error:.2g} of their spread away from "
             "torch's own: set the options attention to 'reference', prepack and fuse to false"
@@ -120,19 +154,21 @@ def check_same(before: Tensor, after: Tensor, *, coarse: bool = False) -> None:
 
 
 def _check_products(layers: list[QuantizedLinear]) -> None:
-    """Run one layer of each shape on rows of random numbers, with rounded inputs and without.
+    """Multiply rows of random numbers by one layer of each kind, with rounded inputs and without.
     Raises InstallationError if a product is wrong on this machine, as torch's of e4m3 may be."""
+    # Which kernel multiplies depends on the class and the sizes. The scales' shape has the number
+    # of outputs and, in 4 bits, of groups.
+    of_each_kind = {(type(each), each.in_features, each.scale.shape): each for each in layers}
     generator = torch.Generator().manual_seed(0)
-    of_each_shape = {(each.out_features, each.in_features): each for each in layers}
-    for layer in of_each_shape.values():
-        x = torch.randn(sum(_LENGTHS), layer.in_features, generator=generator)
+    for layer in of_each_kind.values():
+        x = torch.randn(_NUM_TOKENS, layer.in_features, generator=generator)
         x = x.to(device=layer.weight.device, dtype=layer.dtype)
         with torch.inference_mode():
             got = layer(x).float()
             with exact_products(layer):
                 right = layer(x).float()
         error = float((got - right).norm() / right.norm())
-        if not error <= _E4M3_PRODUCT:  # NaN is no agreement
+        if not error <= _PRODUCT_TOLERANCE:  # also if it is NaN
             raise InstallationError(
                 f"a product of 8 bits gives results {error:.2g} away from the right "
                 "ones on this machine: set the option quantization to 'none'"
@@ -140,11 +176,16 @@ def _check_products(layers: list[QuantizedLinear]) -> None:
 
 
 def _distance(got: Tensor, expected: Tensor) -> float:
-    """How far these logits [T, vocabulary] are apart: for each token the norm of the difference,
-    relative to the norm of the expected logits less their mean; of all tokens the median."""
+    """How far these logits [T, vocabulary] are apart, relative to the spread of those expected: the
+    median over all tokens.
+
+    A token's spread is the norm of its logits less their mean, because a number that is added to
+    all logits changes nothing.
+    """
     right = expected.float()
+    difference = (got.float() - right).norm(dim=-1)
     spread = (right - right.mean(-1, keepdim=True)).norm(dim=-1)
-    return ((got.float() - right).norm(dim=-1) / spread).median().item()
+    return (difference / spread).median().item()
 
 
 def embedding_weight(module: PreTrainedModel) -> Tensor:
@@ -155,7 +196,8 @@ def embedding_weight(module: PreTrainedModel) -> Tensor:
 
 
 class _Recorder:
-    """Notes each layer's call, refuses what cannot be served, and answers zeros."""
+    """A ``PagedFunction`` that notes each layer's call and returns zeros. Raises
+    UnsupportedModelError for a call that cannot be served."""
 
     def __init__(self, model_type: str, windows: list[int | None]) -> None:
         self.model_type = model_type
@@ -163,16 +205,20 @@ class _Recorder:
         self._specs: dict[int, LayerSpec] = {}
 
     def __call__(self, call: AttentionCall) -> Tensor:
-        for problem in self._problems(call):
+        problem = next(self._problems(call), None)
+        if problem is not None:
             raise refuse(self.model_type, problem)
         self._specs[call.layer] = LayerSpec(
-            call.query.shape[1], call.key.shape[1], call.key.shape[2], call.window
+            num_heads=call.query.shape[1],
+            num_kv_heads=call.key.shape[1],
+            head_size=call.key.shape[2],
+            window=call.window,
         )
         return torch.zeros_like(call.query)
 
     def _problems(self, call: AttentionCall) -> Iterator[str]:
-        """What a paged cache would get wrong in this call. Only the first is ever asked for, so a
-        check may rely on those before it."""
+        """What a paged cache would get wrong in this call. The caller stops at the first problem,
+        so a check may rely on those before it."""
         layer = call.layer
         if layer in self._specs:
             yield f"layer {layer} attends twice in one pass"
@@ -216,42 +262,46 @@ def probe_logits(
     block_size: int = _BLOCK_SIZE,
     step: StepFunction | None = None,
 ) -> Tensor:
-    """Logits [sum of _LENGTHS, vocabulary] of both probe sequences over a paged cache.
+    """Logits [_NUM_TOKENS, vocabulary] of both sequences over a paged cache.
 
-    By default the layers attend in plain torch, and the module runs through transformers. Kernels
-    may depend on ``block_size``, so it should be that of the service; at least _BLOCK_SIZE is used,
-    for which the probe's tables are long enough.
+    ``attention`` has each layer's function, by default the reference; ``step`` runs the module, by
+    default through transformers. Kernels may depend on ``block_size``, so it should be that of the
+    service. It is raised to _BLOCK_SIZE, for which the sequences have blocks enough.
     """
+    if attention is None:
+        attention = [ReferenceAttention()] * len(specs)
+    if step is None:
+        step = functools.partial(forward_module, module)
     block_size = max(block_size, _BLOCK_SIZE)
-    sequences = _probe_ids(module)
-    device = sequences[0].device
+    all_ids = _probe_ids(module)
+    device = all_ids[0].device
     dtype = embedding_weight(module).dtype
-    attention = attention or [ReferenceAttention()] * len(specs)
-    num_blocks = max(map(max, _TABLES)) + 1
-    caches = make_layer_caches(specs, attention, block_size, dtype, device, num_blocks)
-    step = step or functools.partial(forward, module)
-    logits_of: list[list[Tensor]] = [[] for _ in sequences]
-    for chunks in _STEPS:
-        rows = [
-            probe_row(sequences[i].tolist(), start, count, _TABLES[i])
-            for i, (start, count) in enumerate(chunks)
-        ]
+    caches = make_layer_caches(specs, attention, block_size, dtype, device, _NUM_BLOCKS)
+
+    logits_of: list[list[Tensor]] = [[] for _ in _SEQUENCES]
+    for number in range(_NUM_STEPS):
+        chunks = [sequence.chunks[number] for sequence in _SEQUENCES]
+        rows = []
+        for sequence, ids, chunk in zip(_SEQUENCES, all_ids, chunks, strict=True):
+            row = probe_row(ids.tolist(), chunk.start, chunk.count, sequence.block_table)
+            rows.append(row)
         meta = build_metadata(rows, block_size, device)
-        ids = torch.tensor([t for row in rows for t in row.token_ids], device=device)
-        every_token = torch.arange(len(ids), device=device)
-        logits = step(ids, meta.positions, every_token, PagedStep(caches, meta))
-        of_chunks = logits.split([count for _, count in chunks])
-        for i, of_chunk in enumerate(of_chunks):
-            logits_of[i].append(of_chunk)
+        step_ids = torch.tensor([token for row in rows for token in row.token_ids], device=device)
+        all_tokens = torch.arange(len(step_ids), device=device)
+        logits = step(step_ids, meta.positions, all_tokens, PagedStep(caches, meta))
+        parts = logits.split([chunk.count for chunk in chunks])
+        for of_sequence, part in zip(logits_of, parts, strict=True):
+            of_sequence.append(part)
     return torch.cat([torch.cat(of_sequence) for of_sequence in logits_of])
 
 
 def _probe_ids(module: PreTrainedModel) -> list[Tensor]:
-    """Two fixed sequences of _LENGTHS, spread over the vocabulary; int64 on the module's device."""
+    """The token ids of the sequences: fixed, spread over the vocabulary; int64 on the module's
+    device."""
     weight = embedding_weight(module)
     size = len(weight)
-    ids = torch.arange(sum(_LENGTHS), device=weight.device) * 7919 + size // 3
-    return list((ids % size).split(list(_LENGTHS)))
+    ids = torch.arange(_NUM_TOKENS, device=weight.device) * 7919 + size // 3
+    return list((ids % size).split([sequence.length for sequence in _SEQUENCES]))
 
 
 def probe_row(

@@ -16,10 +16,11 @@ from jitney.config import EngineConfig
 from jitney.execution.checkpoint import Checkpoint
 
 OUTLIER = 24.0
-"""When a row of activations is rounded to bytes, an element larger than this times the mean size
-of the row's other elements stays a float. So the row's scale can follow those."""
+"""Where a row of activations is rounded to int8, an element is an outlier if its size is more than
+this times the mean size of the other elements. Outliers stay floats, so that they do not enlarge
+the row's scale."""
 MOST_OUTLIERS = 15
-"""Of a row. While there are more, the bound is doubled."""
+"""The most that a row may have. While it has more, the bound is doubled."""
 
 
 class QuantizedLinear(nn.Module):
@@ -31,17 +32,17 @@ class QuantizedLinear(nn.Module):
     weight: Tensor
     bias: Tensor | None
     rounds_inputs = False
-    """Whether it rounds x to 8 bits, floats or integers: a difference in the last bit of x may then
-    be a large one in the result."""
+    """Whether it rounds x to 8 bits, as floats or as integers. A difference in the last bit of x
+    may then become a large one in the result."""
     exact = False
     """Set it to compute without that rounding."""
     has_bytes = False
     """Whether a CPU's integer kernels multiply it: its weight has 8 or 4 bits, and x is rounded to
     int8 with a scale for each of its rows."""
     scale: Tensor
-    """float32 [1, out_features], if it has one for each output; of 4 bits, see ``Int4Linear``."""
+    """Of the weight. In 8 bits it is float32 [1, out_features]; in 4 bits, see ``Int4Linear``."""
     factors: Tensor | None
-    """float32 [in_features]: x is multiplied with them before anything else."""
+    """float32 [in_features], or None: x is multiplied by them first of all."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,31 +98,31 @@ def weight_of(linear: Any) -> Tensor:
 def find_children(
     module: nn.Module, fits: Callable[[nn.Module], object]
 ) -> dict[Any, list[tuple[nn.Module, str]]]:
-    """Each module below ``module`` that ``fits`` -> everything that holds it, as (parent, name):
-    where another module must be set to replace it."""
+    """The modules below ``module`` that ``fits`` accepts, each with all that hold it: a list of
+    (parent, name of the attribute). To replace the module, set another one at each of these."""
     found: dict[Any, list[tuple[nn.Module, str]]] = {}
     for parent in module.modules():
-        for name, child in parent._modules.items():  # named_children leaves out repeated ones
+        # Not named_children: it leaves out a child that a parent has under a second name.
+        for name, child in parent._modules.items():
             if child is not None and fits(child):
                 found.setdefault(child, []).append((parent, name))
     return found
 
 
 def coarse_layers(module: nn.Module) -> list[QuantizedLinear]:
-    """The layers below ``module`` that round their inputs to 8 bits."""
+    """``module`` and the layers below it, as far as they round their inputs to 8 bits."""
     return [m for m in module.modules() if isinstance(m, QuantizedLinear) and m.rounds_inputs]
 
 
 @contextmanager
-def exact_products(module: nn.Module) -> Iterator[list[QuantizedLinear]]:
-    """A context in which no layer below ``module`` rounds its inputs: a small change of the input
-    is then a small change of the output, as without quantization. Gives the layers that otherwise
-    do."""
+def exact_products(module: nn.Module) -> Iterator[None]:
+    """A context in which none of the :func:`coarse_layers` rounds its inputs. A small change of the
+    input is then a small change of the output, as without quantization."""
     layers = coarse_layers(module)
     for each in layers:
         each.exact = True
     try:
-        yield layers
+        yield
     finally:
         for each in layers:
             each.exact = False
