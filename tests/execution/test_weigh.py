@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from jitney.config import EngineConfig, make_config
 from jitney.engine import assemble
 from jitney.errors import ConfigError
 from jitney.execution import memory
-from jitney.read_config import make_config
 
-from tests.tiny_models import ARCHITECTURES, make_checkpoint
+from tests.tiny_models import ARCHITECTURES, make_checkpoint, make_head
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -21,7 +21,7 @@ def test_it_is_what_a_load_takes(tmp_path: Path, architecture: str) -> None:
     assert found.weights == loaded.weight_bytes
     assert found.block == memory.block_bytes(loaded.layers, 16, torch.float32)
     steps = memory.estimate_steps(loaded, 48, 8)
-    assert found.step_token * 48 + found.step_row * 8 == sum(steps)
+    assert found.step_token * 48 + found.step_row * 8 == steps.total
     assert (found.max_model_len, found.dtype, found.cache_dtype) == (100, "float32", "float32")
 
 
@@ -71,6 +71,38 @@ def test_a_draft_model_counts(tmp_path: Path) -> None:
     assert both.weights == one.weights + other.weights
     assert (both.block, one.block) == (5 * other.block, 4 * other.block)
     assert both.step_row == 4 * one.step_row
+
+
+def test_a_head_counts_with_its_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make_checkpoint(tmp_path / "m", "llama", tokenizer=True)
+    head = make_head(tmp_path / "head", target)
+    config = make_config({
+        "model": str(target), "device": "cpu", "dtype": "bfloat16", "kv_cache_bytes": 1 << 20,
+        "speculation": {"drafter": "eagle", "model": head, "max_drafts": 3},
+    })  # fmt: skip
+    found = assemble.weigh(config)
+    plan_memory = memory.plan_memory
+    needed: list[memory.Needs] = []
+
+    def note(config: EngineConfig, needs: memory.Needs, available: int) -> memory.Ledger:
+        needed.append(needs)
+        return plan_memory(config, needs, available)
+
+    monkeypatch.setattr(memory, "plan_memory", note)
+    assemble.load_runner(config).close()
+    assert (found.weights, found.block) == (needed[0].weights, needed[0].block)
+
+
+def test_blocks_of_a_gguf_file_count_with_their_scales(tmp_path: Path) -> None:
+    """Blocks of Q4_K: 256 values of 4 bits, and 16 bytes of scales."""
+    pytest.importorskip("gguf")
+    from tests.gguf_files import Kind, make_gguf
+
+    path, _ = make_gguf(tmp_path, lambda name: Kind.Q4_K)
+    tensors = assemble.weigh(make_config({"model": str(path), "device": "cpu"})).tensors
+    of_layer = "model.layers.*.mlp.up_proj.weight, Q4_K 512 × 256"
+    assert tensors[of_layer] == [2, 2 * 512 * (256 // 2 + 16)]
+    assert tensors["model.norm.weight, F32 256"] == [1, 1024]
 
 
 def test_a_cache_of_int8_is_refused_on_a_gpu(tmp_path: Path) -> None:

@@ -2,12 +2,13 @@
 
 Owns the way from the option ``model`` to a folder whose ``config.json`` is JSON and whose weights
 are complete safetensors, or to a GGUF file. Everything wrong with a file is a CheckpointError that
-names the file, never its path. Called by ``read_model`` and ``weigh``, and by what else reads a
-file beside the weights: a tokenizer, an adapter, a head.
+names the file, never its path. Called by ``read_model`` and ``weigh``. Whoever reads another file,
+such as a tokenizer, an adapter or a head, uses its functions too.
 """
 
 import json
 import math
+import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +32,10 @@ class StoredTensor(NamedTuple):
     """What a weight file's header says of one tensor."""
 
     dtype: str
-    """As safetensors name it, such as ``BF16``, or ggml, such as ``Q4_K``."""
+    """As safetensors names it, such as ``BF16``, or ggml, such as ``Q4_K``."""
     shape: list[int]
+    num_bytes: int
+    """What it takes in the file, scales between its values included."""
     file: str
 
 
@@ -65,11 +68,11 @@ class Checkpoint:
 
 
 def resolve_model(model: str) -> Path:
-    """The folder that the option ``model`` stands for (itself, or the local hub cache's), or the
-    GGUF file: itself, or the one in a folder without safetensors.
+    """The folder or the GGUF file that the option ``model`` stands for.
 
-    Nothing is downloaded: a server should not fetch gigabytes because a name was mistyped. Raises
-    CheckpointError if there is neither.
+    The option is a path, or the name of a model in the local hub cache. A folder that has a GGUF
+    file and no safetensors stands for that file. Nothing is downloaded: a server should not fetch
+    gigabytes because a name was mistyped. Raises CheckpointError if nothing is found.
     """
     path = Path(model)
     if path.is_file() and path.suffix == SUFFIX:
@@ -87,7 +90,7 @@ def resolve_model(model: str) -> Path:
 
 
 def _cached_folder(model: str) -> Path:
-    """Of a model in the local hub cache."""
+    """The folder of a model in the local hub cache. Raises CheckpointError if it is not there."""
     import huggingface_hub
     from huggingface_hub.errors import HFValidationError
 
@@ -102,76 +105,80 @@ def _cached_folder(model: str) -> Path:
 
 def check_checkpoint(path: Path) -> Checkpoint:
     """Check every file that loading will read. ``path`` is a folder or a GGUF file. Raises
-    CheckpointError naming file and reason, and UnsupportedModelError for what a GGUF file has that
-    is not read.
+    CheckpointError naming file and reason, or UnsupportedModelError for a GGUF file with something
+    that is not read.
 
     Weights are checked by their headers and sizes, which costs milliseconds and catches a cut-off
     copy, a git-lfs pointer, a missing shard or an overwritten beginning; a flipped bit inside a
     tensor cannot be seen here.
     """
-    is_gguf = path.suffix == SUFFIX and path.is_file()
-    stored = _stored_gguf(path) if is_gguf else _stored_safetensors(path)
-    folder = stored.folder
-    if not stored.tensors:
-        raise CheckpointError(f"{stored.weight_files[0]} holds no tensors")
+    if path.suffix == SUFFIX and path.is_file():
+        folder = path.parent
+        contents = _contents_of_gguf(path)
+    else:
+        folder = path
+        contents = _contents_of_safetensors(path)
+    if not contents.tensors:
+        raise CheckpointError(f"{contents.weight_files[0]} holds no tensors")
     generation_config: dict[str, Any] = {}
     if (folder / GENERATION_CONFIG).exists():
         generation_config = read_json(folder, GENERATION_CONFIG)
 
-    values_of: Counter[str] = Counter()
-    for tensor in stored.tensors.values():
-        values_of[tensor.dtype] += math.prod(tensor.shape)
-    ((most_common, _),) = values_of.most_common(1)
+    values_by_dtype: Counter[str] = Counter()
+    for tensor in contents.tensors.values():
+        values_by_dtype[tensor.dtype] += math.prod(tensor.shape)
     return Checkpoint(
         folder=folder,
-        config=stored.config,
+        config=contents.config,
         generation_config=generation_config,
-        weight_files=stored.weight_files,
-        tensors=stored.tensors,
-        weights_dtype=most_common,
-        num_values=values_of.total(),
-        num_bytes=sum((folder / name).stat().st_size for name in stored.weight_files),
-        gguf=stored.gguf,
+        weight_files=contents.weight_files,
+        tensors=contents.tensors,
+        weights_dtype=max(values_by_dtype, key=values_by_dtype.__getitem__),
+        num_values=values_by_dtype.total(),
+        num_bytes=sum((folder / name).stat().st_size for name in contents.weight_files),
+        gguf=contents.gguf,
     )
 
 
-class _Stored(NamedTuple):
-    """What is read differently from the two formats; the fields are those of a
-    :class:`Checkpoint`."""
+class _Contents(NamedTuple):
+    """The fields of a :class:`Checkpoint` that depend on the format of the weight files."""
 
-    folder: Path
     config: dict[str, Any]
     weight_files: tuple[str, ...]
     tensors: dict[str, StoredTensor]
     gguf: GgufFile | None = None
 
 
-def _stored_safetensors(folder: Path) -> _Stored:
+def _contents_of_safetensors(folder: Path) -> _Contents:
     config = read_json(folder, CONFIG)
     files = _weight_files(folder)
     tensors: dict[str, StoredTensor] = {}
     for file in files:
         tensors.update(_read_header(folder, file))
-    return _Stored(folder, config, files, tensors)
+    return _Contents(config, files, tensors)
 
 
-def _stored_gguf(file: Path) -> _Stored:
+def _contents_of_gguf(file: Path) -> _Contents:
     folder = file.parent
-    beside = read_json(folder, CONFIG) if (folder / CONFIG).exists() else None
-    gguf = _read_gguf(file, beside)
+    separate_config = None
+    if (folder / CONFIG).exists():
+        separate_config = read_json(folder, CONFIG)
+    gguf = _read_gguf(file, separate_config)
     tensors = {
-        name: StoredTensor(kind, shape, file.name) for name, (kind, shape) in gguf.kinds.items()
+        name: StoredTensor(tensor.ggml_type, tensor.shape, tensor.num_bytes, file.name)
+        for name, tensor in gguf.tensors.items()
     }
     config = dict(gguf.config)
     if any(tensor.dtype not in FLOATS for tensor in tensors.values()):
         config["quantization_config"] = {"quant_method": "gguf"}
-    return _Stored(folder, config, (file.name,), tensors, gguf)
+    return _Contents(config, (file.name,), tensors, gguf)
 
 
 def first_line(error: Exception, folder: Path | None = None) -> str:
-    """The gist of a foreign error, without the folder's path or a multi-line report."""
+    """The class and the first line of a foreign error, without the folder's path."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+    message = lines[0] if lines else "no message"
+    text = f"{type(error).__name__}: {message}"
     if folder is not None:
         text = text.replace(str(folder), "the checkpoint")
     return text if len(text) <= 200 else text[:200] + "…"
@@ -200,7 +207,8 @@ def parse_json(data: bytes, name: str) -> dict[str, Any]:
 
 
 def _read_gguf(file: Path, config: dict[str, Any] | None) -> GgufFile:
-    """The file, with a ``config.json`` in place of its own fields if there is one."""
+    """The file. ``config`` is the ``config.json`` beside it, if there is one: it then counts, and
+    not the file's own fields."""
     try:
         return GgufFile(file, config)
     except LoadError:
@@ -214,19 +222,30 @@ def _read_gguf(file: Path, config: dict[str, Any] | None) -> GgufFile:
 
 
 def _read_header(folder: Path, file: str) -> dict[str, StoredTensor]:
-    """What a safetensors file's tensors are, by name. The library checks that the header adds up
-    and that the file is as long as it says."""
+    """The tensors of a safetensors file, by name. The library checks that the header adds up and
+    that the file is as long as it says."""
     tensors = {}
     try:
         with safe_open(str(folder / file), framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118  # it is no dictionary
                 tensor = opened.get_slice(name)
-                tensors[name] = StoredTensor(tensor.get_dtype(), tensor.get_shape(), file)
+                dtype = tensor.get_dtype()
+                shape = tensor.get_shape()
+                num_bytes = math.prod(shape) * _bits_of(dtype) // 8
+                tensors[name] = StoredTensor(dtype, shape, num_bytes, file)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{file} is truncated, corrupt or not a safetensors file: {first_line(error, folder)}"
         ) from None
     return tensors
+
+
+def _bits_of(dtype: str) -> int:
+    """What a value takes: the first number in a dtype's name, as in ``BF16`` and ``F8_E4M3``."""
+    number = re.search("[0-9]+", dtype)
+    if number is None:
+        return 8  # BOOL
+    return int(number[0])
 
 
 def _weight_files(folder: Path) -> tuple[str, ...]:

@@ -1,17 +1,20 @@
-"""A head proposes tokens from the model's own hidden states (Li et al. 2024, EAGLE).
+"""A draft model that proposes tokens from the model's hidden states (Li et al. 2024, EAGLE).
 
-A head is a checkpoint of few layers, of the model's vocabulary and hidden size, with a matrix
-beside it. At position p it reads the model's hidden state there, times the matrix, plus its own
-embedding of the token at p + 1. It predicts the hidden state of p + 1, and so the token at p + 2.
-Further tokens follow from what it has predicted.
+It is called a head: a checkpoint of few layers, of the model's vocabulary and hidden size, and a
+matrix in a file of its own. The head's input at position p is the model's hidden state at p, times
+the matrix, plus the head's own embedding of the token at p + 1. The head predicts the hidden state
+at p + 1, and so the token at p + 2. For further tokens it takes its own predictions for the model's
+hidden states.
 
-So a head is a draft model (``draft``) with inputs of its own: one hidden state for each slot of the
-KV cache, kept because the head reads them only once a row asks. A full block can be shared by
-sequences that go on differently. The head's last entry in it was then computed from the next token
-of only one of them; for the others it is wrong, which costs them a proposal at most.
+Like any draft model (``draft``) a head computes nothing before a row asks for a proposal. Until
+then :class:`HeadInputs` keeps the model's hidden states, one for each slot of the KV cache.
 
-No other module knows of hidden states. :class:`OpenModel` reads them from the outside, and only
-where the loader asks for one, with drafter ``eagle``.
+Sequences that share a full block may go on with different tokens. The head's entry for the block's
+last slot was computed from the next token of one of them, and is wrong for the others. That can
+cost them a proposal; an output never depends on it.
+
+Only this module knows of hidden states. With drafter ``eagle`` the loader makes
+:class:`HiddenStates`, which get them out of a model, and into a head, from the outside.
 """
 
 from collections.abc import Sequence
@@ -33,12 +36,12 @@ WEIGHT = "hidden.weight"
 
 
 def is_asked_for(config: EngineConfig) -> bool:
-    """Whether option ``speculation`` names a head."""
+    """Whether option ``speculation`` asks for a head."""
     return config.speculation is not None and config.speculation.drafter == "eagle"
 
 
 def refuse_on_gpu(config: EngineConfig, device: torch.device) -> None:
-    """Raise ConfigError for a head that would not run on a CPU."""
+    """Raise ConfigError for a head on a GPU: it runs on a CPU only."""
     if is_asked_for(config) and device.type != "cpu":
         raise ConfigError.of("speculation.drafter", "eagle", "another one on a GPU")
 
@@ -50,9 +53,9 @@ def read_weight(config: EngineConfig, target: LoadedModel, head: LoadedModel) ->
     name = config.speculation.model
     assert name is not None
     size = target.config.hidden_size
-    own_size = head.config.hidden_size
-    if own_size != size:
-        bound = f"a head of hidden size {size:,}, not {own_size:,}"
+    size_of_head = head.config.hidden_size
+    if size_of_head != size:
+        bound = f"a head of hidden size {size:,}, not {size_of_head:,}"
         raise ConfigError.of("speculation.model", name, bound)
 
     path = resolve_model(name) / "hidden.safetensors"
@@ -63,33 +66,41 @@ def read_weight(config: EngineConfig, target: LoadedModel, head: LoadedModel) ->
     return weight.to(target.device, target.dtype)
 
 
-def block_bytes(weight: Tensor, block_size: int) -> int:
-    """Bytes of the hidden states of a block's tokens, for a head with this matrix."""
-    return block_size * weight[0].nbytes
+def weight_bytes(hidden_size: int, dtype: torch.dtype) -> int:
+    """Bytes of a head's matrix."""
+    return hidden_size * hidden_size * dtype.itemsize
 
 
-class OpenModel:
-    """Reads a model's last hidden states, and adds to its embeddings: opens what is between them.
+def block_bytes(hidden_size: int, dtype: torch.dtype, block_size: int) -> int:
+    """Bytes of the hidden states that are kept for a block's slots."""
+    return block_size * hidden_size * dtype.itemsize
 
-    Made before the module is rearranged for speed: the embedding that it puts in keeps kernels from
-    running a whole step as one native call, in which there would be no output layer to watch.
-    Afterwards, :meth:`follow` gives the model whose steps it reads.
+
+class HiddenStates:
+    """Gets hidden states out of a model, and into one: reads what the output layer is given, and
+    adds to what the embedding gives.
+
+    Made before an accelerator rearranges the module: it replaces the embedding by one that kernels
+    do not know, which keeps them from running a whole step as one native call. In such a call the
+    output layer would not be called as a module, and its input could not be read. After the
+    rearrangement, :meth:`follow` gives the model whose steps are read.
     """
 
     def __init__(self, module: PreTrainedModel) -> None:
-        self.states: Tensor | None = None
-        """[T, hidden size] of the last step: what the last norm gave. The next step may overwrite
-        it."""
+        self.last: Tensor | None = None
+        """[T, hidden size] of the last step's tokens, behind the last norm. The next step may
+        overwrite them."""
         self._embedding = _AddingEmbedding(module.get_input_embeddings())
         self._indices: Tensor | None = None
         """While a step runs: the tokens whose logits are asked for."""
         module.set_input_embeddings(self._embedding)
 
     def follow(self, model: LoadedModel) -> LoadedModel:
-        """The model, its output layer watched from now on.
+        """The model, its hidden states read in every step.
 
-        The module is asked for the logits of every token, so that the output layer is given every
-        state; the hook before that layer then leaves it those that were really asked for.
+        The output layer gets only the states of tokens whose logits are asked for. So the model is
+        asked for the logits of all tokens, and a hook in front of the output layer keeps all states
+        and hands the layer those of the tokens that were really asked for.
         """
         step = model.forward
 
@@ -98,8 +109,8 @@ class OpenModel:
         ) -> Tensor:
             self._indices = indices
             try:
-                every = torch.arange(len(ids), device=ids.device)
-                return step(ids, positions, every, paged)
+                all_tokens = torch.arange(len(ids), device=ids.device)
+                return step(ids, positions, all_tokens, paged)
             finally:
                 self._indices = None
 
@@ -112,16 +123,16 @@ class OpenModel:
         self._embedding.added = states
 
     def _before_output(self, layer: nn.Module, given: tuple[Tensor]) -> tuple[Tensor] | None:
-        """Keep the states of all tokens, and hand on those whose logits are asked for."""
+        """The hook in front of the output layer; see :meth:`follow`."""
         if self._indices is None:
             return None
         (states,) = given
-        self.states = states.reshape(-1, states.shape[-1])
+        self.last = states.reshape(-1, states.shape[-1])
         return (states[..., self._indices, :],)
 
 
 class _AddingEmbedding(nn.Module):
-    """The embedding, plus what was set for this call."""
+    """An embedding that adds ``added`` to its next result."""
 
     def __init__(self, embedding: nn.Module) -> None:
         super().__init__()
@@ -135,31 +146,34 @@ class _AddingEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         embedded: Tensor = self.embedding(ids)
-        if self.added is None:
-            return embedded
         added = self.added
+        if added is None:
+            return embedded
         self.added = None
         return embedded + added
 
 
 class HeadInputs:
-    """What a head reads beside tokens: a ``draft.DraftInputs``. Owns the hidden states by slot."""
+    """What a head reads beside token ids: a ``draft.DraftInputs``. Owns the hidden states that are
+    kept by slot."""
 
     shift = 1
 
     def __init__(
         self,
         weight: Tensor,
-        target: OpenModel,
-        head: OpenModel,
+        model_states: HiddenStates,
+        head_states: HiddenStates,
         num_blocks: int,
         block_size: int,
     ) -> None:
+        """``weight`` is the head's matrix; the states are those of the model and of the head."""
         self._weight = weight
-        self._target = target
-        self._head = head
+        self._model_states = model_states
+        self._head_states = head_states
         shape = (num_blocks, block_size, len(weight))
         self._kept = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        """By block and slot: the model's hidden state of the token there."""
 
     def step_launched(self, copies: Sequence[tuple[int, int]], meta: AttentionMetadata) -> None:
         """Make the step's copies of blocks, then keep the states of its tokens."""
@@ -167,20 +181,20 @@ class HeadInputs:
             sources = [source for source, _ in copies]
             destinations = [destination for _, destination in copies]
             self._kept[destinations] = self._kept[sources]
-        states = self._target.states
+        states = self._model_states.last
         assert states is not None, "the model's output layer is not called as a module"
         self._kept.flatten(0, 1)[meta.slot_mapping] = states
 
     def begin_pass(self, meta: AttentionMetadata, predicted: Tensor | None) -> None:
-        """Add states [T, hidden size] to the head's embeddings: those that it ``predicted`` itself,
-        or those that the model's steps left in the tokens' slots."""
+        """Give the head the states that go with the tokens of this pass: its own predictions, or
+        the model's states, kept in the tokens' slots."""
         states = predicted
         if states is None:
             states = self._kept.flatten(0, 1)[meta.slot_mapping]
-        self._head.add(states @ self._weight.T)
+        self._head_states.add(states @ self._weight.T)
 
-    def predicted(self, tokens: Tensor) -> Tensor:
-        """The states that the last pass predicted behind these ``tokens``, indices of its own."""
-        states = self._head.states
+    def predictions_at(self, tokens: Tensor) -> Tensor:
+        """The states that the last pass predicted at these tokens, as indices among its own."""
+        states = self._head_states.last
         assert states is not None
         return states[tokens]

@@ -1,13 +1,13 @@
 """A GGUF file, llama.cpp's format: fields that describe a model, and its tensors.
 
-The package gguf reads the file. transformers knows which fields and tensors are which of its own,
-and how llama.cpp reordered their rows. What either would pass over in silence is refused here.
-Called by ``checkpoint``; the tensors are read by ``weights`` and ``quantization``.
+The package gguf reads the file. transformers knows which of its own options and tensors the file's
+fields and tensors are, and how llama.cpp reordered rows. What either would pass over in silence is
+refused here. Called by ``checkpoint``; the tensors are read by ``weights`` and ``quantization``.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,9 +29,13 @@ _TYPES = (
     "MXFP4", "NVFP4", "TQ1_0", "TQ2_0",
 )  # fmt: skip
 """Types that the package gguf can convert to floats."""
-_ANGLES = "rope_freqs.weight"
-"""Divisors of the rotary frequencies, which Llama 3.1 and later have; no tensor of a module."""
-_ENDS = tuple(f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom"))
+_ROPE_DIVISORS = "rope_freqs.weight"
+"""A tensor of Llama 3.1 and later that no module has: the rotary frequencies are divided by it."""
+_EOS_FIELDS = (
+    "tokenizer.ggml.eos_token_id",
+    "tokenizer.ggml.eot_token_id",
+    "tokenizer.ggml.eom_token_id",
+)
 _PRETOKENIZER = "tokenizer.ggml.pre"
 _PRETOKENIZERS = (
     None, "default", "gpt-2", "llama-bpe", "llama3", "llama-v3", "smaug-bpe", "tekken", "qwen2",
@@ -42,13 +46,24 @@ _ROWS = 1024
 """How many rows of a tensor are converted to float32 at a time."""
 
 
+class GgufTensor(NamedTuple):
+    """What the file's header says of one tensor."""
+
+    ggml_type: str
+    shape: list[int]
+    num_bytes: int
+
+
 class GgufFile:
     """One file, mapped; tensors go by the names that they have in transformers' module."""
 
-    def __init__(self, path: Path, config: dict[str, Any] | None) -> None:
-        """``config`` is a ``config.json`` in place of the file's fields. Raises CheckpointError and
-        UnsupportedModelError for what is not read, and ValueError, IndexError, KeyError or OSError
-        for a file that is broken."""
+    config: dict[str, Any]
+    """The model's configuration, as a ``config.json`` has it."""
+
+    def __init__(self, path: Path, separate_config: dict[str, Any] | None) -> None:
+        """``separate_config`` is the ``config.json`` beside the file, if there is one: it then
+        counts, and not the file's own fields. Raises CheckpointError and UnsupportedModelError for
+        what is not read, and ValueError, IndexError, KeyError or OSError for a broken file."""
         try:
             import gguf
         except ImportError:
@@ -56,119 +71,126 @@ class GgufFile:
                 f"{path.name} is a GGUF file, which needs the package gguf "
                 "(pip install 'triton-jitney[gguf]')"
             ) from None
-        from transformers.modeling_gguf_pytorch_utils import (
-            TENSOR_PROCESSORS,
-            TensorProcessor,
-            get_gguf_hf_weights_map,
-            load_gguf_checkpoint,
-        )
-
         self.name = path.name
         self._dequantize = gguf.dequantize
         reader = gguf.GGUFReader(path)
         fields = {
             key: field.contents()
             for key, field in reader.fields.items()
-            if key == _PRETOKENIZER or not key.startswith("tokenizer.")
+            if key in (_PRETOKENIZER, *_EOS_FIELDS) or not key.startswith("tokenizer.")
         }
-        self._check(fields, path.parent)
-        architecture = fields["general.architecture"]
-        self.config: dict[str, Any]
-        """As in a ``config.json``."""
-        if config is not None:
-            self.config = config
+        self._check_fields(fields, path.parent)
+        self._architecture: str = fields["general.architecture"]
+        if separate_config is None:
+            self.config = self._read_config(path, fields)
         else:
-            self._check_states_length(fields, architecture)
-            self.config = load_gguf_checkpoint(path)["config"]
-            self.config["eos_token_id"] = [
-                reader.fields[key].contents() for key in _ENDS if key in reader.fields
-            ]
-            head_size = fields.get(f"{architecture}.attention.key_length")
-            if head_size:
-                self.config["head_dim"] = head_size
+            self.config = separate_config
+        self._find_tensors(reader, has_separate_config=separate_config is not None)
+
+    def _read_config(self, path: Path, fields: dict[str, Any]) -> dict[str, Any]:
+        """The configuration that the file's fields describe."""
+        from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+        length = f"{self._architecture}.context_length"
+        if not fields.get(length):
+            raise CheckpointError(f"{self.name} lacks {length}, and no config.json is beside it")
+        config: dict[str, Any] = load_gguf_checkpoint(path)["config"]
+        # transformers reads neither of these two.
+        config["eos_token_id"] = [fields[key] for key in _EOS_FIELDS if key in fields]
+        head_size = fields.get(f"{self._architecture}.attention.key_length")
+        if head_size:
+            config["head_dim"] = head_size
+        return config
+
+    def _find_tensors(self, reader: Any, *, has_separate_config: bool) -> None:
+        """Find out which tensor of transformers' module each of the file's is. Raises
+        UnsupportedModelError for one that is none of them, or of a type that is not read."""
+        from transformers.modeling_gguf_pytorch_utils import (
+            TENSOR_PROCESSORS,
+            TensorProcessor,
+            get_gguf_hf_weights_map,
+        )
 
         hf_config = AutoConfig.for_model(**self.config)
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(hf_config)
-        processor_class = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
+        processor_class = TENSOR_PROCESSORS.get(self._architecture, TensorProcessor)
         self._processor = processor_class(hf_config.to_dict())
-        names = get_gguf_hf_weights_map(skeleton, self._processor, architecture)
+        name_in_module = get_gguf_hf_weights_map(skeleton, self._processor, self._architecture)
         self._stored: dict[str, Any] = {}
-        self._angles: Tensor | None = None
+        """By its name in the module, each tensor as the package gguf gives it."""
+        self._rope_divisors: Tensor | None = None
         for tensor in reader.tensors:
             self._check_type(tensor)
-            if tensor.name == _ANGLES:
-                if config is None:  # else the configuration beside the file says how to rotate
-                    self._angles = torch.from_numpy(np.array(tensor.data, np.float32))
-            elif tensor.name in names:
-                self._stored[names[tensor.name]] = tensor
-            else:
+            if tensor.name in name_in_module:
+                self._stored[name_in_module[tensor.name]] = tensor
+            elif tensor.name != _ROPE_DIVISORS:
                 raise UnsupportedModelError(
-                    f"{path.name} has a tensor {show(tensor.name)}, which a {architecture} of "
-                    "transformers has no place for"
+                    f"{self.name} has a tensor {show(tensor.name)}, which a {self._architecture} "
+                    "of transformers has no place for"
                 )
+            elif not has_separate_config:  # else that says how to rotate
+                self._rope_divisors = torch.from_numpy(np.array(tensor.data, np.float32))
 
-    def _check_states_length(self, fields: dict[str, Any], architecture: str) -> None:
-        length = f"{architecture}.context_length"
-        if not fields.get(length):
-            raise CheckpointError(f"{self.name} lacks {length}, and no config.json is beside it")
+    # ------------------------------------------------------------------ checks
 
     def _check_type(self, tensor: Any) -> None:
         """Raise UnsupportedModelError for a tensor of a type that is not read there."""
         is_matrix = len(tensor.shape) == 2 and tensor.name.endswith(".weight")
         known = _TYPES if is_matrix else FLOATS
-        kind = tensor.tensor_type.name
-        if kind not in known:
+        ggml_type = tensor.tensor_type.name
+        if ggml_type not in known:
             raise UnsupportedModelError(
-                f"{self.name}: tensor {show(tensor.name)} is of type {kind}, but must be "
+                f"{self.name}: tensor {show(tensor.name)} is of type {ggml_type}, but must be "
                 f"{', '.join(known[:-1])} or {known[-1]}"
             )
 
-    def _check(self, fields: dict[str, Any], folder: Path) -> None:
+    def _check_fields(self, fields: dict[str, Any], folder: Path) -> None:
         """Raise UnsupportedModelError for fields that ask for something that transformers does not
-        do, unless a file in ``folder`` takes their place."""
-        architecture = fields["general.architecture"]
-        size = fields.get(f"{architecture}.attention.key_length")
-        if not size:
-            heads = fields.get(f"{architecture}.attention.head_count") or 1
-            size = fields.get(f"{architecture}.embedding_length", 0) // heads or 1
-        usual_scale = float(np.float32(size**-0.5))
+        do, unless a file in ``folder`` replaces them."""
+        prefix = fields["general.architecture"]
         self._require("general.architecture", fields, ARCHITECTURES)
         self._require("split.count", fields, (None, 0, 1))
         if not (folder / "config.json").exists():
-            beside = "config.json"
-            for key, allowed in (
-                ("rope.scaling.type", (None, "none")),
-                ("attention.sliding_window", (None, 0)),
-                ("rope.scaling.factor", (None, 0, 1)),
-                ("rope.scale_linear", (None, 0, 1)),
-            ):
-                self._require(f"{architecture}.{key}", fields, allowed, beside)
-        self._require(f"{architecture}.rope.dimension_count", fields, (None, size))
-        self._require(f"{architecture}.attention.causal", fields, (None, True))
-        self._require(f"{architecture}.attention.scale", fields, (None, 0, usual_scale))
+            no_scaling = (None, 0, 1)
+            replaced_by = "config.json"
+            self._require(f"{prefix}.rope.scaling.type", fields, (None, "none"), replaced_by)
+            self._require(f"{prefix}.attention.sliding_window", fields, (None, 0), replaced_by)
+            self._require(f"{prefix}.rope.scaling.factor", fields, no_scaling, replaced_by)
+            self._require(f"{prefix}.rope.scale_linear", fields, no_scaling, replaced_by)
+        head_size = _head_size(fields)
+        usual_scale = float(np.float32(head_size**-0.5))
+        self._require(f"{prefix}.rope.dimension_count", fields, (None, head_size))
+        self._require(f"{prefix}.attention.causal", fields, (None, True))
+        self._require(f"{prefix}.attention.scale", fields, (None, 0, usual_scale))
         if not (folder / "tokenizer.json").exists():
             self._require(_PRETOKENIZER, fields, _PRETOKENIZERS, "tokenizer.json")
 
     def _require(
-        self, key: str, fields: dict[str, Any], allowed: tuple[Any, ...], beside: str = ""
+        self, key: str, fields: dict[str, Any], allowed: tuple[Any, ...], replaced_by: str = ""
     ) -> None:
-        """Raise UnsupportedModelError unless the field has one of these values; ``beside`` is the
-        file that would take its place."""
+        """Raise UnsupportedModelError unless the field has one of these values; None among them
+        allows the file to lack it. ``replaced_by`` is the file that would replace the field."""
         found = fields.get(key)
         if found in allowed:
             return
         texts = " or ".join(str(value) for value in allowed if value is not None)
-        more = f" unless a {beside} is beside the file" if beside else ""
+        more = f" unless a {replaced_by} is beside the file" if replaced_by else ""
         raise UnsupportedModelError(
             f"{self.name}: {key} is {show(found)}, but must be {texts}{more}"
         )
 
+    # ------------------------------------------------------------------ tensors
+
     @property
-    def kinds(self) -> dict[str, tuple[str, list[int]]]:
-        """Each tensor's type, as ggml names it, and shape."""
+    def tensors(self) -> dict[str, GgufTensor]:
+        """Each tensor, by its name in the module."""
         return {
-            name: (tensor.tensor_type.name, [int(n) for n in reversed(tensor.shape)])
+            name: GgufTensor(
+                ggml_type=tensor.tensor_type.name,
+                shape=[int(n) for n in reversed(tensor.shape)],  # ggml's order is the reverse
+                num_bytes=int(tensor.n_bytes),
+            )
             for name, tensor in self._stored.items()
         }
 
@@ -179,9 +201,9 @@ class GgufFile:
     def parts(self, name: str) -> Iterator[Tensor]:
         """A tensor's values in float32, some rows at a time."""
         rows = self._rows(name)
-        kind = self._stored[name].tensor_type
+        ggml_type = self._stored[name].tensor_type
         for begin in range(0, len(rows), _ROWS):
-            part = self._dequantize(rows[begin : begin + _ROWS], kind)
+            part = self._dequantize(rows[begin : begin + _ROWS], ggml_type)
             yield torch.from_numpy(part)
 
     def floats(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -189,22 +211,36 @@ class GgufFile:
         return torch.cat([part.to(dtype) for part in self.parts(name)])
 
     def _rows(self, name: str) -> Any:
-        """A tensor's stored rows, in the order that the module's tensor has. transformers knows it
-        as a function of tensors, which is asked here for row numbers."""
+        """A tensor's stored rows, in the order that the module's tensor has."""
         tensor = self._stored[name]
+        row_numbers = np.arange(len(tensor.data))
         try:
-            order = self._processor.process(np.arange(len(tensor.data)), name=tensor.name).weights
+            # transformers reorders the rows of a tensor. Given row numbers, it says in which order.
+            order = self._processor.process(row_numbers, name=tensor.name).weights
         except ValueError:
             raise CheckpointError(
                 f"{self.name}: the rows of {tensor.name}, {len(tensor.data)}, are not those of as "
                 "many heads as the configuration states"
             ) from None
-        in_order = np.array_equal(order, np.arange(len(order)))
-        return np.array(tensor.data) if in_order else tensor.data[order]
+        if np.array_equal(order, np.arange(len(order))):
+            return np.array(tensor.data)
+        return tensor.data[order]
 
     def finish(self, module: nn.Module) -> None:
-        """Divide the module's rotary frequencies as the file says; it has no tensor for that."""
-        if self._angles is not None:
-            for name, buffer in module.named_buffers():
-                if name.endswith("inv_freq"):
-                    buffer.div_(self._angles.to(buffer.device))
+        """Apply what the file says of the rotary embedding, for which the module has no tensor."""
+        if self._rope_divisors is None:
+            return
+        for name, buffer in module.named_buffers():
+            if name.endswith("inv_freq"):
+                buffer.div_(self._rope_divisors.to(buffer.device))
+
+
+def _head_size(fields: dict[str, Any]) -> int:
+    """The size of an attention head by the file's fields; at least 1, if they do not tell."""
+    prefix = fields["general.architecture"]
+    stated: int = fields.get(f"{prefix}.attention.key_length", 0)
+    if stated:
+        return stated
+    heads: int = fields.get(f"{prefix}.attention.head_count", 1)
+    hidden_size: int = fields.get(f"{prefix}.embedding_length", 0)
+    return max(1, hidden_size // max(1, heads))

@@ -3,8 +3,8 @@ for plans of what fits where.
 """
 
 import functools
-import math
 import re
+from typing import NamedTuple
 
 import torch
 from msgspec.structs import replace
@@ -27,27 +27,32 @@ def weigh(
 ) -> Footprint:
     """What loading would take: from the module without weights, on torch's meta device.
 
-    A GPU need not be here; ``auto`` stands for one. Raises as ``read_model.load_model`` does.
+    The machine need not have a GPU; ``auto`` stands for one. Raises as ``read_model.load_model``
+    does.
     """
     device = torch.device("cpu" if config.device == "cpu" else "cuda")
-    _refuse_cache_dtype(config, device)
-    eagle.refuse_on_gpu(config, device)
-    means = Means(device, accelerator, quantizer)
-    model, _ = _weigh_one(config, means)
-    return _with_drafts(config, means, model)
-
-
-def _refuse_cache_dtype(config: EngineConfig, device: torch.device) -> None:
-    """Raise ConfigError for options that no load on such a device accepts. ``batch_invariant`` may
-    be kept by a CPU's kernels, which are not asked here."""
     if device.type == "cpu":
-        options.refuse_gpu_options(config, "batch_invariant")
+        options.refuse_gpu_options(config)
     elif config.kv_cache_dtype == "int8":
         raise ConfigError.of("kv_cache_dtype", "int8", "float8_e4m3 or auto on a GPU")
+    eagle.refuse_on_gpu(config, device)
+    means = Means(device, accelerator, quantizer)
+    model = _weigh_one(config, means)
+    if config.speculation is None:
+        return model.footprint
+    return _add_drafts(config, means, model)
 
 
-def _weigh_one(config: EngineConfig, means: Means) -> tuple[Footprint, PreTrainedConfig]:
-    """Of the model alone, without a draft model; and its configuration."""
+class _Weighed(NamedTuple):
+    """A checkpoint, weighed by itself."""
+
+    footprint: Footprint
+    hidden_size: int
+    dtype: torch.dtype
+
+
+def _weigh_one(config: EngineConfig, means: Means) -> _Weighed:
+    """Weigh the checkpoint of ``config``, without regard to option ``speculation``."""
     checkpoint = check_checkpoint(resolve_model(config.model))
     judged = judge(config, means, checkpoint)
     weight_format = find_weight_format(config, means, judged)
@@ -70,65 +75,64 @@ def _weigh_one(config: EngineConfig, means: Means) -> tuple[Footprint, PreTraine
         vocab_size=len(probe.embedding_weight(module)),
         num_parameters=module.num_parameters(),
         weight_bytes=weights,
-        forward=functools.partial(interface.forward, module),
+        forward=functools.partial(interface.forward_module, module),
     )
     cache_dtype = options.cache_dtype(config, model.dtype, model.device)
-    token_bytes = sum(memory.estimate_steps(model, tokens=1, logits_rows=0))
-    token_and_logits_bytes = sum(memory.estimate_steps(model, tokens=1, logits_rows=1))
+    without_logits = memory.estimate_steps(model, tokens=1, logits_rows=0).total
+    with_logits = memory.estimate_steps(model, tokens=1, logits_rows=1).total
     footprint = Footprint(
         max_model_len=model.max_model_len,
         dtype=options.dtype_name(model.dtype),
         cache_dtype=options.dtype_name(cache_dtype),
         weights=model.weight_bytes,
         block=memory.block_bytes(model.layers, config.block_size, cache_dtype),
-        step_token=token_bytes,
-        step_row=token_and_logits_bytes - token_bytes,
+        step_token=without_logits,
+        step_row=with_logits - without_logits,
         tensors=_tensor_sizes(checkpoint),
     )
-    return footprint, judged.config
+    return _Weighed(footprint, judged.config.hidden_size, model.dtype)
 
 
 def _layers(module: PreTrainedModel, config: PreTrainedConfig) -> list[LayerSpec]:
-    """As the probe records them; if it cannot run without weights, as the configuration states
-    them."""
+    """The layers as the probe records them. If it cannot run on the meta device, because the module
+    looks at values of tensors: the layers as the configuration states them."""
     windows = support.layer_windows(config)
     try:
         return probe.record_layers(module, windows)
-    except (RuntimeError, NotImplementedError):  # the module reads values, which meta has not
+    except (RuntimeError, NotImplementedError):
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
         return [LayerSpec(heads, kv_heads, size, window) for window in windows]
 
 
-def _with_drafts(config: EngineConfig, means: Means, model: Footprint) -> Footprint:
-    """The footprint, and what option ``speculation`` adds to it."""
-    speculation = config.speculation
-    if speculation is None:
-        return model
-    # A row's logits are those of its newest token and of each draft.
-    model = replace(model, step_row=model.step_row * (1 + speculation.max_drafts))
-    if not options.has_draft_model(config):
-        return model
-
-    dtype: torch.dtype = getattr(torch, model.dtype)
-    own_options = options.draft_options(config, dtype, model.max_model_len)
-    draft, hf_config = _weigh_one(own_options, means)
-    block = model.block + draft.block
-    if eagle.is_asked_for(config):  # a hidden state for each token
-        block += config.block_size * hf_config.hidden_size * dtype.itemsize
-    return replace(model, weights=model.weights + draft.weights, block=block)
+def _add_drafts(config: EngineConfig, means: Means, model: _Weighed) -> Footprint:
+    """The model's footprint, and what option ``speculation`` adds to it."""
+    assert config.speculation is not None
+    footprint = model.footprint
+    # A row has logits of its newest token and of each draft.
+    logits_rows = 1 + config.speculation.max_drafts
+    step_row = footprint.step_row * logits_rows
+    weights = footprint.weights
+    block = footprint.block
+    if options.has_draft_model(config):
+        own_options = options.draft_options(config, model.dtype, footprint.max_model_len)
+        draft = _weigh_one(own_options, means).footprint
+        weights += draft.weights
+        block += draft.block
+    if eagle.is_asked_for(config):
+        weights += eagle.weight_bytes(model.hidden_size, model.dtype)
+        block += eagle.block_bytes(model.hidden_size, model.dtype, config.block_size)
+    return replace(footprint, step_row=step_row, weights=weights, block=block)
 
 
 def _tensor_sizes(checkpoint: Checkpoint) -> dict[str, list[int]]:
-    """By name (layers' numbers as ``*``), dtype and shape: [number of tensors, their bytes]."""
+    """``Footprint.tensors`` of the checkpoint."""
     found: dict[str, list[int]] = {}
     for name, stored in checkpoint.tensors.items():
         shape = " × ".join(map(str, stored.shape)) or "scalar"
-        pattern = re.sub(r"(?<=[.])[0-9]+(?=[.])", "*", name)
-        bits = re.search("[0-9]+", stored.dtype)
-        size = math.prod(stored.shape) * (int(bits[0]) if bits else 8) // 8
-        kind = f"{pattern}, {stored.dtype} {shape}"
-        count, total = found.get(kind, [0, 0])
-        found[kind] = [count + 1, total + size]
+        of_any_layer = re.sub(r"(?<=[.])[0-9]+(?=[.])", "*", name)
+        key = f"{of_any_layer}, {stored.dtype} {shape}"
+        count, total = found.get(key, [0, 0])
+        found[key] = [count + 1, total + stored.num_bytes]
     return found
