@@ -14,8 +14,8 @@ from jitney.execution.memory import (
     StepMemory,
     block_bytes,
     estimate_steps,
-    most_adapters,
     plan_memory,
+    resident_adapters_bytes,
 )
 from jitney.read_config import make_config
 
@@ -62,8 +62,8 @@ def test_adapters_have_their_share() -> None:
     sites = {"q": Site(100, 50), "v": Site(100, 20)}
     model = SimpleNamespace(sites=sites, dtype=torch.bfloat16)
     config = make_config({"model": "m", "max_adapters": 3, "max_adapter_rank": 8})
-    assert most_adapters(config, model, copied_rank=0) == 3 * 8 * 270 * 2
-    assert most_adapters(config, model, copied_rank=16) == 3 * (8 + 16) * 270 * 2
+    assert resident_adapters_bytes(config, model, copied_rank=0) == 3 * 8 * 270 * 2
+    assert resident_adapters_bytes(config, model, copied_rank=16) == 3 * (8 + 16) * 270 * 2
 
 
 def test_explicit_bytes() -> None:

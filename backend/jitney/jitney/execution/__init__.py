@@ -5,18 +5,20 @@ transformers' ``AttentionInterface``: our function gets q, k and v after rotary 
 keyword argument ``paged`` it gets a callable that has the step's metadata and caches. All rows of a
 step are flattened to [1, tokens] with their own positions; there is no mask.
 
-What cannot run so is refused at load, by name and reason: ``checkpoint`` judges files
-(``gguf_file`` those of GGUF), ``support`` judges configurations, and ``probe`` runs the module on a
-dozen tokens and compares the logits with those of transformers' eager attention. ``load`` has the
-steps of a load in their order; ``read_model`` and ``weights`` are the first of them, and ``weigh``
-adds up what a load would take. ``machine``, ``options`` and ``memory`` say what the device has and
-how it is shared.
+A model that cannot run this way is refused at load, by name and reason. ``checkpoint`` judges files
+(``gguf_file`` those of GGUF), and ``support`` judges configurations. ``probe`` runs the module on a
+dozen tokens and compares the logits with those of transformers' eager attention.
 
-A step, in the order to read: ``protocols`` (what the engine asks), ``runner``, ``attention`` (what
-attention must know of the step), ``interface`` (how it gets there), ``reference`` (attention that
-runs on any device), ``sampler`` (a pure function of logits, parameters, seed and position) with
-``logits_processors``, ``filters`` and ``philox``. Beside it: ``low_rank`` (adapters), ``quantized``
-(layers), ``draft`` and ``eagle`` (models that propose tokens).
+A load, in the order to read: ``load`` (its docstring lists all steps), ``read_model`` and
+``weights`` (the first of them). ``machine``, ``options`` and ``memory`` say what the device has and
+how it is shared. ``weigh`` adds up what a load would take.
+
+A step, in the order to read: ``protocols`` (what the engine asks), ``runner``, ``row_samples``
+(which tokens of a row need logits), ``attention`` (what attention must know of the step),
+``interface`` (how it gets there), ``reference`` (attention that runs on any device), ``sampler`` (a
+pure function of logits, parameters, seed and position) with ``logits_processors``, ``filters`` and
+``philox``. Beside it: ``low_rank`` (adapters), ``quantized`` (layers), ``draft`` and ``eagle``
+(models that propose tokens).
 
 This room knows no requests: a batch is rows. It declares what can be replaced (``acceleration``),
 and imports neither ``kernels`` nor ``quantization`` nor ``adapters``.

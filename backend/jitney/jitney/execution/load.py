@@ -7,7 +7,7 @@ files      ``check_checkpoint``   :class:`~checkpoint.Checkpoint`: the folder's 
 config     ``judge``              :class:`~read_model.Judged`: can be served; its dtype
 weights    ``read_module``        :class:`~read_model.ReadModule`: on the device
 proof      ``prove``              :class:`~interface.LoadedModel`: runs on a paged cache
-speed-up   :func:`speed_up`       :class:`Prepared`: the form in which it will run
+speed-up   :func:`speed_up`       :class:`PreparedModel`: the form in which it will run
 memory     :func:`allocate`       :class:`Allocation`: the ledger of the memory, the caches
 runner     :func:`make_runner`    :class:`~runner.TorchRunner`
 =========  =====================  ======================================================
@@ -16,8 +16,8 @@ The first is in ``checkpoint``, the next three are in ``read_model``, the others
 A draft model goes through the same steps up to speed-up; memory and runner are for both models.
 
 Called by ``engine.assemble``, which knows what may speed a model up. Whatever is wrong with
-options, files or architecture is a LoadError of ``errors``; the weights are read only after
-everything that can be judged without them has been.
+options, files or architecture is a LoadError of ``errors``. The weights are read only after all
+checks that need no weights.
 """
 
 import logging
@@ -32,7 +32,7 @@ from jitney.config import EngineConfig
 from jitney.errors import ConfigError
 from jitney.execution import eagle, machine, memory, options, probe
 from jitney.execution.acceleration import Accelerator, select_attention
-from jitney.execution.draft import DraftInputs, DraftModel
+from jitney.execution.draft import DraftModel
 from jitney.execution.first_steps import first_steps
 from jitney.execution.interface import AttentionFunction, LayerCache, LoadedModel
 from jitney.execution.low_rank import find_sites
@@ -45,16 +45,16 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedModel:
     """A proven model in the form in which it will run."""
 
     model: LoadedModel
     attention: list[AttentionFunction]
     """Of its layers."""
     accelerator: Accelerator | None
-    """None if its layers attend in plain torch only."""
-    opened: eagle.OpenModel | None
-    """Set if its hidden states are read or added to: both models of a head and its target."""
+    """None if it runs in plain torch."""
+    hidden_states: eagle.HiddenStates | None
+    """Set with a head: for the head, and for the model that it proposes tokens for."""
 
     def empty_caches(
         self, config: EngineConfig, dtype: torch.dtype, num_blocks: int
@@ -77,8 +77,9 @@ class Allocation:
     ledger: memory.Ledger
     caches: list[LayerCache]
     draft_caches: list[LayerCache]
-    draft_inputs: DraftInputs | None
-    """Set for a head."""
+    """Empty without a draft model."""
+    head_inputs: eagle.HeadInputs | None
+    """Set if the draft model is a head."""
 
 
 def load_runner(
@@ -86,8 +87,9 @@ def load_runner(
 ) -> TorchRunner:
     """Load the model, size and allocate the KV cache, log the ledger, warm the kernels up.
 
-    Without ``accelerator`` everything runs in plain torch; without ``quantizer`` no quantized
-    weights are read or made. Sets the number of threads of the process's tensor operations.
+    Without ``accelerator`` everything runs in plain torch. Without ``quantizer`` a quantized
+    checkpoint is refused, and so is option ``quantization``. Sets the number of threads of the
+    process's tensor operations.
     """
     started = time.monotonic()
     torch.set_num_threads(config.threads or machine.available_cores())
@@ -95,12 +97,15 @@ def load_runner(
     machine.enter_device(means.device)  # kernels run on the calling thread's device
     eagle.refuse_on_gpu(config, means.device)
     if accelerator is None:
-        options.refuse_gpu_options(config)
+        _refuse_kernel_options(config)
 
-    target = load_and_prepare(config, means, opens=eagle.is_asked_for(config))
-    if target.accelerator is None:
-        options.refuse_gpu_options(config)
-    draft = _prepare_draft(config, means, target)
+    with_head = eagle.is_asked_for(config)
+    target = load_and_prepare(config, means, reads_states=with_head)
+    if target.accelerator is None:  # perhaps because it does not fit this model
+        _refuse_kernel_options(config)
+    draft = None
+    if options.has_draft_model(config):
+        draft = _prepare_draft(config, means, target, is_head=with_head)
     info = _describe(config, target)
     allocation = allocate(config, info, target, draft)
     runner = make_runner(config, info, target, draft, allocation)
@@ -109,44 +114,57 @@ def load_runner(
     return runner
 
 
-def load_and_prepare(config: EngineConfig, means: Means, *, opens: bool) -> Prepared:
-    """The steps up to speed-up, for a model or its draft model. ``opens``: it is a head or the
-    target of one, so that its hidden states must be within reach."""
+def _refuse_kernel_options(config: EngineConfig) -> None:
+    """Raise ConfigError for options that plain torch cannot serve."""
+    options.refuse_batch_invariant(config)
+    options.refuse_gpu_options(config)
+
+
+def load_and_prepare(config: EngineConfig, means: Means, *, reads_states: bool) -> PreparedModel:
+    """The steps up to speed-up, for a model or its draft model. ``reads_states``: it is a head or
+    the model of one, so that hidden states are read from it."""
     model = load_model(config, means)
     if config.adapters is not None:
         model = replace(model, sites=find_sites(model.module))
-    return speed_up(config, means, model, opens=opens)
+    return speed_up(config, means, model, reads_states=reads_states)
 
 
 # ---------------------------------------------------------------------- speed-up
 
 
-def speed_up(config: EngineConfig, means: Means, model: LoadedModel, *, opens: bool) -> Prepared:
-    """Choose how layers attend, and let the accelerator rearrange the module. ``opens`` is as in
-    :func:`load_and_prepare`."""
+def speed_up(
+    config: EngineConfig, means: Means, model: LoadedModel, *, reads_states: bool
+) -> PreparedModel:
+    """Choose how layers attend, and let the accelerator rearrange the module. ``reads_states`` is
+    as in :func:`load_and_prepare`."""
     accelerator = means.accelerator
     dtype = options.cache_dtype(config, model.dtype, model.device)
     attention = select_attention(config, model, dtype, accelerator)
     if accelerator is not None and not accelerator.fits(attention):
         accelerator = None
 
-    opened = eagle.OpenModel(model.module) if opens else None
+    hidden_states = None
+    if reads_states:
+        hidden_states = eagle.HiddenStates(model.module)
     if accelerator is not None:
         model = _rearrange(config, model, accelerator)
-    _check_sites(model)
-    if opened is not None:
-        model = opened.follow(model)
-    return Prepared(model, attention, accelerator, opened)
+    if not model.fused:  # else the fused model has its own way to each layer
+        _check_sites(model)
+    if hidden_states is not None:
+        model = hidden_states.follow(model)
+    return PreparedModel(model, attention, accelerator, hidden_states)
 
 
 def _rearrange(config: EngineConfig, model: LoadedModel, accelerator: Accelerator) -> LoadedModel:
-    """The rearranged model, which is checked to give what it gave before."""
-    rows = min(options.token_budget(config, model.device), config.max_num_seqs)
+    """The rearranged model, which is checked to give the same logits as before."""
+    # As a rule a step has one token of each running sequence.
+    usual_tokens = min(options.token_budget(config, model.device), config.max_num_seqs)
     with machine.threads_for(model.weight_bytes):
         before = probe.probe_logits(model.module, model.layers)
         coarse = bool(coarse_layers(model.module))
-        faster = accelerator.speed_up(model, rows)
-    # In service they may attend over a cache of another dtype, which would blur the comparison.
+        faster = accelerator.speed_up(model, usual_tokens)
+    # Attention for a cache of the model's own dtype, as in ``before``. In service the cache's dtype
+    # may be another one, whose rounding the comparison is not about.
     attention = select_attention(config, model, model.dtype, accelerator)
     after = probe.probe_logits(
         model.module, model.layers, attention, config.block_size, faster.forward
@@ -156,9 +174,8 @@ def _rearrange(config: EngineConfig, model: LoadedModel, accelerator: Accelerato
 
 
 def _check_sites(model: LoadedModel) -> None:
-    """Raise ConfigError if adapters would have to change a layer that was fused with others."""
-    if model.fused:
-        return  # the fused form of a whole model knows its parts
+    """Raise ConfigError if a layer that adapters may change was fused with others: then it can no
+    longer be changed alone."""
     paths = dict(model.module.named_modules())
     for path in model.sites:
         if path not in paths:
@@ -166,16 +183,16 @@ def _check_sites(model: LoadedModel) -> None:
             raise ConfigError.of("fuse", True, bound)
 
 
-def _prepare_draft(config: EngineConfig, means: Means, target: Prepared) -> Prepared | None:
+def _prepare_draft(
+    config: EngineConfig, means: Means, target: PreparedModel, *, is_head: bool
+) -> PreparedModel:
     """The draft model or head that option ``speculation`` names. It is quantized if the model is.
 
     Raises ConfigError if its vocabulary is not the model's.
     """
-    if not options.has_draft_model(config):
-        return None
     own = options.draft_options(config, target.model.dtype, target.model.max_model_len)
     means = replace(means, accelerator=target.accelerator)
-    draft = load_and_prepare(own, means, opens=eagle.is_asked_for(config))
+    draft = load_and_prepare(own, means, reads_states=is_head)
     if draft.model.vocab_size != target.model.vocab_size:
         bound = f"a model of {target.model.vocab_size:,} tokens, not {draft.model.vocab_size:,}"
         raise ConfigError.of("speculation.model", own.model, bound)
@@ -185,8 +202,8 @@ def _prepare_draft(config: EngineConfig, means: Means, target: Prepared) -> Prep
 # ---------------------------------------------------------------------- memory
 
 
-def _describe(config: EngineConfig, target: Prepared) -> ModelInfo:
-    """What the front must know, with ``num_blocks`` 1 until the memory has been planned."""
+def _describe(config: EngineConfig, target: PreparedModel) -> ModelInfo:
+    """What the front must know. The memory is not planned yet: ``num_blocks`` is 1 for now."""
     model = target.model
     kernels = sorted({attend.name for attend in target.attention})
     return ModelInfo(
@@ -204,43 +221,45 @@ def _describe(config: EngineConfig, target: Prepared) -> ModelInfo:
 
 
 def allocate(
-    config: EngineConfig, info: ModelInfo, target: Prepared, draft: Prepared | None
+    config: EngineConfig, info: ModelInfo, target: PreparedModel, draft: PreparedModel | None
 ) -> Allocation:
     """Size the caches by what is left beside weights and steps, and allocate them. Raises
-    ConfigError if the memory cannot be had."""
+    ConfigError if the memory cannot be allocated."""
     model = target.model
     dtype = options.cache_dtype(config, model.dtype, model.device)
+    # Before memory is measured, because finding the scales takes some for a while.
     scales = None
     if target.accelerator is not None:
         scales = target.accelerator.kv_scales(model)
+
+    head_weight = None
+    if draft is not None and draft.hidden_states is not None:
+        head_weight = eagle.read_weight(config, model, draft.model)
     needs = _needs_of(config, info, target, dtype)
-    head_weight = None  # stays so without a head
     if draft is not None:
-        head_weight = _head_weight(config, target, draft)
         needs = _with_draft(config, needs, draft, dtype, head_weight)
-    available = machine.available_memory(model.device)
-    ledger = memory.plan_memory(config, needs, available)
+    ledger = memory.plan_memory(config, needs, machine.available_memory(model.device))
 
     draft_caches: list[LayerCache] = []
-    draft_inputs: DraftInputs | None = None
+    head_inputs = None
     try:
         caches = target.empty_caches(config, dtype, ledger.num_blocks)
         if draft is not None:
             draft_caches = draft.empty_caches(config, dtype, ledger.num_blocks)
             if head_weight is not None:
-                draft_inputs = _head_inputs(target, draft, head_weight, ledger)
+                head_inputs = _head_inputs(target, draft, head_weight, ledger)
     except (RuntimeError, MemoryError, OSError) as error:  # the allocators'
         raise ConfigError.of("kv_cache_bytes", ledger.cache, f"allocatable ({error})") from None
     if scales is not None:
         caches = [
-            cache._replace(key_scale=key_scale, value_scale=value_scale)
-            for cache, (key_scale, value_scale) in zip(caches, scales, strict=True)
+            cache._replace(key_scale=of_layer.key, value_scale=of_layer.value)
+            for cache, of_layer in zip(caches, scales, strict=True)
         ]
-    return Allocation(ledger, caches, draft_caches, draft_inputs)
+    return Allocation(ledger, caches, draft_caches, head_inputs)
 
 
 def _needs_of(
-    config: EngineConfig, info: ModelInfo, target: Prepared, dtype: torch.dtype
+    config: EngineConfig, info: ModelInfo, target: PreparedModel, dtype: torch.dtype
 ) -> memory.Needs:
     """What the model needs without its draft model. ``dtype`` is the cache's."""
     model = target.model
@@ -258,43 +277,37 @@ def _needs_of(
         weights=model.weight_bytes,
         block=memory.block_bytes(model.layers, config.block_size, dtype),
         steps=steps,
-        adapters=memory.most_adapters(config, model, copied_rank),
+        adapters=memory.resident_adapters_bytes(config, model, copied_rank),
     )
 
 
 def _with_draft(
     config: EngineConfig,
     needs: memory.Needs,
-    draft: Prepared,
+    draft: PreparedModel,
     dtype: torch.dtype,
     head_weight: Tensor | None,
 ) -> memory.Needs:
-    """``needs``, and what a draft model adds: its weights and caches, and a head's inputs."""
+    """``needs``, and what a draft model adds to them; with ``head_weight`` it is a head."""
     weights = needs.weights + draft.model.weight_bytes
     block = needs.block + memory.block_bytes(draft.model.layers, config.block_size, dtype)
     if head_weight is not None:
-        weights += head_weight.nbytes
-        block += eagle.block_bytes(head_weight, config.block_size)
+        hidden_size = len(head_weight)
+        weights += eagle.weight_bytes(hidden_size, head_weight.dtype)
+        block += eagle.block_bytes(hidden_size, head_weight.dtype, config.block_size)
     return replace(needs, weights=weights, block=block)
 
 
-def _head_weight(config: EngineConfig, target: Prepared, draft: Prepared) -> Tensor | None:
-    """The matrix beside a head; None if the draft model is an ordinary one."""
-    if draft.opened is None:
-        return None
-    return eagle.read_weight(config, target.model, draft.model)
-
-
 def _head_inputs(
-    target: Prepared, draft: Prepared, weight: Tensor, ledger: memory.Ledger
-) -> DraftInputs:
+    target: PreparedModel, draft: PreparedModel, weight: Tensor, ledger: memory.Ledger
+) -> eagle.HeadInputs:
     """Allocates a hidden state for each slot of the cache."""
-    assert target.opened is not None
-    assert draft.opened is not None
+    assert target.hidden_states is not None
+    assert draft.hidden_states is not None
     return eagle.HeadInputs(
         weight=weight,
-        target=target.opened,
-        head=draft.opened,
+        model_states=target.hidden_states,
+        head_states=draft.hidden_states,
         num_blocks=ledger.num_blocks,
         block_size=ledger.block_size,
     )
@@ -306,8 +319,8 @@ def _head_inputs(
 def make_runner(
     config: EngineConfig,
     info: ModelInfo,
-    target: Prepared,
-    draft: Prepared | None,
+    target: PreparedModel,
+    draft: PreparedModel | None,
     allocation: Allocation,
 ) -> TorchRunner:
     """The runner, warmed up by its first steps."""
@@ -317,16 +330,18 @@ def make_runner(
         runner = TorchRunner(target.model, allocation.caches, info)
     else:
         runner = target.accelerator.runner(target.model, allocation.caches, info)
+    propose = 0
     if draft is not None:
+        propose = 1
         runner.use_draft_model(
             DraftModel(
                 model=draft.model,
                 caches=allocation.draft_caches,
                 block_size=config.block_size,
-                inputs=allocation.draft_inputs,
+                inputs=allocation.head_inputs,
             )
         )
-    runner.warm_up(first_steps(info, propose=0 if draft is None else 1))
+    runner.warm_up(first_steps(info, propose))
     return runner
 
 

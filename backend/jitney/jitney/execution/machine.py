@@ -53,10 +53,10 @@ def enter_device(device: torch.device) -> None:
 
 @contextmanager
 def threads_for(num_bytes: int) -> Iterator[None]:
-    """Inside, torch uses no more of its threads than so many bytes of weights can employ.
+    """A context in which torch uses fewer threads if the model's weights have few bytes.
 
     After each operation all threads wait for the slowest. If other processes use the cores too,
-    that can take milliseconds, and the proof at load makes a thousand operations on a dozen tokens.
+    that can take milliseconds, and the proof at load runs a thousand operations on a dozen tokens.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(min(before, 1 + num_bytes // _BYTES_PER_THREAD))
@@ -82,7 +82,9 @@ def to_device(
     """
     array = values if isinstance(values, np.ndarray) else np.array(values, dtype or np.int64)
     host = torch.from_numpy(array)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+    if device.type != "cuda":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)
 
 
 def resolve_dtype(
@@ -94,22 +96,23 @@ def resolve_dtype(
     widened: bool = False,
     rounded: bool = False,
 ) -> torch.dtype:
-    """The dtype for option ``key`` with value ``name`` and a checkpoint in ``stored``.
+    """The dtype for option ``key`` with value ``name``, for a checkpoint in ``stored``.
 
-    ``auto`` on a CPU takes bfloat16 for a 16-bit checkpoint if the processor multiplies bfloat16 or
-    kernels widen it, else float32. ``widened``: kernels compute all of the model's layers, and
-    convert bfloat16 to float32 as they read it. ``rounded``: the weights are, or will be, of 8 or 4
-    bits. Raises ConfigError for float16 on a CPU, for which there are no fast kernels.
+    ``auto`` is the checkpoint's dtype, but on a CPU a checkpoint of 16 bits gets bfloat16 if that
+    is fast there, else float32. ``widened``: it is fast because kernels compute all of the model's
+    layers and convert bfloat16 to float32 as they read it. ``rounded``: the weights are, or will
+    be, of 8 or 4 bits. Raises ConfigError for float16 on a CPU, for which there are no fast
+    kernels.
     """
     if name != "auto":
         dtype = DTYPES[name]
     elif device.type == "cuda" or (stored == torch.float32 and not rounded):
         dtype = stored
     else:
-        # A 16-bit checkpoint on a CPU. Rounded weights are treated as one even if they were
-        # float32, because kernels of 8 and 4 bits give bfloat16 alone.
-        fits = widened or cpu_has_bfloat16()
-        dtype = torch.bfloat16 if fits else torch.float32
+        # A checkpoint of 16 bits on a CPU. Rounded weights count as one even if they were float32
+        # before, because kernels of 8 and 4 bits give bfloat16 alone.
+        is_fast = widened or cpu_has_bfloat16()
+        dtype = torch.bfloat16 if is_fast else torch.float32
         _log.info("dtype auto: %s, for weights stored in %s", dtype, stored)
     if device.type == "cpu" and dtype == torch.float16:
         raise ConfigError.of(key, name, "auto, float32 or bfloat16 on a CPU")
@@ -138,15 +141,16 @@ def available_memory(device: torch.device, cgroup: Path = _CGROUP) -> int:
     """Bytes that could be allocated on ``device`` now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    free = psutil.virtual_memory().available
+    free_on_host = psutil.virtual_memory().available
     limit = _read(cgroup / "memory.max")
     used = _read(cgroup / "memory.current")
-    if limit.isdigit() and used.isdigit():
-        # Pages of files that were not used lately count as used, but are freed when needed.
-        inactive = re.search(r"^inactive_file (\d+)", _read(cgroup / "memory.stat"), re.MULTILINE)
-        reclaimable = int(inactive[1]) if inactive else 0
-        free = min(free, max(0, int(limit) - int(used) + reclaimable))
-    return free
+    if not limit.isdigit() or not used.isdigit():
+        return free_on_host  # no limit is set
+    # Pages of files that were not used lately count as used, but are freed when needed.
+    inactive = re.search(r"^inactive_file (\d+)", _read(cgroup / "memory.stat"), re.MULTILINE)
+    reclaimable = int(inactive[1]) if inactive else 0
+    free_in_container = int(limit) - int(used) + reclaimable
+    return min(free_on_host, max(0, free_in_container))
 
 
 def _read(path: Path) -> str:

@@ -21,9 +21,10 @@ from jitney.execution.low_rank import adapter_bytes
 _CPU_SHARE = 0.25
 _CPU_MOST = 4 << 30
 _GPU_SHARE = 0.9
-# A cache whose size no option states leaves this share of the free memory unused. An engine that
-# replaces this one after a crash must get the same size, and may find a little less memory free.
-_SPARE = 1 / 64
+_SPARE_SHARE = 1 / 64
+"""This share of the free memory stays unused, unless ``kv_cache_bytes`` is set. An engine that
+replaces this one after a crash must get a cache of the same size, and may find a little less memory
+free."""
 
 
 class StepMemory(NamedTuple):
@@ -33,6 +34,11 @@ class StepMemory(NamedTuple):
     """Of the largest step, the runner's own buffers included."""
     graphs: int = 0
     """Of CUDA graphs of decode steps, once all that can be needed are captured."""
+
+    @property
+    def total(self) -> int:
+        """Both together."""
+        return self.activations + self.graphs
 
 
 @dataclass(frozen=True)
@@ -44,24 +50,28 @@ class Ledger:
     steps: StepMemory
     """Measured on a GPU, else estimated."""
     free: int
-    """What is left when everything else here is in use."""
+    """What is left when all of the above and all adapters are in use."""
     num_blocks: int
     block_size: int
     block_bytes: int
     adapters: int = 0
-    """What as many adapters take as may be in memory at once."""
+    """Of the adapters that may be in memory at once."""
 
     def __str__(self) -> str:
         tokens = self.num_blocks * self.block_size
-        activations, graphs = map(_mib, self.steps)
-        of_adapters = f"adapters at most {_mib(self.adapters)}, " if self.adapters else ""
-        of_graphs = f"graphs at most about {graphs}, " if self.steps.graphs else ""
-        return (
-            f"memory: weights {_mib(self.weights)}, KV cache {_mib(self.cache)} "
-            f"({self.num_blocks:,} blocks of {self.block_size}: {tokens:,} tokens, "
-            f"{self.block_bytes // self.block_size:,} bytes each), activations at most about "
-            f"{activations}, {of_graphs}{of_adapters}left {_mib(self.free)}"
-        )
+        token_bytes = self.block_bytes // self.block_size
+        parts = [
+            f"weights {_mib(self.weights)}",
+            f"KV cache {_mib(self.cache)} ({self.num_blocks:,} blocks of {self.block_size}: "
+            f"{tokens:,} tokens, {token_bytes:,} bytes each)",
+            f"activations at most about {_mib(self.steps.activations)}",
+        ]
+        if self.steps.graphs:
+            parts.append(f"graphs at most about {_mib(self.steps.graphs)}")
+        if self.adapters:
+            parts.append(f"adapters at most {_mib(self.adapters)}")
+        parts.append(f"left {_mib(self.free)}")
+        return f"memory: {', '.join(parts)}"
 
 
 @dataclass(frozen=True)
@@ -76,27 +86,25 @@ class Needs:
     """One block in the caches of all layers, a draft model's included."""
     steps: StepMemory
     adapters: int = 0
-    """As many as may be in memory at once."""
+    """Those that may be in memory at once."""
 
     @property
     def beside_cache(self) -> int:
         """What must stay free for steps and adapters once the cache is allocated."""
-        return sum(self.steps) + self.adapters
+        return self.steps.total + self.adapters
 
 
 def plan_memory(config: EngineConfig, needs: Needs, available: int) -> Ledger:
-    """Size the cache. ``available`` is what is free once the weights are in.
+    """Size the cache. ``available`` bytes are free once the weights are loaded.
 
-    An explicit size is taken as it is; a default never exceeds what ``max_num_seqs`` sequences of
-    full length can use. Raises ConfigError naming the option if it is more than there is, or not
-    enough for one block.
+    A size that an option states is taken as it is; the default never exceeds what ``max_num_seqs``
+    sequences of full length can use. Raises ConfigError, naming the option, for a size that is
+    more than there is, or not enough for one block.
     """
     size = _cache_bytes(config, needs, available)
     num_blocks = size // needs.block
     if num_blocks < 1:
-        key, value = _size_option(config, size)
-        bound = f"enough for one block of {config.block_size}, {needs.block:,} bytes"
-        raise ConfigError.of(key, value, bound)
+        raise _too_small(config, needs, size)
     cache = num_blocks * needs.block
     return Ledger(
         weights=needs.weights,
@@ -112,18 +120,18 @@ def plan_memory(config: EngineConfig, needs: Needs, available: int) -> Ledger:
 
 def _cache_bytes(config: EngineConfig, needs: Needs, available: int) -> int:
     """The cache's size by its option, or by default."""
-    most = max(0, available - needs.beside_cache)
+    free = max(0, available - needs.beside_cache)
     if config.kv_cache_bytes is not None:
-        if config.kv_cache_bytes > most:
+        if config.kv_cache_bytes > free:
             users = "a step and adapters" if needs.adapters else "a step"
             raise ConfigError.of(
                 "kv_cache_bytes",
                 config.kv_cache_bytes,
-                f"at most {most:,}, the free memory less {needs.beside_cache:,} for {users}",
+                f"at most {free:,}, the free memory less {needs.beside_cache:,} for {users}",
             )
         return config.kv_cache_bytes
 
-    most = max(0, most - int(available * _SPARE))
+    most = max(0, free - int(available * _SPARE_SHARE))
     if config.kv_cache_fraction is not None:
         share = int(available * config.kv_cache_fraction)
         return min(most, share // config.instances)
@@ -132,24 +140,26 @@ def _cache_bytes(config: EngineConfig, needs: Needs, available: int) -> int:
     else:
         share = min(int(available * _CPU_SHARE), _CPU_MOST)
     # More than this is never in use: every sequence at its full length.
-    blocks_a_sequence = math.ceil(needs.max_model_len / config.block_size)
-    useful = config.max_num_seqs * blocks_a_sequence * needs.block
+    sequence_blocks = math.ceil(needs.max_model_len / config.block_size)
+    useful = config.max_num_seqs * sequence_blocks * needs.block
     return min(most, share // config.instances, useful)
 
 
-def _size_option(config: EngineConfig, size: int) -> tuple[str, float]:
-    """For an error: the option that decided the cache's size, and its value. By default that is
-    ``kv_cache_bytes``, with the ``size`` that was found."""
+def _too_small(config: EngineConfig, needs: Needs, size: int) -> ConfigError:
+    """The error for a cache of ``size`` bytes, which holds no block. It names the option that led
+    to the size. By default that is ``kv_cache_bytes``, as if it had been set to the size."""
+    bound = f"enough for one block of {config.block_size}, {needs.block:,} bytes"
     if config.kv_cache_bytes is None and config.kv_cache_fraction is not None:
-        return "kv_cache_fraction", config.kv_cache_fraction or size
-    return "kv_cache_bytes", config.kv_cache_bytes or size
+        return ConfigError.of("kv_cache_fraction", config.kv_cache_fraction, bound)
+    return ConfigError.of("kv_cache_bytes", size, bound)
 
 
-def most_adapters(config: EngineConfig, model: LoadedModel, copied_rank: int) -> int:
-    """Bytes of as many adapters as may be in memory at once, each of the highest rank allowed, and
-    with a copy for kernels of rank ``copied_rank``."""
-    rank = config.max_adapter_rank + copied_rank
-    return config.max_adapters * adapter_bytes(model.sites, rank, model.dtype)
+def resident_adapters_bytes(config: EngineConfig, model: LoadedModel, copied_rank: int) -> int:
+    """Bytes of all adapters that may be in memory at once, if each has the highest rank allowed.
+    Kernels have a copy of each, of rank ``copied_rank``; it is 0 if they need none."""
+    factors = adapter_bytes(model.sites, config.max_adapter_rank, model.dtype)
+    copies = adapter_bytes(model.sites, copied_rank, model.dtype)
+    return config.max_adapters * (factors + copies)
 
 
 def block_bytes(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype) -> int:
@@ -162,14 +172,17 @@ def block_bytes(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype
 
 
 def estimate_steps(model: LoadedModel, tokens: int, logits_rows: int) -> StepMemory:
-    """For a step of ``tokens``, from the widths that the configuration states: what the widest
-    layer holds at once, and the logits, once as computed and once in float32."""
+    """An estimate of what a step needs, from the widths that the configuration states: what one
+    layer holds at once of all ``tokens``, and the logits of ``logits_rows`` of them."""
     hidden = model.config.hidden_size
     width = getattr(model.config, "intermediate_size", None) or 4 * hidden
     widest = width if isinstance(width, int) else max(width)  # some state one per layer
-    # The layer's input and other rows of that size; the gate, the up projection, their product.
+    # Four rows of the hidden size, the layer's input among them. Three rows of the MLP's width: the
+    # gate, the up projection, and their product.
     layer = tokens * (4 * hidden + 3 * widest) * model.dtype.itemsize
-    logits = min(tokens, logits_rows) * model.vocab_size * (model.dtype.itemsize + 4)
+    as_computed = model.dtype.itemsize
+    as_sampled = 4  # a copy in float32
+    logits = min(tokens, logits_rows) * model.vocab_size * (as_computed + as_sampled)
     return StepMemory(layer + logits)
 
 
@@ -183,7 +196,7 @@ def make_layer_caches(
 ) -> list[LayerCache]:
     """Empty caches, by layer, each with its attention function.
 
-    Raises OSError, MemoryError or RuntimeError, by device, if the memory cannot be had.
+    Raises OSError, MemoryError or RuntimeError, by device, if the memory cannot be allocated.
     """
     caches = []
     for layer, attend in zip(layers, attention, strict=True):
@@ -207,7 +220,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         -1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     )
     pages.madvise(mmap.MADV_HUGEPAGE)  # fewer address translations per row of a cache
-    return torch.frombuffer(pages, dtype=dtype).view(shape)  # which keeps `pages` alive
+    return torch.frombuffer(pages, dtype=dtype).view(shape)  # the tensor keeps ``pages`` alive
 
 
 def _mib(size: int) -> str:

@@ -13,29 +13,34 @@ from jitney.execution import machine
 FLOAT8 = "float8_e4m3"
 TOKEN_BUDGET = {"cpu": 512, "cuda": 8192}
 """Default of ``max_num_batched_tokens``, by the device's type."""
+_WITHOUT_GPU = "without the attention kernels of a GPU"
 
 
-def refuse_gpu_options(config: EngineConfig, allowed: str = "") -> None:
-    """Called where the GPU's kernels do not run: refuse the options that only they give a meaning,
-    except the one named ``allowed``. Raises ConfigError naming the first."""
-    without = "without the attention kernels of a GPU"
-    if config.batch_invariant and allowed != "batch_invariant":
-        bound = f"False without a CPU's kernels or {without}"
+def refuse_batch_invariant(config: EngineConfig) -> None:
+    """Called where no kernels run, for a CPU or for a GPU. Raises ConfigError."""
+    if config.batch_invariant:
+        bound = f"False without a CPU's kernels or {_WITHOUT_GPU}"
         raise ConfigError.of("batch_invariant", True, bound)
-    if config.compile and allowed != "compile":
-        raise ConfigError.of("compile", True, f"False {without}")
-    if config.cuda_graphs == "load" and allowed != "cuda_graphs":
-        raise ConfigError.of("cuda_graphs", "load", f"lazy or never {without}")
-    if config.kv_cache_dtype == FLOAT8 and allowed != "kv_cache_dtype":
-        raise ConfigError.of("kv_cache_dtype", FLOAT8, f"another one {without}")
-    if config.cuda_graph_sizes is not None and allowed != "cuda_graph_sizes":
-        raise ConfigError.of("cuda_graph_sizes", config.cuda_graph_sizes, f"None {without}")
+
+
+def refuse_gpu_options(config: EngineConfig) -> None:
+    """Called where the GPU's kernels do not run: refuse the options that mean something to them
+    only. Raises ConfigError naming the first."""
+    if config.compile:
+        raise ConfigError.of("compile", True, f"False {_WITHOUT_GPU}")
+    if config.cuda_graphs == "load":
+        raise ConfigError.of("cuda_graphs", "load", f"lazy or never {_WITHOUT_GPU}")
+    if config.kv_cache_dtype == FLOAT8:
+        raise ConfigError.of("kv_cache_dtype", FLOAT8, f"another one {_WITHOUT_GPU}")
+    if config.cuda_graph_sizes is not None:
+        raise ConfigError.of("cuda_graph_sizes", config.cuda_graph_sizes, f"None {_WITHOUT_GPU}")
 
 
 def cache_dtype(
     config: EngineConfig, model_dtype: torch.dtype, device: torch.device
 ) -> torch.dtype:
-    """The dtype of option ``kv_cache_dtype``. Raises ConfigError if the device has no such."""
+    """The dtype of option ``kv_cache_dtype``. Raises ConfigError for one that caches of the device
+    cannot have."""
     if config.kv_cache_dtype == "auto":
         return model_dtype
     if config.kv_cache_dtype == FLOAT8:
@@ -46,14 +51,16 @@ def cache_dtype(
 
 
 def token_budget(config: EngineConfig, device: torch.device) -> int:
-    """Most tokens of a step: by default at least one for each sequence."""
-    default = max(TOKEN_BUDGET[device.type], config.max_num_seqs)
-    return config.max_num_batched_tokens or default
+    """Most tokens of a step: option ``max_num_batched_tokens``, or its default for the device."""
+    if config.max_num_batched_tokens is not None:
+        return config.max_num_batched_tokens
+    # In a step of decodes every sequence has a token.
+    return max(TOKEN_BUDGET[device.type], config.max_num_seqs)
 
 
 def draft_options(config: EngineConfig, dtype: torch.dtype, max_model_len: int) -> EngineConfig:
-    """The options of the draft model that ``config`` names: in the model's ``dtype``, with its
-    context, without adapters."""
+    """The options of the draft model that ``config`` names. It has the model's ``dtype`` and
+    context length, and no adapters."""
     assert config.speculation is not None
     assert config.speculation.model is not None
     return msgspec.structs.replace(

@@ -1,9 +1,10 @@
-"""The first half of a load: files → config → weights → proof. Called by ``load``, which shows all
-steps; ``weigh`` takes the first two of them.
+"""The first half of a load: files → config → weights → proof. Called by ``load``, whose docstring
+lists all steps. ``weigh`` takes the first two of them only.
 """
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -21,23 +22,23 @@ from jitney.execution.weights import cache_scales, count_bytes, read_weights, we
 
 @dataclass(frozen=True)
 class Means:
-    """What a load has at hand beside its options."""
+    """What a load works with, beside its options."""
 
     device: torch.device
     accelerator: Accelerator | None = None
     """None: everything runs in plain torch."""
     quantizer: Quantizer | None = None
-    """None: no quantized weights are read or made."""
+    """None: quantized weights are refused, and none are quantized."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A checkpoint that can be served, as far as its files tell without the weights."""
+    """A checkpoint whose files, apart from the weights, show nothing that cannot be served."""
 
     checkpoint: Checkpoint
     config: PreTrainedConfig
     dtype: torch.dtype
-    """That the weights are loaded in."""
+    """The weights are loaded in it."""
     max_model_len: int
 
 
@@ -49,7 +50,7 @@ class ReadModule:
     module: PreTrainedModel
     num_parameters: int
     needed_bytes: int
-    """Most memory that the weights took while they were read."""
+    """The most memory, in bytes, that the weights took while they were read."""
 
 
 def load_model(config: EngineConfig, means: Means) -> LoadedModel:
@@ -66,11 +67,7 @@ def load_model(config: EngineConfig, means: Means) -> LoadedModel:
 def judge(config: EngineConfig, means: Means, checkpoint: Checkpoint) -> Judged:
     """Check what can be checked without the weights, and choose the dtype to load them in."""
     hf_config = support.parse_config(checkpoint)
-    quantization = checkpoint.config.get("quantization_config")
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-    # torch itself computes layers that torchao quantized, in any dtype; ours give bfloat16.
-    is_stored_rounded = bool(quantization) and method != "torchao"
-    rounded = is_stored_rounded or config.quantization in ("int8", "int4")
+    rounded = config.quantization in ("int8", "int4") or _is_quantized_for_kernels(checkpoint)
     widened = False
     if means.accelerator is not None:
         widened = means.accelerator.widens_bfloat16(checkpoint, rounded=rounded)
@@ -89,11 +86,22 @@ def judge(config: EngineConfig, means: Means, checkpoint: Checkpoint) -> Judged:
     )
 
 
+def _is_quantized_for_kernels(checkpoint: Checkpoint) -> bool:
+    """Whether the weights are stored in 8 or 4 bits that our kernels multiply. torch itself does
+    that for layers of torchao, and in any dtype."""
+    quantization = checkpoint.config.get("quantization_config")
+    if not quantization:
+        return False
+    if isinstance(quantization, dict):
+        return quantization.get("quant_method") != "torchao"
+    return True
+
+
 # ---------------------------------------------------------------------- weights
 
 
 def import_models() -> None:
-    """Import what all architectures share: transformers does that only with the first model."""
+    """Import what all architectures share. Without this, transformers does it at the first load."""
     import transformers.models.llama.modeling_llama  # noqa: F401
 
 
@@ -106,8 +114,8 @@ def read_module(config: EngineConfig, means: Means, judged: Judged) -> ReadModul
 
 
 def find_weight_format(config: EngineConfig, means: Means, judged: Judged) -> WeightFormat | None:
-    """How the weights are quantized; None if they are taken as they are. Raises ConfigError or
-    UnsupportedModelError if that needs a quantizer and there is none."""
+    """How the weights are quantized; None if they are not. Raises ConfigError or
+    UnsupportedModelError if they are and there is no quantizer."""
     checkpoint = judged.checkpoint
     if means.quantizer is not None:
         return means.quantizer(checkpoint, config, judged.dtype, means.device)
@@ -119,15 +127,17 @@ def find_weight_format(config: EngineConfig, means: Means, judged: Judged) -> We
 
 
 def _read_plain(means: Means, judged: Judged) -> ReadModule:
+    """Read weights that are not quantized."""
     checkpoint = judged.checkpoint
     needed = checkpoint.num_values * judged.dtype.itemsize
     _check_free(needed, means.device)
     module = read_weights(checkpoint, judged.config, judged.dtype, means.device)
-    num_parameters = module.num_parameters()
-    return _placed(judged, module, means.device, num_parameters, needed)
+    _finish_module(module, means.device)
+    return ReadModule(judged, module, module.num_parameters(), needed)
 
 
 def _read_quantized(means: Means, judged: Judged, weight_format: WeightFormat) -> ReadModule:
+    """Read weights that are quantized in the checkpoint, or quantize them."""
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(judged.config, dtype=judged.dtype)
     needed = weight_format.needed_bytes(skeleton)
@@ -144,10 +154,12 @@ def _read_quantized(means: Means, judged: Judged, weight_format: WeightFormat) -
     sizes = _linear_sizes(module)
     weight_format.after_reading(module)
     _check_sizes(module, sizes, weights_name(judged.checkpoint))
-    return _placed(judged, module, means.device, skeleton.num_parameters(), needed)
+    _finish_module(module, means.device)
+    return ReadModule(judged, module, skeleton.num_parameters(), needed)
 
 
 def _check_free(needed: int, device: torch.device) -> None:
+    """Raise LoadError if fewer bytes are free than the weights need."""
     free = machine.available_memory(device)
     if needed > free:
         raise LoadError(
@@ -155,39 +167,38 @@ def _check_free(needed: int, device: torch.device) -> None:
         )
 
 
-def _placed(
-    judged: Judged,
-    module: PreTrainedModel,
-    device: torch.device,
-    num_parameters: int,
-    needed_bytes: int,
-) -> ReadModule:
-    """The module moved to the device, in eval mode."""
+def _finish_module(module: PreTrainedModel, device: torch.device) -> None:
+    """Move the module to the device, and put it into eval mode."""
     module.to(device)  # type: ignore[arg-type]
     module.eval()
-    return ReadModule(judged, module, num_parameters, needed_bytes)
 
 
-def _linear_sizes(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """(inputs, outputs) of each linear layer, by its path."""
+class _LinearSize(NamedTuple):
+    inputs: int
+    outputs: int
+
+
+def _linear_sizes(module: nn.Module) -> dict[str, _LinearSize]:
+    """The sizes of all linear layers, by path."""
     return {
-        path: (each.in_features, each.out_features)
+        path: _LinearSize(each.in_features, each.out_features)
         for path, each in module.named_modules()
         if type(each) is nn.Linear
     }
 
 
-def _check_sizes(module: nn.Module, sizes: dict[str, tuple[int, int]], weights: str) -> None:
-    """Raise CheckpointError for a quantized layer of another size than the layer in whose place it
-    stands; ``weights`` names the file."""
-    for path, (inputs, outputs) in sizes.items():
+def _check_sizes(module: nn.Module, sizes: dict[str, _LinearSize], weights: str) -> None:
+    """Raise CheckpointError if a quantized layer differs in size from the linear layer that it
+    replaced. ``sizes`` are those of the linear layers; ``weights`` names the file."""
+    for path, stated in sizes.items():
         layer = module.get_submodule(path)
         if not isinstance(layer, QuantizedLinear):
             continue
-        if (layer.in_features, layer.out_features) != (inputs, outputs):
+        if _LinearSize(layer.in_features, layer.out_features) != stated:
             raise CheckpointError(
                 f"{weights} has a wrong shape of {path}.weight: {layer.out_features} × "
-                f"{layer.in_features}, and the configuration says {outputs} × {inputs}"
+                f"{layer.in_features}, and the configuration says {stated.outputs} × "
+                f"{stated.inputs}"
             )
 
 
@@ -195,7 +206,8 @@ def _check_sizes(module: nn.Module, sizes: dict[str, tuple[int, int]], weights: 
 
 
 def prove(read: ReadModule) -> LoadedModel:
-    """Run the probes of ``probe``, and state what is known of the model after them."""
+    """Check with ``probe`` that the module runs on a paged cache. Returns the model, with what the
+    checks found out about its layers."""
     judged = read.judged
     module = read.module
     checkpoint = judged.checkpoint
@@ -215,14 +227,14 @@ def prove(read: ReadModule) -> LoadedModel:
         vocab_size=vocab_size,
         num_parameters=read.num_parameters,
         weight_bytes=count_bytes(module),
-        forward=functools.partial(interface.forward, module),
+        forward=functools.partial(interface.forward_module, module),
         cache_scales=cache_scales(checkpoint, kv_heads, device),
     )
 
 
 def _probe(module: PreTrainedModel, weights: str) -> list[LayerSpec]:
-    """What each layer keeps and how it attends. Whatever a probe raises means that the
-    architecture cannot be served."""
+    """What each layer keeps and how it attends. Raises LoadError if a check fails: whatever is
+    raised within a check means that the architecture cannot be served."""
     try:
         layers = probe.record_layers(module, support.layer_windows(module.config))
         probe.compare_with_eager(module, layers, weights)

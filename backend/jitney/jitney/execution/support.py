@@ -51,7 +51,8 @@ def parse_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     except Exception as error:  # validation errors come in many classes
         reason = first_line(error, checkpoint.folder)
         raise CheckpointError(f"{checkpoint.config_name} cannot be used: {reason}") from error
-    for obstacle in _obstacles(config):
+    obstacle = next(_obstacles(config), None)
+    if obstacle is not None:
         raise refuse(config.model_type, obstacle)
     return config
 
@@ -59,21 +60,24 @@ def parse_config(checkpoint: Checkpoint) -> PreTrainedConfig:
 def context_length(config: EngineConfig, hf_config: PreTrainedConfig) -> int:
     """``max_model_len``, or the checkpoint's. Raises ConfigError if it is beyond the latter."""
     asked = config.max_model_len
-    made_for = getattr(hf_config, "max_position_embeddings", None)
-    if asked is None and made_for is None:
-        raise ConfigError(
-            "option max_model_len is missing, and the checkpoint does not state a context length"
-        )
-    if asked is not None and made_for is not None and asked > made_for:
+    stated: int | None = getattr(hf_config, "max_position_embeddings", None)
+    if asked is None:
+        if stated is None:
+            raise ConfigError(
+                "option max_model_len is missing, and the checkpoint does not state a context "
+                "length"
+            )
+        return int(stated)
+    if stated is not None and asked > stated:
         raise ConfigError.of(
-            "max_model_len", asked, f"at most {made_for}, which the checkpoint was made for"
+            "max_model_len", asked, f"at most {stated}, which the checkpoint was made for"
         )
-    return asked or int(made_for or 0)
+    return asked
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype that most of the weights are stored in; of a quantized checkpoint, the one they had
-    before. Raises UnsupportedModelError for others than the three that are read."""
+    """The dtype that most of the weights are stored in. For a quantized checkpoint it is the dtype
+    that they had before. Raises UnsupportedModelError for others than the three that are read."""
     if checkpoint.config.get("quantization_config"):
         name = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
         return DTYPES.get(str(name), torch.bfloat16)
@@ -85,7 +89,8 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
 
 
 def eos_ids(checkpoint: Checkpoint, vocab_size: int) -> frozenset[int]:
-    """The tokens that end a sequence, by ``generation_config.json`` and ``config.json``."""
+    """The tokens that end a sequence: those in ``generation_config.json`` and in ``config.json``.
+    Raises CheckpointError for what is no token id."""
     ids: set[int] = set()
     for source in (checkpoint.generation_config, checkpoint.config):
         value = source.get("eos_token_id")
@@ -103,8 +108,9 @@ def eos_ids(checkpoint: Checkpoint, vocab_size: int) -> frozenset[int]:
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:
     """The sliding window of each layer as the configuration states it, which is what transformers'
     own masks follow. None is full attention."""
-    window = getattr(config, "sliding_window", None) or None
-    if getattr(config, "use_sliding_window", True) is False:
+    window: int | None = getattr(config, "sliding_window", None)
+    is_used: bool | None = getattr(config, "use_sliding_window", None)  # few architectures have it
+    if window == 0 or is_used is False:
         window = None
     types = getattr(config, "layer_types", None)
     if types is None:
@@ -113,7 +119,7 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None]:
 
 
 def _obstacles(config: PreTrainedConfig) -> Iterator[str]:
-    """Why the configuration, as transformers reads it, describes no model that can be served."""
+    """Each reason why a model of this configuration, as transformers reads it, cannot be served."""
     if getattr(config, "is_encoder_decoder", False):
         yield "it is an encoder-decoder, whose decoder reads a second sequence"
     if config.get_text_config() is not config:
@@ -132,7 +138,7 @@ def _obstacles(config: PreTrainedConfig) -> Iterator[str]:
             )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         yield "transformers has no causal language model of it"
-        return  # there is no class to look at
+        return  # what follows looks at the model's class
     cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if getattr(cls, "_is_stateful", False):
         yield "it has recurrent layers, whose state is not kept in a paged cache"

@@ -27,17 +27,19 @@ from transformers.utils import logging as hf_logging
 from jitney.errors import CheckpointError, LoadError
 from jitney.execution import interface
 from jitney.execution.checkpoint import Checkpoint, first_line
+from jitney.execution.interface import KvScales
 
 _log = logging.getLogger(__name__)
 
-# A copy from pageable memory is bound by one core's page faults and memory copies. More threads
-# than this contend for the address space.
 _THREADS = 4
-# As the extra ``quantization`` of the distribution has them.
-_PACKAGES = {"torchao": (0, 17), "compressed-tensors": (0, 18)}
-_CACHE_SCALE = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.([kv])_scale$")
-# Tensors sent ahead of the one in use: bounds what the device holds beside the module.
+"""Threads that send tensors to a device. One core's page faults and memory copies bound a copy from
+pageable memory; more threads than these contend for the address space."""
 _AHEAD = 6
+"""Tensors sent ahead of the one in use: bounds what the device holds beside the module."""
+_LEAST_VERSIONS = {"torchao": (0, 17), "compressed-tensors": (0, 18)}
+"""As the extra ``quantization`` of the distribution has them."""
+_CACHE_SCALE = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.([kv])_scale$")
+"""Name of a tensor with scales of the KV cache; matches its layer's number, and k or v."""
 
 
 def read_weights(
@@ -47,12 +49,11 @@ def read_weights(
     device: torch.device | None = None,
     packed: Collection[str] = (),
 ) -> PreTrainedModel:
-    """The module of ``checkpoint`` in ``dtype``, on ``device`` if it is given and transformers can
-    place it there as it reads; else on the CPU, for the caller to move. ``packed`` tensors of a
-    GGUF file are left out.
+    """The module of ``checkpoint`` in ``dtype``, without the ``packed`` tensors of a GGUF file.
 
-    A tensor the model needs and the files lack is a CheckpointError: transformers would fill it at
-    random.
+    With a ``device``, transformers moves each tensor there as it reads it, if it can. Else the
+    module is on the CPU, for the caller to move. A tensor that the model needs and the files lack
+    is a CheckpointError: transformers would fill it at random.
     """
     interface.register()
     name = weights_name(checkpoint)
@@ -70,8 +71,8 @@ def read_weights(
     except Exception as error:  # shapes that do not fit, headers newer than the library, …
         reason = first_line(error, checkpoint.folder)
         raise CheckpointError(f"{name} cannot be loaded: {reason}") from error
-    _check_keys(name, "lacks", report["missing_keys"])
-    _check_keys(name, "has a wrong shape of", report["mismatched_keys"])
+    _refuse_keys(f"{name} lacks", report["missing_keys"])
+    _refuse_keys(f"{name} has a wrong shape of", report["mismatched_keys"])
     if checkpoint.gguf is not None:
         checkpoint.gguf.finish(module)
     return module
@@ -88,6 +89,7 @@ def _from_pretrained(
     source: Path | None = checkpoint.folder
     cls: Any = AutoModelForCausalLM
     if checkpoint.gguf is not None:
+        # AutoModelForCausalLM would look for a folder; the architecture's own class does not.
         source = None
         cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
         names = checkpoint.tensors.keys() - packed
@@ -118,14 +120,14 @@ def _no_progress_bar() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
-def _check_keys(weights: str, verb: str, keys: Collection[Any]) -> None:
-    """Raise CheckpointError, naming the first, if there are any. transformers gives a key as its
-    name, or as a tuple of the name and two shapes."""
+def _refuse_keys(text: str, keys: Collection[Any]) -> None:
+    """Raise CheckpointError, ``text`` and the first names, if there are any keys. transformers
+    gives a key as the tensor's name, or as a tuple of the name and two shapes."""
     if not keys:
         return
     names = sorted(str(key[0] if isinstance(key, tuple) else key) for key in keys)
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    raise CheckpointError(f"{weights} {verb} {', '.join(names[:3])}{more}")
+    raise CheckpointError(f"{text} {', '.join(names[:3])}{more}")
 
 
 def weights_name(checkpoint: Checkpoint) -> str:
@@ -138,55 +140,56 @@ def stream(tensors: Iterable[Tensor], device: torch.device) -> Iterator[Tensor]:
     """Each tensor on ``device``, in order, while threads send the next few. A tensor that is there
     already is given as it is."""
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="weights") as pool:
-        waiting: deque[Future[Tensor]] = deque()
+        sent: deque[Future[Tensor]] = deque()
         for tensor in tensors:
-            waiting.append(pool.submit(torch.Tensor.to, tensor, device))
+            sent.append(pool.submit(torch.Tensor.to, tensor, device))
             del tensor  # so that its memory is freed once it was sent
-            if len(waiting) > _AHEAD:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+            if len(sent) > _AHEAD:
+                yield sent.popleft().result()
+        while sent:
+            yield sent.popleft().result()
 
 
 def missing_package(name: str) -> str | None:
     """Why package ``name`` cannot be used, with the version that is needed; None if it can."""
-    least = _PACKAGES[name]
-    needed = f"{name}>={least[0]}.{least[1]}"
+    major, minor = _LEAST_VERSIONS[name]
+    needed = f"{name}>={major}.{minor}"
     try:
         version = metadata.version(name)
     except metadata.PackageNotFoundError:
         return f"{needed} is not installed"
     found = tuple(map(int, re.findall(r"\d+", version)[:2]))
-    return None if found >= least else f"{needed} is needed, and {version} is installed"
+    if found < (major, minor):
+        return f"{needed} is needed, and {version} is installed"
+    return None
 
 
 def cache_scales(
     checkpoint: Checkpoint, kv_heads: Sequence[int], device: torch.device
-) -> dict[int, tuple[Tensor, Tensor]]:
-    """The scales (of keys, of values) that a checkpoint states for a float8 cache, by layer:
-    float32 [KV heads] on ``device``. What is cached times its scale is the value. Layers that lack
-    one of the two are left out. ``kv_heads``: how many each layer has.
+) -> dict[int, KvScales]:
+    """The scales that a checkpoint states for a float8 cache, by layer, on ``device``. Layers for
+    which it states only one of the two are left out. ``kv_heads``: how many each layer has.
 
-    Raises CheckpointError for scales that are neither one nor one per KV head.
+    Raises CheckpointError for scales that are neither one for the layer nor one per KV head.
     """
-    found: dict[int, dict[str, Tensor]] = {}
+    found: dict[int, dict[str, Tensor]] = {}  # by layer, then by k or v
     for name, stored in checkpoint.tensors.items():
         match = _CACHE_SCALE.search(name)
         if match is None:
             continue
         layer = int(match[1])
-        kind = match[2]
+        letter = match[2]
         with safe_open(str(checkpoint.folder / stored.file), framework="pt") as file:
             scale = file.get_tensor(name).float().flatten()
         heads = kv_heads[layer] if layer < len(kv_heads) else 0
         if len(scale) not in (1, heads):
             raise CheckpointError(f"the cache scales of layer {layer} are not one, or one per head")
         of_layer = found.setdefault(layer, {})
-        of_layer[kind] = scale.to(device).expand(heads).contiguous()
+        of_layer[letter] = scale.to(device).expand(heads).contiguous()
     complete = {}
     for layer, of_layer in found.items():
         if len(of_layer) == 2:
-            complete[layer] = (of_layer["k"], of_layer["v"])
+            complete[layer] = KvScales(key=of_layer["k"], value=of_layer["v"])
     return complete
 
 
@@ -196,7 +199,7 @@ def count_bytes(module: nn.Module) -> int:
 
 
 def stored_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor; of one that is made of others (torchao's), those of its parts."""
+    """Bytes of a tensor. One of torchao's consists of several tensors: their bytes together."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         return sum(stored_bytes(getattr(tensor, name)) for name in names)
