@@ -47,7 +47,7 @@ class _Chunk(NamedTuple):
     """The tokens of a sequence that one step computes."""
 
     start: int
-    count: int
+    num_tokens: int
 
 
 class _ProbeSequence(NamedTuple):
@@ -283,13 +283,13 @@ def probe_logits(
         chunks = [sequence.chunks[number] for sequence in _SEQUENCES]
         rows = []
         for sequence, ids, chunk in zip(_SEQUENCES, all_ids, chunks, strict=True):
-            row = probe_row(ids.tolist(), chunk.start, chunk.count, sequence.block_table)
+            row = probe_row(ids.tolist(), chunk.start, chunk.num_tokens, sequence.block_table)
             rows.append(row)
         meta = build_metadata(rows, block_size, device)
         step_ids = torch.tensor([token for row in rows for token in row.token_ids], device=device)
         all_tokens = torch.arange(len(step_ids), device=device)
         logits = step(step_ids, meta.positions, all_tokens, PagedStep(caches, meta))
-        parts = logits.split([chunk.count for chunk in chunks])
+        parts = logits.split([chunk.num_tokens for chunk in chunks])
         for of_sequence, part in zip(logits_of, parts, strict=True):
             of_sequence.append(part)
     return torch.cat([torch.cat(of_sequence) for of_sequence in logits_of])
