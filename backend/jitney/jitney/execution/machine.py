@@ -26,6 +26,7 @@ _log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _BYTES_PER_THREAD = 64 << 20
+"""Weights that keep one thread busy in the proof at load."""
 _CGROUP = Path("/sys/fs/cgroup")
 
 

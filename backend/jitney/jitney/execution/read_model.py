@@ -87,14 +87,15 @@ def judge(config: EngineConfig, means: Means, checkpoint: Checkpoint) -> Judged:
 
 
 def _is_quantized_for_kernels(checkpoint: Checkpoint) -> bool:
-    """Whether the weights are stored in 8 or 4 bits that our kernels multiply. torch itself does
-    that for layers of torchao, and in any dtype."""
+    """Whether the weights are stored in 8 or 4 bits that our kernels multiply. Those of torchao are
+    multiplied by torch itself, in any dtype."""
     quantization = checkpoint.config.get("quantization_config")
     if not quantization:
         return False
+    method = quantization
     if isinstance(quantization, dict):
-        return quantization.get("quant_method") != "torchao"
-    return True
+        method = quantization.get("quant_method")
+    return bool(method != "torchao")
 
 
 # ---------------------------------------------------------------------- weights
