@@ -121,7 +121,12 @@ def build_metadata(
     if longest == 1:
         tokens = _lay_out_decodes(used_tables, starts, block_size)
     else:
-        tokens = _lay_out_chunks(table_array, starts, lengths, block_size)
+        tokens = _lay_out_chunks(
+            table_array=table_array,
+            starts=starts,
+            lengths=lengths,
+            block_size=block_size,
+        )
     device = torch.device(device)
     return AttentionMetadata(
         query_start=to_device(tokens.query_start, device),

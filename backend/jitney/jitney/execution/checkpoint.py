@@ -165,13 +165,23 @@ def _contents_of_gguf(file: Path) -> _Contents:
         separate_config = read_json(folder, CONFIG)
     gguf = _read_gguf(file, separate_config)
     tensors = {
-        name: StoredTensor(tensor.ggml_type, tensor.shape, tensor.num_bytes, file.name)
+        name: StoredTensor(
+            dtype=tensor.ggml_type,
+            shape=tensor.shape,
+            num_bytes=tensor.num_bytes,
+            file=file.name,
+        )
         for name, tensor in gguf.tensors.items()
     }
     config = dict(gguf.config)
     if any(tensor.dtype not in FLOATS for tensor in tensors.values()):
         config["quantization_config"] = {"quant_method": "gguf"}
-    return _Contents(config, (file.name,), tensors, gguf)
+    return _Contents(
+        config=config,
+        weight_files=(file.name,),
+        tensors=tensors,
+        gguf=gguf,
+    )
 
 
 def first_line(error: Exception, folder: Path | None = None) -> str:
@@ -231,8 +241,12 @@ def _read_header(folder: Path, file: str) -> dict[str, StoredTensor]:
                 tensor = opened.get_slice(name)
                 dtype = tensor.get_dtype()
                 shape = tensor.get_shape()
-                num_bytes = math.prod(shape) * _bits_of(dtype) // 8
-                tensors[name] = StoredTensor(dtype, shape, num_bytes, file)
+                tensors[name] = StoredTensor(
+                    dtype=dtype,
+                    shape=shape,
+                    num_bytes=math.prod(shape) * _bits_of(dtype) // 8,
+                    file=file,
+                )
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{file} is truncated, corrupt or not a safetensors file: {first_line(error, folder)}"

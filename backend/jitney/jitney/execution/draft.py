@@ -154,7 +154,12 @@ class DraftModel:
         none."""
         rows = [proposal.row for proposal in this_pass.proposals]
         device = self._model.device
-        meta = build_metadata(rows, self._block_size, device, self._tables)
+        meta = build_metadata(
+            rows,
+            block_size=self._block_size,
+            device=device,
+            tables=self._tables,
+        )
         ids = to_device([token for row in rows for token in row.token_ids], device)
         complete = [r for r, row in enumerate(rows) if self._is_complete(row)]
         # The last token of each complete row. A model computes logits of at least one token: if no

@@ -118,7 +118,13 @@ def _lower_bound(scaled: Tensor, weights: Tensor, params: list[SamplingParams]) 
     bound = torch.where(k > 0, torch.maximum(bound, kth_largest), bound)
     if all(p >= 1.0 for p in top_p):
         return bound
-    return _raise_to_nucleus(bound, scaled, weights, largest, to_device(top_p, device, np.float64))
+    return _raise_to_nucleus(
+        bound,
+        scaled=scaled,
+        weights=weights,
+        largest=largest,
+        top_p=to_device(top_p, device, np.float64),
+    )
 
 
 def _count_largest(top_k: list[int], top_p: list[float], vocab: int, *, on_cpu: bool) -> int:

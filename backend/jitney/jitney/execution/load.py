@@ -152,7 +152,12 @@ def speed_up(
         _check_sites(model)
     if hidden_states is not None:
         model = hidden_states.follow(model)
-    return PreparedModel(model, attention, accelerator, hidden_states)
+    return PreparedModel(
+        model=model,
+        attention=attention,
+        accelerator=accelerator,
+        hidden_states=hidden_states,
+    )
 
 
 def _rearrange(config: EngineConfig, model: LoadedModel, accelerator: Accelerator) -> LoadedModel:
@@ -167,7 +172,11 @@ def _rearrange(config: EngineConfig, model: LoadedModel, accelerator: Accelerato
     # may be another one, whose rounding the comparison is not about.
     attention = select_attention(config, model, model.dtype, accelerator)
     after = probe.probe_logits(
-        model.module, model.layers, attention, config.block_size, faster.forward
+        model.module,
+        model.layers,
+        attention=attention,
+        block_size=config.block_size,
+        step=faster.forward,
     )
     probe.check_same(before, after, coarse=coarse)
     return faster
@@ -237,7 +246,13 @@ def allocate(
         head_weight = eagle.read_weight(config, model, draft.model)
     needs = _needs_of(config, info, target, dtype)
     if draft is not None:
-        needs = _with_draft(config, needs, draft, dtype, head_weight)
+        needs = _with_draft(
+            config,
+            needs,
+            draft=draft,
+            dtype=dtype,
+            head_weight=head_weight,
+        )
     ledger = memory.plan_memory(config, needs, machine.available_memory(model.device))
 
     draft_caches: list[LayerCache] = []

@@ -166,7 +166,13 @@ def block_bytes(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype
     """Bytes of one block: K and V of every layer."""
     elements = 0
     for layer in layers:
-        shape = cache_shape(1, block_size, layer.num_kv_heads, layer.head_size, dtype)
+        shape = cache_shape(
+            num_blocks=1,
+            block_size=block_size,
+            num_kv_heads=layer.num_kv_heads,
+            head_size=layer.head_size,
+            dtype=dtype,
+        )
         elements += 2 * math.prod(shape)
     return elements * dtype.itemsize
 
@@ -200,7 +206,13 @@ def make_layer_caches(
     """
     caches = []
     for layer, attend in zip(layers, attention, strict=True):
-        shape = cache_shape(num_blocks, block_size, layer.num_kv_heads, layer.head_size, dtype)
+        shape = cache_shape(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_kv_heads=layer.num_kv_heads,
+            head_size=layer.head_size,
+            dtype=dtype,
+        )
         keys = _zeros(shape, dtype, device)
         values = _zeros(shape, dtype, device)
         caches.append(LayerCache(keys, values, attend))

@@ -47,7 +47,12 @@ def cache_dtype(
         return torch.float8_e4m3fn
     if config.kv_cache_dtype == "int8":
         return torch.int8
-    return machine.resolve_dtype(config.kv_cache_dtype, model_dtype, device, "kv_cache_dtype")
+    return machine.resolve_dtype(
+        config.kv_cache_dtype,
+        stored=model_dtype,
+        device=device,
+        key="kv_cache_dtype",
+    )
 
 
 def token_budget(config: EngineConfig, device: torch.device) -> int:

@@ -276,14 +276,26 @@ def probe_logits(
     all_ids = _probe_ids(module)
     device = all_ids[0].device
     dtype = embedding_weight(module).dtype
-    caches = make_layer_caches(specs, attention, block_size, dtype, device, _NUM_BLOCKS)
+    caches = make_layer_caches(
+        layers=specs,
+        attention=attention,
+        block_size=block_size,
+        dtype=dtype,
+        device=device,
+        num_blocks=_NUM_BLOCKS,
+    )
 
     logits_of: list[list[Tensor]] = [[] for _ in _SEQUENCES]
     for number in range(_NUM_STEPS):
         chunks = [sequence.chunks[number] for sequence in _SEQUENCES]
         rows = []
         for sequence, ids, chunk in zip(_SEQUENCES, all_ids, chunks, strict=True):
-            row = probe_row(ids.tolist(), chunk.start, chunk.num_tokens, sequence.block_table)
+            row = probe_row(
+                prompt=ids.tolist(),
+                start=chunk.start,
+                count=chunk.num_tokens,
+                block_table=sequence.block_table,
+            )
             rows.append(row)
         meta = build_metadata(rows, block_size, device)
         step_ids = torch.tensor([token for row in rows for token in row.token_ids], device=device)

@@ -134,7 +134,12 @@ def _read_plain(means: Means, judged: Judged) -> ReadModule:
     _check_free(needed, means.device)
     module = read_weights(checkpoint, judged.config, judged.dtype, means.device)
     _finish_module(module, means.device)
-    return ReadModule(judged, module, module.num_parameters(), needed)
+    return ReadModule(
+        judged=judged,
+        module=module,
+        num_parameters=module.num_parameters(),
+        needed_bytes=needed,
+    )
 
 
 def _read_quantized(means: Means, judged: Judged, weight_format: WeightFormat) -> ReadModule:
@@ -156,7 +161,12 @@ def _read_quantized(means: Means, judged: Judged, weight_format: WeightFormat) -
     weight_format.after_reading(module)
     _check_sizes(module, sizes, weights_name(judged.checkpoint))
     _finish_module(module, means.device)
-    return ReadModule(judged, module, skeleton.num_parameters(), needed)
+    return ReadModule(
+        judged=judged,
+        module=module,
+        num_parameters=skeleton.num_parameters(),
+        needed_bytes=needed,
+    )
 
 
 def _check_free(needed: int, device: torch.device) -> None:

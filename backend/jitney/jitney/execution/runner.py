@@ -212,8 +212,13 @@ class TorchRunner:
         rows = list(batch.rows)
         self._copy_blocks(batch.copies)
         if not rows:
-            return PendingStep([], [], {}, self.recover)
-        meta = build_metadata(rows, self.info.block_size, self._device, self._tables)
+            return PendingStep(rows=[], samples=[], prompt={}, recover=self.recover)
+        meta = build_metadata(
+            rows,
+            block_size=self.info.block_size,
+            device=self._device,
+            tables=self._tables,
+        )
         ids = to_device([token for row in rows for token in row.token_ids], self._device)
         if self.info.overlap:
             self._insert_carried(rows, ids, meta)
@@ -222,7 +227,12 @@ class TorchRunner:
         if self.info.overlap:
             # The next step may be launched before this one is over: its rows take tokens from here.
             self._sampled = torch.cat([each.token_ids for each in samples]) if samples else None
-        step = PendingStep(rows, samples, found.prompt, self.recover)
+        step = PendingStep(
+            rows=rows,
+            samples=samples,
+            prompt=found.prompt,
+            recover=self.recover,
+        )
         if self._draft is not None:
             self._draft.follow(batch, meta, step.outputs)
         return step

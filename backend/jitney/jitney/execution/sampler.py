@@ -146,7 +146,13 @@ def sample(logits: Tensor, pairs: list[tuple[Row, int]]) -> Samples:
         index = to_device(list(asked), logits.device)
         logits_of_asked = logits if len(asked) == len(rows) else logits[index]
         measured = measure(logits_of_asked, chosen[index], max(asked.values()))
-    return Samples(chosen, finite, allowed, asked, measured)
+    return Samples(
+        token_ids=chosen,
+        finite=finite,
+        allowed=allowed,
+        asked=asked,
+        measured=measured,
+    )
 
 
 # ------------------------------------------------------------------ the argmax

@@ -103,7 +103,15 @@ def _layers(module: PreTrainedModel, config: PreTrainedConfig) -> list[LayerSpec
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        return [LayerSpec(heads, kv_heads, size, window) for window in windows]
+        return [
+            LayerSpec(
+                num_heads=heads,
+                num_kv_heads=kv_heads,
+                head_size=size,
+                window=window,
+            )
+            for window in windows
+        ]
 
 
 def _add_drafts(config: EngineConfig, means: Means, model: _Weighed) -> Footprint:

@@ -65,7 +65,13 @@ def read_weights(
             _log.info("accelerate is missing or old: stacked experts are put together on the CPU")
     try:
         with _no_progress_bar():
-            module, report = _from_pretrained(checkpoint, hf_config, dtype, packed, options)
+            module, report = _from_pretrained(
+                checkpoint,
+                hf_config=hf_config,
+                dtype=dtype,
+                packed=packed,
+                options=options,
+            )
     except LoadError:
         raise
     except Exception as error:  # shapes that do not fit, headers newer than the library, …
