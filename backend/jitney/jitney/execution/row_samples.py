@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from jitney.batch import Row, RowOutput
 from jitney.execution.logits_processors import needs_processing
 from jitney.execution.sampler import Sampled, prompt_logprobs
-from jitney.batch import Row, RowOutput
 from jitney.messages import Logprob
 
 RowPromptLogprobs = list[list[Logprob]]

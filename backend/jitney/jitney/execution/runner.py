@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from jitney.batch import Batch, Row, RowOutput, StepOutput
 from jitney.errors import DeviceLostError
 from jitney.execution.attention import AttentionMetadata, BlockTables, build_metadata
 from jitney.execution.draft import DraftModel
@@ -29,7 +30,6 @@ from jitney.execution.row_samples import (
     sampled_rows,
 )
 from jitney.execution.sampler import Sampled, Samples, sample
-from jitney.batch import Batch, Row, RowOutput, StepOutput
 from jitney.messages import ModelInfo
 
 _LOGITS_FLOATS = 1 << 28
