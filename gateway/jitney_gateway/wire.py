@@ -287,12 +287,11 @@ def _names_of_params(type_: type[WireRecord]) -> set[str]:
 
 
 def _field_error(text: str) -> FieldError:
-    """The error for a text of msgspec, such as these, with or without a path at the end::
-
-    Expected `int`, got `str` - at `$.messages[0].name`
-    Object contains unknown field `x` - at `$.messages[0]`
-    Object missing required field `model`
-    """
+    """The error for what msgspec says about a body."""
+    # Examples of its texts. Without a path at the end, the body itself is meant.
+    #     Expected `int`, got `str` - at `$.messages[0].name`
+    #     Object contains unknown field `x` - at `$.messages[0]`
+    #     Object missing required field `model`
     match = re.fullmatch(r"(.*?)(?: - at `\$\.?(.*)`)?", text, re.DOTALL)
     assert match is not None
     fault = match[1]
@@ -321,10 +320,10 @@ def check_fields(path: str, record: Any, types: Mapping[str, FieldsOfType]) -> N
     own = types.get(record.type)
     if own is None:
         raise FieldError(f"{path}.type", f"{path}.type is {record.type!r}: {' or '.join(types)}")
-    names = set[str]()
+    names_of_all_types = set[str]()
     for fields in types.values():
-        names.update(fields.required, fields.optional)
-    for name in sorted(names):
+        names_of_all_types.update(fields.required, fields.optional)
+    for name in sorted(names_of_all_types):
         field = f"{path}.{name}"
         is_given = getattr(record, name) is not None
         if name in own.required:

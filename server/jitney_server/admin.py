@@ -1,8 +1,8 @@
 """The embedded server's HTTP endpoints as its owner uses them: readiness, models, metrics.
 
-Each call has a connection of its own, which is closed after it: an idle one would hold up the
-server's stop. A call raises one of ``NO_ANSWER``. It is InternalError if the server answers
-something else than what was asked for, and another one if no answer comes within ``TIMEOUT_S``.
+Each call has a connection of its own, which is closed after it: an idle connection would hold up
+the server's stop. A call raises one of ``NO_ANSWER``: InternalError if the server answers with an
+error, and the others if no answer comes within ``TIMEOUT_S``.
 """
 
 import contextlib
