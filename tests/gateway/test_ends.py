@@ -14,7 +14,7 @@ from jitney_gateway.server_request import ModelDescription, ServerRequest
 from starlette.testclient import TestClient
 
 from tests.gateway.test_answers import step
-from tests.gateway.test_requests import KNOWN
+from tests.gateway.test_server_requests import KNOWN
 
 USER = {"role": "user", "content": "hi"}
 BODIES: dict[str, dict[str, Any]] = {

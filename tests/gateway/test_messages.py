@@ -21,9 +21,9 @@ from jitney_gateway.server_request import ModelDescription, ServerRequest, reque
 from jitney_gateway.wire import JsonObject, decode
 
 from tests.gateway.test_answers import step
-from tests.gateway.test_requests import KNOWN, PARAMS, SCHEMA
-from tests.gateway.test_requests import TOOL as CHAT_TOOL
 from tests.gateway.test_responses import TEXTS
+from tests.gateway.test_server_requests import KNOWN, PARAMS, SCHEMA
+from tests.gateway.test_server_requests import TOOL as CHAT_TOOL
 
 TOOL: Any = {"name": "stop", "input_schema": {"type": "object"}}
 USER: Any = {"role": "user", "content": "hi"}
