@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from jitney.config import EngineConfig, make_config
+from jitney.config import EngineConfig
 from jitney.engine import assemble
 from jitney.errors import ConfigError
 from jitney.execution import memory
+from jitney.read_config import make_config
 
 from tests.tiny_models import ARCHITECTURES, make_checkpoint, make_head
 
