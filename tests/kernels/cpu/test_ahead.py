@@ -90,7 +90,7 @@ def is_running(pid: int) -> bool:
 
 def test_without_a_kernel_to_wait_for_nothing_waits(tmp_path) -> None:
     code = """
-ahead.wait_for_compiler.__globals__["_ending"] = None
+ahead.wait_for_compiler.__globals__["_end_of_compiler"] = None
 ahead.wait_for_compiler()
 print((folder / "done").exists())
 """

@@ -1,16 +1,33 @@
 """What a Numba kernel is to the host: a record of arguments, machine code, and threads to run it.
 
-A kernel is compiled at its first use and found in Numba's cache at later loads. It runs on the
-threads that torch itself uses.
+A kernel is compiled at its first use and found in Numba's cache at later loads. From its definition
+to a run::
 
-A record is a class of annotated fields: ``int`` (64 bits) or ``float`` (32 bits). The host makes
-one (``RowsCall(stride=64)``), sets its fields and passes its address (``ctypes.addressof``).
-Compiled code calls ``reader(RowsCall)`` with the address and gets a named tuple.
+    @record
+    class ScaleCall(KernelCall):            # ctypes: the host fills it
+        x: int
+        factor: float
 
-A second thread pool would fight torch's, whose threads spin for a while after each operation, for
-the same cores; torch's own is already awake. OpenMP's ``GOMP_parallel`` is the call that compilers
-make of ``#pragma omp parallel``; GNU's, LLVM's and Intel's libraries have it. A team belongs to the
-Python thread that calls, so two engines in one process do not meet.
+    read_scale = reader(ScaleCall)          # a Numba function: the record as a named tuple
+
+    @inner
+    def scale_body(tag, arguments):         # what each thread runs
+        call = read_scale(arguments)
+        while True:
+            row = fetch_add(arguments)      # the next item: adds 1 to the record's first field
+            if row >= call.count:
+                return
+            ...
+
+    version = source_version()
+    kernel = Kernel(lambda address: scale_body(F32, address) if version else None)
+    kernel.run(ScaleCall(count=rows, x=x.data_ptr(), factor=0.5), threads=2)
+
+Kernels run on the threads that torch itself uses. A second thread pool would fight torch's for the
+same cores, as torch's threads spin for a while after each operation; and torch's are awake already.
+The call that starts them is OpenMP's ``GOMP_parallel``, which is what compilers make of
+``#pragma omp parallel``: GNU's, LLVM's and Intel's libraries all have it. Each Python thread that
+calls it has a team of its own, so two engines in one process do not meet.
 
 Called by every module of this folder that has a kernel of its own. Imported only where Numba is.
 """
@@ -37,33 +54,38 @@ _Record = TypeVar("_Record", bound=type[ctypes.Structure])
 
 
 def record(cls: _Record) -> _Record:
-    """Decorates a ``ctypes.Structure``: its own annotations become fields, in their order."""
-    cls._fields_ = [
-        (name, ctypes.c_float if kind is float else ctypes.c_int64)
-        for name, kind in cls.__annotations__.items()
-    ]
+    """Decorates a ``ctypes.Structure``. Its annotations become fields, in their order, behind those
+    of the record that it is derived from: ``int`` is of 64 bits, ``float`` of 32."""
+    fields = []
+    for name, kind in cls.__annotations__.items():
+        fields.append((name, ctypes.c_float if kind is float else ctypes.c_int64))
+    cls._fields_ = fields
     return cls
 
 
 @record
 class KernelCall(ctypes.Structure):
-    """What the arguments of every kernel of a ``program`` begin with."""
+    """The fields with which the arguments of each kernel begin, if it can be part of a ``program``.
+    Then the program can set them without knowing the kernel."""
 
     counter: int
-    """Items taken so far: 0 at the start."""
+    """Items that threads have taken so far: 0 at the start. (So the address of the record is that
+    of the counter.)"""
     threads: int
-    """Threads that have begun, if the kernel numbers its threads (attention does, for their scratch
-    memory): 0 at the start."""
+    """Threads that have begun: 0 at the start. Only attention counts them, to give each thread its
+    own scratch memory."""
     count: int
-    """Number of rows; for attention, its writes and adapters the number of items."""
+    """How much there is to do: rows of a norm, a product or a conversion; items of attention, of
+    its writes to the cache and of adapters."""
 
 
 THREADS_OFFSET = KernelCall.threads.offset  # type: ignore[attr-defined]
 
 
 def reader(cls: type[ctypes.Structure]) -> Any:
-    """A Numba function from an address to a named tuple of the fields of the record there."""
-    fields = get_type_hints(cls)
+    """A Numba function that takes an address and returns the fields of the record there, as a named
+    tuple. It loads all of them once; LLVM drops the loads of those that are not used."""
+    fields = get_type_hints(cls)  # with those that are inherited
     kinds = tuple(types.float32 if kind is float else types.int64 for kind in fields.values())
     result = types.NamedTuple(kinds, namedtuple(cls.__name__, fields))
 
@@ -83,20 +105,22 @@ def reader(cls: type[ctypes.Structure]) -> Any:
 
 
 class Kernel:
-    """The machine code of ``body``, which takes the address of its arguments.
+    """The machine code of a body: a C function ``void body(void *arguments)`` at ``address``.
 
-    Every thread of a team calls it. It is ``void (*)(void *)`` at ``address``.
-
-    ``body`` must hold :func:`source_version` in a closure variable, or Numba's cache does not see
-    changes of other files. So it is always written like this, and the condition is always true::
+    The body that is compiled is always written like this::
 
         version = source_version()
         Kernel(lambda address: rows_body(tag, address) if version else None)
+
+    The condition is always true. It is there to make ``version`` a closure variable of the lambda,
+    which Numba compares before it takes code from its cache: otherwise it would compare the file of
+    the lambda alone, and take old code after a change of ``rows_body`` in another file.
     """
 
     def __init__(self, body: Callable[[int], None]) -> None:
         signature = types.void(types.intp)
-        self._function = _with_cache(partial(cfunc, signature, **_OPTIONS), body)  # owns the code
+        # This object owns the code.
+        self._function = _with_cache(partial(cfunc, signature, **_OPTIONS), body)
         self.address = int(self._function.address)
         self.was_cached: bool = self._function.cache_hits > 0
         # void GOMP_parallel(void (*fn)(void *), void *data, unsigned threads, unsigned flags)
@@ -106,13 +130,16 @@ class Kernel:
         self._parallel = kind(function_address("GOMP_parallel"))
 
     def run(self, arguments: ctypes.Structure, threads: int) -> None:
-        """Run on so many of torch's threads, without the GIL, and wait for them."""
+        """Call the body on so many of torch's threads, each with the address of ``arguments``, and
+        wait for them. Meanwhile the GIL is free."""
         self._parallel(self.address, ctypes.addressof(arguments), threads, 0)
 
 
 def compile_function(function: Callable[..., Any]) -> Any:
-    """``function`` for Python to call, compiled at the first call. It must not use names of other
-    files, whose changes Numba's cache does not see: it takes such values as arguments."""
+    """``function`` for Python to call, compiled at the first call.
+
+    It must use nothing of other files, as Numba's cache does not see when these change. Values that
+    are defined elsewhere are passed as arguments."""
     return _with_cache(partial(njit, **_OPTIONS), function)
 
 
@@ -135,15 +162,12 @@ def _with_cache(compiler: Callable[..., Any], function: Callable[..., Any]) -> A
 
 @cache
 def source_version() -> int:
-    """A number, not 0, that changes with the files of this folder.
-
-    Numba's cache sees changes of the file that defines the compiled function only; a closure
-    variable of that function is part of the cache's key.
-    """
+    """A number that changes with the files of this folder; never 0. See :class:`Kernel`."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
-    return int.from_bytes(digest.digest()[:7], "little") | 1
+    fits_int64 = digest.digest()[:7]
+    return int.from_bytes(fits_int64, "little") | 1  # never 0
 
 
 def function_address(name: str) -> int:

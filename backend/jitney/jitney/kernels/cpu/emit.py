@@ -1,13 +1,24 @@
 """How our Numba functions emit LLVM code of their own.
 
-Numba has no vector type and leaves vectorization to chance. So the innermost steps of all kernels
+Numba has no vector type and leaves vectorization to chance. So the innermost loops of all kernels
 are written as LLVM code: a Python function gets a ``builder`` and calls it once for each
 instruction. :func:`emitted` makes a Numba function of it, which other Numba functions call.
 
-Read a function of this kind as a template: Python's ``if`` and ``for`` run while the kernel is
-compiled, and only what the builder is told is run by the kernel. A docstring that begins with
-"IR:" says which code is emitted. In such functions an argument without an annotation is an IR value
-or an IR type, and so is a result.
+Read a function of this kind as a template. Its Python code runs while the kernel is compiled. The
+kernel itself runs only the instructions that the builder was told. So this template::
+
+    for n in range(2):
+        address = offset_by(builder, start, n, VECTOR_BYTES)
+        total = builder.fadd(total, load_vector(builder, address, f32x))
+
+emits no loop, but one addition behind the other::
+
+    load 16 float32 at start + 0 * 64;  total = total + these
+    load 16 float32 at start + 1 * 64;  total = total + these
+
+A docstring that begins with "IR:" says which code is emitted. In such functions an argument without
+an annotation is an IR value (a number that only the kernel will know) or an IR type, and so is a
+result.
 
 Called by every module of this folder that holds kernels. It calls nothing of ours.
 """
@@ -25,7 +36,7 @@ from numba.extending import intrinsic, models, register_model
 LANES = 16
 """Lanes of a vector. LLVM maps a vector to one register of AVX-512, two of AVX2 or four of NEON."""
 UNIT_BYTES = 4
-"""Bytes of a unit, which is what one lane holds in a product."""
+"""Bytes of a unit: what one lane of a vector holds."""
 VECTOR_BYTES = LANES * UNIT_BYTES
 F32_BYTES = 4
 """Bytes of a float32: a score, a sum, a scale."""
@@ -72,22 +83,35 @@ class _VectorModel(models.PrimitiveModel):
 # --------------------------------------------------------------------------- Numba functions
 
 TAG = "tag"
-"""In :func:`emitted`: an argument that may be any tag. The emitting function gets its type."""
+"""In :func:`emitted`: this argument may be any tag (``simd``). ``emit`` gets the tag's type."""
 
 
 def emitted(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Makes a Numba function of one that emits LLVM code: ``emit(builder, *values)`` -> its value.
+    """Makes a Numba function of ``emit(builder, *values)``, which emits code and returns its value.
 
-    ``result`` and ``arguments`` are Numba's types. Callers may name the arguments.
+    ``result`` and ``arguments`` are Numba's types. For example::
+
+        @emitted(vector, vector, types.float32)
+        def scaled(builder, value, factor):
+            return builder.fmul(value, broadcast(builder, factor))
+
+    Another Numba function calls it as ``scaled(x, 2.0)``, or names its arguments, and gets these
+    instructions in the place of a call::
+
+        %first = insertelement <16 x float> undef, float 2.0, i32 0
+        %every = shufflevector <16 x float> %first, <16 x float> undef, zeroinitializer
+        %result = fmul <16 x float> %x, %every
     """
 
     def decorate(emit: Callable[..., Any]) -> Any:
         signature = inspect.signature(emit)
 
         def define(typingctx, *given, **named):
-            # ``emit`` takes a builder first, where Numba passes its typing context. So binding that
-            # to the signature sorts the arguments, named ones included; then it is dropped.
-            given_types = signature.bind(typingctx, *given, **named).args[1:]
+            # Numba calls this with the types of a caller's arguments, behind its own context.
+            # ``emit`` has one argument more than those, too: the builder. So they can be bound to
+            # its signature, which puts named arguments in their order. Then the first one goes.
+            bound = signature.bind(typingctx, *given, **named)
+            given_types = bound.args[1:]
             kinds = []
             for argument, given_type in zip(arguments, given_types, strict=True):
                 kinds.append(given_type if argument is TAG else argument)
@@ -142,7 +166,7 @@ def pointer(builder, address, to):
 
 
 def offset_by(builder, address, count, size=1):
-    """IR: ``address`` + count * size. These two are numbers or 64-bit values."""
+    """IR: ``address`` + count * size. Count and size are Python numbers or 64-bit values."""
     if isinstance(count, int):
         count = constant(i64, count)
     if isinstance(size, int):
@@ -162,8 +186,8 @@ def prefetch_line(builder, address) -> None:
 
 def stack_memory(builder, size: int):
     """IR: the address of so many bytes on the stack, in whole cache lines."""
-    # An array of vectors, not of bytes: Numba fills it with zeros, and LLVM emits one store for
-    # each element, which would be 16,384 stores for as many bytes.
+    # Numba fills the array with zeros, by one store for each element. So the elements are vectors:
+    # for 16,384 bytes these are 256 stores, where elements of a byte would need 16,384.
     vectors = -(-size // VECTOR_BYTES)
     memory = cgutils.alloca_once(builder, ir.ArrayType(f32x, vectors))
     memory.align = 64
@@ -192,7 +216,7 @@ def broadcast(builder, scalar):
 
 
 def load_broadcast(builder, address, kind=i32):
-    """IR: the four bytes at ``address``, as a number of this ``kind``, in every lane."""
+    """IR: the four bytes at ``address``, as a number of the type ``kind``, in every lane."""
     scalar = builder.load(pointer(builder, address, kind), align=4)
     return broadcast(builder, scalar)
 
@@ -207,7 +231,7 @@ def fused_multiply_add(builder, a, b, c):
 
 
 def widen_low(builder, bits):
-    """IR: bfloat16 in the lower halves of 32-bit integers, as float32: one number, or 16 lanes."""
+    """IR: bfloat16 in the lower half of a 32-bit integer, or of 16 lanes of these, as float32."""
     to = f32x if bits.type == i32x else f32
     moved = builder.shl(bits, constant(bits.type, 16))
     return builder.bitcast(moved, to)
@@ -220,18 +244,22 @@ def widen_high(builder, bits):
 
 
 def round_to_bf16(builder, value):
-    """IR: the upper halves of float32, to nearest even, as int16; a NaN stays one.
+    """IR: float32, one number or 16 lanes, rounded to bfloat16, whose bits are given as int16. Ties
+    go to even, and a NaN stays one.
 
-    Where the processor has no instruction for it, LLVM would call a function that is not there.
+    LLVM's own rounding (``fptrunc``) would call a library function that is not linked here, where
+    the processor has no instruction for it.
     """
     is_vector = value.type == f32x
     wide = i32x if is_vector else i32
     narrow = i16x if is_vector else i16
     bits = builder.bitcast(value, wide)
-    # Adding 0x7FFF rounds up what is above one half of the last place that stays. Adding one more
-    # where that place is odd also rounds up a tie, which so goes to even.
+    # The lower 16 bits are cut off at the end. Adding 0x7FFF carries a one into the upper half if
+    # they were above one half, 0x8000. Adding one more where the upper half is odd does so for
+    # exactly one half, too: so a tie goes to even.
     odd = builder.and_(builder.lshr(bits, constant(wide, 16)), constant(wide, 1))
     rounded = builder.add(bits, builder.add(odd, constant(wide, 0x7FFF)))
+    # A NaN might become infinite by that: it is replaced by the usual one.
     is_nan = builder.fcmp_unordered("uno", value, value)
     kept = builder.select(is_nan, constant(wide, 0x7FC00000), rounded)
     return builder.trunc(builder.lshr(kept, constant(wide, 16)), narrow)

@@ -1,16 +1,19 @@
-"""What the processor can do that kernels are compiled for, and how that shapes them.
+"""What the processor has that kernels are compiled for, and how many registers.
 
-Kernels exist for these instruction sets. Every function that has a form for each asks here, or asks
-:func:`emit.host_has`, while it is compiled:
+Kernels exist for these instruction sets. A function that emits other instructions for each asks
+here, or asks :func:`emit.host_has`, while it is compiled:
 
-===================  ==========================================  ====================  ==========
-instruction set      product of bfloat16                         product of bytes      registers
-===================  ==========================================  ====================  ==========
-AMX                  tiles: 16 rows x 16 lanes x 32 elements     tiles, or VNNI        8 tiles
-AVX-512 BF16, VNNI   one instruction for 32 elements             one instruction       32 x 512
-AVX-512              widened to float32, two FMA                 two widening steps    32 x 512
-AVX2                 widened to float32, two FMA                 two widening steps    16 x 256
-===================  ==========================================  ====================  ==========
+===================  ====================================  ======================  ================
+instruction set      products of bfloat16                  products of bytes       registers
+===================  ====================================  ======================  ================
+AMX                  tiles: of 16 rows and 16 outputs,     tiles, or AVX-512       8 tiles, and
+                     over 32 inputs, by one instruction    VNNI                    AVX-512's
+AVX-512 BF16, VNNI   of 16 outputs, over 2 inputs, by      over 4 inputs, by one   32 of 512 bits
+                     one instruction                       instruction
+AVX-512              widened to float32, then two FMA      widened to 16 bits,     32 of 512 bits
+                                                           then two instructions
+AVX2                 the same                              the same                16 of 256 bits
+===================  ====================================  ======================  ================
 
 Called by kernels while they are compiled, and by those who pick a kernel.
 """
@@ -27,12 +30,15 @@ _XFEATURE_XTILEDATA = 18
 
 
 def host_has_amx() -> bool:
-    """Whether the processor that Numba compiles for has a tile unit for bfloat16."""
+    """Whether the processor that Numba compiles for has a tile unit (AMX) for bfloat16."""
     return host_has("amx-bf16")
 
 
 def may_use_amx() -> bool:
-    """Whether this process may use a tile unit: asks Linux for the right. Asking twice is fine."""
+    """Whether this process may use a tile unit. Linux grants it on request; asking twice is fine.
+
+    Kernels contain code for the tile unit wherever the processor has one. The host passes them the
+    answer as an argument, ``use_tiles``."""
     if not host_has_amx() or not sys.platform.startswith("linux"):
         return False
     libc = ctypes.CDLL(None, use_errno=True)
@@ -41,7 +47,8 @@ def may_use_amx() -> bool:
 
 
 def must_widen_bf16() -> bool:
-    """Whether the processor has no product of bfloat16, so that elements are widened to float32."""
+    """Whether this process has no instruction for products of bfloat16. Then the host picks kernels
+    whose left elements have been widened to float32 (WIDE in ``simd``)."""
     return not may_use_amx() and not host_has("avx512bf16")
 
 
@@ -51,17 +58,18 @@ def multiplies_bytes() -> bool:
 
 
 def accumulators() -> int:
-    """Vectors of 16 lanes that stay in registers at once.
+    """How many sums, vectors of 16 lanes, a product may keep in registers at once.
 
-    24 of AVX-512's 32 registers, which leaves some for four vectors of the second factor and a
-    broadcast unit. Or 6 of AVX2: a vector takes two of its 16 registers.
+    AVX-512: 24 of 32 registers. The other 8 are for four vectors of the right factor, a broadcast
+    unit of the left one, and what is computed in between. AVX2: 6, which take two registers each,
+    so 12 of 16.
     """
     return 24 if host_has("avx512f") else 6
 
 
 def instruction_set() -> str:
-    """What kernels are made of here: ``amx``, ``avx512`` with what it has of bfloat16 and bytes,
-    ``avx2``, or ``vectors`` of another kind."""
+    """Which instructions kernels are made of here, for the log: ``amx``; ``avx512``, followed by
+    ``bf16`` and ``vnni`` if the processor has these; ``avx2``; or ``vectors`` of another kind."""
     if may_use_amx():
         return "amx"
     if host_has("avx512f"):

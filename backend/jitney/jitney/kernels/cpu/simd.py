@@ -3,15 +3,25 @@
 A vector is a value of the Numba type ``vector``; ``+ - * /`` work on it lane by lane. Addresses are
 plain integers (``intp``); nothing is bounds-checked.
 
-Element types are told apart at compile time by the *type* of a tag value: F32, BF16, I8, I4 or
-WIDE. Each tag makes a kernel of its own. A function that emits LLVM code gets that type itself, and
-compares it with F32_TYPE and so on.
+*Tags* say which elements a kernel is compiled for. A tag is a value that is never looked at: Numba
+compiles a function anew for each *type* of its arguments, so each tag makes a kernel of its own. A
+function that emits LLVM code gets the type itself, and compares it with F32_TYPE and so on::
+
+    tag    its type         elements of a cache      in products: left     and right
+    F32    float32          float32                  float32               float32
+    BF16   uint16           bfloat16                 bfloat16              bfloat16
+    WIDE   uint32           -                        float32               bfloat16
+    I8     int8             int8                     bytes, 0 to 255       int8
+    I4     int16            -                        int8                  4 bits, 0 to 15
+
+F32 and I8 have the type of what they stand for. The others stand for what Numba has no type for,
+and have one that is used nowhere else; BF16's has the size of its elements.
 
 Called by all kernels of this folder.
 """
 
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import llvmlite.ir as ir
 import numpy as np
@@ -38,7 +48,6 @@ from jitney.kernels.cpu.emit import (
     i32x,
     i64,
     load_vector,
-    offset_by,
     pointer,
     prefetch_line,
     round_to_bf16,
@@ -50,22 +59,19 @@ from jitney.kernels.cpu.emit import (
 
 _NO_WRAPPERS: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 inner = njit(**_NO_WRAPPERS)
-"""Decorates what only compiled code calls (a call from Python would crash): the wrappers for Python
-take a fifth of the time to compile."""
+"""Decorates a function that only compiled code calls (a call from Python would crash). It has no
+wrapper for Python, which would take a fifth of the time to compile."""
 inlined = njit(inline="always", **_NO_WRAPPERS)
-"""Decorates a step of one larger function, which then costs no call: Numba puts its statements
-there."""
+"""Decorates a part of one larger function, which was moved out of it for the reader: Numba puts its
+statements back there, and compiles no function of its own."""
 
 # --------------------------------------------------------------------------- tags
 
 F32 = np.float32(0)
 BF16 = np.uint16(0)
 I8 = np.int8(0)
-"""For a cache of bytes, and for products of bytes, four to a unit."""
 I4 = np.int16(0)
-"""For products of bytes and nibbles, four to a unit."""
 WIDE = np.uint32(0)
-"""For products whose second factor is bfloat16, and whose first one has been widened to float32."""
 
 F32_TYPE = types.float32
 BF16_TYPE = types.uint16
@@ -80,28 +86,38 @@ LOG2_E = np.float32(1.4426950408889634)
 
 @emitted(types.int64, TAG)
 def element_bytes(builder, tag):
-    """Bytes of one element of the tag's type, as a constant."""
+    """Bytes of one element of a cache, or of a product's left factor, as a constant. Not for I4."""
     return constant(i64, tag.bitwidth // 8)
 
 
 @emitted(types.int64, TAG)
 def second_bytes(builder, tag):
-    """Bytes of one element of a product's second factor: F32 has float32, BF16 and WIDE have
-    bfloat16. (The elements of the first factor have ``element_bytes``.)"""
+    """Bytes of one element of a product's right factor, as a constant. For F32, BF16 and WIDE."""
     return constant(i64, 4 if tag == F32_TYPE else 2)
 
 
 @emitted(types.boolean, TAG)
-def has_scales(builder, tag):
-    """Whether a cache of the tag's type has scales, as a constant."""
+def is_i8(builder, tag):
+    """Whether the tag is I8, as a constant."""
     return ir.Constant(ir.IntType(1), tag == I8_TYPE)
+
+
+@emitted(types.boolean, TAG)
+def is_i4(builder, tag):
+    """Whether the tag is I4, as a constant."""
+    return ir.Constant(ir.IntType(1), tag == I4_TYPE)
+
+
+has_scales = is_i8
+"""Whether a cache of the tag's type has scales, as a constant: that of bytes has."""
 
 
 # --------------------------------------------------------------------------- memory
 
 
 def _access(numba_type, llvm_type) -> tuple[Any, Any]:
-    """A pair of Numba functions that load and store one value at an address."""
+    """Two Numba functions: one loads a value from an address, one stores it there. The address may
+    be any."""
 
     @emitted(numba_type, types.intp)
     def load(builder, address):
@@ -123,7 +139,7 @@ load, store = _access(vector, f32x)
 
 @emitted(types.void, TAG, types.intp, types.intp)
 def copy_element(builder, tag, source, target):
-    """One element, as bits."""
+    """Copy one element from address ``source`` to address ``target``, as bits."""
     bits = ir.IntType(tag.bitwidth)
     read = pointer(builder, source, bits)
     written = pointer(builder, target, bits)
@@ -132,7 +148,7 @@ def copy_element(builder, tag, source, target):
 
 @emitted(types.int64, types.intp)
 def fetch_add(builder, address):
-    """Add 1 to the int64 at ``address``, in one order for all threads; returns what it was."""
+    """Add 1 to the int64 at ``address``; returns what it was. No two threads get the same."""
     where = pointer(builder, address, i64)
     return builder.atomic_rmw("add", where, constant(i64, 1), "seq_cst")
 
@@ -149,54 +165,61 @@ def vector_on_stack(builder):
 # --------------------------------------------------------------------------- elements as float32
 
 
-def _element_access(numba_type, *, f32_type, i32_type, i16_type, i8_type) -> tuple[Any, Any]:
-    """As :func:`_access`, for elements in memory of the tag's type, which is F32, BF16 or I8, and
-    float32 in registers: 16 elements at once, or one. What is stored is rounded to nearest even.
+class _Types(NamedTuple):
+    """LLVM's types of one number, or of 16 side by side."""
 
-    The last four arguments are LLVM's types of 16 numbers, or of one.
-    """
-    is_vector = f32_type is f32x
+    f32: Any
+    i32: Any
+    i16: Any
+    i8: Any
+
+
+def _element_access(numba_type, to: _Types) -> tuple[Any, Any]:
+    """Two Numba functions: one loads an element of the tag's type as float32, one rounds float32 to
+    nearest even and stores it as such an element. Or 16 elements, if these are the types ``to``.
+
+    The tag is F32, BF16 or I8; WIDE is stored as F32."""
+    is_vector = to.f32 is f32x
     rint = "llvm.rint.v16f32" if is_vector else "llvm.rint.f32"
 
     @emitted(numba_type, TAG, types.intp)
     def load(builder, tag, address):
         if tag == F32_TYPE:
-            return builder.load(pointer(builder, address, f32_type), align=4)
+            return builder.load(pointer(builder, address, to.f32), align=4)
         if tag == I8_TYPE:
-            byte = builder.load(pointer(builder, address, i8_type), align=1)
-            return builder.sitofp(builder.sext(byte, i32_type), f32_type)
+            byte = builder.load(pointer(builder, address, to.i8), align=1)
+            return builder.sitofp(builder.sext(byte, to.i32), to.f32)
         # BF16.
-        half = builder.load(pointer(builder, address, i16_type), align=2)
-        return widen_low(builder, builder.zext(half, i32_type))
+        half = builder.load(pointer(builder, address, to.i16), align=2)
+        return widen_low(builder, builder.zext(half, to.i32))
 
     @emitted(types.void, TAG, types.intp, numba_type)
     def store(builder, tag, address, value):
-        # F32 (and WIDE) is stored as it is.
         if tag == BF16_TYPE and is_vector and host_has("avx512bf16"):
             value = builder.fptrunc(value, ir.VectorType(bf16, LANES))
         elif tag == BF16_TYPE:
             value = round_to_bf16(builder, value)
         elif tag == I8_TYPE:
-            whole = call_llvm(builder, rint, f32_type, [value])
-            value = builder.fptosi(whole, i8_type)
+            whole = call_llvm(builder, rint, to.f32, [value])
+            value = builder.fptosi(whole, to.i8)
+        # Addresses are multiples of at least so much; that is all LLVM may rely on.
         align = 1 if tag == I8_TYPE else 2
         builder.store(value, pointer(builder, address, value.type), align=align)
 
     return load, store
 
 
-load_as, store_as = _element_access(
-    vector, f32_type=f32x, i32_type=i32x, i16_type=i16x, i8_type=i8x
-)
-load_one, store_one = _element_access(
-    types.float32, f32_type=f32, i32_type=i32, i16_type=i16, i8_type=i8
-)
+_SIXTEEN = _Types(f32x, i32x, i16x, i8x)
+_ONE = _Types(f32, i32, i16, i8)
+load_as, store_as = _element_access(vector, _SIXTEEN)
+load_one, store_one = _element_access(types.float32, _ONE)
 
 
 @emitted(types.void, types.intp, vector, vector)
 def store_pairs(builder, address, low, high):
-    """Store 16 units of two bfloat16: an element of ``low`` in the lower half, one of ``high`` in
-    the upper half. Both hold float32 that are bfloat16 exactly, so their upper halves are all."""
+    """Store 16 units of two bfloat16 each: a lane of ``low``, then the same lane of ``high``.
+
+    Both are float32 whose lower 16 bits are 0: the upper 16 are the same number as bfloat16."""
     low_bits = builder.bitcast(low, i32x)
     high_bits = builder.bitcast(high, i32x)
     pairs = builder.or_(builder.lshr(low_bits, constant(i32x, 16)), high_bits)
@@ -205,7 +228,7 @@ def store_pairs(builder, address, low, high):
 
 @emitted(vector, types.intp, types.intp)
 def load_difference(builder, address, other):
-    """int32 at ``address`` less those at ``other``, as float32."""
+    """16 int32 at ``address`` minus 16 at ``other``, as float32."""
     a = load_vector(builder, address)
     b = load_vector(builder, other)
     return builder.sitofp(builder.sub(a, b), f32x)
@@ -213,17 +236,20 @@ def load_difference(builder, address, other):
 
 @emitted(vector, types.intp, types.int64)
 def load_signed(builder, address, index):
-    """Byte ``index`` of each of 16 units of int8, as float32."""
+    """Of each of 16 units of four int8, the one with this ``index``, as float32."""
     units = load_vector(builder, address)
-    # The byte moves to the top of its unit, by 24 - 8 * index bits, and back down with its sign.
-    up = offset_by(builder, constant(i64, 24), index, -8)
-    moved = builder.shl(units, broadcast(builder, builder.trunc(up, i32)))
+    # Move the byte to the top of its unit, then down to the bottom: that copies its sign to all
+    # bits above.
+    bits_below = builder.mul(index, constant(i64, 8))
+    bits_above = builder.sub(constant(i64, 24), bits_below)
+    moved = builder.shl(units, broadcast(builder, builder.trunc(bits_above, i32)))
     return builder.sitofp(builder.ashr(moved, constant(i32x, 24)), f32x)
 
 
 @emitted(types.void, types.intp, vector)
 def store_bytes(builder, address, value):
-    """Lanes of -128 to 127, rounded to nearest even, plus 128, as bytes without a sign."""
+    """Round each lane, of -128 to 127, to nearest even, add 128, and store it as a byte without a
+    sign."""
     whole = call_llvm(builder, "llvm.rint.v16f32", f32x, [value])
     raised = builder.add(builder.fptosi(whole, i32x), constant(i32x, 128))
     builder.store(builder.trunc(raised, i8x), pointer(builder, address, i8x), align=1)
@@ -276,17 +302,18 @@ def keep_between(builder, value, low, high, other):
 @emitted(types.float32, vector)
 def lane_sum(builder, value):
     """The sum of the lanes, pairwise."""
-    start = ir.Constant(f32, -0.0)
+    start = ir.Constant(f32, -0.0)  # -0.0 + x is x for every x; 0.0 + -0.0 would be 0.0
     name = "llvm.vector.reduce.fadd.v16f32"
     return call_llvm(builder, name, f32, [start, value], fastmath=("reassoc",))
 
 
 @emitted(types.float32, vector)
 def lane_max(builder, value):
-    """The largest lane; none is NaN. (LLVM's own reduction cares for NaN, and takes 15 steps.)"""
+    """The largest lane; none is NaN. (LLVM's own reduction cares for NaN, and compares 15 times
+    where this compares 4 times.)"""
     width = LANES
     while width > 1:
-        # The lower half of the lanes with the upper; lanes from ``width`` on are not read again.
+        # Compare lane i with lane i + width; lanes from ``width`` on are not read again.
         width //= 2
         lanes = [min(lane + width, LANES - 1) for lane in range(LANES)]
         other = builder.shuffle_vector(value, value, ir.Constant(i32x, lanes))
@@ -302,13 +329,14 @@ def first_lane(builder, value):
 
 @emitted(vector, vector)
 def nearest(builder, value):
-    """Whole numbers, to nearest even."""
+    """Each lane rounded to a whole number, ties to even."""
     return call_llvm(builder, "llvm.rint.v16f32", f32x, [value])
 
 
 @emitted(vector, vector, vector)
 def _times_power_of_two(builder, value, power):
-    """value * 2**power for whole powers up to 127; 0 where the power is below -126."""
+    """value * 2**power, for whole powers up to 127; 0 where the power is below -126, except that
+    AVX-512 has an instruction that gives the exact value there."""
     if host_has("avx512f"):
         name = "llvm.x86.avx512.mask.scalef.ps.512"
         all_lanes = ir.Constant(i16, -1)
@@ -326,12 +354,14 @@ def _times_power_of_two(builder, value, power):
 
 @inlined
 def exp2(x):
-    """2**x for x <= 127, within 2 units in the last place; at most 2**-126 for less, and for -inf.
+    """2**x for x from -126 to 127, within 2 units in the last place. For a smaller x, or -inf, a
+    number from 0 to 2**-126.
 
-    2**x = 2**n * 2**f with n whole and |f| <= 1/2; the second factor is a polynomial fitted to
+    2**x = 2**n * 2**f with n whole and |f| <= 1/2. The second factor is a polynomial, fitted to the
     least relative error over that interval, which is 2e-9.
     """
-    x = larger(x, splat(np.float32(-1000.0)))  # so that -inf - -inf does not arise
+    # 2**-1000 is 0, as 2**-inf is. But with x = -inf, x - n would be -inf + inf, a NaN.
+    x = larger(x, splat(np.float32(-1000.0)))
     n = nearest(x)
     f = x - n
     p = splat(np.float32(0.0001535335904918611))
@@ -347,6 +377,7 @@ def exp2(x):
 @inner
 def sigmoid(x):
     """1 / (1 + e**-x)."""
-    limit = splat(np.float32(-126.0))  # 2**126 is finite, and its inverse is 0 in any sum with 1
+    # For very negative x, e**-x would be infinite; it is 2**126 at most, and the result 2**-126.
+    limit = splat(np.float32(-126.0))
     power = splat(ZERO) - larger(x * splat(LOG2_E), limit)
     return splat(ONE) / (splat(ONE) + exp2(power))
