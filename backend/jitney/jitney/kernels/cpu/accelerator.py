@@ -1,7 +1,7 @@
-"""The CPU's kernels, as a load takes them: an ``execution.acceleration.Accelerator``.
+"""The way in: the CPU's kernels as an ``execution.acceleration.Accelerator``, which loads ask.
 
-Imports nothing that needs Numba until it is used: without it there is no attention function, and
-modules stay as they are.
+It imports nothing that needs Numba before it is asked for a kernel. Without Numba there is no
+attention function, and modules stay as they are.
 """
 
 import math
@@ -26,18 +26,24 @@ from jitney.kernels.fused.fuse import FuseReport, fuse
 from jitney.kernels.fused.invariant import check_invariant
 from jitney.messages import ModelInfo
 
-_ROW_UNIT = 32
-"""A weight fits our kernels if its rows have a multiple of so many values."""
-_RANK_UNIT = 16
-"""Our kernels fill up the rank of an adapter to a multiple of this."""
+_INPUTS_MULTIPLE = 32
+"""A weight of bfloat16 fits our kernels if it has a multiple of so many inputs."""
+_RANK_MULTIPLE = 16
+"""Our kernels fill up the rank of an adapter to a multiple of so many."""
 
 
 class CpuAccelerator:
     """Attention, and fused and packed modules."""
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
+<<<<<<< HEAD
         """Raises ConfigError for an option that needs a GPU's kernels, or excludes another one."""
         refuse_gpu_options(config)
+=======
+        """Raises ConfigError for an option that needs a GPU's kernels, and for options that exclude
+        each other."""
+        refuse_gpu_options(config, allowed="batch_invariant")
+>>>>>>> e43e755 (CPU products: read once; what a product's kernel is made of stands in a file for each part, with a piece of the generated code as an example)
         if config.batch_invariant and not config.prepack:
             raise ConfigError.of(
                 "prepack", False, "True with batch_invariant: torch's products depend on the batch"
@@ -46,8 +52,9 @@ class CpuAccelerator:
 
     @staticmethod
     def prepare() -> None:
-        """Import what a load needs for kernels, if Numba is there: a second of work. On a machine
-        with a GPU, models run there, and need none of it."""
+        """Import what a load needs for kernels, if Numba is there. That takes a second, which a
+        load need not spend then. Where torch was built for a GPU, models run there: nothing is
+        imported."""
         if torch.backends.cuda.is_built():
             return
         with suppress(ImportError):
@@ -77,29 +84,41 @@ class CpuAccelerator:
         return CpuAttention(shape.dtype, shape.model_dtype)
 
     def fits(self, attention: Sequence[AttentionFunction]) -> bool:
-        """Always: modules are fused whatever function their layers attend through."""
+        """See :class:`Accelerator`. Always: a CPU's modules are fused for any such function."""
         return True
 
     def widens_bfloat16(self, checkpoint: Checkpoint, *, rounded: bool) -> bool:
-        """Whether our kernels compute all of the model's products, and the processor has AVX2."""
+        """See :class:`Accelerator`: whether all of the model's products are those of our kernels,
+        and the processor has what they need for it, AVX2."""
         if not (self._config.fuse and self._config.prepack):
             return False
-        # Experts are no linear layers, so torch computes their products.
-        if "expert" in " ".join(checkpoint.config):
+        # Experts are no linear layers: their products are torch's. Models that have any say so in
+        # the names of their configuration, as ``num_experts``.
+        if any("expert" in name for name in checkpoint.config):
             return False
         if not torch.cpu.get_capabilities().get("avx2") or find_spec("numba") is None:
             return False
-        shapes = [stored.shape for stored in checkpoint.tensors.values()]
-        # Products of other sizes are torch's.
-        all_fit = all(shape[1] % _ROW_UNIT == 0 for shape in shapes if len(shape) == 2)
-        return rounded or all_fit
+        if rounded:
+            return True
+        for stored in checkpoint.tensors.values():
+            is_matrix = len(stored.shape) == 2
+            if is_matrix and stored.shape[1] % _INPUTS_MULTIPLE != 0:
+                return False
+        return True
 
+<<<<<<< HEAD
     def speed_up(self, model: LoadedModel, usual_tokens: int) -> LoadedModel:
         """Fuse what fits, then pack the linear layers that are left. With ``batch_invariant``,
         raises ConfigError if a result may still depend on the batch."""
+=======
+    def speed_up(self, model: LoadedModel, rows: int) -> LoadedModel:
+        """Fuse what fits, then pack the linear layers that are left. ``rows`` is the number of
+        tokens of a usual step. With ``batch_invariant``, raises ConfigError if a result may still
+        depend on the batch."""
+>>>>>>> e43e755 (CPU products: read once; what a product's kernel is made of stands in a file for each part, with a piece of the generated code as an example)
         module = model.module
         report = FuseReport()
-        make = None
+        make_linear = None
         fuses = self._config.fuse
         invariant = self._config.batch_invariant
         if not fuses and not self._config.prepack:
@@ -110,33 +129,59 @@ class CpuAccelerator:
             report.kept("model", f"Numba is missing ({error})")
         else:
             dtype = embedding_weight(module).dtype
+<<<<<<< HEAD
             kernels = CpuLayerKernels(dtype, usual_tokens, batch_invariant=invariant)
             make = kernels.linear
             if fuses or invariant:
                 report = fuse(module, kernels, model.max_model_len, norms_alone=not fuses)
         if self._config.prepack:
             prepack_linears(module, usual_tokens, report, make, batch_invariant=invariant)
+=======
+            kernels = CpuLayerKernels(dtype, rows, batch_invariant=invariant)
+            make_linear = kernels.linear
+            # torch's norms depend on the batch: with ``batch_invariant`` they are always replaced.
+            if fuses or invariant:
+                report = fuse(module, kernels, model.max_model_len, norms_alone=not fuses)
+        if self._config.prepack:
+            prepack_linears(module, rows, report, make_linear, batch_invariant=invariant)
+>>>>>>> e43e755 (CPU products: read once; what a product's kernel is made of stands in a file for each part, with a piece of the generated code as an example)
         faster = report.applied(model)
         if invariant:
             check_invariant(module, report.forward)
-            if model.sites and (faster.pack is None or self._config.kv_cache_dtype != "auto"):
-                bound = "left out with batch_invariant: a step of this model is no native call"
-                raise ConfigError.of("adapters", self._config.adapters, bound)
+            self._check_adapters_invariant(model, faster)
         return faster
 
+<<<<<<< HEAD
     def kv_scales(self, model: LoadedModel) -> list[KvScales] | None:
         """No cache of this device has scales."""
+=======
+    def _check_adapters_invariant(self, model: LoadedModel, faster: LoadedModel) -> None:
+        """Raises ConfigError if adapters might be computed by torch, whose products depend on the
+        batch. They are not if they are part of a step's native call: if there are kernels for them
+        (``pack``), and the cache has the dtype of the model."""
+        if not model.sites:
+            return
+        if faster.pack is None or self._config.kv_cache_dtype != "auto":
+            bound = "left out with batch_invariant: a step of this model is no native call"
+            raise ConfigError.of("adapters", self._config.adapters, bound)
+
+    def kv_scales(self, model: LoadedModel) -> list[tuple[Tensor, Tensor]] | None:
+        """See :class:`Accelerator`. None: no cache of this device has scales."""
+>>>>>>> e43e755 (CPU products: read once; what a product's kernel is made of stands in a file for each part, with a piece of the generated code as an example)
         return None
 
     def step_memory(
         self, model: LoadedModel, caches: list[LayerCache], info: ModelInfo
     ) -> StepMemory | None:
-        """An estimate will do."""
+        """See :class:`Accelerator`. None: an estimate will do."""
         return None
 
     def copied_rank(self, model: LoadedModel, rank: int) -> int:
-        """Kernels read copies of the factors, their rank padded to whole _RANK_UNITs."""
-        return 0 if model.pack is None else math.ceil(rank / _RANK_UNIT) * _RANK_UNIT
+        """See :class:`Accelerator`. Kernels read copies of the factors, with the rank filled up; if
+        the model has no kernels for adapters, there are no copies."""
+        if model.pack is None:
+            return 0
+        return math.ceil(rank / _RANK_MULTIPLE) * _RANK_MULTIPLE
 
     def runner(self, model: LoadedModel, caches: list[LayerCache], info: ModelInfo) -> TorchRunner:
         """The plain runner."""

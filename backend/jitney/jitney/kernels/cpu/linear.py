@@ -16,7 +16,7 @@ for linear layers that no fused module took.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,23 +27,31 @@ from jitney.kernels.fused.forms import ACTIVATIONS, Activation, Misfit
 from jitney.kernels.fused.fuse import FuseReport, swap_children
 from jitney.kernels.fused.trial import relative_error
 
-# oneDNN's name and algorithm.
-_ACTIVATIONS: dict[Activation, tuple[str, str]] = {
-    "silu": ("swish", ""),
-    "gelu": ("gelu", "none"),
-    "gelu_tanh": ("gelu", "tanh"),
-    "relu": ("relu", ""),
+
+class _OneDnnActivation(NamedTuple):
+    """What oneDNN calls an activation."""
+
+    name: str
+    algorithm: str
+
+
+_ACTIVATIONS: dict[Activation, _OneDnnActivation] = {
+    "silu": _OneDnnActivation("swish", ""),
+    "gelu": _OneDnnActivation("gelu", "none"),
+    "gelu_tanh": _OneDnnActivation("gelu", "tanh"),
+    "relu": _OneDnnActivation("relu", ""),
 }
 
-# Relative to the norm of the right result: rounding of one product, with a wide margin.
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+"""The error that rounding of one product may make, with a wide margin; relative to the norm of the
+right result."""
 
 Product = Callable[..., Tensor]
 """One of torch's operators."""
 
 
 class PackedLinear(nn.Module):
-    """``x @ weight.T + bias`` with a packed weight, and three forms with an epilogue.
+    """``x @ weight.T + bias`` with a packed weight, and the same with three kinds of epilogue.
 
     x is [..., in_features] in the weight's dtype; results are [..., out_features], and so is
     ``other``. Sums are float32, rounded once at the end.
@@ -65,8 +73,8 @@ class PackedLinear(nn.Module):
 
     def activated(self, x: Tensor, activation: Activation) -> Tensor:
         """activation(x @ weight.T + bias)."""
-        name, algorithm = _ACTIVATIONS[activation]
-        return self._plain_op(x, self._packed, self._bias, name, [], algorithm)
+        epilogue = _ACTIVATIONS[activation]
+        return self._plain_op(x, self._packed, self._bias, epilogue.name, [], epilogue.algorithm)
 
     def times(self, x: Tensor, other: Tensor) -> Tensor:
         """(x @ weight.T + bias) * other."""
@@ -80,8 +88,8 @@ class PackedLinear(nn.Module):
 def can_pack(dtype: torch.dtype) -> str | None:
     """None if layers of ``dtype`` can be packed on this machine, else the reason why not.
 
-    Tries every form on a small layer, because the operators are private: a version of torch may
-    lack them, change their arguments or give something else.
+    Tries them all on a small layer, because the operators are private: a version of torch may lack
+    them, change their arguments or give something else.
     """
     if dtype not in _TOLERANCE:
         return f"there is no packed product for {dtype}"
@@ -94,16 +102,28 @@ def can_pack(dtype: torch.dtype) -> str | None:
         return f"this torch has no such operators ({type(error).__name__})"
     except RuntimeError as error:  # bfloat16 without AVX-512 and without AVX-NE-CONVERT
         return f"this processor has no packed product for {dtype}: {error}"
-    for got, right in results:
-        # Written so that a NaN, of which no comparison is true, counts as wrong.
-        is_close = got.shape == right.shape and relative_error(got, right) <= _TOLERANCE[dtype]
-        if not is_close:
+    for result in results:
+        if not result.is_right(_TOLERANCE[dtype]):
             return "the operators of this torch give wrong results"
     return None
 
 
+class _Result(NamedTuple):
+    """What an operator gave, and the right result in float32."""
+
+    given: Tensor
+    right: Tensor
+
+    def is_right(self, tolerance: float) -> bool:
+        # No comparison with a NaN is true: so it counts as wrong.
+        return (
+            self.given.shape == self.right.shape
+            and relative_error(self.given, self.right) <= tolerance
+        )
+
+
 class _Trial:
-    """Every form of :class:`PackedLinear` on a small layer."""
+    """Every method of :class:`PackedLinear` on a small layer."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -116,20 +136,19 @@ class _Trial:
         self._x = normal(1, 5, 32)
         self._other = normal(1, 5, 48)
 
-    def results(self) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of what a form gives and what is right."""
+    def results(self) -> list[_Result]:
         x = self._x
         other = self._other
         right = functional.linear(x.float(), self._weight.float(), self._bias.float())
         layer = PackedLinear(self._weight, self._bias, 5)
-        found = [
-            (layer(x), right),
-            (layer.times(x, other), right * other.float()),
-            (layer.plus(x, other), right + other.float()),
+        results = [
+            _Result(layer(x), right),
+            _Result(layer.times(x, other), right * other.float()),
+            _Result(layer.plus(x, other), right + other.float()),
         ]
         for activation, function in ACTIVATIONS.items():
-            found.append((layer.activated(x, activation), function(right)))
-        return found
+            results.append(_Result(layer.activated(x, activation), function(right)))
+        return results
 
 
 def prepack_linears(
@@ -140,28 +159,34 @@ def prepack_linears(
     *,
     batch_invariant: bool = False,
 ) -> None:
-    """Replace each ``nn.Linear``, each of GPT-2's transposed ones, and each of bytes below
-    ``module``; ``make`` is that of :class:`fused.whole_model.ModelKernels`, if it has any.
+    """Replace the linear layers below ``module`` by packed ones: ``nn.Linear``, GPT-2's transposed
+    layers, and quantized layers of bytes or nibbles.
 
-    ``rows`` is the number of tokens of a usual step. Layers whose class is derived from these (and
-    so may do something else), and those of another dtype, stay as they are. A weight that another
-    module holds as well stays in memory beside its packed copy: the ``report`` counts these bytes.
-    With ``batch_invariant``, no layer gets a product of oneDNN.
+    ``rows`` is the number of tokens of a usual step. ``make`` is ``ModelKernels.linear``, which
+    makes a layer of our own product (None: there is none). With ``batch_invariant``, no layer gets
+    a product of oneDNN.
+
+    Layers of another dtype stay as they are, and so do those whose class is derived from these, as
+    they may compute something else. A weight that another module holds as well, an embedding, stays
+    in memory beside its packed copy: the ``report`` counts these bytes.
     """
-    holders = Counter(p for each in module.modules() for p in each.parameters(recurse=False))
-    obstacle = cache(can_pack)
+    holders = Counter[nn.Parameter]()
+    for each in module.modules():
+        holders.update(each.parameters(recurse=False))
+    why_not_packed = cache(can_pack)
 
     def pack(linear: Any) -> nn.Module:
         packed: nn.Module
-        reason = obstacle(linear.weight.dtype)
-        # oneDNN first: of a layer that stands alone it is the faster one for many rows.
+        reason = why_not_packed(linear.weight.dtype)
         if reason is None and not batch_invariant:
+            # oneDNN first: of a layer that stands alone it is the faster one for many rows.
             packed = PackedLinear(weight_of(linear), linear.bias, rows)
         elif make is not None:
             packed = make([linear])
         else:
             raise Misfit(reason or "there is no product of ours")
-        if holders.pop(linear.weight, 0) > 1:  # with a tied embedding
+        # Another module holds it as well. It is popped, so that it is counted once.
+        if holders.pop(linear.weight, 0) > 1:
             report.added_bytes += linear.weight.nbytes
         return packed
 
