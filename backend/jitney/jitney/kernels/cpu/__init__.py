@@ -1,21 +1,26 @@
 """Kernels for the CPU, compiled by Numba. Imported only where Numba is.
 
-Words that mean the same in every file of this folder. First, sizes:
+A matrix product ``left x right`` is at the bottom of nearly everything here: x times a weight,
+queries times keys, weights of attention times values. ``left`` is a few rows; ``right`` is streamed
+from memory. Words that mean the same in every file of this folder. First, sizes:
 
 ========  =========================================================================================
-unit      four bytes, what one lane holds in a product: one float32, two bfloat16, four bytes
-column    the weights of 16 outputs (or of 16 ranks of an adapter), packed: one vector for each unit
-          of inputs, with the 16 outputs side by side. Two neighbouring columns are a *pair*
-group     16 tokens of one KV head in the cache (``cache_groups``). In ``four_bit_kernel`` and
-          ``rounding_kernel`` alone: the inputs that share a scale, as in ``quantization``
+unit      four bytes of memory: one float32, two bfloat16 or four bytes. Left and right are
+          multiplied unit by unit
+column    16 outputs of a weight (or 16 ranks of an adapter). In memory it is a row of vectors, one
+          for each unit of inputs, in which that unit of the 16 outputs stands side by side.
+          ``product_kernel`` draws it. Two neighbouring columns are a *pair*
+group     16 tokens of one KV head in the cache (``cache_groups``). In the files of linear layers:
+          the inputs whose weights of 4 bits share a scale, as in ``quantization``
 span      256 keys: one turn of the online softmax
 split     512 keys, after which the softmax begins anew (as in split-K). The splits of a decode are
           computed side by side
-item      what a thread takes from a kernel's counter at a time; each kernel says what its items are
+item      a piece of a kernel's work. The threads of a team take items one by one, by adding 1 to a
+          counter that they share, until none is left. Each kernel says what its items are
 ========  =========================================================================================
 
-Two more are the processor's: a *vector* is 16 lanes of four bytes, 64 bytes; a *tile* is a register
-of AMX, 16 vectors, 1,024 bytes.
+Two more are the processor's. A *vector* is 16 lanes of four bytes, 64 bytes. A *tile* is 16
+vectors, 1,024 bytes: what a tile register of AMX holds.
 
 Then, names of arguments:
 
@@ -24,16 +29,17 @@ tag          a value whose *type* says which elements a kernel is compiled for (
 call         the arguments of a kernel, read from the record that the host filled (``compiled``)
 rows         rows of x, or (token, query head) pairs of attention: what one kernel call works on
 padded       the head size in the cache: the model's, filled up with zeros to a multiple of 16
-shaped       for how many rows this thread's tiles are set at the moment, 0 if they are not. Who may
-             change that takes it and returns it
-spare        memory that is overwritten
-..._body     the function that every thread of a kernel runs: takes items until none is left
+use_tiles    whether the tile unit is to be used, where there is one
+shaped       for how many rows this thread's tile registers are set at the moment; 0: they are not.
+             A function that may set them anew takes it as an argument and returns its new value
+spare        memory that the caller lends: what it holds is overwritten
+..._body     the function that each thread of a kernel runs: it takes items until none is left
 ===========  ======================================================================================
 
-The order of reading: each file builds on those above it, and says who calls it::
+The order of reading. Each file builds on those above it, and says who calls it::
 
     emit             LLVM code by a builder, as Numba functions       } how kernels are written
-    processor        which instruction sets there are forms for       }
+    processor        instruction sets that kernels are made for       }
     simd             vectors, memory and element types                }
     compiled         records, machine code, threads                   }
 
@@ -49,11 +55,15 @@ The order of reading: each file builds on those above it, and says who calls it:
     attention_kernel   items of the plan, their splits                }
     paged_attention  the attention function "cpu"                     }
 
-    rounding_kernel  x in another form before a product               } linear layers
-    product_kernel   x times packed weights                           }
-    four_bit_kernel  the same of 4 bits                               }
-    tile_linear      packs weights, calls these three                 }
-    linear           oneDNN's packed product instead                  }
+    convert_kernel   x as a product reads it: wider, or bytes         } linear layers
+    product_call     arguments of the products, and sizes             }
+    product_tiles    a few rows times two columns, by tiles           }
+    product_finish   bias, activation and rounding after a product    }
+    product_kernel   x times a packed weight                          }
+    four_bit_vectors, four_bit_kernel   x times a weight of 4 bits    }
+    packed_weight    weights in the order of these kernels            }
+    tile_linear      a linear layer of these kernels                  }
+    linear           a linear layer of oneDNN's product               }
 
     norm_kernel      RMS norm and rotary embedding                    } all that a layer has
     adapter_table, adapter_kernel   LoRA                              }

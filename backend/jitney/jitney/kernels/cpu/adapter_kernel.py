@@ -7,10 +7,12 @@ expands that to what the product adds to its own result::
     x [T, K]  -- shrink: A, columns of 16 ranks -->  [T, ranks]
               -- expand: B, columns of 16 outputs -->  other + x A^T B^T  [T, N]
 
-Loops, from outer to inner: items (a few tokens of one adapter; to expand, a quarter of the outputs
-of these), columns of a factor, then the micro-kernel: all tokens of the item at once, the factor
-streamed, sums in registers. A result of 16 numbers for each token stays on the stack until it is
-rounded.
+Loops, from outer to inner::
+
+    items      a few tokens of one adapter; to expand, a quarter of the outputs of these
+      columns  of the factor
+        multiply_tokens    all tokens of the item at once, the factor is streamed
+        rounding           of the 16 numbers of each token, which are on the thread's stack
 
 Ranks are filled up to whole columns, whatever other adapters have. A row's result depends on that
 row and its adapter alone.
@@ -18,25 +20,21 @@ row and its adapter alone.
 ``adapter_table`` says how factors are packed. Called by ``program``.
 """
 
+import ctypes
+
 import numpy as np
 from numba import types
 
 from jitney.kernels.cpu.adapter_table import (
-    A_COLUMNS,
-    A_FACTORS,
-    B_FACTOR,
-    FIRST,
     ITEM_TOKENS,
-    LAST,
     MOST_SEGMENTS,
-    SEGMENT_FIELDS,
-    SEGMENTS,
-    STEP,
-    UNITS,
-    X_OFFSET,
+    SEGMENT_BYTES,
+    AdapterItem,
+    PlaceEntry,
+    Segment,
 )
 from jitney.kernels.cpu.compiled import KernelCall, reader, record
-from jitney.kernels.cpu.emit import LANES, VECTOR_BYTES, emitted, stack_memory
+from jitney.kernels.cpu.emit import I64_BYTES, LANES, VECTOR_BYTES, emitted, stack_memory
 from jitney.kernels.cpu.micro_kernel import make_micro_kernel
 from jitney.kernels.cpu.simd import (
     BF16,
@@ -45,18 +43,17 @@ from jitney.kernels.cpu.simd import (
     inner,
     load,
     load_as,
-    load_i64,
     splat,
     store_as,
     store_i64,
 )
 
 EXPAND_ITEMS = 4
-"""Items that the outputs of a few tokens are shared out among."""
-_ENTRY_BYTES = 24
-"""Bytes of an entry of ``LowRankCall.items``."""
-_RESULT = 64
-"""Bytes from the beginning of :func:`column_memory` to the result."""
+"""So many items share the outputs of a few tokens."""
+_ITEM_BYTES = ctypes.sizeof(AdapterItem)
+_PLACE_ENTRY_BYTES = ctypes.sizeof(PlaceEntry)
+_COLUMN_BYTES = LANES * 2
+"""Bytes of a column in a row of a result, which is bfloat16."""
 
 
 @record
@@ -64,39 +61,54 @@ class LowRankCall(KernelCall):
     """Arguments of :func:`shrink_body` and :func:`expand_body`; ``count`` is that of items."""
 
     x: int
-    """[T, K] bfloat16; expanding: what was shrunk."""
+    """Address of bfloat16 [T, K]; to expand, of what x was shrunk to."""
     x_stride: int
     """Bytes from row to row."""
     out: int
+    """Address of the result, bfloat16."""
     out_stride: int
+    """Bytes from row to row."""
     other: int
-    """Address of what :func:`expand_body` adds its product to, as ``out``. 0: none."""
+    """Address of what :func:`expand_body` adds its product to, with rows as those of ``out``. 0:
+    none."""
     items: int
-    """Address of int64 [items, 3]: first token, number of tokens, address of a table or 0."""
+    """Address of an array of AdapterItem. To expand, each is EXPAND_ITEMS items of the kernel."""
     place: int
-    """Bytes from an adapter's table to that of the layer and place."""
+    """Bytes from the beginning of an adapter's table to the entry of this layer and place."""
     units: int
-    """Pairs of inputs: K / 2. For :func:`shrink_body`."""
+    """For :func:`shrink_body`: units of x, pairs of inputs."""
     columns: int
-    """Columns of ``out`` that are written: N / 16. For :func:`expand_body`."""
+    """For :func:`expand_body`: columns of ``out``, 16 outputs each."""
 
 
 read_low_rank = reader(LowRankCall)
-multiply_column = make_micro_kernel(1, across=True, ahead=1)
+read_item = reader(AdapterItem)
+read_place = reader(PlaceEntry)
+read_segment = reader(Segment)
+
+
+# --------------------------------------------------------------------------- one column
+
+multiply_column = make_micro_kernel(1, source_per_vector=True, ahead=1)
+"""Rows of x times one column of a factor, which is the source."""
+_RESULT = VECTOR_BYTES
+"""Bytes from the beginning of :func:`column_memory` to the result."""
 
 
 @emitted(types.int64)
 def column_memory(builder):
-    """The address of int64 [2], a list of columns, and at _RESULT of float32 [ITEM_TOKENS, 16]."""
+    """The address of a thread's memory: a list of two columns, int64 [2], and at _RESULT the
+    result, float32 [ITEM_TOKENS, 16]."""
     return stack_memory(builder, _RESULT + ITEM_TOKENS * VECTOR_BYTES)
 
 
 @inner
-def multiply_tokens(call, rows, x, factor, units, memory):
-    """float32 [rows, 16] at _RESULT of ``memory``: rows of x times one column of a factor, whose
-    address is ``factor``."""
-    store_i64(memory, factor)
-    store_i64(memory + 8, factor + units * VECTOR_BYTES)  # the next column, to prefetch
+def multiply_tokens(call, rows, x, column, units, memory):
+    """float32 [rows, 16] at _RESULT of ``memory``: so many rows of ``x`` times one column of a
+    factor, which has so many units."""
+    store_i64(memory, column)
+    next_column = column + units * VECTOR_BYTES  # to be prefetched
+    store_i64(memory + I64_BYTES, next_column)
     multiply_column(
         BF16,
         False,
@@ -104,13 +116,16 @@ def multiply_tokens(call, rows, x, factor, units, memory):
         left=x,
         left_stride=call.x_stride,
         sources=memory,
-        count=1,
+        num_sources=1,
         units=units,
-        step=VECTOR_BYTES,
+        unit_stride=VECTOR_BYTES,
         offset=0,
         out=memory + _RESULT,
         out_stride=VECTOR_BYTES,
     )
+
+
+# --------------------------------------------------------------------------- shrink
 
 
 @inner
@@ -119,36 +134,37 @@ def shrink_body(arguments):
     call = read_low_rank(arguments)
     memory = column_memory()
     while True:
-        item = fetch_add(arguments)
-        if item >= call.count:
+        number = fetch_add(arguments)
+        if number >= call.count:
             return
-        entry = call.items + _ENTRY_BYTES * item
-        first = load_i64(entry)
-        rows = load_i64(entry + 8)
-        adapter = load_i64(entry + 16)
-        if adapter == 0:
+        item = read_item(call.items + number * _ITEM_BYTES)
+        if item.table == 0:
             continue
-        table = adapter + call.place
-        x = call.x + first * call.x_stride
-        for n in range(load_i64(table + 8 * A_COLUMNS)):
-            factor = load_i64(table + 8 * A_FACTORS) + n * call.units * VECTOR_BYTES
-            multiply_tokens(call, rows, x, factor, units=call.units, memory=memory)
-            for m in range(rows):
-                out = call.out + (first + m) * call.out_stride + 2 * LANES * n
-                store_as(BF16, out, load(memory + _RESULT + m * VECTOR_BYTES))
+        place = read_place(item.table + call.place)
+        x = call.x + item.first_token * call.x_stride
+        for n in range(place.a_columns):
+            column = place.a_factors + n * call.units * VECTOR_BYTES
+            multiply_tokens(call, item.tokens, x, column, units=call.units, memory=memory)
+            for m in range(item.tokens):
+                row = call.out + (item.first_token + m) * call.out_stride
+                value = load(memory + _RESULT + m * VECTOR_BYTES)
+                store_as(BF16, row + n * _COLUMN_BYTES, value)
+
+
+# --------------------------------------------------------------------------- expand
 
 
 @inner
-def find_segment(table, column):
-    """The address of the segment that changes a column of the result; 0 if none does. (A segment
-    that is not filled in has FIRST = LAST = 0, which is no column.)"""
+def find_segment(place, column):
+    """The address of the segment that changes a column of the result; 0 if none does. ``place`` is
+    the address of the place's entry."""
     for n in range(MOST_SEGMENTS):
-        segment = table + 8 * (SEGMENTS + n * SEGMENT_FIELDS)
-        first = load_i64(segment + 8 * FIRST)
-        step = load_i64(segment + 8 * STEP)
-        inside = first <= column and column < load_i64(segment + 8 * LAST)
-        if inside and (column - first) % step == 0:
-            return segment
+        address = place + _PLACE_ENTRY_BYTES + n * SEGMENT_BYTES
+        segment = read_segment(address)
+        # A segment that the adapter does not change has no columns, and no spacing.
+        inside = segment.first <= column and column < segment.last
+        if inside and (column - segment.first) % segment.spacing == 0:
+            return address
     return np.int64(0)
 
 
@@ -159,31 +175,27 @@ def expand_body(arguments):
     memory = column_memory()
     columns_per_item = -(-call.columns // EXPAND_ITEMS)
     while True:
-        item = fetch_add(arguments)
-        if item >= call.count:
+        number = fetch_add(arguments)
+        if number >= call.count:
             return
-        entry = call.items + _ENTRY_BYTES * (item // EXPAND_ITEMS)
-        first = load_i64(entry)
-        rows = load_i64(entry + 8)
-        adapter = load_i64(entry + 16)
-        begin = item % EXPAND_ITEMS * columns_per_item
+        item = read_item(call.items + number // EXPAND_ITEMS * _ITEM_BYTES)
+        begin = number % EXPAND_ITEMS * columns_per_item
         for column in range(begin, min(begin + columns_per_item, call.columns)):
-            segment = np.int64(0)
-            if adapter != 0:
-                segment = find_segment(adapter + call.place, column)
-            if segment != 0:
-                # This column of the result is column ``index`` of the segment's B.
-                distance = column - load_i64(segment + 8 * FIRST)
-                index = distance // load_i64(segment + 8 * STEP)
-                units = load_i64(segment + 8 * UNITS)
-                factor = load_i64(segment + 8 * B_FACTOR) + index * units * VECTOR_BYTES
-                x = call.x + first * call.x_stride + load_i64(segment + 8 * X_OFFSET)
-                multiply_tokens(call, rows, x, factor, units=units, memory=memory)
-            for m in range(rows):
-                at = (first + m) * call.out_stride + column * 2 * LANES
+            segment_address = np.int64(0)
+            if item.table != 0:
+                segment_address = find_segment(item.table + call.place, column)
+            if segment_address != 0:
+                segment = read_segment(segment_address)
+                # Which column of the segment's B gives this column of the result.
+                n = (column - segment.first) // segment.spacing
+                b_column = segment.b_factor + n * segment.units * VECTOR_BYTES
+                x = call.x + item.first_token * call.x_stride + segment.x_offset
+                multiply_tokens(call, item.tokens, x, b_column, units=segment.units, memory=memory)
+            for m in range(item.tokens):
+                offset = (item.first_token + m) * call.out_stride + column * _COLUMN_BYTES
                 value = splat(ZERO)
-                if segment != 0:
+                if segment_address != 0:
                     value = load(memory + _RESULT + m * VECTOR_BYTES)
                 if call.other != 0:
-                    value = value + load_as(BF16, call.other + at)
-                store_as(BF16, call.out + at, value)
+                    value = value + load_as(BF16, call.other + offset)
+                store_as(BF16, call.out + offset, value)

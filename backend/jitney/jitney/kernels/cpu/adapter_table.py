@@ -1,16 +1,22 @@
-"""An adapter's factors as ``adapter_kernel`` reads them, and a step's tokens by adapter.
+"""LoRA adapters as ``adapter_kernel`` reads them, and which tokens of a step have which adapter.
 
-Each adapter has a table of int64, [decoder layers, PLACES, PLACE_FIELDS]. A *place* is a fused
-layer of a decoder layer (``fused``), which may join several linear layers, each a *segment*::
+A *place* is one of the four fused layers of a decoder layer that adapters may change
+(``fused.whole_model.Places``). It may join several linear layers of the module, as query, key and
+value. Each of these is a *segment* of the place.
 
-    A_FACTORS | A_COLUMNS | segment 0: FIRST LAST STEP B_FACTOR UNITS X_OFFSET | segment 1 | 2
+Each adapter has a table with an entry for each decoder layer and place. An entry says where the
+adapter's factors are::
 
-A columns are 16 of the adapter's ranks: the A factors of all linear layers of a place lie one above
-the other, so x is shrunk once. B columns are 16 outputs, as those of ``product_kernel``.
+    | PlaceEntry: the A factors of all segments | Segment: the B factor of segment 0 | 1 | 2 |
+
+The A factors of all segments lie one above the other, so that x is shrunk once. Both factors are
+packed in columns as a weight is (``product_kernel``): A in columns of 16 ranks, where each segment
+is filled up with zeros; B in columns of 16 outputs.
 
 Called by ``program``, which packs adapters and lists a step's tokens.
 """
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -19,38 +25,69 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+<<<<<<< HEAD
 from jitney.execution.low_rank import AdapterSpan, Factors, Part
+=======
+from jitney.execution.low_rank import Factors, Part, Span
+from jitney.kernels.cpu.compiled import record
+>>>>>>> e43e755 (CPU products: read once; what a product's kernel is made of stands in a file for each part, with a piece of the generated code as an example)
 from jitney.kernels.cpu.emit import LANES
 from jitney.kernels.cpu.micro_kernel import MAX_ROWS
 from jitney.kernels.fused.whole_model import Places
 
 ITEM_TOKENS = MAX_ROWS
 """Tokens of one adapter that an item of the kernels has, at most."""
-
-# Fields of a place.
-A_FACTORS = 0
-"""Address of its A factors."""
-A_COLUMNS = 1
-"""How many columns they have."""
-SEGMENTS = 2
-"""From here on the segments, one for each linear layer."""
-
-# Fields of a segment.
-FIRST = 0
-"""The segment changes these columns of the place's result: FIRST, FIRST + STEP, ... below LAST."""
-LAST = 1
-STEP = 2
-B_FACTOR = 3
-"""Address of its B factor."""
-UNITS = 4
-"""Pairs of ranks, which are the units of a column of B."""
-X_OFFSET = 5
-"""Bytes from the beginning of a row that x was shrunk to, to this segment's ranks."""
-SEGMENT_FIELDS = 6
 MOST_SEGMENTS = 3
-PLACE_FIELDS = SEGMENTS + MOST_SEGMENTS * SEGMENT_FIELDS
 PLACES = len(Places._fields)
 GATED = Places._fields.index("gated")
+_BF16_BYTES = 2
+
+
+# --------------------------------------------------------------------------- records
+
+
+@record
+class PlaceEntry(ctypes.Structure):
+    """The beginning of an entry of the table; behind it are MOST_SEGMENTS segments."""
+
+    a_factors: int
+    """Address of the A factors of all segments."""
+    a_columns: int
+    """How many columns these have. 0: the adapter does not change the place."""
+
+
+@record
+class Segment(ctypes.Structure):
+    """One linear layer of a place."""
+
+    first: int
+    """The columns of the place's result that this linear layer gives: ``first``, ``first`` +
+    ``spacing``, ... below ``last``. If the adapter does not change it, there are none: 0 and 0."""
+    last: int
+    spacing: int
+    b_factor: int
+    """Address of its B factor."""
+    units: int
+    """Units of a column of B: pairs of ranks."""
+    x_offset: int
+    """Bytes from the beginning of a row that x was shrunk to, to this segment's ranks."""
+
+
+SEGMENT_BYTES = ctypes.sizeof(Segment)
+_SEGMENT_FIELDS = len(Segment.__annotations__)
+_FIRST_SEGMENT = len(PlaceEntry.__annotations__)
+PLACE_FIELDS = _FIRST_SEGMENT + MOST_SEGMENTS * _SEGMENT_FIELDS
+"""Numbers, of 64 bits, of an entry."""
+
+
+@record
+class AdapterItem(ctypes.Structure):
+    """A few neighbouring tokens of one adapter, or of none."""
+
+    first_token: int
+    tokens: int
+    table: int
+    """Address of the adapter's table. 0: the tokens have no adapter."""
 
 
 class PackedAdapter(NamedTuple):
@@ -68,33 +105,36 @@ class PackedAdapter(NamedTuple):
     """The tensors that the table's addresses point to."""
 
 
+# --------------------------------------------------------------------------- packing
+
+
 def pack(factors: Mapping[str, Factors], layers: Sequence[Places]) -> PackedAdapter:
-    """Factors in bfloat16, by path, for the places of each decoder layer."""
+    """An adapter of ``factors`` in bfloat16, by path, for the places of each decoder layer."""
     table = np.zeros((len(layers), PLACES, PLACE_FIELDS), np.int64)
-    table[:, :, SEGMENTS + STEP :: SEGMENT_FIELDS] = 1  # the kernel divides by it
     memory = list[Tensor]()
     for layer, places in enumerate(layers):
         for place, parts in enumerate(places):
             if any(part.path in factors for part in parts):
-                memory += _pack_place(table[layer, place], parts, factors, gated=place == GATED)
-    columns = table[:, :, A_COLUMNS]
-    used = np.flatnonzero(columns.any(0)).tolist()
+                entry = table[layer, place]
+                memory += _pack_place(entry, parts, factors, gated=place == GATED)
+    a_columns = table[:, :, list(PlaceEntry.__annotations__).index("a_columns")]
+    used = np.flatnonzero(a_columns.any(0)).tolist()
     return PackedAdapter(
         table=table,
         address=table.ctypes.data,
         used=frozenset(used),
-        columns=int(columns.max(initial=0)),
+        columns=int(a_columns.max(initial=0)),
         memory=memory,
     )
 
 
 def _pack_place(
-    row: np.ndarray, parts: Sequence[Part], factors: Mapping[str, Factors], *, gated: bool
+    entry: np.ndarray, parts: Sequence[Part], factors: Mapping[str, Factors], *, gated: bool
 ) -> list[Tensor]:
-    """Fill ``row``, one place's part of the table. Returns the tensors that it points to.
+    """Fill an entry of the table. Returns the tensors that it points to.
 
-    Where it is ``gated``, the place's result has the columns of gate and up by turns."""
-    shrinking = list[Tensor]()
+    If the place is ``gated``, its result has the columns of gate and up by turns."""
+    a_factors = list[Tensor]()
     memory = list[Tensor]()
     ranks_before = 0
     for number, part in enumerate(parts):
@@ -106,32 +146,34 @@ def _pack_place(
             # One linear layer gives gate and up, one above the other.
             b = b.unflatten(0, (2, -1, LANES)).transpose(0, 1).flatten(0, 2)
         filling = -len(a) % LANES
-        shrinking.append(functional.pad(a, (0, 0, 0, filling)))
-        packed = _columns(functional.pad(b, (0, filling)))
-        memory.append(packed)
+        ranks = len(a) + filling
+        a_factors.append(functional.pad(a, (0, 0, 0, filling)))
+        b_factor = _columns(functional.pad(b, (0, filling)))
+        memory.append(b_factor)
         first = part.first // LANES
         last = part.last // LANES
+        spacing = 1
         if gated and len(parts) == 2:
             # Gate and up are linear layers of their own: every other column is this one's, for gate
             # from column 0 on, for up from column 1 on.
             last = 2 * (last - first)
             first = number
-            step = 2
-        else:
-            step = 1
-        ranks = len(a) + filling
-        segment = SEGMENTS + number * SEGMENT_FIELDS
-        row[segment + FIRST] = first
-        row[segment + LAST] = last
-        row[segment + STEP] = step
-        row[segment + B_FACTOR] = packed.data_ptr()
-        row[segment + UNITS] = ranks // 2
-        row[segment + X_OFFSET] = 2 * ranks_before
+            spacing = 2
+        segment = Segment(
+            first=first,
+            last=last,
+            spacing=spacing,
+            b_factor=b_factor.data_ptr(),
+            units=ranks // 2,
+            x_offset=ranks_before * _BF16_BYTES,
+        )
+        begin = _FIRST_SEGMENT + number * _SEGMENT_FIELDS
+        entry[begin : begin + _SEGMENT_FIELDS] = np.frombuffer(bytes(segment), np.int64)
         ranks_before += ranks
-    a_factors = _columns(torch.cat(shrinking))
-    memory.append(a_factors)
-    row[A_FACTORS] = a_factors.data_ptr()
-    row[A_COLUMNS] = ranks_before // LANES
+    all_a_factors = _columns(torch.cat(a_factors))
+    memory.append(all_a_factors)
+    head = PlaceEntry(a_factors=all_a_factors.data_ptr(), a_columns=ranks_before // LANES)
+    entry[:_FIRST_SEGMENT] = np.frombuffer(bytes(head), np.int64)
     return memory
 
 
@@ -140,9 +182,21 @@ def _columns(weight: Tensor) -> Tensor:
     return weight.view(len(weight) // LANES, LANES, -1, 2).transpose(1, 2).contiguous()
 
 
+<<<<<<< HEAD
 def list_items(array: np.ndarray, spans: Sequence[AdapterSpan], tokens: int) -> int:
     """Write the items of all of a step's tokens, those without an adapter too, to int64 [most, 3],
     as ``LowRankCall.items`` has them; returns how many items there are."""
+=======
+# --------------------------------------------------------------------------- a step's tokens
+
+
+def list_items(array: np.ndarray, spans: Sequence[Span], tokens: int) -> int:
+    """Write the items of all of a step's tokens, those without an adapter too, to int64 [most, 3]:
+    an :class:`AdapterItem` in each row. Returns how many items there are.
+
+    (A ``Span`` of adapters is neighbouring tokens, and has nothing to do with one of attention.)
+    """
+>>>>>>> e43e755 (CPU products: read once; what a product's kernel is made of stands in a file for each part, with a piece of the generated code as an example)
     count = 0
     end = 0  # the first token that is not listed yet
     for span in spans:
@@ -156,6 +210,6 @@ def list_items(array: np.ndarray, spans: Sequence[AdapterSpan], tokens: int) -> 
 def _list_tokens(array: np.ndarray, count: int, first: int, *, last: int, table: int) -> int:
     """Write tokens [first, last) behind ``count`` items; returns how many items there are then."""
     for start in range(first, last, ITEM_TOKENS):
-        array[count] = start, min(ITEM_TOKENS, last - start), table
+        array[count] = start, min(ITEM_TOKENS, last - start), table  # the fields of AdapterItem
         count += 1
     return count

@@ -1,17 +1,24 @@
-"""IR: products of units, which are four bytes: ``acc + a . b`` in each of 16 lanes.
+"""IR: products of units, which are four bytes: ``total + left . right`` in each of 16 lanes.
 
-What a unit holds, and what multiplies it, depends on the type that ``tag`` has (``simd``)::
+A unit of ``left`` times a unit of ``right`` is the sum of the products of their elements. What the
+elements are, and which instructions multiply them, depends on the tag's type (``simd``)::
 
-    F32    | float32                   |   one FMA
-    BF16   | low, high bfloat16        |   one instruction, or both widened to float32: two FMA
-    WIDE   | b: low, high bfloat16     |   b widened to float32, a is so already: two FMA
-    I8     | b0 | b1 | b2 | b3  bytes  |   VNNI, or both widened to 16 bits: two instructions
-    I4     | b0 | b1 | b2 | b3  0..15  |   VNNI, or sums of 16 bits that follow later
+    tag    left unit              right unit             instructions
+    F32    1 float32              1 float32              one FMA
+    BF16   2 bfloat16             2 bfloat16             AVX-512 BF16: one. Else both are widened to
+                                                         float32: two FMA
+    WIDE   2 float32 (8 bytes)    2 bfloat16             right is widened to float32: two FMA
+    I8     4 bytes, 0 to 255      4 bytes, -128 to 127   VNNI: one. Else both are widened to 16
+                                                         bits: two products of int16
+    I4     4 bytes, -127 to 127   4 bytes, 0 to 15       VNNI: one. Else one, with sums of 16 bits
+
+The sums of I8 and I4 are int32, and exact.
 
 Called by ``micro_kernel``, and for weights of 4 bits by ``four_bit_kernel``.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import llvmlite.ir as ir
@@ -34,133 +41,160 @@ from jitney.kernels.cpu.emit import (
 from jitney.kernels.cpu.processor import multiplies_bytes
 from jitney.kernels.cpu.simd import BF16_TYPE, I8_TYPE, WIDE_TYPE
 
-_PAIRS_16 = ir.VectorType(i16, 2 * LANES)
+_I16_PAIRS = ir.VectorType(i16, 2 * LANES)
 """A vector as 32 numbers of 16 bits."""
 
 
-def multiply_units(builder, tag, acc, a_units: Sequence[Any], b):
-    """IR: acc + a . b per lane.
+def multiply_units(builder, tag, total, left_parts: Sequence[Any], right):
+    """IR: total + left . right per lane.
 
-    ``b`` is a vector of 16 units as int32, and so is the one element of ``a_units``. With WIDE,
-    ``a_units`` has two elements: the low elements of 16 units and the high ones, as float32.
+    ``right`` is a vector of 16 units, given as int32. So is ``left``, the only one of
+    ``left_parts``; with WIDE these are two vectors: the first elements of 16 units as float32, and
+    the second ones.
 
-    Of bytes, those of a are unsigned and those of b signed, and the float32 lanes of acc hold the
-    bits of int32.
+    ``total`` is float32. With I8 its lanes hold the bits of int32.
     """
     if tag == WIDE_TYPE:
-        low_a, high_a = [builder.bitcast(unit, f32x) for unit in a_units]
-        return _multiply_floats(builder, acc, low_a, high_a, b)
-    (a,) = a_units
+        low_left, high_left = [builder.bitcast(part, f32x) for part in left_parts]
+        return _multiply_floats(builder, total, low_left, high_left, right)
+    (left,) = left_parts
     if tag == I8_TYPE:
-        total = multiply_bytes(builder, builder.bitcast(acc, i32x), a, b)
-        return builder.bitcast(total, f32x)
+        exact = builder.bitcast(total, i32x)
+        exact = multiply_bytes(builder, exact, unsigned=left, signed=right)
+        return builder.bitcast(exact, f32x)
     if tag == BF16_TYPE and host_has("avx512bf16"):
-        return _multiply_bf16(builder, acc, a, b)
+        return _multiply_bf16(builder, total, left, right)
     if tag == BF16_TYPE:
-        low_a = widen_low(builder, a)
-        high_a = widen_high(builder, a)
-        return _multiply_floats(builder, acc, low_a, high_a, b)
-    float_a = builder.bitcast(a, f32x)
-    float_b = builder.bitcast(b, f32x)
-    return fused_multiply_add(builder, float_a, float_b, acc)
+        low_left = widen_low(builder, left)
+        high_left = widen_high(builder, left)
+        return _multiply_floats(builder, total, low_left, high_left, right)
+    # F32.
+    float_left = builder.bitcast(left, f32x)
+    float_right = builder.bitcast(right, f32x)
+    return fused_multiply_add(builder, float_left, float_right, total)
 
 
-def _multiply_floats(builder, acc, low_a, high_a, b):
-    """IR: acc + low a * low b + high a * high b, with b widened from bfloat16."""
-    acc = fused_multiply_add(builder, low_a, widen_low(builder, b), acc)
-    return fused_multiply_add(builder, high_a, widen_high(builder, b), acc)
+def _multiply_floats(builder, total, low_left, high_left, right):
+    """IR: total + low left * low right + high left * high right; ``right`` is widened here."""
+    total = fused_multiply_add(builder, low_left, widen_low(builder, right), total)
+    return fused_multiply_add(builder, high_left, widen_high(builder, right), total)
 
 
-def _multiply_bf16(builder, acc, a, b):
+def _multiply_bf16(builder, total, left, right):
     """IR: both products of a unit by one instruction."""
     pairs = ir.VectorType(bf16, 2 * LANES)
-    operands = [acc, builder.bitcast(a, pairs), builder.bitcast(b, pairs)]
+    operands = [total, builder.bitcast(left, pairs), builder.bitcast(right, pairs)]
     return call_llvm(builder, "llvm.x86.avx512bf16.dpbf16ps.512", f32x, operands)
 
 
 # --------------------------------------------------------------------------- bytes
 
 
-def multiply_bytes(builder, acc, a, b):
-    """IR: acc + a . b per lane, exactly; all are vectors of int32. The bytes of a are unsigned."""
+@dataclass(frozen=True)
+class _Instruction:
+    """A product of whole registers, by LLVM's name behind "llvm.x86."."""
+
+    name: str
+    registers: int
+    """How many registers 16 lanes take: one of 512 bits, or two of 256."""
+    factor: Any
+    """The type of an element of both factors."""
+    result: Any
+    """That of an element of what it computes."""
+
+
+# What VNNI adds up in 32 bits: four products of bytes. LLVM has one name for the second one,
+# whether AVX-VNNI or AVX-512 brings the instruction.
+_DOT_BYTES_512 = _Instruction("avx512.vpdpbusd.512", 1, factor=i8, result=i32)
+_DOT_BYTES_256 = _Instruction("avx512.vpdpbusd.256", 2, factor=i8, result=i32)
+# Products of int16, two neighbours added up in 32 bits.
+_ADD_I16_PAIRS_512 = _Instruction("avx512.pmaddw.d.512", 1, factor=i16, result=i32)
+_ADD_I16_PAIRS_256 = _Instruction("avx2.pmadd.wd", 2, factor=i16, result=i32)
+# Products of an unsigned and a signed byte, two neighbours added up in 16 bits.
+_ADD_BYTE_PAIRS_512 = _Instruction("avx512.pmaddubs.w.512", 1, factor=i8, result=i16)
+_ADD_BYTE_PAIRS_256 = _Instruction("avx2.pmadd.ub.sw", 2, factor=i8, result=i16)
+
+
+def multiply_bytes(builder, total, unsigned, signed):
+    """IR: total + unsigned . signed per lane, exactly. All are vectors of int32. A lane of the
+    latter two holds four bytes."""
     if host_has("avx512vnni"):
-        return _in_registers(builder, "avx512.vpdpbusd.512", i32, [acc, a, b])
+        return _emit(builder, _DOT_BYTES_512, unsigned, signed, total)
     if host_has("avxvnni"):
-        # LLVM has one name for it, whether AVX or AVX-512 brings the instruction.
-        return _in_registers(builder, "avx512.vpdpbusd.256", i32, [acc, a, b])
-    # The even bytes of both as int16, then the odd ones. For int16 there is an instruction that
-    # multiplies and adds two products in 32 bits; the one for bytes adds them in 16, too few here.
-    eight = constant(_PAIRS_16, 8)
-    low_byte = constant(_PAIRS_16, 255)
-    a = builder.bitcast(a, _PAIRS_16)
-    b = builder.bitcast(b, _PAIRS_16)
-    even_a = builder.and_(a, low_byte)
-    even_b = builder.ashr(builder.shl(b, eight), eight)
-    odd_a = builder.lshr(a, eight)
-    odd_b = builder.ashr(b, eight)
-    for factors in ([even_a, even_b], [odd_a, odd_b]):
-        products = _in_registers(builder, _multiply_and_add_pairs(), i16, factors)
-        acc = builder.add(acc, products)
-    return acc
+        return _emit(builder, _DOT_BYTES_256, unsigned, signed, total)
+    # Two products of bytes, 255 * 127 each, do not fit into the 16 bits in which the instruction
+    # for bytes adds them up. So both factors are widened to int16: first their even bytes, then
+    # their odd ones.
+    eight = constant(_I16_PAIRS, 8)
+    low_byte = constant(_I16_PAIRS, 255)
+    unsigned = builder.bitcast(unsigned, _I16_PAIRS)
+    signed = builder.bitcast(signed, _I16_PAIRS)
+    even_unsigned = builder.and_(unsigned, low_byte)
+    even_signed = builder.ashr(builder.shl(signed, eight), eight)
+    odd_unsigned = builder.lshr(unsigned, eight)
+    odd_signed = builder.ashr(signed, eight)
+    of_even = _emit(builder, _i16_instruction(), even_unsigned, even_signed)
+    total = builder.add(total, of_even)
+    of_odd = _emit(builder, _i16_instruction(), odd_unsigned, odd_signed)
+    return builder.add(total, of_odd)
 
 
-def multiply_nibbles(builder, narrow, a, b):
-    """IR: narrow + a . b per lane, exactly. a has bytes from 0 to 15, and b signed ones.
+def multiply_nibbles(builder, run_sum, nibbles, signed):
+    """IR: run_sum + nibbles . signed per lane, exactly. ``nibbles`` holds four bytes of 0 to 15 in
+    each lane, ``signed`` four of -127 to 127.
 
-    ``narrow`` begins as 0 and has sums of 32 bits, or of 16 where the processor has no instruction
-    for more. So after at most eight calls :func:`add_nibbles` must add it to a sum of 32 bits.
+    ``run_sum`` begins as 0. Where the processor has no instruction that adds up in 32 bits, it is
+    two sums of 16 bits in each lane. So after at most eight calls :func:`add_run` must add it to a
+    sum of 32 bits.
     """
     if multiplies_bytes():
-        return multiply_bytes(builder, narrow, a, b)
-    # Eight sums of two products fit into 16 bits: 8 * 2 * 15 * 127 = 30,480.
-    name = "avx512.pmaddubs.w.512" if host_has("avx512bw") else "avx2.pmadd.ub.sw"
-    product = _in_registers(builder, name, i8, [a, b], result=i16)
-    total = builder.add(
-        builder.bitcast(narrow, _PAIRS_16),
-        builder.bitcast(product, _PAIRS_16),
+        return multiply_bytes(builder, run_sum, unsigned=nibbles, signed=signed)
+    # A call adds two products to each 16 bits; eight calls fit: 8 * 2 * 15 * 127 = 30,480.
+    instruction = _ADD_BYTE_PAIRS_512 if host_has("avx512bw") else _ADD_BYTE_PAIRS_256
+    product = _emit(builder, instruction, nibbles, signed)
+    sum_of_16_bits = builder.add(
+        builder.bitcast(run_sum, _I16_PAIRS),
+        builder.bitcast(product, _I16_PAIRS),
     )
-    return builder.bitcast(total, i32x)
+    return builder.bitcast(sum_of_16_bits, i32x)
 
 
-def add_nibbles(builder, total, narrow):
-    """IR: int32 total + narrow, which :func:`multiply_nibbles` has made."""
+def add_run(builder, total, run_sum):
+    """IR: total + run_sum, as int32. :func:`multiply_nibbles` has made the second one."""
     if not multiplies_bytes():
-        # Two sums of 16 bits to one of 32: a product with (1, 1).
+        # Add the two sums of 16 bits in each lane: a product with (1, 1).
         ones = constant(i32x, 0x10001)
-        narrow = _in_registers(builder, _multiply_and_add_pairs(), i16, [narrow, ones])
-    return builder.add(total, narrow)
+        run_sum = _emit(builder, _i16_instruction(), run_sum, ones)
+    return builder.add(total, run_sum)
 
 
-def _multiply_and_add_pairs() -> str:
-    """The instruction that multiplies int16 and adds neighbouring products up in 32 bits."""
-    return "avx512.pmaddw.d.512" if host_has("avx512bw") else "avx2.pmadd.wd"
+def _i16_instruction() -> _Instruction:
+    """Products of int16, on the widest registers that the processor has for it."""
+    return _ADD_I16_PAIRS_512 if host_has("avx512bw") else _ADD_I16_PAIRS_256
 
 
-def _in_registers(builder, name: str, element, values: Sequence[Any], *, result=i32):
-    """IR: an instruction on whole registers, done for all lanes: once if its ``name`` ends in 512,
-    for the bits of a register, and else twice.
+def _emit(builder, instruction: _Instruction, first, second, total=None):
+    """IR: the instruction for all 16 lanes of two vectors, once for each register that they take.
 
-    The last two of ``values`` are its factors, with elements of the type ``element``; one before
-    them is the int32 that it adds to. What it gives has elements of the type ``result``, and is
-    returned as int32.
+    ``total`` is what it adds to, if it is one that adds. The result is a vector of int32, whatever
+    elements it has.
     """
-    registers = 1 if name.endswith("512") else 2
-    lanes = LANES // registers
-    factor_type = ir.VectorType(element, lanes * 32 // element.width)
-    result_type = ir.VectorType(result, lanes * 32 // result.width)
-    parts = []
-    for number in range(registers):
-        first = number * lanes
-        own_lanes = ir.Constant(ir.VectorType(i32, lanes), list(range(first, first + lanes)))
+    lanes = LANES // instruction.registers
+    register = ir.VectorType(i32, lanes)
+    factor_type = ir.VectorType(instruction.factor, lanes * 32 // instruction.factor.width)
+    result_type = ir.VectorType(instruction.result, lanes * 32 // instruction.result.width)
+    values = [first, second] if total is None else [total, first, second]
+    results = []
+    for number in range(instruction.registers):
+        of_register = ir.Constant(register, list(range(number * lanes, (number + 1) * lanes)))
         operands = []
         for value in values:
             units = builder.bitcast(value, i32x)
-            operands.append(builder.shuffle_vector(units, units, own_lanes))
-        *added, a, b = operands
-        factors = [builder.bitcast(a, factor_type), builder.bitcast(b, factor_type)]
-        part = call_llvm(builder, f"llvm.x86.{name}", result_type, [*added, *factors])
-        parts.append(builder.bitcast(part, ir.VectorType(i32, lanes)))
-    if registers == 1:
-        return parts[0]
+            part = builder.shuffle_vector(units, units, of_register)
+            operands.append(part if value is total else builder.bitcast(part, factor_type))
+        result = call_llvm(builder, f"llvm.x86.{instruction.name}", result_type, operands)
+        results.append(builder.bitcast(result, register))
+    if instruction.registers == 1:
+        return results[0]
     all_lanes = ir.Constant(i32x, list(range(LANES)))
-    return builder.shuffle_vector(*parts, all_lanes)
+    return builder.shuffle_vector(*results, all_lanes)

@@ -17,27 +17,42 @@ It computes, for a few rows m and a few vectors n of 16 lanes::
 u counts units of four bytes. A unit of ``left`` is broadcast to all lanes. So a type of two bytes
 multiplies two neighbouring elements in each lane and adds both products (``dot``).
 
-Two forms, chosen at run time by ``use_tiles``:
+There are two ways to compute it, and the argument ``use_tiles`` chooses one at run time:
 
-- vectors, 1 to MAX_ROWS rows: a copy of the loop for each number of rows, so that sums have fixed
-  registers;
-- tiles (AMX; of bfloat16 alone), as many rows as :func:`begin_tiles` was told: 16 units of a row of
-  ``left`` at a time meet 16 vectors of ``right_n``.
+- By vectors, 1 to MAX_ROWS rows. There is code for each number of rows, so that every sum has a
+  register of its own. For 2 rows and 2 vectors it does this::
 
-Called by ``attention_rows`` (scores, values), ``product_kernel`` (weights, where there is no tile
-unit) and ``adapter_kernel``.
+      sum_00 = sum_01 = sum_10 = sum_11 = 0
+      for unit in range(units):
+          prefetch 64 bytes of what is read after right_0, and of what is read after right_1
+          vector_0 = 64 bytes at right_0 + unit * unit_stride
+          vector_1 = 64 bytes at right_1 + unit * unit_stride
+          broadcast = 4 bytes at left + unit * 4, in every lane
+          sum_00 += broadcast . vector_0
+          sum_01 += broadcast . vector_1
+          broadcast = 4 bytes at left + left_stride + unit * 4, in every lane
+          sum_10 += broadcast . vector_0
+          sum_11 += broadcast . vector_1
+      store sum_00 and sum_01 at out, sum_10 and sum_11 at out + out_stride
+
+- By tiles (AMX), of bfloat16 alone, as many rows as :func:`begin_tiles` was told: 16 units of all
+  rows of ``left`` meet 16 vectors of ``right_n`` in one instruction.
+
+Called by ``attention_rows`` (scores, values), ``product_kernel`` (weights, where no tiles are used)
+and ``adapter_kernel``.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from numba import types
 from numba.core import cgutils
 
-from jitney.kernels.cpu.amx import emit_amx, emit_shapes, load_tile, store_tile
+from jitney.kernels.cpu.amx import TILE_ROW_BYTES, emit_amx, emit_shapes, load_tile, store_tile
 from jitney.kernels.cpu.dot import multiply_units
 from jitney.kernels.cpu.emit import (
+    I64_BYTES,
     TAG,
     UNIT_BYTES,
     VECTOR_BYTES,
@@ -56,51 +71,80 @@ from jitney.kernels.cpu.processor import accumulators, host_has_amx
 from jitney.kernels.cpu.simd import BF16_TYPE, WIDE_TYPE
 
 MAX_ROWS = 6
-"""Rows of the form of vectors, at most: their sums for four vectors fill AVX-512's registers."""
+"""Rows by vectors, at most: 6 rows times 4 vectors are the 24 sums that AVX-512 has registers for
+(``processor.accumulators``)."""
 MAX_ROWS_AMX = 16
-"""Rows of the form of tiles, at most."""
+"""Rows by tiles, at most."""
 
-# Which tile holds what. Tiles 0 to 3 are the sums [rows, 16 float32] of up to four vectors. Heads
-# are multiples of 16 elements and a group holds 16 tokens, which are 8 units of bfloat16: so there
-# are tiles for 16 units of a factor, and tiles for 8.
-_LEFT = 4  # [rows, 16 units]
-_RIGHT = 5  # [16 units, a vector]
-_LEFT_HALF = 6  # [rows, 8 units]
-_RIGHT_HALF = 7  # [8 units, a vector]
+
+# --------------------------------------------------------------------------- tiles
+
+
+class _FactorTiles(NamedTuple):
+    """The tile registers that hold some units of both factors."""
+
+    left: int
+    """[rows, units]"""
+    right: int
+    """[units, a vector]"""
+    units: int
+
+
+# Tiles 0 to 3 are the sums, float32 [rows, 16], of up to four vectors.
+_SUM_TILES = 4
+_SIXTEEN_UNITS = _FactorTiles(left=4, right=5, units=16)
+# A head has a multiple of 16 elements, and a group has 16 tokens. In bfloat16 these are multiples
+# of 8 units: so 8 units may be left.
+_EIGHT_UNITS = _FactorTiles(left=6, right=7, units=8)
 
 
 @emitted(types.void, types.int64)
 def begin_tiles(builder, rows):
     """Set the shapes of this thread's tiles for 1 to 16 ``rows`` of the micro-kernel."""
     rows = builder.trunc(rows, i8)
-    # The four sums, then _LEFT, _RIGHT, _LEFT_HALF and _RIGHT_HALF.
-    tile_rows = [rows, rows, rows, rows, rows, 16, rows, 8]
-    row_bytes = [64, 64, 64, 64, 64, 64, 32, 64]
+    tile_rows = [rows] * _SUM_TILES
+    row_bytes = [TILE_ROW_BYTES] * _SUM_TILES
+    for factors in (_SIXTEEN_UNITS, _EIGHT_UNITS):
+        # The left tile, then the right one.
+        tile_rows += [rows, factors.units]
+        row_bytes += [factors.units * UNIT_BYTES, VECTOR_BYTES]
     emit_shapes(builder, tile_rows, row_bytes)
 
 
-def make_micro_kernel(width: int, *, across: bool, ahead: int) -> Any:
-    """A Numba function for ``width`` vectors of the result.
+# --------------------------------------------------------------------------- the function
 
-    Its arguments:
 
-    - ``use_tiles``: which form computes it;
-    - ``left``, ``left_stride``, ``rows``, ``count``, ``units``: ``left`` is the address of
-      [rows, count * units] units, rows ``left_stride`` bytes apart. (WIDE has two float32 a unit.)
-    - ``sources``: the address of a list of int64, which are the addresses of sources: memory that
-      holds vectors of ``right``;
-    - ``offset``, ``step``: in a source, how many bytes from its beginning unit 0 of the vectors is,
-      and how many bytes there are from one unit to the next;
-    - ``out``, ``out_stride``: the address of float32 [rows, width * 16], rows so many bytes apart.
+def make_micro_kernel(width: int, *, source_per_vector: bool, ahead: int) -> Any:
+    """A Numba function that computes ``width`` vectors of the result's rows.
 
-    With ``across``, each vector has a source of its own, entry n of the list for vector n.
-    ``count`` is 1, ``offset`` 0, and ``out`` is overwritten. (Scores: a source is a group of keys.)
+    A *source* is memory that holds vectors of ``right``: a column of a weight, or a group of keys
+    or values. The arguments, after the tag:
 
-    Otherwise all vectors lie side by side in each of ``count`` sources, and the products of all
-    sources are added to what ``out`` holds. (Values: a source is a group of values.)
+    ===============  ===============================================================================
+    ``use_tiles``    which way to compute it
+    ``rows``         how many
+    ``left``         address of the rows [rows, num_sources * units] of units, which are four bytes
+                     (eight with WIDE: two float32)
+    ``left_stride``  bytes from row to row
+    ``sources``      address of a list, int64: the address of each source
+    ``num_sources``  how many of the list to use
+    ``units``        units of each source
+    ``unit_stride``  bytes from one unit's vectors to the next unit's, inside a source
+    ``offset``       bytes from a source's beginning to the first vector of its unit 0
+    ``out``          address of the result, float32 [rows, width * 16]
+    ``out_stride``   bytes from row to row
+    ===============  ===============================================================================
 
-    The kernel prefetches the sources that stand ``ahead`` entries further on in the list, so these
-    entries must be addresses that can be read.
+    With ``source_per_vector``, vector n is in entry n of the list. ``num_sources`` is then 1, as
+    each vector is summed up over one source, ``offset`` is 0, and ``out`` is overwritten. Example:
+    the scores of ``width`` groups of keys, 16 scores from each group.
+
+    Otherwise each source holds all vectors, side by side, and the products of all sources are added
+    to what ``out`` holds. Example: ``width`` times 16 elements of the head, summed up over all
+    groups of values.
+
+    The function prefetches the sources that stand ``ahead`` entries further on in the list. So the
+    list must go on for so many entries, with addresses that can be read.
     """
 
     @emitted(types.void, TAG, types.boolean, *[types.int64] * 10)
@@ -112,9 +156,9 @@ def make_micro_kernel(width: int, *, across: bool, ahead: int) -> Any:
         left,
         left_stride,
         sources,
-        count,
+        num_sources,
         units,
-        step,
+        unit_stride,
         offset,
         out,
         out_stride,
@@ -123,21 +167,21 @@ def make_micro_kernel(width: int, *, across: bool, ahead: int) -> Any:
             builder=builder,
             tag=tag,
             width=width,
-            across=across,
+            source_per_vector=source_per_vector,
             ahead=ahead,
             rows=rows,
             left=left,
             left_stride=left_stride,
             sources=sources,
-            count=count,
+            num_sources=num_sources,
             units=units,
-            step=step,
+            unit_stride=unit_stride,
             offset=offset,
             out=out,
             out_stride=out_stride,
         )
         if tag != BF16_TYPE or not host_has_amx():
-            # The tile unit has no such product, or there is no tile unit.
+            # There is no tile unit, or none of its instructions is for this product.
             emitter.by_vectors()
             return
         with builder.if_else(use_tiles) as (then, otherwise):
@@ -152,62 +196,94 @@ def make_micro_kernel(width: int, *, across: bool, ahead: int) -> Any:
 def emit_by_rows(builder, rows, width: int, emit: Callable[[int, range], None]) -> None:
     """IR: code for each number of rows from 1 to MAX_ROWS, and a branch on ``rows`` to it.
 
-    For m rows, ``emit(m, chosen)`` emits the code for the ``chosen`` ones of ``width`` vectors. It
-    is called once if all their sums fit into registers, else for a few vectors at a time."""
+    ``emit(m, chosen)`` emits code for m rows and the ``chosen`` ones of ``width`` vectors. It is
+    called once if all their sums fit into registers, otherwise for a few vectors at a time. With
+    AVX2, which has registers for 6 sums, for 2 vectors::
+
+        switch (rows) {
+            case 1: emit(1, [0, 1])
+            case 2: emit(2, [0, 1])
+            case 3: emit(3, [0, 1])
+            case 4: emit(4, [0]), emit(4, [1])
+            case 5: emit(5, [0]), emit(5, [1])
+            case 6: emit(6, [0]), emit(6, [1])
+        }
+    """
     done = builder.append_basic_block("done")
     switch = builder.switch(rows, done)
     for m in range(1, MAX_ROWS + 1):
         block = builder.append_basic_block(f"rows.{m}")
         switch.add_case(constant(i64, m), block)
         builder.position_at_end(block)
-        at_once = max(1, min(width, accumulators() // m))
-        for first in range(0, width, at_once):
-            last = min(first + at_once, width)
+        fitting_vectors = max(1, accumulators() // m)
+        for first in range(0, width, fitting_vectors):
+            last = min(first + fitting_vectors, width)
             emit(m, range(first, last))
         builder.branch(done)
     builder.position_at_end(done)
 
 
+class _Source(NamedTuple):
+    """IR: what is read of one source (or, with ``source_per_vector``, of one for each vector)."""
+
+    left_unit: Any
+    """Which unit of the left rows, from 0 on, meets unit 0 of the source."""
+    vectors: list[Any]
+    """Addresses of unit 0 of each vector."""
+    upcoming: list[Any]
+    """The same of the source that stands ``ahead`` entries further on, to be prefetched."""
+
+
 @dataclass(frozen=True)
 class _Emitter:
-    """Emits one micro-kernel. Its arguments are IR values; see :func:`make_micro_kernel`."""
+    """Emits one micro-kernel. What has no type here is an IR value; :func:`make_micro_kernel`
+    explains all of them."""
 
     builder: Any
     tag: Any
     width: int
-    across: bool
+    source_per_vector: bool
     ahead: int
     rows: Any
     left: Any
     left_stride: Any
     sources: Any
-    count: Any
+    num_sources: Any
     units: Any
-    step: Any
+    unit_stride: Any
     offset: Any
     out: Any
     out_stride: Any
 
     # ----------------------------------------------------------------- where the vectors are
 
-    def _source(self, index):
+    def _find_source(self, index, chosen: Sequence[int]) -> _Source:
+        """IR: where to read the ``chosen`` vectors of the source with this ``index``."""
+        return _Source(
+            left_unit=self.builder.mul(index, self.units),
+            vectors=self._first_vectors(index, chosen),
+            upcoming=self._first_vectors(index, chosen, further=self.ahead),
+        )
+
+    def _first_vectors(self, index, chosen: Sequence[int], further: int = 0) -> list[Any]:
+        """IR: addresses of unit 0 of the ``chosen`` vectors, so many entries ``further`` on in the
+        list than ``index``."""
+        builder = self.builder
+        if self.source_per_vector:
+            return [self._entry(constant(i64, n + further)) for n in chosen]
+        entry = self._entry(offset_by(builder, index, further))
+        start = builder.add(entry, self.offset)
+        return [offset_by(builder, start, n, VECTOR_BYTES) for n in chosen]
+
+    def _entry(self, index):
         """IR: entry ``index`` of the list of sources."""
-        where = offset_by(self.builder, self.sources, index, 8)
+        where = offset_by(self.builder, self.sources, index, I64_BYTES)
         return self.builder.load(pointer(self.builder, where, i64))
 
-    def _first_vectors(self, source, chosen: Sequence[int], further: int = 0) -> list[Any]:
-        """IR: the addresses of unit 0 of the ``chosen`` vectors, in ``source`` (or, across sources,
-        each in its own), or in those that stand so many entries ``further`` on in the list."""
-        if self.across:
-            return [self._source(constant(i64, n + further)) for n in chosen]
-        entry = self._source(offset_by(self.builder, source, further))
-        start = self.builder.add(entry, self.offset)
-        return [offset_by(self.builder, start, n, VECTOR_BYTES) for n in chosen]
-
-    # ----------------------------------------------------------------- the form of vectors
+    # ----------------------------------------------------------------- by vectors
 
     def by_vectors(self) -> None:
-        """IR: a loop for each number of rows."""
+        """IR: code for each number of rows."""
         emit_by_rows(self.builder, self.rows, self.width, self._multiply_by_vectors)
 
     def _multiply_by_vectors(self, m: int, chosen: Sequence[int]) -> None:
@@ -216,113 +292,111 @@ class _Emitter:
         Loops, from outer to inner: sources, units, rows, vectors. The last two are unrolled.
         """
         builder = self.builder
-        outs = self._vectors_of_result(m, chosen)
-        sums = self._begin_sums(outs)
-        with cgutils.for_range(builder, self.count) as source:
-            first_unit = builder.mul(source.index, self.units)
-            now = self._first_vectors(source.index, chosen)
-            soon = self._first_vectors(source.index, chosen, self.ahead)
-            with cgutils.for_range(builder, self.units) as unit:
-                for start in soon:
-                    prefetch_line(builder, offset_by(builder, start, unit.index, self.step))
-                addresses = [offset_by(builder, start, unit.index, self.step) for start in now]
-                right = [load_vector(builder, address) for address in addresses]
-                self._add_unit(m, builder.add(first_unit, unit.index), right, sums)
-        for where, slot in zip(outs, sums, strict=True):
-            builder.store(builder.load(slot), where, align=4)
+        results = self._vectors_of_result(m, chosen)
+        sums = self._begin_sums(results)
+        with cgutils.for_range(builder, self.num_sources) as loop:
+            source = self._find_source(loop.index, chosen)
+            with cgutils.for_range(builder, self.units) as inner_loop:
+                self._add_unit(inner_loop.index, source, sums)
+        for row_results, row_sums in zip(results, sums, strict=True):
+            for result, slot in zip(row_results, row_sums, strict=True):
+                builder.store(builder.load(slot), result, align=4)
 
-    def _vectors_of_result(self, m: int, chosen: Sequence[int]) -> list[Any]:
-        """IR: pointers to the vectors of ``out``, row by row."""
+    def _vectors_of_result(self, m: int, chosen: Sequence[int]) -> list[list[Any]]:
+        """IR: for each row, pointers to its vectors in ``out``."""
         builder = self.builder
-        outs = []
-        starts = [offset_by(builder, self.out, row, self.out_stride) for row in range(m)]
-        for start in starts:
-            for n in chosen:
-                where = offset_by(builder, start, n, VECTOR_BYTES)
-                outs.append(pointer(builder, where, f32x))
-        return outs
+        results = []
+        for row in range(m):
+            start = offset_by(builder, self.out, row, self.out_stride)
+            addresses = [offset_by(builder, start, n, VECTOR_BYTES) for n in chosen]
+            results.append([pointer(builder, address, f32x) for address in addresses])
+        return results
 
-    def _begin_sums(self, outs: Sequence[Any]) -> list[Any]:
-        """IR: a sum for each of ``outs``, in a register once LLVM has promoted its stack slot."""
+    def _begin_sums(self, results: list[list[Any]]) -> list[list[Any]]:
+        """IR: a sum for each vector of the result, in the same order. It is a stack slot here, as
+        its value changes in a loop; LLVM makes a register of it."""
         builder = self.builder
-        sums = [cgutils.alloca_once(builder, f32x) for _ in outs]
-        for where, slot in zip(outs, sums, strict=True):
-            begin = constant(f32x, 0.0) if self.across else builder.load(where, align=4)
-            builder.store(begin, slot)
+        sums = []
+        for row_results in results:
+            row_sums = []
+            for result in row_results:
+                if self.source_per_vector:
+                    begin = constant(f32x, 0.0)
+                else:
+                    begin = builder.load(result, align=4)
+                slot = cgutils.alloca_once(builder, f32x)
+                builder.store(begin, slot)
+                row_sums.append(slot)
+            sums.append(row_sums)
         return sums
 
-    def _add_unit(self, m: int, unit, right: Sequence[Any], sums: Sequence[Any]) -> None:
-        """IR: add the products of one unit of each row, broadcast, and the vectors ``right``."""
+    def _add_unit(self, unit, source: _Source, sums: list[list[Any]]) -> None:
+        """IR: add the products of one unit of each row and of each vector."""
         builder = self.builder
-        # WIDE: both elements of a unit have been widened to float32.
-        parts = 2 if self.tag == WIDE_TYPE else 1
-        start = offset_by(builder, self.left, unit, parts * UNIT_BYTES)
-        for row in range(m):
-            of_row = offset_by(builder, start, row, self.left_stride)
-            addresses = [offset_by(builder, of_row, part, UNIT_BYTES) for part in range(parts)]
-            left_units = [load_broadcast(builder, address) for address in addresses]
-            for n, vector in enumerate(right):
-                slot = sums[row * len(right) + n]
+        for start in source.upcoming:
+            prefetch_line(builder, offset_by(builder, start, unit, self.unit_stride))
+        addresses = [offset_by(builder, start, unit, self.unit_stride) for start in source.vectors]
+        vectors = [load_vector(builder, address) for address in addresses]
+        # WIDE: the two elements of a left unit have been widened to float32.
+        left_parts = 2 if self.tag == WIDE_TYPE else 1
+        left_unit = builder.add(source.left_unit, unit)
+        left = offset_by(builder, self.left, left_unit, left_parts * UNIT_BYTES)
+        for row, row_sums in enumerate(sums):
+            of_row = offset_by(builder, left, row, self.left_stride)
+            parts = [offset_by(builder, of_row, part, UNIT_BYTES) for part in range(left_parts)]
+            broadcasts = [load_broadcast(builder, part) for part in parts]
+            for slot, vector in zip(row_sums, vectors, strict=True):
                 before = builder.load(slot)
-                total = multiply_units(builder, self.tag, before, left_units, vector)
+                total = multiply_units(builder, self.tag, before, broadcasts, vector)
                 builder.store(total, slot)
 
-    # ----------------------------------------------------------------- the form of tiles
+    # ----------------------------------------------------------------- by tiles
 
     def by_tiles(self) -> None:
         """IR: all rows times all vectors.
 
         Loops, from outer to inner: sources, 16 units at a time, vectors; the last is unrolled. The
-        sums are in tiles 0 to 3.
+        sums of vector n are in tile n.
         """
         builder = self.builder
-        # Few rows take less time than their keys and values take to arrive from memory, so these
-        # are asked for here. With more rows the caller does it (``prefetch_span``).
-        few = builder.icmp_signed("<", self.rows, constant(i64, MAX_ROWS))
-        outs = [offset_by(builder, self.out, n, VECTOR_BYTES) for n in range(self.width)]
-        for tile, where in enumerate(outs):
-            if self.across:
+        results = [offset_by(builder, self.out, n, VECTOR_BYTES) for n in range(self.width)]
+        # Few rows take less time than their keys and values take to arrive from memory. So for them
+        # the loop below asks for these. With more rows the caller does (``prefetch_span``).
+        prefetches = builder.icmp_signed("<", self.rows, constant(i64, MAX_ROWS))
+        for tile, address in enumerate(results):
+            if self.source_per_vector:
                 emit_amx(builder, "tilezero", tile)
             else:
-                load_tile(builder, tile, where, self.out_stride)
-        with cgutils.for_range(builder, self.count) as source:
-            self._add_source(source.index, few)
-        for tile, where in enumerate(outs):
-            store_tile(builder, tile, where, self.out_stride)
+                load_tile(builder, tile, address, self.out_stride)
+        with cgutils.for_range(builder, self.num_sources) as loop:
+            source = self._find_source(loop.index, range(self.width))
+            self._add_source(source, prefetches)
+        for tile, address in enumerate(results):
+            store_tile(builder, tile, address, self.out_stride)
 
-    def _add_source(self, source, few) -> None:
-        """IR: add the products of one source, all its units."""
+    def _add_source(self, source: _Source, prefetches) -> None:
+        """IR: add the products of all units of one source."""
         builder = self.builder
-        vectors = range(self.width)
-        first_unit = builder.mul(source, self.units)
-        starts = self._first_vectors(source, vectors)
-        soon = self._first_vectors(source, vectors, self.ahead)
-
-        def add(unit, units: int, left: int, right: int) -> None:
-            """IR: add so many ``units`` from ``unit`` on, by the tiles ``left`` and ``right``."""
-            with builder.if_then(few):
-                self._prefetch_units(soon, unit, units)
-            left_unit = builder.add(first_unit, unit)
-            where = offset_by(builder, self.left, left_unit, UNIT_BYTES)
-            load_tile(builder, left, where, self.left_stride)
-            for tile, start in enumerate(starts):
-                where = offset_by(builder, start, unit, self.step)
-                load_tile(builder, right, where, self.step)
-                emit_amx(builder, "tdpbf16ps", tile, left, right)
-
         zero = constant(i64, 0)
         sixteen = constant(i64, 16)
         whole = builder.and_(self.units, constant(i64, -16))
         with cgutils.for_range_slice(builder, zero, whole, sixteen, inc=True) as (unit, _):
-            add(unit, 16, _LEFT, _RIGHT)
-        # What is left are 8 units: see the tiles' shapes.
+            self._add_units(source, unit, _SIXTEEN_UNITS, prefetches)
         with builder.if_then(builder.icmp_signed("<", whole, self.units)):
-            add(whole, 8, _LEFT_HALF, _RIGHT_HALF)
+            self._add_units(source, whole, _EIGHT_UNITS, prefetches)
 
-    def _prefetch_units(self, starts: Sequence[Any], unit, units: int) -> None:
-        """IR: ask for so many ``units`` from ``unit`` on of vectors that are read soon."""
+    def _add_units(self, source: _Source, unit, factors: _FactorTiles, prefetches) -> None:
+        """IR: add the products of 16 or 8 units, from ``unit`` on."""
         builder = self.builder
-        for start in starts:
-            for n in range(units):
-                at = builder.add(unit, constant(i64, n))
-                prefetch_line(builder, offset_by(builder, start, at, self.step))
+        with builder.if_then(prefetches):
+            for start in source.upcoming:
+                for n in range(factors.units):
+                    soon = builder.add(unit, constant(i64, n))
+                    prefetch_line(builder, offset_by(builder, start, soon, self.unit_stride))
+        left_unit = builder.add(source.left_unit, unit)
+        address = offset_by(builder, self.left, left_unit, UNIT_BYTES)
+        load_tile(builder, factors.left, address, self.left_stride)
+        for sum_tile, start in enumerate(source.vectors):
+            address = offset_by(builder, start, unit, self.unit_stride)
+            load_tile(builder, factors.right, address, self.unit_stride)
+            emit_amx(builder, "tdpbf16ps", sum_tile, factors.left, factors.right)

@@ -1,0 +1,258 @@
+"""IR: the innermost steps of the product with weights of 4 bits.
+
+``four_bit_kernel`` draws the layout of a column and says what is computed.
+
+Called by ``four_bit_kernel``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from numba import types
+from numba.core import cgutils
+
+from jitney.kernels.cpu.dot import add_run, multiply_nibbles
+from jitney.kernels.cpu.emit import (
+    F32_BYTES,
+    UNIT_BYTES,
+    VECTOR_BYTES,
+    constant,
+    emitted,
+    f32,
+    f32x,
+    fused_multiply_add,
+    i32x,
+    i64,
+    load_broadcast,
+    load_vector,
+    offset_by,
+    prefetch_line,
+    store_vector,
+    widen_high,
+    widen_low,
+)
+from jitney.kernels.cpu.micro_kernel import emit_by_rows
+from jitney.kernels.cpu.product_call import PAIR_ROW_BYTES
+
+VECTOR_INPUTS = 8
+"""Inputs of a vector of nibbles."""
+INPUT_BYTES = VECTOR_BYTES // VECTOR_INPUTS
+"""Bytes of one input in a column: 16 nibbles."""
+COLUMN_FACTORS = VECTOR_BYTES
+"""Bytes of the scales and least values of a column's group, which stand before its nibbles."""
+ROW_FACTORS = 2 * F32_BYTES
+"""Bytes of the scale and the sum of a row's group. Those of all groups stand behind the row."""
+_RUN = 32
+"""Inputs whose products may be summed up in 16 bits, where the processor has no instruction that
+sums them up in 32 (``dot.multiply_nibbles``: 8 calls of 4 inputs)."""
+
+
+@dataclass(frozen=True)
+class _ColumnFactors:
+    """IR: scales and least values of a group of 16 outputs, two vectors of float32."""
+
+    scales: Any
+    leasts: Any
+
+
+def _load_column_factors(builder, column_group) -> _ColumnFactors:
+    """IR: from the beginning of a column's group."""
+    both = load_vector(builder, column_group)
+    return _ColumnFactors(scales=widen_low(builder, both), leasts=widen_high(builder, both))
+
+
+def _unpack_vector(builder, address) -> list[Any]:
+    """IR: a vector of nibbles as two vectors of bytes: the low nibbles, then the high ones."""
+    both = load_vector(builder, address)
+    mask = constant(i32x, 0x0F0F0F0F)
+    low = builder.and_(both, mask)
+    high = builder.and_(builder.lshr(both, constant(i32x, 4)), mask)
+    return [low, high]
+
+
+def _add_scaled(builder, total, group_sum, row_factors, column_factors: _ColumnFactors):
+    """IR: ``total`` plus the product of a group, in float32.
+
+    ``group_sum`` is the exact product of the bytes, int32. ``row_factors`` is the address of the
+    row's scale and sum for the group."""
+    row_scale = load_broadcast(builder, offset_by(builder, row_factors, 0), f32)
+    row_sum = load_broadcast(builder, offset_by(builder, row_factors, F32_BYTES), f32)
+    value = builder.fmul(builder.sitofp(group_sum, f32x), row_scale)
+    total = fused_multiply_add(builder, value, column_factors.scales, total)
+    return fused_multiply_add(builder, row_sum, column_factors.leasts, total)
+
+
+# --------------------------------------------------------------------------- by vectors
+
+
+@emitted(types.void, *[types.int64] * 8)
+def multiply_few(builder, rows, x, x_stride, inputs, group, column, column_bytes, out):
+    """``out`` float32 [rows, 32] = 1 to MAX_ROWS rows of x times the two columns from address
+    ``column`` on. The two columns behind these are prefetched."""
+    group_bytes = builder.add(
+        constant(i64, COLUMN_FACTORS),
+        builder.mul(group, constant(i64, INPUT_BYTES)),
+    )
+    emitter = _FewRows(
+        builder=builder,
+        x=x,
+        x_stride=x_stride,
+        inputs=inputs,
+        group=group,
+        groups=builder.sdiv(inputs, group),
+        group_bytes=group_bytes,
+        column=column,
+        column_bytes=column_bytes,
+        out=out,
+    )
+    emit_by_rows(builder, rows, 2, emitter.multiply)
+
+
+@dataclass(frozen=True)
+class _FewRows:
+    """Emits the product of a few rows by vectors. For one row and one column it does this::
+
+        total = 0
+        for index in range(groups):
+            group_sum = 0
+            for run in range(group / 32):
+                run_sum = 0
+                four times, as code without a loop:
+                    vector = the next 64 bytes of nibbles
+                    run_sum += (vector & 0x0F...) . the next 4 bytes of x, in every lane
+                    run_sum += (vector >> 4 & 0x0F...) . the 4 bytes after, in every lane
+                group_sum += run_sum
+            total += group_sum * row_scale * scales + row_sum * leasts
+        store total at out
+
+    With more rows and columns, each ``total``, ``group_sum`` and ``run_sum`` is one vector for each
+    row and column; a vector of nibbles is loaded once for all rows. In Python these are lists of
+    lists: ``totals[i][n]`` is that of row i and column n.
+
+    The fields are IR values: see :func:`multiply_few`.
+    """
+
+    builder: Any
+    x: Any
+    x_stride: Any
+    inputs: Any
+    group: Any
+    """Inputs of a group."""
+    groups: Any
+    """How many groups a column has."""
+    group_bytes: Any
+    """Bytes of a column's group."""
+    column: Any
+    column_bytes: Any
+    out: Any
+
+    def multiply(self, m: int, chosen: range) -> None:
+        """IR: m rows times the ``chosen`` columns of the two."""
+        builder = self.builder
+        totals = []
+        group_sums = []
+        for _ in range(m):
+            # Stack slots, as their values change in a loop; LLVM makes registers of them.
+            totals.append([cgutils.alloca_once(builder, f32x) for _ in chosen])
+            group_sums.append([cgutils.alloca_once(builder, i32x) for _ in chosen])
+        for row_totals in totals:
+            for slot in row_totals:
+                builder.store(constant(f32x, 0.0), slot)
+        with cgutils.for_range(builder, self.groups) as loop:
+            self._add_group(loop.index, chosen, totals, group_sums)
+        for row, row_totals in enumerate(totals):
+            of_row = offset_by(builder, self.out, row, PAIR_ROW_BYTES)
+            for n, slot in zip(chosen, row_totals, strict=True):
+                address = offset_by(builder, of_row, n, VECTOR_BYTES)
+                store_vector(builder, builder.load(slot), address)
+
+    def _add_group(
+        self, index, chosen: range, totals: list[list[Any]], group_sums: list[list[Any]]
+    ) -> None:
+        """IR: add the products of group ``index`` to the totals."""
+        builder = self.builder
+        # Where the group begins in each column, and in each row of x.
+        column_offset = builder.mul(index, self.group_bytes)
+        columns = []
+        for n in chosen:
+            column = offset_by(builder, self.column, n, self.column_bytes)
+            columns.append(builder.add(column_offset, column))
+        row_offset = builder.mul(index, self.group)
+        rows = []
+        for row in range(len(totals)):
+            of_row = offset_by(builder, self.x, row, self.x_stride)
+            rows.append(builder.add(row_offset, of_row))
+
+        for row_sums in group_sums:
+            for slot in row_sums:
+                builder.store(constant(i32x, 0), slot)
+        runs = builder.sdiv(self.group, constant(i64, _RUN))
+        with cgutils.for_range(builder, runs) as loop:
+            self._add_run(loop.index, columns, rows, group_sums)
+
+        # A row's factors for the group are ``inputs`` + index * ROW_FACTORS behind the row's
+        # beginning. From the group's bytes in the row to them it is the same distance in all rows.
+        rest_of_row = builder.sub(self.inputs, row_offset)
+        to_factors = offset_by(builder, rest_of_row, index, ROW_FACTORS)
+        column_factors = [_load_column_factors(builder, column) for column in columns]
+        for i, row in enumerate(rows):
+            row_factors = builder.add(row, to_factors)
+            for n, factors in enumerate(column_factors):
+                total = builder.load(totals[i][n])
+                group_sum = builder.load(group_sums[i][n])
+                total = _add_scaled(builder, total, group_sum, row_factors, factors)
+                builder.store(total, totals[i][n])
+
+    def _add_run(
+        self, run, columns: Sequence[Any], rows: Sequence[Any], group_sums: list[list[Any]]
+    ) -> None:
+        """IR: add the products of the 32 inputs of one run. ``columns`` and ``rows`` are the
+        addresses of the group."""
+        builder = self.builder
+        run_sums = [[constant(i32x, 0) for _ in columns] for _ in rows]
+        for number in range(_RUN // VECTOR_INPUTS):
+            # One vector of nibbles of each column.
+            addresses = []
+            for column in columns:
+                of_run = offset_by(builder, column, run, _RUN * INPUT_BYTES)
+                offset = COLUMN_FACTORS + number * VECTOR_BYTES
+                addresses.append(offset_by(builder, of_run, offset))
+            for address in addresses:
+                prefetch_line(builder, offset_by(builder, address, 2, self.column_bytes))
+            unpacked = [_unpack_vector(builder, address) for address in addresses]
+            # Its low nibbles meet 4 inputs of each row, a unit; its high nibbles meet the next 4.
+            for half in range(2):
+                for i, row in enumerate(rows):
+                    of_run = offset_by(builder, row, run, _RUN)
+                    offset = number * VECTOR_INPUTS + half * UNIT_BYTES
+                    unit = load_broadcast(builder, offset_by(builder, of_run, offset))
+                    for n, halves in enumerate(unpacked):
+                        run_sum = run_sums[i][n]
+                        run_sums[i][n] = multiply_nibbles(builder, run_sum, halves[half], unit)
+        for i in range(len(rows)):
+            for n in range(len(columns)):
+                slot = group_sums[i][n]
+                group_sum = add_run(builder, builder.load(slot), run_sums[i][n])
+                builder.store(group_sum, slot)
+
+
+# --------------------------------------------------------------------------- by tiles
+
+
+@emitted(types.void, types.int64, types.int64)
+def unpack_vector(builder, source, target):
+    """A vector of nibbles as two vectors of bytes."""
+    for n, half in enumerate(_unpack_vector(builder, source)):
+        store_vector(builder, half, offset_by(builder, target, n, VECTOR_BYTES))
+
+
+@emitted(types.void, *[types.int64] * 4)
+def add_scaled(builder, totals, group_sums, row_factors, column_group):
+    """Add the product of a group, for one row and one column: exact int32 [16] at ``group_sums``,
+    to float32 [16] at ``totals``. ``column_group`` is the address of the column's group."""
+    group_sum = load_vector(builder, group_sums)
+    total = load_vector(builder, totals, f32x)
+    factors = _load_column_factors(builder, column_group)
+    total = _add_scaled(builder, total, group_sum, row_factors, factors)
+    store_vector(builder, total, totals)

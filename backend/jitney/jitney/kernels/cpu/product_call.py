@@ -1,0 +1,76 @@
+"""The arguments of the kernels of linear layers, and the sizes by which their work is cut.
+
+Filled by ``tile_linear``, read by the kernels: ``product_kernel`` and ``four_bit_kernel``.
+"""
+
+from jitney.kernels.cpu.amx import TILE_ROWS
+from jitney.kernels.cpu.compiled import KernelCall, reader, record
+from jitney.kernels.cpu.emit import VECTOR_BYTES
+from jitney.kernels.fused.forms import Activation
+
+ITEMS = 64
+"""About so many items the pairs of a weight are cut into: enough to be shared out among threads,
+and few enough that taking them from the counter costs nothing."""
+ROWS_PER_ITEM = 128
+ROWS_BY_TILES = 2 * TILE_ROWS
+"""Rows of x that the tile unit multiplies at once: two tiles of them."""
+PAIR_ROW_BYTES = 2 * VECTOR_BYTES
+"""Bytes of one row of a pair's result, which is 32 float32. What there is for each output, as the
+bias, has as many bytes for a pair."""
+RESULT_BYTES = ROWS_PER_ITEM * PAIR_ROW_BYTES
+
+SILU = 1
+GELU_TANH = 2
+ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": SILU, "gelu_tanh": GELU_TANH}
+
+
+@record
+class ProductCall(KernelCall):
+    """The arguments. x is [count, K], the weight [N, K]; an address is 0 where there is nothing.
+
+    Some fields are for one kind of weight: *floats* are bfloat16 or float32, *bytes* are int8,
+    *nibbles* have 4 bits.
+    """
+
+    x: int
+    """Address of the rows, in the form that the product reads (``convert_kernel``)."""
+    x_stride: int
+    """Bytes from row to row."""
+    inputs: int
+    """K. Only the product of nibbles reads it."""
+    weight: int
+    """Address of the packed columns."""
+    column_bytes: int
+    """Bytes of a column."""
+    column_tiles: int
+    """Of floats and bytes: tiles of a column. A row of x is as many times 64 bytes, 16 units: those
+    that meet the 16 vectors of a tile."""
+    pairs: int
+    """Pairs of columns: N / 32."""
+    pairs_per_item: int
+    """How many of them an item has. Its rows are ROWS_PER_ITEM."""
+    out: int
+    """Address of the result: [count, N], or [count, N / 2] with an activation."""
+    out_stride: int
+    """Bytes from row to row."""
+    activation: int
+    """One of ACTIVATIONS. With one, the columns of a pair are a gate's and its up's, and a pair
+    gives 16 outputs: activation(gate) * up."""
+    other: int
+    """Address of [count, N] in the result's type, which is added to the product. It is in the order
+    of the weight's columns: with an activation, 16 numbers of gate and 16 of up by turns."""
+    bias: int
+    """Address of float32 [N]."""
+    use_tiles: int
+    """1: use the processor's tile unit."""
+    tail: int
+    """Of bytes: from the beginning of a row of x to its tail (``convert_kernel``)."""
+    scales: int
+    """Of bytes: address of float32 [N], the scale of each output."""
+    shifts: int
+    """Of bytes: address of int32 [N], 128 times the sum of each output's weights."""
+    group: int
+    """Of nibbles: how many inputs share a scale."""
+
+
+read_product = reader(ProductCall)
