@@ -36,14 +36,8 @@ class CpuAccelerator:
     """Attention, and fused and packed modules."""
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
-<<<<<<< HEAD
         """Raises ConfigError for an option that needs a GPU's kernels, or excludes another one."""
         refuse_gpu_options(config)
-=======
-        """Raises ConfigError for an option that needs a GPU's kernels, and for options that exclude
-        each other."""
-        refuse_gpu_options(config, allowed="batch_invariant")
->>>>>>> e43e755 (CPU products: read once; what a product's kernel is made of stands in a file for each part, with a piece of the generated code as an example)
         if config.batch_invariant and not config.prepack:
             raise ConfigError.of(
                 "prepack", False, "True with batch_invariant: torch's products depend on the batch"
@@ -106,16 +100,10 @@ class CpuAccelerator:
                 return False
         return True
 
-<<<<<<< HEAD
     def speed_up(self, model: LoadedModel, usual_tokens: int) -> LoadedModel:
-        """Fuse what fits, then pack the linear layers that are left. With ``batch_invariant``,
-        raises ConfigError if a result may still depend on the batch."""
-=======
-    def speed_up(self, model: LoadedModel, rows: int) -> LoadedModel:
-        """Fuse what fits, then pack the linear layers that are left. ``rows`` is the number of
+        """Fuse what fits, then pack the linear layers that are left. ``usual_tokens`` is the number of
         tokens of a usual step. With ``batch_invariant``, raises ConfigError if a result may still
         depend on the batch."""
->>>>>>> e43e755 (CPU products: read once; what a product's kernel is made of stands in a file for each part, with a piece of the generated code as an example)
         module = model.module
         report = FuseReport()
         make_linear = None
@@ -129,32 +117,19 @@ class CpuAccelerator:
             report.kept("model", f"Numba is missing ({error})")
         else:
             dtype = embedding_weight(module).dtype
-<<<<<<< HEAD
             kernels = CpuLayerKernels(dtype, usual_tokens, batch_invariant=invariant)
-            make = kernels.linear
-            if fuses or invariant:
-                report = fuse(module, kernels, model.max_model_len, norms_alone=not fuses)
-        if self._config.prepack:
-            prepack_linears(module, usual_tokens, report, make, batch_invariant=invariant)
-=======
-            kernels = CpuLayerKernels(dtype, rows, batch_invariant=invariant)
             make_linear = kernels.linear
             # torch's norms depend on the batch: with ``batch_invariant`` they are always replaced.
             if fuses or invariant:
                 report = fuse(module, kernels, model.max_model_len, norms_alone=not fuses)
         if self._config.prepack:
-            prepack_linears(module, rows, report, make_linear, batch_invariant=invariant)
->>>>>>> e43e755 (CPU products: read once; what a product's kernel is made of stands in a file for each part, with a piece of the generated code as an example)
+            prepack_linears(module, usual_tokens, report, make_linear, batch_invariant=invariant)
         faster = report.applied(model)
         if invariant:
             check_invariant(module, report.forward)
             self._check_adapters_invariant(model, faster)
         return faster
 
-<<<<<<< HEAD
-    def kv_scales(self, model: LoadedModel) -> list[KvScales] | None:
-        """No cache of this device has scales."""
-=======
     def _check_adapters_invariant(self, model: LoadedModel, faster: LoadedModel) -> None:
         """Raises ConfigError if adapters might be computed by torch, whose products depend on the
         batch. They are not if they are part of a step's native call: if there are kernels for them
@@ -165,9 +140,8 @@ class CpuAccelerator:
             bound = "left out with batch_invariant: a step of this model is no native call"
             raise ConfigError.of("adapters", self._config.adapters, bound)
 
-    def kv_scales(self, model: LoadedModel) -> list[tuple[Tensor, Tensor]] | None:
-        """See :class:`Accelerator`. None: no cache of this device has scales."""
->>>>>>> e43e755 (CPU products: read once; what a product's kernel is made of stands in a file for each part, with a piece of the generated code as an example)
+    def kv_scales(self, model: LoadedModel) -> list[KvScales] | None:
+        """No cache of this device has scales."""
         return None
 
     def step_memory(

@@ -25,12 +25,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-<<<<<<< HEAD
 from jitney.execution.low_rank import AdapterSpan, Factors, Part
-=======
-from jitney.execution.low_rank import Factors, Part, Span
 from jitney.kernels.cpu.compiled import record
->>>>>>> e43e755 (CPU products: read once; what a product's kernel is made of stands in a file for each part, with a piece of the generated code as an example)
 from jitney.kernels.cpu.emit import LANES
 from jitney.kernels.cpu.micro_kernel import MAX_ROWS
 from jitney.kernels.fused.whole_model import Places
@@ -182,21 +178,15 @@ def _columns(weight: Tensor) -> Tensor:
     return weight.view(len(weight) // LANES, LANES, -1, 2).transpose(1, 2).contiguous()
 
 
-<<<<<<< HEAD
-def list_items(array: np.ndarray, spans: Sequence[AdapterSpan], tokens: int) -> int:
-    """Write the items of all of a step's tokens, those without an adapter too, to int64 [most, 3],
-    as ``LowRankCall.items`` has them; returns how many items there are."""
-=======
 # --------------------------------------------------------------------------- a step's tokens
 
 
-def list_items(array: np.ndarray, spans: Sequence[Span], tokens: int) -> int:
+def list_items(array: np.ndarray, spans: Sequence[AdapterSpan], tokens: int) -> int:
     """Write the items of all of a step's tokens, those without an adapter too, to int64 [most, 3]:
     an :class:`AdapterItem` in each row. Returns how many items there are.
 
-    (A ``Span`` of adapters is neighbouring tokens, and has nothing to do with one of attention.)
+    (An ``AdapterSpan`` is neighbouring tokens, and has nothing to do with a span of attention.)
     """
->>>>>>> e43e755 (CPU products: read once; what a product's kernel is made of stands in a file for each part, with a piece of the generated code as an example)
     count = 0
     end = 0  # the first token that is not listed yet
     for span in spans:

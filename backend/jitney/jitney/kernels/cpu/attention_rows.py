@@ -47,30 +47,21 @@ from jitney.kernels.cpu.simd import (
 )
 from jitney.kernels.cpu.softmax import raise_maximum, scale_row, state_bytes, weigh_row
 
-<<<<<<< HEAD
 SCORES_STRIDE = SPAN_TOKENS * F32_BYTES
 """Bytes from one row's scores to the next row's."""
 
 # The micro-kernels: see ``make_micro_kernel`` for their arguments.
-multiply_key_groups = make_micro_kernel(PRODUCT_VECTORS, across=True, ahead=PREFETCH_GROUPS)
-"""Scores = queries x keys. Each of PRODUCT_VECTORS groups gives 16 scores, which are a vector."""
-multiply_values_wide = make_micro_kernel(PRODUCT_VECTORS, across=False, ahead=PREFETCH_GROUPS)
-"""Outputs += weights x values, of PRODUCT_VECTORS times 16 elements of the head, over all groups
-that are listed."""
-multiply_values_narrow = make_micro_kernel(1, across=False, ahead=PREFETCH_GROUPS)
-"""The same, of 16 elements of the head."""
-=======
 multiply_key_groups = make_micro_kernel(
     PRODUCT_VECTORS, source_per_vector=True, ahead=PREFETCH_GROUPS
 )
-"""Scores: queries times PRODUCT_VECTORS groups of keys, each of which gives 16 scores, a vector."""
+"""Scores = queries x keys. Each of PRODUCT_VECTORS groups gives 16 scores, which are a vector."""
 multiply_values_wide = make_micro_kernel(
     PRODUCT_VECTORS, source_per_vector=False, ahead=PREFETCH_GROUPS
 )
-"""Outputs: weights times all groups of values, PRODUCT_VECTORS times 16 elements of the head."""
+"""Outputs += weights x values, of PRODUCT_VECTORS times 16 elements of the head, over all groups
+that are listed."""
 multiply_values_narrow = make_micro_kernel(1, source_per_vector=False, ahead=PREFETCH_GROUPS)
-"""The same of 16 elements."""
->>>>>>> e43e755 (CPU products: read once; what a product's kernel is made of stands in a file for each part, with a piece of the generated code as an example)
+"""The same, of 16 elements of the head."""
 
 
 # --------------------------------------------------------------------------- spans
@@ -264,15 +255,9 @@ def multiply_keys(product_tag, call, rows, queries, keys, groups, widens_here, s
             left=queries,
             left_stride=query_bytes,
             sources=sources,
-<<<<<<< HEAD
-            count=1,  # a vector of scores comes from one group
+            num_sources=1,  # a vector of scores comes from one group
             units=key_units,
-            step=VECTOR_BYTES,  # from unit to unit: in between are those of the other 15 tokens
-=======
-            num_sources=1,
-            units=units,
-            unit_stride=VECTOR_BYTES,
->>>>>>> e43e755 (CPU products: read once; what a product's kernel is made of stands in a file for each part, with a piece of the generated code as an example)
+            unit_stride=VECTOR_BYTES,  # from unit to unit: in between are those of the other 15 tokens
             offset=0,
             out=scratch.scores + g * VECTOR_BYTES,
             out_stride=SCORES_STRIDE,
@@ -381,15 +366,9 @@ def add_values(product_tag, call, rows, weights, values, groups, states):
             left=weights,
             left_stride=weights_stride,
             sources=values,
-<<<<<<< HEAD
-            count=groups,
-            units=unit_rows,
-            step=unit_row_bytes,
-=======
             num_sources=groups,
-            units=units,
-            unit_stride=step,
->>>>>>> e43e755 (CPU products: read once; what a product's kernel is made of stands in a file for each part, with a piece of the generated code as an example)
+            units=unit_rows,
+            unit_stride=unit_row_bytes,
             offset=d * UNIT_BYTES,
             out=states + d * F32_BYTES,
             out_stride=outputs_stride,
@@ -402,15 +381,9 @@ def add_values(product_tag, call, rows, weights, values, groups, states):
             left=weights,
             left_stride=weights_stride,
             sources=values,
-<<<<<<< HEAD
-            count=groups,
-            units=unit_rows,
-            step=unit_row_bytes,
-=======
             num_sources=groups,
-            units=units,
-            unit_stride=step,
->>>>>>> e43e755 (CPU products: read once; what a product's kernel is made of stands in a file for each part, with a piece of the generated code as an example)
+            units=unit_rows,
+            unit_stride=unit_row_bytes,
             offset=d * UNIT_BYTES,
             out=states + d * F32_BYTES,
             out_stride=outputs_stride,

@@ -40,8 +40,7 @@ from jitney.kernels.cpu.attention_records import AttentionArguments
 from jitney.kernels.cpu.compiled import Kernel, function_address, source_version
 from jitney.kernels.cpu.emit import I64_BYTES, LANES
 from jitney.kernels.cpu.paged_attention import CpuAttention
-<<<<<<< HEAD
-from jitney.kernels.cpu.product_kernel import ProductCall
+from jitney.kernels.cpu.product_call import ProductCall
 from jitney.kernels.cpu.program_kernel import (
     COUNT,
     COUNTERS,
@@ -49,10 +48,6 @@ from jitney.kernels.cpu.program_kernel import (
     ProgramCall,
     run_body,
 )
-=======
-from jitney.kernels.cpu.product_call import ProductCall
-from jitney.kernels.cpu.program_kernel import COUNT, ROW_FIELDS, ProgramCall, run_body
->>>>>>> e43e755 (CPU products: read once; what a product's kernel is made of stands in a file for each part, with a piece of the generated code as an example)
 from jitney.kernels.cpu.program_list import (
     Activations,
     AdaptedSteps,

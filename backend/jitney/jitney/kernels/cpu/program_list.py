@@ -19,13 +19,8 @@ from jitney.kernels.cpu.attention_records import AttentionArguments
 from jitney.kernels.cpu.compiled import Kernel
 from jitney.kernels.cpu.emit import I64_BYTES, LANES
 from jitney.kernels.cpu.paged_attention import CpuAttention, set_layer
-<<<<<<< HEAD
-from jitney.kernels.cpu.product_kernel import ProductCall
-from jitney.kernels.cpu.program_kernel import BODY, COUNT, ROW_FIELDS
-=======
 from jitney.kernels.cpu.product_call import ProductCall
-from jitney.kernels.cpu.program_kernel import COUNT, ROW_FIELDS
->>>>>>> e43e755 (CPU products: read once; what a product's kernel is made of stands in a file for each part, with a piece of the generated code as an example)
+from jitney.kernels.cpu.program_kernel import BODY, COUNT, ROW_FIELDS
 from jitney.kernels.cpu.tile_linear import TileLinear
 from jitney.kernels.fused.layers import FusedDecoderLayer
 from jitney.kernels.fused.whole_model import Places
