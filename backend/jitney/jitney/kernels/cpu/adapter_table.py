@@ -129,7 +129,8 @@ def _pack_place(
 ) -> list[Tensor]:
     """Fill an entry of the table. Returns the tensors that it points to.
 
-    If the place is ``gated``, its result has the columns of gate and up by turns."""
+    If the place is ``gated``, its result is that of gate and up, by turns 16 outputs of each. The
+    module may have one linear layer for both, or two."""
     a_factors = list[Tensor]()
     memory = list[Tensor]()
     ranks_before = 0
@@ -139,30 +140,26 @@ def _pack_place(
         a = factors[part.path].a
         b = factors[part.path].b.T
         if gated and len(parts) == 1:
-            # One linear layer gives gate and up, one above the other.
+            # The one layer gives gate and up, one above the other. Take its outputs by turns.
             b = b.unflatten(0, (2, -1, LANES)).transpose(0, 1).flatten(0, 2)
         filling = -len(a) % LANES
         ranks = len(a) + filling
         a_factors.append(functional.pad(a, (0, 0, 0, filling)))
         b_factor = _columns(functional.pad(b, (0, filling)))
         memory.append(b_factor)
-        first = part.first // LANES
-        last = part.last // LANES
-        spacing = 1
-        if gated and len(parts) == 2:
-            # Gate and up are linear layers of their own: every other column is this one's, for gate
-            # from column 0 on, for up from column 1 on.
-            last = 2 * (last - first)
-            first = number
-            spacing = 2
         segment = Segment(
-            first=first,
-            last=last,
-            spacing=spacing,
+            first=part.first // LANES,
+            last=part.last // LANES,
+            spacing=1,
             b_factor=b_factor.data_ptr(),
             units=ranks // 2,
             x_offset=ranks_before * _BF16_BYTES,
         )
+        if gated and len(parts) == 2:
+            # Gate, layer 0, gives columns 0, 2, 4 ..., and up, layer 1, gives columns 1, 3, 5 ...
+            segment.first = number
+            segment.last = 2 * len(b_factor)
+            segment.spacing = 2
         begin = _FIRST_SEGMENT + number * _SEGMENT_FIELDS
         entry[begin : begin + _SEGMENT_FIELDS] = np.frombuffer(bytes(segment), np.int64)
         ranks_before += ranks

@@ -257,7 +257,8 @@ def multiply_keys(product_tag, call, rows, queries, keys, groups, widens_here, s
             sources=sources,
             num_sources=1,  # a vector of scores comes from one group
             units=key_units,
-            unit_stride=VECTOR_BYTES,  # from unit to unit: in between are those of the other 15 tokens
+            # Between two units of a token are those of the other 15 tokens.
+            unit_stride=VECTOR_BYTES,
             offset=0,
             out=scratch.scores + g * VECTOR_BYTES,
             out_stride=SCORES_STRIDE,
