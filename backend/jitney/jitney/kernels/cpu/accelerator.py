@@ -101,9 +101,9 @@ class CpuAccelerator:
         return True
 
     def speed_up(self, model: LoadedModel, usual_tokens: int) -> LoadedModel:
-        """Fuse what fits, then pack the linear layers that are left. ``usual_tokens`` are those of a
-        usual step. With ``batch_invariant``, raises ConfigError if a result may still depend on the
-        batch."""
+        """Fuse what fits, then pack the linear layers that are left. ``usual_tokens`` are those of
+        a usual step. With ``batch_invariant``, raises ConfigError if a result may still depend on
+        the batch."""
         module = model.module
         report = FuseReport()
         make_linear = None
