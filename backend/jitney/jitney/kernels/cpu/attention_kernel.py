@@ -9,10 +9,10 @@ item, a *row* is a token and a query head. Here for 2 tokens and 3 query heads::
 
 The loops, from outer to inner::
 
-    attend_body      items, which a thread takes from a counter
+    attend_body      items, which each thread takes from a counter
     attend_item        splits of 512 keys: for each the softmax begins anew; results are merged
     attend_split         spans of 256 keys: the softmax takes in one after the other
-                         turns: a few rows at once, 6 by vectors, 16 by the tile unit
+                         passes: a few rows at once, 6 by vectors, 16 by the tile unit
     attend_rows            scores, weights, outputs of these rows
 
 The last two are in ``attention_rows``. In registers: the sums of one product (``micro_kernel``). In
@@ -217,7 +217,7 @@ def copy_queries(tag, product_tag, call, entry, kv_head, rows, scratch):
     """Copy the item's queries to the scratch memory, in the type of products.
 
     There are zeros beyond the head, and whole rows of zeros up to a multiple of 16 rows: a tile is
-    loaded with the row count that it is set for, which may be over that of the last turn.
+    loaded with the row count that it is set for, which may be over that of the last pass.
     """
     size = element_bytes(tag)
     product_size = element_bytes(product_tag)

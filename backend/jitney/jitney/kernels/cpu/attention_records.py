@@ -114,7 +114,7 @@ class Scratch(ctypes.Structure):
     queries: int
     """[rows, padded]: the item's queries, in the type of products."""
     scores: int
-    """float32 [rows of one turn, SPAN_TOKENS]"""
+    """float32 [rows of one pass, SPAN_TOKENS]"""
     weights: int
     """As the scores, in the type of products."""
     states: int

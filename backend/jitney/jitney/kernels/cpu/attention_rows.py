@@ -1,10 +1,10 @@
 """The inner half of the attention kernel: a few rows of an item against a span of keys.
 
 ``attention_kernel`` draws the loops. From here on inward, with the sizes of a model of 128 elements
-a head, in bfloat16, and 6 rows at once (16 with the tile unit)::
+a head, in bfloat16. The rows of an item are taken in *passes* of 6 rows (16 with the tile unit)::
 
     attend_split        512 keys, all rows of the item
-      attend_rows       256 keys, 6 rows. Their states are [6, 128 outputs + maximum, sum]
+      attend_rows       256 keys, one pass. The rows' states are [6, 128 outputs + maximum, sum]
         multiply_keys     scores [6, 256]   = queries [6, 128] x keys      4 groups at a time
         weigh_rows        weights [6, 256]  = 2**(scores - maximum)        each row by itself
         multiply_values   outputs [6, 128] += weights [6, 256] x values    64 elements at a time
@@ -15,9 +15,9 @@ and are read and written once for each span.
 ``keys`` and ``values`` are lists of groups (``cache_blocks``): what is passed is the address of the
 list's entry for the first group in question. ``first_key`` is that group's first position.
 
-A cache of bytes is widened before products read it. If the rows of the item take several turns, a
-span is widened as a whole, once for all turns. If they take one turn, groups are widened a few at a
-time, just before they are multiplied: so they stay in the first-level cache.
+A cache of bytes is widened before products read it. If an item takes several passes, a span is
+widened as a whole, once for all of them. If it takes one pass, groups are widened a few at a time,
+just before they are multiplied: so they stay in the first-level cache.
 
 Called by ``attention_kernel``.
 """
@@ -73,7 +73,7 @@ def attend_split(cache_tag, product_tag, call, entry, split_begin, rows, scratch
     split_begin to split_begin + SPLIT_TOKENS - 1, as far as the entry has them."""
     use_tiles = call.use_tiles != 0
     rows_at_once = MAX_ROWS_AMX if use_tiles else MAX_ROWS
-    turns = -(-rows // rows_at_once)
+    passes = -(-rows // rows_at_once)
     # Spans begin at multiples of SPAN_TOKENS, whatever the entry is, so that a row's sums are
     # always added up in the same order.
     first_span = max(split_begin, entry.keys_begin // SPAN_TOKENS * SPAN_TOKENS)
@@ -88,24 +88,24 @@ def attend_split(cache_tag, product_tag, call, entry, split_begin, rows, scratch
         values = scratch.value_groups + first_group * I64_BYTES
         if has_scales(cache_tag):
             read_scales(call.padded, keys, values, num_keys, scratch)
-            if turns > 1:
+            if passes > 1:
                 widen_span(
                     product_tag, call.padded, keys, values, num_keys=num_keys, scratch=scratch
                 )
-        elif use_tiles and rows >= MAX_ROWS and turns == 1:
+        elif use_tiles and rows >= MAX_ROWS and passes == 1:
             # In all other cases there is no need. Vectors, and tiles of fewer rows, prefetch while
-            # they multiply. With several turns only the first one waits for memory: the others find
-            # the span in the second-level cache.
+            # they multiply. With several passes only the first one waits for memory: the others
+            # find the span in the second-level cache.
             prefetch_span(cache_tag, call, entry, span_begin + SPAN_TOKENS, scratch)
-        for turn in range(turns):
+        for number in range(passes):
             if use_tiles:
-                # 16 rows in each turn, and in the last one what is left.
-                first = turn * MAX_ROWS_AMX
+                # 16 rows in each pass, and in the last one what is left.
+                first = number * MAX_ROWS_AMX
                 last = min(rows, first + MAX_ROWS_AMX)
             else:
-                # The same number of rows in each turn, or one more: 7 are 3 and 4, not 6 and 1.
-                first = rows * turn // turns
-                last = rows * (turn + 1) // turns
+                # The same number of rows in each pass, or one more: 7 are 3 and 4, not 6 and 1.
+                first = rows * number // passes
+                last = rows * (number + 1) // passes
             attend_rows(
                 cache_tag,
                 product_tag,
@@ -115,7 +115,7 @@ def attend_split(cache_tag, product_tag, call, entry, split_begin, rows, scratch
                 rows=last - first,
                 first_key=first_key,
                 num_keys=num_keys,
-                span_is_wide=turns > 1,
+                span_is_wide=passes > 1,
                 keys=keys,
                 values=values,
                 scratch=scratch,
