@@ -195,18 +195,14 @@ class ServerClient:
             result = await self._client.infer(model, _input_tensors(tensors))
         return _output_arrays(result)
 
-    async def infer_task(
-        self, request: ServerRequest, headers: Mapping[str, str] | None = None
-    ) -> dict[str, Any]:
+    async def infer_task(self, request: ServerRequest) -> dict[str, Any]:
         """The outputs of a language model for a task such as ``tokenize``, which has one
         response."""
-        return await self._last_response(self._with_adapter(request), headers)
+        return await self._last_response(self._with_adapter(request))
 
-    async def _last_response(
-        self, request: ServerRequest, headers: Mapping[str, str] | None = None
-    ) -> dict[str, Any]:
+    async def _last_response(self, request: ServerRequest) -> dict[str, Any]:
         last: dict[str, Any] = {}
-        async with contextlib.aclosing(self._responses(request, headers)) as responses:
+        async with contextlib.aclosing(self._responses(request, None)) as responses:
             async for outputs in responses:
                 last = outputs
         return last
@@ -272,8 +268,11 @@ class ServerClient:
     async def _responses(
         self, request: ServerRequest, headers: Mapping[str, str] | None
     ) -> AsyncGenerator[dict[str, Any]]:
-        """The outputs of each response to one request. The stream is left as the module's docstring
-        says."""
+        """The outputs of each response to one request.
+
+        A caller that leaves in the middle cancels the stream. After the final response it is read
+        to its end.
+        """
 
         async def sent_requests() -> AsyncIterator[dict[str, Any]]:
             arrays = {name: _array(value) for name, value in request.inputs.items()}

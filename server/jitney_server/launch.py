@@ -125,8 +125,8 @@ def _redirect_arguments(pid: int, names: Sequence[str]) -> None:
     arguments_start, arguments_end, variables_start, variables_end = map(int, fields[_BOUNDS])
     with open(f"/proc/{pid}/mem", "r+b", buffering=0) as file:
         memory = file.fileno()
-        # A zero in front, so that the first text has one on both sides like the others. So an
-        # index in these bytes is that of the zero before a text, and in memory that of the text.
+        # With a zero in front, each text in these bytes has a zero on both sides. The index of the
+        # zero before a text is then the offset of the text itself in memory.
         arguments = b"\0" + os.pread(memory, arguments_end - arguments_start, arguments_start)
         variables = b"\0" + os.pread(memory, variables_end - variables_start, variables_start)
         # The stack begins with the number of arguments and the pointers to them.
