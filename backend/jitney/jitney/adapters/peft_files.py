@@ -100,7 +100,7 @@ def _parse_weights(data: bytes, folder: Path) -> dict[str, Tensor]:
         return load(data)
     except SafetensorError as error:
         raise InvalidArgumentError(first_line(error, folder)) from None
-    except KeyError as error:
+    except KeyError as error:  # safetensors looks up the dtype's name in a table
         raise InvalidArgumentError(f"{WEIGHTS} has a tensor of dtype {error}") from None
 
 

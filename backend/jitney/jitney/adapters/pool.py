@@ -50,8 +50,9 @@ class Adapters:
     """See the module's docstring."""
 
     def __init__(self, load: ReadAdapter, stamp: Stamp, most: int, patience: float) -> None:
-        """Keeps at most ``most`` in memory. A request whose adapter is in memory may pass those
-        that wait for room, until the first of these has waited for ``patience`` seconds."""
+        """Keeps at most ``most`` adapters in memory. A request whose adapter is in memory may pass
+        requests that wait until another one can be removed, but not once the first of these has
+        waited for ``patience`` seconds."""
         self._load = load
         self._stamp = stamp
         self._most = most

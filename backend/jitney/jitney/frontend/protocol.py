@@ -31,8 +31,9 @@ from jitney.tracing import HEADERS
 MAX_REQUEST_ID = 64
 """Characters that are kept of a client's request id."""
 MAX_CANDIDATES = 8192
-"""Most candidates that are encoded in one go, some 10 ms of work. A token has one, and one more for
-each log-probability that is asked for beside its own."""
+"""Most candidates that are encoded in one go, some 10 ms of work. A candidate is a token with its
+log-probability: each position has one for the token itself, and one more for each alternative that
+``logprobs`` asks for."""
 
 _DTYPES = {
     "TYPE_STRING": np.dtype(object),
@@ -248,6 +249,7 @@ class ResponseWriter:
         whether there was another part. To be called until there is none, and then :meth:`write`. In
         parts, because all of them at once would delay other requests."""
         num_encoded = len(self._prompt_logprobs)
+        # The list is emptied when it is written, so that its length alone does not tell the end.
         if self._prompt_is_written or num_encoded == len(positions):
             return False
         part = positions[num_encoded : num_encoded + self._max_positions]
@@ -255,8 +257,8 @@ class ResponseWriter:
         return True
 
     def write(self, deltas: Sequence[SequenceDelta], timing: Timing | None) -> list[NamedArray]:
-        """The arrays of one response, of which ``deltas`` are the news. ``timing`` is given for the
-        last response only."""
+        """The arrays of one response. ``deltas`` has what is new in each sequence. ``timing`` is
+        given for the last response only."""
         texts = [self._echo_text + delta.text for delta in deltas]
         self._echo_text = ""
         tensors = [("text_output", strings(texts))]

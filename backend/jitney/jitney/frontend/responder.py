@@ -210,7 +210,8 @@ class Responder:
             return None
 
     def _send_for(self, seconds: float) -> None:
-        """Send responses for so many seconds, but at least one, as long as one may be sent."""
+        """Send responses until so many seconds have passed, or none may be sent any more. The first
+        one is sent whatever the time."""
         until = time.monotonic() + seconds
         while self._send_queue.seconds_to_next() == 0:
             self._send_next()
@@ -220,15 +221,16 @@ class Responder:
     def _send_next(self) -> None:
         reply = self._send_queue.pop()
         if not self._has_response(reply):
-            # It had one when it joined the queue, and since then it waits for its terminal event.
+            # It had one when it joined the queue. Since then all its texts have ended at stop
+            # strings: what is left waits for the engine's report of the end.
             return
         began = time.monotonic()
         self._guard(reply.arrival, partial(self._send, reply))
         self._send_queue.begin_pause(began, ended=time.monotonic())
 
     def _end_all(self) -> None:
-        """Send the ends of the requests that have ended, for a bounded time. All others end with an
-        error."""
+        """Send the final responses of requests that the engine has finished, for a bounded time.
+        All other requests end with an error."""
         until = time.monotonic() + LAST_SENDS_S
         while self._send_queue.has_urgent and time.monotonic() < until:
             self._send_next()
@@ -365,8 +367,8 @@ class Responder:
             self._send_queue.remove(key)
 
     def _end(self, arrival: Arrival, error: JitneyError) -> None:
-        """End a request with ``error``, and tell the engine to cancel it. Does nothing if it has
-        ended."""
+        """End a request with ``error``, and tell the engine to cancel it: an engine that has ended
+        it already ignores that. Does nothing if the request has ended here."""
         if arrival.key not in self._replies and arrival.key not in self._encoding:
             return
         self._forget(arrival)

@@ -98,6 +98,7 @@ class Service:
         # The check of a new grammar can take seconds. In this thread it delays only requests that
         # have a new grammar too.
         self._new_grammars = ThreadPoolExecutor(1, "jitney-encode-grammar")
+        # The process that checks grammars reads this line before any other.
         first_line = setup(tokenizer.data, info, config)
         self._grammars = GrammarChecker(config, CHECKER, first_line)
         self._tier_names = [tier.name for tier in config.tiers]
@@ -310,7 +311,7 @@ class Service:
         for encoders in (self._short, self._long, self._new_grammars):
             encoders.shutdown(wait=False, cancel_futures=True)
         self._grammars.close()
-        # The engine ends before the responder, so that what its last report ends is still answered.
+        # The engine ends before the responder: what finishes in its last report is answered.
         self._engine.stop()
         self._workers["engine"].join(_JOIN_S)
         self._responder.post(self._responder.stop)
@@ -333,7 +334,7 @@ class Service:
             self._abort(InternalError("the engine has stopped"))
 
     def _sweep(self) -> float:
-        """Find the requests whose clients have gone, also those that wait, and end those whose
+        """Find the requests whose clients have gone, those in the queue too, and end those whose
         deadline has passed while their prompt is encoded. In a thread of its own, because the
         server is asked about each request in a round trip."""
         if self._responder.counts.encoding:

@@ -11,14 +11,14 @@
 How a load checks them. Each load proves a model (``execution.probe``): its logits on a paged cache
 must be those of eager attention. Here both sides use the quantized weights, and neither rounds
 activations, so the tolerances are those of models that are not quantized. Rounding activations to
-8 bits would hide errors: a difference in the last bit moves a value to the next 8-bit value, in
-e4m3 up to 1/8 away, and each layer adds to it. After 32 layers in bfloat16 the difference would be
-0.11 of the logits' spread; without the rounding it is 0.02. The rounding is checked afterwards: one
-product of each shape is compared with a reference.
+8 bits would hide errors: a difference in the last bit moves a value to the next 8-bit value, which
+in e4m3 is up to 1/8 of the value away, and each layer adds to it. After 32 layers in bfloat16 the
+difference would be 0.11 of the logits' spread; without the rounding it is 0.02. The rounding is
+checked afterwards: one product of each shape is compared with a reference.
 
 Outliers of int8 on a CPU. A row of activations is rounded to bytes with one scale, and a few large
-elements would make that scale coarse for all others. So an element larger than 24 times the mean
-size of the others is an outlier: it is not rounded, and its products are added in float32. A row
-has at most 15 outliers; while there are more, the bound is doubled. A row's outliers depend on that
-row alone.
+elements would make that scale coarse for all others. So an element larger than 24 times the row's
+mean size, in which other outliers count as zeros, is an outlier: it is not rounded, and its
+products are added in float32. A row has at most 15 outliers; while there are more, the bound is
+doubled. A row's outliers depend on that row alone.
 """

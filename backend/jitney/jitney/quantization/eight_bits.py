@@ -5,8 +5,8 @@ token, computed in every call. The product is multiplied by both scales at the e
 
 - e4m3: torch multiplies (``torch._scaled_mm``). It sums in float32 on a CPU, and in the tensor
   cores' accumulators on a GPU.
-- int8: this module multiplies floats. It serves loads, and models that are not fused; otherwise
-  ``kernels.cpu`` replaces these layers by its own.
+- int8: this module multiplies floats. It is used while a model is loaded, and for models that are
+  not fused; otherwise ``kernels.cpu`` replaces these layers by its own.
 
 Made by ``quantize`` (options ``fp8`` and ``int8``) and by the readers of quantized checkpoints.
 """
@@ -25,8 +25,8 @@ _LARGEST_INT8 = 127
 _TINY = 1e-30
 """Keeps a divisor from being 0."""
 _SMALL_COLUMN = 8
-"""A column is enlarged if its largest weight is at least this many times smaller than the mean
-column's largest weight."""
+"""A column is enlarged if its largest weight is at least this many times smaller than the mean of
+all columns' largest weights."""
 _MOST_ENLARGED = 2**16
 """A column is multiplied by at most this."""
 _ROWS_AT_ONCE = 8192
@@ -119,8 +119,8 @@ class EightBitLinear(QuantizedLinear):
         """This layer's weight, changed so that inputs are multiplied by ``factors``, not by
         ``self.factors``. None stands for factors of 1.
 
-        Each factor must be at least this layer's. So weights can only become smaller, and still fit
-        into 8 bits.
+        Each factor must be at least this layer's. The weights are divided by what the factors grow
+        by: they become no larger, and still fit into 8 bits.
         """
         if self.factors is None:
             # No factor is above 1, so the new ones must be 1 as well.
@@ -251,9 +251,8 @@ def _outlier_bounds(sizes: Tensor) -> Tensor:
     most MOST_OUTLIERS. Returns [T, 1]."""
     bounds = sizes.mean(1, keepdim=True) * OUTLIER
 
-    # Outliers are in that mean, and raise the bound. So the bound is computed again without them,
-    # and once more without those that the second bound finds. A row that has too many outliers
-    # already keeps its bound, as a lower one would only add more.
+    # Outliers are in that mean, and raise the bound. So the mean is taken twice more with outliers
+    # as zeros. A row that has too many outliers keeps its bound: a lower one would add more.
     for _ in range(2):
         mean = sizes.where(sizes <= bounds, 0.0).mean(1, keepdim=True)
         has_few = _outlier_counts(sizes, bounds) <= MOST_OUTLIERS

@@ -4,9 +4,9 @@ The inputs are divided into groups of neighbours. For each output and group ther
 least value: a weight is ``q * scale + least``, with q from 0 to 15. An activation is rounded to 8
 bits, with one scale for each token and group.
 
-This module multiplies floats. It serves loads, and models that are not fused; otherwise
-``kernels.cpu`` replaces these layers by its own. Made by ``quantize`` (option ``int4``) and by the
-readers of quantized checkpoints.
+This module multiplies floats. It is used while a model is loaded, and for models that are not
+fused; otherwise ``kernels.cpu`` replaces these layers by its own. Made by ``quantize`` (option
+``int4``) and by the readers of quantized checkpoints.
 """
 
 from collections.abc import Sequence

@@ -258,13 +258,15 @@ def _shifted_scales(blocks: Tensor, ggml_type: str) -> tuple[Tensor, Tensor]:
     scale = _as_float16(blocks[..., :2])
     least = _as_float16(blocks[..., 2:4])
     if ggml_type == "Q4_K":
-        # These two are of the whole block. Each group has a multiplier for either.
+        # These two are of the whole block. Each group has a multiplier for either. Q4_K stores the
+        # least value without its sign, as what is subtracted; Q4_1 stores it with the sign.
         scale_multipliers, minimum_multipliers = _six_bit_multipliers(blocks[..., 4:16])
         scale = scale * scale_multipliers
         least = -least * minimum_multipliers
 
-    # The scale will be rounded to bfloat16, which moves all values but those of q = 0. Move the
-    # least value against it, so that the middle of the range, q = 7.5, stays where it is.
+    # The scale will be rounded to bfloat16, which moves each value by q times the rounding error.
+    # The least value is moved the other way, by as much as the middle of the range, q = 7.5, moves:
+    # so no value moves by more than half as much as q = 15 would.
     rounded_off = scale - scale.bfloat16().float()
     return scale, least + 7.5 * rounded_off
 
@@ -279,9 +281,9 @@ def _six_bit_multipliers(header: Tensor) -> tuple[Tensor, Tensor]:
     each group. ``header`` are the 12 bytes that hold them.
 
     Groups 0 to 3 have a byte each: bytes 0 to 3 for scales, 4 to 7 for minima. The multiplier is
-    in its low 6 bits. Groups 4 to 7 have theirs in two pieces. The high 2 bits are the 2 bits that
-    those bytes leave. The low 4 bits are in bytes 8 to 11: of scales in the low halves, of minima
-    in the high halves.
+    in the low 6 bits of its byte. Groups 4 to 7 have theirs in two pieces. The high 2 bits of group
+    4 are the high 2 bits of group 0's byte, and so on. The low 4 bits are in bytes 8 to 11: of
+    scales in the low halves, of minima in the high halves.
     """
     for_scales, for_minima, low_pieces = header.split(4, 2)
     later_scales = (for_scales >> 6 << 4) | (low_pieces & 15)

@@ -133,8 +133,8 @@ def _check_groups(grouped: _Grouped, group_sizes: Collection[int]) -> None:
     if inputs % groups == 0 and inputs // groups in group_sizes:
         return
     raise CheckpointError(
-        f"group_size of the quantized weights is {show(sorted(group_sizes))}, which makes no "
-        f"{groups} groups of {inputs} inputs, but must divide them"
+        f"group_size of the quantized weights is {show(sorted(group_sizes))}, but must divide "
+        f"{inputs} inputs into {groups} groups"
     )
 
 
@@ -198,8 +198,8 @@ def _compressed_tensors(stored: LayerTensors, inputs: int) -> _Grouped:
     words = stored["weight_packed"]
     scale = stored["weight_scale"]
     outputs = len(scale)
-    # With 8 bits, 4 integers in each word are enough for a row. With 4 bits a row has half as many
-    # words.
+    # The shape tells the bits. With 8 bits a word has 4 integers, and a row has words for all its
+    # inputs. With 4 bits a row has half as many words: 4 integers in each would not be enough.
     bits = 8 if words.shape[1] * 4 >= inputs else 4
     zero_words = stored.get("weight_zero_point")
     if zero_words is None:

@@ -57,7 +57,8 @@ class QuantizeWhileLoading:
     def needed_bytes(self, skeleton: PreTrainedModel) -> int:
         """See :class:`WeightFormat`, here and below."""
         if self.device.type == "cpu" and self.dtype != stored_dtype(self.checkpoint):
-            # The cast makes a copy of all weights, which the quantized ones then replace.
+            # The cast makes a copy of all weights: more than the quantized ones, which then replace
+            # it.
             return self.checkpoint.num_values * self.dtype.itemsize
         return quantized_bytes(skeleton, self.kind, self.device)
 
@@ -104,7 +105,7 @@ def _check_gpu(kind: Quantization, dtype: torch.dtype, device: torch.device) -> 
         bound = f"'none' or 'int8' with dtype {name}: the product gives bfloat16"
         raise ConfigError.of("quantization", kind, bound)
     if not torch.cuda.is_available():
-        # A load is planned on a machine that has no GPU.
+        # A load for a GPU can be planned (``jitney plan``) on a machine that has none.
         return
     needed = _CAPABILITY[kind]
     found = torch.cuda.get_device_capability(device)

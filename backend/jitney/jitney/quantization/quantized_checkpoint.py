@@ -145,8 +145,8 @@ def _check_object(model_type: str, name: str, value: object) -> None:
 
 
 def _check_groups_of_layers(model_type: str, stored: Mapping[str, Any]) -> None:
-    """Raise UnsupportedModelError if ``config_groups``, where there are any, are not objects whose
-    descriptions of tensors are objects, too."""
+    """Raise UnsupportedModelError unless ``config_groups`` is an object of objects, and each of the
+    tensors that these describe is an object, too. It may be absent."""
     groups_name = "quantization_config.config_groups"
     groups = stored.get("config_groups") or {}
     _check_object(model_type, groups_name, groups)

@@ -98,8 +98,8 @@ class IntegerWeights:
         return needed
 
     def _added_bytes(self, contents: LayerContents, linear: nn.Linear) -> int:
-        """By how much the weight of the layer that is made is larger than the stored one. It is
-        where the file has 4 bits and the layer must have 8."""
+        """By how many bytes the weight of the layer that is made is larger than the stored one. It
+        is larger only where the file has 4 bits and the layer must have 8."""
         packed = _first_of(contents, "qweight", "weight_packed")
         scales = _first_of(contents, "scales", "weight_scale")
         if packed is None or scales is None:

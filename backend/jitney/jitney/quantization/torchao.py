@@ -4,8 +4,9 @@ torchao chooses the scales, packs the weights and multiplies. No other module im
 ``quantize`` (options ``int8`` and ``int4`` on a GPU) and ``stored_weights`` (checkpoints that
 torchao wrote).
 
-int8 has one scale for each output channel. int4 has a scale and a zero point for each group of
-inputs. It is packed for torch's own int4 product on a GPU, eight values to a word of 32 bits.
+int8 has one scale for each output channel (torchao keeps a zero beside it). int4 has a scale and a
+zero point for each group of inputs. It is packed for torch's own int4 product on a GPU, eight
+values to a word of 32 bits.
 """
 
 from typing import Any, Literal

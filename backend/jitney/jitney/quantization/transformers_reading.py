@@ -6,7 +6,8 @@ tensors in place of the weight: packed integers, scales, zero points. Before a l
 interface for quantized checkpoints. transformers then reads them as parameters of the layer, under
 the tensors' names. Afterwards ``stored_weights`` makes a layer of ours of these parameters.
 
-``gguf_weights`` names layers without tensors: transformers leaves them out.
+``gguf_weights`` reads the tensors itself: it names its layers with no tensors, and transformers then
+reads nothing for them.
 """
 
 from typing import Any
@@ -113,5 +114,5 @@ def _refuse_layer(model_type: str, name: str, contents: LayerContents, found: ob
     kind = type(found).__name__
     raise refuse(
         model_type,
-        f"{name}.{tensor} is quantized, and of a {kind}: only those of a Linear are read so",
+        f"{name}.{tensor} is quantized, but belongs to a {kind}: only a Linear may be quantized",
     )

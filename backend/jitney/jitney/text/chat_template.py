@@ -113,6 +113,8 @@ def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
     for name in _REASONING:
         reasoning = message.get(name)
         if reasoning is not None:
+            # A "thinking" of the message's own stays. Its "reasoning_content" is this reasoning, or
+            # None.
             completed = {"thinking": reasoning, **message}
             completed["reasoning_content"] = reasoning
             return completed

@@ -64,8 +64,9 @@ class _Pending:
         return not self.ids and not self.text
 
     def split(self, size: int) -> "_Pending":
-        """Take out the first ``size`` tokens, and as many pieces of text. So a text may be taken
-        before its tokens, but never after them, unless the sequence has ended."""
+        """Take out the first ``size`` tokens, and as many pieces of text. A token adds one piece of
+        text at most. So no text is left behind its tokens, except for the pieces that the end of a
+        sequence adds."""
         first = _Pending(
             text=self.text[:size],
             ids=self.ids[:size],

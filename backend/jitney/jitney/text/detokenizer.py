@@ -69,8 +69,9 @@ class DecodingRules:
                 if match:
                     self.byte_values[token_id] = int(match[1], 16)
         self.word: list[int] = []
-        """One token with a text that bytes cannot continue. It may stand for a prompt of bytes
-        alone. Empty if there is none, or no need of one."""
+        """One token with a text that bytes cannot continue. It takes the place of a prompt that has
+        nothing but byte tokens (``_end_of``). Empty if the tokenizer has no byte tokens, or no such
+        token."""
         if self.byte_values:
             self.word = self._find_word()
         self._bytes: dict[int, bytes] = {}
@@ -151,8 +152,8 @@ class WindowDecoder:
         self._begin_after(self._end_of(prompt))
 
     def _end_of(self, prompt: Sequence[int]) -> list[int]:
-        """The prompt's last visible tokens, without byte tokens at its very end: no character
-        begins in the prompt and ends in the output."""
+        """The prompt's last visible tokens, without byte tokens at its very end. They are left out
+        so that no character is made of bytes of the prompt and of the output."""
         tokens: list[int] = []
         ends_in_bytes = False
         for token_id in reversed(prompt):
@@ -201,8 +202,8 @@ class WindowDecoder:
         return text[len(self._context_text) :]
 
     def _begin_after(self, tokens: list[int]) -> None:
-        """Begin a new window, because the text of all ``tokens`` is sent: their shortest end that
-        has a text becomes the context. Its size is found by doubling."""
+        """Begin a new window, because the text of all ``tokens`` is sent. Their last tokens become
+        the context: the last one, or the last 2, 4, 8, … until they have a text."""
         size = 1
         while True:
             end = tokens[-size:]
@@ -231,7 +232,7 @@ class WindowDecoder:
             num_held = 0
         cut = len(self._pending) - num_held
         text = self._rules.decode(self._context + self._pending[:cut])
-        # The context stays: what follows is decoded as if it came right after it.
+        # The context stays: later tokens are decoded as if they came right behind the context.
         self._pending = self._pending[cut:]
         self._run = self._pending.copy()
         return text[len(self._context_text) :]

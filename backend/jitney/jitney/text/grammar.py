@@ -112,6 +112,8 @@ def _with_checked_schemas(rules: str) -> str:
             schema, end = json.JSONDecoder().raw_decode(part)
         except ValueError as error:
             raise InvalidArgumentError(f"structured_outputs.grammar: %json: {error}") from None
+        # check_schema refuses "x-guidance": clients must not change how a schema is read. In a
+        # grammar in Lark it is allowed, so it is taken out for the check.
         style: dict[str, Any] = {}
         if "x-guidance" in schema:
             style["x-guidance"] = schema.pop("x-guidance")
@@ -181,8 +183,8 @@ class GrammarCompiler:
                 data.backend, n_vocab=info.vocab_size, eos_token=self.end_ids or None
             )
         except ValueError:
-            # Perhaps the tokenizer has more ids than the model, or fewer than the ends of sequence
-            # that the model names.
+            # Either the tokenizer has more ids than the model, or the model names an end of
+            # sequence that the tokenizer does not have.
             num_known = LLTokenizer(data.backend).vocab_size
             self.end_ids = [token_id for token_id in self.end_ids if token_id < num_known]
             self.tokenizer = LLTokenizer(
@@ -218,7 +220,7 @@ class CompiledGrammar:
 
 
 class MatcherState:
-    """See ``batch.GrammarState``."""
+    """A ``batch.GrammarState``, whose methods are described there: a matcher of llguidance."""
 
     def __init__(self, matcher: LLMatcher, forbidden: list[int], vocab_size: int) -> None:
         """No mask allows the ids of ``forbidden``."""
@@ -257,7 +259,7 @@ class MatcherState:
             self._mask = self._matcher.compute_bitmask()
             self._note_error()
             if self.error is not None:
-                self._mask = bytes(len(self._mask))
+                self._mask = bytes(len(self._mask))  # a broken state allows no token
             elif self._forbidden:
                 self._mask = _without(self._mask, self._forbidden)
         return self._mask

@@ -45,8 +45,8 @@ class EncodedPrompt(NamedTuple):
 
 
 def max_prompt_bytes(config: EngineConfig, info: ModelInfo) -> int:
-    """Most bytes of a prompt. Without the option: more than an ordinary text has that fits into the
-    context."""
+    """Most bytes of a prompt. Without the option: more bytes than any ordinary text that fits into
+    the context."""
     if config.max_prompt_bytes is not None:
         return config.max_prompt_bytes
     return max(_LEAST_PROMPT_BYTES, _BYTES_PER_TOKEN * info.max_model_len)
@@ -165,14 +165,15 @@ def make_submit(
 def _most_tokens(
     params: SamplingParams, num_prompt: int, config: EngineConfig, info: ModelInfo, *, stream: bool
 ) -> int:
-    """What ``max_tokens`` -1 stands for: as many as context, cache and the limit of an answer that
-    is not streamed leave."""
+    """The number of tokens that ``max_tokens`` -1 stands for: as many as fit into the context and
+    the cache and, unless the answer is streamed, into its limit of entries."""
     cache_tokens = info.num_blocks * info.block_size
     most = min(info.max_model_len, cache_tokens) - num_prompt
     if not stream:
         entries_per_step = params.n * _entries_per_token(params)
         most = min(most, config.max_answer_entries // entries_per_step)
-    return max(1, most)  # of a prompt that is too long, _check_length says so
+    # Below 1 for a prompt that is too long: _check_length refuses that one.
+    return max(1, most)
 
 
 def _entries_per_token(params: SamplingParams) -> int:
@@ -277,7 +278,7 @@ def _encode_bad_words(
     words: tuple[str, ...], tokenizer: Tokenizer, vocab_size: int
 ) -> list[list[int]]:
     """The ids of each word, as vLLM finds them. A word has other ids at the start of a text than
-    after a space. Those after a space are taken too if they are as many and the first one differs.
+    after a space. Both are forbidden, if they have the same number of ids and differ in the first.
     """
     encoded: list[list[int]] = []
     for word in words:

@@ -86,7 +86,8 @@ class _Checker:
         if keyword == "format" and value not in _FORMATS:
             raise _refusal(at, f"is {value!r}, but must be one of {', '.join(_FORMATS)}")
         if keyword == "minProperties":
-            # Properties are not counted. But an object has at least those that it must have.
+            # A grammar cannot count properties. Known are those that are required; and whether
+            # there is any, so that 1 is supported without a required one.
             num_required = len(schema.get("required", ()))
             if value > max(1, num_required):
                 raise _refusal(at, "above 1 is not supported, unless as many names are required")
@@ -203,7 +204,8 @@ def _needed_parts(schema: dict[str, Any], kind: str) -> list[Any]:
     """The schemas of the parts that every instance of type ``kind`` has."""
     if kind == "object":
         named = schema.get("properties", {})
-        # Of a name that is not among the properties.
+        # The schema of a required name that ``properties`` does not have: true, which allows
+        # everything, if such names may appear at all.
         other = "patternProperties" in schema or schema.get("additionalProperties", True)
         return [named.get(name, other) for name in schema.get("required", ())]
     if kind == "array":

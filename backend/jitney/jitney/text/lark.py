@@ -63,7 +63,9 @@ def _rules_of(text: str) -> dict[str, str]:
 def _is_finite(tokens: Iterator[re.Match[str]], endless: set[str]) -> bool:
     """Read alternatives up to the bracket that closes them. Returns whether one of them is finite
     if the rules in ``endless`` are not."""
-    alternatives = [True]  # of each: whether all items up to now are finite, the last one left out
+    # For each alternative, whether its items are finite. The last item that was read is not counted
+    # yet: behind it may stand a mark that makes it optional, and so finite.
+    alternatives = [True]
     last_item = True
     for token in tokens:
         if token["nothing"]:

@@ -23,7 +23,8 @@ class StopStrings:
     def __init__(self, strings: Sequence[str]) -> None:
         # State -> the longer beginnings of stop strings, by their last character.
         self._next: list[dict[str, int]] = [{}]
-        # State -> the longest beginning of a stop string with which this one ends, itself left out.
+        # State -> the longest shorter state that this one ends with. After "abab" that is "ab", if
+        # a stop string begins with it.
         self._fail = [0]
         self.depth = [0]
         """State -> its length in characters: so many at the end of the text are held back."""
@@ -49,7 +50,8 @@ class StopStrings:
         self.match_length[state] = len(string)
 
     def _link(self) -> None:
-        """Fill ``_fail``, the shorter states first, since those of longer ones follow from it."""
+        """Fill ``_fail`` and complete ``match_length``. The shorter states come first, because a
+        state takes both from a shorter one."""
         queue = deque(self._next[0].values())
         while queue:
             state = queue.popleft()
@@ -57,6 +59,7 @@ class StopStrings:
                 self._fail[following] = self.step(self._fail[state], character)
                 queue.append(following)
             if not self.match_length[state]:
+                # The state is no stop string itself, but its end may be one.
                 self.match_length[state] = self.match_length[self._fail[state]]
 
     def step(self, state: int, character: str) -> int:
@@ -70,9 +73,8 @@ class StopStrings:
             state = self._fail[state]
 
     def beyond(self, state: int) -> int:
-        """The state after a match that is ignored: that of the longest beginning with which
-        ``state`` ends and that further characters can complete. So the ignored stop string is not
-        held back, unless a longer one begins with it."""
+        """The state after a match that is ignored. The ignored stop string is not held back, unless
+        a longer one begins with it: so the state is shortened until characters may follow it."""
         while state and not self._next[state]:
             state = self._fail[state]
         return state
@@ -95,8 +97,8 @@ class StopScanner:
         """Take new text and return what may be sent.
 
         Sets ``stopped`` at a match and drops the text after it. If not ``armed``, because the
-        sequence has less than ``min_tokens``, matches are ignored. A later match may still begin in
-        this text.
+        sequence has no more than ``min_tokens`` tokens, matches are ignored. A later match may
+        still begin in this text.
         """
         strings = self._strings
         if strings is None:
