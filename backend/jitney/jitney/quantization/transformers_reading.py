@@ -6,8 +6,8 @@ tensors in place of the weight: packed integers, scales, zero points. Before a l
 interface for quantized checkpoints. transformers then reads them as parameters of the layer, under
 the tensors' names. Afterwards ``stored_weights`` makes a layer of ours of these parameters.
 
-``gguf_weights`` reads the tensors itself: it names its layers with no tensors, and transformers then
-reads nothing for them.
+``gguf_weights`` reads the tensors itself: it names its layers with no tensors, and transformers
+then reads nothing for them.
 """
 
 from typing import Any
