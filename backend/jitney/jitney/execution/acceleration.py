@@ -35,8 +35,9 @@ class Accelerator(Protocol):
     """
 
     def widens_bfloat16(self, checkpoint: Checkpoint, *, rounded: bool) -> bool:
-        """Whether its kernels run this model in bfloat16 as fast as in float32 on a processor that
-        has no instructions for bfloat16. ``rounded``: the weights are, or will be, of 8 or 4 bits.
+        """Whether this model is as fast in bfloat16 as in float32 even if the processor has no
+        instructions for bfloat16: kernels compute all of its layers, and widen each bfloat16 to
+        float32 as they read it. ``rounded``: the weights are, or will be, of 8 or 4 bits.
         """
 
     def attention(self, shape: AttentionShape) -> AttentionFunction:
@@ -71,7 +72,11 @@ class Accelerator(Protocol):
 
 
 class AcceleratorKind(Protocol):
-    """What an entry point of the group ``jitney.accelerators`` names: an accelerator's class."""
+    """What an entry point of the group ``jitney.accelerators`` names: an accelerator's class.
+
+    So ``self`` is the class here: calling it makes an accelerator, and :meth:`prepare` is a static
+    method of it.
+    """
 
     def __call__(self, config: EngineConfig, device: torch.device) -> Accelerator:
         """An accelerator for one load. Raises ConfigError for options that it cannot serve."""
@@ -110,11 +115,17 @@ def select(
     """The attention function of option ``attention`` for layers of this shape.
 
     ``auto`` takes the accelerator's. If it has none for the shape, the reference runs, and the log
-    says why. Raises ConfigError if a kernel asked for by name cannot run, or if ``batch_invariant``
-    is asked for and no kernel runs.
+    says why. Raises ConfigError if the accelerator has none and is asked for by name, or if
+    ``batch_invariant`` is asked for and no kernel runs.
+
+    Without an accelerator the reference runs, whatever ``name`` is. Whoever looked for one has
+    refused a name whose kernels are not installed (``engine.assemble.accelerator_for``).
     """
-    why_reference = f"option attention is {name!r}"
-    if name != "reference" and accelerator is not None:
+    if name == "reference":
+        why_reference = "option attention is 'reference'"
+    elif accelerator is None:
+        why_reference = "no kernels are installed for this device, or they do not fit the model"
+    else:
         try:
             return accelerator.attention(shape)
         except NoKernelError as error:

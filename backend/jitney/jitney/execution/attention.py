@@ -36,8 +36,9 @@ class AttentionMetadata:
     context_len: Tensor
     """int32 [R]: tokens in the cache for row r once this step is written."""
     block_table: Tensor
-    """int32 [R, max_blocks], padded with 0; its rows need not be contiguous. Position p of row r is
-    in block ``block_table[r, p // block_size]`` at offset ``p % block_size``."""
+    """int32 [R, max_blocks], padded with 0. Position p of row r is in block
+    ``block_table[r, p // block_size]`` at offset ``p % block_size``. The tensor may be a view of a
+    wider one, so its rows need not follow each other in memory."""
     last_block: int
     """No block in the table has a higher number. Attention functions compare it with the size of
     their cache."""
@@ -133,7 +134,7 @@ def build_metadata(
         context_len=to_device(np.array(ends, np.int32), device),
         block_table=to_device(table_array, device),
         last_block=tables.last_block,
-        slot_mapping=to_device(tokens.slots, device),
+        slot_mapping=to_device(tokens.slot_mapping, device),
         positions=to_device(tokens.positions, device),
         block_size=block_size,
         max_query_len=longest,
@@ -156,11 +157,11 @@ def _used_tables(rows: list[Row], ends: list[int], block_size: int) -> list[list
 
 
 class _TokenLayout(NamedTuple):
-    """The fields of :class:`AttentionMetadata` of these names that tell tokens apart."""
+    """Which tokens a step has, and where they go: these fields of :class:`AttentionMetadata`."""
 
     query_start: np.ndarray
     positions: np.ndarray
-    slots: np.ndarray
+    slot_mapping: np.ndarray
 
 
 def _lay_out_decodes(
@@ -173,7 +174,7 @@ def _lay_out_decodes(
     return _TokenLayout(
         query_start=np.arange(len(starts) + 1, dtype=np.int32),
         positions=np.array(starts, np.int64),
-        slots=np.array(slots, np.int64),
+        slot_mapping=np.array(slots, np.int64),
     )
 
 
@@ -184,12 +185,17 @@ def _lay_out_chunks(
     query_start = np.zeros(len(starts) + 1, np.int32)
     np.cumsum(lengths, out=query_start[1:])
     row_of_token = np.repeat(np.arange(len(starts)), lengths)
-    # Within a row, position less index among the T tokens is the same for all tokens.
+    # Subtract a token's index among all T tokens from its position: that gives the same difference
+    # for all tokens of a row.
     difference = np.array(starts, np.int64) - query_start[:-1]
     positions = np.arange(int(query_start[-1])) + difference[row_of_token]
     block_number, offset = np.divmod(positions, block_size)
     blocks = table_array[row_of_token, block_number].astype(np.int64)
-    return _TokenLayout(query_start, positions, blocks * block_size + offset)
+    return _TokenLayout(
+        query_start=query_start,
+        positions=positions,
+        slot_mapping=blocks * block_size + offset,
+    )
 
 
 def cache_shape(

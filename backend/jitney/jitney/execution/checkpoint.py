@@ -217,8 +217,8 @@ def parse_json(data: bytes, name: str) -> dict[str, Any]:
 
 
 def _read_gguf(file: Path, config: dict[str, Any] | None) -> GgufFile:
-    """The file. ``config`` is the ``config.json`` beside it, if there is one: it then counts, and
-    not the file's own fields."""
+    """The file. ``config`` is the ``config.json`` beside it, if there is one. It replaces the
+    configuration in the file's own fields."""
     try:
         return GgufFile(file, config)
     except LoadError:

@@ -142,7 +142,8 @@ class DraftModel:
         valid_end = to_read.end
         if row.grammar is not None and not output.unread:
             # The last token to read is the one that the model has just sampled. The grammar may
-            # force another token there, before the next step.
+            # force another token at its position. If that one was a draft, it is accepted, and the
+            # next row begins behind it: then ``_invalidate`` does not reach its entry.
             valid_end -= 1
         # Already now, because later rows of the same pass may share blocks with this one.
         self._count_as_valid(to_read, valid_end)
@@ -173,6 +174,7 @@ class DraftModel:
         if not complete:
             return None
 
+        # A row that asks for a proposal samples for one sequence: ``sample`` has one index.
         pairs = [(self._as_sampled(rows[r]), rows[r].sample[0]) for r in complete]
         samples = sample(logits, pairs).wait()
         unfinished: list[_Proposal] = []
@@ -200,8 +202,8 @@ class DraftModel:
     def _as_sampled(self, row: Row) -> Row:
         """The row as the sampler sees it: with positions of tokens, not of entries.
 
-        Then the draft model draws with the very random numbers with which the model will draw the
-        same token, so that similar distributions give the same token.
+        Random numbers depend on the position. So the draft model draws with the numbers that the
+        model will use for the same position, and from similar distributions both draw the same id.
         """
         return replace(row, start=row.start + self._shift)
 
@@ -216,31 +218,39 @@ class DraftModel:
             self._valid[destination] = 0
         for row in batch.rows:
             if row.grammar is not None:
-                # A grammar may have forced other tokens than those that were sampled and read: from
-                # the row's first token on.
+                # In the step before, this draft model may have read drafts that the model sampled
+                # too, although the grammar forced other tokens at their positions. The first of
+                # these other tokens is the row's first token.
                 number, offset = divmod(max(row.start - self._shift, 0), size)
                 block = row.block_table[number]
                 self._valid[block] = min(self._valid[block], offset)
-            # A block whose first slot is written in this step belonged to another sequence before.
-            first = math.ceil(row.start / size)
-            stop = math.ceil(row.end / size)
-            for block in row.block_table[first:stop]:
+            # The blocks whose first slot lies in [start, end): this step begins to fill them. Until
+            # now, they may have belonged to another sequence.
+            first_block = math.ceil(row.start / size)
+            stop_block = math.ceil(row.end / size)
+            for block in row.block_table[first_block:stop_block]:
                 self._valid[block] = 0
 
     def _unread(self, row: Row) -> Row:
         """``row`` is one token, the newest of its sequence. Returns the row of all tokens up to it
-        that are not read. The newest is always among them, because its logits are needed."""
+        that are not read. The newest is always among them, because its logits are needed.
+
+        ``row`` counts positions of tokens; the row that is returned counts entries.
+        """
         size = self._block_size
-        start = row.start - self._shift
-        for number in range(start // size + 1):
+        newest_entry = row.start - self._shift
+        first_entry = newest_entry
+        for number in range(newest_entry // size + 1):
             num_valid = self._valid[row.block_table[number]]
             if num_valid < size:
                 first_missing = number * size + num_valid
-                start = min(first_missing, start)
+                first_entry = min(first_missing, newest_entry)
                 break
+        # From entries back to positions of tokens.
+        first_token = first_entry + self._shift
+        end_token = row.end
         known = row.prompt + row.output
-        first_token = start + self._shift
-        return replace(row, token_ids=known[first_token : row.end], start=start)
+        return replace(row, token_ids=known[first_token:end_token], start=first_entry)
 
     def _count_as_valid(self, row: Row, end: int) -> None:
         """Count the row's entries up to ``end`` as valid."""

@@ -80,10 +80,11 @@ class HiddenStates:
     """Gets hidden states out of a model, and into one: reads what the output layer is given, and
     adds to what the embedding gives.
 
-    Made before an accelerator rearranges the module: it replaces the embedding by one that kernels
-    do not know, which keeps them from running a whole step as one native call. In such a call the
-    output layer would not be called as a module, and its input could not be read. After the
-    rearrangement, :meth:`follow` gives the model whose steps are read.
+    This object replaces the module's embedding by one of a class that accelerators do not know. So
+    an accelerator does not run a whole step as one native call. That is intended: in such a call
+    the output layer is not called as a module, and its input cannot be read. Therefore the object
+    is made before an accelerator rearranges the module. After that, :meth:`follow` gives the model
+    whose steps are read.
     """
 
     def __init__(self, module: PreTrainedModel) -> None:

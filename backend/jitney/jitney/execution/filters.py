@@ -5,9 +5,10 @@ divided by the temperature. A token's *weight* is the exponential of its scaled 
 probability, up to a factor.
 
 Every filter is a *lower bound* on scaled logits. ``min_p`` keeps those of at least log(min_p);
-``top_k`` those of at least the k-th largest. ``top_p`` keeps the *nucleus*: the fewest of the
-largest that have together at least this share of the weight that the first two left. Tokens that
-tie with the last one kept are kept, so the order of equals does not matter.
+``top_k`` those of at least the k-th largest. ``top_p`` keeps the *nucleus*: it takes the tokens
+that min_p and top_k keep, the largest first, until their weights add up to this share of the weight
+of them all. Tokens that tie with the last one kept are kept, so the order of equals does not
+matter.
 """
 
 import math
@@ -203,11 +204,12 @@ def _pick(weights: Tensor, numbers: Tensor) -> Tensor:
     The first draws a chunk by the chunks' sums, the second a token in the chunk. In both, that is
     the first whose cumulative weight exceeds number × total.
 
-    A single draw would run along the cumulative weights of the whole vocabulary. Where weights
-    differ in their last bits, as after a resumption that computes in one prefill what decodes had
-    computed, all of these move a little, and another token is drawn if the number lies between an
-    old and a new one. Two draws compare with far fewer of them: those of the chunks, and those of
-    the tokens in one chunk. So the same token is drawn more often.
+    Two draws, because weights may differ in their last bits from one time to the next: a resumption
+    computes in one prefill what decodes had computed. All cumulative weights then move a little. If
+    one of them moves past the number that it is compared with, another token is drawn. A single
+    draw would compare its number with the cumulative weights of the whole vocabulary. Two draws
+    compare theirs with far fewer: those of the chunks, and those of the tokens in one chunk. So the
+    same token is drawn more often.
     """
     sums = weights.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)
     chunk = _first_above(sums, numbers[:, 0] * sums[:, -1])
@@ -222,7 +224,10 @@ def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
     Rounding can make the target equal to the total, which nothing exceeds. Then it is the last
     index that has a weight.
     """
-    first = (cumulative <= target.unsqueeze(1)).sum(dim=-1)
+    # ``cumulative`` never falls. So the number of values that are too small is the index of the
+    # first value that is not.
+    first_above = (cumulative <= target.unsqueeze(1)).sum(dim=-1)
+    # The first value that reaches the total belongs to the last weight: all behind it are 0.
     total = cumulative[:, -1:]
     last_with_weight = (cumulative < total).sum(dim=-1)
-    return torch.minimum(first, last_with_weight)
+    return torch.minimum(first_above, last_with_weight)

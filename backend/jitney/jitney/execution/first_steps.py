@@ -33,6 +33,7 @@ def first_steps(info: ModelInfo, propose: int) -> list[Batch]:
         return [Batch([decode])]
 
     decode.propose = propose
-    decode.most_read = context  # the draft model computes all of it in this one step
+    # No fewer than the tokens that there are: the draft model reads them all in this one step.
+    decode.most_read = context
     chunk = probe_row(prompt, start=0, count=chunk_len, block_table=table, params=greedy)
     return [Batch([chunk]), Batch([decode])]

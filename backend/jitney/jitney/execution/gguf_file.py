@@ -41,7 +41,8 @@ _PRETOKENIZERS = (
     None, "default", "gpt-2", "llama-bpe", "llama3", "llama-v3", "smaug-bpe", "tekken", "qwen2",
     "deepseek-r1-qwen",
 )  # fmt: skip
-"""Ways to split text into words that transformers does rightly: it takes all others for GPT-2's."""
+"""The field names the way in which text is split into words. transformers splits rightly for these
+values. For any other it splits as for GPT-2, which would be wrong."""
 _ROWS = 1024
 """How many rows of a tensor are converted to float32 at a time."""
 
@@ -61,9 +62,9 @@ class GgufFile:
     """The model's configuration, as a ``config.json`` has it."""
 
     def __init__(self, path: Path, separate_config: dict[str, Any] | None) -> None:
-        """``separate_config`` is the ``config.json`` beside the file, if there is one: it then
-        counts, and not the file's own fields. Raises CheckpointError and UnsupportedModelError for
-        what is not read, and ValueError, IndexError, KeyError or OSError for a broken file."""
+        """``separate_config`` is the ``config.json`` beside the file, if there is one. It replaces
+        the configuration in the file's own fields. Raises CheckpointError and UnsupportedModelError
+        for what is not read, and ValueError, IndexError, KeyError or OSError for a broken file."""
         try:
             import gguf
         except ImportError:
@@ -103,8 +104,9 @@ class GgufFile:
         return config
 
     def _find_tensors(self, reader: Any, *, has_separate_config: bool) -> None:
-        """Find out which tensor of transformers' module each of the file's is. Raises
-        UnsupportedModelError for one that is none of them, or of a type that is not read."""
+        """For each tensor of the file, find its name in transformers' module. Raises
+        UnsupportedModelError for a tensor that the module does not have, and for a type that is not
+        read."""
         from transformers.modeling_gguf_pytorch_utils import (
             TENSOR_PROCESSORS,
             TensorProcessor,
@@ -129,13 +131,14 @@ class GgufFile:
                     f"{self.name} has a tensor {show(tensor.name)}, which a {self._architecture} "
                     "of transformers has no place for"
                 )
-            elif not has_separate_config:  # else that says how to rotate
+            elif not has_separate_config:  # a config.json would say itself how to rotate
                 self._rope_divisors = torch.from_numpy(np.array(tensor.data, np.float32))
 
     # ------------------------------------------------------------------ checks
 
     def _check_type(self, tensor: Any) -> None:
-        """Raise UnsupportedModelError for a tensor of a type that is not read there."""
+        """Raise UnsupportedModelError unless the tensor's type is read: matrices may be of many
+        types, all other tensors must be floats."""
         is_matrix = len(tensor.shape) == 2 and tensor.name.endswith(".weight")
         known = _TYPES if is_matrix else FLOATS
         ggml_type = tensor.tensor_type.name
@@ -219,8 +222,8 @@ class GgufFile:
             order = self._processor.process(row_numbers, name=tensor.name).weights
         except ValueError:
             raise CheckpointError(
-                f"{self.name}: the rows of {tensor.name}, {len(tensor.data)}, are not those of as "
-                "many heads as the configuration states"
+                f"{self.name}: tensor {tensor.name} has {len(tensor.data)} rows, which cannot be "
+                "split evenly among the heads that the configuration states"
             ) from None
         if np.array_equal(order, np.arange(len(order))):
             return np.array(tensor.data)

@@ -206,7 +206,7 @@ def forward_module(
     """Run T flattened tokens through transformers' module. With the module bound, it is a
     :data:`StepFunction`.
 
-    The linear layers add the products of the adapters that the step's tokens are under.
+    The linear layers add the adapters' products, for the tokens of requests that name an adapter.
     """
     # Only a step in service has adapters; a recorder has none.
     adapted = paged.meta.adapted if isinstance(paged, PagedStep) else []

@@ -54,7 +54,8 @@ class PreparedModel:
     accelerator: Accelerator | None
     """None if it runs in plain torch."""
     hidden_states: eagle.HiddenStates | None
-    """Set with a head: for the head, and for the model that it proposes tokens for."""
+    """Set if a head proposes tokens: in the model, whose hidden states the head reads, and in the
+    head itself."""
 
     def empty_caches(
         self, config: EngineConfig, dtype: torch.dtype, num_blocks: int
@@ -148,7 +149,9 @@ def speed_up(
         hidden_states = eagle.HiddenStates(model.module)
     if accelerator is not None:
         model = _rearrange(config, model, accelerator)
-    if not model.fused:  # else the fused model has its own way to each layer
+    # A fused model may join layers: it adds each layer's product to the columns of that layer. In
+    # any other model, a layer that adapters may change must still be there.
+    if not model.fused:
         _check_sites(model)
     if hidden_states is not None:
         model = hidden_states.follow(model)
@@ -200,6 +203,7 @@ def _prepare_draft(
     Raises ConfigError if its vocabulary is not the model's.
     """
     own = options.draft_options(config, target.model.dtype, target.model.max_model_len)
+    # If the accelerator does not fit the model, the draft model runs without it, too.
     means = replace(means, accelerator=target.accelerator)
     draft = load_and_prepare(own, means, reads_states=is_head)
     if draft.model.vocab_size != target.model.vocab_size:
@@ -236,7 +240,7 @@ def allocate(
     ConfigError if the memory cannot be allocated."""
     model = target.model
     dtype = options.cache_dtype(config, model.dtype, model.device)
-    # Before memory is measured, because finding the scales takes some for a while.
+    # Before free memory is measured: finding the scales takes memory, and frees it again.
     scales = None
     if target.accelerator is not None:
         scales = target.accelerator.kv_scales(model)

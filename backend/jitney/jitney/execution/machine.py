@@ -97,21 +97,24 @@ def resolve_dtype(
     widened: bool = False,
     rounded: bool = False,
 ) -> torch.dtype:
-    """The dtype for option ``key`` with value ``name``, for a checkpoint in ``stored``.
+    """Choose the dtype for option ``key`` with value ``name``, for a checkpoint in ``stored``.
 
-    ``auto`` is the checkpoint's dtype, but on a CPU a checkpoint of 16 bits gets bfloat16 if that
-    is fast there, else float32. ``widened``: it is fast because kernels compute all of the model's
-    layers and convert bfloat16 to float32 as they read it. ``rounded``: the weights are, or will
-    be, of 8 or 4 bits. Raises ConfigError for float16 on a CPU, for which there are no fast
-    kernels.
+    ``auto`` keeps ``stored`` on a GPU, and for a float32 checkpoint that is not ``rounded``. All
+    others get bfloat16 on a CPU if that is fast there, else float32.
+
+    - ``rounded``: the weights are, or will be, of 8 or 4 bits.
+    - ``widened``: bfloat16 is fast on any CPU, because kernels compute all of the model's layers
+      and widen each bfloat16 to float32 as they read it.
+
+    Raises ConfigError for float16 on a CPU, for which there are no fast kernels.
     """
     if name != "auto":
         dtype = DTYPES[name]
     elif device.type == "cuda" or (stored == torch.float32 and not rounded):
         dtype = stored
     else:
-        # A checkpoint of 16 bits on a CPU. Rounded weights count as one even if they were float32
-        # before, because kernels of 8 and 4 bits give bfloat16 alone.
+        # On a CPU: a checkpoint of 16 bits, or rounded weights, even if they were float32 before.
+        # Kernels of 8 and 4 bits give bfloat16 alone.
         is_fast = widened or cpu_has_bfloat16()
         dtype = torch.bfloat16 if is_fast else torch.float32
         _log.info("dtype auto: %s, for weights stored in %s", dtype, stored)

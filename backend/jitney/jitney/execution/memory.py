@@ -147,7 +147,7 @@ def _cache_bytes(config: EngineConfig, needs: Needs, available: int) -> int:
 
 def _too_small(config: EngineConfig, needs: Needs, size: int) -> ConfigError:
     """The error for a cache of ``size`` bytes, which holds no block. It names the option that led
-    to the size. By default that is ``kv_cache_bytes``, as if it had been set to the size."""
+    to the size. If neither option is set, it names ``kv_cache_bytes``, which the user can set."""
     bound = f"enough for one block of {config.block_size}, {needs.block:,} bytes"
     if config.kv_cache_bytes is None and config.kv_cache_fraction is not None:
         return ConfigError.of("kv_cache_fraction", config.kv_cache_fraction, bound)

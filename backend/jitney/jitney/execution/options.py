@@ -13,13 +13,14 @@ from jitney.execution import machine
 FLOAT8 = "float8_e4m3"
 TOKEN_BUDGET = {"cpu": 512, "cuda": 8192}
 """Default of ``max_num_batched_tokens``, by the device's type."""
-_WITHOUT_GPU = "without the attention kernels of a GPU"
+_WITHOUT_GPU_KERNELS = "without the attention kernels of a GPU"
 
 
 def refuse_batch_invariant(config: EngineConfig) -> None:
-    """Called where no kernels run, for a CPU or for a GPU. Raises ConfigError."""
+    """Called where no kernels run, neither a CPU's nor a GPU's. Raises ConfigError if the option is
+    set."""
     if config.batch_invariant:
-        bound = f"False without a CPU's kernels or {_WITHOUT_GPU}"
+        bound = "False where neither the kernels of a CPU nor the attention kernels of a GPU run"
         raise ConfigError.of("batch_invariant", True, bound)
 
 
@@ -27,13 +28,15 @@ def refuse_gpu_options(config: EngineConfig) -> None:
     """Called where the GPU's kernels do not run: refuse the options that mean something to them
     only. Raises ConfigError naming the first."""
     if config.compile:
-        raise ConfigError.of("compile", True, f"False {_WITHOUT_GPU}")
+        raise ConfigError.of("compile", True, f"False {_WITHOUT_GPU_KERNELS}")
     if config.cuda_graphs == "load":
-        raise ConfigError.of("cuda_graphs", "load", f"lazy or never {_WITHOUT_GPU}")
+        raise ConfigError.of("cuda_graphs", "load", f"lazy or never {_WITHOUT_GPU_KERNELS}")
     if config.kv_cache_dtype == FLOAT8:
-        raise ConfigError.of("kv_cache_dtype", FLOAT8, f"another one {_WITHOUT_GPU}")
+        raise ConfigError.of("kv_cache_dtype", FLOAT8, f"another one {_WITHOUT_GPU_KERNELS}")
     if config.cuda_graph_sizes is not None:
-        raise ConfigError.of("cuda_graph_sizes", config.cuda_graph_sizes, f"None {_WITHOUT_GPU}")
+        raise ConfigError.of(
+            "cuda_graph_sizes", config.cuda_graph_sizes, f"None {_WITHOUT_GPU_KERNELS}"
+        )
 
 
 def cache_dtype(

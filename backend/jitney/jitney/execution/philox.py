@@ -25,7 +25,8 @@ def philox4x32(counter: Words, key: Words) -> Words:
     for _ in range(_ROUNDS):
         product0 = c0 * _MULTIPLIERS[0]
         product1 = c2 * _MULTIPLIERS[1]
-        # The high halves go to words 0 and 2, mixed with words 1 and 3; these get the low halves.
+        # Words 0 and 2 get the high halves, mixed with words 1 and 3 and with the key. Then words 1
+        # and 3 get the low halves.
         c0 = (product1 >> _32) ^ c1 ^ k0
         c2 = (product0 >> _32) ^ c3 ^ k1
         c1 = product1 & _LOW

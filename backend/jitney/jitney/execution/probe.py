@@ -155,9 +155,11 @@ def check_same(before: Tensor, after: Tensor, *, coarse: bool = False) -> None:
 
 def _check_products(layers: list[QuantizedLinear]) -> None:
     """Multiply rows of random numbers by one layer of each kind, with rounded inputs and without.
-    Raises InstallationError if a product is wrong on this machine, as torch's of e4m3 may be."""
-    # Which kernel multiplies depends on the class and the sizes. The scales' shape has the number
-    # of outputs and, in 4 bits, of groups.
+    Raises InstallationError if a product is wrong on this machine, as torch's product of e4m3 may
+    be."""
+    # Layers of one kind are multiplied by the same kernel. Which one that is depends on the class
+    # and on the numbers of inputs, of outputs and, in 4 bits, of groups. The shape of the scales
+    # says how many outputs and groups there are.
     of_each_kind = {(type(each), each.in_features, each.scale.shape): each for each in layers}
     generator = torch.Generator().manual_seed(0)
     for layer in of_each_kind.values():
@@ -179,8 +181,9 @@ def _distance(got: Tensor, expected: Tensor) -> float:
     """How far these logits [T, vocabulary] are apart, relative to the spread of those expected: the
     median over all tokens.
 
-    A token's spread is the norm of its logits less their mean, because a number that is added to
-    all logits changes nothing.
+    A token's spread is the norm of its logits less their mean. With the mean, a large number that
+    all logits share would make any difference look small. The difference is taken of whole logits:
+    both computations must give that number alike.
     """
     right = expected.float()
     difference = (got.float() - right).norm(dim=-1)

@@ -36,7 +36,7 @@ class QuantizedLinear(nn.Module):
     may then become a large one in the result."""
     exact = False
     """Set it to compute without that rounding."""
-    has_bytes = False
+    suits_integer_kernels = False
     """Whether a CPU's integer kernels multiply it: its weight has 8 or 4 bits, and x is rounded to
     int8 with a scale for each of its rows."""
     scale: Tensor

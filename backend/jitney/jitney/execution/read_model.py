@@ -33,7 +33,7 @@ class Means:
 
 @dataclass(frozen=True)
 class Judged:
-    """A checkpoint whose files, apart from the weights, show nothing that cannot be served."""
+    """A checkpoint that can be served, as far as its files tell without the weights."""
 
     checkpoint: Checkpoint
     config: PreTrainedConfig
@@ -92,10 +92,9 @@ def _is_quantized_for_kernels(checkpoint: Checkpoint) -> bool:
     quantization = checkpoint.config.get("quantization_config")
     if not quantization:
         return False
-    method = quantization
-    if isinstance(quantization, dict):
-        method = quantization.get("quant_method")
-    return bool(method != "torchao")
+    if not isinstance(quantization, dict):
+        return True  # it is malformed, and will be refused when the weights' format is looked for
+    return bool(quantization.get("quant_method") != "torchao")
 
 
 # ---------------------------------------------------------------------- weights

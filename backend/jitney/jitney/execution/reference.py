@@ -45,6 +45,8 @@ def write(new: Tensor, cache: Tensor, meta: AttentionMetadata, scale: Tensor | N
     block = torch.div(meta.slot_mapping, meta.block_size, rounding_mode="floor")
     offset = meta.slot_mapping % meta.block_size
     elements = cache[..., : new.shape[-1]]  # without the padding, and without the scale of int8
+    # Below, a slice stands between two index tensors. torch puts the dimension of index tensors
+    # first then: ``elements[block, :, offset]`` is [T, KV heads, head], as ``new`` is.
     if cache.dtype == torch.int8:
         new_scales = (new.float().abs().amax(-1) / 127).clamp_min(LEAST_SCALE)
         _scales(cache)[block, :, offset] = new_scales

@@ -111,7 +111,9 @@ def row_output(row: Row, samples: list[Sampled], prompt: RowPromptLogprobs | Non
     if failed is not None:
         if not _is_behind_wrong_draft(row, samples, failed):
             return RowOutput([], error=samples[failed].error)
-        samples = samples[:failed]  # the samples that count are among these
+        # A wrong draft stands in front of the failed sample. Samples behind that draft do not
+        # count, so all samples that count are before the failed one.
+        samples = samples[:failed]
 
     tokens = [each.token_id for each in samples]
     logprobs = None

@@ -245,7 +245,7 @@ class TorchRunner:
             return
         assert self._sampled is not None, "a row takes a token of a step that is not there"
         row_indices, sample_indices = to_device(carried, self._device).unbind(1)
-        # A row that carries a token has no other: it is the first of the row's tokens.
+        # The carried token is the only one of its row, so its index is that of the row's first.
         token_indices = meta.query_start[row_indices].long()
         ids[token_indices] = self._sampled[sample_indices]
 
@@ -277,9 +277,10 @@ class TorchRunner:
             in_pass = [index - begin for index in kept_indices if begin <= index < end]
             kept.append(logits[to_device(in_pass, self._device)])
 
-        # The plan's indices count all of its tokens. Among the logits that were kept:
-        index_of = {index: i for i, index in enumerate(kept_indices)}
-        sampled_from = [index_of[index] for index in plan.sampled_from]
+        # Indices of the plan count all of its tokens. Translate them into indices that count only
+        # the logits that were kept.
+        kept_index_of = {index: i for i, index in enumerate(kept_indices)}
+        sampled_from = [kept_index_of[index] for index in plan.sampled_from]
         return _StepLogits(torch.cat(kept), sampled_from, prompt)
 
     def _sample(self, rows: list[Row], found: _StepLogits) -> list[Samples]:
@@ -313,6 +314,8 @@ class TorchRunner:
         source, destination = to_device(copies, self._device).unbind(1)
         for layer in self._caches:
             for cache in (layer.keys, layer.values):
-                if cache.itemsize == 1:  # torch cannot index 8-bit floats, but their bytes
+                # torch cannot index 8-bit floats. It can index bytes, so all 8-bit caches are
+                # copied as bytes.
+                if cache.itemsize == 1:
                     cache = cache.view(torch.uint8)
                 cache[destination] = cache[source]

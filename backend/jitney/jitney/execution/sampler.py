@@ -189,12 +189,14 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def _argmax_on_cpu(logits: Tensor, form: _FloatBits) -> Tensor | None:
     """The argmax of each row by NumPy, as integers: it compares a register of these at a time, ten
-    times as fast as torch compares floats. None if a NaN has its sign set, which makes it the
-    smallest integer.
+    times as fast as torch compares floats.
 
     The integers of positive floats are in the order of the floats. Those of negative floats are
     negative and in the reverse order. So the largest integer is the argmax, unless all are
     negative; then the smallest one is.
+
+    None if a NaN has its sign set. A NaN counts as the largest float, but the integer of this one
+    is negative, and larger than those of negative floats: neither rule would find it.
     """
     signed = logits.view(form.signed).numpy()
     if signed.view(form.unsigned).max(initial=0) > form.minus_infinity:
@@ -339,14 +341,16 @@ def _best(values: Tensor, width: int) -> tuple[Tensor, Tensor]:
         return best, ids
 
     # All that are at least as large as the smallest of their row's best: these, and what equals
-    # that smallest one. (No comparison with a NaN holds, so a row that has one is taken whole.)
+    # that smallest one. (A row with a NaN is taken whole: log_softmax made all of it NaN, and no
+    # comparison with a NaN holds.)
     is_candidate = ~(values < best[:, -1:])
     rows, ids = is_candidate.nonzero(as_tuple=True)  # by row, then by index
     found = values[rows, ids]
-    # Order them by row, then by falling value, then by index. Both sorts are stable, so what was in
-    # order stays so among equals.
+    # Order them by row, then by falling value, then by index. They are in order of the index now.
+    # So sort by value first, and then by row: a stable sort leaves equals in the order they had.
     by_value = found.argsort(descending=True, stable=True)
-    order = by_value[rows[by_value].argsort(stable=True)]
+    rows_by_value = rows[by_value]
+    order = by_value[rows_by_value.argsort(stable=True)]
     # The first ``width`` of each row.
     row_sizes = rows.bincount(minlength=len(values))
     row_begins = row_sizes.cumsum(0) - row_sizes

@@ -27,8 +27,8 @@ def weigh(
 ) -> Footprint:
     """What loading would take: from the module without weights, on torch's meta device.
 
-    The machine need not have a GPU; ``auto`` stands for one. Raises as ``read_model.load_model``
-    does.
+    Device ``auto`` is taken for a GPU, also on a machine without one. Raises as
+    ``read_model.load_model`` does.
     """
     device = torch.device("cpu" if config.device == "cpu" else "cuda")
     if device.type == "cpu":

@@ -1,8 +1,8 @@
 """Weights on their way from the checkpoint's files to the device, and what they take there.
 
 transformers reads the files: it knows every rename and merge between a checkpoint and its modules.
-What it reads for a CPU in the stored dtype are views of the mapped files, so nothing is copied
-until a tensor is sent from the page cache to the device.
+A tensor that it reads onto the CPU, in the dtype that the file has, is a view of the mapped file.
+So nothing is copied before the tensor is sent to a device, straight from the page cache.
 """
 
 import logging
@@ -32,8 +32,9 @@ from jitney.execution.interface import KvScales
 _log = logging.getLogger(__name__)
 
 _THREADS = 4
-"""Threads that send tensors to a device. One core's page faults and memory copies bound a copy from
-pageable memory; more threads than these contend for the address space."""
+"""Threads that send tensors to a device. They copy from pageable memory. With one thread, its core
+limits the speed, because it handles all page faults and copies all bytes. With more than these,
+threads wait for each other: they share the lock of the process's address space."""
 _AHEAD = 6
 """Tensors sent ahead of the one in use: bounds what the device holds beside the module."""
 _LEAST_VERSIONS = {"torchao": (0, 17), "compressed-tensors": (0, 18)}
@@ -62,7 +63,10 @@ def read_weights(
         if is_accelerate_available():
             options["device_map"] = {"": device}
         else:
-            _log.info("accelerate is missing or old: stacked experts are put together on the CPU")
+            _log.info(
+                "package accelerate is missing or old: weights are read onto the CPU first, where "
+                "a model with experts needs memory to stack their tensors"
+            )
     try:
         with _no_progress_bar():
             module, report = _from_pretrained(

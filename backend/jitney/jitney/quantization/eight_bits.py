@@ -187,7 +187,7 @@ class Int8Linear(EightBitLinear):
     """In int8, for CPUs."""
 
     kind = torch.int8
-    has_bytes = True
+    suits_integer_kernels = True
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None) -> Self:

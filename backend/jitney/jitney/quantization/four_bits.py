@@ -38,7 +38,7 @@ class Int4Linear(QuantizedLinear):
     """bfloat16 [2, out_features, groups]. ``scale[0]`` are the scales, and ``scale[1]`` are the
     least values."""
     rounds_inputs = True
-    has_bytes = True
+    suits_integer_kernels = True
 
     def __init__(
         self, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype

@@ -115,7 +115,7 @@ def _join(products: Sequence[Any]) -> _Weights:
     first = products[0]
     if isinstance(first, QuantizedLinear):
         # All must be quantized: ``merge`` gives None if they are not.
-        if not first.has_bytes or first.dtype != torch.bfloat16:
+        if not first.suits_integer_kernels or first.dtype != torch.bfloat16:
             raise Misfit("a CPU has no fused products of such quantized weights")
         joined = first.merge(products)
         if joined is None:

@@ -191,6 +191,6 @@ def prepack_linears(
         return packed
 
     def fits(each: nn.Module) -> bool:
-        return is_linear(each) or (isinstance(each, QuantizedLinear) and each.has_bytes)
+        return is_linear(each) or (isinstance(each, QuantizedLinear) and each.suits_integer_kernels)
 
     swap_children(module, "linear layer", fits, pack, report)
