@@ -96,7 +96,9 @@ class Access:
 def _secrets_of(value: str) -> set[str]:
     """What must not be shown of a header's value: the whole, the words after a scheme such as
     ``Bearer``, and the parts of a cookie; each also as JSON writes it."""
-    words = {value, *value.split(), *re.split(r"[\s,;=]+", value)}
+    words = {value}
+    words.update(value.split())  # the words after a scheme, whatever characters they have
+    words.update(re.split(r"[\s,;=]+", value))  # the names and values of a cookie
     secrets: set[str] = set()
     for word in words:
         if len(word) >= _SHORTEST_SECRET:  # ``Bearer`` itself is shorter
@@ -113,11 +115,13 @@ def _header(text: str, where: str) -> tuple[str, str]:
 
 
 def _first_key(path: Path) -> str:
-    """The first key of a file. Its lines are ``KEY``, or as for docker-compose ``NAME:KEY`` and the
-    key's limits."""
+    """The first key of a file. A line is ``KEY``, or as in the server's file of keys ``NAME:KEY``,
+    perhaps with the key's limits behind it (``tiers=…``, ``min_priority=…``)."""
     lines = [line for line in _read_lines("api_key_file", path) if not line.startswith("#")]
     first = lines[0] if lines else ""
-    _, _, key = _LIMIT.sub("", first).rpartition(":")
+    # Without the limits first, because the name of a tier may have a colon, too.
+    without_limits = _LIMIT.sub("", first)
+    _, _, key = without_limits.rpartition(":")
     key = key.strip()
     if not key or " " in key:
         raise InvalidArgumentError(f"api_key_file {path} holds no key without spaces")

@@ -66,8 +66,8 @@ class Row:
     """One sequence's share of a step: the tokens at positions [start, start + len(token_ids)).
 
     ``block_table``, ``prompt`` and ``output`` are the scheduler's own lists, because copying them
-    in every step would cost too much. The runner reads them during ``execute`` or ``launch`` only
-    and never changes them: afterwards the scheduler may append to them or clear them.
+    in every step would cost too much. The runner never changes them, and reads them only until its
+    ``launch`` returns: afterwards the scheduler may append to them or clear them.
     """
 
     key: int
@@ -86,8 +86,8 @@ class Row:
     prompt: list[int]
     output: list[int]
     """Tokens generated so far; empty when ``sample`` has more than one index. If ``carried`` is
-    set, the newest token is not in it yet. With that token counted, the number of outputs is
-    ``end - len(prompt)``."""
+    set, the newest token is not in it yet. In a row that samples, ``end - len(prompt)`` counts
+    these tokens, the carried one and the drafts."""
     stop_ids: frozenset[int]
     bad_words_ids: list[list[int]]
     carried: int | None = None
@@ -96,14 +96,14 @@ class Row:
     then ``[0]``, to be replaced on the device, and ``output`` lacks the token."""
     grammar: GrammarState | None = None
     """Its mask holds for every token that the row samples. Like ``output``, it may be read only
-    during ``execute`` or ``launch``."""
+    until ``launch`` returns."""
     drafts: int = 0
     """So many of ``token_ids``, the last ones, are drafts, which are not part of ``output``. Then
     ``sample`` has one index, and the row samples ``drafts + 1`` tokens: one in place of the first
     draft, and one after each draft, as if the drafts up to there were output."""
     propose: int = 0
-    """How many tokens a draft model is to propose after the newest token of the output. The block
-    table has slots for so many more."""
+    """How many tokens a draft model is to propose after the newest token of the output. If it is
+    set, ``sample`` has one index, and the block table has slots for so many more."""
     most_read: int = 0
     """How many tokens of prompt and output the draft model may compute in this step before it
     proposes. If that leaves any that it has not computed, it proposes nothing."""

@@ -63,8 +63,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Of weights and activations. ``auto``: the checkpoint's, if the device supports it; with
     weights of 8 or 4 bits on a CPU, bfloat16."""
     quantization: Quantization = "none"
-    """Quantize the linear layers while loading. ``fp8``, and ``int8`` and ``int4`` on a CPU:
-    weights, and activations to 8 bits; ``int8`` and ``int4`` on a GPU: only weights."""
+    """Quantize the linear layers while loading. ``fp8``: weights and activations. ``int8`` and
+    ``int4``: weights; on a CPU also activations, these to 8 bits."""
     max_model_len: Annotated[int, Meta(ge=1)] | None = None
     """Longest prompt plus output, in tokens. None: what the checkpoint was made for."""
 
@@ -109,8 +109,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_bytes: Annotated[int, Meta(ge=1)] | None = None
     """Size of the cache. None: a share of the free memory, ``kv_cache_fraction``."""
     kv_cache_fraction: Annotated[float, Meta(gt=0, le=1)] | None = None
-    """Share of the memory left after loading; 1/64 of it stays free. None: 0.9 on a GPU; on a CPU
-    0.25, at most 4 GiB."""
+    """Share of the memory left after loading. In any case 1/64 of that memory stays free. None: 0.9
+    on a GPU; on a CPU 0.25, at most 4 GiB."""
     kv_cache_dtype: Literal[
         "auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3"
     ] = "auto"  # fmt: skip
@@ -136,19 +136,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A folder, relative to the version folder, with a folder for each LoRA adapter in PEFT's
     format. One that is put there later is found when a request first names it."""
     max_adapters: Annotated[int, Meta(ge=1, le=4096)] = 16
-    """Most adapters in memory, which is reserved for so many. The one used longest ago makes room.
-    """
+    """Most adapters in memory. Memory for so many is reserved at load. A new one replaces the one
+    that was used longest ago."""
     max_adapter_rank: Annotated[int, Meta(ge=1, le=512)] = 32
     """Largest rank of an adapter."""
 
     # -- the queue
     max_queued: Annotated[int, Meta(ge=0)] = 1024
-    """Requests that may wait, those of lower tiers not counted; one more is refused as
-    UNAVAILABLE."""
+    """Requests that may wait; one more is refused as UNAVAILABLE. With ``tiers``, requests of tiers
+    below that of the new request do not count."""
     aging_s: Annotated[float, Meta(ge=0.001)] = 10.0
     """Seconds of waiting that raise a request by one priority level, so that none starves."""
     min_priority: Annotated[int, Meta(ge=-1000, le=0)] = -1000
-    """Most urgent ``priority`` that a request may ask for. 0: none before those that name none."""
+    """Most urgent ``priority`` that a request may ask for. 0: no request is more urgent than those
+    that name no priority."""
     tiers: tuple[TierConfig, ...] = ()
     """Kinds of requests, the most urgent first, with targets and limits of their own: a list of
     objects, see [tiers](tiers.md)."""
@@ -178,11 +179,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_grammar_bytes: Annotated[int, Meta(ge=1, le=1 << 24)] = 1_000_000
     """Largest schema, regex, list of choices or grammar of ``structured_outputs``."""
     max_grammar_depth: Annotated[int, Meta(ge=1, le=100)] = 64
-    """Deepest nesting of its objects and lists, or of its brackets."""
+    """Deepest nesting in ``structured_outputs``: of a schema's objects and lists, or of the
+    brackets in a regex or a grammar."""
     grammar_timeout_s: Annotated[float, Meta(gt=0, le=600)] = 5.0
-    """Seconds that its check may take. It runs in a process of its own, which then ends."""
+    """Seconds that the check of one grammar may take. Then the process that runs it is ended; it
+    does nothing but check grammars."""
     grammar_cache: Annotated[int, Meta(ge=1)] = 64
-    """Most grammars that the front keeps checked, and the engine compiled: those used last."""
+    """Most grammars that are kept for further requests, those used last: by the front as checked,
+    by the engine in compiled form."""
 
     # -- chat
     chat_template_parameters: tuple[str, ...] = ("add_generation_prompt", "enable_thinking")
@@ -190,14 +194,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tool_format: str | None = None
     """How the model writes calls of tools, for the gateway. None: as its chat template tells."""
     reasoning_format: str | None = None
-    """How the model sets its reasoning off, for the gateway. None: as its chat template tells."""
+    """How the model marks where its reasoning begins and ends, for the gateway. None: as its chat
+    template tells."""
 
     # -- responses
     max_pending_tokens: Annotated[int, Meta(ge=1)] = 65536
     """Most tokens of one request that may wait to be sent. If more wait, it is cancelled."""
     send_share: Annotated[float, Meta(ge=0.01, le=1)] | None = None
-    """Share of the time that sending may take. Above it, several tokens of a stream share a
-    response; with 1, each leaves once the one before has left. None: 0.2 on a CPU, 1 on a GPU."""
+    """Share of the time that sending may take. To keep to it, several tokens of a stream leave in
+    one response. With 1, a response leaves as soon as the one before it has left. None: 0.2 on a
+    CPU, 1 on a GPU."""
     cancel_sweep_s: Annotated[float, Meta(ge=0.001, le=10)] = 0.05
     """Seconds between two checks for clients that disconnected."""
 

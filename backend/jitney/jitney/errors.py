@@ -135,7 +135,8 @@ def show(value: object, limit: int = 60) -> str:
     if isinstance(value, (list, tuple, dict)) and len(value) > 16:
         return f"a {type(value).__name__} of {len(value):,}"
     text = repr(value)
-    most = 4 * limit  # of a short list, say, more may be shown than of one text
+    # This is no long text, but a short list, say. More of it may be shown: it has several values.
+    most = 4 * limit
     return text if len(text) <= most else text[:most] + "…"
 
 

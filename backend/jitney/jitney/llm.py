@@ -97,12 +97,14 @@ class LLM:
             model = load(self.config, loaded)
             self._engine = model.engine
             self.tokenizer = model.tokenizer
-            first_line = setup(self.tokenizer.data, self.info, self.config)
-            self._grammars = GrammarChecker(self.config, CHECKER, first_line)
+            # What the process that checks grammars reads first.
+            checker_setup = setup(self.tokenizer.data, self.info, self.config)
+            self._grammars = GrammarChecker(self.config, CHECKER, checker_setup)
             loaded.callback(self._grammars.close)
-            # Called by close(), or when this object is collected; at the interpreter's exit only
-            # where there is a process to end.
+            # Called by close(), or when this object is collected.
             self._give_back = weakref.finalize(self, loaded.pop_all().close)
+        # Python also calls a finalizer when the interpreter exits, unless ``atexit`` is false. Only
+        # an engine's process has to be ended then.
         self._give_back.atexit = process
         self._keys = itertools.count()
         self._open = OpenRequests(self._engine, self.tokenizer)
@@ -147,8 +149,9 @@ class LLM:
         """Answer a chat, a list of messages ``{"role": …, "content": …}``, or each of a list of
         chats, through the model's chat template. Otherwise as :meth:`generate`."""
         are_chats = len(messages) > 0 and isinstance(messages[0], list)
+        chats = messages if are_chats else [messages]
         ids = []
-        for raw in messages if are_chats else [messages]:
+        for raw in chats:
             chat = make_chat(raw, chat_template_parameters or {}, self.config)
             ids.append(encode_chat(chat, self.tokenizer, self.config, self.info))
         return self._complete(self.requests(ids, params), progress)
@@ -286,7 +289,8 @@ class LLM:
         self._open.step()
 
     def _abort(self, keys: list[int]) -> None:
-        """Cancel those of ``keys`` that are still open, and leave no step in flight for nobody."""
+        """Cancel those of ``keys`` that are still open. If nothing else is open, complete the step
+        in flight."""
         self._open.cancel(keys)
         if self._give_back.alive:
             self._open.settle()

@@ -159,8 +159,8 @@ class TierStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Count: running sequences that got no row, or a smaller chunk than the token budget allowed,
     to keep the step within a tier's latency target."""
     overdue: int = 0
-    """Count: requests that reached the full age of their tier before any of their sequences was
-    admitted."""
+    """Count: requests that waited so long that they count as requests of the first tier (see
+    ``aging_s`` of a tier), before any of their sequences was admitted."""
     oldest_s: float = 0.0
     """Gauge: the longest wait of a sequence that waits now, in seconds since it arrived or was
     preempted."""
@@ -168,7 +168,8 @@ class TierStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 class StepStats(msgspec.Struct, array_like=True, kw_only=True):
     """The figures of one step. Gauges say how things stand after it; counts say what happened
-    within it, and the front adds them up. The scheduler counts in this object itself.
+    within it, and the front adds them up. During a step the scheduler keeps its counts in an object
+    of this class, and increments them there.
 
     Rows and tokens count in the call of ``step()`` that applied their output. With overlap that is
     the call after the one that launched them.

@@ -72,6 +72,7 @@ class OpenRequests:
             self._fail_all("the engine was interrupted")
             raise
         if report is None:
+            # The engine has nothing to do. So it knows no request, and none may be open here.
             assert not self._open, "requests are open, but no step is made"
             return
         self._count(report)

@@ -27,7 +27,8 @@ class State:
     """The figures of this run, by name. A figure may be missing, as long as nothing asks for it:
 
     - ``done``, ``bad``: rows that have ended, and the bad ones of them;
-    - ``taken``, ``position``: rows that were read, and the share of the input that they are;
+    - ``taken``: rows that this run has read;
+    - ``position``: the share of the input that all runs together have read;
     - ``seconds``, ``at``: how long the run has taken, and when that was;
     - ``tokens``: tokens that were generated;
     - ``steps``, ``rows_in_steps``, ``most_rows``: the engine's steps, the rows in all of them, and
@@ -64,7 +65,8 @@ class State:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until the end, at the rate of this run. None as long as nothing tells."""
+        """Seconds until the end, at the rate of this run. None before this run has ended a row, or
+        if the number of rows is not known."""
         done = self.figures.get("done")
         total = self.total
         if not done or total is None:
@@ -157,7 +159,7 @@ class Deadline:
 
     def judge(self, now: float, seconds: float, left: float | None) -> str | None:
         """What to tell the user if the answer has changed; else None. The run has taken
-        ``seconds``, and needs about ``left`` more seconds; None if nothing tells."""
+        ``seconds``, and needs about ``left`` more seconds; None if that is not known."""
         if self._due is None:
             return None
         is_late = self._is_late(now, self._due, seconds, left)

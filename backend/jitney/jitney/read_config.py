@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 S = TypeVar("S", bound=msgspec.Struct)
 
 REMOVED_OPTIONS: dict[str, str] = {
-    "refuse_late": "a request whose deadline passes before its first token ends then",
+    "refuse_late": "a request that has no token when its deadline passes ends at the deadline",
 }
 """Options that are accepted and ignored for one version, with a warning when the model is loaded.
 The value is what the warning says about the option."""
@@ -163,7 +163,9 @@ def _make_tier(index: int, given: object) -> TierConfig:
 def _check_names(
     options: Mapping[str, object], struct: type[msgspec.Struct], prefix: str = ""
 ) -> None:
-    """``prefix`` says in a message where in the options these stand."""
+    """Raise ConfigError if a key of ``options`` is no field of ``struct``. ``prefix`` stands before
+    the key in the message: the path of ``options``, such as ``speculation.``, if they are nested in
+    others."""
     for key in options:
         if key not in struct.__struct_fields__:
             near = nearest(key, struct.__struct_fields__)

@@ -92,6 +92,7 @@ NAMES = tuple(field.encode_name for field in msgspec.structs.fields(SamplingPara
 _LISTS_OF_STRINGS = ("stop", "bad_words")
 """For these a single string stands for a list of one, as in vLLM."""
 _LISTS_OF_IDS = ("stop_token_ids", "allowed_token_ids", "logit_bias")
+"""``logit_bias`` maps ids to numbers: its keys are the list."""
 
 
 class _Range(NamedTuple):
@@ -189,6 +190,7 @@ def _parse_structured(raw: object) -> StructuredOutputs:
 def decode_sampling_json(text: str | bytes) -> dict[str, object]:
     """Decode a client's JSON object. Raises InvalidArgumentError if it is too large, too deep,
     not JSON or not an object."""
+    # An unpaired surrogate passes here. The decoder refuses it below, with an error of ours.
     data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     field = "sampling_parameters"
     if len(data) > MAX_JSON_BYTES:
@@ -233,8 +235,8 @@ def check_sampling_params(params: SamplingParams, config: EngineConfig, *, vocab
     for name in _LISTS_OF_STRINGS:
         _check_strings(name, getattr(params, name), config)
     for name in _LISTS_OF_IDS:
-        ids = getattr(params, name) or ()
-        _check_ids(name, tuple(ids), config, vocab_size)
+        ids = tuple(getattr(params, name) or ())  # of ``logit_bias`` the keys
+        _check_ids(name, ids, config, vocab_size)
 
     if params.allowed_token_ids == ():
         raise InvalidArgumentError("allowed_token_ids is empty, but must name at least one id")

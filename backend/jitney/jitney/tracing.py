@@ -96,7 +96,8 @@ class Tracing:
             raise ConfigError("traces need OpenTelemetry: install triton-jitney[otel]") from None
         self._exporter = OTLPSpanExporter(endpoint, timeout=_EXPORT_S)
         self._provider = TracerProvider(
-            # A trace that begins elsewhere is sampled as it is there; all others are.
+            # A trace that begins elsewhere is recorded here if it is recorded there. A trace that
+            # begins here is always recorded.
             sampling.ParentBased(sampling.ALWAYS_ON),
             Resource({"service.name": service}),
             shutdown_on_exit=False,  # it could delay the exit by half a minute
