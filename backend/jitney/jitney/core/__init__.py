@@ -21,9 +21,13 @@ none starves.
 
 At most ``max_num_seqs`` sequences run, and never more than the budget has tokens. A request of
 n > 1 runs as one sequence until its prompt is computed, but counts as n of them. Then it *forks*
-into n sequences. Forks that may not run yet wait in the queue by their rank. When such a fork is
-admitted, it computes the part of the prompt that is no longer in the prefix cache. So a step's work
-is bounded by ``max_num_seqs`` and one request's n, whatever is queued.
+into n sequences: the row that ends its prompt samples the first token of each. Forks that may not
+run yet wait in the queue by their rank. When such a fork is admitted, it computes the part of the
+prompt that is no longer in the prefix cache.
+
+A request may be admitted although not all of its forks may run. Then no other one is admitted until
+the count is below ``max_num_seqs`` again. So whatever is queued, a step works for at most
+``max_num_seqs`` sequences and one request's forks (with tiers, those of one request of each tier).
 
 When no block is free, the running sequence of the highest rank is preempted: its blocks are freed
 tail first, it goes back to the queue, and is computed again over prompt *and* output, with whatever

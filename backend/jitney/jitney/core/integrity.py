@@ -110,9 +110,9 @@ def _check_sequences_in_flight(live: LiveRequests) -> None:
             assert row.block_table == sequence.table, "a row in flight has another table"
             key = (row.key, row.index)
             tokens[key] += len(row.token_ids)
-            # The samples of this sequence: one behind each draft, and one behind the last known
-            # token. A row that samples for all n sequences of a request has one for each of them.
-            samples[key] += row.drafts
+            samples[key] += row.drafts  # one sample behind each draft
+            # And one behind the last known token. The row that ends a prompt samples one for each
+            # of the request's n sequences, but only one of these is for this sequence.
             if row.sample:
                 samples[key] += 1
             # Slots behind the planned tokens, for what is proposed. Only the latest row needs them.

@@ -100,13 +100,18 @@ class KvCache:
         return len([block for block in blocks if not self._refs[block]])
 
     def freed_by(self, table: list[int], given_up: Counter[int]) -> list[int]:
-        """The blocks that would become free if ``table`` were given up after other tables.
-        ``given_up``: how many references to each block these have given up. The references of
-        ``table`` are added to it."""
+        """The blocks that would become free if ``table`` were given up, after other tables that
+        would be given up before it. Nothing is freed.
+
+        ``given_up`` counts by block the references that the tables before this one would give up.
+        It is empty for the first table. Each call adds the references of its ``table``.
+        """
         blocks = list(table)
         for block in table:
             source = self._pending_copies.get(block)
-            if source is not None:  # the copy will not be made, so its source is held no longer
+            # The destination of a pending copy is in this table alone. So the copy would not be
+            # made, and would no longer hold its source.
+            if source is not None:
                 blocks.append(source)
         given_up.update(blocks)
         # A block becomes free when all of its references are given up.
@@ -239,7 +244,7 @@ class KvCache:
             self._check_block(block, states[block], owners.get(block, 0))
             if self._hash_of[block] is not None:
                 num_hashed += 1
-        assert num_hashed == len(self._block_of), "a hash finds a block that has another"
+        assert num_hashed == len(self._block_of), "a hash finds a block whose own hash differs"
 
     def _count_owners(self, tables: Iterable[tuple[list[int], int]]) -> Counter[int]:
         """Check tables and pending copies, and count how many of both hold each block."""

@@ -157,13 +157,15 @@ class LiveRequests:
         if not self.in_flight:
             self.kv.release(table)
             return
-        # Steps complete in order. So when the latest one is complete, no step uses the table.
-        latest = self.in_flight[-1]
+        # Here at most one step is in flight, even with overlap. The scheduler gets messages only
+        # then, `complete` takes the updated step out before its output is applied, and nothing is
+        # preempted while any step is in flight.
+        step = self.in_flight[-1]
         is_computed = sequence.num_planned > sequence.num_computed
         # A step may also copy blocks of sequences that it does not compute. Copies are rare. So the
         # tables are not searched: if the step makes any copy, the table counts as used.
-        if is_computed or latest.batch.copies:
-            latest.deferred.append(DeferredFree(table, sequence.num_computed))
+        if is_computed or step.batch.copies:
+            step.deferred.append(DeferredFree(table, sequence.num_computed))
         else:
             self.kv.release(table)
 

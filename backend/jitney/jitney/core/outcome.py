@@ -43,29 +43,32 @@ class Outcome:
         accepted = 0
         reason: FinishReason | None = None
         if row.sample:
+            # The first sample is behind the known tokens, each further one behind a draft. The
+            # runner may leave out the samples behind a wrong draft. So only as many drafts count as
+            # have a sample behind them.
             sampled = result.token_ids
-            # The runner may leave out the samples behind a wrong draft. A draft counts only if the
-            # sample behind it is there.
-            end = num_known + len(sampled) - 1
+            num_drafts = len(sampled) - 1
             event, accepted = self._append(
                 sequence,
                 sampled=sampled,
                 logprobs=result.logprobs,
-                drafts=row.token_ids[num_known:end],
+                drafts=row.token_ids[num_known : num_known + num_drafts],
             )
             reason = event.finish_reason
             self.events.append(event)
             if row.drafts:
                 self._count_drafts(row, accepted)
             if row.propose:
-                # The draft model may read the tokens up to the last accepted draft, and the sample
-                # behind it.
+                # What the draft model could read: all tokens up to the last accepted draft, and one
+                # more, the sample behind it. Of these it has yet to compute the last `unread`.
                 num_readable = row.start + num_known + accepted + 1
                 sequence.num_read = num_readable - result.unread
-            # The proposal follows the samples. If a grammar forced other tokens, the output does
-            # not, and the proposal is of no use.
-            follows = event.ids == sampled[: 1 + accepted]
-            sequence.runner_proposal = result.proposal if follows else []
+            # The runner proposes what may follow its own samples: the first one, and the one behind
+            # each accepted draft. If a grammar forced any other token, the output does not end with
+            # these samples, and the proposal is of no use.
+            used_samples = sampled[: 1 + accepted]
+            only_sampled = event.ids == used_samples
+            sequence.runner_proposal = result.proposal if only_sampled else []
         # Accepted drafts count as computed. The slots of the others are written again before they
         # are read.
         sequence.num_computed += num_known + accepted
@@ -126,23 +129,27 @@ class Outcome:
         logprobs: list[list[Logprob]] | None,
         drafts: list[int],
     ) -> tuple[Tokens, int]:
-        """Append what a row gave one sequence: the sample behind its known tokens, and the sample
-        behind each draft, until the first wrong draft. Tokens that a grammar forces behind a sample
-        are appended too, without being sampled.
+        """Append the tokens that a row gave one sequence. Returns their event, with the finish
+        reason if the sequence ends, and the number of *accepted* drafts.
 
-        A draft is right if it is the token at its position, whether that was sampled or forced.
-        Returns the event of these tokens, with the finish reason if the sequence ends, and the
-        number of drafts that are right: *accepted*."""
+        ``sampled`` has the sample behind the row's known tokens, and the sample behind each draft.
+        The first one is always appended. What a grammar forces behind a sample is appended next,
+        without being sampled. After each of these tokens there are two cases:
+
+        - The token is the row's draft for this position. The draft is accepted, whether the token
+          was sampled or forced, and the row has a sample for the next position, too.
+        - There is no draft for this position, or it is another token. The row has no samples of use
+          any more. Only forced tokens may still follow.
+        """
         ids: list[int] = []
         accepted = 0
         forced: list[int] = []  # the next tokens, if the grammar forces any
         num_forced = 0
-        # Whether each token so far was a right draft. Then the row has a sample behind them:
-        # `sampled[accepted]`.
-        all_right = True
-        while forced or all_right:
+        # Whether the row has a sample for the next position. It is `sampled[accepted]`.
+        has_sample = True
+        while forced or has_sample:
             is_forced = bool(forced)
-            if is_forced:
+            if is_forced:  # it comes before the sample for this position, if there is one
                 token = forced.pop(0)
                 num_forced += 1
             else:
@@ -154,10 +161,10 @@ class Outcome:
             # Behind a sample the grammar names all the tokens that it forces there at once.
             if sequence.grammar is not None and not is_forced:
                 forced = _forced_tokens(sequence)
-            if all_right and accepted < len(drafts) and drafts[accepted] == token:
+            if has_sample and accepted < len(drafts) and drafts[accepted] == token:
                 accepted += 1
             else:
-                all_right = False
+                has_sample = False
         self.counts.generated_tokens += len(ids)
         self.counts.forced_tokens += num_forced
         message = sequence.request.message
@@ -210,16 +217,19 @@ def _cache_full_blocks(live: LiveRequests, sequence: Sequence) -> None:
 def _collect_prompt_logprobs(request: Request, row: Row, result: RowOutput) -> None:
     """Collect the logprobs of prompt positions from a chunk. Each token of the chunk predicts the
     next one. So the entries begin one position behind the chunk's first token."""
-    collected = request.prompt_logprobs
     entries = result.prompt_logprobs or []
     first_position = row.start + 1
-    last_position = min(row.end, len(row.prompt) - 1)
-    expected = max(last_position + 1 - first_position, 0)
+    end_position = min(row.end + 1, len(row.prompt))
+    expected = max(end_position - first_position, 0)
     assert len(entries) == expected, "prompt logprobs are missing"
+    # `collected[q]` is the entry of position q: it begins with a None for position 0. So its length
+    # is the next position to collect.
+    collected = request.prompt_logprobs
+    next_position = len(collected)
+    assert next_position >= first_position, "prompt logprobs have a gap"
     # After a preemption a chunk is computed again: its first entries may be collected already.
-    repeated = len(collected) - first_position
-    assert repeated >= 0, "prompt logprobs have a gap"
-    collected += entries[repeated:]
+    num_repeated = next_position - first_position
+    collected += entries[num_repeated:]
 
 
 def _fork(live: LiveRequests, leader: Sequence, alive: list[Sequence], now: float) -> None:

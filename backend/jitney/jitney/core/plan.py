@@ -34,14 +34,14 @@ from jitney.config import EngineConfig
 from jitney.core.live import LiveRequests
 from jitney.core.lookahead import Lookahead
 from jitney.core.policy.seam import Policies
-from jitney.core.request import Request, Sequence, SequenceState
+from jitney.core.request import Request, Sequence
 from jitney.core.step_in_flight import StepInFlight
 from jitney.core.step_plan import StepPlan
 from jitney.messages import StepStats
 
-# A sequence that plans ahead leave out has a row in every second step only. So it makes half as
-# many tokens, while the others gain the host's time. A step is planned ahead only if at most this
-# part of the running sequences is left out.
+# If plans ahead leave a sequence out, it has a row in every second step only. So it makes half as
+# many tokens, while the other sequences gain the host's time. A step is planned ahead only if at
+# most this part of the running sequences is left out.
 _MOST_LEFT_OUT = 1 / 4
 # The part of the token budget that decodes leave to chunks, if there are any.
 _PREFILL_SHARE = 1 / 8
@@ -107,18 +107,18 @@ class Planner:
         preemptions_before = live.preemptions
         self._admission.sort(live.running, now)
         self._admit_urgent(plan)
-        # No sequence is admitted from here to the last chunk. So what decodes leave to prompts, and
-        # drafts to others, can be counted now.
+        # No sequence is admitted until the chunks of all running ones are planned. So it can be
+        # counted now how many tokens decodes and drafts must leave to prompts.
         plan.kept_for_prefill = self._keep_for_prefill()
         if self._drafts.is_active:
             self._lookahead.begin(self._max_tokens)
         self._limits.begin(live.running)
         self._drafts.begin(live.running, self._limits)
         prefills = self._plan_decodes(plan)
+        # All of these still run. A decode that needed a block has preempted only sequences behind
+        # those that were looked at before it.
         for sequence in prefills:
-            # A decode that needed a block may have preempted this sequence meanwhile.
-            if sequence.state is SequenceState.RUNNING:
-                self._plan_chunk(plan, sequence, plan.tokens_left)
+            self._plan_chunk(plan, sequence, plan.tokens_left)
         # A step that preempts admits no sequence, because blocks are short. But if a sequence that
         # ran alone preempted itself, nothing runs any more: then the step would be empty.
         has_preempted = live.preemptions > preemptions_before
@@ -158,7 +158,9 @@ class Planner:
         """Tokens of the step that decodes leave to running sequences with chunks."""
         running = self._live.running
         share = self._prefill_share
-        # Nothing to keep: if each running sequence takes one token, the share is left anyway.
+        # Nothing to keep: if each decode takes one token, the share is left anyway. Drafts take
+        # nothing from it, because `lookahead` leaves prompts all that they need. Only tokens that a
+        # grammar forces may take a part of it.
         if len(running) <= self._max_tokens - share:
             return 0
         return min(share, sum(sequence.prefill_left for sequence in running))
@@ -172,8 +174,8 @@ class Planner:
         prefills = []
         index = 0
         # `running` may shrink while it is read: a decode that needs a block preempts the last
-        # sequence. That one comes after the decode, or is the decode: so it has no row yet, and no
-        # sequence before it changes its index.
+        # sequence. That one comes after the decode, or is the decode. So it has no row yet, it is
+        # not in `prefills`, and no sequence before it changes its index.
         while index < len(running):
             sequence = running[index]
             index += 1
@@ -339,6 +341,8 @@ class Planner:
             stay_free = max(self._watermark, spare)
         table = kv.allocate(hits, num_new, spare=stay_free)
         if table is None:
+            # When a sequence ends, its reservation is given up at once, but a step in flight may
+            # defer the free of its blocks. So in a plan ahead a reserved block may not be free yet.
             assert self._preempts or plan.ahead, "a reserved block is not free"
             return False
         num_cached = len(hits) * kv.block_size

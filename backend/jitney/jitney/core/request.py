@@ -97,8 +97,11 @@ class Request:
 
     @property
     def num_to_admit(self) -> int:
-        """A waiting sequence of this request is admitted only if so many more sequences may run.
-        That is one. With ``eviction: never`` its forks count, too, as many as can run at once."""
+        """How many more sequences must be allowed to run before a waiting sequence of this request
+        is admitted. That is one for itself. With ``eviction: never`` it is one more for each fork
+        that is still to be made, but at most as many as can ever run at once."""
+        # The request reserves no blocks with `eviction: preempt`, or if it is resumed. A resumed
+        # request has no forks to make.
         if not self.reserved_blocks:
             return 1
         return min(1 + self.forks_due, self.most_running)
@@ -114,22 +117,27 @@ class Request:
         """Set the counts of prompt tokens: one of its sequences is about to be admitted, with
         ``num_cached`` tokens from the prefix cache."""
         if not sequence.output:
+            # The prompt is computed, perhaps not for the first time. Each of its steps adds to the
+            # count.
             self.cached_prompt_tokens = num_cached
-            self.computed_prompt_tokens = 0  # each step adds to it
-        elif self.first_scheduled is None:  # resumed: the prompt is computed along with the output
+            self.computed_prompt_tokens = 0
+        elif self.first_scheduled is None:
+            # The request is resumed: the prompt is recomputed together with output. The steps of a
+            # sequence with output do not add to the count, so all of it is counted now.
             size = len(sequence.prompt)
             self.cached_prompt_tokens = min(num_cached, size)
             self.computed_prompt_tokens = size - self.cached_prompt_tokens
+        # Else the sequence was preempted or is a fork: its prompt was counted before.
 
     def timing(self, now: float) -> Timing:
         """Seconds since arrival, for the terminal event at ``now``."""
         arrival = self.message.arrival
-        # A resumed request is scheduled again, which may be long after its first token: it left the
-        # queue at the earlier of the two.
-        scheduled = [at for at in (self.first_scheduled, self.first_token) if at is not None]
+        # If the request is resumed, `first_scheduled` is when this engine scheduled it. Then it is
+        # not known when it left the queue, only that this was before its first token.
+        known_times = [at for at in (self.first_scheduled, self.first_token) if at is not None]
         queue_s = None
-        if scheduled:
-            queue_s = min(scheduled) - arrival
+        if known_times:
+            queue_s = min(known_times) - arrival
         first_token_s = None
         if self.first_token is not None:
             first_token_s = self.first_token - arrival
@@ -163,9 +171,11 @@ def _takes_forced(message: Submit) -> bool:
         return False
     if params.logprobs is not None:  # a forced token has none
         return False
-    # With these, the sampler may spell a forced text with other tokens.
-    changes_spelling = message.bad_words_ids or params.logit_bias
-    return not changes_spelling and params.allowed_token_ids is None
+    # A text can be made of different tokens. With any of these parameters, sampling might make a
+    # forced text of other tokens than the tokenizer does.
+    if message.bad_words_ids or params.logit_bias:
+        return False
+    return params.allowed_token_ids is None
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -185,8 +195,8 @@ class Drafting:
     propose: int = 0
     """How many tokens a draft model is to propose in that step, for the next one."""
     no_wait_steps: int = 0
-    """In so many steps more, the sequence does not wait for a pending token, because a step had no
-    budget or blocks for its drafts."""
+    """For how many more steps the sequence does not wait for a pending token. Set when a step has
+    no budget or blocks for its drafts."""
     ngrams: dict[int, int] = field(default_factory=dict)
     """Hash of an n-gram -> the position behind its latest occurrence in the first ``indexed``
     tokens."""
@@ -201,11 +211,17 @@ class Sequence:
     [num_computed, num_planned). While the sequence lives, ``num_computed < num_tokens``, because
     its last token is yet to be computed.
 
-    A row that computes the last known token samples the next one. This sample is *pending* until
-    the step is complete. While any sample is pending, ``num_planned`` is at least ``num_tokens``.
-    If they are equal, one sample is pending: the token at position ``num_planned``. If drafts or a
-    second step are in flight, ``num_planned + 1 - num_tokens`` samples are pending, and the last of
-    them is at position ``num_planned``. The next row begins with it.
+    A row that computes the last known token samples the next one, and with drafts one more token
+    behind each draft. A sample is *pending* until the step is complete. While any is, ``num_planned
+    >= num_tokens``, and the pending samples are those of the positions [num_tokens, num_planned],
+    both ends included:
+
+    - one, if a step without drafts is in flight: ``num_planned == num_tokens``;
+    - two, if two such steps are: ``num_planned == num_tokens + 1``;
+    - d + 1, if a step with d drafts is: ``num_planned == num_tokens + d``.
+
+    The next row begins at ``num_planned``. When a step is complete, its wrong drafts are subtracted
+    from ``num_planned``.
     """
 
     request: Request
@@ -230,7 +246,8 @@ class Sequence:
     """The sequence decodes once the positions [0, prefill_end) are computed. These are all tokens
     that it had when it was admitted, except the last one if that was output."""
     sample_index: int = field(default=0, init=False)
-    """Index of its latest sample among all samples of the step that made it."""
+    """Of its latest row that samples: the index of the row's first sample among all samples of that
+    row's step."""
     num_cached_blocks: int = field(default=0, init=False)
     """Leading blocks of the table that have been offered to the prefix cache."""
     cumulative_logprob: float = field(default=0.0, init=False)
@@ -238,8 +255,8 @@ class Sequence:
     num_read: int = field(default=0, init=False)
     """How many of its tokens the draft model had computed when it was asked last."""
     runner_proposal: list[int] = field(default_factory=list, init=False)
-    """The tokens that the runner proposed to follow the last token. ``drafters`` cuts the proposal
-    in ``drafting`` out of them."""
+    """The tokens that the runner proposed to follow the last token. The first of them become
+    ``drafting.proposal``."""
     reserved_blocks: int = field(default=0, init=False)
     """Blocks reserved for this sequence while it runs. Only with ``eviction: never``, and only in a
     resumed request: its sequences share no prompt, so each reserves blocks, the request none."""
@@ -264,7 +281,8 @@ class Sequence:
     @property
     def prefill_left(self) -> int:
         """How many known tokens a prompt or a recomputation has yet to plan; 0 for a decode. The
-        last chunk of a recomputation may compute the last output token, too, so that counts."""
+        last output token lies behind ``prefill_end``, but counts as long as anything before that is
+        left: the last chunk of a recomputation computes it, too, if the budget allows."""
         planned = self.num_planned
         if planned >= self.prefill_end:
             return 0

@@ -349,8 +349,10 @@ class Scheduler:
 
     def _count_prefill(self, row: Row, sequence: Sequence | None) -> None:
         """Count the tokens of a row, if they are a part of a prefill."""
+        # If the sequence has ended, only its prompt counts as prefill: how far a recomputation of
+        # output would have gone is not known any more.
         prefill_end = len(row.prompt)
-        if sequence is not None:  # else it has ended: a recomputation of output does not count
+        if sequence is not None:
             prefill_end = sequence.prefill_end
         if row.start < prefill_end:
             self._counts.prefill_tokens += len(row.token_ids)

@@ -36,8 +36,9 @@ class StepPlan:
         carried: int | None = None,
         choice: DraftChoice | None = None,
     ) -> None:
-        """Add a row, and count its tokens as planned. ``choice``: which drafts are at the end of
-        ``token_ids``, and what a draft model is asked for."""
+        """Add a row, and count its tokens as planned. ``sample``, ``carried``: see :class:`Row`.
+        ``choice``: which drafts are at the end of ``token_ids``, and what a draft model is asked
+        for."""
         request = sequence.request
         message = request.message
         row = Row(
@@ -73,8 +74,10 @@ class StepPlan:
 
     def _note_dependence(self, sequence: Sequence, row: Row) -> None:
         """Note for plans ahead that the sequence's next row depends on what this one samples."""
-        # If the sample is the last token by length, no row follows.
-        if sequence.num_planned - row.drafts >= sequence.limit:
+        # Only the positions below `limit` are ever computed. If the row's known tokens reach it,
+        # the sample behind them is the last token by length, and no row follows.
+        end_of_known = sequence.num_planned - row.drafts
+        if end_of_known >= sequence.limit:
             return
         if len(row.sample) > 1:
             self.step.must_complete_first = True
