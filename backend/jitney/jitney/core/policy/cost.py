@@ -3,8 +3,9 @@
     seconds = w0 + w1 * chunked + w2 * tokens + w3 * samples + w4 * context
               + five more terms for drafts and for a draft model
 
-Weights are fitted after 1, 2, 4, … 64 steps. Then they stay until predictions are off: until 16
-steps with chunks, or 16 without, took in the mean 3 % more or less than was predicted.
+Weights are fitted after 1, 2, 4, … 64 steps. Then they stay until predictions are off: until the
+latest 16 steps with chunks, or the latest 16 without, took in the mean 3 % more or less than was
+predicted. Only steps since the last fit count for that.
 
 A fit minimizes the squared *relative* error over the last 256 steps, so a step that something else
 delayed changes little. A weight that these steps do not determine stays as it was: a batch that is
@@ -31,7 +32,7 @@ _OFF = 0.03  # mean relative error above which weights are fitted anew
 _CHECKED = 16  # latest steps of whose errors that is the mean
 _WARM_UP = 64  # first steps, in which weights are fitted whenever their number has doubled
 _RECENT = 256  # latest steps, to which weights are fitted
-_PRECISION = 1e-3  # how much the weights before a fit count in it, compared with a measured step
+_PRECISION = 1e-3  # how much the old value of a weight counts in a fit; a measured step counts 1
 _FADING = 1 / 400  # part of a draft's weight that a step without drafts takes away
 
 
@@ -81,8 +82,11 @@ _NUM_PLAIN = 5
 _NUM_FADING = 2
 """How many weights of drafting fade: ``drafted`` and ``drafts``. What a draft model costs does not
 fade: it must not look cheaper with each step in which it is not asked."""
-# The typical size of each field. If the steps do not tell two fields apart, a fit gives more of the
-# seconds to the one that is larger, compared with this: more to `read` than to `asked`.
+# The typical size of each field. If two fields always grow together, the steps do not tell which of
+# them takes the seconds. Then a fit divides the seconds that the old weights do not explain in
+# proportion to (field / typical size) ** 2, by the precision in `_fit`. An example: one row asks a
+# draft model, which reads 1,000 tokens first. Then `read` is 10 times its typical size, `asked` a
+# tenth of it, and nearly all of these seconds go to `read`.
 _TYPICAL = StepShape(
     steps=1.0,
     chunked=1.0,
@@ -156,8 +160,9 @@ class _Fitted:
         self._errors_apart: deque[float] = deque(maxlen=_CHECKED)
 
     def add(self, step: _MeasuredStep, *, apart: bool) -> None:
-        """Learn from a step. ``apart``: whether it is of the kind whose errors have a mean of their
-        own, because most steps may be of the other kind."""
+        """Learn from a step. ``apart``: for the plain weights, whether the step has chunks; for
+        those of drafting, whether it has drafts. The mean errors of steps with and without are kept
+        apart. Else those of the rarer kind would not show among the others."""
         self._count += 1
         if self._count == 1:
             self._first_seconds = step.seconds
@@ -196,8 +201,10 @@ class _Fitted:
             Point(step.fields, self._seconds_of_fields(step), importance=1 / step.seconds**2)
             for step in self._recent
         ]
-        # The importance makes the error of a step relative. A weight's error becomes relative in
-        # the same way: times the typical size of its field, divided by the seconds of a step.
+        # The importance makes the error of a step relative to its seconds. The precision does the
+        # same for the change of a weight. `change * size` is what that changes in the seconds of a
+        # step whose field has its typical size, and `change * size / seconds` is relative to a
+        # step. `fit` multiplies the square of the change by the precision.
         seconds = self._first_seconds
         precision = [_PRECISION * (size / seconds) ** 2 for size in self._typical]
         self.weights = fit(points, before=self.weights, precision=precision)

@@ -101,8 +101,9 @@ class Admission(Protocol):
         self, urgent: Sequence, hits: list[int], running: list[Sequence]
     ) -> list[Sequence]:
         """The running sequences to preempt so that ``urgent`` can run, the last by rank first.
-        Empty if it can run without that, and if it could not run even so. ``hits``: the cached
-        blocks that it would begin with."""
+        Empty if it can run without any preemption. Empty also if it could not run even if all
+        sequences that may be preempted for it were. ``hits``: the cached blocks that it would begin
+        with."""
 
     # -- reports
 

@@ -12,11 +12,11 @@ known, else that of all sequences. It is learned by comparing proposals with the
 proposals that no step computed. So a full batch takes no drafts, and n-grams show at no cost when
 drafts begin to pay again.
 
-A draft model is asked for as many tokens as would be taken, if these gain more until the sequence
-ends than it costs the model to read the sequence first. In each step the model begins to read one
-new sequence at most: so little is read before it shows whether drafts are right. If asking gains
-nothing, one sequence asks for a few tokens now and then: a *try*. Tries take at most a small share
-of the time.
+A draft model must read a sequence before it can propose. It is asked for as many tokens as would be
+taken as drafts, if the gain until the sequence ends is greater than the cost of reading. In each
+step the model begins to read at most one new sequence. So it has not read many when the comparison
+shows that its drafts are wrong. If asking gains nothing, one sequence asks for a few tokens now and
+then: a *try*. Tries take at most a small share of the time.
 """
 
 import math
@@ -42,7 +42,9 @@ _UNMEASURED_BAR = 0.5  # price of a draft before any step was measured
 _NO_WAIT_STEPS = 16  # steps in which a sequence does not wait for a pending token, once refused
 _REST_EVERY = 64  # steps, of which one has no drafts, to measure what such a step takes
 _TRIED = 4  # tokens that are asked for in a try
-_TRIES = 0.03  # share of the time for tries, if a draft model does not pay
+# Share of the time that one sequence saves for tries, if a draft model does not pay. Several
+# sequences save a smaller share: see `_try`.
+_TRIES = 0.03
 # Drafts must gain so many times what they cost, for two reasons. Sequences whose average is high
 # are chosen, and an average may be high by chance. And the learned cost is linear, while steps are
 # not quite.
@@ -152,8 +154,10 @@ class Speculation:
         choice = DraftChoice(drafts, propose=min(drafting.propose, left))
         if choice.propose:
             unread = sequence.num_tokens + len(drafts) - sequence.num_read
-            # The model also reads the token that is sampled. And it may read two tokens again: one
-            # where a block begins, and one with a grammar.
+            # Up to three tokens more. The draft model reads the token that this step samples. It
+            # forgets a block in which this step writes the first slot, and so it may have to read
+            # the token in that slot again. With a grammar it reads the last sample again, because
+            # another token may have been forced in its place.
             choice.most_read = min(unread + 3, most_read)
         if not choice.most_read:
             choice.ask_nothing()
@@ -179,7 +183,11 @@ class Speculation:
         drafting = sequence.drafting
         if drafting is None or drafting.no_wait_steps:
             return False
-        return drafting.num_drafts > 1 or drafting.propose > 0
+        # To wait costs the sequence a row, and so one token. A single draft gains no more than one.
+        if drafting.num_drafts > 1:
+            return True
+        # A draft model is asked only for rows whose token the host knows.
+        return drafting.propose > 0
 
     def note_refused(self, sequence: Sequence) -> None:
         """For some steps the sequence does not wait for its samples: it would wait in vain."""
@@ -226,6 +234,9 @@ class Speculation:
         cost = prices.of_row + prices.of_asking
         cost += prices.of_read * least.unread
         cost += _TRIED * (prices.of_pass + prices.bar)
+        # A step is worth one value of a token for each of its rows. So a single sequence saves the
+        # share _TRIES of the time. n sequences save sqrt(n) times as much in a step that is worth n
+        # times as much: a smaller share of the time, but a try comes after fewer steps.
         self._saved_for_try += _TRIES * len(asking) ** 0.5
         if cost <= self._saved_for_try:
             least.drafting.propose = min(_TRIED, self._most)
@@ -249,7 +260,7 @@ class Speculation:
             return NO_DRAFTS
         value = seconds / rows / _MARGIN
         of_asking = weights.asked / value
-        if next_rests:  # it could not use what is proposed in this step
+        if next_rests:  # the next step has no drafts, so it could not use a proposal of this one
             of_asking = math.inf
         return Prices(
             bar=max(weights.drafts / value, _LEAST_BAR),
@@ -266,6 +277,8 @@ class Speculation:
 
     def _renew_proposal(self, sequence: Sequence, drafting: Drafting) -> None:
         """Compare the last proposal with the output since then, and propose again."""
+        # Before the first proposal, `made_at` is 0 and the slice means nothing. But the proposal is
+        # empty then, so nothing is compared.
         output_since = sequence.output[drafting.made_at - len(sequence.prompt) :]
         for proposed, token in zip(drafting.proposal, output_since, strict=False):
             is_right = proposed == token
@@ -281,7 +294,8 @@ class Speculation:
         kept = 1 - 1 / _MEMORY
         drafting.right = kept * drafting.right + hit
         drafting.compared = kept * drafting.compared + 1.0
-        # Of all sequences: the plain average of the first comparisons, then a fading one.
+        # Of all sequences: at first the plain average of all comparisons, in which the initial
+        # value counts as one more. Later the old comparisons fade.
         self._compared = min(self._compared + 1, _MEMORY_OF_ALL)
         self._acceptance += (hit - self._acceptance) / (1 + self._compared)
 
@@ -300,8 +314,9 @@ def _begin_step(sequence: Sequence) -> Drafting:
 
 def _may_ask(sequence: Sequence) -> bool:
     """Whether a sequence may ask the draft model in this step. It must compute one token, known or
-    pending, and no part of a prompt or of forced tokens. And it must have more to make than one
-    further token and its last."""
+    pending, and no part of a prompt or of forced tokens."""
+    # At least three tokens must be left to make: the sample of this step, a draft that is computed
+    # behind it, and the last token, which is never computed and so cannot be a draft.
     if sequence.limit - sequence.num_tokens <= 1:
         return False
     return sequence.num_planned >= max(sequence.prefill_end, sequence.num_tokens - 1)

@@ -7,9 +7,12 @@ left go, by rank, to the lower tiers and to prompts, as far as these fit by the 
 chunk is cut, a decode is left out (*held back*). But in each step, each lower tier has at least its
 ``share`` of the target, and at least one decode, or one block of a prompt.
 
-While no tier with such a target decodes, the lower tiers may take a third of the smallest target
-for a first token. For a new request may have to wait for three steps: the one that runs, with
-overlap the one behind it, and its own.
+A tier may also have a target for its first token (``ttft_ms``). While no tier with a target for the
+inter-token latency decodes, the first tier with a target for first tokens is the top one: only the
+tiers below it are limited. The step may take a third of the smallest such target, because a new
+request may have to wait for three steps: the one that runs, with overlap the one behind it, and its
+own. If a tier with a target for the inter-token latency does decode, the targets for first tokens
+of the tiers above it limit the step in this way, too, if that is less.
 
 An estimate is not always met, and the engine has work beside the device. So a step is planned for a
 part of the target, the *aim*. It shrinks with each step that exceeds the target, and grows slowly
@@ -52,8 +55,8 @@ class StepBudget:
 
     @property
     def shared(self) -> float:
-        """The seconds that the shares of tiers are parts of: all of the target, though the step is
-        planned for a part of it only. Without a target, the limit."""
+        """The seconds of which each lower tier has its share: all of the target, although the step
+        is planned for ``seconds``, a part of it. Without a target, ``seconds``."""
         return self.target or self.seconds
 
 
@@ -67,20 +70,25 @@ class ChunkCost(NamedTuple):
 
 def budget_of(tiers: tuple[TierConfig, ...], decoding: set[int], aim: float) -> StepBudget:
     """The limit of a step in which these tiers decode."""
+    # Of the tiers so far: the limit that the smallest target for first tokens sets.
     budget = StepBudget(top=len(tiers))
     for index, tier in enumerate(tiers):
         if index in decoding and tier.gap_ms is not None:
+            # The most urgent inter-token latency. It limits all tiers below this one, so the
+            # targets of those do not count, and the search ends. It counts itself unless the limit
+            # for first tokens of tiers above is smaller.
             target = tier.gap_ms / 1e3
-            # If a tier above limits the step to less, for its first tokens, that limit stays.
-            if target * aim < budget.seconds:
-                budget = StepBudget(seconds=target * aim, target=target, top=index)
-            # All tiers below are limited now, so their targets do not count.
+            seconds = target * aim
+            if seconds < budget.seconds:
+                budget = StepBudget(seconds=seconds, target=target, top=index)
             return budget
         if tier.ttft_ms is not None:
             seconds = tier.ttft_ms / 1e3 / _STEPS_TO_FIRST
             if seconds < budget.seconds:
-                # If a tier above has a target, too, it stays the top one: this one is limited.
-                budget = StepBudget(seconds=seconds, top=min(budget.top, index))
+                # The top tier is the first with a target for first tokens, even if the smaller
+                # target of this tier sets the seconds.
+                top = min(budget.top, index)
+                budget = StepBudget(seconds=seconds, top=top)
     return budget
 
 
@@ -109,10 +117,10 @@ class TierLimits:
         self._weights = _NO_WEIGHTS
         self._chunked = False  # whether any row has more than one token
         self._passes = 0  # of a draft model
-        # Seconds of the step itself, of all decodes that are not limited, and of all other rows so
-        # far.
+        # Seconds that are taken: by the step itself, by the decodes that are not limited (all of
+        # them from the beginning), and by each other row once it is planned.
         self._taken = 0.0
-        # By tier: how many of these its chunks and its limited decodes took.
+        # By tier: the part of the taken seconds that its chunks and its limited decodes took.
         self._taken_by_tier = [0.0] * len(tiers)
         # Seconds for the prompts of the tiers that are not limited. Lower tiers do not take them.
         self._kept_for_prompts = 0.0
@@ -251,10 +259,10 @@ class TierLimits:
         if not choice.propose:
             return
         weights = self._weights
-        further = max(choice.propose - self._passes, 0)
-        passes = self._how_many_fit(further, seconds_each=weights.passes, fixed=0.0)
-        propose = choice.propose - (further - passes)
-        fixed = weights.asked + weights.passes * passes
+        further_passes = max(choice.propose - self._passes, 0)
+        passes_that_fit = self._how_many_fit(further_passes, seconds_each=weights.passes, fixed=0.0)
+        propose = min(choice.propose, self._passes + passes_that_fit)
+        fixed = weights.asked + weights.passes * passes_that_fit
         most_read = choice.most_read
         read = self._how_many_fit(most_read, seconds_each=weights.read, fixed=fixed)
         if propose <= 0 or read < min(most_read, _LEAST_READ):
@@ -266,7 +274,9 @@ class TierLimits:
         choice.most_read = read
 
     def note_step(self, target: float | None, now: float) -> None:
-        """Learn from the seconds since the last step was complete, if both steps have a target."""
+        """Learn from the seconds since the step before was complete. If only one of the two steps
+        has a target, these may be no inter-token latency of the top tier: it may not have decoded
+        in the other step. Then nothing is learned."""
         seconds = now - self._last_at
         last_target = self._last_target
         self._last_at = now

@@ -3,13 +3,15 @@ is preempted for whom. How much of a step each tier gets is in ``tier_limits``.
 
 Each tier has a queue and, if the option says so, a limit for it and a cap of running sequences. A
 full tier does not hold up another one. Tiers are ordered by level: the level of a sequence is the
-index of its tier until it has *aged*, that is, until it is older than ``aging_s`` of its tier and
-of those between it and the first, added up. Then its level is 0, that of the first tier, as long as
-the sequences of its tier stay within the tier's share of running sequences and blocks. So a backlog
-that has aged neither starves nor takes everything.
+index of its tier until it has *aged*. The aging time of a tier is the sum of ``aging_s`` of that
+tier and of all tiers between it and the first. A sequence has aged at its ``aged_arrival``: its
+request's arrival, plus the aging time of its tier, plus what its priority adds. Then its level is
+0, that of the first tier, as long as the sequences of its tier stay within the tier's share of
+running sequences and blocks. So a backlog that has aged neither starves nor takes everything.
 
-A tier with a target for its first token is urgent: for its waiting sequences, running ones of lower
-tiers are preempted.
+The next waiting sequence to admit is *urgent* if a running sequence of a lower tier ranks behind
+it. It is admitted before the running sequences are planned. Only if its tier has a target for its
+first token (``ttft_ms``), running sequences of lower tiers are preempted for it.
 """
 
 from bisect import insort
@@ -33,7 +35,7 @@ class TierCounts:
     held_back: list[int]
     """Decodes left out and chunks cut, so that a step was within a target."""
     overdue: list[int]
-    """Requests that aged before any of their sequences was admitted."""
+    """Requests of which no sequence was admitted within the aging time of their tier."""
 
     def reset(self) -> None:
         """Count from zero."""
@@ -59,9 +61,9 @@ class TierAdmission:
         self._watermark = watermark
         self._counts = counts
         self.max_running = max_running
-        # A cap of `max_running` is none.
+        # A tier without a cap of its own gets that of the engine, which limits it in any case.
         self._caps = [min(tier.max_running or max_running, max_running) for tier in tiers]
-        # Seconds after which the requests of each tier have aged. The first tier does not age.
+        # The aging time of each tier, in seconds. The first tier does not age.
         self._aging_s = [0.0, *accumulate(tier.aging_s for tier in tiers[1:])]
         self._queues: list[list[Sequence]] = [[] for _ in tiers]
         self._queued_keys: list[set[int]] = [set() for _ in tiers]
@@ -269,8 +271,8 @@ class TierAdmission:
         needed = self._kv.blocks_for(urgent.num_tokens) - len(kept)
         free = self._kv.num_free_without(kept)
         admitted = self._admitted(running)
-        # How often each block is in the tables of the victims. A block that several sequences share
-        # is free once all of them have given it up.
+        # The references to each block that the victims so far give up. freed_by() adds to it. So a
+        # block that several victims share is free with the last of them.
         given_up: Counter[int] = Counter()
         victims: list[Sequence] = []
         for sequence in reversed(running):
@@ -284,6 +286,7 @@ class TierAdmission:
             victims.append(sequence)
             admitted[request.tier] -= 1 + request.forks_due
             freed = self._kv.freed_by(sequence.table, given_up)
+            # The urgent sequence begins with its hits. So a hit is not free for its other tokens.
             free += len(set(freed) - kept)
         anything_runs = len(victims) < len(running)
         if self._fits(needed, free, admitted, anything_runs=anything_runs):
@@ -304,7 +307,8 @@ class TierAdmission:
         self._left_waiting = [bool(queue) for queue in self._queues]
 
     def _count_overdue(self) -> None:
-        """Count the requests that were not admitted while they aged."""
+        """Count the requests that were not admitted within the aging time of their tier. Priority
+        does not count here, but it does for whether a sequence has aged."""
         for tier, requests in enumerate(self._may_be_overdue):
             while requests:
                 arrival, key = requests[0]
