@@ -56,7 +56,7 @@ def prepare() -> LoadModel:
     """Do what every load on this machine needs, without touching a device. Returns the function
     that loads a model."""
     read_model.import_models()
-    quantizer()
+    quantizer()  # only to import its module
     for point in entry_points(group=ACCELERATORS):
         kind = _load_kind(point)
         if kind is not None:
@@ -89,10 +89,10 @@ def adapter_pool(config: EngineConfig, runner: TorchRunner) -> Source[Adapter] |
     try:
         from jitney.adapters.pool import make_pool
     except ModuleNotFoundError as error:
-        if not _is_left_out("jitney.adapters.pool", error):
+        if not _is_not_installed("jitney.adapters.pool", error):
             raise
-        bound = "left out: adapters are not installed"
-        raise ConfigError.of("adapters", config.adapters, bound) from None
+        must_be = "left out: adapters are not installed"
+        raise ConfigError.of("adapters", config.adapters, must_be) from None
     return make_pool(config, runner)
 
 
@@ -101,7 +101,7 @@ def quantizer() -> Quantizer | None:
     try:
         from jitney.quantization.quantized_checkpoint import weight_format
     except ModuleNotFoundError as error:
-        if not _is_left_out("jitney.quantization.quantized_checkpoint", error):
+        if not _is_not_installed("jitney.quantization.quantized_checkpoint", error):
             raise
         return None
     return weight_format
@@ -125,6 +125,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
 
 def weigh(config: EngineConfig) -> Footprint:
     """What loading the model of ``config`` would take; see ``execution.weigh``."""
+    # There every device but "cpu" stands for a GPU, whether this machine has one or not. So the
+    # option is not resolved. An accelerator is asked one thing only, whether it widens bfloat16,
+    # and a GPU's never does.
     accelerator = None
     if config.device == "cpu":
         accelerator = accelerator_for(config, torch.device("cpu"))
@@ -141,7 +144,9 @@ def accelerator_for(config: EngineConfig, device: torch.device) -> Accelerator |
     if asked in ("cpu", "gpu"):
         name = asked
     elif device.type == "cpu":
-        name = "cpu"  # for "reference" too: it fuses and packs modules all the same
+        # For "reference", too. Then attention is plain torch, but the CPU's accelerator still fuses
+        # and packs modules.
+        name = "cpu"
     elif asked == "auto":
         name = "gpu"
     else:
@@ -159,17 +164,17 @@ def accelerator_for(config: EngineConfig, device: torch.device) -> Accelerator |
 
 
 def _load_kind(point: EntryPoint) -> AcceleratorKind | None:
-    """The accelerator that an entry point names; None if it was left out of this installation."""
+    """The accelerator that an entry point names; None if it is not installed."""
     try:
         kind: AcceleratorKind = point.load()
     except ModuleNotFoundError as error:
-        if not _is_left_out(point.module, error):
+        if not _is_not_installed(point.module, error):
             raise
         return None
     return kind
 
 
-def _is_left_out(module: str, error: ModuleNotFoundError) -> bool:
+def _is_not_installed(module: str, error: ModuleNotFoundError) -> bool:
     """Whether ``module`` itself, or a package that it is in, was not found; not what it imports."""
     missing = str(error.name)
     return module == missing or module.startswith(f"{missing}.")

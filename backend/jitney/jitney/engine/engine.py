@@ -59,8 +59,9 @@ class Outbox(Protocol):
     """Where reports go: a queue, or a front's responder."""
 
     def put(self, item: StepReport, /) -> object:
-        """Take a report. Called from the engine's thread: must not raise. While too many reports
-        wait it may hold the engine back, for a bounded time."""
+        """Take a report. Called from the engine's thread. While too many reports wait, it may hold
+        the engine back for a bounded time. An error that it raises ends :meth:`Engine.run`: it may
+        raise only if nobody takes reports any more."""
 
 
 class Engine:
@@ -131,6 +132,7 @@ class Engine:
         now = self._clock()
         events += self.scheduler.expire(now)
         if events or self.scheduler.has_work or self._steps.num_in_flight:
+            # If there are only events, this makes no step, and the events are reported.
             events += self._steps.make(now)
         elif self.pending:
             self._wait_for_resource(now)  # the next call applies what has come
@@ -145,8 +147,8 @@ class Engine:
         """Make steps until :meth:`stop`, putting each report into ``outbox``; sleep while there is
         nothing to do. On return every submitted request has had its terminal event.
 
-        Raises DeviceLostError and whatever ``outbox`` raises; what is open then stays so, for the
-        caller to end or to resume in another engine.
+        Raises DeviceLostError, and any error that ``outbox`` raises. The open requests stay open
+        then, and the caller ends them or resumes them in another engine.
         """
         try:
             while not self.inbox.stopped:

@@ -48,7 +48,8 @@ class ForkedEngine:
     pid: int | None
     """None: the fork server has died, and forked no engine."""
     connection: socket.socket
-    """Leads to the engine. Without an engine, it is at its end."""
+    """To the engine. If no engine was forked, nobody holds the other end: reading from it gives an
+    end of file at once."""
 
 
 class ForkServer:
@@ -108,8 +109,9 @@ class ForkServer:
         # Torch is asked whether there is a GPU. Without this, the question itself would begin to
         # use the GPU, and a forked process cannot use it any more.
         environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-        # oneDNN, and torch's use of it, keep what they prepared for products of each number of
-        # rows. Unbounded, that takes 120 MB of heap and makes nothing faster.
+        # For matrix products, oneDNN prepares code for each number of rows and caches it. Torch's
+        # binding to oneDNN has a cache of its own. At their usual sizes these caches take 120 MB of
+        # heap and make nothing faster.
         for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
             environment.setdefault(name, "16")
         # Whoever stops a server may send the signal to all its processes. But the front decides

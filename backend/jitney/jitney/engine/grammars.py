@@ -67,8 +67,9 @@ class Grammars:
             raise InternalError("the grammar could not be compiled") from None
 
     def receive(self, id: str, result: _Result, now: float) -> Sequence[int]:
-        # An InternalError may pass, such as a lack of memory: the next request tries again. Any
-        # other error is the grammar's own, and comes of it every time.
+        # What caused an InternalError may pass, such as a lack of memory. So it is not kept, and
+        # the next request compiles the grammar again. Any other error is due to the grammar's text:
+        # compiling it again would give the same error.
         if not isinstance(result, InternalError):
             self._kept[id] = result
         while len(self._kept) > self._most:

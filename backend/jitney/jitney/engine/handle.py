@@ -101,4 +101,5 @@ class LocalEngine:
         self.engine.reset()
 
     def close(self) -> None:
-        self.engine.abandon()  # who loaded the model gives its memory back
+        # The model stays in memory: the caller that loaded it frees it.
+        self.engine.abandon()

@@ -6,7 +6,8 @@ that bring it to where the old one was.
 It also finds the request that ends engines. A request is a suspect once two engines in a row have
 died while they computed the same tokens of it. The next engine then gets this request alone; all
 others wait here until the suspect is proved innocent or has ended. If two more engines die at the
-same tokens, the request is failed.
+same tokens, the request is failed. It makes no difference what ended the engines: a signal from
+elsewhere counts like a fault.
 
 Pure and without threads: the supervisor calls it under a lock.
 """
@@ -75,8 +76,8 @@ class _Entry:
     later: list[Finish | Cancel] = field(default_factory=list)
     """The messages that followed its Submit. Every new engine gets them again."""
     died_at: list[RowRange] = field(default_factory=list)
-    """The rows that an engine computed for it when one last died at it, without those of sequences
-    that have got past them since."""
+    """The rows of this request that an engine was computing when it died; of several such engines,
+    the last. The row of a sequence is removed once the sequence has got past it."""
     deaths: int = 0
     """Engines in a row that died at the same tokens of it. Back to 0 once it is proved innocent:
     once all its sequences have got past the tokens."""
@@ -191,6 +192,8 @@ class Journal:
                 self._close(event.key)
             elif isinstance(event, Tokens):
                 entry.emit(event, now)
+                # If this is the suspect that is tried alone, it is proved innocent now. For any
+                # other request this does nothing.
                 if not entry.deaths:
                     self._clear(event.key)
         return events
@@ -238,8 +241,8 @@ class Journal:
     # ------------------------------------------------------------------ ends
 
     def expire(self, now: float, engine_is_silent: bool = False) -> list[Event]:
-        """End requests that were cancelled or whose deadline is reached, where the engine cannot
-        do it: the held requests, or all of them if the engine is silent."""
+        """End requests that were cancelled or whose deadline is reached, if the engine cannot do
+        it: the held requests, or, if the engine is silent, all open requests."""
         events: list[Event] = []
         keys = self._open if engine_is_silent else self._held
         for key in list(keys):
@@ -292,14 +295,20 @@ def _by_request(rows: Iterable[RowRange]) -> dict[int, list[RowRange]]:
 
 
 def _overlap(earlier: RowRange, later: RowRange, new_tokens: int) -> bool:
-    """Whether two rows of one sequence are about the same tokens. An engine died at each; in
-    between the sequence has emitted ``new_tokens``. The cause may be the same although the later
-    row has moved on by so many tokens, or begins again at the start: so both rows count as longer
-    by that.
+    """Whether two rows of one sequence count as the same tokens. An engine died at ``earlier``, and
+    a later one at ``later``. Between the two deaths the sequence has emitted ``new_tokens`` tokens.
+
+    Without new tokens, the rows must overlap. With new tokens, fewer positions than these may lie
+    between the rows:
+
+    - ``later`` may come behind ``earlier``. A resumed sequence samples a token in its prefill, and
+      its first decode is one position further on. A fault of decoding strikes there.
+    - ``later`` may come before ``earlier``. After the sequence had emitted the tokens, it may have
+      been computed again from the start: because it was preempted, or by a further engine.
     """
-    earlier_end = earlier.end + new_tokens
-    later_end = later.end + new_tokens
-    return later.start < earlier_end and earlier.start < later_end
+    is_not_far_behind = later.start < earlier.end + new_tokens
+    is_not_far_before = earlier.start < later.end + new_tokens
+    return is_not_far_behind and is_not_far_before
 
 
 def _final_events(entry: _Entry, now: float) -> list[Event]:

@@ -66,7 +66,8 @@ _PR_SET_PDEATHSIG = 1
 
 def serve_forks(descriptor: int, ahead: Sequence[str], loader: str) -> int:
     """Fork an engine for each socket that comes, one at a time, and send its pid and exit status.
-    Returns an exit status once the front has closed its end. ``ahead`` may fork processes."""
+    Returns an exit status once the front has closed its end. The functions named by ``ahead`` may
+    fork processes of their own, which compile kernels: of these nothing is sent."""
     _die_with_parent()
     load = _prepare(ahead, loader)
     with socket.socket(fileno=descriptor) as control:

@@ -84,7 +84,10 @@ class Steps:
             # To execute it again, nothing else may be in flight.
             self._complete_previous()
             self._execute_again(batch.rows)
-        elif _runs_draft_model(batch) or len(self._in_flight) == self._most_in_flight:
+        elif len(self._in_flight) == self._most_in_flight:
+            self._complete_oldest()
+        elif _runs_draft_model(batch):
+            # Such a step overlaps with no other; _schedule() says why.
             self._complete_oldest()
         return self._events
 
@@ -171,7 +174,9 @@ class Steps:
         return output
 
     def _execute_again(self, rows: list[Row]) -> None:
-        """Execute the rows of a reverted step in two halves. Nothing else is in flight."""
+        """Execute the rows of a reverted step in two halves. Nothing else is in flight. A single
+        row is the second half, and the first is empty: so the row is executed again by itself, and
+        if that raises, too, its request fails."""
         middle = len(rows) // 2
         for half in (rows[:middle], rows[middle:]):
             # A request may have ended since, in the other half: its rows are left out.

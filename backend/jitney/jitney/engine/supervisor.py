@@ -95,7 +95,8 @@ class SupervisedEngine:
         self._rows: list[RowRange] = []
         # Of the last report. Before the first one of an engine: its cache is empty.
         self._stats = StepStats()
-        # When the engine last sent something. While no request is open, always now.
+        # When the engine last sent something. While no request is open, an idle engine sends
+        # nothing: then this is set to the present time again and again.
         self._heard = 0.0
         # Times of the deaths since an engine last completed a step.
         self._deaths_without_step: list[float] = []
@@ -276,7 +277,9 @@ class SupervisedEngine:
         """Note a report in the journal and hand it on."""
         if report.stats.batch_sequences:
             self._deaths_without_step.clear()
-        # With overlap the next step is in flight already, and _rows are its rows.
+        # Without overlap no step is in flight now. With overlap the next one is, as a rule, and
+        # _rows are its rows. If none is, they are those of the step that has just been completed.
+        # As a rule all of its requests have ended then, and the journal passes over these.
         if not self.info.overlap:
             self._rows = []
         self._stats = report.stats
