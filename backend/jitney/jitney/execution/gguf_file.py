@@ -96,7 +96,7 @@ class GgufFile:
         if not fields.get(length):
             raise CheckpointError(f"{self.name} lacks {length}, and no config.json is beside it")
         config: dict[str, Any] = load_gguf_checkpoint(path)["config"]
-        # transformers reads neither of these two.
+        # transformers reads no end of sequence, and the head size of some architectures only.
         config["eos_token_id"] = [fields[key] for key in _EOS_FIELDS if key in fields]
         head_size = fields.get(f"{self._architecture}.attention.key_length")
         if head_size:
