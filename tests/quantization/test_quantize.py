@@ -171,7 +171,9 @@ def test_weights_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     del parameter
     total, most_left, inner = len(alive), [], quantize._quantize
     monkeypatch.setattr(
-        quantize, "_quantize", lambda *args: most_left.append(len(alive)) or inner(*args)
+        quantize,
+        "_quantize",
+        lambda *args, **named: most_left.append(len(alive)) or inner(*args, **named),
     )
     quantize_linears(module, "fp8", CPU)
     assert len(most_left) == total == 42

@@ -150,16 +150,21 @@ def quantize_linears(
         reasons = "; ".join(kept) or "there is none"
         raise ConfigError.of("quantization", kind, f"'none': no linear layer fits ({reasons})")
     head = module.get_output_embeddings()
+    # The weights on the device: the next few are sent while one is quantized.
     weights = stream(map(weight_of, chosen), device)
     for (layer, holders), weight in zip(chosen.items(), weights, strict=True):
         bias = None if layer.bias is None else layer.bias.detach().to(device)
-        kind_of_layer: Quantization = "int8" if layer is head else kind
-        quantized = _quantize(weight, bias, kind_of_layer, device)
+        quantized = _quantize(weight, bias=bias, kind=_kind_of(layer, head, kind), device=device)
         for parent, name in holders:
             setattr(parent, name, quantized)
         # ``chosen`` holds the layer until all are quantized. This frees its weight now.
         layer.weight = None
     return len(chosen), kept
+
+
+def _kind_of(layer: nn.Module, head: nn.Module, kind: Quantization) -> Quantization:
+    """What a layer becomes: the head gets 8 bits, even where other layers get 4."""
+    return "int8" if layer is head else kind
 
 
 @torch.no_grad()
@@ -185,8 +190,7 @@ def quantized_bytes(module: PreTrainedModel, kind: Quantization, device: torch.d
     total = count_bytes(module)
     for layer in _choose(module, kind, device).chosen:
         weight = weight_of(layer)
-        kind_of_layer: Quantization = "int8" if layer is head else kind
-        total += _layer_bytes(weight, kind_of_layer, device)
+        total += _layer_bytes(weight, _kind_of(layer, head, kind), device)
         # The weight is freed, unless the embedding shares it.
         if layer.weight is not embedding:
             total -= weight.nbytes

@@ -1,4 +1,5 @@
-"""The ways in which a checkpoint's quantized weights are read. Each is a ``WeightFormat``.
+"""The ways in which a checkpoint's quantized weights are read. Each is a ``WeightFormat``, whose
+methods and attributes are explained in ``execution.quantized``.
 
 ``quantized_checkpoint`` chooses among them. The one for GGUF files is in ``gguf_weights``.
 """

@@ -49,6 +49,7 @@ def check_invariant(module: PreTrainedModel, step: StepFunction | None) -> None:
     def leave(*_: object) -> None:
         called.pop()
 
+    # At its end, the stack removes the hooks.
     with contextlib.ExitStack() as hooks:
         for name, each in module.named_modules():
             hooks.enter_context(each.register_forward_pre_hook(partial(enter, name)))

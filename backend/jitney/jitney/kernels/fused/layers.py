@@ -138,7 +138,9 @@ class FusedDecoderLayer(nn.Module):
         self.norms = norms
         self._kernels = kernels
         self._attend = attention.attend
-        self._end_attention = kernels.end_branch(attention.output, norms.attended, norms.mlp)
+        self._end_attention = kernels.end_branch(
+            product=attention.output, branch_norm=norms.attended, norm=norms.mlp
+        )
 
         # The branch of the MLP ends with a product. What comes before that product is the MLP's
         # first part. An MLP that is not fused cannot be divided: all of it is "the last product".
@@ -152,7 +154,9 @@ class FusedDecoderLayer(nn.Module):
     def end_before(self, next_norm: Norm) -> EndBranch:
         """A function for the end of this layer, together with the norm that begins the next one. It
         takes what :meth:`run` returns."""
-        return self._kernels.end_branch(self._last_product, self.norms.mixed, next_norm)
+        return self._kernels.end_branch(
+            product=self._last_product, branch_norm=self.norms.mixed, norm=next_norm
+        )
 
     def forward(
         self,
