@@ -145,8 +145,11 @@ def test_tokens_survive_random_deaths(eviction: str, caching: bool, seed: int) -
     submits = [random_request(key, rng) for key in range(20)]
     for submit in submits[:10]:
         house.send(submit)
-    for submit in submits[10:]:
-        for _ in range(rng.randint(0, 6)):
+    for number, submit in enumerate(submits[10:]):
+        # Every third engine lives so long that whoever is tried alone is proved innocent: else a
+        # request of several sequences may be at the same tokens in four deaths by chance.
+        patience = 30 if number % 3 == 2 else rng.randint(0, 6)
+        for _ in range(patience):
             house.step()
         if rng.random() < 0.7:
             house.step(lost=rng.random() < 0.7)
