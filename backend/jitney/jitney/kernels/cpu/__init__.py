@@ -7,9 +7,9 @@ from memory. Words that mean the same in every file of this folder. First, sizes
 ========  =========================================================================================
 unit      four bytes of memory: one float32, two bfloat16 or four bytes. Left and right are
           multiplied unit by unit
-column    16 outputs of a weight (or 16 ranks of an adapter). In memory it is a row of vectors, one
-          for each unit of inputs, in which that unit of the 16 outputs stands side by side.
-          ``product_kernel`` draws it. Two neighbouring columns are a *pair*
+column    16 outputs of a weight (or 16 ranks of an adapter). In memory it is a sequence of vectors.
+          Each vector has one unit of inputs, of all 16 outputs side by side. ``product_kernel``
+          draws it. Two neighbouring columns are a *pair*
 group     16 tokens of one KV head in the cache (``cache_groups``). In the files of linear layers:
           the inputs whose weights of 4 bits share a scale, as in ``quantization``
 span      256 keys: one turn of the online softmax

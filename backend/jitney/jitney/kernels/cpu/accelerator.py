@@ -82,8 +82,10 @@ class CpuAccelerator:
         return True
 
     def widens_bfloat16(self, checkpoint: Checkpoint, *, rounded: bool) -> bool:
-        """See :class:`Accelerator`: whether all of the model's products are those of our kernels,
-        and the processor has what they need for it, AVX2."""
+        """See :class:`Accelerator`: whether bfloat16 is as fast as float32, as kernels widen it.
+
+        True if all products of the model are those of our kernels, and the processor has AVX2,
+        which they need. ``rounded``: the weights will have 8 or 4 bits."""
         if not (self._config.fuse and self._config.prepack):
             return False
         # Experts are no linear layers: their products are torch's. Models that have any say so in
@@ -131,9 +133,10 @@ class CpuAccelerator:
         return faster
 
     def _check_adapters_invariant(self, model: LoadedModel, faster: LoadedModel) -> None:
-        """Raises ConfigError if adapters might be computed by torch, whose products depend on the
-        batch. They are not if they are part of a step's native call: if there are kernels for them
-        (``pack``), and the cache has the dtype of the model."""
+        """Raises ConfigError if torch might compute adapters, as its products depend on the batch.
+
+        Our kernels compute them where they are part of a step's native call. That takes kernels for
+        them (``pack``), and a cache of the model's dtype."""
         if not model.sites:
             return
         if faster.pack is None or self._config.kv_cache_dtype != "auto":

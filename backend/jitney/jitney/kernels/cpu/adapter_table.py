@@ -137,8 +137,8 @@ def _pack_place(
     for number, part in enumerate(parts):
         if part.path not in factors:
             continue
-        a = factors[part.path].a
-        b = factors[part.path].b.T
+        a = factors[part.path].a  # [rank, inputs]
+        b = factors[part.path].b.T  # [outputs, rank]
         if gated and len(parts) == 1:
             # The one layer gives gate and up, one above the other. Take its outputs by turns.
             b = b.unflatten(0, (2, -1, LANES)).transpose(0, 1).flatten(0, 2)

@@ -187,19 +187,20 @@ def attend_item(tag, cache_tag, product_tag, call, item, prefetched, scratch, sh
         next_head=next_head,
         scratch=scratch,
     )
-    first_begin = entry.keys_begin // SPLIT_TOKENS * SPLIT_TOKENS
-    # Three cases:
+    # The keys are cut at multiples of SPLIT_TOKENS, in a decode by the plan and else here. Three
+    # cases:
     # 1. The entry is one of several splits of a decode. ``finish_split`` merges these.
-    # 2. The entry has all keys of its tokens, in several splits: they are merged here, one after
-    #    the other, into the totals. So is a single split if there are sinks, which only the totals
-    #    count.
+    # 2. The entry has all keys of its tokens, and they fill several splits: these are merged here,
+    #    one after the other, into the totals. So is a single split if there are sinks, which only
+    #    the totals count.
     # 3. The entry has all keys, in a single split, and no sinks: the split's states are the result.
+    first_split_begin = entry.keys_begin // SPLIT_TOKENS * SPLIT_TOKENS
     has_all_keys = entry.num_splits == 1
-    has_several_splits = entry.keys_end > first_begin + SPLIT_TOKENS
-    merges = has_all_keys and (has_several_splits or call.sinks != 0)
+    fills_several_splits = entry.keys_end > first_split_begin + SPLIT_TOKENS
+    merges = has_all_keys and (fills_several_splits or call.sinks != 0)
     if merges:
         begin_states(call, kv_head, rows, scratch.totals, call.sinks)
-    for split_begin in range(first_begin, entry.keys_end, SPLIT_TOKENS):
+    for split_begin in range(first_split_begin, entry.keys_end, SPLIT_TOKENS):
         begin_states(call, kv_head, rows, scratch.states, 0)
         attend_split(cache_tag, product_tag, call, entry, split_begin, rows=rows, scratch=scratch)
         if merges:
@@ -238,12 +239,12 @@ def copy_queries(tag, product_tag, call, entry, kv_head, rows, scratch):
 def finish_split(tag, call, entry, kv_head, rows, scratch):
     """Keep the states of a split of a decode. If all other splits of the row have ended before,
     merge them, from the first one to the last, and write the result."""
-    states_bytes = rows * state_bytes(call.padded)
-    from_split_to_split = call.kv_heads * states_bytes
+    bytes_of_rows = rows * state_bytes(call.padded)
+    from_split_to_split = call.kv_heads * bytes_of_rows
     first_index = entry.first_split * call.kv_heads + kv_head
-    first_states = call.split_states + first_index * states_bytes
+    first_states = call.split_states + first_index * bytes_of_rows
     states = first_states + entry.split * from_split_to_split
-    for i in range(0, states_bytes, VECTOR_BYTES):
+    for i in range(0, bytes_of_rows, VECTOR_BYTES):
         store(states + i, load(scratch.states + i))
     counter = call.splits_done + (entry.split_row * call.kv_heads + kv_head) * I64_BYTES
     ended_before = fetch_add(counter)

@@ -50,8 +50,9 @@ class PlanEntry(ctypes.Structure):
     num_splits: int
     """How many splits the row has. With 1, the entry has all keys that its tokens see."""
     first_split: int
-    """Index of the row's split 0 when the splits of all split rows are counted through. (The state
-    of each split is kept at its index: see ``AttentionArguments.states``.)"""
+    """How many splits the split rows before this one have. So the splits of a step have indices:
+    ``first_split`` + ``split``. (The states of a split are kept at its index: see
+    ``AttentionArguments.split_states``.)"""
     split_row: int
     """Index of the row among the rows that have several splits."""
 
@@ -111,9 +112,9 @@ def _cut_rows(query_start, context_len, entry_tokens, reach, split_tokens, group
     time, which would be three seconds longer at the first start: entries are not sorted here, and
     they are written field by field.
     """
-    # The array must hold all entries, before they are counted. Entries full of tokens: at most as
-    # many as all tokens fill. Beside these a row has one entry that is not full, or its splits, of
-    # which the first and the last may be cut.
+    # The array is made before the entries are counted, so it must be large enough for any number.
+    # All tokens of the step fill so many entries at most. Beside full entries, a row has one that
+    # is not full; or it has its splits, of which the first and the last may be shorter.
     most_entries = query_start[-1] // entry_tokens
     for context in context_len:
         most_entries += context // split_tokens + 2

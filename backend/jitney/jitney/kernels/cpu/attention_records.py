@@ -133,7 +133,8 @@ class Scratch(ctypes.Structure):
     """The groups of keys of a span, widened to what products read."""
     wide_values: int
     wide_key_groups: int
-    """A list of groups: the addresses of these, and then LIST_MARGIN times that of the first."""
+    """A list of groups: the addresses of those at ``wide_keys``, and then LIST_MARGIN times that of
+    the first one."""
     wide_value_groups: int
     key_scales: int
     """float32 [SPAN_TOKENS]: the scales of a span's keys."""

@@ -93,9 +93,9 @@ def attend_split(cache_tag, product_tag, call, entry, split_begin, rows, scratch
                     product_tag, call.padded, keys, values, num_keys=num_keys, scratch=scratch
                 )
         elif use_tiles and rows >= MAX_ROWS and passes == 1:
-            # In all other cases there is no need. Vectors, and tiles of fewer rows, prefetch while
-            # they multiply. With several passes only the first one waits for memory: the others
-            # find the span in the second-level cache.
+            # Not in other cases. Vectors, and tiles of fewer rows, prefetch while they multiply.
+            # With several passes the first one alone waits for memory: the others find the span in
+            # the second-level cache.
             prefetch_span(cache_tag, call, entry, span_begin + SPAN_TOKENS, scratch)
         for number in range(passes):
             if use_tiles:

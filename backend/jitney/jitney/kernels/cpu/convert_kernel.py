@@ -78,7 +78,8 @@ class ConvertCall(KernelCall):
     tail: int
     """For I8: bytes from the beginning of a row of ``out`` to its tail."""
     outlier: float
-    """For I8: an outlier is larger than so many times the mean size of its row's elements."""
+    """For I8: an outlier is larger than so many times the mean size of its row's elements. See
+    :func:`list_outliers`."""
     most_outliers: int
     """For I8: how many outliers a tail has memory for."""
     factors: int
@@ -120,12 +121,15 @@ def load_one_scaled(call, row, k):
 def list_outliers(call, row, limit, tail):
     """Write the outliers of a row to its tail. Returns the size of the largest other element.
 
-    "Size" is the absolute value. An outlier's is above a limit, which is ``call.outlier`` times the
-    mean size of the other elements. Which are the others depends on the limit, so it is found in
-    rounds. The first round's limit is given: that of the mean of all elements. Without the outliers
-    of a round the mean is smaller, so the next round has a lower limit; it is lowered twice at
-    most. If a round finds more outliers than the tail has memory for, the limit is doubled until
-    they fit.
+    "Size" is the absolute value. An outlier is an element whose size is above a limit. The limit is
+    ``call.outlier`` times a mean: the sizes of all elements that are no outliers, over K. So limit
+    and outliers depend on each other, and are found in rounds:
+
+    - In the first round ``limit`` is that of the mean of all elements.
+    - Without the outliers of a round the mean is smaller, so the next round has a lower limit. It
+      is lowered twice at most.
+    - If a round finds more outliers than the tail has memory for, the limit is doubled until they
+      fit.
     """
     lowerings_left = 2
     while True:
@@ -175,16 +179,16 @@ def round_row(call, row, out):
     so are all results of the row."""
     size = call.size
     tail = out + call.tail
-    best = splat(ZERO)
+    largest_by_lane = splat(ZERO)
     total = splat(ZERO)
     not_finite = splat(ZERO)
     for i in range(0, size, LANES):
         x = load_scaled(call, row, i)
         sizes = larger(x, splat(ZERO) - x)
-        best = larger(sizes, best)
+        largest_by_lane = larger(sizes, largest_by_lane)
         total = total + sizes
         not_finite = fma(x, splat(ZERO), not_finite)  # stays 0, or NaN where x is NaN or infinite
-    largest = lane_max(best)
+    largest = lane_max(largest_by_lane)
     limit = lane_sum(total) * (call.outlier / np.float32(size))
     store_i32(tail + TAIL_COUNT, np.int32(0))
     if largest > limit:
@@ -207,14 +211,14 @@ def round_groups(call, row, out):
     """A row of I4. A group's scale is NaN if an element of x is NaN or infinite."""
     factors = out + call.size
     for begin in range(0, call.size, call.group):
-        best = splat(ZERO)
+        largest_by_lane = splat(ZERO)
         not_finite = splat(ZERO)
         for i in range(begin, begin + call.group, LANES):
             x = load_as(BF16, row + i * _BF16_BYTES)
-            best = larger(larger(x, splat(ZERO) - x), best)
+            largest_by_lane = larger(larger(x, splat(ZERO) - x), largest_by_lane)
             # It stays 0, or becomes NaN where x is NaN or infinite.
             not_finite = fma(x, splat(ZERO), not_finite)
-        largest = lane_max(best)
+        largest = lane_max(largest_by_lane)
         inverse = splat(_LARGEST_BYTE / largest if largest > _LEAST else ZERO)
         total = splat(ZERO)
         for i in range(begin, begin + call.group, LANES):

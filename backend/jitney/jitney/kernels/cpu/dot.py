@@ -116,8 +116,8 @@ _ADD_BYTE_PAIRS_256 = _Instruction("avx2.pmadd.ub.sw", 2, factor=i8, result=i16)
 
 
 def multiply_bytes(builder, total, unsigned, signed):
-    """IR: total + unsigned . signed per lane, exactly. All are vectors of int32. A lane of the
-    latter two holds four bytes."""
+    """IR: total + unsigned . signed per lane, exactly. All are vectors of int32. A lane of
+    ``unsigned`` or ``signed`` holds four bytes."""
     if host_has("avx512vnni"):
         return _emit(builder, _DOT_BYTES_512, unsigned, signed, total)
     if host_has("avxvnni"):

@@ -107,9 +107,9 @@ def emitted(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]
         signature = inspect.signature(emit)
 
         def define(typingctx, *given, **named):
-            # Numba calls this with the types of a caller's arguments, behind its own context.
-            # ``emit`` has one argument more than those, too: the builder. So they can be bound to
-            # its signature, which puts named arguments in their order. Then the first one goes.
+            # Numba calls this with its own context and the types of a caller's arguments. The
+            # signature of ``emit`` has the builder and these arguments. So the context is bound in
+            # the builder's place: that puts named arguments in their order. Then it is dropped.
             bound = signature.bind(typingctx, *given, **named)
             given_types = bound.args[1:]
             kinds = []

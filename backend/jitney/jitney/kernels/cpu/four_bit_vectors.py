@@ -191,10 +191,10 @@ class _FewRows:
         with cgutils.for_range(builder, runs) as loop:
             self._add_run(loop.index, columns, rows, group_sums)
 
-        # A row's factors for the group are ``inputs`` + index * ROW_FACTORS behind the row's
-        # beginning. From the group's bytes in the row to them it is the same distance in all rows.
-        rest_of_row = builder.sub(self.inputs, row_offset)
-        to_factors = offset_by(builder, rest_of_row, index, ROW_FACTORS)
+        # A row has ``inputs`` bytes, and then the factors of each group. ``rows`` are the addresses
+        # of this group's bytes. From there to this group's factors, all rows have one distance.
+        to_end_of_bytes = builder.sub(self.inputs, row_offset)
+        to_factors = offset_by(builder, to_end_of_bytes, index, ROW_FACTORS)
         column_factors = [_load_column_factors(builder, column) for column in columns]
         for i, row in enumerate(rows):
             row_factors = builder.add(row, to_factors)

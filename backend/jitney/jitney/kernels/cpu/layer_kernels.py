@@ -142,7 +142,7 @@ def _sum_of(product: RowFunction, norm: Norm) -> Callable[[Tensor, Tensor], Tens
 
 
 def _split_gate(joined: _Weights, activation: Activation, rows: int) -> "_SplitGate":
-    """Of weights that are those of gate and up, one above the other."""
+    """The layer of ``joined``, which has the weights of gate and, below them, those of up."""
     gate_weight, up_weight = joined.weight.chunk(2)
     gate_bias = None
     up_bias = None

@@ -179,9 +179,11 @@ def prepack_linears(
         packed: nn.Module
         reason = why_not_packed(linear.weight.dtype)
         if reason is None and not batch_invariant:
-            # oneDNN first: of a layer that stands alone it is the faster one for many rows.
+            # oneDNN first, other than in ``layer_kernels``: of a layer that stands alone it is the
+            # faster one for many rows.
             packed = PackedLinear(weight_of(linear), linear.bias, rows)
         elif make is not None:
+            # Also for every quantized layer: ``can_pack`` refuses int8 and uint8.
             packed = make([linear])
         else:
             raise Misfit(reason or "there is no product of ours")

@@ -144,7 +144,8 @@ def make_micro_kernel(width: int, *, source_per_vector: bool, ahead: int) -> Any
     groups of values.
 
     The function prefetches the sources that stand ``ahead`` entries further on in the list. So the
-    list must go on for so many entries, with addresses that can be read.
+    list must go on for so many entries. Behind the sources in use these may be any addresses: what
+    is there is prefetched, and not read.
     """
 
     @emitted(types.void, TAG, types.boolean, *[types.int64] * 10)
@@ -360,8 +361,9 @@ class _Emitter:
         """
         builder = self.builder
         results = [offset_by(builder, self.out, n, VECTOR_BYTES) for n in range(self.width)]
-        # Few rows take less time than their keys and values take to arrive from memory. So for them
-        # the loop below asks for these. With more rows the caller does (``prefetch_span``).
+        # The products of few rows take less time than keys and values take to arrive from memory.
+        # So for few rows the loop below prefetches. With more rows the caller does
+        # (``prefetch_span``).
         prefetches = builder.icmp_signed("<", self.rows, constant(i64, MAX_ROWS))
         for tile, address in enumerate(results):
             if self.source_per_vector:

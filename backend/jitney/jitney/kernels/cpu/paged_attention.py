@@ -91,8 +91,10 @@ class CpuAttention:
 
     @cached_property
     def kernels(self) -> AttentionKernels:
-        """Compiled, or loaded from Numba's cache, at first use. By then all other kernels of a load
-        are there, so the process that compiles this one ahead has had the most time."""
+        """Compiled, or loaded from Numba's cache, at first use.
+
+        Another process may be compiling this kernel (``ahead``). Its first use comes after all
+        other kernels of a load, so there is the least to wait for that process."""
         began = time.perf_counter()
         if self.cache_dtype == self.dtype == ahead.DTYPE:
             # It compiles just the kernels of this dtype.

@@ -9,14 +9,14 @@ from jitney.kernels.cpu.emit import VECTOR_BYTES
 from jitney.kernels.fused.forms import Activation
 
 ITEMS = 64
-"""About so many items the pairs of a weight are cut into: enough to be shared out among threads,
-and few enough that taking them from the counter costs nothing."""
+"""The pairs of a weight are cut into about so many items. These are enough to be shared out among
+threads, and few enough that taking them from the counter costs nothing."""
 ROWS_PER_ITEM = 128
 ROWS_BY_TILES = 2 * TILE_ROWS
 """Rows of x that the tile unit multiplies at once: two tiles of them."""
 PAIR_ROW_BYTES = 2 * VECTOR_BYTES
-"""Bytes of one row of a pair's result, which is 32 float32. What there is for each output, as the
-bias, has as many bytes for a pair."""
+"""Bytes of one row of a pair's result: 32 float32, one for each output. The bias, the scales and
+the shifts of a pair's 32 outputs have as many bytes."""
 RESULT_BYTES = ROWS_PER_ITEM * PAIR_ROW_BYTES
 
 SILU = 1
@@ -43,8 +43,8 @@ class ProductCall(KernelCall):
     column_bytes: int
     """Bytes of a column."""
     column_tiles: int
-    """Of floats and bytes: tiles of a column. A row of x is as many times 64 bytes, 16 units: those
-    that meet the 16 vectors of a tile."""
+    """Of floats and bytes: tiles of a column. For each of them a row of x has 16 units, which meet
+    the 16 vectors of the tile."""
     pairs: int
     """Pairs of columns: N / 32."""
     pairs_per_item: int

@@ -43,8 +43,8 @@ from jitney.kernels.cpu.product_call import PAIR_ROW_BYTES
 from jitney.kernels.cpu.simd import F32_TYPE, I4_TYPE, I8_TYPE, WIDE_TYPE, inner
 
 _TILES_AHEAD = 6
-"""How many tiles further on a column is prefetched that comes from memory. The tiles of a turn are
-loaded at its beginning: without prefetching, nothing would arrive during its last products."""
+"""If a column comes from memory, it is prefetched so many tiles ahead. Each turn of the loop loads
+its tiles first: without prefetching, nothing would arrive from memory during its products."""
 _HALF_TILE = TILE_BYTES // 2
 
 # --------------------------------------------------------------------------- tile registers

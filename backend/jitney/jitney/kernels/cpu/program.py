@@ -89,8 +89,8 @@ class _Memory:
     num_layer_kernels: int
     """How many of these, the first ones, are of the layers."""
     attention: np.ndarray
-    """Those of the layers that write K and V (_WRITE) and that attend (_ATTEND): [layers, 2,
-    ROW_FIELDS]."""
+    """A view of ``kernels``: the rows of each layer's kernels that write K and V (_WRITE) and that
+    attend (_ATTEND), [layers, 2, ROW_FIELDS]."""
     kinds: list[LayerKind]
     adapted: AdaptedSteps | None
 

@@ -82,7 +82,7 @@ class AdapterMemory:
 @dataclass(frozen=True)
 class AdaptedPlace:
     """The rows of the kernels of one place (``Places``), in all layers: [layers, ROW_FIELDS]
-    each."""
+    each. They are views of the program's rows: what is written here, the program runs."""
 
     shrink: np.ndarray
     expand: np.ndarray
@@ -119,7 +119,7 @@ class AdaptedSteps:
 
 @dataclass
 class LayerKind:
-    """Layers for which the arguments of attention that are a step's are the same."""
+    """Layers that share the second part of attention's arguments, which is that of a step."""
 
     call: AttentionCall
     """The call of one of these layers. Which of them makes no difference; so with its cache."""
@@ -172,6 +172,8 @@ class KernelList:
         qkv = self.activations.qkv.data_ptr()
         attended = self.activations.attended.data_ptr()
         inside = self.activations.inside.data_ptr()
+        # (The ``kernel`` of a fused module is a RowNorm or a CpuHeadAttention, which has the
+        # arguments. The ``kernel`` of these is the machine code.)
         # states -> normed -> qkv
         self._add(self.norm, layer.norms.attention.kernel.call_for(states, normed))
         self._add_product(number, "qkv", x=normed, out=qkv)
@@ -263,9 +265,11 @@ class KernelList:
         self._add(kernels.attend, arguments)
 
     def _add_product(self, number: int, name: str, *, x: int, out: int, other: int = 0) -> None:
-        """The product of layer ``number`` that has this ``name`` in ``Places``. Before it, if there
-        are adapters, stand the two kernels that make what the product adds: it then adds that in
-        place of ``other``, which the second kernel has taken in."""
+        """The product of layer ``number`` that has this ``name`` in ``Places``. Its result is
+        ``x`` times the weight, plus ``other``.
+
+        If there are adapters, two kernels come before it. They write the sum of ``other`` and of
+        the adapters' products to ``AdapterMemory.added``. The product then adds that instead."""
         place = Places._fields.index(name)
         linear = products_of(self.layers[number])[place]
         memory = self.adapter_memory

@@ -92,7 +92,8 @@ def element_bytes(builder, tag):
 
 @emitted(types.int64, TAG)
 def second_bytes(builder, tag):
-    """Bytes of one element of a product's right factor, as a constant. For F32, BF16 and WIDE."""
+    """Bytes of one element of a product's second factor, the right one, as a constant. For F32,
+    BF16 and WIDE."""
     return constant(i64, 4 if tag == F32_TYPE else 2)
 
 
@@ -175,10 +176,11 @@ class _Types(NamedTuple):
 
 
 def _element_access(numba_type, to: _Types) -> tuple[Any, Any]:
-    """Two Numba functions: one loads an element of the tag's type as float32, one rounds float32 to
-    nearest even and stores it as such an element. Or 16 elements, if these are the types ``to``.
+    """Two Numba functions. ``load`` gives an element of the tag's type as float32. ``store`` rounds
+    a float32 to nearest even, and stores it as an element of the tag's type. Both do so with one
+    element or with 16, as the types ``to`` say.
 
-    The tag is F32, BF16 or I8; WIDE is stored as F32."""
+    The tag is F32, BF16 or I8. ``store`` also takes WIDE, as F32; nothing loads by that tag."""
     is_vector = to.f32 is f32x
     rint = "llvm.rint.v16f32" if is_vector else "llvm.rint.f32"
 
@@ -354,8 +356,8 @@ def _times_power_of_two(builder, value, power):
 
 @inlined
 def exp2(x):
-    """2**x for x from -126 to 127, within 2 units in the last place. For a smaller x, or -inf, a
-    number from 0 to 2**-126.
+    """2**x for x from -126 to 127, within 2 units in the last place. For a smaller x, a number from
+    0 to 2**-126; for -1000 and less, and for -inf, exactly 0.
 
     2**x = 2**n * 2**f with n whole and |f| <= 1/2. The second factor is a polynomial, fitted to the
     least relative error over that interval, which is 2e-9.

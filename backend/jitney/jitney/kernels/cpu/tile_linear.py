@@ -36,8 +36,9 @@ from jitney.kernels.cpu.simd import I4
 from jitney.kernels.fused.forms import Activation
 
 _ROW_MULTIPLE = {torch.bfloat16: 32, torch.float32: 16, torch.int8: 16, torch.uint8: 16}
-"""A row of a weight of this dtype must have a multiple of so many elements. (Nibbles are uint8, two
-inputs in each.)"""
+"""A row of a weight of this dtype must have a multiple of so many elements. For bfloat16 and
+float32 these are 64 bytes, a row of a tile: x may be read as it is, so nothing is filled up. For
+int8 and nibbles (uint8, two inputs in each) x is converted, into rows that are filled up."""
 
 
 # ``typed``: all tags are 0, and so equal. Only their types differ.

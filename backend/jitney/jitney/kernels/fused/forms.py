@@ -171,6 +171,6 @@ class LayerKernels(Protocol):
             sum = residual + branch_norm(product(x))
             normed = norm(sum)
 
-        ``norm`` is that with which the next branch begins. A norm that is None is left out; without
-        ``norm``, ``normed`` is the sum.
+        ``norm`` is the norm with which the next branch begins. Either norm may be None, and is then
+        left out. Without ``norm``, ``normed`` is ``sum``.
         """

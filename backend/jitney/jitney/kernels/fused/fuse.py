@@ -93,8 +93,8 @@ def fuse(
     """Replace what can be replaced in ``module``, on the device that it is on. ``length`` is that
     of the longest sequence.
 
-    ``norms_alone``: replace nothing but norms, which is what option ``batch_invariant`` needs
-    without option ``fuse``. Never fails on a model: at worst, nothing is replaced. It takes memory
+    ``norms_alone``: replace nothing but norms. Option ``batch_invariant`` needs our norms even if
+    option ``fuse`` is off. Never fails on a model: at worst, nothing is replaced. It takes memory
     for one layer beyond the module's own, as each module is freed once it is replaced.
     """
     with torch.inference_mode():
@@ -146,6 +146,7 @@ class _LayerRotary(NamedTuple):
     """Where a layer's cos and sin come from. Layers for which these are equal share a table."""
 
     rotary: Rotary
+    """That of :class:`MarkedCosSin`: one object for all layers that were given the same tuple."""
     half: bool
     """Whether it gives half of cos and sin: see ``rotary``."""
 

@@ -28,8 +28,8 @@ _MOVES = frozenset({
     "repeat_interleave", "roll", "scalar_tensor", "set_", "stack", "zeros", "zeros_like",
 })  # fmt: skip
 # Operations on single elements whose result has the same bits, whether it is computed in a vector
-# or alone. Which of the two happens to an element depends on where threads and vectors end. An
-# exponential, say, differs in its last bit.
+# or alone. Whether an element is in a vector depends on where threads and vectors end, and so on
+# the batch. An exponential is not among them: in a vector its last bit may differ.
 _EXACT = frozenset({
     "abs", "add", "add_", "bitwise_and", "bitwise_not", "bitwise_or", "clamp", "div", "div_", "eq",
     "ge", "gt", "le", "logical_and", "logical_not", "logical_or", "lt", "masked_fill",
@@ -72,8 +72,8 @@ class _Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if _is_harmless(func, args, kwargs):
             return func(*args, **kwargs)
-        # The operation may be made of others. Then it is these that count: run them in this
-        # context, which looks at each.
+        # The operation may be made of others. Then those are looked at instead. torch leaves this
+        # context while this method runs, so it is entered again.
         with self:
             result = func.decompose(*args, **kwargs)
         if result is NotImplemented:  # it is not made of others

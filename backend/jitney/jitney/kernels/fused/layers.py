@@ -91,7 +91,8 @@ class FusedAttention(nn.Module):
         self.qkv = qkv
         self.output = output
         self.kernel = kernels.attention(form)
-        # To look up and call a submodule takes as long as a small kernel. This is done once.
+        # To call a submodule takes as long as a small kernel. Its forward is looked up once here,
+        # and steps call that.
         self._qkv = qkv.forward
 
     def forward(

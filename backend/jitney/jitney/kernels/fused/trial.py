@@ -22,13 +22,14 @@ _TOKENS = 7
 
 # The most that two results may differ: the norm of the difference over the norm of the right one.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-# The same, where products round their input to 8 bits. A difference in the last bit moves a value
-# that lies between two 8-bit values to the other one, which is up to 1/8 away.
+# The same, where products round their input to 8 bits. A value halfway between two 8-bit numbers is
+# rounded to one of them, and to the other one if its last bit differs. In e4m3 these two differ by
+# up to 1/8 of the value.
 _COARSE_TOLERANCE = 1e-1
 
 # Random input is multiplied by each of these factors. Large input shows whether a module clamps
-# values. Small input shows the epsilon of a norm. It also shows what the branches of a layer add:
-# a large residual would hide that.
+# values. Small input shows the epsilon of a norm. Small input also shows what the branches of a
+# layer add: a large residual would hide that.
 MODULE_SCALES = (1.0, 2.0**8)
 NORM_SCALES = (1.0, 2.0**-10, 2.0**10)
 LAYER_SCALES = (2.0**-8, 2.0**8)
@@ -79,7 +80,7 @@ class MarkedCosSin(CosSin):
 def record_arguments(
     module: PreTrainedModel, fits: Callable[[nn.Module], object]
 ) -> WeakKeyDictionary[nn.Module, Arguments]:
-    """Run the model once, and record with which arguments each module is called that ``fits``.
+    """Run the model once. For each module that ``fits``, record the arguments of its call.
 
     cos and sin are among them, as :class:`MarkedCosSin`. A module is forgotten once it has been
     replaced.
@@ -143,7 +144,8 @@ def run_module(
 
 
 def relative_error(got: Tensor, right: Tensor) -> float:
-    """The norm of the difference over the norm of ``right``. NaN if anything is not finite."""
+    """The norm of the difference over the norm of ``right``. NaN or infinite if a number of either
+    is."""
     right = right.float()
     return float((got.float() - right).norm() / right.norm())
 

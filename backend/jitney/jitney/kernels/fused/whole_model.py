@@ -125,8 +125,9 @@ class FusedForward:
 
     def cos_sin(self, positions: Tensor) -> list[CosSin]:
         """cos and sin [T, R] of these positions, from each of the tables."""
-        # cos and sin of a token are side by side: the offset from one to the other does not depend
-        # on the number of tokens, so the kernel that reads them is the same for every step.
+        # cos and sin of a token are side by side. So the offset from cos to sin, and with it the
+        # alignment of sin, is the same for any number of tokens. A compiler that makes a kernel for
+        # each alignment, as that of the Triton language, then makes only one.
         found = (table.index_select(0, positions).unbind(1) for table in self.tables)
         return [(cos, sin) for cos, sin in found]
 

@@ -81,7 +81,7 @@ def attention_kernel(
     BLOCK_N: tl.constexpr,
     MIN_PART: tl.constexpr,
     ONLY_DECODES: tl.constexpr,  # each row of the batch has one new token
-    ALWAYS_MASKED: tl.constexpr,  # all tiles run the loop of a decode: the bits are the same
+    ALWAYS_MASKED: tl.constexpr,  # all tiles run the masked loop, as decodes do: the same bits
 ):
     """Programs (num_rows * num_parts + tiles, KV_HEADS).
 

@@ -80,8 +80,8 @@ def store_result(
     has no value.
     """
     if sinks is not None:
-        # The sink is one more key: the maximum may rise, and what came before is brought to the new
-        # one. ``result`` is so, too, by way of the scale.
+        # The sink is one more key: the maximum may rise. ``total`` and ``result`` are brought to
+        # the new maximum by ``shrink``. ``result`` is multiplied by it below, with ``v_scale``.
         sink = tl.load(sinks + query_head, real_row, other=0.0) * LOG2_E
         new_top = tl.maximum(top, sink)
         shrink = tl.exp2(top - new_top)

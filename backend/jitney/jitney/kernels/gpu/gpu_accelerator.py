@@ -183,7 +183,8 @@ def compile_module(module: PreTrainedModel, backend: str = "inductor") -> None:
     """Compile the module's forward for any number of tokens. Attention stays as it is: its kernels
     are compiled already, and it is called through an object that the compiler need not look into.
     """
-    # The name belongs to the process; for whoever does not compile, the function is the same.
+    # The name stands for this function in the whole process. Modules that are not compiled call it
+    # too, and for them it does what it did before.
     AttentionInterface.register(NAME, torch.compiler.disable(paged_attention))
     module.forward = torch.compile(module.forward, dynamic=True, backend=backend)
 

@@ -96,9 +96,9 @@ class GpuAttention:
         only_decodes = max_query_len == 1 and num_rows == num_tokens
         tiles = self.tiles.decodes if only_decodes else self.tiles.mixed
         # As many parts as keep the device busy, but not more than have enough keys.
-        busy = round(tiles.programs / (num_rows * self._kv_heads))
-        most = min(_MOST_PARTS, triton.cdiv(max_context_len, tiles.least_part))
-        parts = max(1, min(busy, most))
+        parts_to_be_busy = round(tiles.programs / (num_rows * self._kv_heads))
+        most_parts = min(_MOST_PARTS, triton.cdiv(max_context_len, tiles.least_part))
+        parts = max(1, min(parts_to_be_busy, most_parts))
         return LaunchPlan(only_decodes, parts, tiles)
 
     def __call__(self, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata) -> Tensor:

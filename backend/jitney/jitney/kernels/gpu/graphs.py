@@ -76,8 +76,8 @@ class CudaCapture:
         try:
             self._capture_into(graph, launch)
         except Exception as error:
-            # If ``launch`` raises, so does the end of the capture then, and that error only says
-            # that the capture failed. The first one, which says why, is its context.
+            # If ``launch`` raises, the end of the capture raises a second error, which only says
+            # that the capture failed. The first error says why: it is the context of the second.
             cause = error.__context__ or error
             self._end_allocations()
             raise CaptureError(*str(cause).splitlines()[:1]) from cause
@@ -254,7 +254,8 @@ class DecodeGraphs:
             plans={},
         )
         logits = self._forward(self._ids[:size], meta, self._indices[:size])
-        # In the run before the first capture: what is allocated in a capture belongs to the graphs.
+        # This happens in the run before the first capture. What is allocated during a capture would
+        # belong to the graphs' memory, which they overwrite.
         if self._logits is None:
             self._logits = logits.new_empty((len(self._ids), logits.shape[1]))
         # Graphs share the memory of what they compute, so the next one overwrites ``logits``.

@@ -17,8 +17,8 @@ from jitney.execution.reference import ReferenceAttention
 
 _TOKENS = 256
 _MARGIN = 2.0
-"""A scale leaves room for numbers so many times the largest that was seen: other texts may go
-beyond it. That costs no precision: a float8 has as many bits for smaller numbers."""
+"""A scale leaves room for numbers so many times the largest that was seen: other texts may have
+larger ones. That costs no precision: a float8 has as many bits for smaller numbers."""
 _LARGEST_E4M3 = 448.0
 _SMALLEST = 1e-6
 """The least scale. A head that gave only zeros needs one, too, as its numbers are divided by it."""

@@ -45,12 +45,12 @@ def measure_steps(
     rows = min(config.max_num_seqs, info.max_num_batched_tokens)
     greedy = SamplingParams(temperature=0.0, seed=0)
     runner.execute(Batch(decode_rows(info, rows, greedy)))
+    # What is reserved, not what is allocated, here and below: gaps between tensors count.
     decode_bytes = torch.cuda.max_memory_reserved(model.device) - allocated_before
     for batch in largest_batches(info, config):
         for row in batch.rows:
             row.adapter = adapter
         runner.execute(batch)
-    # Reserved, not allocated: gaps between tensors count.
     activations = torch.cuda.max_memory_reserved(model.device) - allocated_before
     # Free the adapter, which the last batch holds, too: its memory is counted elsewhere.
     del adapter, batch, row

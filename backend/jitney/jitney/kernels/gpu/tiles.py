@@ -87,7 +87,7 @@ def tiles_for(
     device: torch.device, dtype: torch.dtype, head_size: int, group: int, batch_invariant: bool
 ) -> TileTable:
     """The table's line for a device."""
-    # For the interpreter that of an H100.
+    # The interpreter takes the line of an H100.
     capability = (9, 0)
     processors = 132
     if device.type == "cuda":
@@ -117,8 +117,9 @@ def look_up(
     How the sizes were chosen:
 
     - A step of decodes waits for memory. On a multiprocessor there is room for three programs. Each
-      loads up to two stages while it computes a third: together 100 to 190 KiB at any time, where
-      latency times bandwidth is a third of that.
+      loads up to two stages, of 16 or 32 KiB, while it computes a third one. Together 100 to 190
+      KiB are on their way at any time. A third of that would do to keep the memory busy: its
+      latency times its bandwidth.
     - In a mixed step one program of 8 warps computes 128 rows, so each K and V that comes from the
       L2 cache is used 128 times.
     """

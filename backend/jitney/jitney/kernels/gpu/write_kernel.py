@@ -17,11 +17,12 @@ def _round_to_e4m3(x):
     """Float32 ``x`` rounded to the nearest value of e4m3, ties to even.
 
     For the interpreter alone, whose own conversion is wrong where rounding up changes the exponent.
-    What has been rounded here it converts correctly.
+    It converts numbers correctly that have been rounded here.
     """
     # Bits 23 to 30 of a float32 are its exponent, plus 127.
     exponent = ((x.to(tl.int32, bitcast=True) >> 23) & 255) - 127
-    # An e4m3 has 3 bits behind the point, and no exponent below -6: so far are neighbours apart.
+    # An e4m3 has 3 bits behind the point, and no exponent below -6. So the next e4m3 number is
+    # 2 ** (exponent - 3) away.
     step = tl.exp2((tl.maximum(exponent, -6) - 3).to(tl.float32))
     # A float32 of this size has no bits behind the point: adding it rounds to a whole number.
     magic = 12582912.0  # 1.5 * 2**23
@@ -67,7 +68,8 @@ def write_kernel(
     if slot >= 0:
         head = tl.program_id(1) * HEADS_OF_PROGRAM + tl.arange(0, HEADS_OF_PROGRAM)
         element = tl.arange(0, HEAD_TILE)
-        # Both are powers of 2, so a program may have heads and elements that there are not.
+        # A program's numbers of heads and of elements are powers of 2. So it may have more of them
+        # than there are.
         real_head = head < KV_HEADS
         real = real_head[:, None] & (element < HEAD_SIZE)[None, :]
 
