@@ -27,7 +27,7 @@ class Usage:
     def __init__(self) -> None:
         self.completion_tokens = 0
         self.cached_tokens = 0
-        """Prompt tokens that were found in the prefix cache. The last step of a prompt tells."""
+        """Prompt tokens that were found in the prefix cache: known with a prompt's last step."""
         self._tokens_of_prompts: dict[int, int] = {}
 
     @property

@@ -103,7 +103,7 @@ def _add_routes(app: FastAPI, gateway: "Gateway", endpoints: Sequence[Endpoint])
         else:
             handler = partial(_answer_with_body, endpoint.answer, endpoint.body)
             _add_route(app, gateway, endpoint, handler, schemas.of_type[endpoint.body])
-    # FastAPI makes the document once, and keeps it.
+    # FastAPI makes the document once and keeps it, so what is added here stays.
     document = app.openapi()
     document["components"] = {"schemas": schemas.components | ERRORS}
 

@@ -174,7 +174,8 @@ def _parse_python_call(call: ast.expr) -> ParsedCall:
         if keyword.arg is None:
             raise ValueError("a mapping in place of keywords")
         values[keyword.arg] = ast.literal_eval(_JsonNames().visit(keyword.value))
-    # JSON with escapes, read again, has joined the halves of characters outside the basic plane.
+    # The values may have the two halves of a character apart, each as an escape. Written as JSON
+    # with escapes and read again, the halves are one character.
     values = json.loads(json.dumps(values, allow_nan=False))
     arguments = json.dumps(values, ensure_ascii=False)
     arguments.encode()  # raises for half a character, which no client could read

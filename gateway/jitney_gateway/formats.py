@@ -28,9 +28,9 @@ class CallSyntax(NamedTuple):
 class ToolFormat(NamedTuple):
     """How the calls in an answer look. A call is a head, a body and closing markers.
 
-    A head is a regular expression that ends in a lookahead at the first character of the body. So
-    it can match with one length only, and a text fails at the first character that cannot belong to
-    a call.
+    A head is a regular expression that ends in a lookahead at the first character of the body. The
+    lookahead fixes where a head ends, whatever space stands before the body. And a text that is no
+    call stops to match at the first character that cannot belong to one.
     """
 
     body: str

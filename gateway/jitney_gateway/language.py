@@ -250,7 +250,8 @@ def _endpoint(
 async def _events_of_steps(
     steps: AsyncGenerator[Step], answer: ModelAnswer, timer: AnswerTimer, request_id: str
 ) -> AsyncGenerator[list[JsonObject]]:
-    """The events that the answer makes of each step. To leave it ends the requests."""
+    """The events that the answer makes of each step. A caller that leaves it ends the
+    requests."""
     try:
         async for step in steps:
             timer.add_step(step)

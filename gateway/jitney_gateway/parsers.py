@@ -76,6 +76,7 @@ class Parser:
         self._in_reasoning = begins_with_reasoning(reasoning_format)
         self._body: CallBody | None = None
         self._skipping: tuple[str, ...] | None = None
+        """Markers to drop beside space; there may be none. None: nothing is dropped."""
         if self._in_reasoning and markers is not None:
             # The begin marker ended the prompt; a model may repeat it.
             self._skipping = (markers.begin,)
@@ -171,7 +172,8 @@ class Parser:
                 return False
             calls = body.parse(self._held[body.start : end], self._schemas)
         except MALFORMED:
-            # It was no call: its head is content, and a real head may follow at once.
+            # It was no call: its head is content, and a real head may follow at once. A bare head
+            # may be empty. Then `_send` changes nothing, and it must not be found here once more.
             self._body = None
             self._at_beginning = False
             self._send(body.start)

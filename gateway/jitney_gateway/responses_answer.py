@@ -122,6 +122,7 @@ class ResponseAnswer:
         part: JsonObject = {"type": _ITEM_FORMS[block.kind].event, "text": block.text}
         if block.kind == "text":
             part["annotations"] = []
+            # Logprobs exclude tools and reasoning: there is one block, and all of them are its own.
             part["logprobs"] = self._logprobs if block.text else []
         return part
 

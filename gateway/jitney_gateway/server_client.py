@@ -30,7 +30,8 @@ MAX_WAITING = 4096
 _FRESH_S = 30.0
 """Seconds for which the gateway trusts what it knows of a model."""
 _ADAPTERS_FRESH_S = 1.0
-"""Seconds for which it trusts a model's list of adapters not to have a new one."""
+"""Seconds after which a model's list of adapters may lack a new one: then the model is asked
+again."""
 _CODES = ("INVALID_ARGUMENT", "UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "INTERNAL")
 _CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),
@@ -140,7 +141,8 @@ class ServerClient:
         except UnknownModelError:
             adapter = await self._find_adapter(name)
             if adapter is None:
-                # An entry of before stays: a request that has found it may be about to use it.
+                # What was known of the name stays. A request that has found it looks it up once
+                # more when it is sent (`_with_adapter`).
                 raise
             model = adapter
         self._models[name] = model
@@ -288,7 +290,7 @@ class ServerClient:
             try:
                 async for result, error in stream:
                     outputs = {} if result is None else _output_arrays(result)
-                    has_ended = _is_final(outputs)
+                    has_ended = _is_final(outputs)  # an error is final too
                     if error is not None:
                         raise error
                     yield outputs

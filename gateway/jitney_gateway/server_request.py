@@ -272,7 +272,8 @@ def _lowest_tier(tiers: Sequence[str], limits: Limits) -> str:
     allowed = [name for name in tiers if name in limits.tiers]
     if allowed:
         return allowed[-1]
-    # The key has no limits; or the model has none of its tiers, and will refuse this one.
+    # The key has no limits. Or it may ask for none of the model's tiers: then the model refuses
+    # this one.
     return tiers[-1]
 
 

@@ -121,8 +121,8 @@ def _python_argument(name: str, schema: Any, whole: Mapping[str, Any]) -> str:
 
 
 def _xml_argument(name: str, schema: Any, whole: Mapping[str, Any]) -> str:
-    """A parameter between its tags. A value that may be a string is any text up to the last
-    tag."""
+    """A parameter between its tags. A value that may be a string is any text up to the first
+    ``</parameter>``."""
     types = types_of(schema)
     choices = schema.get("enum", ()) if isinstance(schema, Mapping) else ()
     if choices and all(isinstance(choice, str) for choice in choices):

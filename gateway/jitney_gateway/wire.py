@@ -171,9 +171,9 @@ class Generation(WireRecord, kw_only=True):
 
     model: str
     params: dict[str, Any] = {}
-    """The fields of the body that are sampling parameters and no fields of this record: name ->
-    value. The model gets them as they are and checks types and ranges. The body itself has no field
-    ``params``."""
+    """The sampling parameters for which this record has no field of their own: name -> value. In
+    the body they stand among the other fields, so clients send no ``params``. The model gets them
+    as they are, and checks types and ranges."""
     n: Annotated[int, Meta(ge=1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -1,5 +1,5 @@
-"""Rows as requests to a server, so many at a time: an executor. What is asked how is its caller's:
-``remote.py`` for a Triton server, or here for a server of OpenAI's API."""
+"""Rows as requests to a server, so many at a time: an executor, which is given the function that
+asks for a row. That of a Triton server is in ``remote.py``, that of OpenAI's API is here."""
 
 import http.client
 import socket
@@ -20,7 +20,7 @@ from jitney_jobs.job import Job
 TIMEOUT_S = 600.0
 """Without a response for so long, a request is given up."""
 _OF_THE_LINE = (400, 409, 413, 422)
-"""Statuses that another try would have too."""
+"""Statuses that are the line's fault: another try would get them again."""
 _CODES = {500: "INTERNAL", 504: "DEADLINE_EXCEEDED"}
 Line = tuple[str, bytes]
 """A path and a body."""
@@ -61,7 +61,8 @@ class InServer:
 
 
 def access_of(job: Job) -> Access:
-    """Raises InvalidArgumentError for files that cannot be read."""
+    """How the job reaches its server: TLS, certificates and key. Raises InvalidArgumentError for
+    files that cannot be read."""
     ca_file, key = (Path(each) if each else None for each in (job.ca_file, job.api_key_file))
     return Access.of(job.tls or str(job.server).startswith("https:"), ca_file, key)
 
@@ -102,7 +103,7 @@ class OpenAiServer:
         return from_code(_CODES.get(response.status, "UNAVAILABLE"), text)
 
     def abort(self) -> None:
-        """Leave the server, which then leaves the requests."""
+        """Close the connections. The server then drops their requests."""
         for sock in [connection.sock for connection in [*self._open]]:
             if sock is not None:
                 with suppress(OSError):  # its thread has just closed it

@@ -48,12 +48,12 @@ _SUFFIXES: dict[str, InputFormat] = {
 _COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
 LINES = ("jsonl", "openai")
 _OF_THE_FILE = (FileNotFoundError, PermissionError, IsADirectoryError)
-"""Errors that do not pass, and say nothing about the storage."""
+"""Errors that are the file's fault, not the storage's: another try would meet them again."""
 _ERRORS = (OSError, pa.ArrowInvalid, csv.Error)
 _PARTITION = re.compile(r"([^=]+)=(.*)")
 _BUFFER = 1 << 20
 _PLAIN = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
-"""Types that Arrow cannot take rows of, and what stands for them here."""
+"""Types from whose columns Arrow cannot take single rows -> the types that stand for them here."""
 _CHUNK_BYTES = 8 << 20
 """About the most of a chunk."""
 
@@ -139,7 +139,7 @@ def wait_or_raise(tries: int, retries: int, path: str, error: Exception) -> None
 
 
 def pause(tries: int) -> float:
-    """Seconds before a try after so many."""
+    """Seconds before the next try of what was tried again ``tries`` times."""
     return float(2**tries)
 
 
@@ -166,7 +166,7 @@ class Dataset:
             self._base, found = _found(self._fs, path)
             found = [info for info in found if not info.path.startswith(own)]
         except OSError as error:
-            wait_or_raise(0, 0, job.input, error)
+            wait_or_raise(0, 0, job.input, error)  # raises: there is no second try
         self.format = job.input_format
         if self.format == "auto":
             kinds = {_format_of(info.path) for info in found} - {None}
@@ -182,7 +182,8 @@ class Dataset:
         self.files = [InputFile(info.path, info.size, info.mtime_ns or 0) for info in found]
         self.files.sort(key=lambda file: file.path)
         self.whole = self.format in ("text", "image")
-        """Whether each file is a row: of number 0, 1, … of the file 0, which is all of them."""
+        """Whether each file is a row. All of them together are then the file 0, and the index of a
+        file is the index of its row."""
 
     @property
     def schema(self) -> pa.Schema | None:
@@ -196,7 +197,7 @@ class Dataset:
                 parquet = self.format == "parquet"
                 schema = pq.read_schema(source) if parquet else pa.ipc.open_file(source).schema
         except _ERRORS as error:
-            wait_or_raise(0, 0, first, error)
+            wait_or_raise(0, 0, first, error)  # raises: there is no second try
         fields = {field.name: field.type for field in schema}
         return pa.schema(fields | dict.fromkeys(self._partition(first), pa.string()))
 
@@ -223,6 +224,8 @@ class Dataset:
         for index in range(len(sizes)) if files is None else files:
             file = self.files[index]
             columns = {} if self.whole else self._partition(file.path)
+            # After a failure a file is read from its beginning. `given`: rows of it that were given
+            # before the failure; they are not given again.
             first = given = tries = 0
             while not record.is_done(index):
                 try:
@@ -231,9 +234,13 @@ class Dataset:
                         end = first + len(data)
                         if not done.covers(index, first, end) and given < end:
                             position = (before + share * sizes[index]) / total
-                            at = [i for i in range(first, end) if not done.covers(index, i, i + 1)]
-                            data = _taken(data, [row - first for row in at])
-                            yield Chunk(index, at, self.format, data, columns, position)
+                            left = [
+                                row
+                                for row in range(first, end)
+                                if not done.covers(index, row, row + 1)
+                            ]
+                            data = _taken(data, [row - first for row in left])
+                            yield Chunk(index, left, self.format, data, columns, position)
                         first = end
                         given = max(given, end)
                     break
@@ -246,7 +253,8 @@ class Dataset:
 
     def _batches(self, index: int, done: Ranges, size: int) -> Iterator[tuple[Any, float]]:
         """(at most ``size`` rows, the share of the file that is read), in order, each time the
-        same. A Parquet row group that is done is a range of any size."""
+        same. A Parquet row group whose rows are all done is not read: in place of the rows
+        stands a range, as long as the group, whatever ``size`` is."""
         file = self.files[index]
         if self.whole:
             for first in range(0, len(self.files), size):
@@ -283,6 +291,7 @@ class Dataset:
                 if codec:
                     text = io.BufferedReader(pa.CompressedInputStream(source, codec))
                 of_csv = self.format == "csv"
+                # Of lines, those with nothing but space are no rows.
                 lines = _records(text, file.path) if of_csv else filter(bytes.strip, text)
                 for data in iter(lambda: _next_of(lines, size), []):
                     yield data, 1.0 if raw.closed else source.tell() / file.size

@@ -51,7 +51,8 @@ class Executor(Protocol):
         """How many rows it may hold now."""
 
     def rank(self, prepared: Any, ending: bool) -> Any:
-        """Rows of which many wait come in this order, or in its reverse unless it is ``ending``."""
+        """The key by which the rows of a generation are sorted (:class:`Feeder`), or sorted in
+        reverse. The last generation, which is ``ending``, is never reversed."""
 
     def submit(self, key: int, prepared: Any) -> None:
         """Take a row. Raises InvalidArgumentError for one that cannot be run."""
@@ -99,6 +100,7 @@ class InEngine:
 
     def rank(self, prepared: EncodedPrompt, ending: bool) -> tuple[int, list[int]]:
         """By prefix; in the end by length of output first, in powers of two."""
+        # Two items: the length of output, which counts in the end only, and the prompt.
         return -prepared.params.max_tokens.bit_length() if ending else 0, prepared.ids
 
     def submit(self, key: int, prepared: EncodedPrompt) -> None:
@@ -113,9 +115,12 @@ class InEngine:
 
 
 class InSession:
-    """An exported model, run by ONNX Runtime in this process. Its rows come by length, and a batch
-    holds so many elements, of short rows more than of long ones: so it has little padding; or none,
-    and so many rows, if the model could tell."""
+    """An exported model, run by ONNX Runtime in this process.
+
+    Its rows come sorted by length. If padding does not change the model's output, a batch has a
+    number of elements: more short rows than long ones, and little padding. Otherwise nothing is
+    padded, and a batch has a number of rows.
+    """
 
     def __init__(self, job: Job) -> None:
         """Raises a LoadError, and InvalidArgumentError for an output that the model lacks."""
@@ -131,7 +136,9 @@ class InSession:
         self._output = chosen_output(job, self.signature)
         masked = any(info.name == "attention_mask" for info in self.signature.inputs)
         (taken,) = (info for info in self.signature.outputs if info.name == self._output)
+        # Padding changes nothing if the mask excludes it and the output's shape does not vary.
         self._pads = masked and min(taken.dims, default=1) >= 0
+        # A batch is counted in rows if the job gives its size, or if nothing is padded.
         self._by_rows = bool(job.batch_size) or not (self._pads and session.signature.can_batch)
         sizes = (job.batch_size,) if job.batch_size else _SIZES if self._by_rows else _ELEMENTS
         self._sizes = BatchSizes(sizes if session.signature.can_batch else (1,))
@@ -145,6 +152,7 @@ class InSession:
 
     @property
     def capacity(self) -> int:
+        """The rows that run, and a batch of rows beside them."""
         return len(self._ahead[0]) + max(1, self._sizes.now // self._longest)
 
     def rank(self, prepared: Arrays, ending: bool) -> int:
@@ -156,11 +164,11 @@ class InSession:
             self._longest = max(self._longest, _size(prepared))
 
     def step(self) -> list[Outcome]:
-        """Have those that are held run together, or, if that fails, each alone; the results of
-        those that ran before."""
+        """Begin to run the rows that are held: together, or each alone if that fails. Returns the
+        results of the rows that were begun by the call before."""
         keys, future = self._ahead
         rows = list(self._held.values())
-        room = self.capacity - len(keys)
+        room = self.capacity - len(keys)  # rows of a full batch
         self._ahead = [*self._held], self._pool.submit(self._run, rows, room, self._sizes.now)
         self._held = {}
         self._longest = 1
@@ -177,8 +185,10 @@ class InSession:
             for row in (_padded(rows) if self._pads else rows)
         ]
         answers = self._batcher.execute(joined)
+        # Only a full batch tells how fast its size is.
         if len(rows) >= room:
             self._sizes.note(size, sum(map(_size, rows)) / (time.perf_counter() - began))
+        # `most_rows` is an average: `room_before` is the room of all steps before.
         room_before = figures["most_rows"] * figures["steps"]
         figures["steps"] += 1
         figures["rows_in_steps"] += len(rows)
@@ -274,6 +284,7 @@ class Models:
             self._key = key
             self._loaded = load(job)
         executor, context = self._loaded
+        # Counts begin anew; `most_rows` is no count, and the engine sets it once.
         executor.figures.update(dict.fromkeys(executor.figures.keys() - {"most_rows"}, 0.0))
         return executor, msgspec.structs.replace(context, job=job)
 
@@ -314,8 +325,9 @@ class Feeder:
 
     Looks ahead: rows go in generations. When all rows of one have gone, those that came meanwhile
     are sorted by the executor's rank: so prompts with a common prefix follow one another, and rows
-    of like length meet. No row is passed by more than those of one generation, which its caller
-    bounds. Once the input has ended, all that is left is one generation, long outputs first.
+    of like length meet. A row is overtaken by rows of its own generation only, and the caller
+    bounds how many these are. Once the input has ended, all that is left is one generation, long
+    outputs first.
     """
 
     def __init__(self, executor: Executor, retries: int) -> None:
@@ -377,7 +389,8 @@ class Feeder:
         return ended
 
     def _look_ahead(self) -> None:
-        """Begin a generation. Upwards and downwards in turn: where two meet, rows are alike."""
+        """Begin a generation. Generations ascend and descend in turn, so that rows are alike where
+        one ends and the next begins."""
 
         def rank(item: Item) -> Any:
             bad = isinstance(item.made, InvalidArgumentError)

@@ -1,7 +1,7 @@
 """Tasks of language models: from a row to a prompt, and from what is generated to columns.
 
-The prompt is of a template, of a text with columns in braces, or a column; or the row is a line of
-OpenAI's batch service, a request with parameters of its own.
+The prompt is made by a template, or of a text with columns in braces, or it is a column. Or the row
+is a line of OpenAI's batch service: a request with parameters of its own.
 """
 
 import hashlib
@@ -270,6 +270,7 @@ def _make_prompt(job: Job) -> Callable[[Row], Any]:
 
     def fill(row: Row) -> str:
         def value(match: re.Match[str]) -> str:
+            # Two braces without a column stand for one.
             return match[0][0] if match[1] is None else str(column_of(row, match[1]))
 
         return _FIELD.sub(value, text)

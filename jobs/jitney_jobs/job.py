@@ -16,9 +16,9 @@ from msgspec import Meta
 
 _UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
 STOPPED = 130
+"""The exit status that shells expect of an interrupted command."""
 LATE = 4
-"""Exit statuses: what shells expect of an interrupted command; complete, but later than it was to
-be."""
+"""The exit status of a job that is complete, but later than it was to be."""
 Count = Annotated[int, Meta(ge=1)]
 CountOrNone = Annotated[int, Meta(ge=0)]
 Port = Annotated[int, Meta(ge=0, le=65535)]

@@ -24,7 +24,7 @@ from jitney_jobs.job import Job, differences, due_at
 
 VERSION = 2
 _MANY = 1 << 17
-"""Intervals of rows that are kept before they are joined."""
+"""So many intervals of rows are gathered before those that touch are joined."""
 Interval = tuple[int, int, int]
 """Rows of a file: (file, first, end)."""
 
@@ -93,6 +93,7 @@ class Ranges:
 
     def covers(self, file: int, first: int, end: int) -> bool:
         """Whether every row of [first, end) is here."""
+        # If a piece has all of the rows, it is the last one that begins at `first` or before.
         at = bisect_right(self.pieces, (file, first, sys.maxsize))
         before = self.pieces[at - 1] if at else (-1, 0, 0)
         return first >= end or (before[0] == file and before[2] >= end)
@@ -216,7 +217,7 @@ class JobJournal:
             self.record = Record(self._path)
         if begun is None or changes:
             self.append(Begin(VERSION, job, files, whole, time.time()))
-        else:  # one list of the files is enough
+        else:  # the lists of files are equal: one of them in memory is enough
             self.record.begin = msgspec.structs.replace(begun, files=files)
 
     def append(self, line: Line) -> None:

@@ -79,7 +79,7 @@ class Metrics:
             yield made
 
     def _push(self, gateway: str) -> None:
-        """Now, every so often, and at the end; the job goes on, whatever comes of it."""
+        """Push now, every so often, and once more at the end. If that fails, the job goes on."""
         failed = closed = False
         while True:
             try:

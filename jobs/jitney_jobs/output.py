@@ -95,10 +95,12 @@ class Output:
         of them is a column of the input too."""
         fields = fields or pa.schema([])
         of_input = self._dataset.schema or pa.schema([])
+        # `keep` can be checked only if the files state the input's columns.
         for name in self._job.keep or () if of_input.names else ():
             if name not in of_input.names:
                 raise InvalidArgumentError.of("keep", name, f"one of {', '.join(of_input.names)}")
         kept = self.merged(dict.fromkeys(of_input.names), {}).keys()
+        # Raises for a column of both.
         self.merged(dict.fromkeys(of_input.names), dict.fromkeys(fields.names))
         columns = [f.with_nullable(True) for f in of_input if f.name in kept]
         self._known = pa.schema([*columns, *fields])
@@ -129,7 +131,7 @@ class Output:
 
     def write(self, part: list[Ended], figures: dict[str, float]) -> None:
         """Write a part and commit it. Rows that do not fit become bad ones. ``part`` is emptied
-        while it is encoded: its memory is the next one's."""
+        while it is encoded, so that the next part can have its memory."""
         number = self._journal.record.next_number
         total = len(part)
         pieces = Ranges((file, row, row + 1) for (file, row), _ in part).pieces
@@ -224,11 +226,13 @@ def _bad_line(bad: BadRow) -> bytes:
 
 
 def _loss(kind: pa.DataType) -> Callable[[Any], Any] | None:
-    """Whether Arrow would round a value without a word, or leave some of it out, to make it of
-    this type. None if it does neither."""
+    """A test: whether Arrow would round a value, or leave some of it out, without a word, to make
+    it of this type. None if it does so with no value."""
     if pa.types.is_integer(kind):
+        # A float with a fraction would be cut.
         return lambda value: isinstance(value, float | np.floating) and value != int(value)
     if pa.types.is_struct(kind):
+        # A name that the type lacks would be left out; the value of another may lose something.
         fields = {field.name: _loss(field.type) for field in kind}
         return lambda value: (
             isinstance(value, Mapping)
@@ -238,6 +242,7 @@ def _loss(kind: pa.DataType) -> Callable[[Any], Any] | None:
             )
         )
     is_list = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    # A list loses something if an element does. Integers alone never do: none is looked at then.
     loses = _loss(kind.value_type) if any(each(kind) for each in is_list) else None
     return loses and (
         lambda value: (
@@ -252,6 +257,7 @@ def _infer_schema(rows: Sequence[Row], known: pa.Schema) -> pa.Schema:
     for name in dict.fromkeys(name for row in rows for name in row if name not in known.names):
         values = [row[name] for row in rows if row.get(name) is not None]
         kind = pa.string()
+        # All values together; if they have no common type, each alone until one has a type.
         for some in (values, *([each] for each in values)) if values else ():
             with contextlib.suppress(Exception):
                 found = pa.array(some).type

@@ -37,11 +37,12 @@ from jitney_jobs.prepare import (
 
 _POLL_S = 0.2
 _IN_FLIGHT_BYTES = 128 << 20
+"""No chunk is read while the rows on their way have more bytes: as they were read, or as they were
+read and with what was made of them."""
 _PART_BYTES = 64 << 20
-"""Of rows as they were read: with more of them, or with what was made of them, no chunk is read,
-and a part is written."""
+"""A part is written when its rows had so many bytes as they were read."""
 _JUDGED = 100
-"""A share of bad rows ends the job once so many are done."""
+"""Rows that must be done before a share of bad ones can end the job."""
 _SECONDS = ("read_s", "prepare_s", "waited_s", "run_s", "write_s")
 """``waited_s`` is the time in which the executor had nothing to do."""
 _COUNTS = ("done", "bad", "tries", "most_in_flight", "taken", "position")
@@ -69,7 +70,7 @@ class Gathering(ABC):
         self._before = journal.record.failed, journal.record.failed + journal.record.written
         """Bad rows, and all rows, of the runs before."""
         self._held: dict[int, Ended] = {}
-        """By key, those that wait for one before them, if the order is kept."""
+        """By key: rows that have ended before an earlier one has, if the order is kept."""
         self._next_key = 0
         self._part: list[Ended] = []
         self._part_began = 0.0
@@ -87,7 +88,7 @@ class Gathering(ABC):
         handlers = {number: signal.getsignal(number) for number in signals if main}
 
         def stop(number: int, frame: object) -> None:
-            """Between two steps; a second signal does what it did before."""
+            """Stop between two steps. A second signal does what it did before this run."""
             self._stop = True
             signal.signal(number, handlers[signal.Signals(number)])
 
@@ -133,6 +134,7 @@ class Gathering(ABC):
         self._counts["done"] += 1
         self._counts["moved_at"] = time.time()
         self._held[item.key] = item.place, ended
+        # In order: all rows without a gap before them. Otherwise this one, the only one held.
         key = self._next_key if self._job.ordered else item.key
         while key in self._held:
             self._part_began = self._part_began if self._part else time.monotonic()
@@ -148,6 +150,7 @@ class Gathering(ABC):
         old = time.monotonic() - self._part_began >= self._job.part_seconds
         full = len(self._part) >= self._job.part_rows or self._part_bytes >= _PART_BYTES
         due = self._part and (all_rows or old or full)
+        # One part is written at a time. That its writing failed is raised as soon as it is known.
         if self._writing is not None and (due or all_rows or self._writing.done()):
             writing = self._writing
             self._writing = None
@@ -241,6 +244,7 @@ class Pipeline(Gathering):
         while not self._input_ended:
             if self._reading is None:
                 full = self._in_flight + self._chunk_rows > self._job.in_flight
+                # Two chunks tell how large a row is; before, no more are read.
                 early = len(self._preparing) > 1 and not self._row_bytes
                 nbytes = max(self._bytes, self._row_bytes * self._in_flight)
                 if full or early or nbytes >= _IN_FLIGHT_BYTES:
@@ -252,6 +256,7 @@ class Pipeline(Gathering):
             self._reading = None
             if isinstance(read, Chunk):
                 self._in_flight += len(read.rows)
+                # What its rows take off again: each has a whole number of bytes (`_take`).
                 self._bytes += read.nbytes // len(read.rows) * len(read.rows)
                 most = max(self._counts["most_in_flight"], self._in_flight)
                 self._counts["most_in_flight"] = most
@@ -289,5 +294,6 @@ class Pipeline(Gathering):
 
     def _figures(self) -> dict[str, float]:
         figures = {**super()._figures(), **self._executor.figures, "tries": self._feeder.tries}
+        # This process' clock does not have the CPU time of worker processes.
         figures["cpu_s"] += self._counts["prepare_s"] if self._workers.beside else 0.0
         return figures

@@ -39,8 +39,8 @@ from jitney_jobs.tensors import Tensors
 
 @dataclass
 class Item:
-    """A row on its way: with what was made of it for the executor, and then by the executor. For a
-    bad row that is an InvalidArgumentError."""
+    """A row on its way. ``made`` is what was prepared of it for the executor; on a cluster it is
+    then the executor's result. Of a bad row it is an InvalidArgumentError."""
 
     place: Place
     row: Row | None
@@ -49,7 +49,8 @@ class Item:
     """Of this run; rows count from 0 in the order of the input."""
     tries: int = 0
     nbytes: int = 0
-    """About: of the arrays that were made of it; in the pipeline, as it was read."""
+    """About how many: first of the arrays that were made of it, then, in the pipeline, of the row
+    as it was read."""
 
 
 Prepared = tuple[list[Item], float]
@@ -113,7 +114,7 @@ def make_task(context: Context) -> Task:
 
 def make_preparer(context: Context) -> Preparer:
     """What prepares a chunk, in the caller's thread. It raises UnavailableError if the storage
-    fails, and whatever a bad row may raise out of its reach."""
+    fails, and whatever is raised outside of the work on a single row."""
     task = make_task(context)
     storage = Storage(context.job)
 
@@ -139,8 +140,8 @@ def make_preparer(context: Context) -> Preparer:
 
 
 def in_background(call: Callable[[], Any]) -> Future[Any]:
-    """Make a call in a thread of its own. Unlike an executor's, one that hangs keeps the process
-    from nothing."""
+    """Make a call in a thread of its own. The process can end even if the call hangs, unlike with a
+    thread of an executor."""
     future: Future[Any] = Future()
     threading.Thread(target=settle, args=(future, call), daemon=True).start()
     return future
@@ -162,8 +163,8 @@ class Workers:
         self._processes = [_Process(context) for _ in range(count)]
         self._calls: queue.SimpleQueue[tuple[Chunk, Future[Prepared]] | None] = queue.SimpleQueue()
         self._preparers: list[Preparer] = [*self._processes] or [make_preparer(context)]
-        # One thread each: a thread for each chunk would spread what it unpickles over more arenas
-        # of malloc's.
+        # One thread for each worker. If each chunk had a thread, what they unpickle would be spread
+        # over more of malloc's arenas.
         for prepare in self._preparers:
             threading.Thread(target=self._work, args=(prepare,), daemon=True).start()
 
@@ -233,7 +234,8 @@ class _Process:
             self._process = spawn.Process(target=_serve, args=(theirs,))
             self._process.start()
             theirs.close()  # so that an end of the process is an end of the pipe
-        self._pipe.send(self._context)  # what a start sends waits for ever if the process has died
+        # Not as an argument of the process: `start` would wait for ever if that has died.
+        self._pipe.send(self._context)
 
     def close(self) -> None:
         """End it at once."""
@@ -259,7 +261,7 @@ def _serve(pipe: Any) -> None:
             pipe.send(prepare(chunk))
         except UnavailableError as error:
             pipe.send(error)
-        except (Exception, SystemExit) as error:  # perhaps of what cannot be sent
+        except (Exception, SystemExit) as error:  # what was made may be impossible to send
             pipe.send(InvalidArgumentError(reason(error)))
 
 

@@ -53,7 +53,7 @@ _TASKS = 4
 """Of Ray's, that an engine's actor works on at the same time: each hands it a few batches, waits
 for the slowest, and in the end for all of them. More rows than fit wait in the actor."""
 _BLOCK_BYTES = 1 << 17
-"""Of things that travel together, and are done again together: some hundred prompts."""
+"""Bytes of things that travel together, and are done again together: some hundred prompts."""
 _SHARE = 0.2
 """CPUs that an actor asks Ray for. It takes what the node has, and finds a place on any node."""
 
@@ -113,7 +113,7 @@ class RayPipeline(Gathering):
     def _take(self, item: Item) -> None:
         file, row = item.place
         seen = self._seen.setdefault(file, bytearray())
-        seen.extend(bytes(max(0, row + 1 - len(seen))))
+        seen.extend(bytes(max(0, row + 1 - len(seen))))  # long enough to have this row
         if seen[row]:
             return
         seen[row] = 1
@@ -232,7 +232,8 @@ class _Engine:
         return _batch_of([*things, {self._name: figures}])
 
     def _work(self) -> None:
-        """The executor's thread. If it fails, so do the rows that it has, and with them the job."""
+        """The executor's thread: it takes all rows that have come, then lets the executor work
+        until more come. If it fails, so do the rows that it has, and with them the job."""
         running: dict[int, Future[None]] = {}
         try:
             for key in itertools.count():

@@ -89,7 +89,7 @@ def read_record(output: str, journal: str | None) -> Record:
 
 
 def _state(record: Record, job: Job, figures: dict[str, float]) -> State:
-    """Where a job stands, by its journal and the figures of a run."""
+    """Where a job stands. ``figures`` tell of one run, the journal's parts of all other runs."""
     before = [part for part in record.parts if part.figures["run"] != figures.get("run")]
     bad = sum(part.failed for part in before)
     done = bad + sum(part.written for part in before)

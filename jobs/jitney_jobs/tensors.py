@@ -24,7 +24,7 @@ Arrays = dict[str, np.ndarray]
 
 
 class Tensors:
-    """``signature`` has no dimension of the batch."""
+    """The tasks, on a model of ``signature``, which has no dimension of the batch."""
 
     def __init__(self, job: Job, signature: Signature, tokenizer: str | None) -> None:
         self._job = job

@@ -101,7 +101,7 @@ def _work(
             continue
         path, lock = claimed
         held = partial(_lies_at, path, lock)
-        state = "failed"
+        state = "failed"  # where the job's file goes; empty if it is stopped: it waits again
         for number in range(tries):
             if not held():
                 break
@@ -131,6 +131,7 @@ def _claim(folder: Path) -> tuple[Path, int] | None:
         running = folder / "running" / path.name
         with contextlib.suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # It may have been moved before it was locked. And a job of its name may be running.
             if _lies_at(path, file.fileno()) and (path == running or not running.exists()):
                 _move(path, running.parent)
                 return running, os.dup(file.fileno())

@@ -62,7 +62,7 @@ def engine_axes(
     current: Setting, given: Mapping[str, Any], highest_load: float | None, *, gpu: bool
 ) -> Axes:
     """max_num_seqs, up to the first power of four that no load exceeds, and the token budget.
-    ``highest_load`` None: loads by rate, whose number at once is unknown."""
+    ``highest_load``: of requests in flight. None: loads are rates, and that number is unknown."""
     sequences, tokens = current
     enough = 256 if highest_load is None else max(4, highest_load)
     counts = [each for each in _powers(4, _MOST_SEQUENCES)[1:] if each < 4 * enough]
@@ -112,7 +112,8 @@ def search(axes: Axes, current: Setting, scores: Mapping[Setting, Score]) -> Ite
     while moved:
         moved = False
         for i, values in enumerate(lines):
-            # What a lack of time leaves out is far away.
+            # All values of this axis, with the others as they are. The nearest come first: so what
+            # a lack of time leaves out is far away.
             steps = sorted((abs(value - here[i]), value) for value in values)
             line = [_canonical(axes, (*here[:i], value, *here[i + 1 :])) for _, value in steps]
             yield from (each for each in dict.fromkeys(line) if each not in scores)
@@ -123,8 +124,8 @@ def search(axes: Axes, current: Setting, scores: Mapping[Setting, Score]) -> Ite
 
 
 def _canonical(axes: Axes, setting: Setting) -> Setting:
-    """One of all settings that mean the same: without batching there is no window, and no more
-    sequences run than a step has tokens."""
+    """One of all settings that mean the same. Without batching there is no window. A step runs no
+    more sequences than it has tokens, so of both numbers the smaller one is that of sequences."""
     if SEQUENCES in axes:
         return (min(setting), setting[1])
     return (1, 0, *setting[2:]) if BATCH in axes and setting[0] == 1 else setting

@@ -19,7 +19,8 @@ HEAD = ("setting", "loaded in", "throughput", "at", "remarks")
 
 
 def score(trial: Trial) -> Score:
-    """For the search."""
+    """For the search. The first number is 2 within the bounds, 1 with figures beyond them, else 0.
+    The second one orders equals: by throughput, by how near they came, by loads that were tried."""
     if trial.best is not None:
         return (2.0, trial.best.throughput)
     near = nearest([trial])
@@ -43,7 +44,7 @@ def choose(trials: Sequence[Trial]) -> Choice | None:
     If the best was measured again, it is compared with the current setting alone: the first figures
     were the highest of many, and so too high by chance.
     """
-    last = standing(trials)
+    last = standing(trials)  # its first trial is of the current setting
     meeting = [trial for trial in last if trial.best is not None]
     if any(trial.phase == "final" for trial in meeting):
         meeting = [trial for trial in meeting if trial.phase == "final" or trial is last[0]]
@@ -66,6 +67,7 @@ def _cautions(chosen: Trial, current: Trial, trials: Sequence[Trial]) -> Iterato
         yield chosen.best.caution
     if chosen is current:
         return
+    # Unless both were measured again:
     if not chosen.phase == current.phase == "final":
         yield "there was no time to measure it and the current setting again"
     noise = _NOISE

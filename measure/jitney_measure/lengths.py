@@ -51,8 +51,10 @@ def _quantiles(source: Source, count: int) -> Counts:
         return np.quantile(source, shares, method="inverted_cdf").astype(np.int64)
     made = []
     for place, (mean, deviation) in enumerate(source):
+        # Of the logarithm of a length, which is normal.
         variance = math.log1p((deviation / mean) ** 2)
         normal = NormalDist()
+        # Distributions share the lengths evenly: this one has so many of them.
         of_part = shares[place :: len(source)]
         ranks = (np.arange(len(of_part)) + 0.5) / len(of_part)
         z = np.array([normal.inv_cdf(rank) for rank in ranks])
@@ -95,6 +97,7 @@ def _of_sweep(result: record.Result, path: Path) -> tuple[list[Part], list[Part]
     the lengths that were asked for; prompts of a file have none."""
     measured = [point for point in result.points if point.measured is not None]
     best = [point for point in measured if result.best and point.load == result.best.load]
+    # The best load comes first, then the last one.
     for point in reversed(measured[-1:] + best):
         found = point.measured
         assert found is not None
@@ -116,8 +119,9 @@ def _deviation(span: str) -> float:
 
 
 def _of_prometheus(answer: object, path: Path) -> tuple[list[Part], list[Part]]:
-    """Our counters give the mean in each interval. From how these differ follows the deviation of
-    one request, if requests are short beside an interval."""
+    """Our counters give the mean length of each interval. If requests are short beside an interval,
+    these means vary around the whole mean by the deviation of one request over the root of the
+    number of requests: so the deviation is known."""
     series: dict[str, list[Counts]] = {}
     try:
         for each in answer["data"]["result"]:  # type: ignore[index]

@@ -37,9 +37,10 @@ _HOW = (
 )
 _SETTLE_S = 0.1
 _LANGUAGE_SETTLE_S = 0.6
-"""The server counts a request after its answer, and metrics are a quarter of a second late: counts
-are read until two readings agree. Where others use the model they never do: hence ``_READINGS``."""
+"""Seconds before the server's counts are read again. It counts a request after its answer, and
+metrics are a quarter of a second late: so counts are read until two readings agree."""
 _READINGS = 10
+"""Most readings: where others use the model, two of them never agree."""
 _PATIENCE_S = 60.0
 """A run may take three times as long as expected, and this much more."""
 
@@ -116,8 +117,8 @@ def _settled(target: Target, model: Model) -> Snapshot:
 class Driver:
     """Puts loads on a server.
 
-    A load of the same level gets the same requests again, for each setting that is tuned, and other
-    ones than other levels and its warm-up: none is in the prefix cache already.
+    Each load and each warm-up has random requests of its own, so that none is in the prefix cache
+    already. A load has the same requests for each setting that is tuned.
     """
 
     options: Shared
@@ -125,8 +126,8 @@ class Driver:
     inputs: Inputs
     tool: PerfAnalyzer
     whole_batches: int = 1
-    """Of a model that answers full batches alone: requests come in multiples of so many, and no
-    fewer at once."""
+    """The batch of a model that answers only full ones: the number of requests is a multiple of it,
+    and no fewer are in flight. 1 for any other model."""
     more: tuple[str, ...] = ()
     """Further arguments of perf_analyzer."""
 
@@ -298,6 +299,7 @@ def measure(exchanges: Sequence[Exchange], *, language: bool, rows: int = 1) -> 
     starts = sent[answered]
     ends = ended[answered]
     latency = ends - starts
+    # The window ends with the last request that is sent: so long the whole load is on the server.
     begin = sent.min()
     end = sent.max()
     if np.count_nonzero(ends <= end) < min(3, len(ends)):
@@ -332,9 +334,10 @@ def measure(exchanges: Sequence[Exchange], *, language: bool, rows: int = 1) -> 
 def _token_figures(done: Sequence[Exchange]) -> dict[str, Any]:
     gaps = np.concatenate([np.diff(e.responses) for e in done])
     tokens = np.array([max(count, 1) for e in done for count in e.counts[1:]], int)
-    later = [(e, sum(e.counts[1:])) for e in done]
+    later = [(e, sum(e.counts[1:])) for e in done]  # tokens after the first response
     asked = [e.input_tokens for e in done if e.input_tokens is not None]
     tpot = [(e.responses[-1] - e.responses[0]) / count for e, count in later if count]
+    # For the ITL, the gap before a response is divided among its tokens, and counts once for each.
     return {
         "ttft": _distribution([e.responses[0] - e.sent for e in done]),
         "itl": _distribution(np.repeat(gaps / tokens, tokens)) if len(gaps) else None,

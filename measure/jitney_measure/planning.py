@@ -20,14 +20,16 @@ from jitney_measure.sizing import EngineLimits, Expected, expect
 
 _out = Console(highlight=False)
 _SHARE = 0.9
+"""The cache's share of the memory that the weights leave: the engine's default on a GPU."""
 _SPARE = 1 / 64
-"""Of what the weights leave: the cache's, as the engine's default on a GPU; and what stays free."""
+"""The share of that memory that stays free."""
 _STEP_SHARE = 0.05
-"""Of it, what the activations of a suggested token budget may take."""
+"""The share of it that the activations of a suggested token budget may take."""
 _TOKENS = 600_000
+"""About the output tokens of all requests of a simulation."""
 _LEAST = 400
 _MOST = 4000
-"""Of the simulated requests, about; and how many these are."""
+"""Bounds on the number of these requests."""
 _ROUNDS = 10
 """Requests of a simulation for each sequence that runs at once, at least."""
 
@@ -71,6 +73,7 @@ def choose(
         steps = budget * footprint.step_token + min(budget, seqs) * footprint.step_row
         most = min(left * (1 - _SPARE) - steps, left * (config.kv_cache_fraction or _SHARE))
         cache = config.kv_cache_bytes or int(most) // config.instances
+        # The cache must hold the longest request, and fit beside the weights and a step.
         needed = max(math.ceil(context / config.block_size) * footprint.block, cache)
         if needed > min(cache, left - steps):
             sizes = (each / 2**30 for each in (footprint.weights, steps, needed))
@@ -95,9 +98,11 @@ def choose(
 
 
 def compare(sizes: Sizes, limits: EngineLimits) -> tuple[Expected, Observed, float]:
-    """What is expected, what the simulation does, and the sequences that run by it. Where so many
-    run that it would take long, all limits are scaled down for it, and the sequences up by what is
-    expected at both sizes."""
+    """What is expected, what the simulation does, and the sequences that run by it.
+
+    If so many run that a simulation would take long, it has smaller limits. Its sequences are then
+    multiplied by the ratio of those that are expected with all limits and with the smaller ones.
+    """
     config = sizes.config
     requests = sizes.requests
     expected = expect(config, requests, limits)

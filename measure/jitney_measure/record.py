@@ -61,7 +61,8 @@ class Measurement(msgspec.Struct, frozen=True):
     """Between tokens: the gap before a response, divided among its tokens, counted for each."""
     gap: Distribution | None = None  # between two responses of a stream
     tpot: Distribution | None = None
-    """Of each request, from its first to its last response over the tokens after the first."""
+    """Of each request: the time from its first to its last response, divided by the number of
+    tokens after the first response."""
     output_tokens: int | None = None
     input_tokens_mean: float | None = None
     tokens_from: Literal["counts", "responses"] | None = None

@@ -42,8 +42,9 @@ class Observed:
 def simulate(
     config: EngineConfig, lengths: Lengths, limits: EngineLimits, at_first: int
 ) -> Observed:
-    """Let every request of ``lengths`` be served once, after a quarter of them that is not counted.
-    ``at_first`` sequences run already, each with a part of its output."""
+    """Serve as many requests as ``lengths`` has, and a quarter as many before, which do not count.
+    ``at_first`` sequences run already, each with a part of its output. The scheduler's clock is the
+    number of requests that have ended."""
     began = time.monotonic()
     scheduler = Scheduler(
         replace(config, max_num_seqs=limits.max_num_seqs, max_queued=_NO_LIMIT),
@@ -70,6 +71,7 @@ def simulate(
         refused = scheduler.submit(message)
         assert not refused, "lengths beyond the context or the cache are cut before"
 
+    # In steady state a request is met in proportion to its output.
     begun = chance.choice(total, min(at_first, streams), p=lengths.output / lengths.output.sum())
     for which in begun.tolist():
         submit(which, int(chance.integers(outputs[which])), -1.0)

@@ -1,9 +1,9 @@
 """How many sequences of given lengths run at once in steady state, by arithmetic.
 
-A sequence makes one token a step, so at a random moment a request is met in proportion to its
-output, at any of its tokens alike. The blocks that a running sequence holds on average, times the
-number that run, are the blocks in use. That holds with preemption, too: a preempted sequence keeps
-its tokens.
+A sequence makes one token a step. So at a random moment a long output is met more often than a
+short one, in proportion to its tokens, and at any of its tokens with equal chance. The blocks that
+a running sequence holds on average, times the number that run, are the blocks in use. That holds
+with preemption, too: a preempted sequence keeps its tokens.
 """
 
 import math
@@ -32,7 +32,7 @@ class EngineLimits:
     """Requests at a time, each followed by the next; None: a queue that never ends."""
 
     def scaled(self, share: float) -> "EngineLimits":
-        """All of them smaller: the same batch, but for its granularity."""
+        """All limits times ``share``: a smaller batch of the same kind, with coarser numbers."""
         blocks, seqs, budget = (
             max(1, round(share * each))
             for each in (self.num_blocks, self.max_num_seqs, self.budget)
@@ -75,12 +75,14 @@ def expect(config: EngineConfig, lengths: Lengths, limits: EngineLimits) -> Expe
         blocks = last * output
         squares = last**2 * output  # all reserved at once
     watermark = math.ceil(config.watermark * limits.num_blocks) if preempts else 0
-    # The first of the queue waits until it fits beside that, a long one for longer.
+    # Beside the watermark, half of what the first request of the queue waits for is free, on
+    # average. A long prompt waits for longer, so prompts are weighted by their blocks.
     free = watermark + float((first**2).sum() / first.sum()) / 2
     held = float(blocks.sum() / output.sum())
     in_cache = max(1.0, (limits.num_blocks - free) / held)
+    # Of the number that fits: so many sequences have blocks that vary independently of each other.
     deviation = math.sqrt(max(0.0, float(squares.sum() / output.sum()) - held**2) * in_cache) / held
-    growth = float(output.mean()) / size
+    growth = float(output.mean()) / size  # blocks
     most_preemptions = (
         # The chance to grow past the watermark before another one ends, and how often until then.
         math.exp(-watermark / growth) * growth / (float(first.mean()) + _GROWN * growth)
@@ -91,6 +93,8 @@ def expect(config: EngineConfig, lengths: Lengths, limits: EngineLimits) -> Expe
     mean_output = float(output.mean())
     variation = float(prompt.var()) / mean_prompt**2
     preemptions = 0.0
+    # Preemptions make work, and work lets fewer sequences run, which preempts less. Four rounds,
+    # each half way to the new value, come near the balance.
     for _ in range(4):
         recomputed = preemptions * (mean_prompt + mean_output / 2)
         work = (mean_prompt + recomputed) / mean_output
@@ -110,7 +114,9 @@ def expect(config: EngineConfig, lengths: Lengths, limits: EngineLimits) -> Expe
 def _held(prompt: Counts, output: Counts, size: int) -> tuple[Counts, Counts]:
     """Of each request, the blocks it holds and their squares, summed up over its steps."""
 
-    def sums(tokens: Counts) -> tuple[Counts, Counts]:  # of ceil(i / size), i from 1 to tokens
+    # Sums of ceil(i / size) and of its square, for i from 1 to tokens: of the full blocks in closed
+    # form, and of the tokens in the last block.
+    def sums(tokens: Counts) -> tuple[Counts, Counts]:
         full, rest = np.divmod(tokens, size)
         pairs = size * full * (full + 1)
         return pairs // 2 + rest * (full + 1), pairs * (2 * full + 1) // 6 + rest * (full + 1) ** 2
@@ -136,20 +142,25 @@ def _without_cache(
         if most < limits.max_num_seqs:
             return most, "the token budget"
         return float(limits.max_num_seqs), "max_num_seqs"
+    # Times are in steps. `service`: to compute a request's prompt with the budget that decodes
+    # leave; `residence`: the same, with the wait for the prompts before it; `rate`: requests that
+    # end in a step; `queue`: requests in residence; `load`: the share of the time in which a prompt
+    # is computed.
     queue = rate = load = 0.0
     for count in range(1, streams + 1):
         service = work * output / max(1.0, budget - rate * output)
-        seconds = service * (1 + max(0.0, queue - load * (1 - variation) / 2))
-        rate = count / (output + seconds)
-        queue = rate * seconds
+        residence = service * (1 + max(0.0, queue - load * (1 - variation) / 2))
+        rate = count / (output + residence)
+        queue = rate * residence
         load = min(1.0, rate * service)
+    # Those that wait do not run.
     running = min(most, streams - max(0.0, queue - load))
     return running, "streams" if running > 0.9 * streams else "the token budget"
 
 
 def _smaller(fixed: float, mean: float, deviation: float) -> tuple[float, float]:
-    """The mean of the smaller one of a number and a normal variable, and how often that is the
-    variable."""
+    """The mean of the smaller of two numbers, ``fixed`` and one from a normal distribution; and the
+    chance that the second is the smaller."""
     if not deviation:
         return min(fixed, mean), float(mean < fixed)
     z = (fixed - mean) / deviation

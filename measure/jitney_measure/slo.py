@@ -29,8 +29,8 @@ _WARM_UP_REQUESTS = 8
 _MOST_REQUESTS = 20_000
 """perf_analyzer exports the answers too."""
 _BACKLOG = 0.05
-"""A server is behind a rate if more than this share of the requests is in flight at the end, more
-than twice as many as after a third of the run: a queue that grows."""
+"""A server is behind a rate if at the end of the run more than this share of the requests is in
+flight, and these are more than twice as many as after a third of it: then a queue grows."""
 _PACE = 0.1
 """How far the rate that was sent may be from the one asked for, apart from chance."""
 _Users = list[Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]]
@@ -38,7 +38,8 @@ _Rates = list[Annotated[float, msgspec.Meta(gt=0, le=1e6)]]
 
 
 def warm_up(load: Load) -> tuple[Load, int]:
-    """The load and the requests before the measurement: a closed loop shows its pace too."""
+    """The load and the number of requests of the warm-up. That of a closed loop also tells how many
+    requests per second the measurement will have."""
     if load.kind == "rate":
         return Load("concurrency", 2), _WARM_UP_REQUESTS
     return load, max(_WARM_UP_REQUESTS, 2 * int(load.level))
@@ -156,6 +157,7 @@ def judge(point: Point, bounds: Sequence[Bound]) -> LoadVerdict:
     excess = []
     for bound in bounds if point.measured is not None else ():
         found = bound.of(point.measured)
+        # Infinite: it is not known by how much.
         excess.append(math.inf if found is None else found / bound.seconds)
         if found is None:
             over.append(f"{bound.name} was not measured")

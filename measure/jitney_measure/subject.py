@@ -92,6 +92,7 @@ class Subject:
         if values[BATCH] > 1 or made.HasField("dynamic_batching"):
             batching.SetInParent()
             del batching.preferred_batch_size[:]
+            # Without a preferred size, batches grow to max_batch_size.
             if values[BATCH] < self.config.max_batch_size:
                 batching.preferred_batch_size.append(values[BATCH])
             batching.max_queue_delay_microseconds = values[WINDOW]
@@ -118,7 +119,8 @@ class Subject:
 def read_setting(config: Mapping[str, Any]) -> Setting:
     """Batch, window and instances of a configuration in the server's JSON form.
 
-    Of several preferred sizes the largest counts; without any, max_batch_size.
+    Of several preferred sizes the largest counts; without any, max_batch_size. Without
+    dynamic_batching a batch is one request.
     """
     groups = config.get("instance_group") or [{}]
     instances = int(groups[0].get("count", 1)) or 1

@@ -22,7 +22,8 @@ from jitney_measure.subject import Subject, read_setting, serve
 from jitney_measure.target import Model, Target
 
 _GAIN = 1.02
-"""A load pays if it meets the bounds and has this much of the throughput of the best before it."""
+"""A load pays if it meets the bounds, and if its throughput is more than this multiple of the best
+before it."""
 _LOADS = 3
 """About this many loads show how good a setting is, once it is known where to begin."""
 
@@ -83,7 +84,8 @@ class Tuner:
                 self._short = True
 
     def _try(self, setting: Setting, phase: Phase, others: int) -> None:
-        """Load a setting and put loads on it, while there is time for ``others`` after it."""
+        """Load a setting and put loads on it, in the time that is not needed to try ``others``, a
+        number of settings, after it."""
         named = self._named(setting)
         self._show(f"loading {label(named)}")
         values = None if setting == self._current else named
@@ -92,6 +94,7 @@ class Tuner:
             with serve(self.subject, values, self.beside, self.timeout_s) as target:
                 self._measure(setting, phase, others, target, time.monotonic() - began)
                 ending = time.monotonic()
+            # The time to end the server counts too.
             self._loading_s[-1] += time.monotonic() - ending
         except InstallationError:
             raise
@@ -123,6 +126,7 @@ class Tuner:
                 named = self._named(setting)
                 result = self.driver.result(target, model, points, label(named), server, began)
                 self._keep(Trial(named, phase, load_s, "", result, cut), setting)
+        # Without an exception there is at least one point, so there is a result.
         if phase == "current" and result.empty:
             why = "; ".join(points[-1].remarks)
             raise InternalError(f"no load of the current setting could be measured: {why}")
@@ -132,10 +136,10 @@ class Tuner:
         points: list[Point],
     ) -> bool:  # fmt: skip
         """Add ascending loads to ``points`` until one does not pay. Returns whether the time was
-        over before.
+        over before that.
 
-        Begins below the best load so far, as a setting that breaks the bounds there is no better; a
-        setting that is measured again begins below its own best load.
+        Begins one load below the best load of all settings so far: a setting that breaks the bounds
+        at that load is no better. A setting that is measured again begins one below its own best.
         """
         named = self._named(setting)
         own = (trial.best for trial in self._trials if trial.values == named)

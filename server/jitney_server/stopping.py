@@ -39,16 +39,16 @@ that we run on."""
 _LIVE = ("READY", "LOADING", "UNLOADING")
 _QUIET_S = 0.6
 """Seconds for which the metrics must show no request before connections are closed. The metrics are
-up to a quarter of a second old; a response is under way for less."""
+up to a quarter of a second old, and a last response is under way for less time than that."""
 _ASK_AGAIN_S = 2.0
 """Seconds after which a model that is still ready is asked once more to unload."""
 _UNLOAD_S = 30.0
 """Seconds, after the grace, that models without requests have to end. A process that has imported
 torch needs two seconds of a core to end, and many of them end at once."""
 _STUCK_S = 3.0
-"""The same, in place of ``_UNLOAD_S``, if a model that is unloading still has metrics. It withdraws
-them when it is told to end; so the server, which has lost count of its requests, will never tell it
-(docs/troubleshooting.md)."""
+"""The same, in place of ``_UNLOAD_S``, if a model that is unloading still has metrics. A model
+withdraws its metrics when the server tells it to end. One that still has them was not told: the
+server has lost count of the model's requests, and never tells it (docs/troubleshooting.md)."""
 _EXIT_S = 2.0
 """Seconds that the server has to exit once its models are unloaded."""
 _PAUSE_S = 0.05
@@ -197,7 +197,7 @@ class _Unloading:
             self._requests = {}
             self._with_metrics = set()
             return
-        # A model that had metrics before and has none now has ended its last request.
+        # A model that had metrics before and has none now has ended its last request: it has 0.
         self._requests = {**dict.fromkeys(self._requests, 0.0), **shown}
         self._with_metrics = set(shown)
 

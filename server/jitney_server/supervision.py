@@ -143,7 +143,7 @@ class Supervisor:
             # A server whose model we have unloaded is not ready, and need not be.
             seen.ready_at = now
             with contextlib.suppress(*NO_ANSWER, psutil.Error):
-                self._look_at_models()  # what it does not tell now, it tells the next turn
+                self._look_at_models()  # the next turn asks again
         elif now - seen.ready_at > self._unready_s:
             self._note_fault(f"the server has not been ready for {self._unready_s:.0f} s")
 
@@ -163,7 +163,8 @@ class Supervisor:
             seen.probed_at = self._clock()
 
     def _unload_models_of(self, zombies: set[int]) -> None:
-        """Unload the models whose processes these are, unless they were unloaded before."""
+        """Unload the models whose processes these are, unless they were unloaded before. Forgets
+        the processes."""
         seen = self._seen
         states = self._server.admin.model_states()
         names = set()
@@ -195,7 +196,8 @@ class Supervisor:
         admin = self._server.admin
         unanswered = self._seen.unanswered
         for name in requests_in_flight(admin.metrics()).keys() - self._seen.unloaded:
-            # Counted before: if the call raises, it had no answer either.
+            # Counted before the call, and taken back after an answer. If the call raises, this look
+            # ends, and the probe had no answer either.
             unanswered[name] += 1
             if admin.is_answering(name):
                 del unanswered[name]
@@ -235,6 +237,7 @@ class Supervisor:
             if self._server.pid is not None and name in requests:
                 closed = hang_up(self._server.pid, [admin.ports.http, admin.ports.grpc])
                 self._say(f"{closed} connections are closed: streams of model {name} may be stuck")
+                # A request has a connection: if none was closed, this system does not allow that.
                 is_allowed = closed > 0
                 if requests[name] and not is_allowed:
                     self._note_fault("the server is ended instead")

@@ -1,1 +1,1 @@
-"""Files and batches of OpenAI's API on a folder, mounted into the gateway: whose work is jobs."""
+"""OpenAI's files and batches, kept in a folder and mounted into the gateway. Jobs do the work."""

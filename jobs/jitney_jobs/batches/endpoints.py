@@ -53,7 +53,7 @@ _FILE_FIELDS = tuple(name for name in FileRecord.__struct_fields__ if name != "o
 _BATCH_FIELDS = tuple(name for name in BatchRecord.__struct_fields__ if name != "owner")
 _LIST_FIELDS = ("object", "data", "has_more", "first_id", "last_id")
 _MOST_FILES = 10_000
-"""Of a list, also if it does not say how many."""
+"""Most files of a page, and their number if the request has no ``limit``."""
 _MOST_BATCHES = 100
 _DEFAULT_BATCHES = 20
 

@@ -14,7 +14,7 @@ from jitney_jobs.batches.records import BatchRecord
 
 MAX_LINES = 50_000
 MAX_FAULTS = 20
-"""That a batch tells of its lines."""
+"""Most faults of its lines that a batch names."""
 Fault = dict[str, Any]
 """OpenAI's object: code, message, param, line."""
 

@@ -3,7 +3,7 @@
 A thread of one of the folder's gateways, the one that holds its lock, looks at every open batch
 time and again. Each of its steps may be cut off anywhere, and is then taken again. The jobs are
 those of worker processes (``jitney batch worker``), which ask this gateway for each line; their
-journals have which of them are done. They end when no job waits, and with the gateway.
+journals tell which lines are done. The workers end when no job waits, and with the gateway.
 """
 
 import asyncio
@@ -48,8 +48,9 @@ _JOB = {
 }
 """Settings of a batch's job."""
 _BACKGROUND = {"service_tier": "flex"}
-"""Of lines that name no service tier, for clients who wait go first. What it is follows from the
-model as it is when a line is asked, and from the limits of the batch's owner then."""
+"""Parameters of lines that name no service tier: clients who wait go first. The gateway makes a
+tier or a priority of it when a line is asked, by the model and by the limits of the batch's owner
+at that time."""
 _OPTIONS = ("--until-empty", "--tries=8", "--backoff=5")
 # The kernel sends SIGTERM (15) to the worker when the thread ends that started it, however it does.
 _WORKER = "import ctypes; ctypes.CDLL(None).prctl(1, 15); from jitney.cli import main; main()"
@@ -60,9 +61,9 @@ _ANSWERED = re.compile(r"(\d{3}) (\{.*\})")
 
 
 def begin(folder: Folder, batch: BatchRecord, given: Path) -> None:
-    """Have the thread run a batch whose lines, in the file ``given``, are good. Until its record is
-    there it is none; it has the lines even if the file is deleted. Raises FileNotFoundError if the
-    file has just been deleted."""
+    """Have the thread run a batch whose lines, in the file ``given``, are good. The batch exists
+    once its record is saved, which is the last step. It keeps its lines if the file is deleted
+    later. Raises FileNotFoundError if the file has just been deleted."""
     work = folder.work / batch.id
     job: dict[str, Any] = {
         **_JOB,
@@ -102,7 +103,7 @@ class BatchWork:
         self._url = url
         self._workers: list[subprocess.Popen[bytes]] = []
         self._not_before = 0.0
-        """Monotonic seconds: of the next worker."""
+        """The time, in monotonic seconds, before which no worker is started."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
@@ -142,7 +143,8 @@ class BatchWork:
                 _LOG.exception("a batch waits")
 
     def _tend(self) -> None:
-        """Have a worker for each job that waits or runs, of which some were killed perhaps."""
+        """Have a worker for each job in the queue. A job in ``running`` counts too: its worker may
+        have been killed, and another one must go on."""
         live = [worker for worker in self._workers if worker.poll() is None]
         if len(live) < len(self._workers):
             # One has ended, perhaps at once: not another one at every look.
@@ -185,7 +187,8 @@ class BatchWork:
             self._finish(batch, "cancelled" if cancelled else end)
 
     def _end_of(self, id_: str) -> str | None:
-        """That of a job at which nobody works any more."""
+        """What the batch is by the end of its job. None: the job has not ended, or a worker
+        still holds the lock of its file."""
         for state, end in _ENDS.items():
             path = self._folder.queue / state / f"{id_}.yaml"
             with contextlib.suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:

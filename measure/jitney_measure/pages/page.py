@@ -43,7 +43,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Plot:
-    """It has so many ``columns`` of axes; several take the whole width."""
+    """``columns``: how many axes it has, side by side. With several it takes the whole width."""
 
     name: str
     caption: str

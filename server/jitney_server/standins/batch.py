@@ -149,6 +149,7 @@ class Batcher:
                 if dim < 0:
                     dim = 0 if symbol is None else sizes.get(symbol, 0)
                 shape.append(dim)
+            # The first dimension is the batch, which has no rows.
             answer[name] = np.empty((0, *shape[1:]), NUMPY_TYPES[info.data_type])
         return answer
 

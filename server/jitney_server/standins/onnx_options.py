@@ -76,8 +76,8 @@ _CUDA_CHOICES = {
     "cudnn_conv_algo_search": ("EXHAUSTIVE", "HEURISTIC", "DEFAULT"),
     "arena_extend_strategy": ("kNextPowerOfTwo", "kSameAsRequested"),
 }
-"""Options of CUDA that may stand among the model's parameters, a deprecated way: there their value
-is a number, the index of one of these."""
+"""Options of CUDA that may also stand among the model's parameters, which is deprecated. Their
+value there is a number: the index of one of these names."""
 _CUDA_PARAMETERS = (*_CUDA_CHOICES, "gpu_mem_limit", "do_copy_in_default_stream")
 """All options of CUDA that may stand among the model's parameters."""
 _SHRINKAGE = "memory.enable_memory_arena_shrinkage"
@@ -92,7 +92,8 @@ _PARAMETERS = (
 _PARAMETERS_OF_SERVER = ("FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH")
 """Parameters that the server itself reads."""
 _NATIVE_SESSION_ENTRY = "session.use_device_allocator_for_initializers"
-"""The only parameter of a session's own name that the native backend honours."""
+"""The native backend honours this one alone of the parameters ``session.…``, which are entries of
+ONNX Runtime's session configuration."""
 _SPINNING = "session.intra_op.allow_spinning"
 """Off unless the model asks for it: between two batches a thread that spins takes the core that the
 server needs to put the next one together. The native backend's threads spin."""

@@ -67,8 +67,9 @@ _REPAIR = {
 _PREFIX = re.compile(r"^\[ONNXRuntimeError\] : \d+ : (\w+) : ")
 """The beginning of an error's text. The group is the kind of error."""
 _NODE_OR_PATH = re.compile(r"(Name:'[^']*')|(?:[A-Za-z]:)?(?:/[\w.+@-]+){2,}(?::\d+)?")
-"""A path of this machine or of the one that built ONNX Runtime. Or, as the group, the name of a
-node: that may look like a path, because torch names nodes after modules."""
+"""The name of a node, which is the group, or a path: of this machine, or of the one that built ONNX
+Runtime. Names are matched first, because one may look like a path: torch names nodes after modules.
+"""
 _LOG_ERRORS = 3
 """ONNX Runtime's log level: errors and worse. Its warnings concern the exporter of the model."""
 

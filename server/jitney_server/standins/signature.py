@@ -18,7 +18,7 @@ _CONTROL_VALUES = {
     "fp32_false_true": "TYPE_FP32",
     "int32_false_true": "TYPE_INT32",
 }
-"""Key of a sequence control that gives its two values -> their type."""
+"""A sequence control such as START has two values. The key that gives them -> their type."""
 
 
 class TensorInfo(NamedTuple):
@@ -111,7 +111,7 @@ def _complete_batching(config: Config, signature: Signature, max_batch_size: int
 
 def _entry(info: TensorInfo, batching: bool) -> Config:
     """The configuration of one tensor. It must have a dimension beside the batch: if the model's
-    has none, it is declared as [1], and the server reshapes it."""
+    has none, [1] is declared. The server reshapes it in a batch; without one the stand-in does."""
     dims = list(info.dims[1:] if batching else info.dims)
     entry: Config = {"name": info.name, "data_type": info.data_type, "dims": dims or [1]}
     if batching and not dims:
