@@ -17,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from jitney.batch import Row
-from jitney.execution.accelerator import select
+from jitney.execution.acceleration import select
 from jitney.execution.attention import (
     SCALE_BYTES,
     AttentionMetadata,
