@@ -148,7 +148,8 @@ def scratch_sizes(*, element_size: int, rows: int, padded: int, longest: int) ->
     ``longest`` the longest context in tokens.
     """
     filled_rows = -(-rows // LANES) * LANES  # in whole tiles: see ``copy_queries``
-    list_of_groups = (-(-longest // GROUP_TOKENS) + LIST_MARGIN) * I64_BYTES
+    most_groups = -(-longest // GROUP_TOKENS) + 1  # one to spare: native code writes this list
+    list_of_groups = (most_groups + LIST_MARGIN) * I64_BYTES
     # Products read float32 or bfloat16. Memory is reserved for the larger one.
     queries = filled_rows * padded * F32_BYTES
     scores = MAX_ROWS_AMX * SPAN_TOKENS * F32_BYTES
