@@ -234,7 +234,7 @@ def test_tensors_of_other_modules(tmp_path: Path, architecture: str, layer: str,
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(UnsupportedModelError) as caught:
         load(folder)
-    assert f"{layer}.qweight is quantized, and of a {kind}: only" in str(caught.value)
+    assert f"{layer}.qweight is quantized, but belongs to a {kind}: only" in str(caught.value)
 
 
 @pytest.mark.parametrize(
