@@ -1,7 +1,7 @@
 """The engine's options: one flat frozen struct. :mod:`jitney.read_config` reads and checks them.
 
-An option whose default depends on the device or the checkpoint is ``None`` here. Whoever loads the
-model knows both and derives the value, once.
+An option whose default depends on the device or the checkpoint is ``None`` here. The loader
+(``execution.load``) knows both and derives the value, once.
 """
 
 from typing import Annotated, Literal

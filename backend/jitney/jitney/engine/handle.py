@@ -72,8 +72,8 @@ class EngineHandle(Protocol):
 
 
 class LocalEngine:
-    """An engine in this process. Whoever calls :meth:`run` or :meth:`step` makes the steps. The
-    methods are those of :class:`EngineHandle`."""
+    """An engine in this process. Its steps run in the thread that calls :meth:`run` or
+    :meth:`step`. The methods are those of :class:`EngineHandle`."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

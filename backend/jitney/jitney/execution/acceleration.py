@@ -118,8 +118,8 @@ def select(
     says why. Raises ConfigError if the accelerator has none and is asked for by name, or if
     ``batch_invariant`` is asked for and no kernel runs.
 
-    Without an accelerator the reference runs, whatever ``name`` is. Whoever looked for one has
-    refused a name whose kernels are not installed (``engine.assemble.accelerator_for``).
+    Without an accelerator the reference runs, whatever ``name`` is: a name whose
+    kernels are not installed was refused before (``engine.assemble.accelerator_for``).
     """
     if name == "reference":
         why_reference = "option attention is 'reference'"

@@ -1,7 +1,7 @@
 """LoRA adapters (Hu et al. 2021), as a step computes with them: ``y += (x A^T) B^T``.
 
-The tokens of a step that are under adapters form spans, each of one adapter. Whoever computes the
-step adds to each span the product of its adapter's factors. This module has the form in plain
+The tokens of a step that are under adapters form spans, each of one adapter. The linear
+layers add to each span the product of its adapter's factors. This module has the form in plain
 torch; kernels have forms of their own.
 """
 

@@ -1,7 +1,7 @@
 """Log-probabilities as the JSON that clients get, position by position.
 
-An answer may hold megabytes of it. Whoever encodes one position at a time can do other work between
-two of them. Used by the server's front.
+An answer may hold megabytes of it. It is encoded one position at a time, so that the caller can do
+other work between two of them. Used by the server's front.
 """
 
 from collections.abc import Callable, Sequence
