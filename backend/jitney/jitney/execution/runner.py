@@ -204,6 +204,9 @@ class TorchRunner:
         self._draft = None
         del self._model, self._forward
         if self._device.type == "cuda":
+            # cuBLAS keeps a workspace for every stream it was called on, 32 MiB each on an H100;
+            # the stream that graphs are captured on is another one with every load.
+            torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
 
     # ------------------------------------------------------------------ a step
