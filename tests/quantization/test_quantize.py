@@ -57,7 +57,8 @@ def test_fp8_product_is_within_the_bound_of_its_roundings(
     dtype: torch.dtype, tokens: int, inputs: int, outputs: int
 ) -> None:
     """Every element: each factor is off by at most half a unit of its last place, and the sum is
-    rounded once. By norm the roundings are independent, and much of that cancels."""
+    rounded before and after the bias is added. By norm the roundings are independent, and much of
+    that cancels."""
     x, weight = draw(tokens, inputs, dtype=dtype), draw(outputs, inputs, dtype=dtype, seed=1)
     x *= torch.logspace(-3, 3, tokens)[:, None].to(dtype)
     bias = draw(outputs, dtype=dtype, seed=2)

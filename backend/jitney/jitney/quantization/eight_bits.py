@@ -171,16 +171,18 @@ class Fp8Linear(EightBitLinear):
     def product(self, x: Tensor) -> Tensor:
         """See :class:`EightBitLinear`."""
         quantized, scale = e4m3.quantize_rows(x)
+        # The bias is added afterwards: with one, cuBLAS has no product of few rows and many inputs
+        # on some GPUs (CUBLAS_STATUS_NOT_SUPPORTED on an H100, from 8,192 inputs on). Without one
+        # it has, as fast.
         y: Tensor = torch._scaled_mm(
             quantized,
             self.weight.t(),
             scale_a=scale,
             scale_b=self.scale,
-            bias=self.bias,
             out_dtype=self.dtype,
             use_fast_accum=True,
         )
-        return y
+        return y if self.bias is None else y + self.bias
 
 
 class Int8Linear(EightBitLinear):
