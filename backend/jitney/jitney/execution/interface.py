@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from jitney.execution.attention import AttentionMetadata
-from jitney.execution.low_rank import Hooks, Pack, Site
+from jitney.execution.low_rank import BeginProducts, Hooks, Pack, Site, plain_products
 
 NAME = "jitney"
 
@@ -202,15 +202,17 @@ def forward_module(
     positions: Tensor,
     indices: Tensor,
     paged: PagedFunction,
+    begin_products: BeginProducts = plain_products,
 ) -> Tensor:
     """Run T flattened tokens through transformers' module. With the module bound, it is a
     :data:`StepFunction`.
 
     The linear layers add the adapters' products, for the tokens of requests that name an adapter.
+    ``begin_products`` computes these.
     """
     # Only a step in service has adapters; a recorder has none.
     adapted = paged.meta.adapted if isinstance(paged, PagedStep) else []
-    with torch.inference_mode(), Hooks(module, adapted):
+    with torch.inference_mode(), Hooks(module, adapted, begin_products):
         output = module(
             input_ids=ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),

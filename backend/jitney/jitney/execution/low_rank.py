@@ -2,7 +2,7 @@
 
 The tokens of a step that are under adapters form spans, each of one adapter. The linear
 layers add to each span the product of its adapter's factors. This module has the form in plain
-torch; kernels have forms of their own.
+torch (:func:`plain_products`); kernels have forms of their own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -71,6 +71,10 @@ class AdapterSpan(NamedTuple):
     adapter: LowRank
 
 
+BeginProducts = Callable[[Sequence[AdapterSpan]], AddProducts]
+"""Called once in a step, with the step's spans, of which there is at least one."""
+
+
 def spans_of(rows: Sequence[Row]) -> list[AdapterSpan]:
     """The spans of a step's flattened tokens, in order. Tokens without an adapter are in none."""
     spans: list[AdapterSpan] = []
@@ -118,7 +122,7 @@ def zero_factors(sites: Mapping[str, Site], rank: int) -> dict[str, Factors]:
 
 
 def plain_products(spans: Sequence[AdapterSpan]) -> AddProducts:
-    """An :data:`AddProducts` in plain torch, for a step with these spans."""
+    """A :data:`BeginProducts` in plain torch: one product for each span and layer."""
 
     def add(parts: Sequence[Part], x: Tensor, out: Tensor) -> None:
         for part in parts:
@@ -135,32 +139,45 @@ def plain_products(spans: Sequence[AdapterSpan]) -> AddProducts:
 class Hooks:
     """A context in which a module's linear layers add the products of a step's adapters."""
 
-    def __init__(self, module: nn.Module, spans: Sequence[AdapterSpan]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        spans: Sequence[AdapterSpan],
+        begin_products: BeginProducts = plain_products,
+    ) -> None:
+        """``spans`` may be empty: then nothing is added."""
         paths = {path for span in spans for path in span.adapter.factors}
         self._layers = [(path, module.get_submodule(path)) for path in sorted(paths)]
-        self._add = plain_products(spans)
+        self._spans = spans
+        self._begin_products = begin_products
         self._handles: list[Any] = []
 
     def __enter__(self) -> None:
+        if not self._spans:
+            return
+        add = self._begin_products(self._spans)
         for path, layer in self._layers:
-            self._handles.append(layer.register_forward_hook(self._hook(path)))
+            self._handles.append(layer.register_forward_hook(_adding_hook(path, add)))
 
     def __exit__(self, *raised: object) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _hook(self, path: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
-        """A forward hook for the layer of this path: what it returns replaces the layer's result,
-        and like it is [1, T, outputs]."""
 
-        def hook(layer: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
-            x = inputs[0]
-            total = out.reshape(-1, out.shape[-1]).clone()
-            whole = Part(path, first=0, last=total.shape[1])
-            self._add([whole], x.reshape(-1, x.shape[-1]), total)
-            return total.view(out.shape)
+def _adding_hook(
+    path: str, add: AddProducts
+) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
+    """A forward hook for the layer of this path: what it returns replaces the layer's result, and
+    like it is [1, T, outputs]."""
 
-        return hook
+    def hook(layer: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        x = inputs[0]
+        total = out.reshape(-1, out.shape[-1]).clone()
+        whole = Part(path, first=0, last=total.shape[1])
+        add([whole], x.reshape(-1, x.shape[-1]), total)
+        return total.view(out.shape)
+
+    return hook
 
 
 def adapter_bytes(sites: Mapping[str, Site], rank: int, dtype: torch.dtype) -> int:

@@ -128,7 +128,7 @@ class CpuAccelerator:
             prepack_linears(module, usual_tokens, report, make_linear, batch_invariant=invariant)
         faster = report.applied(model)
         if invariant:
-            check_invariant(module, report.forward)
+            check_invariant(module, report.forward, on_gpu=False)
             self._check_adapters_invariant(model, faster)
         return faster
 

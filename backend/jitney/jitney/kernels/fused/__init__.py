@@ -23,7 +23,8 @@ An example, the MLP of a layer of Llama::
 - Recognised: its children are ``gate_proj``, ``up_proj`` and ``down_proj``, which are linear
   layers, and ``act_fn``. Run on 97 numbers, ``act_fn`` gives what SiLU gives.
 - Built: one product gives gate and up, and computes SiLU and the multiplication before it stores
-  its result. A second product is ``down_proj``. In bfloat16 these are two kernels, not five.
+  its result. A second product is ``down_proj``. In bfloat16 these are two kernels, not five. (On a
+  GPU they are three: SiLU and the multiplication have one of their own.)
 - Proved: on 7 random tokens, and on the same times 256, the results differ by less than 1e-4 of
   their norm (2e-2 in bfloat16). An MLP that clamps gate to 30 would look the same on small input;
   times 256 it differs.
@@ -33,5 +34,6 @@ An example, the MLP of a layer of Llama::
 The other modules: ``rotary`` has cos and sin by position, ``adapted`` runs a fused model with LoRA
 adapters, ``invariant`` checks the option ``batch_invariant``.
 
-So far, a CPU is the only device that has such kernels (``kernels.cpu.layer_kernels``).
+The kernels of a CPU are in ``kernels.cpu.layer_kernels``, those of a GPU in
+``kernels.gpu.gpu_layers``.
 """

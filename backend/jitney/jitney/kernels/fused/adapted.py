@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from jitney.execution.interface import PagedFunction, PagedStep
-from jitney.execution.low_rank import AddProducts, Part, Site, plain_products
+from jitney.execution.low_rank import AddProducts, Part, Site
 from jitney.kernels.fused.forms import Norm
 from jitney.kernels.fused.layers import FusedAttention, FusedDecoderLayer, FusedMLP, call_mlp
 from jitney.kernels.fused.rotary import CosSin
@@ -73,7 +73,10 @@ class AdaptedForward:
                 reached.update(part.path for part in parts)
         self.sites = {path: site for path, site in sites.items() if path in reached}
         """Those that adapters may change."""
-        self.pack, self.program = model.kernels.adapted(model, self._places)
+        kernels = model.kernels.adapted(model, self._places)
+        self.pack = kernels.pack
+        self.program = kernels.program
+        self._begin_products = kernels.begin_products
 
     @torch.inference_mode()
     def __call__(
@@ -89,7 +92,7 @@ class AdaptedForward:
                 return model.cap(logits)
 
         cos_sin = model.cos_sin(positions)
-        add = plain_products(paged.meta.adapted)
+        add = self._begin_products(paged.meta.adapted)
         residual: Tensor = model.embed(ids)
         layers = zip(model.layers, model.table_of_layer, self._places, strict=True)
         for layer, table, places in layers:

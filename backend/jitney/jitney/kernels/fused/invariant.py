@@ -1,4 +1,4 @@
-"""Option ``batch_invariant`` on a CPU: no result of a model depends on what else is in the batch.
+"""Option ``batch_invariant``: no result of a model depends on what else is in the batch.
 
 Sums and matrix products of torch choose their order by the shape of all that they are given. So
 their last bits depend on the batch. Our kernels replace them where they can. Then
@@ -27,9 +27,10 @@ _MOVES = frozenset({
     "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "repeat",
     "repeat_interleave", "roll", "scalar_tensor", "set_", "stack", "zeros", "zeros_like",
 })  # fmt: skip
-# Operations on single elements whose result has the same bits, whether it is computed in a vector
-# or alone. Whether an element is in a vector depends on where threads and vectors end, and so on
-# the batch. An exponential is not among them: in a vector its last bit may differ.
+# Operations on single elements whose result on a CPU has the same bits, whether it is computed in a
+# vector or alone. Whether an element is in a vector depends on where threads and vectors end, and
+# so on the batch. An exponential is not among them: in a vector its last bit may differ. On a GPU
+# each thread computes its elements by the same instructions: there all such operations are exact.
 _EXACT = frozenset({
     "abs", "add", "add_", "bitwise_and", "bitwise_not", "bitwise_or", "clamp", "div", "div_", "eq",
     "ge", "gt", "le", "logical_and", "logical_not", "logical_or", "lt", "masked_fill",
@@ -38,9 +39,10 @@ _EXACT = frozenset({
 })  # fmt: skip
 
 
-def check_invariant(module: PreTrainedModel, step: StepFunction | None) -> None:
+def check_invariant(module: PreTrainedModel, step: StepFunction | None, *, on_gpu: bool) -> None:
     """Raise ConfigError, naming a module and an operation, if the operation's result may depend on
-    the batch. ``step`` is the whole model, if that was fused."""
+    the batch. ``step`` is the whole model, if that was fused. ``on_gpu``: judge the operations as
+    they are on a GPU; kernels of a GPU may be interpreted on a CPU."""
     called: list[str] = []
 
     def enter(name: str, *_: object) -> None:
@@ -54,23 +56,24 @@ def check_invariant(module: PreTrainedModel, step: StepFunction | None) -> None:
         for name, each in module.named_modules():
             hooks.enter_context(each.register_forward_pre_hook(partial(enter, name)))
             hooks.enter_context(each.register_forward_hook(leave, always_call=True))
-        with _Watch(called):
+        with _Watch(called, on_gpu=on_gpu):
             run_model(module, step)
 
 
 class _Watch(TorchDispatchMode):
     """A context in which each operation that torch runs is looked at before it runs."""
 
-    def __init__(self, called: list[str]) -> None:
+    def __init__(self, called: list[str], *, on_gpu: bool) -> None:
         """``called``: names of the modules whose forward is running now, the outermost first."""
         super().__init__()
         self._called = called
+        self._on_gpu = on_gpu
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _is_harmless(func, args, kwargs):
+        if _is_harmless(func, args, kwargs, on_gpu=self._on_gpu):
             return func(*args, **kwargs)
         # The operation may be made of others. Then those are looked at instead. torch leaves this
         # context while this method runs, so it is entered again.
@@ -90,13 +93,15 @@ class _Watch(TorchDispatchMode):
         )
 
 
-def _is_harmless(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+def _is_harmless(func: Any, args: Any, kwargs: dict[str, Any], *, on_gpu: bool) -> bool:
     """Whether each element of the result depends on the same elements in every batch, by the same
     computation."""
     name = func._schema.name.removeprefix("aten::")
     if func.is_view or name in _MOVES:
         return True
     if torch.Tag.pointwise in func.tags:
+        if on_gpu:
+            return True
         # ``add`` and ``sub`` may have a factor ``alpha``. Whether the product with it is rounded
         # before it is added differs between vectors and single elements.
         return name in _EXACT and kwargs.get("alpha", 1) == 1

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from jitney.execution.interface import PagedFunction
-from jitney.execution.low_rank import Pack, Part
+from jitney.execution.low_rank import BeginProducts, Pack, Part, plain_products
 from jitney.kernels.fused.forms import EndBranch, FusedNorm, LayerKernels, Norm
 from jitney.kernels.fused.layers import FusedDecoderLayer
 from jitney.kernels.fused.rotary import CosSin
@@ -36,8 +36,10 @@ class Places(NamedTuple):
 class AdaptedKernels(NamedTuple):
     """What steps with adapters are computed with."""
 
+    begin_products: BeginProducts = plain_products
+    """Computes the adapters' products where layers are called one by one."""
     pack: Pack | None = None
-    """Makes ``LowRank.packed``, if the program needs it."""
+    """Makes ``LowRank.packed``, if one of the other two needs it."""
     program: StepProgram | None = None
     """All layers as one native call."""
 
