@@ -82,7 +82,7 @@ def store_result(
     if sinks is not None:
         # The sink is one more key: the maximum may rise. ``total`` and ``result`` are brought to
         # the new maximum by ``shrink``. ``result`` is multiplied by it below, with ``v_scale``.
-        sink = tl.load(sinks + query_head, real_row, other=0.0) * LOG2_E
+        sink = tl.load(sinks + query_head, real_row, other=0.0).to(tl.float32) * LOG2_E
         new_top = tl.maximum(top, sink)
         shrink = tl.exp2(top - new_top)
         total = tl.fma(total, shrink, tl.exp2(sink - new_top))
