@@ -80,16 +80,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     attention: Literal["auto", "reference", "cpu", "gpu"] = "auto"
     """``auto``: the fast kernel of the device, if it can be built. ``reference``: plain torch."""
     fuse: bool = True
-    """Replace norms, projections and gated activations by fused kernels, where they fit: only on a
-    CPU."""
+    """Replace norms, projections and gated activations by fused kernels, where they fit."""
     prepack: bool = True
     """Prepack linear layers for the CPU, if the operators for it exist."""
     compile: bool = False
     """Use ``torch.compile``: only on a GPU. Loading then takes minutes."""
     batch_invariant: bool = False
     """Use kernels with fixed tiles and split sizes, so that a request's logits are bitwise the same
-    in every batch. A model is refused if one of its operations cannot do this. On a GPU only
-    attention can."""
+    in every batch. A model is refused if one of its operations cannot do this."""
 
     # -- the step on a GPU
     overlap: bool = True

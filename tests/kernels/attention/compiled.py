@@ -42,6 +42,8 @@ class Form:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    transform: bool = True
+    """Heads are normed and rotated on the way."""
     in_parts: bool = True
 
 
@@ -131,6 +133,10 @@ def _launches(capability: int, form: Form) -> list[tuple[Any, tuple[Any, ...], d
         options["sinks"] = empty(heads, of=torch.float32)
     if form.float8:
         options |= {f"{x}_scale": empty(kv_heads, of=torch.float32) for x in ("key", "value")}
+    if form.transform:
+        angles = empty(tokens, size)
+        norm = empty(size, of=torch.float32)
+        options["transform"] = gpu.HeadTransform(angles, angles, norm, norm, 1e-6)
     qkv = empty(tokens, heads + 2 * kv_heads, size).split([heads, kv_heads, kv_heads], 1)
     attend_over(attend, *qkv, *caches, meta, **options)
     return recorded

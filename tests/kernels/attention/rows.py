@@ -1,5 +1,7 @@
 """Rows of a step as attention sees them, a block table and a span of positions; and its call."""
 
+from typing import Any
+
 from jitney.batch import Row
 from jitney.execution.attention import AttentionMetadata
 from jitney.execution.interface import AttentionCall, AttentionFunction, LayerCache
@@ -38,7 +40,8 @@ def attend_over(
     sinks: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
+    **more: Any,
 ) -> Tensor:
-    """What ``attend`` gives of one layer."""
+    """What ``attend`` gives of one layer; ``more`` is for it alone."""
     call = AttentionCall(0, q, k, v, scale, window, softcap, sinks)
-    return attend(call, LayerCache(keys, values, attend, key_scale, value_scale), meta)
+    return attend(call, LayerCache(keys, values, attend, key_scale, value_scale), meta, **more)

@@ -38,13 +38,13 @@ def test_the_usual_kernels_for_compute_capability_9_0():
 
 FEW = [
     Form("decodes", size=64, block_size=64, in_parts=False),
-    Form("mixed", size=256),
+    Form("mixed", size=256, transform=False),
     Form("mixed", dtype="fp32", size=128),
 ]
 ALL = [
     *FEW,
     Form("decodes", size=256, block_size=64, in_parts=False),
-    Form("mixed", size=80),
+    Form("mixed", size=80, transform=False),
     Form("decodes", window=100, softcap=30.0, sinks=True, dtype="fp16"),
     Form("mixed", window=100, softcap=30.0, sinks=True, dtype="fp16"),
     Form("decodes", heads=(28, 4)),

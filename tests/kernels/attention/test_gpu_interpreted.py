@@ -15,6 +15,7 @@ import torch
 
 pytest.importorskip("triton")
 from jitney.execution.attention import cache_shape
+from jitney.kernels.gpu.gpu_attention import HeadTransform
 from jitney.kernels.gpu.language import INTERPRETED, row_offset
 from jitney.kernels.gpu.tiles import Tiles
 
@@ -227,6 +228,56 @@ def test_a_padded_token_is_written_nowhere():
     assert stored[tokens - 1].isnan().all()
     assert torch.equal(stored[: tokens - 1], parts[1][:-1])
     assert distance(out[:-1], sequences.expected(0, 0, tokens - 1)) < TOLERANCE[torch.float32]
+
+
+# --------------------------------------------------------------------------- norm and rotation
+
+
+@pytest.mark.parametrize("rotary", [64, 16], ids=["whole heads", "a part of a head"])
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "normed"])
+def test_heads_are_transformed_on_the_way(rotary, norm):
+    case = Case((6, 2), 64)
+    heads, kv_heads = case.heads
+    tokens = 30
+    generator = torch.Generator().manual_seed(5)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    qkv = 3 * normal(tokens, heads + 2 * kv_heads, 64)
+    angle = torch.cat([normal(tokens, rotary // 2)] * 2, -1)
+    norms = [normal(64), normal(64)] if norm else [None, None]
+    sequences = Sequences(case, [tokens])
+    attend = case.attention(tiles=LARGE)
+    _, meta = sequences.batch([(0, 0, tokens)])
+    parts = qkv.split([heads, kv_heads, kv_heads], 1)
+    transform = HeadTransform(angle.cos(), angle.sin(), *norms, 0.5)
+    out = attend_over(
+        attend, *parts, *sequences.caches, meta, **sequences.options(), transform=transform
+    )
+
+    q, k, v = (x.double() for x in parts)
+    if norm:
+        q, k = (
+            x * (x.square().mean(-1, keepdim=True) + 0.5).rsqrt() * scale.double()
+            for x, scale in zip((q, k), norms, strict=True)
+        )
+    q, k = (rotated(x, angle.double(), rotary) for x in (q, k))
+    blocks = sequences.caches[0][sequences.tables[0]]
+    stored = blocks.transpose(1, 2).flatten(0, 1)[:tokens]
+    assert distance(stored, k) < 1e-6
+    sequences.inputs[0] = [q, k, v]
+    assert distance(out, sequences.expected(0, 0, tokens)) < TOLERANCE[torch.float32]
+
+
+def rotated(x: torch.Tensor, angle: torch.Tensor, rotary: int) -> torch.Tensor:
+    """The first ``rotary`` elements of each head, in pairs of an element and the one half of them
+    further on."""
+    first, second = x[..., :rotary].chunk(2, -1)
+    turned = torch.cat([-second, first], -1)
+    cos = angle.cos()[:, None]
+    sin = angle.sin()[:, None]
+    return torch.cat([x[..., :rotary] * cos + turned * sin, x[..., rotary:]], -1)
 
 
 # --------------------------------------------------------------------------- bits

@@ -1,5 +1,5 @@
-"""Requests with adapters through the GPU's runner, its attention interpreted: the tokens that the
-reference attention gives."""
+"""Requests with adapters through the GPU's runner, its kernels interpreted: the tokens of plain
+torch, whether the model is fused or not."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +14,7 @@ from tests.execution.generate import make_prompts
 from tests.tiny_models import make_checkpoint
 
 pytest.importorskip("triton")
+from jitney.kernels.gpu.adapter_products import GroupedProducts
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted on a CPU")
 
@@ -39,6 +40,20 @@ def make(folder: Path, architecture: str) -> Path:
     return path
 
 
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of each pair of launches: how many linear layers it was for."""
+    counts: list[int] = []
+    real = GroupedProducts._launch
+
+    def launch(self, work, parts, x, out) -> None:
+        counts.append(len(parts))
+        real(self, work, parts, x, out)
+
+    monkeypatch.setattr(GroupedProducts, "_launch", launch)
+    return counts
+
+
 def load(path: Path, **options: object) -> LLM:
     given = {
         "adapters": str(path.parent / "adapters"), "device": "cpu", "dtype": "float32",
@@ -59,18 +74,29 @@ def served(llm: LLM, names: Sequence[str | None]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "architecture",
-    ["llama", pytest.param("phi3", marks=SLOW), pytest.param("gpt2", marks=SLOW)],
+    ("architecture", "fuse", "layers"),
+    [
+        ("llama", True, {3, 1, 2}),
+        ("llama", False, {1}),
+        pytest.param("phi3", True, {1}, marks=SLOW),
+        pytest.param("gpt2", True, {1}, marks=SLOW),
+    ],
 )
 def test_a_batch_of_adapters_gives_the_tokens_of_plain_torch(
-    tmp_path: Path, architecture: str
+    tmp_path: Path, architecture: str, fuse: bool, layers: set[int], launched: list[int]
 ) -> None:
+    """Its kernels are compiled before the first request: steps of the load have launched them."""
     path = make(tmp_path, architecture)
-    with load(path, attention="gpu") as llm:
+    with load(path, attention="gpu", fuse=fuse) as llm:
+        assert set(launched) == layers
+        launched.clear()
         got = served(llm, NAMES)
+        assert set(launched) == layers
+        launched.clear()
         without = served(llm, [None] * 4)
     with load(path, attention="reference", fuse=False, prepack=False) as llm:
         assert got == served(llm, NAMES)
         assert without == served(llm, [None] * 4)
+    assert launched == []
     changed = [mine != theirs for mine, theirs in zip(got, without, strict=True)]
     assert changed == [name is not None for name in NAMES]

@@ -22,6 +22,7 @@ from tests.kernels.gpu.small_gpu import GREEDY, options
 pytest.importorskip("triton")
 from jitney.kernels.gpu import gpu_accelerator as load_module
 from jitney.kernels.gpu import measure as measure_module
+from jitney.kernels.gpu.invariant_product import InvariantLinear
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted on a CPU")
 
@@ -81,25 +82,17 @@ def test_compiled(path: Path, plain, monkeypatch) -> None:
     torch._dynamo.reset()
 
 
-def test_batch_invariant_says_that_attention_alone_keeps_it(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It was refused or kept by kernels that are no more: what started before starts still."""
+def test_batch_invariant(path: Path, plain) -> None:
+    """No product is torch's any more, and the tokens are the same."""
     runner = load_runner(options(path, batch_invariant=True))
     (attention,) = {cache.attend for cache in runner._caches}
     assert attention.batch_invariant
-    assert "batch_invariant holds for attention alone on a GPU" in caplog.text
+    modules = [type(each) for each in runner._model.module.modules()]
+    assert torch.nn.Linear not in modules
+    assert InvariantLinear in modules
+    requests = [([5, 6, 7, 8], replace(GREEDY, max_tokens=2))]
+    assert drive(runner, requests).outputs == drive(plain, requests).outputs
     runner.close()
-
-
-@pytest.mark.parametrize("fuse", [True, False])
-def test_modules_stay_as_transformers_has_them(path: Path, fuse: bool) -> None:
-    config = options(path, fuse=fuse)
-    model = load_model(config)
-    names = [type(each) for each in model.module.modules()]
-    faster = load_module.GpuAccelerator(config, model.device).speed_up(model, 8)
-    assert [type(each) for each in faster.module.modules()] == names
-    assert not faster.fused
 
 
 def test_without_overlap(path: Path) -> None:
@@ -114,6 +107,7 @@ def test_without_overlap(path: Path) -> None:
         ("reference", {"batch_invariant": True}, "batch_invariant"),
         ("reference", {"kv_cache_dtype": "float8_e4m3"}, "kv_cache_dtype is 'float8_e4m3'"),
         ("gpu", {"kv_cache_dtype": "int8"}, "kv_cache_dtype is 'int8'.* float8_e4m3 or auto"),
+        ("gpu", {"batch_invariant": True, "adapters": "any"}, "adapters is 'any'.* left out with"),
         *(
             (attention, {**given, "device": "auto"}, message)
             for attention in ("reference", "gpu")

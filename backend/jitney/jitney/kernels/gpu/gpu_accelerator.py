@@ -6,6 +6,8 @@ interpreted on a CPU, the same path runs without graphs and without a measuremen
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -25,8 +27,10 @@ from jitney.execution.interface import (
     LayerCache,
     LoadedModel,
     PagedStep,
+    forward_module,
     paged_attention,
 )
+from jitney.execution.low_rank import Part
 from jitney.execution.memory import StepMemory
 from jitney.execution.runner import TorchRunner
 from jitney.kernels.gpu.graphs import DecodeGraphs, capture_on, padded_sizes
@@ -37,7 +41,8 @@ _log = logging.getLogger(__name__)
 
 
 class GpuAccelerator:
-    """Attention over the paged cache, CUDA graphs, and a runner that overlaps steps."""
+    """Attention over the paged cache, fused modules, CUDA graphs, and a runner that overlaps
+    steps."""
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         """Raises ConfigError for options that the GPU's kernels do not have; where they are
@@ -46,11 +51,9 @@ class GpuAccelerator:
         self._capture = capture_on(device)
         if config.kv_cache_dtype == "int8":
             raise ConfigError.of("kv_cache_dtype", "int8", "float8_e4m3 or auto on a GPU")
-        if config.batch_invariant:
-            _log.warning(
-                "batch_invariant holds for attention alone on a GPU: the products and norms there "
-                "are torch's, whose last bits depend on the batch"
-            )
+        if config.batch_invariant and config.adapters is not None:
+            bound = "left out with batch_invariant on a GPU"
+            raise ConfigError.of("adapters", config.adapters, bound)
         if device.type != "cuda":
             _refuse_where_interpreted(config)
 
@@ -107,11 +110,20 @@ class GpuAccelerator:
         return all(attend.name == "gpu" for attend in attention)
 
     def speed_up(self, model: LoadedModel, usual_tokens: int) -> LoadedModel:
-        """Compile the module if option ``compile`` says so. Else it runs as transformers has it."""
+        """Fuse what fits, or compile the module if option ``compile`` says so."""
         _skip_padding_check(model.module)
         if self._config.compile:
+            # The compiler fuses by itself, and cannot look into our kernels.
             compile_module(model.module)
-        return model
+            return model
+        # It imports the language.
+        from jitney.kernels.gpu.gpu_fuse import fuse_for_gpu
+
+        report = fuse_for_gpu(model.module, self._config, model.max_model_len)
+        faster = report.applied(model)
+        if model.sites and not faster.fused:
+            return _with_adapters(faster)
+        return faster
 
     def kv_scales(self, model: LoadedModel) -> list[KvScales] | None:
         """Those of a float8 cache: the checkpoint's, or found by a run over some tokens."""
@@ -169,6 +181,17 @@ def _refuse_where_interpreted(config: EngineConfig) -> None:
         raise ConfigError.of("cuda_graph_sizes", config.cuda_graph_sizes, "left out on a CPU")
     if config.compile:
         raise ConfigError.of("compile", True, "false on a CPU")
+
+
+def _with_adapters(model: LoadedModel) -> LoadedModel:
+    """The model with our kernels for adapters, where its layers are called one by one, as
+    transformers does: each is a fused layer of one part."""
+    from jitney.kernels.gpu.adapter_products import GroupedProducts
+
+    layers = [[Part(path, first=0, last=site.outputs)] for path, site in model.sites.items()]
+    products = GroupedProducts(layers)
+    step = partial(forward_module, model.module, begin_products=products.begin)
+    return replace(model, forward=step, pack=products.pack)
 
 
 def _skip_padding_check(module: PreTrainedModel) -> None:

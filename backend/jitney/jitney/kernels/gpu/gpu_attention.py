@@ -40,6 +40,24 @@ class LaunchPlan(NamedTuple):
     tiles: Tiles
 
 
+class HeadTransform(NamedTuple):
+    """What is computed of the heads of Q and K before attention: an RMS norm of each head if there
+    is one, then the rotary embedding. In the order of the kernel's arguments."""
+
+    cos: Tensor | None = None
+    """[T, R], as ``sin``: the first R elements of a head are rotated. Elements e and e + R / 2 are
+    a pair. None, as ``sin``: there is no transform."""
+    sin: Tensor | None = None
+    query_norm: Tensor | None = None
+    """[head size]: the scale of the norm; None: there is no norm. As ``key_norm``."""
+    key_norm: Tensor | None = None
+    epsilon: float = 0.0
+    """Of both norms."""
+
+
+NO_TRANSFORM = HeadTransform()
+
+
 class _Parts(NamedTuple):
     """What the parts of contexts give, for the reduction kernel to join: ``part_results``,
     ``part_tops`` and ``part_totals`` of the kernels."""
@@ -101,12 +119,18 @@ class GpuAttention:
         parts = max(1, min(parts_to_be_busy, most_parts))
         return LaunchPlan(only_decodes, parts, tiles)
 
-    def __call__(self, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata) -> Tensor:
+    def __call__(
+        self,
+        call: AttentionCall,
+        cache: LayerCache,
+        meta: AttentionMetadata,
+        transform: HeadTransform = NO_TRANSFORM,
+    ) -> Tensor:
         """Write K and V to their slots, then attend: products in the cache's dtype (for float8, in
-        q's), all else in float32."""
+        q's), all else in float32. The call's query and key are those before ``transform``."""
         self._check(call, cache, meta)
-        self._write(call, cache, meta)
-        return self._attend(call, cache, meta)
+        q = self._write(call, cache, meta, transform)
+        return self._attend(q, call, cache, meta)
 
     def _check(self, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata) -> None:
         """The kernels trust addresses: what they point to is checked here."""
@@ -126,25 +150,49 @@ class GpuAttention:
         assert padded >= self._head_size
         assert meta.last_block < blocks
 
-    def _write(self, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata) -> None:
-        """Launch the kernel that writes K and V to their slots."""
+    def _write(
+        self,
+        call: AttentionCall,
+        cache: LayerCache,
+        meta: AttentionMetadata,
+        transform: HeadTransform,
+    ) -> Tensor:
+        """Launch the kernel that writes K and V to their slots. Returns the query as it is to
+        attend: transformed, and each head's elements side by side."""
+        q = _with_dense_heads(call.query)
         k = _with_dense_heads(call.key)
         v = _with_dense_heads(call.value)
         padded = cache.keys.shape[3]
         heads_of_program = min(_HEADS_PER_PROGRAM, triton.next_power_of_2(self._kv_heads))
-        grid = (k.shape[0], triton.cdiv(self._kv_heads, heads_of_program))
+        programs = triton.cdiv(self._kv_heads, heads_of_program)
+        query_out = None
+        rotary = 0
+        cos_stride = 0
+        sin_stride = 0
+        if transform.cos is not None:
+            assert transform.sin is not None
+            query_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            programs += triton.cdiv(self._heads, heads_of_program)
+            rotary = transform.cos.shape[1]
+            cos_stride = transform.cos.stride(0)
+            sin_stride = transform.sin.stride(0)
         # By position, here and below, as in the kernel's signature: a launch with keywords takes
         # the host longer.
-        write_kernel[grid](
-            k, v, cache.keys, cache.values, meta.slot_mapping, cache.key_scale, cache.value_scale,
-            k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            self._kv_heads, self._head_size, padded, self._head_tile, meta.block_size,
-            heads_of_program,
+        write_kernel[(q.shape[0], programs)](
+            query_out, q, k, v, cache.keys, cache.values, meta.slot_mapping,
+            *transform, cache.key_scale, cache.value_scale,
+            q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            cos_stride, sin_stride,
+            self._heads, self._kv_heads, self._head_size, padded, self._head_tile,
+            meta.block_size, rotary, heads_of_program,
         )  # fmt: skip
+        return q if query_out is None else query_out
 
-    def _attend(self, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata) -> Tensor:
-        """Launch the kernel that attends, and the one that joins parts."""
-        q = _with_dense_heads(call.query)
+    def _attend(
+        self, q: Tensor, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata
+    ) -> Tensor:
+        """Launch the kernel that attends, and the one that joins parts. ``q`` is taken in place of
+        the call's query."""
         tokens = q.shape[0]
         rows = meta.num_rows
         plan = self.plan(rows, tokens, meta.max_query_len, meta.max_context_len)
