@@ -3,17 +3,21 @@
 In float32 the paths differ by rounding alone, so their tokens are equal: the GPU path with graphs
 and overlap, the same without either, and plain modules with the attention in plain torch. Some
 requests sample, and more come than fit. Among thousands of tokens one near-tie may fall otherwise,
-so one of many requests may differ; the long one, which outgrows its graphs, may not.
+so one of many requests may differ; the long one, which outgrows its graphs, may not. Batch
+invariance is judged in bfloat16 by log-probabilities, to the bit.
 """
 
 import gc
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
+from jitney.engine.engine import Engine
+from jitney.messages import Finished, Tokens
 
 from benchmarks.device.environment import device_of
-from benchmarks.device.serving import Served, make_engine, serve
+from benchmarks.device.serving import Served, make_engine, serve, submit
 from benchmarks.device.shapes import TINY, Shape
 from benchmarks.device.supervise import Bench
 from benchmarks.workloads import Workload
@@ -29,6 +33,7 @@ PATHS: dict[str, dict[str, object]] = {
     "eager, synchronous": {"cuda_graphs": "never", "overlap": False},
     "graphs, synchronous": {"cuda_graphs": "lazy", "overlap": False},
     "eager, overlapped": {"cuda_graphs": "never", "overlap": True},
+    "batch invariant": {"batch_invariant": True},
 }
 TINY_PATHS = ("graphs, overlapped",)
 _MANY = 40  # requests of a workload among which one may differ
@@ -54,6 +59,7 @@ def run(bench: Bench) -> None:
         bench.case(
             name, partial(_same, bench, name, shape, device, workloads, references), seconds=15
         )
+    bench.case("invariance", partial(_invariance, bench, shape, device), seconds=15)
 
 
 def _workloads(bench: Bench, shape: Shape) -> list[tuple[Workload, dict[str, object]]]:
@@ -117,3 +123,42 @@ def _same(
         name, value=sum(different), unit="differ", ratio=excess, bar=0, at_most=True,
         details={"differ": different, "steps": [one.steps for one in made]},
     )  # fmt: skip
+
+
+def _invariance(bench: Bench, shape: Shape, device: torch.device) -> None:
+    """Log-probabilities of one request, alone and among others, bitwise."""
+    if not bench.tiny:
+        shape = replace(shape, itemsize=2)
+    engine = make_engine(
+        bench, shape, device, batch_invariant=True, max_num_seqs=16,
+        kv_cache_bytes=1 << (20 if bench.tiny else 28),
+    )  # fmt: skip
+    count = 2 if bench.tiny else 11
+    length = 2 if bench.tiny else 40
+    further = 3 if bench.tiny else 17  # tokens that each prompt has more than the one before
+    random = np.random.RandomState(9)
+    prompts = [random.randint(10, shape.vocab - 10, 4 + further * i).tolist() for i in range(count)]
+    alone = _logprobs_of_the_first(engine, prompts[:1], length)
+    among = _logprobs_of_the_first(engine, prompts, length)
+    differ = sum(a != b for a, b in zip(alone, among, strict=True))
+    bench.add("invariance: tokens that differ", value=differ, ratio=differ, bar=0, at_most=True)
+    engine.runner.close()  # type: ignore[attr-defined]
+
+
+def _logprobs_of_the_first(
+    engine: Engine, prompts: list[list[int]], length: int
+) -> list[tuple[int, float]]:
+    """(token, log-probability) of each of the first prompt's ``length`` tokens, all served at
+    once."""
+    keys = [submit(engine, prompt, length, seed=3, logprobs=3) for prompt in prompts]
+    found: list[tuple[int, float]] = []
+    ended = 0
+    while engine.has_work:
+        report = engine.step()
+        for event in report.events if report else ():
+            if isinstance(event, Tokens) and event.key == keys[0]:
+                assert event.logprobs is not None
+                found += [(best.token_id, best.logprob) for (best, *_) in event.logprobs]
+            ended += isinstance(event, Finished)
+    assert ended == len(prompts)
+    return found

@@ -1,6 +1,6 @@
 """Part ``options``: what an option changes of a steady decode step. There are no bars here.
 
-Quantized weights and a float8 cache; each beside the plain step of part ``decode``.
+Quantized weights, a float8 cache, batch invariance; each beside the plain step of part ``decode``.
 """
 
 from functools import partial
@@ -25,6 +25,7 @@ BATCHES = (1, 64)
 OPTIONS: dict[str, dict[str, object]] = {
     "fp8 weights": {"quantization": "fp8"},
     "float8 cache": {"kv_cache_dtype": "float8_e4m3"},
+    "batch invariant": {"batch_invariant": True},
     "int8 weights": {"quantization": "int8"},
     "int4 weights": {"quantization": "int4"},
 }
