@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from jitney.batch import Row
+from jitney.config import EngineConfig
 from jitney.engine.assemble import load_model
 from jitney.execution.attention import build_metadata
 from jitney.execution.interface import AttentionFunction, LoadedModel, PagedStep
 from jitney.execution.memory import make_layer_caches
 from jitney.execution.probe import probe_logits
+from jitney.kernels.fused.fuse import FuseReport
 from jitney.kernels.fused.trial import relative_error
 from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
@@ -34,13 +36,16 @@ EXPERTS = {"gpt_oss", "mixtral", "qwen3_moe"}
 SHAPE = {"head_dim": 64, "hidden_size": 256, "intermediate_size": 512}
 
 
-def load(tmp_path, name: str, dtype: str, **more: Any) -> tuple[LoadedModel, Any]:
-    path = make_checkpoint(tmp_path, name, **SHAPE)
-    options = {"model": str(path), "dtype": dtype, "device": "cuda"}
-    return load_model(make_config(options)), make_config({**options, "attention": "gpu", **more})
+def load(
+    tmp_path, name: str, dtype: str, of_model: dict[str, int] | None = None, **options: Any
+) -> tuple[LoadedModel, EngineConfig]:
+    """A model, of whose configuration ``of_model`` are fields; and the options to fuse it with."""
+    path = make_checkpoint(tmp_path, name, **SHAPE, **(of_model or {}))
+    given = {"model": str(path), "dtype": dtype, "device": "cuda"}
+    return load_model(make_config(given)), make_config({**given, "attention": "gpu", **options})
 
 
-def fuse(loaded: LoadedModel, config: Any):
+def fuse(loaded: LoadedModel, config: EngineConfig) -> FuseReport:
     from jitney.kernels.gpu.gpu_fuse import fuse_for_gpu
 
     return fuse_for_gpu(loaded.module, config, loaded.max_model_len)
@@ -53,7 +58,7 @@ def functions(loaded: LoadedModel, **more: bool) -> list[AttentionFunction]:
 class Sequences:
     """Some sequences of one model, fused, over caches of their own, each in its own blocks."""
 
-    def __init__(self, loaded: LoadedModel, config: Any, count: int, length: int) -> None:
+    def __init__(self, loaded: LoadedModel, config: EngineConfig, count: int, length: int) -> None:
         self.forward = fuse(loaded, config).forward or loaded.forward
         self.count = count
         self.length = length
@@ -82,23 +87,19 @@ class Sequences:
         return self.forward(ids, meta.positions, every, PagedStep(self.caches, meta))
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        (name, dtype)
-        for name in sorted(ARCHITECTURES)
-        for dtype in TOLERANCE
-        if dtype == "float32" or name not in EXPERTS
-    ],
-)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_parity(tmp_path, name: str, dtype: str) -> None:
     """Two sequences in chunks over a paged cache give what they gave before, in plain torch.
 
-    A mixture of experts is compared in float32 alone. In bfloat16 a router's logits differ in their
-    last bits; where two of them are as near as that, a token goes to another expert, and its
-    logits are others.
+    In bfloat16 a router's logits differ by up to 0.03 from one way of computing to another, and
+    some of these models' are no further from each other. One token that goes to another expert
+    changes the result by up to 0.16 of its norm. So there every token goes to all four experts.
     """
-    loaded, config = load(tmp_path, name, dtype)
+    of_model = {}
+    if dtype == "bfloat16" and name in EXPERTS:
+        of_model["num_experts_per_tok"] = 4
+    loaded, config = load(tmp_path, name, dtype, of_model)
     before = probe_logits(loaded.module, loaded.layers)
     step = fuse(loaded, config).forward
     assert (step is not None) == (name in WHOLE)

@@ -61,8 +61,11 @@ def test_mixed_batches(case):
     "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=SLOW)], ids=str
 )
 def test_sixteen_bits(dtype):
-    case = Case((8, 2), 64, dtype=dtype)
-    sequences, attend = Sequences(case, LENGTHS), case.attention(tiles=IN_PARTS)
+    """Of everything, sinks among it."""
+    case = Case((8, 2), 64, dtype=dtype, sinks=True)
+    sequences = Sequences(case, LENGTHS)
+    sequences.sinks = sequences.sinks.to(dtype)
+    attend = case.attention(tiles=IN_PARTS)
     for spans in MIXED[2:]:
         for i, start, _ in spans:
             sequences.write(i, start)

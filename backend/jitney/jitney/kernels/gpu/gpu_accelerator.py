@@ -111,7 +111,7 @@ class GpuAccelerator:
 
     def speed_up(self, model: LoadedModel, usual_tokens: int) -> LoadedModel:
         """Fuse what fits, or compile the module if option ``compile`` says so."""
-        _skip_padding_check(model.module)
+        skip_padding_check(model.module)
         if self._config.compile:
             # The compiler fuses by itself, and cannot look into our kernels.
             compile_module(model.module)
@@ -194,7 +194,7 @@ def _with_adapters(model: LoadedModel) -> LoadedModel:
     return replace(model, forward=step, pack=products.pack)
 
 
-def _skip_padding_check(module: PreTrainedModel) -> None:
+def skip_padding_check(module: PreTrainedModel) -> None:
     """Keep transformers from looking for padding among the ids: the host would wait for the device.
     There is no padding here."""
     for each in module.modules():
