@@ -154,7 +154,7 @@ def test_merged_weights_are_not_kept_twice(tmp_path) -> None:
     give_back()
     layer = before // 4
     assert torch.cuda.memory_allocated() < before + (16 << 20)
-    # Weights that are kept twice would be all four layers more. Gaps between tensors are less than
-    # one.
-    assert torch.cuda.memory_reserved() < held + layer
+    # Weights that are kept twice would be all four layers more. Gaps between tensors were a little
+    # more than one layer on an H100.
+    assert torch.cuda.memory_reserved() < held + 2 * layer
     assert peak < before + 2 * layer
