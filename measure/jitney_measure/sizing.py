@@ -77,8 +77,8 @@ def expect(config: EngineConfig, lengths: Lengths, limits: EngineLimits) -> Expe
     watermark = math.ceil(config.watermark * limits.num_blocks) if preempts else 0
     blocks = _blocks(lengths, config.block_size, preempts=preempts)
     in_cache = _sequences_in_cache(blocks, limits.num_blocks, watermark)
-    # Their blocks vary independently of each other, so the variance of the sum is the sum of the
-    # variances. Divided by the blocks of one sequence, it is a deviation of their number.
+    # Sequences need blocks independently of each other, so the variance of the blocks of all is the
+    # sum of their variances. In units of a mean sequence it says how the number that fits varies.
     deviation = math.sqrt(blocks.variance * in_cache) / blocks.allocated
     most_preemptions = 0.0
     if preempts:
@@ -93,17 +93,18 @@ def expect(config: EngineConfig, lengths: Lengths, limits: EngineLimits) -> Expe
     # each half way to the new value, come near the balance.
     damped = 0.0
     for _ in range(_ROUNDS):
+        # After a preemption the prompt and the output so far are computed again.
         recomputed = damped * (mean_prompt + mean_output / 2)
         work = (mean_prompt + recomputed) / mean_output
-        beside_cache = _without_cache(limits, work, mean_output, variation)
-        running, chance_cache_limits = _mean_of_smaller(beside_cache.running, in_cache, deviation)
+        by_others = _without_cache(limits, work, mean_output, variation)
+        running, chance_cache_limits = _mean_of_smaller(by_others.running, in_cache, deviation)
         preemptions = most_preemptions * chance_cache_limits
         damped = (damped + preemptions) / 2
     return Expected(
         running=running,
         used=running * blocks.filled / limits.num_blocks,
         preemptions=preemptions,  # of the last round; damping is for the next round alone
-        limit=beside_cache.limit if beside_cache.running < in_cache else "the cache",
+        limit=by_others.limit if by_others.running < in_cache else "the cache",
         in_cache=in_cache,
         work=work,
     )
