@@ -5,8 +5,9 @@ with the others as they are, then, with the best of them, those of the next, unt
 nothing. So it takes about the sum of the axes' lengths instead of their product. Pure data.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from jitney.errors import InvalidArgumentError
 
@@ -14,121 +15,209 @@ from jitney_measure.slo import read_time
 
 Setting = tuple[int, ...]
 """A value for each axis, in their order."""
-Score = tuple[float, ...]
-"""Compared as tuples are; more is better."""
+
+
+class Score(NamedTuple):
+    """How good a setting is. A higher level is better, and within a level a higher value."""
+
+    level: int
+    """2: some load is within the bounds; 1: loads have figures; 0: no load has any."""
+    value: float
+    """On level 2 the throughput; on level 1 how near it came to the bounds, the excess negated; on
+    level 0 how many loads were tried."""
+
 
 BATCH = "batch_size"
 WINDOW = "window_us"
 INSTANCES = "instances"
 SEQUENCES = "max_num_seqs"
 TOKENS = "max_num_batched_tokens"
-OPTIONS = {
-    False: {BATCH: "batch_sizes", WINDOW: "windows", INSTANCES: "instances"},
-    True: {SEQUENCES: "max_num_seqs", TOKENS: "token_budgets"},
-}
-"""Axis -> its option, by whether it is a language model."""
 
 _WINDOWS_US = (0, 500, 2000, 5000)
-_LONGEST_WINDOW_US = 10_000_000
-_MOST_INSTANCES = 64
-_MOST_SEQUENCES = 65536
-_MOST_TOKENS = 1 << 24
-_TOKENS = {False: (128, 256, 512, 1024, 2048), True: (2048, 4096, 8192, 16384)}
-"""Usual token budgets, by whether the model runs on a GPU."""
+_MAX_WINDOW_US = 10_000_000
+_MAX_INSTANCES = 64
+_MAX_SEQUENCES = 65536
+_MAX_TOKENS = 1 << 24
+_TOKENS_ON_CPU = (128, 256, 512, 1024, 2048)
+_TOKENS_ON_GPU = (2048, 4096, 8192, 16384)
 
 Axes = Mapping[str, tuple[int, ...]]
 """Axis -> the values to try, which ascend."""
 
 
+@dataclass(frozen=True)
+class AxisOptions:
+    """The values to try as the user gave them, by the names of the options; empty: the defaults.
+    The first three are of models with the server's batcher, the others of language models."""
+
+    batch_sizes: str = ""
+    windows: str = ""
+    instances: str = ""
+    max_num_seqs: str = ""
+    token_budgets: str = ""
+
+
 def scheduler_axes(
-    current: Setting, given: Mapping[str, Any], max_batch: int, tightest_s: float | None,
-    cores: int, *, counts: bool,
-) -> Axes:  # fmt: skip
+    current: Setting,
+    given: AxisOptions,
+    *,
+    max_batch: int,
+    tightest_s: float | None,
+    cores: int,
+    can_change_instances: bool,
+) -> Axes:
     """Batch size, window and instances. ``tightest_s``: the least bound on latency; windows of half
-    of it or more are not tried. ``counts``: whether the number of instances can be changed."""
+    of it or more are not tried."""
     batch, window, instances = current
-    limit_us = float("inf") if tightest_s is None else tightest_s * 1e6 / 2
     batches = [*_powers(4, max_batch), max_batch, batch]
-    windows = [0, *(each for each in _WINDOWS_US if each < limit_us), window]
-    numbers = [*_powers(2, min(max(2, cores), 4)), instances] if counts else [instances]
+    windows = [0, window]
+    for each in _WINDOWS_US:
+        if tightest_s is None or each < tightest_s * 1e6 / 2:
+            windows.append(each)
+    numbers = [instances]
+    if can_change_instances:
+        numbers += _powers(2, min(max(2, cores), 4))
+    if given.batch_sizes:
+        expected = f"from 1 to {max_batch}, max_batch_size"
+        batches = _integers("batch_sizes", given.batch_sizes, max_batch, expected)
+    if given.windows:
+        windows = _windows(given.windows)
+    if given.instances:
+        expected = f"from 1 to {_MAX_INSTANCES}"
+        numbers = _integers("instances", given.instances, _MAX_INSTANCES, expected)
     return {
-        BATCH: _values(BATCH, given, batches, max_batch, ", max_batch_size"),
-        WINDOW: _values(WINDOW, given, windows, _LONGEST_WINDOW_US),
-        INSTANCES: _values(INSTANCES, given, numbers, _MOST_INSTANCES),
+        BATCH: _ascending(batches),
+        WINDOW: _ascending(windows),
+        INSTANCES: _ascending(numbers),
     }
 
 
 def engine_axes(
-    current: Setting, given: Mapping[str, Any], highest_load: float | None, *, gpu: bool
+    current: Setting, given: AxisOptions, highest_load: float | None, *, gpu: bool
 ) -> Axes:
-    """max_num_seqs, up to the first power of four that no load exceeds, and the token budget.
-    ``highest_load``: of requests in flight. None: loads are rates, and that number is unknown."""
+    """max_num_seqs and the token budget. ``highest_load``: of requests in flight. None: loads are
+    rates, and that number is unknown.
+
+    max_num_seqs ends at the first power of four that no load exceeds: 4, 16, 64 for a load of 40.
+    """
     sequences, tokens = current
     enough = 256 if highest_load is None else max(4, highest_load)
-    counts = [each for each in _powers(4, _MOST_SEQUENCES)[1:] if each < 4 * enough]
-    return {
-        SEQUENCES: _values(SEQUENCES, given, [*counts, sequences], _MOST_SEQUENCES),
-        TOKENS: _values(TOKENS, given, [*_TOKENS[gpu], tokens], _MOST_TOKENS),
-    }
+    numbers = [each for each in _powers(4, _MAX_SEQUENCES) if 4 <= each < 4 * enough]
+    numbers.append(sequences)
+    budgets = [*(_TOKENS_ON_GPU if gpu else _TOKENS_ON_CPU), tokens]
+    if given.max_num_seqs:
+        expected = f"from 1 to {_MAX_SEQUENCES}"
+        numbers = _integers("max_num_seqs", given.max_num_seqs, _MAX_SEQUENCES, expected)
+    if given.token_budgets:
+        expected = f"from 1 to {_MAX_TOKENS}"
+        budgets = _integers("token_budgets", given.token_budgets, _MAX_TOKENS, expected)
+    return {SEQUENCES: _ascending(numbers), TOKENS: _ascending(budgets)}
 
 
-def _values(
-    axis: str, given: Mapping[str, Any], defaults: Iterable[int], most: int, of: str = ""
-) -> tuple[int, ...]:
-    """Those of the axis' option, else the defaults. ``of`` says where ``most`` is from."""
-    option = (OPTIONS[True] | OPTIONS[False])[axis]
-    if not (text := given[option]):
-        return tuple(sorted(set(defaults)))
-    parts = {part.strip() for part in text.split(",")}
-    least = 1
-    bound = f"whole numbers from 1 to {most}{of}, with commas between"
-    if axis == WINDOW:
-        least = 0
-        bound = "times from 0 to 10s like 500us or 2ms, with commas between"
-        times = [0.0 if part == "0" else read_time(part) for part in parts]
-        values = [-1 if seconds is None else round(seconds * 1e6) for seconds in times]
-    else:
-        values = [int(part) if part.isdecimal() else 0 for part in parts]
-    if min(values) < least or max(values) > most:
-        raise InvalidArgumentError.of(option, text, bound)
+def _ascending(values: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted(set(values)))
+
+
+def _integers(option: str, text: str, most: int, expected: str) -> list[int]:
+    values = []
+    for part in text.split(","):
+        digits = part.strip()
+        if not digits.isdecimal() or not 1 <= int(digits) <= most:
+            raise InvalidArgumentError.of(
+                option, text, f"whole numbers {expected}, with commas between"
+            )
+        values.append(int(digits))
+    return values
+
+
+def _windows(text: str) -> list[int]:
+    values = []
+    for part in text.split(","):
+        time = part.strip()
+        seconds = 0.0 if time == "0" else read_time(time)
+        if seconds is None or round(seconds * 1e6) > _MAX_WINDOW_US:
+            expected = "times from 0 to 10s like 500us or 2ms, with commas between"
+            raise InvalidArgumentError.of("windows", text, expected)
+        values.append(round(seconds * 1e6))
+    return values
 
 
 def _powers(base: int, most: int) -> list[int]:
     return [base**i for i in range(most.bit_length()) if base**i <= most]
 
 
-def search(axes: Axes, current: Setting, scores: Mapping[Setting, Score]) -> Iterator[Setting]:
-    """The settings to try, each once, beginning at the values nearest to the current ones.
+class Search:
+    """Says which settings to try, each once, beginning at the values nearest to the current ones.
 
-    The caller puts the score of each setting into ``scores`` before it takes the next one.
+    Call :meth:`next` for a setting, :meth:`report` how good it was, and so on.
     """
-    lines = list(axes.values())
-    near = (min(a, key=lambda v: abs(v - now)) for a, now in zip(lines, current, strict=True))
-    here = _canonical(axes, tuple(near))
-    if here not in scores:
-        yield here
-    moved = True
-    while moved:
-        moved = False
-        for i, values in enumerate(lines):
-            # All values of this axis, with the others as they are. The nearest come first: so what
-            # a lack of time leaves out is far away.
-            steps = sorted((abs(value - here[i]), value) for value in values)
-            line = [_canonical(axes, (*here[:i], value, *here[i + 1 :])) for _, value in steps]
-            yield from (each for each in dict.fromkeys(line) if each not in scores)
-            best = max([here, *line], key=lambda setting: scores[setting])  # the first of equals
-            if scores[best] > scores[here]:
-                here = best
-                moved = True
+
+    def __init__(self, axes: Axes, current: Setting, score: Score) -> None:
+        """``score``: that of the current setting."""
+        self._axes = axes
+        self._scores = {current: score}
+        nearest = []
+        for values, value in zip(axes.values(), current, strict=True):
+            nearest.append(_by_distance(values, value)[0])
+        self._best = _canonical(axes, tuple(nearest))
+        self._axis = 0
+        """The axis that is varied now."""
+        self._axes_without_gain = 0
+        """How many axes were varied one after the other since the best setting changed."""
+
+    def next(self) -> Setting | None:
+        """The setting to try next; None at the end."""
+        if self._best not in self._scores:
+            return self._best
+        while self._axes_without_gain < len(self._axes):
+            settings = self._settings_on_axis()
+            for setting in settings:
+                if setting not in self._scores:
+                    return setting
+            self._go_to_next_axis(settings)
+        return None
+
+    def report(self, setting: Setting, score: Score) -> None:
+        """How good the setting was."""
+        self._scores[setting] = score
+
+    def _settings_on_axis(self) -> list[Setting]:
+        """All values of this axis, with the others as they are. The nearest come first: so what a
+        lack of time leaves out is far away."""
+        values = list(self._axes.values())[self._axis]
+        settings = []
+        for value in _by_distance(values, self._best[self._axis]):
+            changed = list(self._best)
+            changed[self._axis] = value
+            settings.append(_canonical(self._axes, tuple(changed)))
+        return settings
+
+    def _go_to_next_axis(self, settings: Sequence[Setting]) -> None:
+        """``settings``: those of this axis, which all have scores."""
+        self._axes_without_gain += 1
+        for setting in settings:
+            if self._scores[setting] > self._scores[self._best]:
+                self._best = setting
+                self._axes_without_gain = 0
+        self._axis = (self._axis + 1) % len(self._axes)
+
+
+def _by_distance(values: Iterable[int], value: int) -> list[int]:
+    """The nearest to ``value`` first; of two that are equally near, the smaller one."""
+    return sorted(values, key=lambda each: (abs(each - value), each))
 
 
 def _canonical(axes: Axes, setting: Setting) -> Setting:
-    """One of all settings that mean the same. Without batching there is no window. A step runs no
-    more sequences than it has tokens, so of both numbers the smaller one is that of sequences."""
+    """One of all settings that mean the same, so that the others are not tried too."""
     if SEQUENCES in axes:
-        return (min(setting), setting[1])
-    return (1, 0, *setting[2:]) if BATCH in axes and setting[0] == 1 else setting
+        # A step runs no more sequences than it has tokens.
+        sequences, tokens = setting
+        return (min(sequences, tokens), tokens)
+    if BATCH in axes:
+        batch, _, instances = setting
+        if batch == 1:  # nothing waits for a batch: the window means nothing
+            return (1, 0, instances)
+    return setting
 
 
 def label(values: Mapping[str, int]) -> str:

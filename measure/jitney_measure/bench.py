@@ -52,7 +52,7 @@ def bench(
             "the value out of the list of processes; may be given several times."
         ),
     ] = None,
-    title: Annotated[str, typer.Option(help="Of the report. Default: the model.")] = "",
+    title: Annotated[str, typer.Option(help="Title of the report. Default: the model.")] = "",
     compare: Annotated[
         tuple[Path, Path] | None,
         typer.Option(help="Measure nothing: set two results (their .json files) side by side."),
@@ -127,5 +127,5 @@ def _sweep(driver: "Driver", target: "Target", model: "Model", title: str) -> "R
                     raise
                 _out.print("Interrupted: the report is of the loads before.")
                 break
-            _out.print(slo.line(points[-1], model.language), soft_wrap=True)
-    return driver.result(target, model, points, title, server, began)
+            _out.print(slo.point_line(points[-1], model.language), soft_wrap=True)
+    return driver.result(target, model, points, title=title, server=server, began=began)

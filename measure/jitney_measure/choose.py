@@ -5,13 +5,14 @@ counts less, by how near it came; one without any figure counts least.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.markup import escape
 
 from jitney_measure.axes import Score, label
 from jitney_measure.record import Choice, LoadVerdict, Result, Trial, Tuning
-from jitney_measure.slo import line, show_time
+from jitney_measure.slo import point_line, show_time
 
 _NOISE = 0.05
 """Two runs of one setting may differ by this much."""
@@ -19,35 +20,53 @@ HEAD = ("setting", "loaded in", "throughput", "at", "remarks")
 
 
 def score(trial: Trial) -> Score:
-    """For the search. The first number is 2 within the bounds, 1 with figures beyond them, else 0.
-    The second one orders equals: by throughput, by how near they came, by loads that were tried."""
+    """For the search."""
     if trial.best is not None:
-        return (2.0, trial.best.throughput)
+        return Score(2, trial.best.throughput)
     near = nearest([trial])
-    return (1.0, -near[0]) if near is not None else (0.0, float(len(trial.points)))
+    if near is not None:
+        return Score(1, -near.excess)
+    # Nothing was measured. One that got through more loads before it failed is still better.
+    return Score(0, float(len(trial.points)))
 
 
-def nearest(trials: Sequence[Trial]) -> tuple[float, Trial, LoadVerdict] | None:
-    """The load that broke the bounds least, with its excess; None if no load has figures."""
-    found = [
-        (verdict.excess, trial, verdict)
-        for trial in trials
-        for verdict in (trial.result.verdicts if trial.result is not None else ())
-        if verdict.excess is not None
-    ]
-    return min(found, key=lambda near: near[0], default=None)
+@dataclass(frozen=True)
+class Nearest:
+    """A load that breaks the bounds."""
+
+    excess: float
+    """Its worst figure as a multiple of the bound."""
+    trial: Trial
+    verdict: LoadVerdict
 
 
-def choose(trials: Sequence[Trial]) -> Choice | None:
+def nearest(trials: Sequence[Trial]) -> Nearest | None:
+    """The load that broke the bounds least; None if no load has figures."""
+    found = []
+    for trial in trials:
+        if trial.result is None:
+            continue
+        for verdict in trial.result.verdicts:
+            if verdict.excess is not None:
+                found.append(Nearest(verdict.excess, trial, verdict))
+    return min(found, key=lambda near: near.excess, default=None)
+
+
+def choose_setting(trials: Sequence[Trial]) -> Choice | None:
     """The best of the settings, by what counts of each; None if none meets the bounds.
 
     If the best was measured again, it is compared with the current setting alone: the first figures
     were the highest of many, and so too high by chance.
     """
-    last = standing(trials)  # its first trial is of the current setting
-    meeting = [trial for trial in last if trial.best is not None]
-    if any(trial.phase == "final" for trial in meeting):
-        meeting = [trial for trial in meeting if trial.phase == "final" or trial is last[0]]
+    if not trials:
+        return None
+    current, *others = standing(trials)
+    meeting = [trial for trial in (current, *others) if trial.best is not None]
+    best_was_repeated = any(trial.phase == "final" for trial in others)
+    if best_was_repeated and any(trial.phase == "final" for trial in meeting):
+        meeting = [
+            trial for trial in meeting if trial.phase == "final" or trial.values == current.values
+        ]
     chosen = max(meeting, key=lambda trial: trial.throughput, default=None)
     if chosen is None or chosen.best is None:
         return None
@@ -55,9 +74,9 @@ def choose(trials: Sequence[Trial]) -> Choice | None:
         values=chosen.values,
         load=chosen.best.load,
         throughput=chosen.throughput,
-        is_current=chosen is last[0],
-        before=last[0].throughput or None,
-        cautions=tuple(_cautions(chosen, last[0], trials)),
+        is_current=chosen.values == current.values,
+        before=current.throughput or None,
+        cautions=tuple(_cautions(chosen, current, trials)),
     )
 
 
@@ -65,45 +84,55 @@ def _cautions(chosen: Trial, current: Trial, trials: Sequence[Trial]) -> Iterato
     """Why the choice may be wrong."""
     if chosen.best is not None and chosen.best.caution:
         yield chosen.best.caution
-    if chosen is current:
+    if chosen.values == current.values:
         return
-    # Unless both were measured again:
-    if not chosen.phase == current.phase == "final":
-        yield "there was no time to measure it and the current setting again"
+    both_were_repeated = chosen.phase == "final" and current.phase == "final"
+    if not both_were_repeated:
+        failed = [trial for trial in trials if trial.phase == "final" and trial.result is None]
+        if failed:
+            yield f"{label(failed[0].values)} did not load when it was to be measured again"
+        else:
+            yield "there was no time to measure it and the current setting again"
+    # If a setting was measured twice, the difference says how much two runs of it may differ.
     noise = _NOISE
-    for again in (chosen, current):
-        first = next(trial for trial in trials if trial.values == again.values)
-        if first.throughput and again.throughput:
-            noise = max(noise, abs(again.throughput / first.throughput - 1))
+    for counting in (chosen, current):
+        first = next(trial for trial in trials if trial.values == counting.values)
+        if first.throughput and counting.throughput:
+            noise = max(noise, abs(counting.throughput / first.throughput - 1))
     if chosen.throughput <= current.throughput * (1 + noise):
         yield f"two runs of one setting may differ by {noise:.0%} too"
 
 
 def standing(trials: Sequence[Trial]) -> list[Trial]:
-    """What counts of each setting, the current one first: its last measurement that was not cut
-    short, else the first."""
-    made: dict[tuple[int, ...], Trial] = {}
+    """What counts of each setting, that of the current setting first: its last measurement that was
+    not cut short, else its first trial."""
+    by_setting: dict[tuple[int, ...], Trial] = {}
     for trial in trials:
         setting = tuple(trial.values.values())
-        if setting not in made or not trial.cut:
-            made[setting] = trial
-    return list(made.values())
+        was_measured = trial.result is not None and not trial.cut
+        if was_measured or setting not in by_setting:
+            by_setting[setting] = trial
+    return list(by_setting.values())
 
 
 def shown(tuning: Tuning) -> dict[str, Result]:
-    """The results of the ``current`` setting and of the ``best`` (or ``nearest``) one, if they have
-    figures; more than two curves could not be told apart."""
-    last = standing(tuning.trials)
-    made = {"current": last[0]} if last else {}
-    if tuning.choice is not None:
-        made["best"] = next(trial for trial in last if trial.values == tuning.choice.values)
-    elif (near := nearest(last)) is not None:
-        made["nearest"] = near[1]
-    return {
-        name: trial.result
-        for name, trial in made.items()
-        if trial.result is not None and (name == "current" or trial is not last[0])
-    }
+    """The results of the ``current`` setting and of the ``best`` one, or without a choice of the
+    ``nearest``, if they have figures. No more than two: further curves could not be told apart."""
+    if not tuning.trials:
+        return {}
+    current, *others = standing(tuning.trials)
+    results = {}
+    if current.result is not None:
+        results["current"] = current.result
+    near = nearest([current, *others])
+    for trial in others:
+        if trial.result is None:
+            continue
+        if tuning.choice is not None and trial.values == tuning.choice.values:
+            results["best"] = trial.result
+        if tuning.choice is None and near is not None and trial.values == near.trial.values:
+            results["nearest"] = trial.result
+    return results
 
 
 def trial_line(trial: Trial) -> str:
@@ -128,24 +157,30 @@ def conclusion(tuning: Tuning) -> str:
     """The result in a sentence or two."""
     within = f"with {tuning.slo}" if tuning.slo else "with no bound on latency"
     choice = tuning.choice
+    if choice is None:
+        return _why_none(tuning)
+    setting = label(choice.values)
+    figure = f"{choice.throughput:,.1f} {tuning.unit} at {choice.load}"
+    if choice.is_current:
+        return f"Nothing better than the current setting {within}: {setting}, {figure}."
+    if choice.before is None:
+        current = standing(tuning.trials)[0]
+        comparison = shortcoming(current.result)
+    else:
+        gain = choice.throughput / choice.before - 1
+        comparison = f"{choice.before:,.1f} ({gain:+.0%})"
+    return f"Best {within}: {setting}: {figure}; the current setting {comparison}."
+
+
+def _why_none(tuning: Tuning) -> str:
     near = nearest(standing(tuning.trials))
-    if choice is not None:
-        figure = f"{choice.throughput:,.1f} {tuning.unit} at {choice.load}"
-        if choice.is_current:
-            here = f"{label(choice.values)}, {figure}"
-            return f"Nothing better than the current setting {within}: {here}."
-        if choice.before is None:
-            than = shortcoming(standing(tuning.trials)[0].result)
-        else:
-            than = f"{choice.before:,.1f} ({choice.throughput / choice.before - 1:+.0%})"
-        return f"Best {within}: {label(choice.values)}: {figure}; the current setting {than}."
-    if near is not None:
-        excess, trial, verdict = near
-        return (
-            f"No setting meets {tuning.slo}. Nearest: {label(trial.values)} at {verdict.load}, "
-            f"where {'; '.join(verdict.over)}: {excess:.2g} times its bound at worst."
-        )
-    return "No setting could be measured, or requests failed or fell behind at every load."
+    if near is None:
+        return "No setting could be measured, or requests failed or fell behind at every load."
+    return (
+        f"No setting meets {tuning.slo}. Nearest: {label(near.trial.values)} at "
+        f"{near.verdict.load}, where {'; '.join(near.verdict.over)}: {near.excess:.2g} times its "
+        "bound at worst."
+    )
 
 
 def remarks(tuning: Tuning) -> Iterator[str]:
@@ -171,7 +206,7 @@ def print_end(tuning: Tuning, terminal: Console, file: str) -> None:
     for name, result in shown(tuning).items():
         terminal.print(f"\n{name}: {escape(result.title)}", style="bold")
         for point in result.points:
-            terminal.print(line(point, tuning.language), soft_wrap=True)
+            terminal.print(point_line(point, tuning.language), soft_wrap=True)
     terminal.print(f"\n[bold]{escape(conclusion(tuning))}[/]", soft_wrap=True)
     for text in remarks(tuning):
         terminal.print(text, markup=False, soft_wrap=True)
@@ -181,9 +216,17 @@ def print_end(tuning: Tuning, terminal: Console, file: str) -> None:
 
 
 def cells(trial: Trial) -> list[str]:
-    """A row of the table of all settings, whose head is HEAD."""
+    """A row of the table of all settings, under HEAD."""
     best = trial.best
-    figures = (f"{best.throughput:,.1f}", str(best.load)) if best else ("–", "–")
-    missed = "" if best else shortcoming(trial.result)
-    remarks = ", ".join(filter(None, [trial.phase, missed, trial.failure]))
-    return [label(trial.values), show_time(trial.load_s), *figures, remarks]
+    notes: list[str] = [trial.phase]
+    if best is None:
+        notes.append(shortcoming(trial.result))
+    if trial.failure:
+        notes.append(trial.failure)
+    return [
+        label(trial.values),
+        show_time(trial.start_s),
+        "–" if best is None else f"{best.throughput:,.1f}",
+        "–" if best is None else str(best.load),
+        ", ".join(notes),
+    ]

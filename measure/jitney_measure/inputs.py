@@ -19,9 +19,9 @@ from jitney.errors import InvalidArgumentError, JitneyError
 
 from jitney_measure.options import Shared
 from jitney_measure.slo import span
-from jitney_measure.target import Model, Target, Tensor
+from jitney_measure.target import Model, Target, Tensor, model_path
 
-_PROMPTS = 1024
+_RANDOM_PROMPTS = 1024
 _ROWS = 16
 _WORDS = re.findall(
     r"\w+", "the bus stops at every corner of this long street and people board or leave with books"
@@ -40,13 +40,13 @@ class Inputs:
         self._folder = folder
         self._input_tokens = span("input_tokens", options.input_tokens)
         self._output_tokens = span("output_tokens", options.output_tokens)
-        self._prompts = read_prompts(options.prompts) if options.prompts else [""] * _PROMPTS
+        self._given_prompts = read_prompts(options.prompts) if options.prompts else None
         self._shapes = read_shapes(options.shape or [])
         try:
             self._sampling = msgspec.json.decode(options.sampling, type=dict[str, Any])
         except msgspec.MsgspecError:
             raise InvalidArgumentError.of("sampling", options.sampling, "a JSON object") from None
-        self._words_per_token = 0.0  # until the server is asked
+        self._words_per_token: float | None = None  # until the server is asked
         self._files: dict[str, Path] = {}
 
     def file(self, target: Target, model: Model, salt: str) -> Path:
@@ -56,7 +56,8 @@ class Inputs:
             return self._options.data
         if salt not in self._files:
             if model.language:
-                self._words_per_token = self._words_per_token or words_per_token(target, model)
+                if self._words_per_token is None:
+                    self._words_per_token = words_per_token(target, model)
                 entries = self.prompts(model, self._words_per_token, salt)
             else:
                 entries = rows(model, self._shapes, self._options.seed)
@@ -65,44 +66,48 @@ class Inputs:
         return self._files[salt]
 
     def prompts(self, model: Model, words_per_token: float, salt: str) -> list[dict[str, Any]]:
-        """Of a language model, for one load."""
-        chance = random.Random(f"{self._options.seed} {salt}")
-        counts = ("return_num_output_tokens", "return_num_input_tokens")
-        made = []
-        for prompt in self._prompts:
-            words = round(chance.randint(*self._input_tokens) * words_per_token)
+        """The requests to a language model, for one load."""
+        rng = random.Random(f"{self._options.seed} {salt}")
+        texts: list[str] | list[None] = self._given_prompts or [None] * _RANDOM_PROMPTS
+        entries = []
+        for text in texts:
+            words = round(rng.randint(*self._input_tokens) * words_per_token)
             parameters = {
-                "max_tokens": chance.randint(*self._output_tokens),
+                "max_tokens": rng.randint(*self._output_tokens),
                 "ignore_eos": not self._options.natural_end,
                 **self._sampling,
             }
             entry = {
-                "text_input": [prompt or _random_text(chance, words)],
+                "text_input": [_random_text(rng, words) if text is None else text],
                 "sampling_parameters": [json.dumps(parameters)],
                 "stream": [True],
             }
-            made.append(entry | {name: [True] for name in counts if model.has(name)})
-        return made
+            for count in ("return_num_output_tokens", "return_num_input_tokens"):
+                if model.has(count):
+                    entry[count] = [True]
+            entries.append(entry)
+        return entries
 
 
 def read_prompts(path: Path) -> list[str]:
     """A prompt per line. Raises InvalidArgumentError that names the file."""
     if path.suffix == ".jsonl":
-        bound = "a text with a prompt in each line; --data takes requests with parameters"
-        raise InvalidArgumentError.of("prompts", path.name, bound)
+        expected = "a text with a prompt in each line; --data takes requests with parameters"
+        raise InvalidArgumentError.of("prompts", path.name, expected)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidArgumentError(f"cannot read the prompts in {path}: {error}") from None
-    if not (made := [line for line in text.splitlines() if line.strip()]):
+    prompts = [line for line in text.splitlines() if line.strip()]
+    if not prompts:
         raise InvalidArgumentError(f"{path} holds no prompt")
-    return made
+    return prompts
 
 
 def words_per_token(target: Target, model: Model) -> float:
     """Asks the server with one short request, so that random prompts have the right length.
 
-    The usual guess for a server that does not count; the report has what was really sent.
+    For a server that does not count tokens it is the usual guess, 0.75.
     """
     body = {
         "text_input": _random_text(random.Random("probe"), _PROBE_WORDS),
@@ -110,16 +115,19 @@ def words_per_token(target: Target, model: Model) -> float:
         "return_num_input_tokens": True,
     }
     try:
-        said = target.get(f"/v2/models/{model.name}/generate", body)
-        return _PROBE_WORDS / int(said["num_input_tokens"])
+        answer = target.get(model_path(model.name, "generate"), body)
+        return _PROBE_WORDS / int(answer["num_input_tokens"])
     except (JitneyError, LookupError, TypeError, ValueError, ZeroDivisionError):
         return 0.75
 
 
-def _random_text(chance: random.Random, words: int) -> str:
+def _random_text(rng: random.Random, words: int) -> str:
     """Random words after a number, so that no two prompts begin alike."""
-    first = [f"{chance.randrange(100_000)}"] if words > 2 else []
-    return " ".join(first + chance.choices(_WORDS, k=max(1, words - 2 * len(first))))
+    if words <= 2:
+        return " ".join(rng.choices(_WORDS, k=max(1, words)))
+    number = str(rng.randrange(100_000))
+    # The number has more than one token: it counts as two words.
+    return " ".join([number, *rng.choices(_WORDS, k=max(1, words - 2))])
 
 
 def rows(model: Model, shapes: Mapping[str, tuple[int, ...]], seed: int) -> list[dict[str, Any]]:
@@ -129,19 +137,22 @@ def rows(model: Model, shapes: Mapping[str, tuple[int, ...]], seed: int) -> list
     Raises InvalidArgumentError for an input of free size without a shape.
     """
     names = [tensor.name for tensor in model.input]
-    if unknown := sorted(set(shapes) - set(names)):
+    unknown = sorted(set(shapes) - set(names))
+    if unknown:
         raise InvalidArgumentError.of("shape", ", ".join(unknown), f"of {', '.join(names)}")
     sent = [tensor for tensor in model.input if not tensor.optional or tensor.name in shapes]
-    chance = np.random.default_rng(seed)
-    return [
-        {tensor.name: _values(tensor, shapes.get(tensor.name, tensor.dims), chance)
-         for tensor in sent}
-        for _ in range(_ROWS)
-    ]  # fmt: skip
+    rng = np.random.default_rng(seed)
+    entries = []
+    for _ in range(_ROWS):
+        row = {}
+        for tensor in sent:
+            row[tensor.name] = _values(tensor, shapes.get(tensor.name, tensor.dims), rng)
+        entries.append(row)
+    return entries
 
 
-def _values(tensor: Tensor, shape: tuple[int, ...], chance: np.random.Generator) -> dict[str, Any]:
-    """One row's. ``shape`` must fit the tensor's and have no free size."""
+def _values(tensor: Tensor, shape: tuple[int, ...], rng: np.random.Generator) -> dict[str, Any]:
+    """The tensor of one row. ``shape`` must fit the dims of the tensor and have no free size."""
     fits = len(shape) == len(tensor.dims) and all(
         size > 0 and free in (-1, size) for free, size in zip(tensor.dims, shape, strict=True)
     )
@@ -153,9 +164,9 @@ def _values(tensor: Tensor, shape: tuple[int, ...], chance: np.random.Generator)
         )
     kind = tensor.data_type.removeprefix("TYPE_")
     if kind == "STRING":
-        texts = [" ".join(chance.choice(_WORDS, 12)) for _ in range(int(np.prod(shape)))]
+        texts = [" ".join(rng.choice(_WORDS, 12)) for _ in range(int(np.prod(shape)))]
         return {"content": texts, "shape": list(shape)}
-    values = chance.standard_normal(shape) if kind.startswith("FP") else np.ones(shape)
+    values = rng.standard_normal(shape) if kind.startswith("FP") else np.ones(shape)
     try:
         raw = values.astype(kind.lower().replace("fp", "float")).tobytes()
     except TypeError:
@@ -167,10 +178,10 @@ def _values(tensor: Tensor, shape: tuple[int, ...], chance: np.random.Generator)
 
 def read_shapes(texts: Sequence[str]) -> dict[str, tuple[int, ...]]:
     """``NAME:SIZE,SIZE``. Raises InvalidArgumentError."""
-    made = {}
+    shapes = {}
     for text in texts:
         match = re.fullmatch(r"(.+):([1-9]\d*(?:,[1-9]\d*)*)", text, re.ASCII)
         if match is None:
             raise InvalidArgumentError.of("shape", text, "NAME:SIZE,SIZE,…")
-        made[match[1]] = tuple(map(int, match[2].split(",")))
-    return made
+        shapes[match[1]] = tuple(map(int, match[2].split(",")))
+    return shapes

@@ -29,9 +29,13 @@ class Shared:
         str, Option(help="Requests kept in flight, a load each: 1,4,16. Default: powers of two.")
     ] = ""
     rate: Annotated[str, Option(help="Requests sent each second, a load each: 5,10,20.")] = ""
-    arrivals: Annotated[Literal["poisson", "constant"], Option(help="Of a rate.")] = "poisson"
+    arrivals: Annotated[
+        Literal["poisson", "constant"], Option(help="How requests of a rate arrive.")
+    ] = "poisson"
     seconds: Annotated[float, Option(help="How long each load lasts.", min=0.1)] = 10.0
-    requests: Annotated[int | None, Option(help="Of each load, not --seconds.", min=1)] = None
+    requests: Annotated[
+        int | None, Option(help="Requests of each load, in place of --seconds.", min=1)
+    ] = None
     slo: Annotated[
         str, Option(help="Bounds: latency-p99=20ms, or ttft-p95=200ms,itl-p95=50ms.")
     ] = ""
@@ -41,7 +45,7 @@ class Shared:
     sampling: Annotated[str, Option(help='Parameters as JSON: {"temperature": 0.7}.')] = "{}"
     natural_end: Annotated[bool, Option("--natural-end", help="Let the model end answers.")] = False
     protocol: Annotated[Literal["grpc", "http"], Option(help="Streams need grpc.")] = "grpc"
-    rows: Annotated[int, Option("--rows", "--batch-size", help="Of a request.", min=1)] = 1
+    rows: Annotated[int, Option("--rows", "--batch-size", help="Rows of a request.", min=1)] = 1
     shape: Annotated[
         list[str] | None,
         Option(help="NAME:SIZE,SIZE of an input of free size; may be given several times."),
@@ -49,8 +53,10 @@ class Shared:
     data: Annotated[
         Path | None, Option(help="Requests in perf_analyzer's own JSON format.", exists=True)
     ] = None
-    stability: Annotated[float, Option(help="How far thirds of a steady run differ.", min=0)] = 0.2
-    seed: Annotated[int, Option(help="Of random prompts and rows.")] = 0
+    stability: Annotated[
+        float, Option(help="A run is steady if its thirds differ by at most this share.", min=0)
+    ] = 0.2
+    seed: Annotated[int, Option(help="Seed of random prompts and rows.")] = 0
     out: Annotated[Path, Option(help="Folder of the report.")] = Path("report")
     perf_analyzer: Annotated[
         Path | None, Option(help="The binary. Default: the environment's, then the path's.")
@@ -66,9 +72,11 @@ class Shared:
 
 
 def with_shared(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a command of a function of ``shared`` and options of its own: typer sees one flat list.
+    """Make a command of a function of ``shared`` and options of its own. ``defaults`` replace those
+    of Shared.
 
-    ``defaults`` stand in place of those of Shared.
+    The command takes a flat list of keywords: the function's own options, then the fields of
+    Shared, of which it makes a Shared. typer reads this list from ``__signature__``.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -76,8 +84,8 @@ def with_shared(**defaults: Any) -> Callable[[Callable[..., None]], Callable[...
 
         @wraps(function)
         def command(**given: Any) -> None:
-            shared = Shared(**{field.name: given.pop(field.name) for field in fields})
-            function(shared, **given)
+            of_shared = {field.name: given.pop(field.name) for field in fields}
+            function(Shared(**of_shared), **given)
 
         _, *own = inspect.signature(function).parameters.values()
         flat = [field.replace(default=defaults.get(field.name, field.default)) for field in fields]
@@ -93,8 +101,8 @@ def check_model(shared: Shared, *, language: bool, max_batch: int) -> None:
     if language and shared.protocol == "http":
         raise InvalidArgumentError.of("protocol", "http", "grpc: HTTP has no streams here")
     if shared.rows > max(1, max_batch):
-        bound = f"at most {max(1, max_batch)}, max_batch_size"
-        raise InvalidArgumentError.of("rows", shared.rows, bound)
+        expected = f"at most {max(1, max_batch)}, max_batch_size"
+        raise InvalidArgumentError.of("rows", shared.rows, expected)
 
 
 def make_folder(out: Path) -> None:
@@ -103,5 +111,5 @@ def make_folder(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()
     except OSError as error:
-        bound = f"a folder that can be written to: {error.strerror}"
-        raise InvalidArgumentError.of("out", str(out), bound) from None
+        expected = f"a folder that can be written to: {error.strerror}"
+        raise InvalidArgumentError.of("out", str(out), expected) from None

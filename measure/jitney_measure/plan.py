@@ -12,24 +12,32 @@ from jitney.read_config import from_text, make_config
 from jitney_measure.options import make_folder
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.ASCII)
-_UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-_UNITS |= {f"{unit}i": 2.0 ** (10 * power) for power, unit in enumerate("KMGT", 1)}
+_UNITS = {
+    "": 1.0,
+    "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12,
+    "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40,
+}  # fmt: skip
 
 
-def command(count: Callable[[str, str, str], list[int]]) -> Callable[..., None]:
-    """The command. ``count(files, column, model)`` gives the tokens of each prompt in a job's
-    files: the package of jobs hands it over, since it stands above this one."""
+def command(prompt_lengths: Callable[[str, str, str], list[int]]) -> Callable[..., None]:
+    """The command. ``prompt_lengths(files, column, model)`` gives the tokens of each prompt in a
+    job's files: the package of jobs hands it over, since it stands above this one."""
 
     def plan(
         model: Annotated[str, typer.Argument(help="Checkpoint: a folder, or an id in the hub.")],
-        memory: Annotated[str, typer.Option(help="Of the device: 80GiB, 24GB.")],
+        memory: Annotated[str, typer.Option(help="Memory of the device: 80GiB, 24GB.")],
         prompt: Annotated[
-            str, typer.Option(help="Tokens, MEAN or MEAN:DEVIATION: 900:400; several: 200,3000:9.")
+            str,
+            typer.Option(
+                help="Tokens of a prompt, MEAN or MEAN:DEVIATION: 900:400; several: 200,3000:9."
+            ),
         ] = "",
-        output: Annotated[str, typer.Option(help="The same of answers: 250:150.")] = "",
+        output: Annotated[str, typer.Option(help="Tokens of an answer: 250:150.")] = "",
         streams: Annotated[
             int | None,
-            typer.Option(help="Requests at a time. Default: more than fit.", min=1, max=65536),
+            typer.Option(
+                help="Requests sent at a time. Default: a queue without end.", min=1, max=65536
+            ),
         ] = None,
         source: Annotated[
             Path | None,
@@ -39,7 +47,9 @@ def command(count: Callable[[str, str, str], list[int]]) -> Callable[..., None]:
                 "range query; or a file of prompts.",
             ),
         ] = None,
-        column: Annotated[str, typer.Option(help="Of a file of prompts.")] = "text",
+        column: Annotated[
+            str, typer.Option(help="Column of --from FILE that holds the prompts.")
+        ] = "text",
         option: Annotated[
             list[str] | None, typer.Option(help="NAME=VALUE as in model.json; several times.")
         ] = None,
@@ -67,20 +77,24 @@ def command(count: Callable[[str, str, str], list[int]]) -> Callable[..., None]:
         size = read_bytes(memory)
         prompts: Any = lengths.parse("prompt", prompt) if prompt else None
         outputs = lengths.parse("output", output) if output else None
-        if source is not None and source.suffix == ".json":
-            found_prompts, found_outputs, found = lengths.read(source)
-            prompts = prompts or found_prompts
-            outputs = outputs or found_outputs
-            streams = streams or found
-        elif source is not None:
-            prompts = lengths.counted(count(str(source), column, model))
+        if source is None:
+            pass
+        elif source.suffix == ".json" and not lengths.holds_prompts(source, column):
+            recorded = lengths.read(source)
+            prompts = prompts or recorded.prompt
+            outputs = outputs or recorded.output
+            streams = streams or recorded.streams
+        else:
+            prompts = lengths.counted(prompt_lengths(str(source), column, model))
         if prompts is None or outputs is None:
             missing = "output" if prompts is not None else "prompt"
             raise InvalidArgumentError(f"--{missing} is missing: MEAN or MEAN:DEVIATION of tokens")
         make_folder(out)
         requests = planning.sample(prompts, outputs)
         footprint = weigh(config)
-        sizes = planning.choose(config, set(given), footprint, requests, size, streams)
+        sizes = planning.choose_sizes(
+            config, set(given), footprint=footprint, requests=requests, memory=size, streams=streams
+        )
         planning.show(footprint, sizes, out)
 
     return plan
@@ -96,6 +110,6 @@ def _pair(text: str) -> tuple[str, str]:
 def read_bytes(text: str) -> int:
     """``80GiB``, ``24GB`` or a number. Raises InvalidArgumentError."""
     match = _SIZE.fullmatch(text.strip())
-    if match is None or not float(match[1]):
+    if match is None or float(match[1]) == 0:
         raise InvalidArgumentError.of("memory", text, "a size above 0 like 80GiB or 24GB")
     return int(float(match[1]) * _UNITS[match[2] or ""])

@@ -13,25 +13,39 @@ from jitney.messages import Footprint
 from rich.console import Console
 from rich.table import Table
 
-from jitney_measure.lengths import Lengths, Source
+from jitney_measure.lengths import Counts, Lengths, Source
 from jitney_measure.plots import sizing_plot
 from jitney_measure.simulation import Observed, simulate
 from jitney_measure.sizing import EngineLimits, Expected, expect
 
 _out = Console(highlight=False)
-_SHARE = 0.9
+_UNLIMITED = 1 << 40
+_GIB = 2**30
+
+_CACHE_SHARE = 0.9
 """The cache's share of the memory that the weights leave: the engine's default on a GPU."""
-_SPARE = 1 / 64
-"""The share of that memory that stays free."""
+_SPARE_SHARE = 1 / 64
+"""The share of the memory that the weights leave that stays free."""
 _STEP_SHARE = 0.05
-"""The share of it that the activations of a suggested token budget may take."""
-_TOKENS = 600_000
-"""About the output tokens of all requests of a simulation."""
-_LEAST = 400
-_MOST = 4000
-"""Bounds on the number of these requests."""
-_ROUNDS = 10
-"""Requests of a simulation for each sequence that runs at once, at least."""
+"""The share of the memory that the weights leave that the activations of a suggested token budget
+may take."""
+
+_FIRST_BUDGET = 512
+"""The token budget with which the choice begins."""
+_MIN_BUDGET = 256
+"""The smallest token budget that is suggested, if its activations fit."""
+_MAX_SEQS = 65536
+_SEQS_MARGIN = 1.1
+"""Suggested ``max_num_seqs`` over the sequences that the cache holds on average. At times the
+sequences are young and more of them fit."""
+_CHOICE_ROUNDS = 4
+
+_SIMULATED_OUTPUT_TOKENS = 600_000
+"""About the output tokens of all requests of a simulation: it takes seconds."""
+_MIN_REQUESTS = 400
+_MAX_REQUESTS = 4000
+_REQUESTS_PER_SEQUENCE = 10
+"""The least requests of a simulation for each sequence that runs at once."""
 
 
 @dataclass(frozen=True)
@@ -46,150 +60,310 @@ class Sizes:
     """Share of the requests that were longer."""
     memory: int
     steps: int
+    """The activations of a step."""
     cache: int
 
 
 def sample(prompt: Source, output: Source) -> Lengths:
-    """So many requests that a simulation takes seconds."""
+    """As many requests as a simulation serves in seconds."""
     mean = float(Lengths.drawn(prompt, output, 1000).output.mean())
-    return Lengths.drawn(prompt, output, int(min(max(_TOKENS / mean, _LEAST), _MOST)))
+    count = min(max(_SIMULATED_OUTPUT_TOKENS / mean, _MIN_REQUESTS), _MAX_REQUESTS)
+    return Lengths.drawn(prompt, output, int(count))
 
 
-def choose(
-    config: EngineConfig, given: Set[str], footprint: Footprint, requests: Lengths, memory: int,
+# --------------------------------------------------------------------------- the choice
+
+
+def choose_sizes(
+    config: EngineConfig,
+    given: Set[str],
+    *,
+    footprint: Footprint,
+    requests: Lengths,
+    memory: int,
     streams: int | None,
-) -> Sizes:  # fmt: skip
+) -> Sizes:
     """Choose the options that are not ``given``. Raises InvalidArgumentError for a ``memory`` that
     does not hold the longest request."""
     totals = requests.prompt + requests.output
     context = footprint.max_model_len
     if "max_model_len" not in given:
-        context = min(context, 256 * math.ceil(np.quantile(totals, 0.999) / 256))
-    kept = requests.cut(context)
-    left = memory - footprint.weights
-    seqs = config.max_num_seqs
-    budget = config.max_num_batched_tokens or 512
-    for _ in range(4):  # more sequences take more memory of a step, which leaves less to the cache
-        steps = budget * footprint.step_token + min(budget, seqs) * footprint.step_row
-        most = min(left * (1 - _SPARE) - steps, left * (config.kv_cache_fraction or _SHARE))
-        cache = config.kv_cache_bytes or int(most) // config.instances
+        context = min(context, _suggested_context(totals))
+    choice = _Choice(config, given, footprint, requests.cut(context), memory, context)
+    batch = _Batch(config.max_num_seqs, config.max_num_batched_tokens or _FIRST_BUDGET)
+    split = choice.split_memory(batch)
+    # More sequences take more memory of a step, which leaves less to the cache, in which fewer
+    # sequences fit. After a few rounds the batch stays the same.
+    for _ in range(_CHOICE_ROUNDS):
+        batch = choice.suggest_batch(batch, split.num_blocks)
+        split = choice.split_memory(batch)
+    cache = split.num_blocks * footprint.block
+    return Sizes(
+        config=msgspec.structs.replace(
+            config,
+            max_model_len=context,
+            max_num_seqs=batch.seqs,
+            max_num_batched_tokens=batch.budget,
+            kv_cache_bytes=cache,
+            prefix_caching=False,
+            speculation=None,
+        ),
+        limits=EngineLimits(split.num_blocks, batch.seqs, batch.budget, streams),
+        requests=choice.requests,
+        cut=float((totals > context).mean()),
+        memory=memory,
+        steps=split.steps,
+        cache=cache,
+    )
+
+
+def _suggested_context(totals: Counts) -> int:
+    """What 99.9 % of the requests need, as a multiple of 256."""
+    return 256 * math.ceil(np.quantile(totals, 0.999) / 256)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Two options: ``max_num_seqs`` and the token budget."""
+
+    seqs: int
+    budget: int
+
+
+@dataclass(frozen=True)
+class _Split:
+    """How the memory beside the weights is used."""
+
+    steps: int
+    """Bytes for the activations of a step."""
+    num_blocks: int
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What a choice is made from."""
+
+    config: EngineConfig
+    given: Set[str]
+    footprint: Footprint
+    requests: Lengths
+    """Within ``context``."""
+    memory: int
+    context: int
+
+    @property
+    def left(self) -> int:
+        """Bytes that the weights leave."""
+        return self.memory - self.footprint.weights
+
+    def split_memory(self, batch: _Batch) -> _Split:
+        """Raises InvalidArgumentError if the memory does not suffice."""
+        logits_rows = min(batch.budget, batch.seqs)
+        steps = batch.budget * self.footprint.step_token + logits_rows * self.footprint.step_row
+        cache = self.config.kv_cache_bytes
+        if cache is None:
+            beside_steps = self.left * (1 - _SPARE_SHARE) - steps
+            share = self.left * (self.config.kv_cache_fraction or _CACHE_SHARE)
+            cache = int(min(beside_steps, share)) // self.config.instances
         # The cache must hold the longest request, and fit beside the weights and a step.
-        needed = max(math.ceil(context / config.block_size) * footprint.block, cache)
-        if needed > min(cache, left - steps):
-            sizes = (each / 2**30 for each in (footprint.weights, steps, needed))
-            parts = "weights of {:.2f} GiB, {:.2f} for a step, a cache of {:.2f}".format(*sizes)
-            raise InvalidArgumentError.of("memory", memory, f"enough for {parts}, and a reserve")
-        blocks = cache // footprint.block
-        free = expect(config, kept, EngineLimits(blocks, 1 << 40, 1 << 40, None))
-        if "max_num_seqs" not in given:
-            seqs = min(8 * math.ceil(1.1 * free.in_cache / 8), 65536)
-        if config.max_num_batched_tokens is None:
-            wanted = min(seqs, free.in_cache) * (1 + 2 * free.work)
-            most = max(1.0, left * _STEP_SHARE / footprint.step_token)
-            budget = 1 << int(min(max(math.ceil(math.log2(wanted)), 8), math.log2(most)))
-        seqs = min(seqs, budget)
-    config = msgspec.structs.replace(
-        config, max_model_len=context, max_num_seqs=seqs, max_num_batched_tokens=budget,
-        kv_cache_bytes=blocks * footprint.block, prefix_caching=False, speculation=None,
-    )  # fmt: skip
-    limits = EngineLimits(blocks, seqs, budget, streams)
-    cut = float((totals > context).mean())
-    return Sizes(config, limits, kept, cut, memory, steps, blocks * footprint.block)
+        longest = math.ceil(self.context / self.config.block_size) * self.footprint.block
+        if longest > cache or cache > self.left - steps:
+            raise self._too_small(steps, max(longest, cache))
+        return _Split(steps, cache // self.footprint.block)
+
+    def _too_small(self, steps: int, cache: int) -> InvalidArgumentError:
+        return InvalidArgumentError.of(
+            "memory",
+            self.memory,
+            f"enough for weights of {self.footprint.weights / _GIB:.2f} GiB, "
+            f"{steps / _GIB:.2f} for a step, a cache of {cache / _GIB:.2f}, and a reserve",
+        )
+
+    def suggest_batch(self, batch: _Batch, num_blocks: int) -> _Batch:
+        """The batch for a cache. Options that are given stay."""
+        cache_alone = EngineLimits(
+            num_blocks=num_blocks, max_num_seqs=_UNLIMITED, budget=_UNLIMITED, streams=None
+        )
+        expected = expect(self.config, self.requests, cache_alone)
+        seqs = batch.seqs
+        budget = batch.budget
+        if "max_num_seqs" not in self.given:
+            seqs = min(8 * math.ceil(_SEQS_MARGIN * expected.in_cache / 8), _MAX_SEQS)
+        if self.config.max_num_batched_tokens is None:
+            budget = self._suggested_budget(min(seqs, expected.in_cache), expected.work)
+        return _Batch(min(seqs, budget), budget)
+
+    def _suggested_budget(self, running: float, work: float) -> int:
+        """A power of two, at which the prompts take at most half of what the decodes leave: then no
+        prompt waits long. Less if its activations would take more than their share."""
+        wanted = running + 2 * running * work
+        enough = max(_MIN_BUDGET, 2 ** math.ceil(math.log2(wanted)))
+        most = max(1.0, self.left * _STEP_SHARE / self.footprint.step_token)
+        return min(enough, 2 ** math.floor(math.log2(most)))
 
 
-def compare(sizes: Sizes, limits: EngineLimits) -> tuple[Expected, Observed, float]:
-    """What is expected, what the simulation does, and the sequences that run by it.
+# --------------------------------------------------------------------------- what comes of it
 
-    If so many run that a simulation would take long, it has smaller limits. Its sequences are then
-    multiplied by the ratio of those that are expected with all limits and with the smaller ones.
-    """
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is expected, beside what the simulation does."""
+
+    expected: Expected
+    observed: Observed
+    simulated_running: float
+    """Sequences that run by the simulation, with all limits."""
+
+
+def compare(sizes: Sizes, limits: EngineLimits) -> Comparison:
+    """If so many sequences run that a simulation would take long, it has smaller limits. Its
+    sequences are then multiplied by the ratio of those that are expected with all limits and with
+    the smaller ones."""
     config = sizes.config
     requests = sizes.requests
     expected = expect(config, requests, limits)
     longest = int((requests.prompt + requests.output).max())
-    share = max(
-        len(requests.prompt) / _ROUNDS / expected.running,
-        2 * longest / config.block_size / limits.num_blocks,
-    )
-    scaled = limits.scaled(share) if share < 1 else limits
-    there = expect(config, requests, scaled)
-    observed = simulate(config, requests, scaled, round(there.running))
-    return expected, observed, observed.running * expected.running / there.running
+    # So few sequences that there are enough requests for each.
+    share_for_sequences = len(requests.prompt) / _REQUESTS_PER_SEQUENCE / expected.running
+    # But so many blocks that two of the longest requests fit.
+    share_for_longest = 2 * longest / config.block_size / limits.num_blocks
+    share = max(share_for_sequences, share_for_longest)
+    simulated = limits.scaled(share) if share < 1 else limits
+    expected_of_it = expect(config, requests, simulated)
+    observed = simulate(config, requests, simulated, round(expected_of_it.running))
+    scale = expected.running / expected_of_it.running
+    return Comparison(expected, observed, observed.running * scale)
+
+
+# --------------------------------------------------------------------------- the terminal
 
 
 def show(footprint: Footprint, sizes: Sizes, out: Path) -> None:
     """Print the tables and the lines for model.json, and draw the picture."""
-    limits = sizes.limits
-    block = sizes.config.block_size
     memory = {
         f"weights in {footprint.dtype}": footprint.weights,
-        f"activations of {limits.budget:,} tokens": sizes.steps,
+        f"activations of {sizes.limits.budget:,} tokens": sizes.steps,
         f"KV cache in {footprint.cache_dtype}": sizes.cache,
     }
     memory["left"] = sizes.memory - sum(memory.values())
-    _print(
-        ("memory", "GiB", "share"),
-        [(k, f"{v / 2**30:,.3f}", f"{v / sizes.memory:.1%}") for k, v in memory.items()],
-    )
-    stored = sorted(footprint.tensors.items(), key=lambda item: -item[1][1])
-    _print(
-        ("tensors as they are stored", "number", "MiB, about"),
-        [(name, f"{n:,}", f"{size / 2**20:,.1f}") for name, (n, size) in stored],
-    )
-    facts = {
-        "bytes of a token": f"{footprint.block // block:,}",
-        f"blocks of {block}": f"{limits.num_blocks:,}",
-        "tokens": f"{limits.num_blocks * block:,}",
-    }
+    _print_memory(memory, sizes.memory)
+    _print_tensors(footprint)
+    _print_cache(footprint, sizes)
+    limits = sizes.limits
+    # With the streams that were asked for, if any, and with a queue.
+    cases = [None] if limits.streams is None else [limits.streams, None]
+    comparisons = {each: compare(sizes, replace(limits, streams=each)) for each in cases}
+    _print_running(comparisons)
+    _print_options(sizes.config, limits.budget, comparisons)
+    _draw(sizes, memory, comparisons, out / "plan.png")
+
+
+def _print_memory(memory: Mapping[str, int], total: int) -> None:
+    rows = []
+    for name, size in memory.items():
+        rows.append([name, f"{size / _GIB:,.3f}", f"{size / total:.1%}"])
+    _print_table(["memory", "GiB", "share"], rows)
+
+
+def _print_tensors(footprint: Footprint) -> None:
+    """The largest first."""
+    rows = []
+    for name, (number, size) in sorted(footprint.tensors.items(), key=_negative_size):
+        rows.append([name, f"{number:,}", f"{size / 2**20:,.1f}"])
+    _print_table(["tensors as they are stored", "number", "MiB, about"], rows)
+
+
+def _negative_size(tensor: tuple[str, list[int]]) -> int:
+    _, (_, size) = tensor
+    return -size
+
+
+def _print_cache(footprint: Footprint, sizes: Sizes) -> None:
+    num_blocks = sizes.limits.num_blocks
+    block_size = sizes.config.block_size
+    rows = [
+        ["bytes of a token", f"{footprint.block // block_size:,}"],
+        [f"blocks of {block_size}", f"{num_blocks:,}"],
+        ["tokens", f"{num_blocks * block_size:,}"],
+    ]
     for percent in (50, 99):
         tokens = int(np.percentile(sizes.requests.prompt + sizes.requests.output, percent))
-        fit = limits.num_blocks // max(1, math.ceil((tokens - 1) / block))
-        facts[f"sequences of {tokens:,} tokens, p{percent}, that fit"] = f"{fit:,}"
-    facts["requests cut to max_model_len"] = f"{sizes.cut:.1%}"
-    _print(("KV cache", ""), list(facts.items()))
-    _show_running(sizes, memory, out)
+        blocks = max(1, math.ceil((tokens - 1) / block_size))  # the last token is never stored
+        name = f"sequences of {tokens:,} tokens, p{percent}, that fit"
+        rows.append([name, f"{num_blocks // blocks:,}"])
+    rows.append(["requests cut to max_model_len", f"{sizes.cut:.1%}"])
+    _print_table(["KV cache", ""], rows)
 
 
-def _show_running(sizes: Sizes, memory: Mapping[str, int], out: Path) -> None:
-    config = sizes.config
-    limits = sizes.limits
-    streams = dict.fromkeys((limits.streams, None))
-    cases = {each: compare(sizes, replace(limits, streams=each)) for each in streams}
-    _print(
-        ("requests at a time", "run", "cache used", "preempted", "limit"),
-        [
-            (
-                f"{each or 'a queue'}", f"{one.running:,.1f} / {running:,.1f}",
-                f"{one.used:.0%} / {two.used:.0%}",
-                f"{one.preemptions:.2f} / {two.preemptions:.2f}", one.limit,
-            )
-            for each, (one, two, running) in cases.items()
-        ],
-    )  # fmt: skip
-    seconds = sum(two.seconds for _, two, _ in cases.values())
-    most = cases[None][0]
+Comparisons = Mapping[int | None, Comparison]
+"""By the requests at a time; None is a queue, which is always there."""
+
+
+def _print_running(comparisons: Comparisons) -> None:
+    rows = []
+    for streams, case in comparisons.items():
+        expected = case.expected
+        observed = case.observed
+        rows.append(
+            [
+                "a queue" if streams is None else str(streams),
+                f"{expected.running:,.1f} / {case.simulated_running:,.1f}",
+                f"{expected.used:.0%} / {observed.used:.0%}",
+                f"{expected.preemptions:.2f} / {observed.preemptions:.2f}",
+                expected.limit,
+            ]
+        )
+    _print_table(["requests at a time", "run", "cache used", "preempted", "limit"], rows)
+    seconds = sum(case.observed.seconds for case in comparisons.values())
     _out.print(
         f"Expected / simulated by the real scheduler, in {seconds:.1f} s. Preempted: times for "
-        "each request.\n\n"
-        f"Token budget {limits.budget:,}: beside {most.running:,.0f} decodes a step has "
-        f"{most.running * most.work:,.0f} tokens of prompts. Where these are at most half of what "
-        "the decodes leave, no prompt waits long; and its activations are to take at most "
-        f"{_STEP_SHARE:.0%} of what the weights leave.\n\nFor model.json:\n"
+        "each request.\n"
     )
-    for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes"):
-        _out.print(f'  "{name}": {getattr(config, name)},')
-    ladder = [max(1, round(most.running * share / 8)) for share in range(1, 17)]
-    curve = {n: expect(config, sizes.requests, replace(limits, streams=n)).running for n in ladder}
-    points = [(each or ladder[-1], running) for each, (_, _, running) in cases.items()]
+
+
+def _print_options(config: EngineConfig, budget: int, comparisons: Comparisons) -> None:
+    expected = comparisons[None].expected
+    _out.print(
+        f"Token budget {budget:,}: beside {expected.running:,.0f} decodes a step has "
+        f"{expected.running * expected.work:,.0f} tokens of prompts. No prompt waits long if these "
+        "are at most half of what the decodes leave. A suggested budget keeps to that as long as "
+        f"its activations take at most {_STEP_SHARE:.0%} of the memory that the "
+        "weights leave.\n\nFor model.json:\n"
+    )
+    options = {
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "kv_cache_bytes": config.kv_cache_bytes,
+    }
+    for name, value in options.items():
+        _out.print(f'  "{name}": {value},')
+
+
+def _draw(sizes: Sizes, memory: Mapping[str, int], comparisons: Comparisons, picture: Path) -> None:
+    """The expected curve goes to twice as many streams as run with a queue."""
+    with_queue = comparisons[None].expected.running
+    curve = {}
+    for eighths in range(1, 17):
+        streams = max(1, round(with_queue * eighths / 8))
+        limits = replace(sizes.limits, streams=streams)
+        curve[streams] = expect(sizes.config, sizes.requests, limits).running
+    # The queue has no number of streams: its point stands at the end of the axis.
+    points = []
+    for streams_or_queue, case in comparisons.items():
+        points.append((streams_or_queue or max(curve), case.simulated_running))
     plot = sizing_plot(memory, sizes.requests, curve, points)
-    (out / "plan.png").write_bytes(plot.png)
-    _out.print(f"\nPicture: {out / 'plan.png'}", soft_wrap=True)
+    picture.write_bytes(plot.png)
+    _out.print(f"\nPicture: {picture}", soft_wrap=True)
 
 
-def _print(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """The first column is of names, all others of figures."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for place, head in enumerate(heads):
-        table.add_column(head, justify="right" if place else "left")
+    first, *others = heads
+    table.add_column(first, justify="left")
+    for head in others:
+        table.add_column(head, justify="right")
     for row in rows:
         table.add_row(*row)
     _out.print(table, "")

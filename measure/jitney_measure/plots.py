@@ -9,9 +9,13 @@ import numpy as np
 from jitney_measure.lengths import Lengths
 from jitney_measure.pages.page import Plot
 from jitney_measure.pages.plots import COLOURS, STYLE, Axes, colormaps, rc_context, saved, subplots
-from jitney_measure.record import PERCENTS, Measurement, Point, Result
-from jitney_measure.slo import Bound
+from jitney_measure.record import PERCENTS, Measurement, Metric, Point, Result
+from jitney_measure.slo import Bound, Statistic, shown_metrics
 
+_LEAST_S = 1e-6
+"""What is drawn of a time of zero, for which an axis in logarithms has no place."""
+_MEMORY_SHADES = (0.0, 0.3, 0.6, 0.95)
+"""Of the four parts of the memory: weights, activations, cache, and what is left."""
 _LINES = {"concurrency": ("closed loop", "-"), "rate": ("by rate", "--")}
 _NAMES = {"latency": "request latency", "ttft": "time to first token", "itl": "inter-token latency"}
 
@@ -21,10 +25,13 @@ def plots(results: Sequence[Result], bounds: Sequence[Bound] = ()) -> list[Plot]
     found = [m for result in results for _, m in measured(result)]
     if not found:
         return []
-    times = [time for time in shown_times(results[0]) if any(m.time(time) for m in found)]
+    metrics = []
+    for metric in shown_metrics(results[0].language):
+        if any(m.distribution(metric) is not None for m in found):
+            metrics.append(metric)
     with rc_context(STYLE):
-        made = [_throughput(results, times, bounds)]
-        return made + [_distribution(results, time, bounds) for time in times]
+        throughput = _throughput(results, metrics, bounds)
+        return [throughput, *(_distribution(results, metric, bounds) for metric in metrics)]
 
 
 def measured(result: Result) -> list[tuple[Point, Measurement]]:
@@ -32,35 +39,39 @@ def measured(result: Result) -> list[tuple[Point, Measurement]]:
     return [(point, point.measured) for point in result.points if point.measured is not None]
 
 
-def shown_times(result: Result) -> tuple[str, ...]:
-    """The times by which a reader chooses a load."""
-    return ("ttft", "itl", "latency") if result.language else ("latency",)
+def shown_statistic(metric: Metric, bounds: Sequence[Bound]) -> Statistic:
+    """What is shown of a metric: the statistic that is bounded, else its p95."""
+    for bound in bounds:
+        if bound.statistic.metric == metric:
+            return bound.statistic
+    return Statistic(metric, 95.0)
 
 
-def bound_on(time: str, bounds: Sequence[Bound]) -> Bound:
-    """The bound on a time; without any, one at p95 that nothing exceeds."""
-    return next((bound for bound in bounds if bound.time == time), Bound(time, 95.0, float("inf")))
-
-
-def _throughput(results: Sequence[Result], times: Sequence[str], bounds: Sequence[Bound]) -> Plot:
-    """Each time, as it is bounded, against the throughput: the plot to choose a load by."""
+def _throughput(
+    results: Sequence[Result], metrics: Sequence[Metric], bounds: Sequence[Bound]
+) -> Plot:
+    """Each metric, as it is bounded, against the throughput: the plot to choose a load by."""
     names = ("",) if len(results) == 1 else ("A", "B")
-    shown = [bound_on(time, bounds) for time in times]
-    return curves(dict(zip(names, results, strict=True)), shown)
+    shown = [shown_statistic(metric, bounds) for metric in metrics]
+    return curves(dict(zip(names, results, strict=True)), shown, bounds)
 
 
-def curves(results: Mapping[str, Result], shown: Sequence[Bound]) -> Plot:
-    """Each of ``shown`` against the throughput: a line for each result, by its name."""
+def curves(
+    results: Mapping[str, Result], shown: Sequence[Statistic], bounds: Sequence[Bound] = ()
+) -> Plot:
+    """Each of ``shown`` against the throughput: a line for each result, by its name, and a dotted
+    line for the bound, if there is one."""
     figure, axes = subplots(len(shown))
     unit = next(iter(results.values())).unit
-    for bound, axis in zip(shown, axes, strict=True):
+    for statistic, axis in zip(shown, axes, strict=True):
         for (name, result), colour in zip(results.items(), COLOURS, strict=False):
             for kind, (loop, style) in _LINES.items():
                 label = f"{name}, {loop}" if name else loop
-                _curve(axis, result, bound, kind, color=colour, linestyle=style, label=label)
-        if bound.seconds < float("inf"):
-            axis.axhline(bound.seconds, color="#555", linestyle=":")
-        axis.set(xlabel=unit, ylabel="s", title=f"{_NAMES[bound.time]}, {bound.name}")
+                _curve(axis, result, statistic, kind, color=colour, linestyle=style, label=label)
+        for bound in bounds:
+            if bound.statistic == statistic:
+                axis.axhline(bound.seconds, color="#555", linestyle=":")
+        axis.set(xlabel=unit, ylabel="s", title=f"{_NAMES[statistic.metric]}, {statistic.name}")
         axis.set(xscale="log", yscale="log")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     caption = (
@@ -70,15 +81,15 @@ def curves(results: Mapping[str, Result], shown: Sequence[Bound]) -> Plot:
     return saved(figure, "throughput", caption)
 
 
-def _curve(axis: Axes, result: Result, bound: Bound, kind: str, **line: Any) -> None:
+def _curve(axis: Axes, result: Result, statistic: Statistic, kind: str, **line: Any) -> None:
     """Through the loads of one kind."""
     marks = []
     for point, found in measured(result):
-        time = bound.of(found)
-        if point.load.kind == kind and time is not None:
-            marks.append((point, _rounded(found.throughput), _rounded(time)))
+        seconds = statistic.of(found)
+        if point.load.kind == kind and seconds is not None:
+            marks.append((point, _rounded(found.throughput), _rounded(seconds)))
     if marks:
-        axis.plot([x for _, x, _ in marks], [max(y, 1e-6) for _, _, y in marks], **line)
+        axis.plot([x for _, x, _ in marks], [max(y, _LEAST_S) for _, _, y in marks], **line)
     for point, x, y in marks:
         face = line["color"] if point.state == "steady" else "white"
         axis.plot(x, y, "o", color=line["color"], markerfacecolor=face)
@@ -96,28 +107,36 @@ def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def _distribution(results: Sequence[Result], time: str, bounds: Sequence[Bound]) -> Plot:
-    """Cumulative distribution of one time, a line for each load, axes for each result."""
+def _distribution(results: Sequence[Result], metric: Metric, bounds: Sequence[Bound]) -> Plot:
+    """Cumulative distribution of one metric, a line for each load, axes for each result."""
     figure, axes = subplots(len(results), width=4.7)
     for name, result, axis in zip("AB", results, axes, strict=False):
-        pairs = [(p, found) for p, m in measured(result) if (found := m.time(time))]
-        for i, (point, found) in enumerate(pairs):
+        pairs = []
+        for point, found in measured(result):
+            distribution = found.distribution(metric)
+            if distribution is not None:
+                pairs.append((point, distribution))
+        for i, (point, distribution) in enumerate(pairs):
             axis.plot(
-                [max(_rounded(time_s), 1e-6) for time_s in found.quantiles], PERCENTS,
+                [max(_rounded(seconds), _LEAST_S) for seconds in distribution.quantiles],
+                PERCENTS,
                 linestyle="-" if point.state == "steady" else ":",
-                color=colormaps["viridis"](0.85 * i / len(pairs)), label=str(point.load),
-            )  # fmt: skip
-        for bound in (bound for bound in bounds if bound.time == time):
-            axis.plot(bound.seconds, bound.percent or 50, "kD", zorder=5)
-        axis.set(xlabel=f"{_NAMES[time]}, s", ylabel="percent within that time", xscale="log")
+                color=colormaps["viridis"](0.85 * i / len(pairs)),
+                label=str(point.load),
+            )
+        for bound in bounds:
+            if bound.statistic.metric == metric:
+                # A mean is at no percent of its own: its diamond stands at the median.
+                axis.plot(bound.seconds, bound.statistic.percent or 50, "kD", zorder=5)
+        axis.set(xlabel=f"{_NAMES[metric]}, s", ylabel="percent within that time", xscale="log")
         axis.set_title(name if len(results) > 1 else "")
         if pairs:
             axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
     caption = (
-        f"Distribution of the {_NAMES[time]}, a line for each load; dotted: not steady. A line "
+        f"Distribution of the {_NAMES[metric]}, a line for each load; dotted: not steady. A line "
         "meets a bound if it passes above its diamond."
     )
-    return saved(figure, time, caption)
+    return saved(figure, metric, caption)
 
 
 def sizing_plot(
@@ -126,26 +145,44 @@ def sizing_plot(
     curve: Mapping[int, float],
     simulated: Sequence[tuple[int, float]],
 ) -> Plot:
-    """Where the memory goes (bytes), the lengths, and the sequences that run by the requests at a
-    time: expected, and as simulated."""
+    """Where the memory goes, the lengths, and the sequences that run by the requests at a time.
+
+    ``memory``: the bytes of the four parts that _MEMORY_SHADES names, in this order. ``curve``: the
+    expected sequences by the requests at a time; ``simulated``: pairs of both.
+    """
     with rc_context(STYLE):
         figure, (of_memory, of_lengths, of_streams) = subplots(3)
-        below = 0.0
-        for (name, size), share in zip(memory.items(), (0.0, 0.3, 0.6, 0.95), strict=True):
-            colour = colormaps["viridis"](share)
-            of_memory.bar([""], [size / 2**30], bottom=below, label=name, color=colour, width=0.4)
-            below += size / 2**30
-        of_memory.set(title="memory", ylabel="GiB", xlim=(-0.4, 1.6))
-        of_memory.legend(loc="upper right", fontsize=7)
-        lengths = {"prompt": requests.prompt, "output": requests.output}
-        lengths["together"] = requests.prompt + requests.output
-        for name, tokens in lengths.items():
-            of_lengths.plot(np.quantile(tokens, np.arange(101) / 100), range(101), label=name)
-        of_lengths.set(title="lengths", xlabel="tokens", ylabel="percent of requests up to it")
-        of_lengths.legend()
+        _draw_memory(of_memory, memory)
+        _draw_lengths(of_lengths, requests)
         of_streams.plot(list(curve), list(curve.values()), color=COLOURS[0], label="expected")
-        of_streams.plot(*zip(*simulated, strict=True), "o", color=COLOURS[1], label="simulated")
+        streams = [each for each, _ in simulated]
+        running = [each for _, each in simulated]
+        of_streams.plot(streams, running, "o", color=COLOURS[1], label="simulated")
         of_streams.set(title="sequences that run", xlabel="requests at a time")
         of_streams.set_ylim(bottom=0)
         of_streams.legend()
         return saved(figure, "plan", "")
+
+
+def _draw_memory(axis: Axes, memory: Mapping[str, int]) -> None:
+    """One bar, each part on top of those before it."""
+    below = 0.0
+    for (name, size), shade in zip(memory.items(), _MEMORY_SHADES, strict=True):
+        gib = size / 2**30
+        colour = colormaps["viridis"](shade)
+        axis.bar([""], [gib], bottom=below, label=name, color=colour, width=0.4)
+        below += gib
+    axis.set(title="memory", ylabel="GiB", xlim=(-0.4, 1.6))
+    axis.legend(loc="upper right", fontsize=7)
+
+
+def _draw_lengths(axis: Axes, requests: Lengths) -> None:
+    lengths = {
+        "prompt": requests.prompt,
+        "output": requests.output,
+        "together": requests.prompt + requests.output,
+    }
+    for name, tokens in lengths.items():
+        axis.plot(np.quantile(tokens, np.arange(101) / 100), range(101), label=name)
+    axis.set(title="lengths", xlabel="tokens", ylabel="percent of requests up to it")
+    axis.legend()

@@ -13,9 +13,11 @@ from jitney.errors import InvalidArgumentError
 PERCENTS = (*range(100), 99.5, 99.9, 100)
 """A distribution is kept as its quantiles at these percents."""
 
+Metric = Literal["ttft", "itl", "gap", "tpot", "latency"]
+"""Times that are measured and may be bounded; Measurement says what each is."""
 State = Literal["steady", "unstable", "behind", "failed"]
-"""``behind``: less was completed than was sent; ``failed``: there are no figures, or requests were
-refused."""
+"""``unstable``: the figures of another run may differ; ``behind``: requests were sent faster than
+they were completed, so that a queue grew; ``failed``: requests failed, or there are no figures."""
 Phase = Literal["current", "search", "final"]
 Ending = Literal["complete", "out of time", "interrupted"]
 
@@ -50,7 +52,8 @@ class Measurement(msgspec.Struct, frozen=True):
     requests: int
     failed: int
     window_s: float
-    """From the first request sent to the last: the time under the whole load. Rates are of it."""
+    """From the first request sent to the last: the time under the whole load. All rates are counts
+    within this window, divided by it."""
     sent_per_s: float
     requests_per_s: float  # completed
     throughput: float  # output tokens per second of a language model, rows per second of any other
@@ -72,10 +75,16 @@ class Measurement(msgspec.Struct, frozen=True):
     under_way: tuple[int, ...] = ()
     """Requests sent and not answered at the end of each third of the window."""
 
-    def time(self, name: str) -> Distribution | None:
-        """The distribution of one of the times, which bounds name too: ``latency``, ``ttft``, …"""
-        found: Distribution | None = getattr(self, name)
-        return found
+    def distribution(self, metric: Metric) -> Distribution | None:
+        """None if the metric was not measured."""
+        distributions: dict[Metric, Distribution | None] = {
+            "ttft": self.ttft,
+            "itl": self.itl,
+            "gap": self.gap,
+            "tpot": self.tpot,
+            "latency": self.latency,
+        }
+        return distributions[metric]
 
 
 class Stage(msgspec.Struct, frozen=True):
@@ -159,12 +168,14 @@ class Result(msgspec.Struct, frozen=True):
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """One setting, loaded and measured. A ``final`` trial measures a setting again."""
+    """One setting: a server was started with it and measured. A ``final`` trial measures a setting
+    again."""
 
     values: dict[str, int]  # axis -> value
     phase: Phase
-    load_s: float | None = None  # how long the model took to load
-    failure: str = ""  # the server's reason why it did not load; then there is no result
+    start_s: float | None = msgspec.field(name="load_s", default=None)
+    """How long the server took to start with the model."""
+    failure: str = ""  # the server's reason why it did not start; then there is no result
     result: Result | None = None
     cut: bool = False
     """Whether greater loads were left out: the time was over, or the run was interrupted."""
@@ -205,7 +216,7 @@ class Tuning(msgspec.Struct, frozen=True):
     began: str  # ISO 8601, UTC
     seconds: float
     budget_s: float
-    beside: tuple[str, ...]  # models that were loaded as well
+    beside: tuple[str, ...]  # models that the server had as well
     axes: dict[str, tuple[int, ...]]
     options: dict[str, str]
     trials: tuple[Trial, ...]
@@ -225,11 +236,11 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def write(record: Result | Tuning, path: Path) -> None:
+def write(content: Result | Tuning, path: Path) -> None:
     """As JSON; the file is replaced as a whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
-    part.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
+    part.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
     part.replace(path)
 
 

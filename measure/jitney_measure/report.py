@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jitney.errors import InvalidArgumentError
-from msgspec.structs import asdict
 
 from jitney_measure import choose, slo
 from jitney_measure.pages.page import Block, Table, TableRow, Text, write_page
-from jitney_measure.plots import bound_on, measured, plots, shown_times
-from jitney_measure.record import Point, Result, Tuning, write
-from jitney_measure.slo import Bound, conclusion
+from jitney_measure.plots import measured, plots, shown_statistic
+from jitney_measure.record import EngineWork, Load, Point, Result, Stage, Tuning, write
+from jitney_measure.slo import Bound, Statistic, conclusion, shown_metrics
 
 
 def write_report(result: Result, folder: Path) -> Path:
@@ -18,9 +17,9 @@ def write_report(result: Result, folder: Path) -> Path:
     bounds = slo.parse(result.slo, language=result.language)
     blocks: list[Block] = [
         *_head(result),
-        _loads(result, bounds),
+        _loads_table(result, bounds),
         plots([result], bounds),
-        _server(result.points),
+        _server_table(result.points),
         "How it was measured",
     ]
     if any(found.tokens_from == "responses" for _, found in measured(result)):
@@ -43,38 +42,91 @@ def _head(result: Result, name: str = "") -> list[Block]:
     ]
 
 
-def _loads(result: Result, bounds: Sequence[Bound]) -> Table:
+def _loads_table(result: Result, bounds: Sequence[Bound]) -> Table:
     """A row for each load, and below it what to consider about its figures."""
-    shown = [bound_on(time, bounds) for time in shown_times(result)]
-    head = ["load", "state", result.unit, "requests/s", *(f"{bound.name}, ms" for bound in shown)]
-    head += ["input tokens", "requests", "bounds"]
+    shown = [shown_statistic(metric, bounds) for metric in shown_metrics(result.language)]
+    head = [
+        "load", "state", result.unit, "requests/s",
+        *(f"{statistic.name}, ms" for statistic in shown),
+        "input tokens", "requests", "bounds",
+    ]  # fmt: skip
     rows = []
     for point, verdict in zip(result.points, result.verdicts, strict=True):
-        chosen = result.best is not None and point.load == result.best.load
-        cells = [f"{point.load} (best)" if chosen else str(point.load), point.state]
+        is_best = result.best is not None and point.load == result.best.load
         found = point.measured
-        rates = (found.throughput, found.requests_per_s) if found else (None, None)
-        sent = (found.input_tokens_mean, found.requests) if found else (None, None)
-        times = [_milliseconds(bound.of(found)) for bound in shown]
-        cells += [*map(_figure, rates), *times, *map(_figure, sent)]
-        cells.append("over" if verdict.over else "met")
+        cells = [
+            f"{point.load} (best)" if is_best else str(point.load),
+            point.state,
+            _figure(found.throughput if found else None),
+            _figure(found.requests_per_s if found else None),
+            *(_milliseconds(statistic.of(found)) for statistic in shown),
+            _figure(found.input_tokens_mean if found else None),
+            _figure(found.requests if found else None),
+            "over" if verdict.over else "met",
+        ]
         note = "; ".join(dict.fromkeys((*point.remarks, *verdict.over)))
-        rows.append(TableRow(cells, "chosen" if chosen else "", note))
+        rows.append(TableRow(cells, "chosen" if is_best else "", note))
     return Table("Loads", head, rows)
 
 
-def _server(points: Sequence[Point]) -> Table:
-    """Its own counts: of the engine where there are any, else of each model."""
+def _server_table(points: Sequence[Point]) -> Table:
+    """The server's own counts: of the engine where there are any, else of each model."""
     engines = [(point.load, point.engine) for point in points if point.engine is not None]
     stages = [(point.load, stage) for point in points for stage in point.stages]
-    heads = ["load"]
-    rows = []
-    for load, record in engines or stages:
-        figures = asdict(record).items()
-        heads = ["load", *(name.replace("_s", ", ms").replace("_", " ") for name, _ in figures)]
-        cells = (_milliseconds(v) if name.endswith("_s") else _figure(v) for name, v in figures)
-        rows.append(TableRow([str(load), *cells]))
-    return Table("On the server", heads, rows)
+    if engines:
+        head = _ENGINE_HEAD
+        rows = [TableRow(_engine_cells(load, work)) for load, work in engines]
+    elif stages:
+        head = _STAGE_HEAD
+        rows = [TableRow(_stage_cells(load, stage)) for load, stage in stages]
+    else:
+        head = ["load"]
+        rows = []
+    return Table("On the server", head, rows)
+
+
+_ENGINE_HEAD = [
+    "load", "steps", "mean batch", "queue, ms", "prompt tokens", "hit tokens", "generated tokens",
+    "preemptions",
+]  # fmt: skip
+
+
+def _engine_cells(load: Load, work: EngineWork) -> list[str]:
+    """A row under _ENGINE_HEAD."""
+    return [
+        str(load),
+        _figure(work.steps),
+        _figure(work.mean_batch),
+        _milliseconds(work.queue_s),
+        _figure(work.prompt_tokens),
+        _figure(work.hit_tokens),
+        _figure(work.generated_tokens),
+        _figure(work.preemptions),
+    ]
+
+
+_STAGE_HEAD = [
+    "load",
+    "model",
+    "inferences",
+    "executions",
+    "mean batch",
+    "queue, ms",
+    "compute, ms",
+]
+
+
+def _stage_cells(load: Load, stage: Stage) -> list[str]:
+    """A row under _STAGE_HEAD."""
+    return [
+        str(load),
+        stage.model,
+        _figure(stage.inferences),
+        _figure(stage.executions),
+        _figure(stage.mean_batch),
+        _milliseconds(stage.queue_s),
+        _milliseconds(stage.compute_s),
+    ]
 
 
 def write_comparison(a: Result, b: Result, folder: Path) -> Path:
@@ -92,69 +144,91 @@ def write_comparison(a: Result, b: Result, folder: Path) -> Path:
     ]
     if differ:
         blocks.append(Table("Measured with different options", ("option", "A", "B"), differ))
-    blocks += [_shared(a, b), plots([a, b])]
+    blocks += [_common_loads_table(a, b), plots([a, b])]
     return write_page(f"{a.title} and {b.title}", blocks, folder)
 
 
-def _shared(a: Result, b: Result) -> Table:
+def _common_loads_table(a: Result, b: Result) -> Table:
     """B over A: above 1 is more throughput, or more time."""
-    later = {point.load: (point, found) for point, found in measured(b)}
-    bounds = [Bound(time, 95.0, 0.0) for time in shown_times(a)]
+    of_b = {point.load: (point, found) for point, found in measured(b)}
+    statistics = [Statistic(metric, 95.0) for metric in shown_metrics(a.language)]
     rows = []
-    for point, mine in measured(a):
-        if point.load not in later:
+    for a_point, a_found in measured(a):
+        if a_point.load not in of_b:
             continue
-        other, theirs = later[point.load]
-        cells = [str(point.load), _figure(mine.throughput), _figure(theirs.throughput)]
-        cells.append(f"{theirs.throughput / mine.throughput:.2f}" if mine.throughput else "–")
-        for bound in bounds:
-            early = bound.of(mine)
-            late = bound.of(theirs)
-            ratio = f"{late / early:.2f}" if early and late is not None else "–"
-            cells += [_milliseconds(early), _milliseconds(late), ratio]
-        rows.append(TableRow([*cells, point.state, other.state]))
-    columns = [a.unit, *(f"{bound.name}, ms" for bound in bounds)]
-    head = [text for name in columns for text in (f"A {name}", f"B {name}", "B / A")]
-    return Table("Loads of both", ["load", *head, "state of A", "state of B"], rows)
+        b_point, b_found = of_b[a_point.load]
+        cells = [
+            str(a_point.load),
+            _figure(a_found.throughput),
+            _figure(b_found.throughput),
+            _ratio(b_found.throughput, a_found.throughput),
+        ]
+        for statistic in statistics:
+            a_seconds = statistic.of(a_found)
+            b_seconds = statistic.of(b_found)
+            cells += [
+                _milliseconds(a_seconds),
+                _milliseconds(b_seconds),
+                _ratio(b_seconds, a_seconds),
+            ]
+        rows.append(TableRow([*cells, a_point.state, b_point.state]))
+    head = ["load"]
+    for name in [a.unit, *(f"{statistic.name}, ms" for statistic in statistics)]:
+        head += [f"A {name}", f"B {name}", "B / A"]
+    return Table("Loads of both", [*head, "state of A", "state of B"], rows)
 
 
 def write_tuning(tuning: Tuning, folder: Path) -> Path:
     """``report.html``, the plots, and the two results for ``jitney bench --compare``."""
-    choice = tuning.choice
     results = choose.shown(tuning)
     for name, result in results.items():
         write(result, folder / f"{name}.json")
-    chosen = choice.values if choice is not None else None
-    rows = []
-    for trial in tuning.trials:
-        unsteady = (point for point in trial.points if point.state != "steady")
-        note = "; ".join(f"{p.load} {p.state}: {', '.join(p.remarks)}" for p in unsteady)
-        style = "chosen" if trial.values == chosen else ""
-        rows.append(TableRow(choose.cells(trial), style, note))
     blocks: list[Block] = [
         Text(f"{tuning.began}; {tuning.seconds:,.0f} s of {tuning.budget_s:,.0f} s", "dim"),
-        Text(choose.conclusion(tuning), "best" if choice is not None else "best none"),
+        Text(choose.conclusion(tuning), "best" if tuning.choice is not None else "best none"),
         *map(Text, choose.remarks(tuning)),
     ]
     if tuning.lines:
         blocks += [Text(choose.instruction(tuning, "config.pbtxt")), Text(tuning.lines, tag="pre")]
+    # A text alone is a heading, a mapping a list of terms.
+    titles = {}
+    for letter, (name, result) in zip("AB", results.items(), strict=False):
+        titles[f"{letter}, {name}"] = result.title
+    options = {name: ", ".join(map(str, values)) for name, values in tuning.axes.items()}
+    if tuning.beside:
+        options["beside"] = ", ".join(tuning.beside)
     blocks += [
-        Table("All settings", choose.HEAD, rows),
+        _settings_table(tuning),
         "Latency and throughput of the current setting and the best",
-        {f"{'AB'[i]}, {name}": result.title for i, (name, result) in enumerate(results.items())},
+        titles,
         plots([*results.values()], slo.parse(tuning.slo, language=tuning.language)),
         "How it was measured",
-        {name: ", ".join(map(str, values)) for name, values in tuning.axes.items()}
-        | ({"beside": ", ".join(tuning.beside)} if tuning.beside else {})
-        | tuning.options,
+        options | tuning.options,
     ]
     return write_page(f"{tuning.model}, tuned", blocks, folder)
 
 
-def _figure(value: float | str | None) -> str:
+def _settings_table(tuning: Tuning) -> Table:
+    chosen = tuning.choice.values if tuning.choice is not None else None
+    rows = []
+    for trial in tuning.trials:
+        unsteady = [point for point in trial.points if point.state != "steady"]
+        note = "; ".join(f"{p.load} {p.state}: {', '.join(p.remarks)}" for p in unsteady)
+        style = "chosen" if trial.values == chosen else ""
+        rows.append(TableRow(choose.cells(trial), style, note))
+    return Table("All settings", choose.HEAD, rows)
+
+
+def _ratio(value: float | None, base: float | None) -> str:
+    if value is None or not base:
+        return "–"
+    return f"{value / base:.2f}"
+
+
+def _figure(value: float | None) -> str:
     """Three digits at least."""
-    if value is None or isinstance(value, str):
-        return value or "–"
+    if value is None:
+        return "–"
     digits = 0 if isinstance(value, int) or value >= 1000 else 1 if value >= 10 else 2
     return f"{value:,.{digits}f}"
 

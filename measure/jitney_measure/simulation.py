@@ -24,7 +24,7 @@ _NO_LIMIT = 1 << 40
 
 @dataclass(frozen=True)
 class Observed:
-    """Means over the steps of a simulation."""
+    """Means over the steps of a simulation, those of its first fifth left out."""
 
     running: float
     """Sequences."""
@@ -36,7 +36,7 @@ class Observed:
     """That ended."""
     steps: int
     seconds: float
-    """That it took."""
+    """How long the whole simulation took."""
 
 
 def simulate(
@@ -53,35 +53,42 @@ def simulate(
         max_num_batched_tokens=limits.budget,
     )
     streams = limits.streams or 2 * at_first + 32
-    chance = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     prompts = lengths.prompt.tolist()
     outputs = lengths.output.tolist()
     total = len(prompts)
     keys = count()
 
-    def submit(which: int, made: int, now: float) -> None:
+    def submit_request(index: int, emitted: int, now: float) -> None:
+        """The request at an index of ``lengths``, of which so many tokens are there already."""
         message = Submit(
             key=next(keys),
-            prompt=[0] * prompts[which],
-            params=SamplingParams(max_tokens=outputs[which], seed=0),
+            prompt=[0] * prompts[index],
+            params=SamplingParams(max_tokens=outputs[index], seed=0),
             arrival=now,
-            emitted=[Emitted([0] * made)] if made else [],
-            first_token=now if made else None,
+            emitted=[Emitted([0] * emitted)] if emitted else [],
+            first_token=now if emitted else None,
         )
         refused = scheduler.submit(message)
         assert not refused, "lengths beyond the context or the cache are cut before"
 
-    # In steady state a request is met in proportion to its output.
-    begun = chance.choice(total, min(at_first, streams), p=lengths.output / lengths.output.sum())
-    for which in begun.tolist():
-        submit(which, int(chance.integers(outputs[which])), -1.0)
-    for which in range(streams - len(begun)):
-        submit(which % total, 0, -1.0)
-    next_one = streams - len(begun)
-    running = used = steps = ended = 0
-    while ended < total + total // 4:
+    # In steady state a request is found running in proportion to its output, at any of its tokens.
+    shares = lengths.output / lengths.output.sum()
+    running_at_first = rng.choice(total, min(at_first, streams), p=shares).tolist()
+    for index in running_at_first:
+        submit_request(index, emitted=int(rng.integers(outputs[index])), now=-1.0)
+    # The other streams begin with a request each; the requests that follow go on from there.
+    next_request = streams - len(running_at_first)
+    for number in range(next_request):
+        submit_request(number % total, emitted=0, now=-1.0)
+    warm_up = total // 4
+    running = 0
+    used = 0
+    steps = 0
+    ended = 0
+    while ended < warm_up + total:
         batch = scheduler.schedule(float(ended))
-        if ended < total // 4:
+        if ended < warm_up:
             scheduler.reset_counts()
         else:
             stats = scheduler.stats()
@@ -91,14 +98,15 @@ def simulate(
         output = StepOutput([RowOutput([0] * len(row.sample)) for row in batch.rows])
         for event in scheduler.update(batch, output, float(ended)):
             if isinstance(event, Finished):
-                submit(next_one % total, 0, float(ended))
-                next_one += 1
+                submit_request(next_request % total, emitted=0, now=float(ended))
+                next_request += 1
                 ended += 1
+    counted = ended - warm_up
     return Observed(
         running=running / steps,
         used=used / steps / limits.num_blocks,
-        preemptions=scheduler.stats().preemptions / total,
-        requests=ended,
+        preemptions=scheduler.stats().preemptions / counted,
+        requests=counted,
         steps=steps,
         seconds=time.monotonic() - began,
     )

@@ -1,14 +1,16 @@
 """How many sequences of given lengths run at once in steady state, by arithmetic.
 
-A sequence makes one token a step. So at a random moment a long output is met more often than a
-short one, in proportion to its tokens, and at any of its tokens with equal chance. The blocks that
-a running sequence holds on average, times the number that run, are the blocks in use. That holds
-with preemption, too: a preempted sequence keeps its tokens.
+Every running sequence makes one token a step. So at a random step the chance to find a certain
+request running is proportional to its output, and each of its output tokens is as likely as any
+other to be the one it makes. The blocks that a sequence found in this way holds on average, times
+the number that run, are the blocks in use. That holds with preemption, too: a preempted sequence
+keeps its tokens.
 """
 
 import math
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Literal
 
 import numpy as np
 from jitney.config import EngineConfig
@@ -17,7 +19,11 @@ from jitney_measure.lengths import Counts, Lengths
 
 _GROWN = 0.1
 """About the share of its output that a sequence has made when it is preempted."""
+_ROUNDS = 4
+"""Rounds of the loop that balances preemptions and running sequences."""
 _NORMAL = NormalDist()
+
+Limit = Literal["the cache", "the token budget", "max_num_seqs", "streams"]
 
 
 @dataclass(frozen=True)
@@ -33,12 +39,17 @@ class EngineLimits:
 
     def scaled(self, share: float) -> "EngineLimits":
         """All limits times ``share``: a smaller batch of the same kind, with coarser numbers."""
-        blocks, seqs, budget = (
-            max(1, round(share * each))
-            for each in (self.num_blocks, self.max_num_seqs, self.budget)
+        seqs = _scaled(self.max_num_seqs, share)
+        return EngineLimits(
+            num_blocks=_scaled(self.num_blocks, share),
+            max_num_seqs=seqs,
+            budget=max(seqs, _scaled(self.budget, share)),
+            streams=None if self.streams is None else _scaled(self.streams, share),
         )
-        streams = self.streams and max(1, round(share * self.streams))
-        return EngineLimits(blocks, seqs, max(seqs, budget), streams)
+
+
+def _scaled(limit: int, share: float) -> int:
+    return max(1, round(share * limit))
 
 
 @dataclass(frozen=True)
@@ -51,7 +62,7 @@ class Expected:
     """Share of the blocks that they hold."""
     preemptions: float
     """For each request, to a factor of about two."""
-    limit: str
+    limit: Limit
     """What bounds the running ones."""
     in_cache: float
     """Sequences if the cache were the only limit."""
@@ -62,103 +73,182 @@ class Expected:
 def expect(config: EngineConfig, lengths: Lengths, limits: EngineLimits) -> Expected:
     """The steady state of ``lengths``, none of which exceeds the context, with the block size,
     ``eviction`` and ``watermark`` of ``config``, and nothing found in the prefix cache."""
-    size = config.block_size
-    prompt = lengths.prompt
-    output = lengths.output
     preempts = config.eviction == "preempt"
-    first = -(-prompt // size)
-    last = -(-(prompt + output - 1) // size)
-    blocks, squares = _held(prompt, output, size)
-    used = float(blocks.sum() / output.sum())
-    if not preempts:
-        first = last
-        blocks = last * output
-        squares = last**2 * output  # all reserved at once
     watermark = math.ceil(config.watermark * limits.num_blocks) if preempts else 0
-    # Beside the watermark, half of what the first request of the queue waits for is free, on
-    # average. A long prompt waits for longer, so prompts are weighted by their blocks.
-    free = watermark + float((first**2).sum() / first.sum()) / 2
-    held = float(blocks.sum() / output.sum())
-    in_cache = max(1.0, (limits.num_blocks - free) / held)
-    # Of the number that fits: so many sequences have blocks that vary independently of each other.
-    deviation = math.sqrt(max(0.0, float(squares.sum() / output.sum()) - held**2) * in_cache) / held
-    growth = float(output.mean()) / size  # blocks
-    most_preemptions = (
-        # The chance to grow past the watermark before another one ends, and how often until then.
-        math.exp(-watermark / growth) * growth / (float(first.mean()) + _GROWN * growth)
-        if preempts
-        else 0.0
-    )
-    mean_prompt = float(prompt.mean())
-    mean_output = float(output.mean())
-    variation = float(prompt.var()) / mean_prompt**2
-    preemptions = 0.0
-    # Preemptions make work, and work lets fewer sequences run, which preempts less. Four rounds,
+    blocks = _blocks(lengths, config.block_size, preempts=preempts)
+    in_cache = _sequences_in_cache(blocks, limits.num_blocks, watermark)
+    # Sequences need blocks independently of each other, so the variance of the blocks of all is the
+    # sum of their variances. In units of a mean sequence it says how the number that fits varies.
+    deviation = math.sqrt(blocks.variance * in_cache) / blocks.allocated
+    most_preemptions = 0.0
+    if preempts:
+        growth = float(lengths.output.mean()) / config.block_size
+        most_preemptions = _preemptions_in_full_cache(
+            growth=growth, prompt=float(blocks.to_admit.mean()), watermark=watermark
+        )
+    mean_prompt = float(lengths.prompt.mean())
+    mean_output = float(lengths.output.mean())
+    variation = float(lengths.prompt.var()) / mean_prompt**2
+    # Preemptions make work. With more work fewer sequences run, which preempts less. Four rounds,
     # each half way to the new value, come near the balance.
-    for _ in range(4):
-        recomputed = preemptions * (mean_prompt + mean_output / 2)
+    damped = 0.0
+    for _ in range(_ROUNDS):
+        # After a preemption the prompt and the output so far are computed again.
+        recomputed = damped * (mean_prompt + mean_output / 2)
         work = (mean_prompt + recomputed) / mean_output
-        most, limit = _without_cache(limits, work, mean_output, variation)
-        running, short = _smaller(most, in_cache, deviation)
-        preemptions = (preemptions + most_preemptions * short) / 2
+        by_others = _without_cache(limits, work, mean_output, variation)
+        running, chance_cache_limits = _mean_of_smaller(by_others.running, in_cache, deviation)
+        preemptions = most_preemptions * chance_cache_limits
+        damped = (damped + preemptions) / 2
     return Expected(
         running=running,
-        used=running * used / limits.num_blocks,
-        preemptions=most_preemptions * short,
-        limit=limit if most < in_cache else "the cache",
+        used=running * blocks.filled / limits.num_blocks,
+        preemptions=preemptions,  # of the last round; damping is for the next round alone
+        limit=by_others.limit if by_others.running < in_cache else "the cache",
         in_cache=in_cache,
         work=work,
     )
 
 
-def _held(prompt: Counts, output: Counts, size: int) -> tuple[Counts, Counts]:
-    """Of each request, the blocks it holds and their squares, summed up over its steps."""
+@dataclass(frozen=True)
+class _Blocks:
+    """The blocks of a sequence. Means are over all steps of all requests."""
 
-    # Sums of ceil(i / size) and of its square, for i from 1 to tokens: of the full blocks in closed
-    # form, and of the tokens in the last block.
-    def sums(tokens: Counts) -> tuple[Counts, Counts]:
-        full, rest = np.divmod(tokens, size)
-        pairs = size * full * (full + 1)
-        return pairs // 2 + rest * (full + 1), pairs * (2 * full + 1) // 6 + rest * (full + 1) ** 2
+    to_admit: Counts
+    """Of each request: blocks that must be free before it runs."""
+    filled: float
+    """Mean of the blocks with tokens."""
+    allocated: float
+    """Mean of the blocks that it keeps from others: those with tokens, or without preemption all
+    that it will need."""
+    variance: float
+    """Of the allocated blocks."""
 
-    last = sums(prompt + output - 1)
-    before = sums(prompt - 1)
-    return last[0] - before[0], last[1] - before[1]
+
+def _blocks(lengths: Lengths, block_size: int, *, preempts: bool) -> _Blocks:
+    steps = lengths.output.sum()
+    sums = _sum_blocks(lengths, block_size)
+    filled = float(sums.blocks.sum() / steps)
+    if preempts:
+        to_admit = -(-lengths.prompt // block_size)
+        allocated = filled
+        mean_square = float(sums.squares.sum() / steps)
+    else:
+        # The whole sequence is reserved when it is admitted, and kept for each of its steps.
+        to_admit = -(-(lengths.prompt + lengths.output - 1) // block_size)
+        allocated = float((to_admit * lengths.output).sum() / steps)
+        mean_square = float((to_admit**2 * lengths.output).sum() / steps)
+    variance = max(0.0, mean_square - allocated**2)
+    return _Blocks(to_admit=to_admit, filled=filled, allocated=allocated, variance=variance)
 
 
-def _without_cache(
-    limits: EngineLimits, work: float, output: float, variation: float
-) -> tuple[float, str]:
-    """How many sequences run if the cache is no limit, and what is.
+@dataclass(frozen=True)
+class _BlockSums:
+    """Of each request, summed up over its steps."""
+
+    blocks: Counts
+    """The blocks with tokens."""
+    squares: Counts
+    """The squares of their numbers."""
+
+
+def _sum_blocks(lengths: Lengths, block_size: int) -> _BlockSums:
+    """A step has the prompt and what was made before it: from ``prompt`` to ``prompt + output - 1``
+    tokens. So the sum is that up to the last step, less that up to the one before the first."""
+    to_last = _sums_up_to(lengths.prompt + lengths.output - 1, block_size)
+    before_first = _sums_up_to(lengths.prompt - 1, block_size)
+    return _BlockSums(
+        blocks=to_last.blocks - before_first.blocks,
+        squares=to_last.squares - before_first.squares,
+    )
+
+
+def _sums_up_to(tokens: Counts, block_size: int) -> _BlockSums:
+    """The sums of ceil(i / block_size) and of its square, for i from 1 to ``tokens``."""
+    full, rest = np.divmod(tokens, block_size)
+    # Full blocks in closed form: 1 + 2 + … + n, and 1 + 4 + … + n², each block_size times. In the
+    # last block there are `rest` tokens.
+    in_full = block_size * full * (full + 1) // 2
+    squares_in_full = block_size * full * (full + 1) * (2 * full + 1) // 6
+    return _BlockSums(
+        blocks=in_full + rest * (full + 1),
+        squares=squares_in_full + rest * (full + 1) ** 2,
+    )
+
+
+def _sequences_in_cache(blocks: _Blocks, num_blocks: int, watermark: int) -> float:
+    """How many sequences a full cache holds."""
+    # The first request of the queue is admitted once as many blocks are free as it needs. Until
+    # then the free blocks grow from none to that number: half of it on average. A request that
+    # needs many blocks waits for longer, so each is weighted by its blocks.
+    needed = blocks.to_admit
+    awaited = float((needed**2).sum() / needed.sum()) / 2
+    return max(1.0, (num_blocks - watermark - awaited) / blocks.allocated)
+
+
+def _preemptions_in_full_cache(*, growth: float, prompt: float, watermark: int) -> float:
+    """How often a request is preempted if the cache is always full. An estimate, which the tests
+    hold against the scheduler's own count: they allow a factor of two.
+
+    ``growth``: blocks that a request adds to those of its ``prompt`` on average.
+    """
+    # A request needs `growth` blocks that are not free. A preempted sequence gives back those of
+    # its prompt and of the output that it has made. So this many are preempted for each request:
+    without_watermark = growth / (prompt + _GROWN * growth)
+    # The watermark's blocks are taken first. That more are needed before another sequence ends
+    # becomes less likely with each block, as e^(-blocks / growth).
+    return math.exp(-watermark / growth) * without_watermark
+
+
+@dataclass(frozen=True)
+class _Bounded:
+    """How many sequences run, and what bounds them."""
+
+    running: float
+    limit: Limit
+
+
+def _without_cache(limits: EngineLimits, work: float, output: float, variation: float) -> _Bounded:
+    """The sequences that run if the cache is no limit.
 
     Prompts pass through the rest of the budget one by one, and then make ``output`` tokens: mean
     value analysis of a closed network with a queue and a delay (Reiser and Lavenberg, 1980).
     ``variation``: of the prompts, the square of deviation over mean.
     """
-    budget = limits.budget
-    streams = limits.streams
-    most = budget / (1 + work) + 1  # decodes whose prompts take all the rest, and a prompt
-    if streams is None or streams > limits.max_num_seqs:
+    # Decodes whose prompts take all that they leave of the budget, and one sequence in prefill.
+    most = limits.budget / (1 + work) + 1
+    if limits.streams is None or limits.streams > limits.max_num_seqs:
         if most < limits.max_num_seqs:
-            return most, "the token budget"
-        return float(limits.max_num_seqs), "max_num_seqs"
-    # Times are in steps. `service`: to compute a request's prompt with the budget that decodes
-    # leave; `residence`: the same, with the wait for the prompts before it; `rate`: requests that
-    # end in a step; `queue`: requests in residence; `load`: the share of the time in which a prompt
-    # is computed.
-    queue = rate = load = 0.0
-    for count in range(1, streams + 1):
+            return _Bounded(most, "the token budget")
+        return _Bounded(float(limits.max_num_seqs), "max_num_seqs")
+    waiting = _waiting_for_prefill(limits.budget, limits.streams, work, output, variation)
+    running = min(most, limits.streams - waiting)
+    if running > 0.9 * limits.streams:
+        return _Bounded(running, "streams")
+    return _Bounded(running, "the token budget")
+
+
+def _waiting_for_prefill(
+    budget: int, streams: int, work: float, output: float, variation: float
+) -> float:
+    """Of ``streams`` requests, how many wait for the prompts of others. All times are in steps."""
+    queue = 0.0  # requests whose prompt waits or is computed
+    rate = 0.0  # requests that end in a step
+    load = 0.0  # the share of the time in which a prompt is computed
+    # The analysis starts with one request at a time, and takes one more in each round.
+    for requests in range(1, streams + 1):
+        # Time to compute a prompt with the budget that the decodes leave.
         service = work * output / max(1.0, budget - rate * output)
+        # The same with the wait for the prompts before it, of which one is computed already.
         residence = service * (1 + max(0.0, queue - load * (1 - variation) / 2))
-        rate = count / (output + residence)
+        # Little's law, for the whole loop and for the queue.
+        rate = requests / (output + residence)
         queue = rate * residence
         load = min(1.0, rate * service)
-    # Those that wait do not run.
-    running = min(most, streams - max(0.0, queue - load))
-    return running, "streams" if running > 0.9 * streams else "the token budget"
+    return max(0.0, queue - load)
 
 
-def _smaller(fixed: float, mean: float, deviation: float) -> tuple[float, float]:
+def _mean_of_smaller(fixed: float, mean: float, deviation: float) -> tuple[float, float]:
     """The mean of the smaller of two numbers, ``fixed`` and one from a normal distribution; and the
     chance that the second is the smaller."""
     if not deviation:

@@ -16,7 +16,8 @@ from jitney.errors import InstallationError, InvalidArgumentError, nearest
 from jitney.read_config import load_config
 from jitney_server.server import TritonServer
 
-from jitney_measure.axes import BATCH, INSTANCES, OPTIONS, WINDOW, Setting
+from jitney_measure.axes import BATCH, INSTANCES, WINDOW, AxisOptions, Setting
+from jitney_measure.options import Shared
 from jitney_measure.target import Target
 
 try:
@@ -28,8 +29,9 @@ except ImportError:
         "pip install 'triton-jitney[server]'"
     ) from None
 
-_TOKENS = {False: 512, True: 8192}
-"""What the engine takes without max_num_batched_tokens, without and with a GPU."""
+_DEFAULT_TOKENS_ON_CPU = 512
+_DEFAULT_TOKENS_ON_GPU = 8192
+"""What the engine takes without max_num_batched_tokens."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,8 @@ class Subject:
         return self.engine is not None
 
     @property
-    def counts_instances(self) -> bool:
-        """Whether there is one number of instances to change."""
+    def can_change_instances(self) -> bool:
+        """Whether there is one number of instances, not one for each of several groups."""
         return len(self.config.instance_group) <= 1
 
     def gpu(self) -> bool:
@@ -59,60 +61,81 @@ class Subject:
         return not on_cpu and Path("/dev/nvidia0").exists()
 
     def current(self) -> Setting:
-        """What the configuration says, before the server has completed it."""
+        """What the configuration says. The server adds defaults to it, which are not known here."""
         if self.engine is not None:
-            default = max(_TOKENS[self.gpu()], self.engine.max_num_seqs)
-            return (self.engine.max_num_seqs, self.engine.max_num_batched_tokens or default)
+            sequences = self.engine.max_num_seqs
+            tokens = self.engine.max_num_batched_tokens
+            if tokens is None:
+                tokens = _DEFAULT_TOKENS_ON_GPU if self.gpu() else _DEFAULT_TOKENS_ON_CPU
+                tokens = max(tokens, sequences)
+            return (sequences, tokens)
         return read_setting(
             json_format.MessageToDict(self.config, preserving_proto_field_name=True)
         )
 
-    def check_options(self, given: Mapping[str, Any]) -> None:
+    def check_options(self, given: AxisOptions, shared: Shared) -> None:
         """Raise InvalidArgumentError for an axis that the model does not have, or for requests that
         are not of its kind."""
-        kind = "a language model" if self.language else "no language model"
-        requests = ("shape",) if self.language else ("prompts", "natural_end")
-        for name in (*OPTIONS[not self.language].values(), *requests):
-            if value := given[name]:
-                shown = " ".join(value) if isinstance(value, list) else str(value)
-                raise InvalidArgumentError.of(name, shown, f"left out: {self.name} is {kind}")
-        if given["instances"] and not self.counts_instances:
-            bound = f"left out: {self.name} has several instance groups, which are left as they are"
-            raise InvalidArgumentError.of("instances", given["instances"], bound)
+        unfit: dict[str, Any]
+        if self.language:
+            kind = "a language model"
+            unfit = {
+                "batch_sizes": given.batch_sizes,
+                "windows": given.windows,
+                "instances": given.instances,
+                "shape": " ".join(shared.shape or ()),
+            }
+        else:
+            kind = "no language model"
+            unfit = {
+                "max_num_seqs": given.max_num_seqs,
+                "token_budgets": given.token_budgets,
+                "prompts": shared.prompts,
+                "natural_end": shared.natural_end,
+            }
+        for name, value in unfit.items():
+            if value:
+                raise InvalidArgumentError.of(name, str(value), f"left out: {self.name} is {kind}")
+        if given.instances and not self.can_change_instances:
+            expected = (
+                f"left out: {self.name} has several instance groups, which are left as they are"
+            )
+            raise InvalidArgumentError.of("instances", given.instances, expected)
 
     def with_setting(self, values: Mapping[str, int]) -> Any:
         """The configuration with a setting in it, all else as it is."""
-        made = ModelConfig()
-        made.CopyFrom(self.config)
+        changed = ModelConfig()
+        changed.CopyFrom(self.config)
         if self.language:
             for name, value in values.items():
-                made.parameters[name].string_value = str(value)
-            return made
-        batching = made.dynamic_batching
-        if values[BATCH] > 1 or made.HasField("dynamic_batching"):
+                changed.parameters[name].string_value = str(value)
+            return changed
+        batching = changed.dynamic_batching
+        if values[BATCH] > 1 or changed.HasField("dynamic_batching"):
             batching.SetInParent()
             del batching.preferred_batch_size[:]
             # Without a preferred size, batches grow to max_batch_size.
             if values[BATCH] < self.config.max_batch_size:
                 batching.preferred_batch_size.append(values[BATCH])
             batching.max_queue_delay_microseconds = values[WINDOW]
-        if self.counts_instances:
-            group = made.instance_group[0] if made.instance_group else made.instance_group.add()
+        if self.can_change_instances:
+            groups = changed.instance_group
+            group = groups[0] if groups else groups.add()
             group.count = values[INSTANCES]
-        return made
+        return changed
 
     def lines(self, values: Mapping[str, int]) -> str:
         """The parts of config.pbtxt that the setting is in, whole, as text."""
-        made = self.with_setting(values)
+        whole = self.with_setting(values)
         part = ModelConfig()
         if self.language:
             for name in values:
-                part.parameters[name].CopyFrom(made.parameters[name])
+                part.parameters[name].CopyFrom(whole.parameters[name])
         else:
-            if made.HasField("dynamic_batching"):
-                part.dynamic_batching.CopyFrom(made.dynamic_batching)
-            if self.counts_instances:
-                part.instance_group.extend(made.instance_group)
+            if whole.HasField("dynamic_batching"):
+                part.dynamic_batching.CopyFrom(whole.dynamic_batching)
+            if self.can_change_instances:
+                part.instance_group.extend(whole.instance_group)
         return str(text_format.MessageToString(part)).strip()
 
 
@@ -137,33 +160,44 @@ def read_subject(repository: Path, name: str) -> Subject:
         raise InvalidArgumentError.of("repository", str(repository), "a folder of models")
     present = sorted(path.parent.name for path in repository.glob("*/config.pbtxt"))
     if name not in present:
-        raise InvalidArgumentError.of(
-            "model", name,
-            f"one of {repository} with a config.pbtxt{nearest(name, present)}: "
-            f"{', '.join(present) or 'none'}",
-        )  # fmt: skip
+        hint = nearest(name, present)
+        listed = ", ".join(present) or "none"
+        expected = f"one of {repository} with a config.pbtxt{hint}: {listed}"
+        raise InvalidArgumentError.of("model", name, expected)
     path = repository / name / "config.pbtxt"
     try:
         config = text_format.Parse(path.read_text(encoding="utf-8"), ModelConfig())
     except (text_format.ParseError, UnicodeDecodeError) as error:
         raise InvalidArgumentError(f"{path} cannot be read: {error}") from None
     if config.backend == "jitney":
-        texts = {key: value.string_value for key, value in config.parameters.items()}
-        own = {key: text for key, text in texts.items() if not key.isupper()}  # not the server's
-        versions = [path.name for path in (repository / name).iterdir() if path.name.isdecimal()]
-        version = max(versions, key=int, default="1")
-        engine = load_config(repository / name / version / "model.json", own)
-        return Subject(name, repository, config, engine)
-    ensemble = config.platform == "ensemble" or config.HasField("ensemble_scheduling")
-    for refused, bound in (
-        (ensemble, "no ensemble: tune its parts"),
-        (config.max_batch_size < 1, "one with max_batch_size: without it nothing can be tuned"),
-        (config.HasField("sequence_batching"), "one without sequence_batching"),
-        (config.model_transaction_policy.decoupled, "one with one response per request"),
-    ):
-        if refused:
-            raise InvalidArgumentError.of("model", name, bound)
-    return Subject(name, repository, config, None)
+        engine = _read_engine_options(repository / name, config)
+        return Subject(name=name, repository=repository, config=config, engine=engine)
+    if config.platform == "ensemble" or config.HasField("ensemble_scheduling"):
+        raise _not_tunable(name, "no ensemble: tune its parts")
+    if config.max_batch_size < 1:
+        expected = "one with max_batch_size: without it nothing can be tuned"
+        raise _not_tunable(name, expected)
+    if config.HasField("sequence_batching"):
+        raise _not_tunable(name, "one without sequence_batching")
+    if config.model_transaction_policy.decoupled:
+        raise _not_tunable(name, "one with one response per request")
+    return Subject(name=name, repository=repository, config=config, engine=None)
+
+
+def _read_engine_options(model: Path, config: Any) -> EngineConfig:
+    """Of the newest version. Parameters of config.pbtxt come before those of model.json; names in
+    capitals are the server's own."""
+    parameters = {}
+    for name, value in config.parameters.items():
+        if not name.isupper():
+            parameters[name] = value.string_value
+    versions = [path.name for path in model.iterdir() if path.name.isdecimal()]
+    newest = max(versions, key=int, default="1")
+    return load_config(model / newest / "model.json", parameters)
+
+
+def _not_tunable(name: str, expected: str) -> InvalidArgumentError:
+    return InvalidArgumentError.of("model", name, expected)
 
 
 @contextmanager
@@ -172,9 +206,9 @@ def serve(
 ) -> Iterator[Target]:
     """A server of its own with the model in a setting; None: as the repository has it.
 
-    ``beside``: models that are loaded as well, because the tuned one calls them. Raises LoadError
-    with the server's reason; InstallationError without a server. Ctrl-C while it stops ends it at
-    once.
+    ``beside``: models that the server loads as well, because the tuned one calls them. Raises
+    LoadError with the server's reason; InstallationError if there is no server. Ctrl-C while the
+    server stops ends it at once.
     """
     with tempfile.TemporaryDirectory(prefix="jitney-tune-") as folder:
         repository = Path(folder)

@@ -25,7 +25,9 @@ _SAMPLE = r'^jitney_(\w+_(?:total|count|sum))\{[^}]*?\bmodel="%s".*\} (\S+)$'
 _COMPUTE = ("compute_input", "compute_infer", "compute_output")
 _HOST = r"(\[[0-9A-Fa-f:.%\w]+\]|[^\s:/@\[\]]+)"
 _PORT = r"(:(?P<port>[1-9][0-9]{0,4}))"
+_ADDRESS = _HOST + _PORT
 _METRICS = rf"https?://{_HOST}{_PORT}?(/[^\s@]*)?"
+_MAX_PORT = 65535
 
 
 class RefusedError(InvalidArgumentError):
@@ -84,24 +86,26 @@ class Target:
     def of(
         cls, grpc: str, http_address: str | None, metrics: str | None, access: Access | None = None
     ) -> "Target":
-        """The default addresses are Triton's usual ports on the same host. With TLS, which means a
-        proxy, HTTP is at gRPC's port and there are no metrics."""
+        """The default addresses are Triton's usual ports on the same host. TLS means that the
+        server is behind a proxy: then the default for HTTP is gRPC's address, and there is none for
+        the metrics. Raises InvalidArgumentError."""
         address = "HOST:PORT without http://, and [ADDRESS]:PORT for IPv6"
-        for option, given, pattern, bound in (
-            ("url", grpc, _HOST + _PORT, address),
-            ("http_url", http_address, _HOST + _PORT, address),
-            ("metrics_url", metrics, _METRICS, "http://HOST:PORT/metrics, without a password"),
-        ):
-            match = re.fullmatch(pattern, given or "")
-            if given is not None and (match is None or int(match["port"] or 1) > 65535):
-                # What is before an @ is usually a name and a password.
-                raise InvalidArgumentError.of(option, given.rpartition("@")[2], bound)
+        url = "http://HOST:PORT/metrics, without a password"
+        _check_address("url", grpc, _ADDRESS, address)
+        if http_address is not None:
+            _check_address("http_url", http_address, _ADDRESS, address)
+        if metrics is not None:
+            _check_address("metrics_url", metrics, _METRICS, url)
         access = access or Access()
         if access.tls:
             return cls(grpc, http_address or grpc, metrics, access)
         host = grpc.rpartition(":")[0]
-        usual = f"http://{host}:8002/metrics"
-        return cls(grpc, http_address or f"{host}:8000", metrics or usual, access)
+        return cls(
+            grpc,
+            http_address or f"{host}:8000",
+            metrics or f"http://{host}:8002/metrics",
+            access,
+        )
 
     def address(self, protocol: str) -> str:
         """As perf_analyzer takes it."""
@@ -123,8 +127,8 @@ class Target:
 
     def server(self) -> str:
         """Name and version."""
-        said = self.get("/v2", kind=dict[str, Any])
-        return f"{said.get('name', 'unknown')} {said.get('version', '')}".strip()
+        answer = self.get("/v2", kind=dict[str, Any])
+        return f"{answer.get('name', 'unknown')} {answer.get('version', '')}".strip()
 
     def model(self, name: str | None) -> Model:
         """A model by its name; None takes the only language model.
@@ -155,7 +159,7 @@ class Target:
         return speaking[0]
 
     def _described(self, name: str) -> Model:
-        found = self.get(f"/v2/models/{quote(name, safe='')}/config", kind=Model)
+        found = self.get(model_path(name, "config"), kind=Model)
         return msgspec.structs.replace(found, name=name)
 
     def metrics_text(self) -> str:
@@ -167,9 +171,9 @@ class Target:
     def _fetch(self, url: str, option: str, body: bytes | None = None) -> str:
         request = urllib.request.Request(url, body)
         own = urlsplit(f"{self.access.scheme}://{self.http}")
-        there = urlsplit(url)
-        if (own.scheme, own.hostname) == (there.scheme, there.hostname):
-            # No key to another host, nor without TLS where there is TLS.
+        asked = urlsplit(url)
+        if (own.scheme, own.hostname) == (asked.scheme, asked.hostname):
+            # No key goes to another host, nor in clear text if the server has TLS.
             for name, value in self.access.headers:
                 request.add_unredirected_header(name, value)
         opener = urllib.request.build_opener(
@@ -190,6 +194,20 @@ class Target:
             ) from None
 
 
+def _check_address(option: str, text: str, pattern: str, expected: str) -> None:
+    """Raises InvalidArgumentError for what does not have the pattern, or has too great a port."""
+    match = re.fullmatch(pattern, text)
+    if match is not None and int(match["port"] or 1) <= _MAX_PORT:
+        return
+    # What is before an @ is usually a name and a password: it is not shown.
+    raise InvalidArgumentError.of(option, text.rpartition("@")[2], expected)
+
+
+def model_path(name: str, leaf: str) -> str:
+    """The path of ``config``, ``stats``, ``generate`` … of a model."""
+    return f"/v2/models/{quote(name, safe='')}/{leaf}"
+
+
 @dataclass
 class Snapshot:
     """All that is read at one time; only differences mean anything."""
@@ -202,51 +220,59 @@ class Snapshot:
 
 def snapshot(target: Target, model: Model) -> Snapshot:
     """Does not raise if the server refuses: the measurement goes on without."""
-    made = Snapshot()
+    taken = Snapshot()
     try:
         for name in model.parts:
-            said = target.get(f"/v2/models/{quote(name, safe='')}/stats")
-            made.models[name] = read_statistics(said)
+            answer = target.get(model_path(name, "stats"))
+            taken.models[name] = read_statistics(answer)
     except (JitneyError, LookupError, TypeError) as error:
-        made.missing.append(f"no statistics of the server ({error})")
+        taken.missing.append(f"no statistics of the server ({error})")
     try:
         if model.language:
-            made.engine = read_metrics(target.metrics_text(), model.name)
+            taken.engine = read_metrics(target.metrics_text(), model.name)
     except (JitneyError, ValueError) as error:
-        made.missing.append(f"no figures of the engine ({error})")
-    return made
+        taken.missing.append(f"no figures of the engine ({error})")
+    return taken
 
 
-def read_statistics(said: dict[str, Any]) -> Counter[str]:
+def read_statistics(answer: dict[str, Any]) -> Counter[str]:
     """Adds up the versions in the answer of ``/v2/models/NAME/stats``."""
-    made: Any = Counter()
-    for version in said["model_stats"]:
+    total: Counter[str] = Counter()
+    for version in answer["model_stats"]:
         spent = version["inference_stats"]
-        made["inferences"] += version["inference_count"]
-        made["executions"] += version["execution_count"]
-        made["requests"] += spent["queue"]["count"]
-        made["queue"] += spent["queue"]["ns"]
-        made["compute"] += sum(spent[part]["ns"] for part in _COMPUTE)
-    return made
+        total["inferences"] += version["inference_count"]
+        total["executions"] += version["execution_count"]
+        total["requests"] += spent["queue"]["count"]
+        total["queue"] += spent["queue"]["ns"]
+        total["compute"] += sum(spent[part]["ns"] for part in _COMPUTE)
+    return total
 
 
 def read_metrics(text: str, model: str) -> Counter[str]:
     """Our counters of the model, added up over instances."""
-    made: Any = Counter()
+    total: Any = Counter()  # of floats
     for name, value in re.findall(_SAMPLE % re.escape(model), text, re.MULTILINE):
-        made[name] += float(value)
-    return made
+        total[name] += float(value)
+    return total
 
 
 def stages(before: Snapshot, after: Snapshot) -> tuple[Stage, ...]:
     """What each model did between the two."""
-    made = []
-    for name, late in after.models.items():
-        gained = late - before.models.get(name, late)
-        batch = _mean(gained, "inferences", "executions")
-        waits = (_mean(gained, part, "requests", 1e-9) for part in ("queue", "compute"))
-        made.append(Stage(name, gained["inferences"], gained["executions"], batch, *waits))
-    return tuple(made)
+    found = []
+    for name, counts in after.models.items():
+        # If the first reading failed, nothing can be said: the stage has zeros.
+        gained = counts - before.models.get(name, counts)
+        found.append(
+            Stage(
+                model=name,
+                inferences=gained["inferences"],
+                executions=gained["executions"],
+                mean_batch=_mean(gained, "inferences", "executions"),
+                queue_s=_mean(gained, "queue", "requests", 1e-9),
+                compute_s=_mean(gained, "compute", "requests", 1e-9),
+            )
+        )
+    return tuple(found)
 
 
 def engine_work(before: Snapshot, after: Snapshot) -> EngineWork | None:

@@ -2,8 +2,9 @@
 
 import os
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from jitney.errors import InvalidArgumentError
@@ -13,10 +14,23 @@ from rich.console import Console
 from jitney_measure import options
 
 if TYPE_CHECKING:
-    from jitney_measure.axes import Axes, Setting
+    from jitney_measure.axes import Axes, AxisOptions, Setting
     from jitney_measure.tuner import Tuner
 
 _out = Console(highlight=False)
+_MAX_BUDGET_S = 7 * 86400
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """The options that ``jitney tune`` alone has, as they were given; texts are not yet checked."""
+
+    model: str
+    repository: Path
+    axes: "AxisOptions"
+    budget: str
+    beside: tuple[str, ...]
+    start_timeout_s: float
 
 
 @options.with_shared(seconds=3.0, out=Path("tune"))
@@ -32,18 +46,18 @@ def tune(
     windows: Annotated[str, typer.Option(help="Queue delays to try: 0,500us,2ms.")] = "",
     instances: Annotated[str, typer.Option(help="Instance counts to try: 1,2.")] = "",
     max_num_seqs: Annotated[
-        str, typer.Option(help="Of a language model: sequences of a step to try: 16,64.")
+        str, typer.Option(help="max_num_seqs of a language model to try: 16,64.")
     ] = "",
     token_budgets: Annotated[
-        str, typer.Option(help="Of a language model: max_num_batched_tokens to try: 256,512.")
+        str, typer.Option(help="max_num_batched_tokens of a language model to try: 256,512.")
     ] = "",
-    budget: Annotated[str, typer.Option(help="For everything: 90s, 10m, 1h.")] = "10m",
+    budget: Annotated[str, typer.Option(help="Time for the whole run: 90s, 10m, 1h.")] = "10m",
     beside: Annotated[
         list[str] | None,
         typer.Option(help="Load this model, too, unchanged; may be given several times."),
     ] = None,
     start_timeout: Annotated[
-        float, typer.Option(help="Seconds that the model may take to load.", min=1)
+        float, typer.Option(help="Seconds that the server may take to start with the model.", min=1)
     ] = 600.0,
 ) -> None:
     """Find the batching that a model should be served with, by measuring it.
@@ -59,10 +73,24 @@ def tune(
         jitney tune digits --slo latency-p95=10ms --batch-sizes 1,8,32 --windows 0,1ms --budget 5m
         jitney tune pylm --slo ttft-p95=500ms,itl-p95=50ms --budget 20m
     """
-    given = vars(shared) | locals()
+    from jitney_measure.axes import AxisOptions
     from jitney_measure.choose import print_end
     from jitney_measure.report import write_tuning
 
+    given = TuneOptions(
+        model=model,
+        repository=repository,
+        axes=AxisOptions(
+            batch_sizes=batch_sizes,
+            windows=windows,
+            instances=instances,
+            max_num_seqs=max_num_seqs,
+            token_budgets=token_budgets,
+        ),
+        budget=budget,
+        beside=tuple(beside or ()),
+        start_timeout_s=start_timeout,
+    )
     with tempfile.TemporaryDirectory(prefix="jitney-tune-") as folder:
         tuner = _tuner(shared, given, Path(folder))
         with interruptible():
@@ -76,7 +104,7 @@ def tune(
         raise typer.Exit(1)
 
 
-def _tuner(shared: options.Shared, given: dict[str, Any], folder: Path) -> "Tuner":
+def _tuner(shared: options.Shared, given: TuneOptions, folder: Path) -> "Tuner":
     """The options, checked, before any server is started. Raises JitneyError."""
     from jitney_measure import axes, slo
     from jitney_measure.inputs import Inputs
@@ -84,35 +112,51 @@ def _tuner(shared: options.Shared, given: dict[str, Any], folder: Path) -> "Tune
     from jitney_measure.subject import read_subject
     from jitney_measure.tuner import Tuner
 
-    subject = read_subject(given["repository"], given["model"])
+    subject = read_subject(given.repository, given.model)
     bounds = slo.parse(shared.slo, language=subject.language)
     max_batch = int(subject.config.max_batch_size)
     options.check_model(shared, language=subject.language, max_batch=max_batch)
     if shared.concurrency and shared.rate:
-        bound = "left out where --concurrency is given"
-        raise InvalidArgumentError.of("rate", shared.rate, bound)
+        expected = "left out where --concurrency is given"
+        raise InvalidArgumentError.of("rate", shared.rate, expected)
     loads = slo.loads(shared, default="1,2,4,8,16,32,64")
-    subject.check_options(given)
+    subject.check_options(given.axes, shared)
 
     def make_axes(current: "Setting") -> "Axes":
+        """Raises InvalidArgumentError for the values that were given."""
         if subject.language:
             highest = None if loads[0].kind == "rate" else loads[-1].level
-            return axes.engine_axes(current, given, highest, gpu=subject.gpu())
-        tightest = min((bound.seconds for bound in bounds), default=None)
+            return axes.engine_axes(current, given.axes, highest, gpu=subject.gpu())
         return axes.scheduler_axes(
-            current, given, max_batch, tightest, len(os.sched_getaffinity(0)),
-            counts=subject.counts_instances,
-        )  # fmt: skip
+            current,
+            given.axes,
+            max_batch=max_batch,
+            tightest_s=min((bound.seconds for bound in bounds), default=None),
+            cores=len(os.sched_getaffinity(0)),
+            can_change_instances=subject.can_change_instances,
+        )
 
-    make_axes(subject.current())  # its values are checked here
-    budget_s = slo.read_time(given["budget"].strip())
-    if budget_s is None or not 0 < budget_s <= 7 * 86400:
-        bound = "a time above 0 like 90s, 10m or 1h"
-        raise InvalidArgumentError.of("budget", given["budget"], bound)
+    make_axes(subject.current())  # for its errors: a tuner makes its own
+    budget_s = _read_budget(given.budget)
     inputs = Inputs(shared, folder)
     driver = Driver(shared, loads, inputs, PerfAnalyzer.find(shared.perf_analyzer))
     options.make_folder(shared.out)
     return Tuner(
-        subject, tuple(given["beside"] or ()), given["start_timeout"], make_axes, bounds, budget_s,
-        driver, _out,
-    )  # fmt: skip
+        subject=subject,
+        beside=given.beside,
+        timeout_s=given.start_timeout_s,
+        make_axes=make_axes,
+        bounds=bounds,
+        budget_s=budget_s,
+        driver=driver,
+        terminal=_out,
+    )
+
+
+def _read_budget(text: str) -> float:
+    from jitney_measure.slo import read_time
+
+    seconds = read_time(text.strip())
+    if seconds is None or not 0 < seconds <= _MAX_BUDGET_S:
+        raise InvalidArgumentError.of("budget", text, "a time above 0 like 90s, 10m or 1h")
+    return seconds

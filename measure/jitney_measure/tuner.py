@@ -2,200 +2,275 @@
 
 Owns the order of things and what is kept. After each setting everything so far is written to disk;
 an interruption ends the server and the run, not the record.
+
+In this module a *start* is that of a server with a model, and a *load* is requests on it.
 """
 
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from jitney.errors import InstallationError, InternalError, LoadError, UnavailableError
 from rich.console import Console
 from rich.markup import escape
+from rich.status import Status
 
 from jitney_measure import choose, record
-from jitney_measure.axes import Axes, Score, Setting, label, search
+from jitney_measure.axes import Axes, Score, Search, Setting, label
 from jitney_measure.perf_analyzer import Driver
-from jitney_measure.record import Ending, Phase, Point, Trial, Tuning
+from jitney_measure.record import Ending, Load, Phase, Point, Trial, Tuning
 from jitney_measure.slo import Bound, judge
 from jitney_measure.subject import Subject, read_setting, serve
-from jitney_measure.target import Model, Target
+from jitney_measure.target import Model, Target, model_path
 
 _GAIN = 1.02
-"""A load pays if it meets the bounds, and if its throughput is more than this multiple of the best
-before it."""
-_LOADS = 3
-"""About this many loads show how good a setting is, once it is known where to begin."""
+"""A greater load pays if it meets the bounds, and if its throughput is more than this multiple of
+that of the load before it."""
+_LOADS_PER_SETTING = 3
+"""About this many loads show how good a setting is: the search knows at which load to begin."""
+_FINAL_SETTINGS = 2
+"""Settings that are measured again at the end: the best one and the current one."""
 
 
-@dataclass
+@dataclass(frozen=True)
+class _Attempt:
+    """A setting that is being tried."""
+
+    setting: Setting
+    phase: Phase
+    reserve: int
+    """Settings for which time is kept: no load is added in the time that they need."""
+
+
 class Tuner:
     """One run: what was asked for, checked, and what was measured so far."""
 
-    subject: Subject
-    beside: tuple[str, ...]
-    timeout_s: float
-    make_axes: Callable[[Setting], Axes]  # the current setting -> what is tried
-    bounds: tuple[Bound, ...]
-    budget_s: float
-    driver: Driver
-    terminal: Console
-    _trials: list[Trial] = field(default_factory=list)
-    _scores: dict[Setting, Score] = field(default_factory=dict)
-    _loading_s: list[float] = field(default_factory=list)
-    """Of each setting, to start and to end its server."""
-    _load_s: list[float] = field(default_factory=list)
-    _short: bool = False  # whether anything was left out for lack of time
-    _ending: Ending = "interrupted"
-
-    def __post_init__(self) -> None:
-        self._current = self.subject.current()
-        self._axes = self.make_axes(self._current)
+    def __init__(
+        self,
+        *,
+        subject: Subject,
+        beside: tuple[str, ...],
+        timeout_s: float,
+        make_axes: Callable[[Setting], Axes],
+        bounds: tuple[Bound, ...],
+        budget_s: float,
+        driver: Driver,
+        terminal: Console,
+    ) -> None:
+        """``make_axes``: the values to try, for a current setting. ``timeout_s``: for the start of
+        a server."""
+        self._subject = subject
+        self._beside = beside
+        self._timeout_s = timeout_s
+        self._make_axes = make_axes
+        self._bounds = bounds
+        self._budget_s = budget_s
+        self._driver = driver
+        self._terminal = terminal
+        self._status = Status("", console=terminal)
+        self._current = subject.current()
+        self._axes = make_axes(self._current)
+        self._trials: list[Trial] = []
+        self._seconds_per_server: list[float] = []
+        """Of each setting: to start its server and to stop it."""
+        self._seconds_per_load: list[float] = []
+        self._out_of_time = False
+        """Whether anything was left out for lack of time."""
+        self._began = 0.0
+        self._date = ""
 
     def run(self) -> Tuning:
         """Raises JitneyError if there is no server, or if nothing can be sent to the model."""
         self._began = time.monotonic()
         self._date = record.now()
-        tried = [f"{name} {', '.join(map(str, values))}" for name, values in self._axes.items()]
-        most = f"up to {len(self.driver.loads)} loads each, at most {self.budget_s:,.0f} s in all"
-        said = f"{self.subject.name}: {'; '.join([*tried, most])}."
-        self.terminal.print(said, markup=False, soft_wrap=True)
-        with self.terminal.status("") as self._status, suppress(KeyboardInterrupt):
-            self._try(self._current, "current", others=3)
-            for setting in search(self._axes, self._current, self._scores):
-                if not self._fits(3):
-                    self._short = True
-                    break
-                self._try(setting, "search", others=2)
-            self._measure_again()
-            self._ending = "out of time" if self._short else "complete"
-        return self._save()
+        self._print_plan()
+        ending: Ending
+        try:
+            with self._status:
+                self._search()
+                self._measure_again()
+            ending = "out of time" if self._out_of_time else "complete"
+        except KeyboardInterrupt:
+            ending = "interrupted"
+        return self._save(ending)
+
+    def _print_plan(self) -> None:
+        parts = []
+        for axis, values in self._axes.items():
+            parts.append(f"{axis} {', '.join(map(str, values))}")
+        number = len(self._driver.loads)
+        parts.append(f"up to {number} loads each, at most {self._budget_s:,.0f} s in all")
+        text = f"{self._subject.name}: {'; '.join(parts)}."
+        self._terminal.print(text, markup=False, soft_wrap=True)
+
+    def _search(self) -> None:
+        """The current setting, and then others as long as there is time for one more."""
+        one_more = 1 + _FINAL_SETTINGS
+        score = self._try(_Attempt(self._current, "current", reserve=one_more))
+        search = Search(self._axes, self._current, score)
+        while True:
+            setting = search.next()
+            if setting is None:
+                return
+            if not self._fits(settings=one_more):
+                self._out_of_time = True
+                return
+            score = self._try(_Attempt(setting, "search", reserve=_FINAL_SETTINGS))
+            search.report(setting, score)
 
     def _measure_again(self) -> None:
         """The best and the current setting: the highest of many figures is too high by chance."""
-        choice = choose.choose(self._trials)
+        choice = choose.choose_setting(self._trials)
         if choice is None or choice.is_current:
             return  # there is nothing to confirm
         best = tuple(choice.values.values())
-        for others, setting in ((1, best), (0, self._current)):
-            if self._fits(1 + others):
-                self._try(setting, "final", others)
+        attempts = [
+            _Attempt(best, "final", reserve=1),
+            _Attempt(self._current, "final", reserve=0),
+        ]
+        for attempt in attempts:
+            if self._fits(settings=1 + attempt.reserve):
+                self._try(attempt)
             else:
-                self._short = True
+                self._out_of_time = True
 
-    def _try(self, setting: Setting, phase: Phase, others: int) -> None:
-        """Load a setting and put loads on it, in the time that is not needed to try ``others``, a
-        number of settings, after it."""
-        named = self._named(setting)
+    def _try(self, attempt: _Attempt) -> Score:
+        """Start a server with the setting, put loads on it, and keep the trial. The score is the
+        trial's."""
+        named = self._named(attempt.setting)
         self._show(f"loading {label(named)}")
-        values = None if setting == self._current else named
+        values = None if attempt.setting == self._current else named
         began = time.monotonic()
         try:
-            with serve(self.subject, values, self.beside, self.timeout_s) as target:
-                self._measure(setting, phase, others, target, time.monotonic() - began)
-                ending = time.monotonic()
-            # The time to end the server counts too.
-            self._loading_s[-1] += time.monotonic() - ending
+            with serve(self._subject, values, self._beside, self._timeout_s) as target:
+                self._measure(attempt, target, start_s=time.monotonic() - began)
+                stopping = time.monotonic()
+            self._seconds_per_server[-1] += time.monotonic() - stopping
         except InstallationError:
-            raise
+            raise  # a LoadError too, but not one of the setting: no server starts at all
         except (LoadError, UnavailableError) as error:
-            self._keep(Trial(named, phase, failure=" ".join(str(error).split())), setting)
+            self._keep(Trial(named, attempt.phase, failure=" ".join(str(error).split())))
+        return choose.score(self._trials[-1])
 
-    def _measure(
-        self, setting: Setting, phase: Phase, others: int, target: Target, load_s: float
-    ) -> None:
+    def _measure(self, attempt: _Attempt, target: Target, start_s: float) -> None:
         """Raises LoadError if the server has made another setting of it."""
-        self._loading_s.append(load_s)
-        model = target.model(self.subject.name)
+        self._seconds_per_server.append(start_s)
+        model = target.model(self._subject.name)
         server = target.server()
         began = record.now()
-        if not self.subject.language:
-            there = read_setting(target.get(f"/v2/models/{model.name}/config"))
-            if phase == "current":  # the server has completed the configuration
-                self._axes = self.make_axes(there)
-                self._current = there
-                setting = there
-            elif there != setting:
-                raise LoadError(f"the server changed it to {label(self._named(there))}")
+        if not self._subject.language:
+            attempt = replace(attempt, setting=self._read_back(attempt, target))
         points: list[Point] = []
-        cut = True
+        was_cut = True
         try:
-            cut = self._climb(setting, phase, others, target, model, points)
+            was_cut = self._climb(attempt, target, model, points)
         finally:  # what an interruption leaves is kept, too
             if points:
-                named = self._named(setting)
-                result = self.driver.result(target, model, points, label(named), server, began)
-                self._keep(Trial(named, phase, load_s, "", result, cut), setting)
+                named = self._named(attempt.setting)
+                result = self._driver.result(
+                    target, model, points, title=label(named), server=server, began=began
+                )
+                trial = Trial(named, attempt.phase, start_s=start_s, result=result, cut=was_cut)
+                self._keep(trial)
         # Without an exception there is at least one point, so there is a result.
-        if phase == "current" and result.empty:
+        if attempt.phase == "current" and result.empty:
             why = "; ".join(points[-1].remarks)
             raise InternalError(f"no load of the current setting could be measured: {why}")
 
-    def _climb(
-        self, setting: Setting, phase: Phase, others: int, target: Target, model: Model,
-        points: list[Point],
-    ) -> bool:  # fmt: skip
-        """Add ascending loads to ``points`` until one does not pay. Returns whether the time was
-        over before that.
+    def _read_back(self, attempt: _Attempt, target: Target) -> Setting:
+        """The setting that the server really has. Raises LoadError if it is not the one that was
+        asked for.
 
-        Begins one load below the best load of all settings so far: a setting that breaks the bounds
-        at that load is no better. A setting that is measured again begins one below its own best.
+        For the current setting the repository's configuration was read. The server completes it, so
+        what it has then counts as the current setting.
         """
-        named = self._named(setting)
-        own = (trial.best for trial in self._trials if trial.values == named)
-        best = next(own) if phase == "final" else choose.choose(self._trials)
-        first = self.driver.loads.index(best.load) - 1 if best is not None else 0
-        most = 0.0
-        for load in self.driver.loads[max(0, first) :]:
-            if points and not self._fits(others, 1):
-                self._short = True
+        found = read_setting(target.get(model_path(self._subject.name, "config")))
+        if attempt.phase == "current":
+            self._axes = self._make_axes(found)
+            self._current = found
+        elif found != attempt.setting:
+            raise LoadError(f"the server changed it to {label(self._named(found))}")
+        return found
+
+    def _climb(self, attempt: _Attempt, target: Target, model: Model, points: list[Point]) -> bool:
+        """Add ascending loads to ``points`` until one does not pay. Returns whether the time was
+        over before that."""
+        named = self._named(attempt.setting)
+        throughput = 0.0
+        for load in self._driver.loads[self._first_load(attempt) :]:
+            if points and not self._fits(settings=attempt.reserve, loads=1):
+                self._out_of_time = True
                 return True
             self._show(f"{label(named)}: {load}")
-            began = time.monotonic()
-            try:
-                point = self.driver.run(target, model, load)
-            except UnavailableError as error:  # the server ended
-                point = Point(load, "failed", (str(error),))
-            self._load_s.append(time.monotonic() - began)
+            point = self._run(target, model, load)
             points.append(point)
             reached = point.measured.throughput if point.measured else 0.0
-            if judge(point, self.bounds).over or reached <= most * _GAIN:
+            if judge(point, self._bounds).over or reached <= throughput * _GAIN:
                 break
-            most = reached
+            throughput = reached
         return False
+
+    def _first_load(self, attempt: _Attempt) -> int:
+        """The index of the load to begin with: one below the best load that is known. A setting
+        that breaks the bounds at that load is no better."""
+        best = self._best_load(attempt)
+        if best is None:
+            return 0
+        return max(0, self._driver.loads.index(best) - 1)
+
+    def _best_load(self, attempt: _Attempt) -> Load | None:
+        """Of a setting that is measured again its own best, else the best of all settings."""
+        if attempt.phase == "final":
+            named = self._named(attempt.setting)
+            first = next(trial for trial in self._trials if trial.values == named)
+            return first.best.load if first.best is not None else None
+        choice = choose.choose_setting(self._trials)
+        return choice.load if choice is not None else None
+
+    def _run(self, target: Target, model: Model, load: Load) -> Point:
+        began = time.monotonic()
+        try:
+            point = self._driver.run(target, model, load)
+        except UnavailableError as error:  # the server ended
+            point = Point(load, "failed", (str(error),))
+        self._seconds_per_load.append(time.monotonic() - began)
+        return point
 
     def _fits(self, settings: int, loads: int = 0) -> bool:
         """Whether there is time for so many settings and loads, by what those before took."""
-        loading_s = sum(self._loading_s) / max(1, len(self._loading_s))
-        load_s = sum(self._load_s) / max(1, len(self._load_s))
-        needed_s = settings * loading_s + (settings * _LOADS + loads) * load_s
-        return self._spent() + needed_s <= self.budget_s
+        loads += settings * _LOADS_PER_SETTING
+        needed_s = settings * _mean(self._seconds_per_server) + loads * _mean(
+            self._seconds_per_load
+        )
+        return self._spent() + needed_s <= self._budget_s
 
-    def _keep(self, trial: Trial, setting: Setting) -> None:
+    def _keep(self, trial: Trial) -> None:
         self._trials.append(trial)
-        self._scores[setting] = choose.score(trial)
-        self.terminal.print(choose.trial_line(trial), soft_wrap=True)
-        self._save()
+        self._terminal.print(choose.trial_line(trial), soft_wrap=True)
+        self._save("interrupted")  # unless it goes on
 
-    def _save(self) -> Tuning:
-        choice = choose.choose(self._trials)
-        change = choice is not None and not choice.is_current
+    def _save(self, ending: Ending) -> Tuning:
+        choice = choose.choose_setting(self._trials)
+        lines = ""
+        if choice is not None and not choice.is_current:
+            lines = self._subject.lines(choice.values)
+        options = self._driver.options
         tuning = Tuning(
-            model=self.subject.name,
-            language=self.subject.language,
-            slo=self.driver.options.slo,
+            model=self._subject.name,
+            language=self._subject.language,
+            slo=options.slo,
             began=self._date,
             seconds=self._spent(),
-            budget_s=self.budget_s,
-            beside=self.beside,
+            budget_s=self._budget_s,
+            beside=self._beside,
             axes=dict(self._axes),
-            options=self.driver.options.reported(),
+            options=options.reported(),
             trials=tuple(self._trials),
-            ending=self._ending,
+            ending=ending,
             choice=choice,
-            lines=self.subject.lines(choice.values) if choice and change else "",
+            lines=lines,
         )
-        record.write(tuning, self.driver.options.out / "tune.json")
+        record.write(tuning, options.out / "tune.json")
         return tuning
 
     def _named(self, setting: Setting) -> dict[str, int]:
@@ -207,4 +282,9 @@ class Tuner:
 
     def _show(self, text: str) -> None:
         """What is done now, and how much of the time is over."""
-        self._status.update(f"{escape(text)} ({self._spent():.0f} s of {self.budget_s:,.0f}) …")
+        self._status.update(f"{escape(text)} ({self._spent():.0f} s of {self._budget_s:,.0f}) …")
+
+
+def _mean(seconds: Sequence[float]) -> float:
+    """0 if nothing was measured yet."""
+    return sum(seconds) / max(1, len(seconds))

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 from jitney_measure import slo
+from jitney_measure.exchanges import Exchange, measure
 from jitney_measure.options import Shared
-from jitney_measure.perf_analyzer import Exchange, measure
 from jitney_measure.record import EngineWork, Load, Point, Result
 
 OPTIONS = Shared(rate="4,16,60", concurrency="1,2,4,8,16,32,64", seconds=12.0, stability=0.35)
@@ -60,8 +60,8 @@ def _point(load: Load, pace: float, answer: Answer, work: EngineWork | None = No
     """Requests sent in even steps."""
     sent = np.arange(0, OPTIONS.seconds, 1 / pace)
     found = measure([answer(float(now)) for now in sent], language=work is not None)
-    state, remarks = slo.doubts(OPTIONS, load, found)
-    return Point(load, state, tuple(remarks), found, (), work)
+    assessment = slo.assess(OPTIONS, load, found)
+    return Point(load, assessment.state, assessment.remarks, found, (), work)
 
 
 def _result(title: str, points: list[Point], bounds: str, *, language: bool) -> Result:

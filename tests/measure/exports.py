@@ -8,9 +8,10 @@ from typing import Any
 
 import msgspec
 from jitney_measure import slo
+from jitney_measure.exchanges import Exchange
 from jitney_measure.inputs import Inputs
 from jitney_measure.options import Shared
-from jitney_measure.perf_analyzer import Driver, Exchange, PerfAnalyzer
+from jitney_measure.perf_analyzer import Driver, PerfAnalyzer
 from jitney_measure.record import Load, Measurement, Point, Result
 from jitney_measure.target import Model, Target
 
@@ -60,8 +61,8 @@ OPTIONS = Shared(seconds=1.0, arrivals="constant")
 
 def point(load: Load, measured: Measurement) -> Point:
     """As the plan judges it."""
-    state, remarks = slo.doubts(OPTIONS, load, measured)
-    return Point(load, state, tuple(remarks), measured)
+    found = slo.assess(OPTIONS, load, measured)
+    return Point(load, found.state, found.remarks, measured)
 
 
 def result_of(points: Sequence[Point], *, language: bool, bounds: str) -> Result:

@@ -10,6 +10,7 @@ import pytest
 from jitney import cli
 from jitney.config import EngineConfig
 from jitney.errors import InvalidArgumentError, JitneyError
+from jitney.messages import Footprint
 from jitney.read_config import make_config
 from jitney_measure import lengths, planning, record, sizing
 from jitney_measure.lengths import Lengths
@@ -79,6 +80,13 @@ def test_sequences_count_by_how_long_they_run() -> None:
     assert not 0.95 < naive / expected.running < 1.05
 
 
+def test_requests_before_the_steady_state_do_not_count() -> None:
+    made = requests("fixed", 50_000)
+    found = simulate(options(), made, EngineLimits(10_000, 8, 1 << 12, None), 8)
+    # All streams may end in the same step.
+    assert 0 <= found.requests - len(made.prompt) <= 8
+
+
 @pytest.mark.parametrize("streams", [None, 24])
 def test_a_small_budget_is_the_limit(streams: int | None) -> None:
     config, made = options(), requests("narrow", 75_000)
@@ -107,18 +115,40 @@ def test_at_a_share_of_all_limits_it_is_the_same_batch() -> None:
     config, made = options(max_model_len=CONTEXT), requests("narrow", 200_000)
     limits = EngineLimits(blocks_for(config, made, 320), NO_LIMIT, 1 << 40, None)
     sizes = planning.Sizes(config, limits, made, 0.0, 0, 0, 0)
-    expected, found, running = planning.compare(sizes, limits)
-    assert found.used == pytest.approx(expected.used, rel=0.03)
-    assert found.running < 100, "the simulation is smaller"
-    assert running == pytest.approx(expected.running, rel=0.05)
+    case = planning.compare(sizes, limits)
+    assert case.observed.used == pytest.approx(case.expected.used, rel=0.03)
+    assert case.observed.running < 100, "the simulation is smaller"
+    assert case.simulated_running == pytest.approx(case.expected.running, rel=0.05)
 
 
 def test_what_a_running_sequence_holds_is_counted_step_by_step() -> None:
     prompt, output = np.array([1, 15, 16, 17, 100]), np.array([1, 2, 40, 16, 333])
-    blocks, squares = sizing._held(prompt, output, 16)
+    sums = sizing._sum_blocks(Lengths(prompt, output), 16)
     for place, (p, o) in enumerate(zip(prompt.tolist(), output.tolist(), strict=True)):
         steps = [math.ceil((p + made) / 16) for made in range(o)]
-        assert (blocks[place], squares[place]) == (sum(steps), sum(n * n for n in steps))
+        assert sums.blocks[place] == sum(steps)
+        assert sums.squares[place] == sum(n * n for n in steps)
+
+
+def test_the_memory_that_is_shown_is_that_of_the_options() -> None:
+    """Here the choice does not settle: many sequences leave a cache in which few fit, and so on."""
+    footprint = Footprint(
+        max_model_len=4096,
+        dtype="x",
+        cache_dtype="x",
+        weights=0,
+        block=4096,
+        step_token=4096,
+        step_row=1 << 18,
+        tensors={},
+    )
+    made = Lengths.drawn([(900.0, 0.0)], [(50.0, 0.0)], 200)
+    sizes = planning.choose_sizes(
+        options(), set(), footprint=footprint, requests=made, memory=192 << 20, streams=None
+    )
+    seqs = sizes.limits.max_num_seqs
+    assert sizes.steps == sizes.limits.budget * 4096 + seqs * (1 << 18)
+    assert sizes.steps + sizes.cache <= sizes.memory
 
 
 # --------------------------------------------------------------------------- lengths
@@ -156,11 +186,12 @@ def test_a_sweep_gives_lengths_and_streams(tmp_path: Path) -> None:
     result = record.Result("t", "m", True, "a", "s", "p", "2026", asked, tuple(points))
     best = record.Best(points[0].load, 100.0)
     record.write(replace(result, best=best), tmp_path / "result.json")
-    prompt, output, streams = lengths.read(tmp_path / "result.json")
-    assert prompt == [(130.0, pytest.approx(128 / math.sqrt(12)))]
-    assert (output, streams) == ([(50.0, 0.0)], 8)
+    found = lengths.read(tmp_path / "result.json")
+    assert found.prompt == [(130.0, pytest.approx(128 / math.sqrt(12)))]
+    assert (found.output, found.streams) == ([(50.0, 0.0)], 8)
     record.write(result, tmp_path / "result.json")
-    assert lengths.read(tmp_path / "result.json")[2] == 16, "the last load, without a best one"
+    found = lengths.read(tmp_path / "result.json")
+    assert found.streams == 16, "the last load, without a best one"
 
 
 def range_answer(*intervals: tuple[int, int, int]) -> dict[str, object]:
@@ -187,9 +218,9 @@ def test_a_range_of_prometheus_gives_mean_and_deviation(tmp_path: Path) -> None:
         prompts = chance.normal(900, 200, of_one).round().sum()
         intervals.append((of_one, int(prompts), 40 * of_one))
     (tmp_path / "range.json").write_text(json.dumps(range_answer(*intervals)))
-    prompt, output, streams = lengths.read(tmp_path / "range.json")
-    assert prompt == [(pytest.approx(900, rel=0.02), pytest.approx(200, rel=0.15))]
-    assert (output, streams) == ([(40.0, 0.0)], None)
+    found = lengths.read(tmp_path / "range.json")
+    assert found.prompt == [(pytest.approx(900, rel=0.02), pytest.approx(200, rel=0.15))]
+    assert (found.output, found.streams) == ([(40.0, 0.0)], None)
 
 
 def test_a_counter_that_began_again_is_no_step_back(tmp_path: Path) -> None:
@@ -198,7 +229,23 @@ def test_a_counter_that_began_again_is_no_step_back(tmp_path: Path) -> None:
         values = series["values"]
         values[2][1], values[3][1] = values[1][1], str(2 * float(values[1][1]))
     (tmp_path / "range.json").write_text(json.dumps(answer))
-    assert lengths.read(tmp_path / "range.json")[0] == [(10.0, 0.0)]
+    assert lengths.read(tmp_path / "range.json").prompt == [(10.0, 0.0)]
+
+
+def test_series_of_two_servers_are_added_by_time(tmp_path: Path) -> None:
+    """The second server began later, so its series are shorter."""
+    answer = range_answer((1, 10, 5), (1, 10, 5), (1, 10, 5), (1, 10, 5))
+    result = answer["data"]["result"]  # type: ignore[index]
+    for series in range_answer((3, 90, 15), (3, 90, 15))["data"]["result"]:  # type: ignore[index]
+        series["metric"]["instance"] = "another"
+        series["values"] = [[at + 30, value] for at, value in series["values"]]
+        result.append(series)
+    (tmp_path / "range.json").write_text(json.dumps(answer))
+    found = lengths.read(tmp_path / "range.json")
+    assert found.prompt[0][0] == pytest.approx((4 * 10 + 2 * 90) / (4 + 2 * 3))
+    # Intervals of 1, 1, 4 and 4 requests with 10, 10, 100 and 100 tokens; the mean of one is 22.
+    assert found.prompt[0][1] == pytest.approx(math.sqrt((2 * 12**2 + 2 * 12**2 / 4) / 4))
+    assert found.output == [(5.0, 0.0)]
 
 
 @pytest.mark.parametrize(
@@ -258,11 +305,13 @@ def test_given_options_are_kept(checkpoint: Path, tmp_path: Path) -> None:
     assert "max_num_seqs" in said.partition("preempted")[2].partition("For model.json")[0]
 
 
-def test_prompts_of_a_file_are_counted(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.json"])
+def test_prompts_of_a_file_are_counted(checkpoint: Path, tmp_path: Path, name: str) -> None:
+    """Lines of JSON may be in a file that is named as a record is."""
     from jitney.text.tokenizer import Tokenizer
 
     texts = ["the bus stops here", "while others leave it on the way " * 5]
-    path = tmp_path / "prompts.jsonl"
+    path = tmp_path / name
     path.write_text("".join(json.dumps({"q": text}) + "\n" for text in texts))
     tokenizer = Tokenizer.load(checkpoint)
     longest = max(len(tokenizer.encode(text)) for text in texts) + 7

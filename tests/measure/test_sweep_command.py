@@ -9,7 +9,8 @@ import typer
 from jitney import cli
 from jitney.errors import InstallationError, InvalidArgumentError
 from jitney_measure import options, record
-from jitney_measure.perf_analyzer import Driver, PerfAnalyzer, measure
+from jitney_measure.exchanges import measure
+from jitney_measure.perf_analyzer import Driver, PerfAnalyzer
 from jitney_measure.record import Load, Point, Result
 from jitney_measure.target import Model, Target
 from typer.testing import CliRunner

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from jitney.errors import InvalidArgumentError
 from jitney_measure import record
-from jitney_measure.perf_analyzer import Exchange, measure, read_export
+from jitney_measure.exchanges import Exchange, measure, read_export
 from jitney_measure.record import PERCENTS, EngineWork, Load, Point, Result, Stage
 from jitney_measure.report import write_comparison, write_report
-from jitney_measure.slo import line
+from jitney_measure.slo import point_line
 from msgspec.structs import replace
 
 from tests.measure.exports import calls, result_of, write_export
@@ -206,7 +206,7 @@ def test_what_cannot_be_compared(
 
 
 def test_the_terminal_says_the_same(calls_result: Result) -> None:
-    steady, unstable, failed = (line(point, False) for point in calls_result.points)
+    steady, unstable, failed = (point_line(point, False) for point in calls_result.points)
     assert "100.0 rows/s" in steady
     assert "[yellow]unstable" in unstable
     assert "it wavered" in unstable

@@ -3,9 +3,9 @@
 import pytest
 from jitney.errors import InvalidArgumentError
 from jitney_measure import slo
+from jitney_measure.exchanges import Exchange, measure
 from jitney_measure.inputs import read_shapes
 from jitney_measure.options import Shared
-from jitney_measure.perf_analyzer import Exchange, measure
 from jitney_measure.record import Load, Point, Result, State
 
 from tests.measure.exports import calls, result_of
@@ -22,9 +22,11 @@ def judged(bounds: str, *points: Point) -> Result:
 
 def test_bounds_are_read() -> None:
     bounds = slo.parse("ttft-p95=200ms, itl-mean=50us,latency-p99.9=1.5s", language=True)
-    assert [(b.time, b.percent, b.seconds) for b in bounds] == [
-        ("ttft", 95.0, 0.2), ("itl", None, pytest.approx(5e-5)), ("latency", 99.9, 1.5),
-    ]  # fmt: skip
+    assert bounds == (
+        slo.Bound(slo.Statistic("ttft", 95.0), 0.2),
+        slo.Bound(slo.Statistic("itl", None), pytest.approx(5e-5)),
+        slo.Bound(slo.Statistic("latency", 99.9), 1.5),
+    )
     assert slo.parse("", language=False) == ()
 
 
@@ -79,6 +81,14 @@ def test_a_time_that_was_not_measured_meets_no_bound() -> None:
     point = Point(Load("concurrency", 1), "steady", (), one_response)
     verdict = slo.judge(point, slo.parse("itl-p95=1s", language=True))
     assert verdict.over == ("itl-p95 was not measured",)
+
+
+def test_times_are_shown_with_three_digits() -> None:
+    shown = {
+        None: "–", 0.0005: "500 µs", 0.0009997: "1 ms", 0.0123456: "12.3 ms", 0.9997: "1 s",
+        59.5: "59.5 s", 1234.4: "1,234 s",
+    }  # fmt: skip
+    assert [slo.show_time(seconds) for seconds in shown] == list(shown.values())
 
 
 def test_loads_are_read() -> None:

@@ -15,19 +15,23 @@ from jitney_measure.axes import (
     TOKENS,
     WINDOW,
     Axes,
+    AxisOptions,
     Score,
+    Search,
     Setting,
     scheduler_axes,
-    search,
-)
-
-NOTHING = dict.fromkeys(
-    ("batch_sizes", "windows", "instances", "max_num_seqs", "token_budgets"), ""
 )
 
 
 def given_axes(**texts: str) -> Axes:
-    return scheduler_axes((64, 500, 1), NOTHING | texts, 64, 1e-3, 2, counts=True)
+    return scheduler_axes(
+        (64, 500, 1),
+        AxisOptions(**texts),
+        max_batch=64,
+        tightest_s=1e-3,
+        cores=2,
+        can_change_instances=True,
+    )
 
 
 def test_what_is_given_takes_the_place_of_the_defaults() -> None:
@@ -56,7 +60,14 @@ def test_defaults_of_a_scheduler(
     """The current setting is among them, nothing is out of its bounds, and they are few."""
     batch, most = sizes
     current = (batch, window, instances)
-    axes = scheduler_axes(current, NOTHING, most, tightest, cores, counts=True)
+    axes = scheduler_axes(
+        current,
+        AxisOptions(),
+        max_batch=most,
+        tightest_s=tightest,
+        cores=cores,
+        can_change_instances=True,
+    )
     for values, value in zip(axes.values(), current, strict=True):
         assert value in values
         assert list(values) == sorted(set(values))
@@ -73,10 +84,12 @@ def test_defaults_of_a_scheduler(
 
 def walk(axes: Axes, current: Setting, worth: Callable[[Setting], float]) -> dict[Setting, Score]:
     """All that a search tries, in its order, the current setting first."""
-    scores: dict[Setting, Score] = {current: (worth(current),)}
-    for setting in search(axes, current, scores):
+    scores: dict[Setting, Score] = {current: Score(2, worth(current))}
+    search = Search(axes, current, scores[current])
+    while (setting := search.next()) is not None:
         assert setting not in scores, "tried twice"
-        scores[setting] = (worth(setting),)
+        scores[setting] = Score(2, worth(setting))
+        search.report(setting, scores[setting])
     return scores
 
 

@@ -15,7 +15,7 @@ NOW, OTHER, THIRD = {"batch_size": 64}, {"batch_size": 8}, {"batch_size": 1}
 
 
 def tuning(*trials: Trial, ending: record.Ending = "complete") -> Tuning:
-    choice = choose.choose(trials)
+    choice = choose.choose_setting(trials)
     return Tuning(
         "m", False, SLO, "2026", 9.0, 60.0, (), {"batch_size": (1, 8, 64)}, {}, tuple(trials),
         ending, choice,
@@ -28,7 +28,7 @@ def test_the_highest_throughput_within_the_bounds() -> None:
         trial(OTHER, "search", point(4, 400, 0.01), point(8, 900, 0.01, "unstable")),
         trial(THIRD, "search", point(4, 800, 0.03)),
     )
-    choice = choose.choose(trials)
+    choice = choose.choose_setting(trials)
     assert choice is not None
     assert (choice.values, choice.throughput, str(choice.load)) == (OTHER, 400, "4 at once")
     assert (choice.before, choice.is_current) == (300, False)
@@ -51,17 +51,17 @@ def test_what_was_measured_again_counts() -> None:
         trial(OTHER, "final", point(4, 305, 0.01)),
         trial(NOW, "final", point(4, 310, 0.01)),
     )
-    choice = choose.choose(first + again)
+    choice = choose.choose_setting(first + again)
     assert choice is not None
     assert choice.is_current
     assert choice.throughput == 310
     assert "Nothing better than the current setting" in conclusion(tuning(*first, *again))
-    kept = choose.choose((*first, again[0]))
+    kept = choose.choose_setting((*first, again[0]))
     assert kept is not None
     assert (kept.values, kept.throughput, kept.before) == (OTHER, 305, 300)
     assert "there was no time to measure it and the current setting again" in kept.cautions
     assert "two runs of one setting may differ by 8% too" in kept.cautions
-    low = choose.choose((*first, trial(OTHER, "final", point(4, 290, 0.01))))
+    low = choose.choose_setting((*first, trial(OTHER, "final", point(4, 290, 0.01))))
     assert low is not None
     assert (low.is_current, low.throughput) == (True, 300)
 
@@ -73,10 +73,25 @@ def test_a_last_measurement_that_was_cut_short_does_not_count() -> None:
         trial(OTHER, "search", point(4, 400, 0.01), point(8, 500, 0.01)),
     )
     short = trial(OTHER, "final", point(4, 390, 0.01), cut=True)
-    choice = choose.choose((*first, short))
+    choice = choose.choose_setting((*first, short))
     assert choice is not None
     assert (choice.values, choice.throughput) == (OTHER, 500)
     assert shown(tuning(*first, short))["best"].best == first[1].result.best
+
+
+def test_a_best_setting_that_fails_at_last_keeps_its_figures_and_a_caution() -> None:
+    first = (
+        trial(NOW, "current", point(4, 300, 0.01)),
+        trial(OTHER, "search", point(4, 400, 0.01)),
+    )
+    again = (
+        Trial(OTHER, "final", failure="out of memory"),
+        trial(NOW, "final", point(4, 300, 0.01)),
+    )
+    choice = choose.choose_setting((*first, *again))
+    assert choice is not None
+    assert (choice.values, choice.throughput) == (OTHER, 400)
+    assert choice.cautions == ("batch 8 did not load when it was to be measured again",)
 
 
 def test_no_setting_meets_the_bounds() -> None:
@@ -85,7 +100,7 @@ def test_no_setting_meets_the_bounds() -> None:
         trial(OTHER, "search", point(1, 90, 0.03), point(4, 90, 0.001, "behind")),
         failed(THIRD),
     )
-    assert choose.choose(trials) is None
+    assert choose.choose_setting(trials) is None
     said = conclusion(tuning(*trials))
     assert "No setting meets latency-p95=20ms. Nearest: batch 8 at 1 at once" in said
     assert "where latency-p95 is 30 ms: 1.5 times its bound at worst" in said
