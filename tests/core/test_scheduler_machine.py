@@ -166,7 +166,7 @@ class Traffic(RuleBasedStateMachine):
             speculation._prices = lambda some: chance.choice([Prices(0.0), Prices(0.0), NO_DRAFTS])
         if isinstance(policies.cost, StepCost):  # a millisecond for each step, token and sample
             policies.cost.weights = StepShape(
-                1e-3, 0.0, 1e-3, 1e-3, drafts=2e-3, passes=1e-3, read=1e-3
+                1e-3, 0.0, 1e-3, 1e-3, draft_tokens=2e-3, model_passes=1e-3, tokens_read=1e-3
             )
         self.requests: dict[int, Expected] = {}
         self.poisoned: set[int] = set()

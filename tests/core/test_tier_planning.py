@@ -19,8 +19,9 @@ from jitney.read_config import make_config
 from tests.core.play import Play, check_streams
 
 COST = StepShape(
-    steps=10e-3, chunked=1e-3, tokens=0.4e-3, samples=0.4e-3, context=1e-6,
-    drafted=0.5e-3, drafts=0.8e-3, asked=0.5e-3, passes=0.5e-3, read=0.1e-3,
+    steps=10e-3, any_chunk=1e-3, tokens=0.4e-3, samples=0.4e-3, context=1e-6,
+    drafting_rows=0.5e-3, draft_tokens=0.8e-3,
+    asking_rows=0.5e-3, model_passes=0.5e-3, tokens_read=0.1e-3,
 )  # fmt: skip
 TARGET = 22  # ms: a step of one sequence takes 11
 FAST = {"name": "fast", "gap_ms": TARGET}
@@ -57,8 +58,14 @@ class Timed(Play):
             drafted, asked = chance.randrange(8), chance.randrange(8)
             drafts, passes = drafted * chance.randrange(8), (asked > 0) * chance.randrange(8)
             read = asked * chance.randrange(20)
-            added = {"drafted": drafted, "drafts": drafts, "asked": asked, "passes": passes}
-            self._learn(cost, shape._replace(**added, read=read))
+            shape = shape._replace(
+                drafting_rows=drafted,
+                draft_tokens=drafts,
+                asking_rows=asked,
+                model_passes=passes,
+                tokens_read=read,
+            )
+            self._learn(cost, shape)
 
     def _learn(self, cost: StepShape, shape: StepShape) -> None:
         self.scheduler.policies.cost.add(
