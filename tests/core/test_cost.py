@@ -111,10 +111,10 @@ def test_what_a_draft_model_costs_does_not_fade_while_it_is_not_asked() -> None:
         cost.add(plain, seconds_of(plain))
     after = cost.weights
     assert after is not None
-    asking = ("asking_rows", "model_passes", "tokens_read")
+    asking = ("asking_row", "model_pass", "read_token")
     assert [getattr(after, name) for name in asking] == [getattr(before, name) for name in asking]
     assert sum(getattr(before, name) for name in asking) > 0
-    assert after.drafting_rows + after.draft_tokens <= before.drafting_rows + before.draft_tokens
+    assert after.drafting_row + after.draft <= before.drafting_row + before.draft
 
 
 def test_what_drafts_add_is_judged_by_what_is_known_of_plain_steps_by_now() -> None:

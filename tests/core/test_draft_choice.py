@@ -274,7 +274,7 @@ def learned(step: float, token: float, sample: float) -> StepCost:
 
 def test_the_cost_of_a_step_is_learned() -> None:
     cost = learned(10e-3, 1e-3, 0.5e-3)
-    assert cost.weights.tokens + cost.weights.samples == pytest.approx(1.5e-3, rel=0.05)
+    assert cost.weights.token + cost.weights.sample == pytest.approx(1.5e-3, rel=0.05)
     shape = StepShape(1.0, 0.0, 20.0, 20.0, 60.0)
     assert cost.seconds(shape) == pytest.approx(40e-3, rel=0.05)
     assert StepCost().seconds(shape) == 0.0
@@ -306,7 +306,7 @@ def test_what_drafts_add_is_learned_apart() -> None:
     assert cost.seconds(plain) == before
     full = plain._replace(drafting_rows=1.0, draft_tokens=6.0, asking_rows=1.0, model_passes=2.0)
     assert cost.seconds(full) == pytest.approx(24.2e-3, rel=0.02)
-    assert cost.weights.model_passes == pytest.approx(3e-3, rel=0.1)
+    assert cost.weights.model_pass == pytest.approx(3e-3, rel=0.1)
 
 
 def test_a_step_that_was_held_up_moves_little() -> None:

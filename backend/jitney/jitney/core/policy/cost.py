@@ -38,9 +38,10 @@ _FADING = 1 / 400  # part of a draft's weight that a step without drafts takes a
 
 class StepShape(NamedTuple):
     """What a step's seconds depend on. The first five fields are the *plain* ones, in which drafts
-    do not count. The other five describe drafting."""
+    do not count. The other five describe drafting. :class:`Weights` has the same order."""
 
     steps: float = 1.0
+    """1: what a step takes in any case."""
     any_chunk: float = 0.0
     """1 if any row has more than one token."""
     tokens: float = 0.0
@@ -77,10 +78,26 @@ class StepShape(NamedTuple):
         )
 
 
+class Weights(NamedTuple):
+    """What one of each field of a :class:`StepShape` takes, in seconds. The fields have the same
+    order."""
+
+    step: float = 0.0
+    any_chunk: float = 0.0
+    token: float = 0.0
+    sample: float = 0.0
+    context_token: float = 0.0
+    drafting_row: float = 0.0
+    draft: float = 0.0
+    asking_row: float = 0.0
+    model_pass: float = 0.0
+    read_token: float = 0.0
+
+
 _NUM_PLAIN = 5
 """How many fields of a shape are plain."""
 _NUM_FADING = 2
-"""How many weights of drafting fade: those of ``drafting_rows`` and ``draft_tokens``. What a draft
+"""How many weights of drafting fade: ``drafting_row`` and ``draft``, the first two. What a draft
 model costs does not fade: it must not look cheaper with each step in which it is not asked."""
 # Scales of the fields. `_fit` uses them to share seconds between fields that always grow together:
 # in proportion to (field / typical size) ** 2. An example: one row asks a draft model, which reads
@@ -106,8 +123,8 @@ class StepCost:
     def __init__(self) -> None:
         self._plain = _Fitted(_TYPICAL[:_NUM_PLAIN])
         self._drafting = _Fitted(_TYPICAL[_NUM_PLAIN:], plain=self._plain)
-        self.weights: StepShape | None = None
-        """Seconds for one of each field, none negative. None before any step was measured."""
+        self.weights: Weights | None = None
+        """None of them is negative. None before any step was measured."""
 
     def note_step(self, batch: Batch, output: StepOutput, seconds: float) -> None:
         self.add(StepShape.of(batch, output.rows), seconds)
@@ -127,7 +144,7 @@ class StepCost:
             kind = "with chunks" if shape.any_chunk else "without chunks"
             self._plain.add(step, kind)
             self._drafting.fade(_NUM_FADING)
-        self.weights = StepShape(*self._plain.weights, *self._drafting.weights)
+        self.weights = Weights(*self._plain.weights, *self._drafting.weights)
 
     def seconds(self, shape: StepShape) -> float:
         """What a step of this shape should take. 0 before any has been measured."""

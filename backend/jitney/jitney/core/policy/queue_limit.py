@@ -6,11 +6,12 @@ from jitney.errors import UnavailableError
 
 
 def check_queue_limit(queued: Iterable[int], limit: int, *, free_slots: int) -> None:
-    """Raise UnavailableError if ``limit`` or more requests are queued. Requests that the next step
-    can admit do not count: a request is admitted as long as any slot is free, and takes one for
-    each of its sequences.
+    """Raise UnavailableError if the queue is full for a further request: if the next step cannot
+    admit it, and ``limit`` or more requests are queued. Requests that the next step can admit do
+    not count. A request is admitted as long as any slot is free, and takes one for each of its
+    sequences.
 
-    ``queued``: the number of sequences of each queued request, in the order of the queue.
+    ``queued``: the number of sequences of each queued request, the first to be queued first.
     ``free_slots``: how many sequences the next step can admit.
     """
     num_queued = 0
@@ -19,5 +20,5 @@ def check_queue_limit(queued: Iterable[int], limit: int, *, free_slots: int) -> 
             free_slots -= num_sequences
         else:
             num_queued += 1
-    if num_queued >= limit:
+    if free_slots <= 0 and num_queued >= limit:
         raise UnavailableError.of_queue(num_queued, limit)

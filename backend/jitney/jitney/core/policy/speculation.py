@@ -262,15 +262,15 @@ class Speculation:
             return NO_DRAFTS
         value_of_token = seconds / rows
         scale = _MARGIN / value_of_token
-        asking_row = scale * weights.asking_rows
+        asking_row = scale * weights.asking_row
         if next_rests:  # the next step has no drafts, so it could not use a proposal of this one
             asking_row = math.inf
         return Prices(
-            draft=max(scale * weights.draft_tokens, _LEAST_PRICE),
-            drafting_row=scale * weights.drafting_rows,
+            draft=max(scale * weights.draft, _LEAST_PRICE),
+            drafting_row=scale * weights.drafting_row,
             asking_row=asking_row,
-            model_pass=scale * weights.model_passes,
-            read_token=scale * weights.tokens_read,
+            model_pass=scale * weights.model_pass,
+            read_token=scale * weights.read_token,
         )
 
     def _chance(self, drafting: Drafting) -> float:

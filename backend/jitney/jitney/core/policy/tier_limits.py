@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jitney.config import TierConfig
-from jitney.core.policy.cost import StepCost, StepShape
+from jitney.core.policy.cost import StepCost, Weights
 from jitney.core.policy.seam import DraftChoice
 from jitney.core.policy.tiers import TierCounts
 from jitney.core.request import Sequence
@@ -42,7 +42,7 @@ _STEPS_TO_FIRST = 3  # the step that runs, with overlap the next one, and its ow
 # never have read all of it.
 _LEAST_READ = 16
 _NO_LIMIT = float("inf")
-_NO_WEIGHTS = StepShape(steps=0.0)  # by which a step takes no time
+_NO_WEIGHTS = Weights()  # by which a step takes no time
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class TierLimits:
         self._passes = 0
         self._taken_by_tier = [0.0] * len(self._tiers)
         self._rows_by_tier = [0] * len(self._tiers)
-        self._taken = self._weights.steps
+        self._taken = self._weights.step
         for sequence in decodes:
             if not self.is_limited(sequence):
                 self._taken += self._seconds_of_decode(sequence)
@@ -170,7 +170,7 @@ class TierLimits:
                 tokens += sequence.num_to_prefill
         self._prompt_seconds_due = 0.0
         if tokens:
-            self._prompt_seconds_due = self._weights.any_chunk + self._weights.tokens * tokens
+            self._prompt_seconds_due = self._weights.any_chunk + self._weights.token * tokens
 
     def _reserve_for_first_of_lower_tiers(self, running: list[Sequence]) -> None:
         """The first sequence of each lower tier has a row in any case. Decodes are planned before
@@ -276,11 +276,11 @@ class TierLimits:
     def take_drafts(self, choice: DraftChoice) -> None:
         weights = self._weights
         most = len(choice.drafts)
-        fixed = weights.drafting_rows
-        count = self._how_many_fit(most, seconds_each=weights.draft_tokens, fixed=fixed)
+        fixed = weights.drafting_row
+        count = self._how_many_fit(most, seconds_each=weights.draft, fixed=fixed)
         del choice.drafts[count:]
         if count:
-            self._taken += fixed + weights.draft_tokens * count
+            self._taken += fixed + weights.draft * count
         if choice.propose:
             self._take_proposal(choice)
 
@@ -291,20 +291,20 @@ class TierLimits:
         # One pass proposes a token for every row that asks. So the passes that other rows have
         # asked for cost nothing more.
         wanted = max(choice.propose - self._passes, 0)
-        further = self._how_many_fit(wanted, seconds_each=weights.model_passes, fixed=0.0)
+        further = self._how_many_fit(wanted, seconds_each=weights.model_pass, fixed=0.0)
         propose = min(choice.propose, self._passes + further)
         if propose <= 0:
             choice.ask_nothing()
             return
         # Before it proposes, the model reads what it has not read of the sequence.
-        fixed = weights.asking_rows + weights.model_passes * further
+        fixed = weights.asking_row + weights.model_pass * further
         most_read = choice.most_read
-        read = self._how_many_fit(most_read, seconds_each=weights.tokens_read, fixed=fixed)
+        read = self._how_many_fit(most_read, seconds_each=weights.read_token, fixed=fixed)
         if read < min(most_read, _LEAST_READ):
             choice.ask_nothing()
             return
         self._passes = max(self._passes, propose)
-        self._taken += fixed + weights.tokens_read * read
+        self._taken += fixed + weights.read_token * read
         choice.propose = propose
         choice.most_read = read
 
@@ -355,12 +355,12 @@ class TierLimits:
         weights = self._weights
         start = sequence.num_planned
         count = max(sequence.num_tokens - start, 1)
-        return weights.samples + weights.tokens * count + weights.context * (start + count)
+        return weights.sample + weights.token * count + weights.context_token * (start + count)
 
     def _chunk_cost(self, sequence: Sequence) -> ChunkCost:
         """What a chunk adds to the step."""
         weights = self._weights
-        fixed = weights.samples + weights.context * sequence.num_planned
+        fixed = weights.sample + weights.context_token * sequence.num_planned
         if not self._any_chunk:
             fixed += weights.any_chunk
-        return ChunkCost(fixed, per_token=weights.tokens + weights.context)
+        return ChunkCost(fixed, per_token=weights.token + weights.context_token)
