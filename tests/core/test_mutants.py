@@ -162,7 +162,7 @@ TIER_FAULTS: dict[str, tuple[str, ...]] = {
         "plan", "urgent is not None and self._to_preempt(urgent)", "False",
     ),
     "no bulk request is overdue": (
-        "policy/tiers", "self._counts.overdue[tier] += 1", "self._counts.overdue[0] += 1",
+        "policy/tiers", "self._overdue[tier] += 1", "self._overdue[0] += 1",
     ),
 }  # fmt: skip
 # The copy comes before the installed package, which an editable installation finds by itself.

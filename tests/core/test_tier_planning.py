@@ -12,7 +12,6 @@ from jitney.batch import Batch, StepOutput
 from jitney.core.policy.cost import StepCost, StepShape
 from jitney.core.policy.plain import NoCosts
 from jitney.core.policy.tier_limits import TierLimits
-from jitney.core.policy.tiers import TierCounts
 from jitney.messages import Cancel, Failed
 from jitney.read_config import make_config
 
@@ -688,8 +687,7 @@ def test_a_draft_model_is_not_asked_for_what_would_never_end() -> None:
 def test_the_aim_shrinks_until_one_gap_in_a_hundred_exceeds_the_target() -> None:
     """Where steps take longer than planned by chance, by 15 % in the mean, half again at most."""
     tiers = make_config({"model": "m", "tiers": [FAST, BULK]}).tiers
-    counts = TierCounts([0, 0], [0, 0])
-    limits = TierLimits(tiers, StepCost(), 4, counts)
+    limits = TierLimits(tiers, StepCost(), 4)
     chance, now, exceeded = random.Random(3), 0.0, 0
     for step in range(20_000):
         taken = 22e-3 * limits.aim * (1.0 + 0.3 * chance.random())

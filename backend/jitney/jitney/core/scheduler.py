@@ -117,14 +117,14 @@ class Scheduler:
             step_seconds=step_seconds,
             preemptions=self.live.preemptions - self._preemptions_before,
             out_of_memory=out_of_memory,
-            tiers=self._admission.stats(self.live.running),
+            tiers=self.policies.tier_stats(self.live.running),
         )
 
     def reset_counts(self) -> None:
         """Count from zero: the engine does so at the beginning of its step."""
         self._counts = StepStats()
         self._preemptions_before = self.live.preemptions
-        self._admission.reset_counts()
+        self.policies.reset_counts()
 
     def check_integrity(self) -> None:
         """Assert every invariant of requests, queues, steps in flight and blocks. Call it while at

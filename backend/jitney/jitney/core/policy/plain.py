@@ -91,7 +91,7 @@ class ByRank:
     def note_planned(self, now: float) -> None:
         self._left_waiting = bool(self._queue)
 
-    def stats(self, running: list[Sequence]) -> list[TierStats]:
+    def stats(self, running: list[Sequence], held_back: list[int]) -> list[TierStats]:
         return []
 
     def reset_counts(self) -> None:
@@ -103,6 +103,9 @@ class NoLimits:
 
     is_active = False
     target = None
+
+    def __init__(self) -> None:
+        self.held_back: list[int] = []
 
     def begin(self, running: list[Sequence]) -> None:
         """Nothing is limited."""
@@ -127,6 +130,9 @@ class NoLimits:
 
     def note_step(self, target: float | None, now: float) -> None:
         """Nothing is learned."""
+
+    def reset_counts(self) -> None:
+        """Nothing is counted."""
 
 
 class NoDrafts:

@@ -111,8 +111,9 @@ class Admission(Protocol):
     def note_planned(self, now: float) -> None:
         """A step was planned."""
 
-    def stats(self, running: list[Sequence]) -> list[TierStats]:
-        """Gauges and counts by tier; empty without tiers."""
+    def stats(self, running: list[Sequence], held_back: list[int]) -> list[TierStats]:
+        """Gauges and counts by tier; empty without tiers. ``held_back``: what
+        :attr:`StepLimits.held_back` has counted."""
 
     def reset_counts(self) -> None:
         """Count from zero."""
@@ -146,6 +147,9 @@ class StepLimits(Protocol):
     is_active: bool
     """Whether anything is ever limited. If not, the planner does not ask for each row."""
 
+    held_back: list[int]
+    """By tier: how often a decode was left out or a chunk was cut, since :meth:`reset_counts`."""
+
     @property
     def target(self) -> float | None:
         """Seconds that the planned step should take at most. None if nothing limits it."""
@@ -175,6 +179,9 @@ class StepLimits(Protocol):
 
     def note_step(self, target: float | None, now: float) -> None:
         """A step with this :attr:`target` is complete."""
+
+    def reset_counts(self) -> None:
+        """Count from zero."""
 
 
 class DraftPolicy(Protocol):
@@ -216,6 +223,15 @@ class Policies:
     limits: StepLimits
     drafts: DraftPolicy
     cost: CostModel
+
+    def tier_stats(self, running: list[Sequence]) -> list[TierStats]:
+        """Gauges and counts by tier; empty without tiers."""
+        return self.admission.stats(running, self.limits.held_back)
+
+    def reset_counts(self) -> None:
+        """Count from zero."""
+        self.admission.reset_counts()
+        self.limits.reset_counts()
 
     def note_step(
         self,

@@ -29,7 +29,6 @@ from typing import NamedTuple
 from jitney.config import TierConfig
 from jitney.core.policy.cost import StepCost, Weights
 from jitney.core.policy.seam import DraftChoice
-from jitney.core.policy.tiers import TierCounts
 from jitney.core.request import Sequence
 
 # What the aim is multiplied by after a step that exceeded the target, and after one that did not.
@@ -112,12 +111,12 @@ class TierLimits:
         tiers: tuple[TierConfig, ...],
         cost: StepCost,
         block_size: int,
-        counts: TierCounts,
     ) -> None:
         self._tiers = tiers
         self._cost = cost
         self._block_size = block_size
-        self._counts = counts
+        # By tier, since reset_counts(): decodes left out and chunks cut.
+        self.held_back = [0] * len(tiers)
         self.aim = 1.0
         # When the last step was complete, and its target.
         self._last_at = 0.0
@@ -232,7 +231,10 @@ class TierLimits:
     # ------------------------------------------------------------------ taking seconds
 
     def note_held_back(self, sequence: Sequence) -> None:
-        self._counts.held_back[sequence.request.tier] += 1
+        self.held_back[sequence.request.tier] += 1
+
+    def reset_counts(self) -> None:
+        self.held_back = [0] * len(self.held_back)
 
     def count_decode(self, sequence: Sequence) -> None:
         if self.is_limited(sequence):  # begin() has counted all others

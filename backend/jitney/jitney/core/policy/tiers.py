@@ -19,7 +19,6 @@ import itertools
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from jitney.config import EngineConfig
 from jitney.core.kv_cache import KvCache, WouldFree
@@ -27,21 +26,6 @@ from jitney.core.policy.queue_limit import check_queue_limit
 from jitney.core.policy.seam import TierTerms
 from jitney.core.request import Request, Sequence, order, remove_ordered
 from jitney.messages import Submit, TierStats
-
-
-@dataclass(slots=True)
-class TierCounts:
-    """What has been counted since the scheduler's counts were reset, by tier."""
-
-    held_back: list[int]
-    """Decodes left out and chunks cut, so that a step was within a target."""
-    overdue: list[int]
-    """Requests of which no sequence was admitted within the aging time of their tier."""
-
-    def reset(self) -> None:
-        """Count from zero."""
-        self.held_back = [0] * len(self.held_back)
-        self.overdue = [0] * len(self.overdue)
 
 
 class TierAdmission:
@@ -54,13 +38,14 @@ class TierAdmission:
         *,
         max_running: int,
         watermark: int,
-        counts: TierCounts,
     ) -> None:
         tiers = config.tiers
         self._config = config
         self._kv = kv
         self._watermark = watermark
-        self._counts = counts
+        # By tier, since reset_counts(): requests of which no sequence was admitted within the aging
+        # time of their tier.
+        self._overdue = [0] * len(tiers)
         self.max_running = max_running
         # Of each tier; None if only the engine's limit applies, which is lower or the only one.
         self._caps: list[int | None] = []
@@ -337,9 +322,9 @@ class TierAdmission:
                     break
                 requests.popleft()
                 if key in self._queued[tier]:
-                    self._counts.overdue[tier] += 1
+                    self._overdue[tier] += 1
 
-    def stats(self, running: list[Sequence]) -> list[TierStats]:
+    def stats(self, running: list[Sequence], held_back: list[int]) -> list[TierStats]:
         num_running = Counter(sequence.request.tier for sequence in running)
         stats = []
         for tier, queue in enumerate(self._queues):
@@ -349,12 +334,12 @@ class TierAdmission:
             of_tier = TierStats(
                 waiting=len(queue),
                 running=num_running[tier],
-                held_back=self._counts.held_back[tier],
-                overdue=self._counts.overdue[tier],
+                held_back=held_back[tier],
+                overdue=self._overdue[tier],
                 oldest_s=longest_wait,
             )
             stats.append(of_tier)
         return stats
 
     def reset_counts(self) -> None:
-        self._counts.reset()
+        self._overdue = [0] * len(self._overdue)
