@@ -19,6 +19,7 @@ shows that its drafts are wrong. If asking gains nothing, one sequence asks for 
 then: a *try*. Tries take at most a small share of the time.
 """
 
+import enum
 import math
 from itertools import takewhile
 from operator import attrgetter
@@ -76,6 +77,14 @@ class Prices(NamedTuple):
 
 NO_DRAFTS = Prices(draft=1.0, drafting_row=math.inf, asking_row=math.inf)
 """At these prices no draft pays."""
+
+
+class _Phase(enum.Enum):
+    """Whether a step or the next one *rests*: has no drafts, to measure what such a step takes."""
+
+    NORMAL = enum.auto()
+    BEFORE_REST = enum.auto()
+    REST = enum.auto()
 
 
 class _Candidate(NamedTuple):
@@ -254,16 +263,13 @@ class Speculation:
         seconds = self._cost.seconds(plain)
         if weights is None or seconds <= 0.0 or not rows:
             return Prices(draft=_UNMEASURED_PRICE)
-        self._steps += 1
-        # The first step of every _REST_EVERY *rests*: it has no drafts.
-        rests = self._steps % _REST_EVERY == 1
-        next_rests = self._steps % _REST_EVERY == 0
-        if rests:
+        phase = self._next_phase()
+        if phase is _Phase.REST:
             return NO_DRAFTS
         value_of_token = seconds / rows
         scale = _MARGIN / value_of_token
         asking_row = scale * weights.asking_row
-        if next_rests:  # the next step has no drafts, so it could not use a proposal of this one
+        if phase is _Phase.BEFORE_REST:  # the next step could not use a proposal of this one
             asking_row = math.inf
         return Prices(
             draft=max(scale * weights.draft, _LEAST_PRICE),
@@ -272,6 +278,15 @@ class Speculation:
             model_pass=scale * weights.model_pass,
             read_token=scale * weights.read_token,
         )
+
+    def _next_phase(self) -> _Phase:
+        """Count a step with known prices. One of every _REST_EVERY rests."""
+        self._steps += 1
+        if self._steps % _REST_EVERY == 1:
+            return _Phase.REST
+        if self._steps % _REST_EVERY == 0:
+            return _Phase.BEFORE_REST
+        return _Phase.NORMAL
 
     def _chance(self, drafting: Drafting) -> float:
         """The probability that a draft of a sequence is right if those before it are."""

@@ -168,6 +168,7 @@ class TierAdmission:
         return self.max_running - self._num_counted(self._admitted(running))
 
     def num_forks_due(self, running: list[Sequence]) -> int:
+        # All running sequences count, because no tier runs more of them than its cap.
         return self._num_counted(self._admitted(running)) - len(running)
 
     def _num_free_slots_of(self, tier: int, running: list[Sequence]) -> int:
