@@ -49,7 +49,7 @@ OUTPUTS = {"interactive": (24, 65), "bulk": (32, 257)}
 INTERACTIVE = 0.2
 MISSED = 0.05  # of the gaps of a good request, at most
 ATTAINED = 0.9  # of the interactive requests, that a load may count
-SIMULATED = StepShape(steps=9e-3, chunked=1e-3, tokens=0.12e-3, samples=0.2e-3, context=0.4e-6)
+SIMULATED = StepShape(steps=9e-3, any_chunk=1e-3, tokens=0.12e-3, samples=0.2e-3, context=0.4e-6)
 
 
 class Asked(Struct):

@@ -91,7 +91,8 @@ def test_a_prompt_counts_as_all_its_sequences() -> None:
     play.step()
     assert [row[0] for row in play.rows()] == keys[:2]  # 5 of 8 places, then 3 of the other 5
     assert len(play.scheduler.live.running) == 8
-    assert play.scheduler.stats().waiting == 2 + 4
+    assert play.scheduler.live.num_waiting == 2 + 4
+    assert play.scheduler.stats().waiting == 4, "requests, and none of which a sequence runs"
     later = play.submit([9], max_tokens=1, priority=-1)
     play.drain()
     assert max(len(row.sample) for batch in play.batches for row in batch.rows) == 5
@@ -244,6 +245,18 @@ def test_a_held_request_counts_as_queued_until_it_ends() -> None:
     assert isinstance(failed, Failed)
     assert scheduler.fail(2, InternalError("no adapter")) == []
     assert scheduler.stats().queued == 1
+
+
+@pytest.mark.parametrize("tiers", [[], [{"name": "fast"}, {"name": "bulk", "max_queued": 1}]])
+def test_the_queue_s_limit_knows_how_many_sequences_a_request_runs(tiers: list[dict]) -> None:
+    play = Play(max_num_seqs=4, max_queued=1, tiers=tiers)
+    runs, waits, refused = (play.submit([key], n=4, max_tokens=4) for key in range(3))
+    play.step()
+    assert failure(play, refused)[0] == "UNAVAILABLE"
+    assert "1 requests wait, and at most 1 may" in failure(play, refused)[1]
+    play.drain()
+    for key in (runs, waits):
+        assert play.got(key) == play.run_alone(key)
 
 
 def test_a_held_request_is_refused_if_it_never_fits() -> None:

@@ -7,12 +7,12 @@ import pytest
 from jitney.core.policy.cost import StepCost, StepShape
 from jitney.core.policy.least_squares import Point, dot, fit
 
-TRUE = StepShape(steps=8e-3, chunked=1e-3, tokens=0.1e-3, samples=0.2e-3, context=0.3e-6)
+TRUE = StepShape(steps=8e-3, any_chunk=1e-3, tokens=0.1e-3, samples=0.2e-3, context=0.3e-6)
 
 
 def shape_of(rows: int, chunk: int = 0) -> StepShape:
     return StepShape(
-        chunked=1.0 if chunk else 0.0,
+        any_chunk=1.0 if chunk else 0.0,
         tokens=rows + chunk,
         samples=rows,
         context=200 * rows + chunk,
@@ -83,14 +83,14 @@ def test_a_step_that_took_no_time_is_none() -> None:
 
 def test_no_weight_is_negative() -> None:
     points = [Point((1.0, x), y, 1.0) for x, y in ((1.0, 1.0), (2.0, 0.5), (3.0, 0.2))]
-    weights = fit(points, before=(0.0, 0.0), precision=(1e-9, 1e-9))
+    weights = fit(points, prior=(0.0, 0.0), precision=(1e-9, 1e-9))
     assert weights[1] == 0.0
     assert weights[0] == pytest.approx(1.7 / 3, rel=1e-6)
 
 
 def test_a_weight_that_no_step_tells_stays() -> None:
     points = [Point((1.0, 0.0), 2.0, 1.0)]
-    weights = fit(points, before=(0.5, 0.7), precision=(1e-9, 1e-9))
+    weights = fit(points, prior=(0.5, 0.7), precision=(1e-9, 1e-9))
     assert weights == pytest.approx([2.0, 0.7])
     assert dot(weights, (1.0, 1.0)) == pytest.approx(2.7)
 
@@ -99,7 +99,9 @@ def test_what_a_draft_model_costs_does_not_fade_while_it_is_not_asked() -> None:
     """Else a draft model that does not pay looks cheaper with each step that leaves it alone."""
     cost = StepCost()
     plain = shape_of(8)
-    drafting = plain._replace(drafted=8, drafts=16, asked=8, passes=2, read=24)
+    drafting = plain._replace(
+        drafting_rows=8, draft_tokens=16, asking_rows=8, model_passes=2, tokens_read=24
+    )
     for step in range(64):
         cost.add(plain, seconds_of(plain))
         cost.add(drafting, seconds_of(plain) + 2e-3 + 0.1e-3 * (step % 2))
@@ -109,17 +111,17 @@ def test_what_a_draft_model_costs_does_not_fade_while_it_is_not_asked() -> None:
         cost.add(plain, seconds_of(plain))
     after = cost.weights
     assert after is not None
-    asking = ("asked", "passes", "read")
+    asking = ("asking_row", "model_pass", "read_token")
     assert [getattr(after, name) for name in asking] == [getattr(before, name) for name in asking]
     assert sum(getattr(before, name) for name in asking) > 0
-    assert after.drafted + after.drafts <= before.drafted + before.drafts
+    assert after.drafting_row + after.draft <= before.drafting_row + before.draft
 
 
 def test_what_drafts_add_is_judged_by_what_is_known_of_plain_steps_by_now() -> None:
     """The first steps have drafts: what they take is not the drafts' alone, as later steps show."""
     cost = StepCost()
     plain = shape_of(8)
-    drafting = plain._replace(drafted=8, drafts=16)
+    drafting = plain._replace(drafting_rows=8, draft_tokens=16)
     for _ in range(3):
         cost.add(drafting, seconds_of(plain) + 2e-3)
     for shape in shapes(64):
@@ -130,4 +132,4 @@ def test_what_drafts_add_is_judged_by_what_is_known_of_plain_steps_by_now() -> N
 
 def test_a_weight_that_no_step_tells_stays_as_it_was() -> None:
     points = [Point((1.0, 0.0), 2.0, 1.0)]
-    assert fit(points, before=[0.0, 5.0], precision=[1e-6, 1e-6]) == pytest.approx([2.0, 5.0])
+    assert fit(points, prior=[0.0, 5.0], precision=[1e-6, 1e-6]) == pytest.approx([2.0, 5.0])

@@ -69,7 +69,7 @@ def test_a_model_that_was_wrong_is_asked_now_and_then() -> None:
 def test_a_try_takes_a_small_share_of_the_time() -> None:
     """Also where there is much to read before."""
     for rows, of_read, least in ((1, 0.1, 200), (16, 0.1, 50), (16, 0.0, 10)):
-        prices = Prices(0.05, of_pass=0.5, of_read=of_read)
+        prices = Prices(0.05, model_pass=0.5, read_token=of_read)
         speculation, running = with_model(prices), of_acceptance(*[0.01] * rows)
         steps = [sum(asked(speculation, running)) for _ in range(1000)]
         cost = 4 * 0.55 + of_read * 61
@@ -90,8 +90,8 @@ def test_a_try_that_found_no_row_is_made_in_the_next_step() -> None:
 
 def test_who_computes_a_prompt_or_ends_is_not_asked() -> None:
     running = of_acceptance(0.9, 0.9, 0.9)
-    running[1].prefill_end = running[1].num_planned + 1
-    running[2].limit = running[2].num_tokens + 1
+    running[1].decodes_from = running[1].num_planned + 1
+    running[2].max_computed = running[2].num_tokens + 1
     assert asked(with_model(), running) == [6, 0, 0]
 
 
@@ -134,14 +134,14 @@ def test_one_sequence_a_step_is_new_to_the_model() -> None:
     ("prices", "chances", "wanted"),
     [
         (Prices(0.2), [0.9, 0.5], [8, 2]),
-        (Prices(0.2, of_pass=0.5), [0.9, 0.5], [3, 2]),
-        (Prices(0.2, of_pass=0.5), [0.9] * 4, [8] * 4),
-        (Prices(0.2, of_pass=0.5), [0.6], [0]),
-        (Prices(0.2, of_row=2.0), [0.9, 0.5], [8, 0]),
-        (Prices(0.2, of_row=5.0), [0.9], [0]),
-        (Prices(0.2, of_row=1.5, of_asking=2.5), [0.9], [0]),
-        (Prices(0.2, of_read=0.2), [0.9], [8]),
-        (Prices(0.2, of_read=0.7), [0.9], [0]),
+        (Prices(0.2, model_pass=0.5), [0.9, 0.5], [3, 2]),
+        (Prices(0.2, model_pass=0.5), [0.9] * 4, [8] * 4),
+        (Prices(0.2, model_pass=0.5), [0.6], [0]),
+        (Prices(0.2, drafting_row=2.0), [0.9, 0.5], [8, 0]),
+        (Prices(0.2, drafting_row=5.0), [0.9], [0]),
+        (Prices(0.2, drafting_row=1.5, asking_row=2.5), [0.9], [0]),
+        (Prices(0.2, read_token=0.2), [0.9], [8]),
+        (Prices(0.2, read_token=0.7), [0.9], [0]),
     ],
     ids=str,
 )
@@ -274,7 +274,7 @@ def learned(step: float, token: float, sample: float) -> StepCost:
 
 def test_the_cost_of_a_step_is_learned() -> None:
     cost = learned(10e-3, 1e-3, 0.5e-3)
-    assert cost.weights.tokens + cost.weights.samples == pytest.approx(1.5e-3, rel=0.05)
+    assert cost.weights.token + cost.weights.sample == pytest.approx(1.5e-3, rel=0.05)
     shape = StepShape(1.0, 0.0, 20.0, 20.0, 60.0)
     assert cost.seconds(shape) == pytest.approx(40e-3, rel=0.05)
     assert StepCost().seconds(shape) == 0.0
@@ -299,12 +299,14 @@ def test_what_drafts_add_is_learned_apart() -> None:
     before = cost.seconds(plain)
     for i in range(99):
         drafts, passes = i % 7, i % 5
-        shape = plain._replace(drafted=drafts > 0, drafts=drafts, asked=1.0, passes=passes)
+        shape = plain._replace(
+            drafting_rows=drafts > 0, draft_tokens=drafts, asking_rows=1.0, model_passes=passes
+        )
         cost.add(shape, 17e-3 + 0.2e-3 * drafts + 3e-3 * passes)
     assert cost.seconds(plain) == before
-    full = plain._replace(drafted=1.0, drafts=6.0, asked=1.0, passes=2.0)
+    full = plain._replace(drafting_rows=1.0, draft_tokens=6.0, asking_rows=1.0, model_passes=2.0)
     assert cost.seconds(full) == pytest.approx(24.2e-3, rel=0.02)
-    assert cost.weights.passes == pytest.approx(3e-3, rel=0.1)
+    assert cost.weights.model_pass == pytest.approx(3e-3, rel=0.1)
 
 
 def test_a_step_that_was_held_up_moves_little() -> None:

@@ -5,9 +5,10 @@ import threading
 import time
 
 import pytest
-from jitney.batch import Batch
+from jitney.batch import Batch, StepOutput
+from jitney.engine.handle import LocalEngine
 from jitney.errors import DeviceLostError, UnavailableError
-from jitney.messages import Cancel, Failed, Finished, StepReport, Submit, Tokens
+from jitney.messages import Cancel, Cancelled, Failed, Finish, Finished, StepReport, Submit, Tokens
 from jitney.sampling_params import SamplingParams
 
 from tests.core.play import Play
@@ -289,3 +290,79 @@ def test_broken_integrity_while_idle_is_repaired() -> None:
     loop.submit(0, max_tokens=3)
     assert isinstance(loop.end_of(0), Finished)
     loop.stop()
+
+
+def raise_error(*of: object) -> None:
+    raise RuntimeError("our bug")
+
+
+def ends_of(report: StepReport | None) -> dict[int, type]:
+    assert report is not None
+    ends = [event for event in report.events if not isinstance(event, Tokens)]
+    assert len({event.key for event in ends}) == len(ends), "a second end"
+    return {event.key: type(event) for event in ends}
+
+
+def test_a_message_that_raises_takes_no_event_of_those_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    play = Play()
+    play.submit([1, 2, 3], max_tokens=8)
+    play.submit([1, 2, 4], max_tokens=8)
+    play.step()
+    play.engine.send(Cancel(0))
+    play.engine.send(Finish(1, 0))
+    monkeypatch.setattr(play.scheduler, "stop_sequence", raise_error)
+    assert ends_of(play.engine._step_or_recover()) == {0: Cancelled, 1: Failed}
+    assert not play.engine.has_work
+
+
+def test_figures_that_raise_take_no_event_of_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    play = Play()
+    play.submit([1, 2, 3], max_tokens=1)
+    play.submit([1, 2, 4], max_tokens=8)
+    monkeypatch.setattr(play.engine.pending, "report", raise_error)
+    assert ends_of(play.engine._step_or_recover()) == {0: Finished, 1: Failed}
+
+
+def test_a_step_that_raises_leaves_its_events_to_the_next_one() -> None:
+    play = Play()
+    play.submit([1, 2, 3], max_tokens=8)
+    play.step()
+    local = LocalEngine(play.engine)
+    local.send(Cancel(0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(play.scheduler, "stats", raise_error)
+        with pytest.raises(RuntimeError):
+            local.step()
+    assert local.has_work
+    assert ends_of(local.step()) == {0: Cancelled}
+
+
+def test_a_step_whose_device_is_lost_is_waited_for_once() -> None:
+    class Lost:
+        waits = 0
+
+        def wait(self) -> StepOutput:
+            self.waits += 1
+            raise DeviceLostError("gone")
+
+    lost = Lost()
+    play = Play()
+    play.runner.launch = lambda batch: lost
+    play.submit([1, 2, 3])
+    with pytest.raises(DeviceLostError):
+        play.engine.step()
+    play.engine.abandon()
+    assert lost.waits == 1
+
+
+def test_a_report_says_whether_a_step_is_in_flight() -> None:
+    play = Play(overlap=True)
+    play.submit([1, 2, 3], max_tokens=3)
+    in_flight = []
+    while play.engine.has_work:
+        report = play.step()
+        assert report is not None
+        in_flight.append(report.stats.steps_in_flight)
+    assert in_flight == [1, 1, 1, 0]

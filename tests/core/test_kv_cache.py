@@ -47,10 +47,10 @@ def test_a_failed_allocation_changes_nothing() -> None:
     kv.release(filled(kv, hashes))
     held = kv.allocate([], 1)
     assert held is not None
-    before = (kv.num_free, kv.num_cached, kv.find(hashes))
+    before = (kv.num_available, kv.num_cached, kv.find(hashes))
     assert kv.allocate(kv.find(hashes), 2) is None  # 3 free, of which the hits are 2
     assert kv.allocate([], 3, spare=1) is None
-    assert (kv.num_free, kv.num_cached, kv.find(hashes)) == before
+    assert (kv.num_available, kv.num_cached, kv.find(hashes)) == before
     rest = kv.allocate([], 3)
     assert rest is not None
     assert not kv.grow(held)
@@ -109,9 +109,9 @@ def test_fork_shares_full_blocks_and_has_a_pending_copy_of_the_partial_one() -> 
     assert kv.pending_copies() == [(table[2], fork[2])]
     kv.check_integrity([(table, 5), (fork, 5)])
     kv.release(table)
-    assert kv.num_free == 2  # the source is held although its owner is gone
+    assert kv.num_available == 2  # the source is held although its owner is gone
     kv.complete_copies(kv.pending_copies())
-    assert kv.num_free == 3
+    assert kv.num_available == 3
     kv.check_integrity([(fork, 5)])
 
 
@@ -132,7 +132,7 @@ def test_a_copy_to_a_released_block_is_no_longer_pending() -> None:
     kv.release(fork)
     assert kv.pending_copies() == []
     kv.release(table)
-    assert kv.num_free == 2
+    assert kv.num_available == 2
     kv.check_integrity([])
 
 

@@ -60,18 +60,18 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "forks run beyond max_num_seqs": (
         "policy/plain", "return len(running) >= self.max_running", "return False",
     ),
-    "a prompt counts as one sequence": ("plan", "= 1 + sequence.request.forks_due", "= 1"),
+    "a prompt counts as one sequence": ("plan", "= 1 + sequence.request.num_forks_due", "= 1"),
     "forks are promised no place": (
-        "plan", "sequence.request.num_to_admit > admissible", "not admissible",
+        "plan", "sequence.request.slots_needed > free_slots", "not free_slots",
     ),
     "forks that wait share blocks": (
-        "admission",
+        "needs",
         "request_blocks = max_running * sequence_blocks",
         "request_blocks = (1 - max_running) * (size // block_size) + max_running * sequence_blocks",
     ),
     "decodes leave nothing to chunks": ("plan", "return min(share, sum", "return min(0, sum"),
     "a wrong draft is accepted": (
-        "outcome", " and drafts[accepted] == token", "",
+        "outcome", " and drafts[position] == token", "",
     ),
     "a draft too many is accepted": (
         "outcome", "return event, accepted", "return event, min(accepted + 1, len(drafts))",
@@ -81,11 +81,13 @@ FAULTS: dict[str, tuple[str, ...]] = {
     ),
     "lookahead blocks are kept": ("live", "del sequence.table[kept:]", "kept = 0"),
     "drafts take blocks that others need": (
-        "lookahead", "num_free > self._blocks_due(after)", "num_free > 0",
+        "lookahead", "num_available > self._blocks_due(after)", "num_available > 0",
     ),
     "a draft may end the sequence": ("policy/speculation", "id not in stop_ids", "True"),
     "drafts go beyond the end": (
-        "policy/speculation", "num_drafts, sequence.limit", "num_drafts, 99 + sequence.limit",
+        "policy/speculation",
+        "num_drafts, sequence.max_computed",
+        "num_drafts, 99 + sequence.max_computed",
     ),
     "drafts take the budget of others": ("lookahead", " - len(after)\n", "\n"),
     "what goes on is refused": ("scheduler", "if not message.emitted:", "if True:"),
@@ -94,7 +96,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     ),
     "a cost that is off stays": ("policy/cost", "return abs(sum(errors)) >", "return 9e9 <"),
     "a weight that no step tells is lost": (
-        "policy/least_squares", "vector[i] += precision[i] * before[i]", "pass",
+        "policy/least_squares", "vector[i] += precision[i] * prior[i]", "pass",
     ),
     "the budget is ignored": (
         "plan", "min(sequence.num_tokens - start, most)", "sequence.num_tokens - start",
@@ -103,7 +105,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
 # The same, noticed by the tests of tiers alone.
 TIER_FAULTS: dict[str, tuple[str, ...]] = {
     "forks run beyond their tier's cap": (
-        "policy/tiers", "return len(of_tier) >= self._caps[request.tier]", "return False",
+        "policy/tiers", "return len(of_tier) >= self._most_running(request.tier)", "return False",
     ),
     "a tier's cap is ignored": (
         "policy/tiers", "return cap - self._admitted(running)[tier] >=", "return 9 >=",
@@ -122,10 +124,10 @@ TIER_FAULTS: dict[str, tuple[str, ...]] = {
         "policy/tier_limits", "left >= cost.per_token * most or not cost.per_token", "True",
     ),
     "decodes are not held back": (
-        "policy/tier_limits", ">= self._of_decode(sequence):", ">= -1.0:",
+        "policy/tier_limits", ">= self._seconds_of_decode(sequence)", ">= -1.0",
     ),
     "the others' share is not kept from prompts": (
-        "policy/tier_limits", "kept = self._shares_left()", "kept = 0.0",
+        "policy/tier_limits", "kept = self._sum_of_rests()", "kept = 0.0",
     ),
     "bulk is not limited where nobody decodes": (
         "policy/tier_limits", "if tier.ttft_ms is not None:", "if False:",
@@ -138,18 +140,20 @@ TIER_FAULTS: dict[str, tuple[str, ...]] = {
         "policy/tiers", "delay_s=self._aging_s[tier]", "delay_s=0.0",
     ),
     "who makes way frees what others hold": (
-        "kv_cache", "given_up[block] == self._refs[block]", "self._refs[block]",
+        "kv_cache",
+        "given_up[block] == self._kv.num_references(block)",
+        "self._kv.num_references(block)",
     ),
     "who makes way frees hits twice": ("policy/tiers", "set(freed) - kept", "freed"),
     "a waiting request has no hits": (
         "policy/tiers", "kept = set(hits)", "kept = set[int]()",
     ),
     "forks beyond a cap make way for others": (
-        "policy/tiers", "if cap < self.max_running:", "if False:",
+        "policy/tiers", "if cap is not None:", "if False:",
     ),
     "nobody makes way": ("policy/tiers", "victims.append(sequence)", "pass"),
     "an old request makes way": (
-        "policy/tiers", "if by_rank(sequence) < by_rank(urgent):", "if False:",
+        "policy/tiers", "if order(sequence) < order(urgent):", "if False:",
     ),
     "bulk makes way without a target": (
         "policy/tiers", "tiers[tier].ttft_ms is None", "tiers[tier].name is None",
@@ -158,7 +162,7 @@ TIER_FAULTS: dict[str, tuple[str, ...]] = {
         "plan", "urgent is not None and self._to_preempt(urgent)", "False",
     ),
     "no bulk request is overdue": (
-        "policy/tiers", "self._counts.overdue[tier] += 1", "self._counts.overdue[0] += 1",
+        "policy/tiers", "self._overdue[tier] += 1", "self._overdue[0] += 1",
     ),
 }  # fmt: skip
 # The copy comes before the installed package, which an editable installation finds by itself.

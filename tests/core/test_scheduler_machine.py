@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from jitney.adapters.pool import Adapters
 from jitney.batch import Batch
 from jitney.core.kv_cache import block_hash, root_hash
-from jitney.core.policy.cost import StepCost, StepShape
+from jitney.core.policy.cost import StepCost, Weights
 from jitney.core.policy.speculation import NO_DRAFTS, Prices, Speculation
 from jitney.engine.engine import Engine
 from jitney.execution.low_rank import LowRank
@@ -165,8 +165,8 @@ class Traffic(RuleBasedStateMachine):
                 speculation.drafter = self.prophet
             speculation._prices = lambda some: chance.choice([Prices(0.0), Prices(0.0), NO_DRAFTS])
         if isinstance(policies.cost, StepCost):  # a millisecond for each step, token and sample
-            policies.cost.weights = StepShape(
-                1e-3, 0.0, 1e-3, 1e-3, drafts=2e-3, passes=1e-3, read=1e-3
+            policies.cost.weights = Weights(
+                1e-3, 0.0, 1e-3, 1e-3, draft=2e-3, model_pass=1e-3, read_token=1e-3
             )
         self.requests: dict[int, Expected] = {}
         self.poisoned: set[int] = set()

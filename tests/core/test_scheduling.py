@@ -256,3 +256,22 @@ def test_timing_and_stats() -> None:
     timing = end.timing
     assert (timing.queue_s, timing.first_token_s, timing.total_s) == (3.0, 3.0, 5.0)
     assert (timing.cached_prompt_tokens, timing.computed_prompt_tokens) == (0, 5)
+
+
+def test_output_that_is_computed_again_counts_as_no_prompt() -> None:
+    play = Play(num_blocks=8, block_size=4, watermark=0.0)
+    for key in range(3):
+        play.submit([key] * 6, max_tokens=12)
+    computed = 0
+    looked_up = 0
+    found = 0
+    while play.engine.has_work:
+        report = play.step()
+        assert report is not None
+        computed += report.stats.prefill_tokens
+        looked_up += report.stats.prefix_query_tokens
+        found += report.stats.prefix_hit_tokens
+    admissions = 3 + play.scheduler.live.preemptions
+    assert admissions > 3
+    assert looked_up == 6 * admissions
+    assert computed == looked_up - found

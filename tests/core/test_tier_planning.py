@@ -12,15 +12,15 @@ from jitney.batch import Batch, StepOutput
 from jitney.core.policy.cost import StepCost, StepShape
 from jitney.core.policy.plain import NoCosts
 from jitney.core.policy.tier_limits import TierLimits
-from jitney.core.policy.tiers import TierCounts
 from jitney.messages import Cancel, Failed
 from jitney.read_config import make_config
 
 from tests.core.play import Play, check_streams
 
 COST = StepShape(
-    steps=10e-3, chunked=1e-3, tokens=0.4e-3, samples=0.4e-3, context=1e-6,
-    drafted=0.5e-3, drafts=0.8e-3, asked=0.5e-3, passes=0.5e-3, read=0.1e-3,
+    steps=10e-3, any_chunk=1e-3, tokens=0.4e-3, samples=0.4e-3, context=1e-6,
+    drafting_rows=0.5e-3, draft_tokens=0.8e-3,
+    asking_rows=0.5e-3, model_passes=0.5e-3, tokens_read=0.1e-3,
 )  # fmt: skip
 TARGET = 22  # ms: a step of one sequence takes 11
 FAST = {"name": "fast", "gap_ms": TARGET}
@@ -57,8 +57,14 @@ class Timed(Play):
             drafted, asked = chance.randrange(8), chance.randrange(8)
             drafts, passes = drafted * chance.randrange(8), (asked > 0) * chance.randrange(8)
             read = asked * chance.randrange(20)
-            added = {"drafted": drafted, "drafts": drafts, "asked": asked, "passes": passes}
-            self._learn(cost, shape._replace(**added, read=read))
+            shape = shape._replace(
+                drafting_rows=drafted,
+                draft_tokens=drafts,
+                asking_rows=asked,
+                model_passes=passes,
+                tokens_read=read,
+            )
+            self._learn(cost, shape)
 
     def _learn(self, cost: StepShape, shape: StepShape) -> None:
         self.scheduler.policies.cost.add(
@@ -681,8 +687,7 @@ def test_a_draft_model_is_not_asked_for_what_would_never_end() -> None:
 def test_the_aim_shrinks_until_one_gap_in_a_hundred_exceeds_the_target() -> None:
     """Where steps take longer than planned by chance, by 15 % in the mean, half again at most."""
     tiers = make_config({"model": "m", "tiers": [FAST, BULK]}).tiers
-    counts = TierCounts([0, 0], [0, 0])
-    limits = TierLimits(tiers, StepCost(), 4, counts)
+    limits = TierLimits(tiers, StepCost(), 4)
     chance, now, exceeded = random.Random(3), 0.0, 0
     for step in range(20_000):
         taken = 22e-3 * limits.aim * (1.0 + 0.3 * chance.random())

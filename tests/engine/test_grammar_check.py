@@ -3,12 +3,15 @@
 import os
 import signal
 import threading
+import time
+from pathlib import Path
 
 import msgspec
 import pytest
+from jitney.engine import grammar_check
 from jitney.engine.engine import Engine
 from jitney.engine.grammar_check import GrammarChecker
-from jitney.errors import InvalidArgumentError
+from jitney.errors import InternalError, InvalidArgumentError, UnavailableError
 from jitney.messages import Cancel, Cancelled, Failed, Finished, Submit, Tokens
 from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams, StructuredOutputs
@@ -137,3 +140,48 @@ def test_an_engine_that_stops_ends_what_waits() -> None:
     engine.run(type("Outbox", (), {"put": lambda _, report: reports.append(report)})())
     slow.may.set()
     assert [type(event) for report in reports for event in report.events] == [Failed]
+
+
+def checker_of(program: str, folder: Path, patch: pytest.MonkeyPatch, setup: bytes = b"\n"):
+    """A checker whose process runs this program."""
+    (folder / "odd_checker.py").write_text(program, encoding="utf-8")
+    patch.syspath_prepend(folder)
+    config = make_config({"model": "m", "grammar_timeout_s": 1.0})
+    return GrammarChecker(config, "odd_checker", setup)
+
+
+def test_a_process_that_reads_nothing_holds_up_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_check, "_START_S", 1.0)
+    program = "import time\ntime.sleep(60)\n"
+    one = checker_of(program, tmp_path, monkeypatch, setup=b"x" * 1_000_000 + b"\n")
+    began = time.monotonic()
+    with pytest.raises(InternalError, match="does not start"):
+        one.check(StructuredOutputs(regex="a"))
+    assert time.monotonic() - began < 20
+    one.close()
+
+
+def test_an_answer_that_comes_in_drops_does_not_prolong_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = """
+import sys, time
+print(flush=True)
+for _ in range(200):
+    time.sleep(0.2)
+    print(end="x", flush=True)
+"""
+    one = checker_of(program, tmp_path, monkeypatch)
+    with pytest.raises(InvalidArgumentError, match="more than 1 s"):
+        one.check(StructuredOutputs(regex="a"))
+    one.close()
+
+
+def test_a_closed_checker_starts_no_process() -> None:
+    one = checker()
+    one.close()
+    with pytest.raises(UnavailableError):
+        one.check(StructuredOutputs(regex="a"))
+    assert one._process is None

@@ -52,19 +52,19 @@ class Mortal:
         engine = Engine(self.config, runner, lambda: self.now, self.note, FakeGrammar)
         return make_at_once(engine)
 
-    def note(self, batches: list[Batch]) -> None:
+    def note(self, in_flight: list[Batch], new: Batch) -> None:
         self.spans = [
             RowRange(row.key, row.index, row.start, row.end)
-            for batch in batches
+            for batch in (*in_flight, new)
             for row in batch.rows
         ]
 
     def send(self, message: Submit | Finish | Cancel) -> None:
-        self.journal.take(message)
+        self.journal.note_message(message)
         self.send_due()
 
     def send_due(self) -> None:
-        for message in self.journal.due():
+        for message in self.journal.take_unsent():
             self.engine.send(message)
 
     def step(self, lost: bool = False) -> None:
@@ -74,12 +74,12 @@ class Mortal:
         self.engine.scheduler.check_integrity()
         if lost or report is None:
             return
-        for event in self.journal.read(report, self.now):
+        for event in self.journal.note_report(report, self.now):
             self.take(event)
         self.send_due()
 
     def crash(self) -> list[Failed]:
-        failed = self.journal.crashed(self.spans)
+        failed = self.journal.note_death(self.spans)
         self.engine = self.make()
         self.send_due()
         return failed
@@ -236,9 +236,9 @@ def test_what_no_engine_has_ends_at_its_deadline() -> None:
         house.send(submit_of(key, n=2 if key == 0 else 1, max_tokens=100, deadline=deadline))
         if key == 0:
             house.step()
-    assert house.journal.crashed([]) == []
+    assert house.journal.note_death([]) == []
     assert house.journal.expire(0.4) == []
-    house.journal.take(Cancel(2))
+    house.journal.note_message(Cancel(2))
     for event in house.journal.expire(0.6):
         house.take(event)
     assert isinstance(house.ends[0], Finished)
@@ -247,7 +247,7 @@ def test_what_no_engine_has_ends_at_its_deadline() -> None:
     assert isinstance(end, Failed)
     assert end.code == "DEADLINE_EXCEEDED"
     assert house.ends[2] == Cancelled(2)
-    assert [message.key for message in house.journal.due()] == [3]
+    assert [message.key for message in house.journal.take_unsent()] == [3]
 
 
 def test_deadlines_of_what_a_silent_engine_has() -> None:
@@ -270,16 +270,16 @@ def test_deadlines_of_what_a_silent_engine_has() -> None:
 def test_a_fault_of_decoding_alone_is_found_too() -> None:
     """The first token of a resumed request comes from its prefill: it always gets one further."""
     journal = Journal()
-    journal.take(submit_of(0, max_tokens=1000))
-    journal.due()
+    journal.note_message(submit_of(0, max_tokens=1000))
+    journal.take_unsent()
     failed: list[Failed] = []
     for length in range(3, 20):
         tokens = Tokens(key=0, index=0, ids=[7])
-        journal.read(StepReport([tokens], StepStats()), 1.0)
-        failed = journal.crashed([RowRange(0, 0, length, length + 1)])
+        journal.note_report(StepReport([tokens], StepStats()), 1.0)
+        failed = journal.note_death([RowRange(0, 0, length, length + 1)])
         if failed:
             break
-        assert len(journal.due()) == 1
+        assert len(journal.take_unsent()) == 1
     assert [one.key for one in failed] == [0]
     assert length < 8
 
@@ -287,11 +287,11 @@ def test_a_fault_of_decoding_alone_is_found_too() -> None:
 def test_what_a_grammar_forces_proves_nothing() -> None:
     """A fault of decoding: each engine samples a token, and a few are forced after it."""
     journal, failed = Journal(), list[Failed]()
-    journal.take(submit_of(0, max_tokens=1000))
+    journal.note_message(submit_of(0, max_tokens=1000))
     for length in range(3, 60, 5):
-        journal.due()
-        journal.read(StepReport([Tokens(key=0, index=0, ids=[7] * 5)], StepStats()), 1.0)
-        failed += journal.crashed([RowRange(0, 0, length, length + 5)])
+        journal.take_unsent()
+        journal.note_report(StepReport([Tokens(key=0, index=0, ids=[7] * 5)], StepStats()), 1.0)
+        failed += journal.note_death([RowRange(0, 0, length, length + 5)])
     assert [one.key for one in failed] == [0]
 
 
@@ -299,12 +299,12 @@ def test_every_sequence_has_to_get_past_the_tokens_of_the_death() -> None:
     """A fault of decoding, in a request of two sequences: each engine prefills both again."""
     journal = Journal()
     failed: list[Failed] = []
-    journal.take(submit_of(0, n=2, max_tokens=1000))
+    journal.note_message(submit_of(0, n=2, max_tokens=1000))
     for length in range(3, 20):
-        journal.due()
+        journal.take_unsent()
         prefilled = [Tokens(key=0, index=index, ids=[7]) for index in (0, 1)]
-        journal.read(StepReport(prefilled, StepStats()), 1.0)
-        failed += journal.crashed([RowRange(0, index, length, length + 1) for index in (0, 1)])
+        journal.note_report(StepReport(prefilled, StepStats()), 1.0)
+        failed += journal.note_death([RowRange(0, index, length, length + 1) for index in (0, 1)])
     assert [one.key for one in failed] == [0]
 
 
@@ -312,44 +312,44 @@ def test_a_sequence_proves_nothing_for_another() -> None:
     """The first one decodes while the second, at which engines die, is prefilled in chunks."""
     journal = Journal()
     failed: list[Failed] = []
-    journal.take(submit_of(0, n=2, max_tokens=1000))
+    journal.note_message(submit_of(0, n=2, max_tokens=1000))
     for length in range(3, 30, 3):
-        journal.due()
+        journal.take_unsent()
         for _ in range(3):
-            journal.read(StepReport([Tokens(key=0, index=0, ids=[7])], StepStats()), 1.0)
-        failed += journal.crashed([RowRange(0, 0, length, length + 1), RowRange(0, 1, 0, 3)])
+            journal.note_report(StepReport([Tokens(key=0, index=0, ids=[7])], StepStats()), 1.0)
+        failed += journal.note_death([RowRange(0, 0, length, length + 1), RowRange(0, 1, 0, 3)])
     assert [one.key for one in failed] == [0]
 
 
 def test_a_sequence_that_got_past_counts_no_longer() -> None:
     """It decodes in each engine, while a kill hits another chunk of the second one's prefill."""
     journal = Journal()
-    journal.take(submit_of(0, n=2, max_tokens=1000))
+    journal.note_message(submit_of(0, n=2, max_tokens=1000))
     for at in range(0, 40, 4):
-        journal.due()
+        journal.take_unsent()
         for _ in range(2):
-            journal.read(StepReport([Tokens(key=0, index=0, ids=[7])], StepStats()), 1.0)
+            journal.note_report(StepReport([Tokens(key=0, index=0, ids=[7])], StepStats()), 1.0)
         decoded = RowRange(0, 0, at // 2, at // 2 + 1)
-        assert journal.crashed([decoded, RowRange(0, 1, at, at + 4)]) == []
+        assert journal.note_death([decoded, RowRange(0, 1, at, at + 4)]) == []
 
 
 def test_samples_of_two_engines_are_no_proof() -> None:
     """One died between two steps, so that nobody was at fault. The suspect is still tried alone."""
     journal = Journal()
     for key in (0, 1):
-        journal.take(submit_of(key, max_tokens=1000))
-    journal.due()
+        journal.note_message(submit_of(key, max_tokens=1000))
+    journal.take_unsent()
     for _ in range(2):
-        assert journal.crashed([RowRange(0, 0, 0, 3)]) == []
-        journal.due()
+        assert journal.note_death([RowRange(0, 0, 0, 3)]) == []
+        journal.take_unsent()
     for _ in range(2):
-        journal.read(StepReport([Tokens(key=0, index=0, ids=[7])], StepStats()), 1.0)
-        assert journal.crashed([]) == []
-        assert [message.key for message in journal.due()] == [0]
+        journal.note_report(StepReport([Tokens(key=0, index=0, ids=[7])], StepStats()), 1.0)
+        assert journal.note_death([]) == []
+        assert [message.key for message in journal.take_unsent()] == [0]
     for _ in range(2):
-        assert journal.due() == []
-        journal.read(StepReport([Tokens(key=0, index=0, ids=[7])], StepStats()), 1.0)
-    assert [message.key for message in journal.due()] == [1]
+        assert journal.take_unsent() == []
+        journal.note_report(StepReport([Tokens(key=0, index=0, ids=[7])], StepStats()), 1.0)
+    assert [message.key for message in journal.take_unsent()] == [1]
 
 
 def test_accepted_requests_pass_by_the_queue_s_limit() -> None:
@@ -380,28 +380,28 @@ def test_the_prompt_is_counted_again_and_the_first_token_is_not() -> None:
 def test_who_dies_twice_at_the_same_tokens_is_tried_alone_and_failed() -> None:
     journal = Journal()
     for key in range(3):
-        journal.take(submit_of(key))
-    assert [m.key for m in journal.due()] == [0, 1, 2]
+        journal.note_message(submit_of(key))
+    assert [m.key for m in journal.take_unsent()] == [0, 1, 2]
     rows = [RowRange(0, 0, 0, 3), RowRange(1, 0, 0, 3)]
-    assert journal.crashed(rows) == []
-    assert [m.key for m in journal.due()] == [0, 1, 2]
-    assert journal.crashed(rows) == []
-    assert [m.key for m in journal.due()] == [0], "the first suspect alone"
-    journal.take(submit_of(3))
-    assert journal.due() == [], "nobody joins it"
-    assert journal.crashed([RowRange(0, 0, 0, 3)]) == [], "once may be chance"
-    assert [m.key for m in journal.due()] == [0]
-    (failed,) = journal.crashed([RowRange(0, 0, 0, 3)])
+    assert journal.note_death(rows) == []
+    assert [m.key for m in journal.take_unsent()] == [0, 1, 2]
+    assert journal.note_death(rows) == []
+    assert [m.key for m in journal.take_unsent()] == [0], "the first suspect alone"
+    journal.note_message(submit_of(3))
+    assert journal.take_unsent() == [], "nobody joins it"
+    assert journal.note_death([RowRange(0, 0, 0, 3)]) == [], "once may be chance"
+    assert [m.key for m in journal.take_unsent()] == [0]
+    (failed,) = journal.note_death([RowRange(0, 0, 0, 3)])
     assert (failed.key, failed.code) == (0, "INTERNAL")
     assert "ended the engine" in failed.message
-    assert [m.key for m in journal.due()] == [1], "the next suspect"
+    assert [m.key for m in journal.take_unsent()] == [1], "the next suspect"
 
 
 def test_names_are_bounded() -> None:
     journal = Journal()
     assert journal.names(2) == ""
     for key, name in enumerate(("line\nbreak", "", "c")):
-        journal.take(msgspec.structs.replace(submit_of(key), request_id=name))
+        journal.note_message(msgspec.structs.replace(submit_of(key), request_id=name))
     assert journal.names(3) == r"'line\nbreak', #1, 'c'"
     assert journal.names(2) == r"'line\nbreak', #1, …"
 
@@ -425,12 +425,12 @@ def test_a_suspect_that_emits_a_token_is_cleared() -> None:
 def test_dying_at_other_tokens_is_no_suspicion() -> None:
     """A long prompt in chunks: a random kill hits another chunk each time."""
     journal = Journal()
-    journal.take(submit_of(0, [1] * 40))
-    journal.due()
+    journal.note_message(submit_of(0, [1] * 40))
+    journal.take_unsent()
     for at in range(0, 40, 4):
-        assert journal.crashed([RowRange(0, 0, at, at + 4)]) == []
-        assert journal.due()
-    assert not journal.crashed([])
+        assert journal.note_death([RowRange(0, 0, at, at + 4)]) == []
+        assert journal.take_unsent()
+    assert not journal.note_death([])
     assert len(journal) == 1
 
 
@@ -445,3 +445,14 @@ def test_an_ended_suspect_lets_the_others_in() -> None:
     house.drain()
     assert house.ends[0] == Cancelled(0)
     assert isinstance(house.ends[1], Finished)
+
+
+def test_counts_that_are_lost_with_an_engine_are_not_invented() -> None:
+    journal = Journal()
+    journal.note_message(msgspec.structs.replace(submit_of(0), deadline=5.0))
+    journal.take_unsent()
+    journal.note_report(StepReport([Tokens(key=0, index=0, ids=[7])], StepStats()), 1.0)
+    *_, end = journal.expire(6.0, engine_is_silent=True)
+    assert isinstance(end, Finished)
+    assert end.timing.queue_s is None
+    assert (end.timing.cached_prompt_tokens, end.timing.computed_prompt_tokens) == (0, 0)

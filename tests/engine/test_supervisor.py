@@ -16,7 +16,7 @@ import psutil
 import pytest
 from jitney.engine import supervisor
 from jitney.engine.supervisor import SupervisedEngine
-from jitney.engine.wire import Ready, Start
+from jitney.engine.wire import Ready, RowRange, Start, StepBegun
 from jitney.errors import CheckpointError, LoadError, UnavailableError
 from jitney.messages import (
     Cancel,
@@ -418,3 +418,18 @@ def test_stop_while_the_engine_is_down(make_front: Callable[..., Front]) -> None
     front.close()
     front.read_until(lambda: key in front.ends)
     assert isinstance(front.ends[key], Failed)
+
+
+def test_rows_are_blamed_while_their_step_is_in_flight() -> None:
+    engine = SupervisedEngine(make_config({"model": "fine"}), LOADER)
+    first = RowRange(0, 0, 0, 4)
+    second = RowRange(1, 0, 0, 4)
+    engine._take(StepBegun(in_flight=[], new=[first]))
+    assert engine._rows == [first]
+    engine._take(StepBegun(in_flight=[first], new=[second]))
+    assert engine._rows == [first, second]
+    engine._take(StepReport([], StepStats(steps_in_flight=1)))
+    assert engine._rows == [second]
+    engine._take(StepReport([], StepStats()))
+    assert engine._rows == []
+    engine.kill()

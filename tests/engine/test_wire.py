@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from jitney.engine.wire import Down, Frames
+from jitney.engine.wire import Frames, ToEngine
 from jitney.messages import Cancel, Message, Submit
 from jitney.sampling_params import SamplingParams
 
@@ -51,8 +51,8 @@ def test_every_message_comes_back_as_it_went() -> None:
         bad_words_ids=[[1], [2, 3]], deadline=None,
     )  # fmt: skip
     messages: list[Message] = [submit, Cancel(1)]
-    sender: Frames[Down] = Frames(left, Down)
-    receiver: Frames[Down] = Frames(right, Down)
+    sender: Frames[ToEngine] = Frames(left, ToEngine)
+    receiver: Frames[ToEngine] = Frames(right, ToEngine)
     for message in messages:
         sender.send(message)
     assert [receiver.receive(), receiver.receive()] == messages

@@ -89,7 +89,12 @@ CONFINED = {
     "pyarrow": {"jitney_jobs"},
     "opentelemetry": {"tracing"},
 }  # fmt: skip
-HANDS_ENVIRONMENT_ON = ("jitney_server.", "jitney_measure.", "jitney.engine.fork_server", "export.")
+HANDS_ENVIRONMENT_ON = (
+    "jitney_server.",
+    "jitney_measure.",
+    "jitney.engine.child_process",
+    "export.",
+)
 # The core decides from what it is given: no clock, no chance, no threads.
 FORBIDDEN_IN_CORE = {"time", "random", "secrets", "threading", "asyncio", "numpy", "os"}
 

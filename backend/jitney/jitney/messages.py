@@ -111,7 +111,8 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, tag="prompt_l
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one request. Seconds since ``arrival``; None for what never happened."""
+    """Of one request. Seconds since ``arrival``; None for what never happened or is not known.
+    The counts are 0 if its engine died and no other engine took the request up before it ended."""
 
     queue_s: float | None
     first_token_s: float | None
@@ -177,7 +178,8 @@ class StepStats(msgspec.Struct, array_like=True, kw_only=True):
 
     # Gauges.
     waiting: int = 0
-    """Sequences, and requests that wait for a grammar or an adapter."""
+    """Requests of which no sequence runs. Those that wait for a grammar or an adapter are among
+    them."""
     running: int = 0
     """Sequences."""
     queued: int = 0
@@ -189,6 +191,8 @@ class StepStats(msgspec.Struct, array_like=True, kw_only=True):
     blocks_cached: int = 0
     """Not referenced, but their content can still be found by its hash."""
     adapters_resident: int = 0
+    steps_in_flight: int = 0
+    """Steps that were launched and are not complete: with overlap usually one, else none."""
     # Counts.
     step_seconds: float = 0.0
     """Time of one call of ``step()``. With overlap the call launches a step and waits for the one
@@ -196,6 +200,8 @@ class StepStats(msgspec.Struct, array_like=True, kw_only=True):
     batch_sequences: int = 0
     """Sequences of the batch whose output was applied; 0 if none was."""
     prefill_tokens: int = 0
+    """Prompt tokens that were computed, also again after a preemption. Output that was computed
+    again does not count."""
     generated_tokens: int = 0
     """Not counted are tokens of sequences that had ended before the output was applied."""
     forced_tokens: int = 0
@@ -209,7 +215,7 @@ class StepStats(msgspec.Struct, array_like=True, kw_only=True):
     prefix_hit_tokens: int = 0
     """Those of ``prefix_query_tokens`` that were found in the prefix cache."""
     prefix_query_tokens: int = 0
-    """Prompt tokens that were looked up in the prefix cache."""
+    """Prompt tokens that were looked up in the prefix cache, also again after a preemption."""
     preemptions: int = 0
     out_of_memory: int = 0
     """Steps that raised MemoryError."""
@@ -233,6 +239,7 @@ class StepStats(msgspec.Struct, array_like=True, kw_only=True):
             blocks_used=self.blocks_used,
             blocks_cached=self.blocks_cached,
             adapters_resident=self.adapters_resident,
+            steps_in_flight=self.steps_in_flight,
             tiers=tiers,
         )
 

@@ -66,7 +66,7 @@ class Adapters:
         self._queue: dict[int, str] = {}
         # Request's key -> when it began to wait, for room or for a load.
         self._since: dict[int, float] = {}
-        # Adapters to be loaded that :meth:`to_make` has not returned yet.
+        # Adapters to be loaded that :meth:`take_ids_to_make` has not returned yet.
         self._new: list[_Id] = []
         # Figures since the last report.
         self._hits = 0
@@ -93,7 +93,7 @@ class Adapters:
         self._hits += 1
         return True
 
-    def to_make(self) -> Sequence[_Id]:
+    def take_ids_to_make(self) -> Sequence[_Id]:
         new = self._new
         self._new = []
         return new
@@ -123,7 +123,7 @@ class Adapters:
             self._end_wait(key, now)
         return ready + self._assign_room(now)
 
-    def get(self, key: int) -> LowRank:
+    def take(self, key: int) -> LowRank:
         result = self._entry_of[key].result
         assert result is not None, "the adapter is still being loaded"
         if isinstance(result, JitneyError):

@@ -4,10 +4,10 @@ In the order in which they are read:
 
 - ``kv_cache``: blocks.
 - ``request``: a request and its sequences.
-- ``admission``, ``deadlines``, ``held``: what a request may need, when it expires, and requests
-  that wait for a resource.
+- ``needs``, ``deadlines``, ``held``: what a request may need, when it expires, and requests that
+  wait for a resource.
 - ``policy``: what tiers and drafts change in a step, behind one seam.
-- ``step_in_flight``, ``live``, ``integrity``: the sequences that wait and run, the steps that
+- ``planned_step``, ``live``, ``integrity``: the sequences that wait and run, the steps that
   compute them, and checks that these agree.
 - ``step_plan``, ``lookahead``, ``plan``: how a step is filled.
 - ``outcome``: what a step's output does to the sequences.
@@ -26,8 +26,9 @@ run yet wait in the queue by their rank. When such a fork is admitted, it comput
 prompt that is no longer in the prefix cache.
 
 A request may be admitted although not all of its forks may run. Then no other one is admitted until
-the count is below ``max_num_seqs`` again. So whatever is queued, a step works for at most
-``max_num_seqs`` sequences and one request's forks (with tiers, those of one request of each tier).
+the count is below ``max_num_seqs`` again. So whatever is queued, a step samples for at most
+``max_num_seqs`` running sequences, plus the forks of one request that are made in it (with tiers,
+of one request of each tier).
 
 When no block is free, the running sequence of the highest rank is preempted: its blocks are freed
 tail first, it goes back to the queue, and is computed again over prompt *and* output, with whatever

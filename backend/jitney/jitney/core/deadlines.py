@@ -9,8 +9,8 @@ from typing import Protocol
 _deadline = itemgetter(0)
 
 
-class Timed(Protocol):
-    """A request, in whichever form."""
+class HasDeadline(Protocol):
+    """A request, in any form."""
 
     @property
     def key(self) -> int:
@@ -28,16 +28,18 @@ class Deadlines:
         self.entries: list[tuple[float, int]] = []
         """Deadlines and keys, sorted."""
 
-    def add(self, request: Timed) -> None:
-        """Time a request."""
+    def add(self, request: HasDeadline) -> None:
+        """Note the deadline of a request."""
         if request.deadline is not None:
             insort(self.entries, (request.deadline, request.key))
 
-    def remove(self, request: Timed) -> None:
-        """Time a request no longer."""
+    def remove(self, request: HasDeadline) -> None:
+        """Forget the deadline of a request."""
         if request.deadline is not None:
             index = bisect_left(self.entries, (request.deadline, request.key))
-            assert self.entries[index] == (request.deadline, request.key), "it was not timed"
+            assert self.entries[index] == (request.deadline, request.key), (
+                "its deadline was not noted"
+            )
             del self.entries[index]
 
     @property

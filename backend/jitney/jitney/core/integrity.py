@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from jitney.core.kv_cache import KvCache
 from jitney.core.live import LiveRequests
-from jitney.core.request import Request, Sequence, SequenceState, by_rank
+from jitney.core.request import Request, Sequence, SequenceState, order
 
 
 def integrity_checks(live: LiveRequests, num_held: int) -> Iterator[None]:
@@ -30,12 +30,12 @@ def integrity_checks(live: LiveRequests, num_held: int) -> Iterator[None]:
 
 def _check_request(request: Request, kv: KvCache) -> None:
     states = [sequence.state for sequence in request.sequences]
-    forks_due = request.forks_due
+    num_forks_due = request.num_forks_due
     not_ended = len(states) - states.count(SequenceState.ENDED)
     key = request.message.key
-    assert request.num_live == forks_due + not_ended
+    assert request.num_live == num_forks_due + not_ended
     assert request.num_live > 0, f"request {key} has ended but is still here"
-    assert forks_due == 0 or request.first_token is None, f"request {key} did not fork"
+    assert num_forks_due == 0 or request.first_token_at is None, f"request {key} did not fork"
     assert request.num_running == states.count(SequenceState.RUNNING)
     for sequence in request.sequences:
         _check_sequence(sequence, kv)
@@ -47,7 +47,7 @@ def _check_sequence(sequence: Sequence, kv: KvCache) -> None:
         planned = sequence.num_planned
         capacity = len(sequence.table) * kv.block_size
         assert sequence.num_computed < sequence.num_tokens, "nothing is left to compute"
-        assert planned <= sequence.limit, "more is planned than is ever computed"
+        assert planned <= sequence.max_computed, "more is planned than is ever computed"
         assert planned <= capacity, "tokens were planned into no block"
         assert sequence.num_cached_blocks <= sequence.num_computed // kv.block_size
     else:
@@ -58,11 +58,11 @@ def _check_sequence(sequence: Sequence, kv: KvCache) -> None:
 
 
 def _in_state(live: LiveRequests, state: SequenceState) -> list[Sequence]:
-    """All sequences in a state, by rank."""
+    """All sequences in a state, in order."""
     found = []
     for request in live.requests.values():
         found += [sequence for sequence in request.sequences if sequence.state is state]
-    return sorted(found, key=by_rank)
+    return sorted(found, key=order)
 
 
 def _check_running(live: LiveRequests) -> None:
@@ -77,15 +77,18 @@ def _check_running(live: LiveRequests) -> None:
     for request in live.requests.values():
         if request.num_running:
             reserved += request.reserved_blocks
-    assert reserved == live.reserved_blocks <= live.kv.num_blocks, "too much is reserved"
+    assert reserved == live.reserved_blocks, "reserved blocks are miscounted"
+    assert reserved <= live.kv.num_blocks, "too much is reserved"
 
 
 def _check_waiting(live: LiveRequests, num_held: int) -> None:
-    queued = sorted(live.admission.waiting(), key=by_rank)
+    queued = sorted(live.admission.waiting(), key=order)
     assert queued == _in_state(live, SequenceState.WAITING), "a queue is incomplete"
     requests = live.requests.values()
-    never_admitted = [request for request in requests if request.first_scheduled is None]
+    never_admitted = [request for request in requests if request.first_scheduled_at is None]
     assert live.admission.num_queued == len(never_admitted) + num_held
+    with_running = [request for request in requests if request.num_running]
+    assert live.num_running_requests == len(with_running), "running requests are miscounted"
 
 
 def _check_deadlines(live: LiveRequests) -> None:
@@ -110,12 +113,12 @@ def _check_sequences_in_flight(live: LiveRequests) -> None:
             assert row.block_table == sequence.table, "a row in flight has another table"
             key = (row.key, row.index)
             tokens[key] += len(row.token_ids)
-            samples[key] += row.drafts  # one sample behind each draft
-            # And one behind the last known token. The row that ends a prompt samples one for each
+            samples[key] += row.drafts  # one sample after each draft
+            # And one after the last known token. The row that ends a prompt samples one for each
             # of the request's n sequences, but only one of these is for this sequence.
             if row.sample:
                 samples[key] += 1
-            # Slots behind the planned tokens, for what is proposed. Only the latest row needs them.
+            # Slots after the planned tokens, for what is proposed. Only the latest row needs them.
             lookahead[key] = row.propose
     for sequence in live.running:
         key = (sequence.request.message.key, sequence.index)

@@ -64,7 +64,7 @@ class KvCache:
     # ------------------------------------------------------------------ queries
 
     @property
-    def num_free(self) -> int:
+    def num_available(self) -> int:
         """Blocks that an allocation may take: free and cached ones."""
         return len(self._free) + len(self._cached)
 
@@ -76,7 +76,7 @@ class KvCache:
     @property
     def num_used(self) -> int:
         """Referenced blocks."""
-        return self.num_blocks - self.num_free
+        return self.num_blocks - self.num_available
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens`` tokens."""
@@ -92,20 +92,15 @@ class KvCache:
             found.append(block)
         return found
 
-    def num_free_without(self, blocks: Iterable[int]) -> int:
+    def num_available_without(self, blocks: Iterable[int]) -> int:
         """How many blocks an allocation may take if it takes none of ``blocks``."""
-        return self.num_free - self._num_unreferenced(blocks)
+        return self.num_available - self._num_unreferenced(blocks)
 
     def _num_unreferenced(self, blocks: Iterable[int]) -> int:
         return len([block for block in blocks if not self._refs[block]])
 
-    def freed_by(self, table: list[int], given_up: Counter[int]) -> list[int]:
-        """The blocks that would become free if ``table`` were given up, after other tables that
-        would be given up before it. Nothing is freed.
-
-        ``given_up`` counts by block the references that the tables before this one would give up.
-        It is empty for the first table. Each call adds the references of its ``table``.
-        """
+    def references_of(self, table: list[int]) -> list[int]:
+        """The blocks to which references would be given up with ``table``."""
         blocks = list(table)
         for block in table:
             source = self._pending_copies.get(block)
@@ -113,9 +108,11 @@ class KvCache:
             # made, and would no longer hold its source.
             if source is not None:
                 blocks.append(source)
-        given_up.update(blocks)
-        # A block becomes free when all of its references are given up.
-        return [block for block in set(blocks) if given_up[block] == self._refs[block]]
+        return blocks
+
+    def num_references(self, block: int) -> int:
+        """How many tables and pending copies hold a block."""
+        return self._refs[block]
 
     def pending_copies(self) -> list[tuple[int, int]]:
         """(source, destination) of all copies that the next step must make before it writes."""
@@ -130,7 +127,7 @@ class KvCache:
         """
         # A hit that nobody references is no longer free when it is shared.
         num_taken = self._num_unreferenced(hits) + num_new
-        if self.num_free < num_taken + spare:
+        if self.num_available < num_taken + spare:
             return None
         for block in hits:  # first of all, so that no hit is evicted for its own table
             if self._refs[block] == 0:
@@ -156,7 +153,7 @@ class KvCache:
         shared = table[:num_full]
         own = []
         if rest:
-            if not self.num_free:
+            if not self.num_available:
                 return None
             own.append(self._take())
             self._pending_copies[own[0]] = table[num_full]
@@ -276,3 +273,20 @@ class KvCache:
             assert key is not None, "a cached block has none"
         if key is not None:
             assert self._block_of.get(key) == block, f"block {block} is not found by its hash"
+
+
+class WouldFree:
+    """Which blocks would be free if some tables were given up, one after the other. Nothing is
+    freed."""
+
+    def __init__(self, kv: KvCache) -> None:
+        self._kv = kv
+        self._given_up: Counter[int] = Counter()  # references, by block
+
+    def give_up(self, table: list[int]) -> list[int]:
+        """The blocks that would become free with this table, after those before it. A block that
+        several tables share becomes free with the last of them."""
+        blocks = self._kv.references_of(table)
+        self._given_up.update(blocks)
+        given_up = self._given_up
+        return [block for block in set(blocks) if given_up[block] == self._kv.num_references(block)]

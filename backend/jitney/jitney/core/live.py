@@ -16,10 +16,12 @@ from bisect import insort
 from jitney.batch import Batch, Row
 from jitney.core.deadlines import Deadlines
 from jitney.core.kv_cache import KvCache
+from jitney.core.planned_step import DeferredFree, PlannedStep
 from jitney.core.policy.seam import Admission
-from jitney.core.request import Request, Sequence, SequenceState, by_rank, remove_ranked
-from jitney.core.step_in_flight import DeferredFree, StepInFlight
+from jitney.core.request import Request, Sequence, SequenceState, order, remove_ordered
 from jitney.messages import Finished
+
+_ENDED = SequenceState.ENDED
 
 
 class LiveRequests:
@@ -31,14 +33,16 @@ class LiveRequests:
         """Holds the waiting sequences."""
         self.requests: dict[int, Request] = {}
         self.running: list[Sequence] = []
-        """By rank."""
+        """In order: see ``request.order``."""
         self.deadlines = Deadlines()
         self.reserved_blocks = 0
         """Blocks reserved for requests with running sequences, and for such sequences themselves
         (``eviction: never``)."""
+        self.num_running_requests = 0
+        """Requests with running sequences."""
         self.preemptions = 0
         """All preemptions since the start."""
-        self.in_flight: list[StepInFlight] = []
+        self.in_flight: list[PlannedStep] = []
         """Steps in flight, the oldest first. At most one, or two between a plan ahead and the next
         update."""
 
@@ -46,6 +50,11 @@ class LiveRequests:
     def num_waiting(self) -> int:
         """Sequences that wait."""
         return self.admission.num_waiting
+
+    @property
+    def num_waiting_requests(self) -> int:
+        """Requests of which no sequence runs."""
+        return len(self.requests) - self.num_running_requests
 
     # ------------------------------------------------------------------ requests and sequences
 
@@ -77,14 +86,15 @@ class LiveRequests:
         sequence.num_planned = num_computed
         sequence.num_cached_blocks = num_computed // self.kv.block_size
         sequence.state = SequenceState.RUNNING
-        insort(self.running, sequence, key=by_rank)
+        insort(self.running, sequence, key=order)
         self.reserved_blocks += sequence.reserved_blocks
         request = sequence.request
         if not request.num_running:
             self.reserved_blocks += request.reserved_blocks
+            self.num_running_requests += 1
         request.num_running += 1
-        if request.first_scheduled is None:
-            request.first_scheduled = now
+        if request.first_scheduled_at is None:
+            request.first_scheduled_at = now
             self.admission.count_dequeued(request.message)
 
     def preempt(self, sequence: Sequence, now: float) -> None:
@@ -100,11 +110,11 @@ class LiveRequests:
         sequence.num_planned = 0
         sequence.num_cached_blocks = 0
         sequence.num_read = 0
-        sequence.request.preempted.append(now)
+        sequence.request.preempted_at.append(now)
         self.preemptions += 1
         self.wait(sequence, now)
 
-    def end(self, sequence: Sequence) -> None:
+    def end_sequence(self, sequence: Sequence) -> None:
         """A live sequence leaves its queue and frees its blocks."""
         assert sequence.state is not SequenceState.ENDED
         if sequence.state is SequenceState.RUNNING:
@@ -116,21 +126,21 @@ class LiveRequests:
         sequence.grammar = None
         sequence.request.num_live -= 1
 
-    def close(self, request: Request) -> None:
+    def remove_request(self, request: Request) -> None:
         """End the live sequences of a request and forget it."""
         for sequence in request.sequences:
             if sequence.state is not SequenceState.ENDED:
-                self.end(sequence)
+                self.end_sequence(sequence)
         message = request.message
         del self.requests[message.key]
         self.deadlines.remove(message)
-        if request.first_scheduled is None:
+        if request.first_scheduled_at is None:
             self.admission.count_dequeued(message)
 
-    def finish(self, request: Request, now: float) -> Finished:
-        """Close a request whose sequences have all ended."""
+    def finish_request(self, request: Request, now: float) -> Finished:
+        """Remove a request whose sequences have all ended."""
         assert request.num_live == 0
-        self.close(request)
+        self.remove_request(request)
         return Finished(request.message.key, request.timing(now))
 
     def free_lookahead(self, sequence: Sequence) -> None:
@@ -141,12 +151,13 @@ class LiveRequests:
         del sequence.table[kept:]
 
     def _leave_running(self, sequence: Sequence) -> None:
-        found = remove_ranked(self.running, sequence)
+        found = remove_ordered(self.running, sequence)
         assert found, "a running sequence is not where its rank says"
         request = sequence.request
         request.num_running -= 1
         if not request.num_running:
             self.reserved_blocks -= request.reserved_blocks
+            self.num_running_requests -= 1
         self.reserved_blocks -= sequence.reserved_blocks
 
     def _give_up_table(self, sequence: Sequence) -> None:
@@ -157,14 +168,16 @@ class LiveRequests:
         if not self.in_flight:
             self.kv.release(table)
             return
-        # Here at most one step is in flight, even with overlap. The scheduler gets messages only
-        # then, `complete` takes the updated step out before its output is applied, and nothing is
+        # Even with overlap at most one step is in flight when a table is given up: when a message
+        # ends a sequence; in update(), which has taken the updated step out before; and nothing is
         # preempted while any step is in flight.
-        step = self.in_flight[-1]
+        assert len(self.in_flight) == 1, "a table is given up while two steps are in flight"
+        step = self.in_flight[0]
         is_computed = sequence.num_planned > sequence.num_computed
         # A step may also copy blocks of sequences that it does not compute. Copies are rare. So the
         # tables are not searched: if the step makes any copy, the table counts as used.
-        if is_computed or step.batch.copies:
+        may_be_used = is_computed or bool(step.batch.copies)
+        if may_be_used:
             step.deferred.append(DeferredFree(table, sequence.num_computed))
         else:
             self.kv.release(table)
@@ -172,18 +185,15 @@ class LiveRequests:
     # ------------------------------------------------------------------ steps in flight
 
     def sequence_of(self, row: Row) -> Sequence | None:
-        """The sequence of a row in flight. None if it has ended meanwhile: the row is surplus.
-
-        A sequence has a block table exactly while it runs. While a step in flight computes it, it
-        is not preempted. So a sequence without a table has ended.
-        """
+        """The sequence of a row in flight. None if it has ended meanwhile: the row is surplus. (It
+        cannot wait: while a step in flight computes it, it is not preempted.)"""
         request = self.requests.get(row.key)
         if request is None:
             return None
         sequence = request.sequences[row.index]
-        return sequence if sequence.table else None
+        return None if sequence.state is _ENDED else sequence
 
-    def complete(self, batch: Batch) -> StepInFlight:
+    def complete(self, batch: Batch) -> PlannedStep:
         """The oldest step in flight is complete: its copies are made, its deferred frees due."""
         assert self.in_flight, "no step is in flight"
         step = self.in_flight.pop(0)
@@ -209,7 +219,7 @@ class LiveRequests:
         else:
             self._release(step)
 
-    def _release(self, step: StepInFlight) -> None:
+    def _release(self, step: PlannedStep) -> None:
         """Do the deferred frees of a step."""
         for deferred in step.deferred:
             self.kv.release(deferred.table)

@@ -1,5 +1,5 @@
 """Lookahead: the tokens and blocks of a step that are left for drafts, and for the tokens that a
-draft model proposes behind them.
+draft model proposes after them.
 
 The draft policy says which drafts it would like. Here they are cut down to what the rest of the
 step does not need: each running sequence keeps one token of the budget, prompts keep all that they
@@ -20,38 +20,38 @@ class Lookahead:
         self._admission = policies.admission
         self._limits = policies.limits
         self._drafts = policies.drafts
-        self._kept_for_prompts = 0  # tokens of the budget
+        self._prompt_tokens_due = 0  # tokens of the budget that are left to prompts
         self._reads_left = 0  # tokens that a draft model may read in this step
 
     def begin(self, max_tokens: int) -> None:
         """A step is to be planned. A draft model may read as many tokens as the step may compute:
         ``max_tokens``."""
-        self._kept_for_prompts = self._tokens_of_prompts()
+        self._prompt_tokens_due = self._count_prompt_tokens()
         self._reads_left = max_tokens
 
-    def _tokens_of_prompts(self) -> int:
+    def _count_prompt_tokens(self) -> int:
         """Tokens that the prompts of running sequences still need, and those of the first waiting
         sequence if it may run."""
         running = self._live.running
-        tokens = sum(sequence.prefill_left for sequence in running)
-        if self._admission.num_admissible(running) > 0:
+        tokens = sum(sequence.num_to_prefill for sequence in running)
+        if self._admission.num_free_slots(running) > 0:
             first = self._admission.first(running)
             if first is not None:
                 tokens += first.num_tokens
         return tokens
 
     def choose(self, sequence: Sequence, *, tokens_left: int, after: list[Sequence]) -> DraftChoice:
-        """Choose what a decode computes behind its token, and allocate slots for all of it.
+        """Choose what a decode computes after its token, and allocate slots for all of it.
         ``tokens_left``: of the budget, the decode's own token included. ``after``: the running
         sequences that are planned after this one."""
         # Its own token, the prompts, and one token for each sequence after it come first.
-        spare_tokens = tokens_left - 1 - self._kept_for_prompts - len(after)
+        spare_tokens = tokens_left - 1 - self._prompt_tokens_due - len(after)
         choice = self._drafts.choice_of(
             sequence, most=max(spare_tokens, 0), most_read=self._reads_left
         )
         if choice.is_empty:
             return choice
-        self._limits.limit_drafts(choice)
+        self._limits.take_drafts(choice)
         self._allocate_slots(sequence, choice, after)
         if choice.is_empty:
             self._drafts.note_refused(sequence)
@@ -81,7 +81,7 @@ class Lookahead:
         this one find enough blocks without it."""
         if self._live.num_waiting:
             return False
-        return self._kv.num_free > self._blocks_due(after)
+        return self._kv.num_available > self._blocks_due(after)
 
     def _blocks_due(self, after: list[Sequence]) -> int:
         """Blocks that others may need in this step. A fork that is due needs one. Each sequence

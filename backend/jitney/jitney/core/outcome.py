@@ -1,10 +1,10 @@
 """What a step's output does to the live requests: new tokens, ends, full blocks, forks.
 
-``Scheduler.update`` makes an :class:`Outcome` for each step. The engine's journal also calls
+``Scheduler.update`` makes an :class:`OutputApplier` for each step. The engine's journal also calls
 :func:`final_event`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 import msgspec
@@ -16,7 +16,7 @@ from jitney.messages import Event, FinishReason, Logprob, PromptLogprobs, StepSt
 
 
 @dataclass(slots=True)
-class Outcome:
+class OutputApplier:
     """Applies the outputs of one step's rows, in order, and collects the events."""
 
     live: LiveRequests
@@ -24,7 +24,7 @@ class Outcome:
     caching: bool
     """Whether full blocks are offered to the prefix cache."""
     now: float
-    events: list[Event]
+    events: list[Event] = field(default_factory=list)
 
     def apply(self, sequence: Sequence, row: Row, result: RowOutput) -> None:
         """Advance a row's sequence by what was computed."""
@@ -34,7 +34,7 @@ class Outcome:
             self._apply_prompt(sequence, row, result)
         request = sequence.request
         if not request.num_live:
-            self.events.append(self.live.finish(request, self.now))
+            self.events.append(self.live.finish_request(request, self.now))
 
     def _apply_decode(self, sequence: Sequence, row: Row, result: RowOutput) -> None:
         """Apply the row of a sequence that has output: a decode, or a part of a recomputation."""
@@ -43,16 +43,16 @@ class Outcome:
         accepted = 0
         reason: FinishReason | None = None
         if row.sample:
-            # The first sample is behind the known tokens, each further one behind a draft. The
-            # runner may leave out the samples behind a wrong draft. So only as many drafts count as
-            # have a sample behind them.
+            # The first sample comes after the known tokens, each further one after a draft. The
+            # runner may leave out the samples after a wrong draft. The drafts after that one are of
+            # no use anyway.
             sampled = result.token_ids
-            num_drafts = len(sampled) - 1
+            num_checkable = len(sampled) - 1
             event, accepted = self._append(
                 sequence,
                 sampled=sampled,
                 logprobs=result.logprobs,
-                drafts=row.token_ids[num_known : num_known + num_drafts],
+                drafts=row.token_ids[num_known : num_known + num_checkable],
             )
             reason = event.finish_reason
             self.events.append(event)
@@ -60,10 +60,10 @@ class Outcome:
                 self._count_drafts(row, accepted)
             if row.propose:
                 # What the draft model could read: all tokens up to the last accepted draft, and one
-                # more, the sample behind it. Of these it has yet to compute the last `unread`.
+                # more, the sample after it. Of these it has yet to compute the last `unread`.
                 num_readable = row.start + num_known + accepted + 1
                 sequence.num_read = num_readable - result.unread
-            # The runner proposes what may follow its own samples: the first one, and the one behind
+            # The runner proposes what may follow its own samples: the first one, and the one after
             # each accepted draft. If a grammar forced any other token, the output does not end with
             # these samples, and the proposal is of no use.
             used_samples = sampled[: 1 + accepted]
@@ -76,7 +76,7 @@ class Outcome:
         if self.caching:
             _cache_full_blocks(self.live, sequence)
         if reason is not None:
-            self.live.end(sequence)
+            self.live.end_sequence(sequence)
         elif row.drafts or row.propose:
             self.live.free_lookahead(sequence)
 
@@ -100,7 +100,7 @@ class Outcome:
         """The prompt is computed: make the other n − 1 sequences, and append its first token to
         each of the n."""
         request = leader.request
-        request.first_token = self.now
+        request.first_token_at = self.now
         for index in range(1, request.message.params.n):
             request.sequences.append(Sequence(request, index))
         alive: list[Sequence] = []
@@ -119,7 +119,7 @@ class Outcome:
         # The others share the leader's blocks. So they fork before it ends and frees these.
         _fork(self.live, leader, alive, self.now)
         for sequence in ended:
-            self.live.end(sequence)
+            self.live.end_sequence(sequence)
 
     def _append(
         self,
@@ -132,8 +132,8 @@ class Outcome:
         """Append the tokens that a row gave one sequence. Returns their event, with the finish
         reason if the sequence ends, and the number of *accepted* drafts.
 
-        ``sampled`` has the sample behind the row's known tokens, and the sample behind each draft.
-        The first one is always appended. What a grammar forces behind a sample is appended next,
+        ``sampled`` has the sample after the row's known tokens, and the sample after each draft.
+        The first one is always appended. What a grammar forces after a sample is appended next,
         without being sampled. After each of these tokens there are two cases:
 
         - The token is the row's draft for this position. The draft is accepted, whether the token
@@ -142,29 +142,33 @@ class Outcome:
           any more. Only forced tokens may still follow.
         """
         ids: list[int] = []
-        accepted = 0
+        num_drafts = len(drafts)
+        # Index of the sample for the next position; the draft for that position has the same index.
+        # So this many drafts are accepted. `has_sample`: the samples are of use up to there.
+        position = 0
+        has_sample = True
         forced: list[int] = []  # the next tokens, if the grammar forces any
         num_forced = 0
-        # Whether the row has a sample for the next position. It is `sampled[accepted]`.
-        has_sample = True
         while forced or has_sample:
-            is_forced = bool(forced)
-            if is_forced:  # it comes before the sample for this position, if there is one
+            if forced:  # the grammar's token replaces the sample for this position, if there is one
                 token = forced.pop(0)
                 num_forced += 1
+                is_sampled = False
             else:
-                token = sampled[accepted]
+                token = sampled[position]
+                is_sampled = True
             ids.append(token)
             reason, stop_id = _add_token(sequence, token)
             if reason is not None:
                 break
-            # Behind a sample the grammar names all the tokens that it forces there at once.
-            if sequence.grammar is not None and not is_forced:
-                forced = _forced_tokens(sequence)
-            if has_sample and accepted < len(drafts) and drafts[accepted] == token:
-                accepted += 1
+            if is_sampled and sequence.grammar is not None:
+                forced = _forced_tokens(sequence)  # all that it forces after this sample
+            is_draft = has_sample and position < num_drafts and drafts[position] == token
+            if is_draft:
+                position += 1
             else:
                 has_sample = False
+        accepted = position
         self.counts.generated_tokens += len(ids)
         self.counts.forced_tokens += num_forced
         message = sequence.request.message
@@ -177,7 +181,11 @@ class Outcome:
         )
         if message.params.logprobs is not None:
             assert logprobs is not None, "logprobs are missing"
-            event = _with_logprobs(event, sequence, logprobs[: len(ids)])
+            kept = logprobs[: len(ids)]  # not those of drafts that are wrong
+            _add_logprobs(sequence, kept)
+            event = msgspec.structs.replace(
+                event, logprobs=kept, cumulative_logprob=sequence.cumulative_logprob
+            )
         return event, accepted
 
     def _count_drafts(self, row: Row, accepted: int) -> None:
@@ -216,7 +224,7 @@ def _cache_full_blocks(live: LiveRequests, sequence: Sequence) -> None:
 
 def _collect_prompt_logprobs(request: Request, row: Row, result: RowOutput) -> None:
     """Collect the logprobs of prompt positions from a chunk. Each token of the chunk predicts the
-    next one. So the entries begin one position behind the chunk's first token."""
+    next one. So the entries begin one position after the chunk's first token."""
     entries = result.prompt_logprobs or []
     first_position = row.start + 1
     end_position = min(row.end + 1, len(row.prompt))
@@ -253,18 +261,14 @@ def _fork(live: LiveRequests, leader: Sequence, alive: list[Sequence], now: floa
             live.admit(sequence, table, num_computed, now)
 
 
-def _with_logprobs(event: Tokens, sequence: Sequence, logprobs: list[list[Logprob]]) -> Tokens:
-    """The event with the candidates at the position of each token. The first candidate is the
-    token itself."""
+def _add_logprobs(sequence: Sequence, logprobs: list[list[Logprob]]) -> None:
+    """Add those of new tokens to the sum. The first candidate of each is the token itself."""
     for candidates in logprobs:
         sequence.cumulative_logprob += candidates[0].logprob
-    return msgspec.structs.replace(
-        event, logprobs=logprobs, cumulative_logprob=sequence.cumulative_logprob
-    )
 
 
 def _forced_tokens(sequence: Sequence) -> list[int]:
-    """The tokens that a grammar forces behind a sample. They end before a stop id, because a stop
+    """The tokens that a grammar forces after a sample. They end before a stop id, because a stop
     id is always sampled."""
     grammar = sequence.grammar
     request = sequence.request

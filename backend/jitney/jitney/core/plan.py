@@ -8,13 +8,14 @@ order,
 2. *chunks*: running sequences with a prompt or a recomputation to compute, some of it in each step,
 3. waiting sequences, as far as running sequences, blocks and budget allow,
 
-each by rank. If decodes would take nearly the whole budget, they leave an eighth of it to chunks.
+each in order of rank. If decodes would take nearly the whole budget, they leave an eighth of it to
+chunks.
 
 A request of n > 1 counts as n running sequences while its prompt is computed. With ``eviction:
 preempt`` it is admitted as soon as one more sequence may run. Then some of its forks may have to
 wait in the queue. With ``eviction: never`` it is admitted only when as many of its sequences may
-run as can ever run at once. A fork that waits may have to compute the prompt again, into blocks
-that nobody reserved.
+run as can ever run at once. If it were admitted earlier, its waiting forks would have to compute
+the prompt again later, in blocks that are not reserved for them.
 
 A plan *ahead* is made while a step is in flight. It differs in four things:
 
@@ -33,9 +34,9 @@ What may shape a step beside rank and budget is asked of ``policy``.
 from jitney.config import EngineConfig
 from jitney.core.live import LiveRequests
 from jitney.core.lookahead import Lookahead
+from jitney.core.planned_step import PlannedStep
 from jitney.core.policy.seam import Policies
 from jitney.core.request import Request, Sequence
-from jitney.core.step_in_flight import StepInFlight
 from jitney.core.step_plan import StepPlan
 from jitney.messages import StepStats
 
@@ -89,13 +90,13 @@ class Planner:
             return False
         if step.host_reads_samples and self._leaves_out_many():
             return False
-        free = self._kv.num_free
+        free = self._kv.num_available
         # A decode needs one block at most. So these are enough, whichever decodes need one.
         if free >= len(live.running):
             return True
         return free >= sum(map(self._needs_block, live.running))
 
-    def make(self, now: float, counts: StepStats) -> StepInFlight:
+    def make(self, now: float, counts: StepStats) -> PlannedStep:
         """Plan a step. Its lookups in the prefix cache are added to ``counts``."""
         live = self._live
         plan = StepPlan(
@@ -105,18 +106,18 @@ class Planner:
             tokens_left=self._max_tokens,
         )
         preemptions_before = live.preemptions
-        self._admission.sort(live.running, now)
+        self._admission.begin_step(live.running, now)
         self._admit_urgent(plan)
         # No sequence is admitted until the chunks of all running ones are planned. So it can be
         # counted now how many tokens decodes and drafts must leave to prompts.
-        plan.kept_for_prefill = self._keep_for_prefill()
+        plan.min_prefill_tokens = self._min_prefill_tokens()
         if self._drafts.is_active:
             self._lookahead.begin(self._max_tokens)
         self._limits.begin(live.running)
         self._drafts.begin(live.running, self._limits)
         prefills = self._plan_decodes(plan)
-        # All of these still run. A decode that needed a block has preempted only sequences behind
-        # those that were looked at before it.
+        # All of these still run. A decode that needed a block has preempted only sequences that
+        # come after those that were looked at before it.
         for sequence in prefills:
             self._plan_chunk(plan, sequence, plan.tokens_left)
         # A step that preempts admits no sequence, because blocks are short. But if a sequence that
@@ -147,27 +148,26 @@ class Planner:
 
     def _needs_block(self, sequence: Sequence) -> bool:
         """Whether the next decode of a sequence needs a block that it does not have."""
-        if sequence.num_planned >= sequence.limit:
+        if sequence.num_planned >= sequence.max_computed:
             return False
         end = max(sequence.num_planned + 1, sequence.num_tokens)
         return len(sequence.table) * self._block_size < end
 
     # ------------------------------------------------------------------ running sequences
 
-    def _keep_for_prefill(self) -> int:
+    def _min_prefill_tokens(self) -> int:
         """Tokens of the step that decodes leave to running sequences with chunks."""
         running = self._live.running
         share = self._prefill_share
-        # Nothing to keep: if each decode takes one token, the share is left anyway. Drafts take
-        # nothing from it, because `lookahead` leaves prompts all that they need. Only tokens that a
-        # grammar forces may take a part of it.
+        # With so few sequences the decodes leave at least the share, at one token each. (Drafts are
+        # limited by `lookahead`. Forced tokens may take a part of the share: that is accepted.)
         if len(running) <= self._max_tokens - share:
             return 0
-        return min(share, sum(sequence.prefill_left for sequence in running))
+        return min(share, sum(sequence.num_to_prefill for sequence in running))
 
     def _plan_decodes(self, plan: StepPlan) -> list[Sequence]:
         """Plan a row for every running sequence that decodes. While no block is free for it, other
-        sequences are preempted. Returns the running sequences that do not decode yet, by rank."""
+        sequences are preempted. Returns the running sequences that do not decode yet, in order."""
         running = self._live.running
         block_size = self._block_size
         limited = self._limits.is_active
@@ -180,39 +180,41 @@ class Planner:
             sequence = running[index]
             index += 1
             start = sequence.num_planned
-            if start < sequence.prefill_end:  # it has a prompt or a recomputation to compute
+            if start < sequence.decodes_from:  # it has a prompt or a recomputation to compute
                 prefills.append(sequence)
                 continue
-            # The tokens to compute whose values are known. In a plan ahead there may be none: then
-            # the next token is pending. With drafts in flight the number is negative.
-            known = sequence.num_tokens - start
-            # Left out, because the next row depends on the value of the pending token. With drafts
-            # in flight it always does.
-            if known <= 0 and self._waits_for_sample(sequence):
+            # Tokens to compute whose values are known. Negative with drafts in flight.
+            num_known = sequence.num_tokens - start
+            # Only in a plan ahead: the step in flight still samples the token that comes next.
+            next_is_pending = num_known <= 0
+            # Four reasons to give it no row. First: its next row depends on the value of the
+            # pending token.
+            if next_is_pending and self._waits_for_sample(sequence):
                 continue
-            # The rest of the budget is for chunks.
-            if plan.tokens_left <= plan.kept_for_prefill:
+            # Second: the rest of the budget is for chunks.
+            if plan.tokens_left <= plan.min_prefill_tokens:
                 continue
-            # All that is ever computed is planned: its last token is pending.
-            if start >= sequence.limit:
+            # Third: all that is ever computed is planned, and its last token is pending.
+            if start >= sequence.max_computed:
                 continue
-            # Held back: the step has no seconds left for it.
+            # Fourth: the step has no seconds left for it.
             if limited and not self._limits.may_decode(sequence):
+                self._limits.note_held_back(sequence)
                 continue
-            count = known if known > 0 else 1  # a pending token takes a slot, too
+            count = 1 if next_is_pending else num_known  # a pending token takes a slot, too
             end = start + count
             if len(sequence.table) * block_size < end and not self._grow_table(plan, sequence, end):
                 continue  # it was preempted
             if limited:
                 self._limits.count_decode(sequence)
-            if known == 1:
-                self._plan_decode(plan, sequence, index)
-            elif known > 1:
-                self._plan_forced(plan, sequence, index)
-            else:
+            if next_is_pending:
                 # The token is carried: the device replaces this 0 by the pending token.
                 carried = sequence.sample_index
                 plan.add_row(sequence, [0], (sequence.index,), carried=carried)
+            elif num_known == 1:
+                self._plan_decode(plan, sequence, index)
+            else:
+                self._plan_forced(plan, sequence, index)
         return prefills
 
     def _waits_for_sample(self, sequence: Sequence) -> bool:
@@ -237,17 +239,19 @@ class Planner:
         """Plan a decode of several known tokens, which a grammar forced: as many as have slots, and
         as leave one token to each running sequence from ``next_index`` on."""
         num_after = len(self._live.running) - next_index
-        budget = max(plan.tokens_left - plan.kept_for_prefill - num_after, 1)
+        budget = max(plan.tokens_left - plan.min_prefill_tokens - num_after, 1)
         slots = len(sequence.table) * self._block_size - sequence.num_planned
-        self._plan_chunk(plan, sequence, min(budget, slots))
+        num_known = sequence.num_tokens - sequence.num_planned
+        self._plan_known(plan, sequence, min(num_known, budget, slots))
 
     def _grow_table(self, plan: StepPlan, sequence: Sequence, end: int) -> bool:
-        """Allocate blocks for the positions below ``end`` of ``sequence``. While no block is free,
-        the last running sequence is preempted. False if that was ``sequence`` itself."""
+        """Allocate blocks for the positions below ``end`` of ``sequence``; in a plan ahead, one
+        block at most. While no block is free, the last running sequence is preempted. False if
+        that was ``sequence`` itself."""
         size = self._kv.blocks_for(end)
         if plan.ahead:
             # can_plan_ahead has checked for one block, which is enough for one token. More tokens
-            # are cut to the slots that there are.
+            # than there are slots for are computed in the next step.
             size = len(sequence.table) + 1
         while len(sequence.table) < size:
             if self._kv.grow(sequence.table):
@@ -261,14 +265,19 @@ class Planner:
         return True
 
     def _plan_chunk(self, plan: StepPlan, sequence: Sequence, most: int) -> None:
-        """Plan at most ``most`` known tokens of a sequence. Their blocks are allocated already:
-        those of a prompt or a recomputation when the sequence was admitted."""
+        """Plan at most ``most`` tokens of a prompt or a recomputation. Their blocks were allocated
+        when the sequence was admitted."""
         start = sequence.num_planned
         count = min(sequence.num_tokens - start, most)
-        if start < sequence.prefill_end:
-            count = self._limits.limit_chunk(sequence, count)
-        if not count:
-            return
+        # A sequence that was just admitted may lack its last token alone. That is no chunk.
+        if start < sequence.decodes_from:
+            count = self._limits.take_chunk(sequence, count)
+        if count:
+            self._plan_known(plan, sequence, count)
+
+    def _plan_known(self, plan: StepPlan, sequence: Sequence, count: int) -> None:
+        """Plan the next ``count`` tokens of a sequence: all of them are known, and have slots."""
+        start = sequence.num_planned
         sample: tuple[int, ...] = ()
         if start + count == sequence.num_tokens:
             if sequence.output:
@@ -292,7 +301,7 @@ class Planner:
             if not plan.ahead:
                 for victim in self._to_preempt(sequence):
                     live.preempt(victim, plan.now)
-            if sequence.request.num_to_admit > self._admission.num_admissible(live.running):
+            if sequence.request.slots_needed > self._admission.num_free_slots(live.running):
                 return
             if not self._admit(plan, sequence, spare):
                 return
@@ -304,21 +313,21 @@ class Planner:
         return self._admission.to_preempt(urgent, self._hits(urgent), self._live.running)
 
     def _admit_waiting(self, plan: StepPlan) -> None:
-        """Admit waiting sequences by rank until one does not fit. It is not passed over: small
+        """Admit waiting sequences in order until one does not fit. It is not passed over: small
         requests would starve a large one."""
         live = self._live
         admission = self._admission
         if not admission.num_waiting or len(live.running) >= admission.max_running:
             return
-        admissible = admission.num_admissible(live.running)
-        while plan.tokens_left and admissible > 0:
+        free_slots = admission.num_free_slots(live.running)
+        while plan.tokens_left and free_slots > 0:
             sequence = admission.first(live.running)
-            if sequence is None or sequence.request.num_to_admit > admissible:
+            if sequence is None or sequence.request.slots_needed > free_slots:
                 return
             if not self._admit(plan, sequence):
                 return
             # Counted here, because to ask the policy again takes time for each running sequence.
-            admissible -= 1 + sequence.request.forks_due
+            free_slots -= 1 + sequence.request.num_forks_due
             self._plan_chunk(plan, sequence, plan.tokens_left)
 
     def _admit(self, plan: StepPlan, sequence: Sequence, spare: int = 0) -> bool:
@@ -346,14 +355,17 @@ class Planner:
             assert self._preempts or plan.ahead, "a reserved block is not free"
             return False
         num_cached = len(hits) * kv.block_size
-        request.count_prefill(sequence, num_cached)
-        sequence.prefill_end = sequence.num_tokens
-        if sequence.output:  # its last token is computed by a decode
-            sequence.prefill_end -= 1
+        is_first = request.first_scheduled_at is None
+        request.set_prompt_counts(sequence, num_cached, is_first_admission=is_first)
+        sequence.decodes_from = sequence.num_tokens
+        if sequence.output:  # see the docstring of decodes_from
+            sequence.decodes_from -= 1
         self._live.admit(sequence, table, num_cached, plan.now)
         if self._reads_cache(request):
-            plan.counts.prefix_query_tokens += sequence.num_tokens
-            plan.counts.prefix_hit_tokens += num_cached
+            # A preempted sequence looks up its output, too, but only the prompt is counted.
+            prompt_size = len(sequence.prompt)
+            plan.counts.prefix_query_tokens += prompt_size
+            plan.counts.prefix_hit_tokens += min(num_cached, prompt_size)
         return True
 
     def _reads_cache(self, request: Request) -> bool:

@@ -32,14 +32,17 @@ class Request:
     """Most output tokens of one sequence: max_tokens, or fewer where the context ends."""
     reserved_blocks: int
     """Blocks reserved for it while any sequence runs (``eviction: never``); else 0."""
-    aged_arrival: float
-    """Arrival in seconds, plus what priority and tier add to it. Its sequences are ranked by it."""
+    rank_s: float
+    """Its sequences are ranked by this: arrival, plus what priority and tier add to it, in
+    seconds."""
     grammar: Grammar | None = None
     adapter: Adapter | None = None
     tier: int = 0
     """Index among the option ``tiers``; 0 without."""
     most_running: int = 1
     """Most sequences of its tier that may run at once; without tiers, of all."""
+    waits_for_all_forks: bool = False
+    """Whether it is admitted only when all of its forks may run, or as many of them as ever may."""
     num_running: int = field(default=0, init=False)
     """Its running sequences."""
     num_live: int = field(init=False)
@@ -49,17 +52,17 @@ class Request:
     takes_forced: bool = field(init=False)
     """Whether tokens that its grammar forces are appended without being sampled."""
     root: bytes = field(init=False)
-    """Where the hashes of its blocks begin."""
+    """Parent hash of its first block. It depends on ``cache_salt`` and the adapter."""
     prompt_logprobs: list[list[Logprob] | None] = field(default_factory=lambda: [None], init=False)
     """One entry per prompt position, as far as they are known. The first is None: no token comes
     before it that could predict it."""
-    first_scheduled: float | None = field(default=None, init=False)
+    first_scheduled_at: float | None = field(default=None, init=False)
     """When the first of its sequences was admitted."""
-    first_token: float | None = field(default=None, init=False)
+    first_token_at: float | None = field(default=None, init=False)
     """When its first token was made."""
     cached_prompt_tokens: int = field(default=0, init=False)
     computed_prompt_tokens: int = field(default=0, init=False)
-    preempted: list[float] = field(default_factory=list, init=False)
+    preempted_at: list[float] = field(default_factory=list, init=False)
     """When its sequences were preempted."""
     sequences: list["Sequence"] = field(init=False)
 
@@ -76,7 +79,7 @@ class Request:
 
     def _resume(self, message: Submit) -> None:
         """Continue a request of an engine that has ended: its sequences have output already."""
-        self.first_token = message.first_token
+        self.first_token_at = message.first_token
         # The prompt's logprobs were sent with the first token, and are not collected again.
         self.prompt_logprobs = [None] * len(message.prompt)
         self.sequences = [Sequence(self, index) for index in range(message.params.n)]
@@ -91,20 +94,17 @@ class Request:
                 sequence.grammar.accept(sequence.output)
 
     @property
-    def forks_due(self) -> int:
+    def num_forks_due(self) -> int:
         """How many forks it has yet to make."""
         return self.message.params.n - len(self.sequences)
 
     @property
-    def num_to_admit(self) -> int:
-        """How many more sequences must be allowed to run before a waiting sequence of this request
-        is admitted. That is one for itself. With ``eviction: never`` it is one more for each fork
-        that is still to be made, but at most as many as can ever run at once."""
-        # The request reserves no blocks with `eviction: preempt`, or if it is resumed. A resumed
-        # request has no forks to make.
-        if not self.reserved_blocks:
+    def slots_needed(self) -> int:
+        """How many free slots for running sequences a waiting sequence of this request needs to be
+        admitted."""
+        if not self.waits_for_all_forks:
             return 1
-        return min(1 + self.forks_due, self.most_running)
+        return min(1 + self.num_forks_due, self.most_running)
 
     @property
     def reads_cache(self) -> bool:
@@ -113,15 +113,17 @@ class Request:
         asked = self.message.params.prompt_logprobs is not None
         return not asked or len(self.prompt_logprobs) == len(self.message.prompt)
 
-    def count_prefill(self, sequence: "Sequence", num_cached: int) -> None:
-        """Set the counts of prompt tokens: one of its sequences is about to be admitted, with
-        ``num_cached`` tokens from the prefix cache."""
+    def set_prompt_counts(
+        self, sequence: "Sequence", num_cached: int, *, is_first_admission: bool
+    ) -> None:
+        """One of its sequences is admitted, with ``num_cached`` tokens from the prefix cache.
+        ``is_first_admission``: none of its sequences was admitted before."""
         if not sequence.output:
             # The prompt is computed, perhaps not for the first time. Each of its steps adds to the
             # count.
             self.cached_prompt_tokens = num_cached
             self.computed_prompt_tokens = 0
-        elif self.first_scheduled is None:
+        elif is_first_admission:
             # The request is resumed: the prompt is recomputed together with output. The steps of a
             # sequence with output do not add to the count, so all of it is counted now.
             size = len(sequence.prompt)
@@ -132,23 +134,25 @@ class Request:
     def timing(self, now: float) -> Timing:
         """Seconds since arrival, for the terminal event at ``now``."""
         arrival = self.message.arrival
-        # If the request is resumed, `first_scheduled` is when this engine scheduled it. Then it is
-        # not known when it left the queue, only that this was before its first token.
-        known_times = [at for at in (self.first_scheduled, self.first_token) if at is not None]
+        # If the request is resumed, `first_scheduled_at` is when this engine scheduled it. Then it
+        # is not known when it left the queue, only that this was before its first token.
+        known_times = [
+            at for at in (self.first_scheduled_at, self.first_token_at) if at is not None
+        ]
         queue_s = None
         if known_times:
             queue_s = min(known_times) - arrival
         first_token_s = None
-        if self.first_token is not None:
-            first_token_s = self.first_token - arrival
+        if self.first_token_at is not None:
+            first_token_s = self.first_token_at - arrival
         return Timing(
             queue_s=queue_s,
             first_token_s=first_token_s,
             total_s=now - arrival,
             cached_prompt_tokens=self.cached_prompt_tokens,
             computed_prompt_tokens=self.computed_prompt_tokens,
-            preemptions=len(self.preempted),
-            preempted_s=[at - arrival for at in self.preempted],
+            preemptions=len(self.preempted_at),
+            preempted_s=[at - arrival for at in self.preempted_at],
         )
 
 
@@ -183,9 +187,11 @@ class Drafting:
     """What ``policy.speculation`` knows of one sequence."""
 
     compared: float = 0.0
-    """How many proposed tokens were compared with the output. The latest count most."""
+    """How many proposed tokens were compared with the output, with less weight for older ones: each
+    comparison multiplies this by 0.95 and adds 1."""
     right: float = 0.0
-    """How many of these were the same. The latest count most."""
+    """The same for those that were right: each comparison multiplies this by 0.95, and adds 1 if
+    the token was right."""
     proposal: list[int] = field(default_factory=list)
     """Tokens that may follow the first ``made_at`` tokens of the sequence."""
     made_at: int = 0
@@ -198,8 +204,8 @@ class Drafting:
     """For how many more steps the sequence does not wait for a pending token. Set when a step has
     no budget or blocks for its drafts."""
     ngrams: dict[int, int] = field(default_factory=dict)
-    """Hash of an n-gram -> the position behind its latest occurrence in the first ``indexed``
-    tokens."""
+    """Hash of an n-gram -> the position after its latest occurrence in the first ``indexed``
+    tokens. The hash alone, to save memory: a collision costs a wrong draft."""
     indexed: int = 0
 
 
@@ -207,21 +213,22 @@ class Drafting:
 class Sequence:
     """One stream of tokens over one block table.
 
-    K and V of the positions [0, num_computed) are written. Steps in flight write those of
-    [num_computed, num_planned). While the sequence lives, ``num_computed < num_tokens``, because
-    its last token is yet to be computed.
+        position  0               num_computed           num_planned
+                  ├── K and V written ──┼── steps in flight ──┼── the next row …
+
+    The values of the tokens at the positions [0, num_tokens) are known. While the sequence lives,
+    ``num_computed < num_tokens``, because its last token is yet to be computed.
 
     A row that computes the last known token samples the next one, and with drafts one more token
-    behind each draft. A sample is *pending* until the step is complete. While any is, ``num_planned
-    >= num_tokens``, and the pending samples are those of the positions [num_tokens, num_planned],
-    both ends included:
+    after each draft. A sample is *pending* until the step is complete. ``num_planned + 1 -
+    num_tokens`` samples are pending (none, if that is negative): they will be the tokens at the
+    positions [num_tokens, num_planned + 1). These are
 
     - one, if a step without drafts is in flight: ``num_planned == num_tokens``;
     - two, if two such steps are: ``num_planned == num_tokens + 1``;
     - d + 1, if a step with d drafts is: ``num_planned == num_tokens + d``.
 
-    The next row begins at ``num_planned``. When a step is complete, its wrong drafts are subtracted
-    from ``num_planned``.
+    When a step is complete, its wrong drafts are subtracted from ``num_planned``.
     """
 
     request: Request
@@ -239,15 +246,17 @@ class Sequence:
     num_computed: int = field(default=0, init=False)
     num_planned: int = field(default=0, init=False)
     """``num_computed``, plus the tokens that steps in flight compute."""
-    limit: int = field(init=False)
+    max_computed: int = field(init=False)
     """The most tokens that are ever computed: all of the prompt and of the longest output, except
-    the last token, which is only sampled."""
-    prefill_end: int = field(default=0, init=False)
-    """The sequence decodes once the positions [0, prefill_end) are computed. These are all tokens
-    that it had when it was admitted, except the last one if that was output."""
+    the last token, which is only sampled. So it may have ``max_computed + 1`` tokens."""
+    decodes_from: int = field(default=0, init=False)
+    """From this ``num_planned`` on the sequence decodes; before, it has a prompt or a recomputation
+    to compute. These are all tokens that it had when it was admitted, except the last one if that
+    was output. That one is computed by the last chunk or, if the budget cuts it off, by a decode.
+    So a sequence that lacks this token alone counts as decoding."""
     sample_index: int = field(default=0, init=False)
-    """Of its latest row that samples: the index of the row's first sample among all samples of that
-    row's step."""
+    """Index of the first sample of its latest row among all samples of that step. A row that
+    carries the token refers to it by this index."""
     num_cached_blocks: int = field(default=0, init=False)
     """Leading blocks of the table that have been offered to the prefix cache."""
     cumulative_logprob: float = field(default=0.0, init=False)
@@ -266,7 +275,7 @@ class Sequence:
     level: int = field(default=0, init=False)
     """Lower levels come first. Policies alone set it: 0 without."""
     rank: tuple[float, int, int] = field(init=False)
-    """Within a level, lower ranks come first. It never changes."""
+    """Within a level, lower ranks come first. It never changes, though the level may."""
 
     def __post_init__(self) -> None:
         request = self.request
@@ -275,18 +284,21 @@ class Sequence:
             ignores = request.message.params.ignore_eos
             self.grammar = request.grammar.begin(may_end=not ignores)
         self.num_tokens = len(self.prompt)
-        self.limit = self.num_tokens + request.max_output - 1
-        self.rank = (request.aged_arrival, request.message.key, self.index)
+        self.max_computed = self.num_tokens + request.max_output - 1
+        self.rank = (request.rank_s, request.message.key, self.index)
 
     @property
-    def prefill_left(self) -> int:
-        """How many known tokens a prompt or a recomputation has yet to plan; 0 for a decode. The
-        last output token lies behind ``prefill_end``, but counts as long as anything before that is
-        left: the last chunk of a recomputation computes it, too, if the budget allows."""
+    def num_to_prefill(self) -> int:
+        """How many known tokens a prompt or a recomputation has yet to plan; 0 for a decode."""
         planned = self.num_planned
-        if planned >= self.prefill_end:
+        if planned >= self.decodes_from:
             return 0
         return self.num_tokens - planned
+
+    @property
+    def num_tokens_left(self) -> int:
+        """How many tokens it may still get."""
+        return self.max_computed + 1 - self.num_tokens
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Token ids at the positions [start, end)."""
@@ -307,14 +319,14 @@ class Sequence:
         return hashes[:count] if len(hashes) > count else hashes
 
 
-by_rank = attrgetter("level", "rank")
-"""The key that lists of waiting and of running sequences are sorted by: ranks within levels."""
+order = attrgetter("level", "rank")
+"""The key that waiting and running sequences are sorted by: by rank within each level."""
 
 
-def remove_ranked(ranked: list[Sequence], sequence: Sequence) -> bool:
-    """Take a sequence out of a list that is sorted by rank. False: it was not there."""
-    index = bisect_left(ranked, by_rank(sequence), key=by_rank)
-    if index == len(ranked) or ranked[index] is not sequence:
+def remove_ordered(ordered: list[Sequence], sequence: Sequence) -> bool:
+    """Take a sequence out of a list that is sorted by :data:`order`. False: it was not there."""
+    index = bisect_left(ordered, order(sequence), key=order)
+    if index == len(ordered) or ordered[index] is not sequence:
         return False
-    del ranked[index]
+    del ordered[index]
     return True

@@ -6,7 +6,8 @@ options ``tiers`` and ``speculation`` change in both.
 
 Steps take sequences by *rank*: ``priority * aging_s + arrival``, lower first. Waiting ``aging_s``
 seconds weighs as much as one level of priority, so an old request overtakes younger ones without
-its rank ever changing. Preemption takes the running sequence of the highest rank, which goes back
+its rank ever changing. (With the option ``tiers``, lower levels come first, and rank decides within
+a level.) Preemption takes the running sequence of the highest rank, which goes back
 to the queue and keeps its rank. So the sequence of the lowest rank makes way for no other, and
 every sequence becomes that one in time: none starves.
 
@@ -25,17 +26,17 @@ import msgspec
 
 from jitney.batch import Adapter, Batch, Grammar, Row, StepOutput
 from jitney.config import EngineConfig
-from jitney.core.admission import RequestNeeds, needs_of
 from jitney.core.held import HeldRequests
 from jitney.core.integrity import integrity_checks
 from jitney.core.kv_cache import KvCache
 from jitney.core.live import LiveRequests
-from jitney.core.outcome import Outcome, final_event
+from jitney.core.needs import RequestNeeds, needs_of
+from jitney.core.outcome import OutputApplier, final_event
 from jitney.core.plan import Planner
+from jitney.core.planned_step import PlannedStep
 from jitney.core.policy.choose import choose_policies
-from jitney.core.policy.seam import Terms
+from jitney.core.policy.seam import TierTerms
 from jitney.core.request import Request, Sequence, SequenceState
-from jitney.core.step_in_flight import StepInFlight
 from jitney.errors import DeadlineExceededError, InvalidArgumentError, JitneyError, UnavailableError
 from jitney.messages import Cancelled, Event, Failed, FinishReason, StepStats, Submit, Tokens
 
@@ -107,7 +108,7 @@ class Scheduler:
         """Gauges as of now, and the counts since :meth:`reset_counts`."""
         return msgspec.structs.replace(
             self._counts,
-            waiting=self.live.num_waiting + len(self._held),
+            waiting=self.live.num_waiting_requests + len(self._held),
             running=len(self.live.running),
             queued=self._admission.num_queued,
             blocks_total=self.kv.num_blocks,
@@ -116,14 +117,14 @@ class Scheduler:
             step_seconds=step_seconds,
             preemptions=self.live.preemptions - self._preemptions_before,
             out_of_memory=out_of_memory,
-            tiers=self._admission.stats(self.live.running),
+            tiers=self.policies.tier_stats(self.live.running),
         )
 
     def reset_counts(self) -> None:
         """Count from zero: the engine does so at the beginning of its step."""
         self._counts = StepStats()
         self._preemptions_before = self.live.preemptions
-        self._admission.reset_counts()
+        self.policies.reset_counts()
 
     def check_integrity(self) -> None:
         """Assert every invariant of requests, queues, steps in flight and blocks. Call it while at
@@ -132,7 +133,7 @@ class Scheduler:
             pass
 
     def integrity_checks(self) -> Iterator[None]:
-        """:meth:`check_integrity` in slices of at most a millisecond or two, with a yield behind
+        """:meth:`check_integrity` in slices of at most a millisecond or two, with a yield after
         each. If the scheduler is called between two slices, the rest must be dropped."""
         return integrity_checks(self.live, num_held=len(self._held))
 
@@ -143,7 +144,7 @@ class Scheduler:
         request is held, and counts as queued, until :meth:`submit` is called with it, or until
         :meth:`cancel`, :meth:`fail` or :meth:`expire` ends it."""
         try:
-            self._accept(message, self._admission.terms_of(message))
+            self._accept(message, self._admission.tier_terms_of(message))
         except (InvalidArgumentError, UnavailableError) as refusal:
             return [Failed(message.key, refusal.code, str(refusal))]
         self._held.add(message)
@@ -160,7 +161,7 @@ class Scheduler:
         held request nor one of an engine that has ended, because both were accepted before. If such
         a request has output, it is *resumed*: its sequences go on like preempted ones."""
         assert message.prompt, "a prompt without tokens was not refused in front"
-        terms = self._admission.terms_of(message)
+        terms = self._admission.tier_terms_of(message)
         try:
             needs = self._accept(message, terms)
         except (InvalidArgumentError, UnavailableError) as refusal:
@@ -171,7 +172,8 @@ class Scheduler:
             message,
             max_output=needs.max_output,
             reserved_blocks=0 if self._preempts else needs.request_blocks,
-            aged_arrival=self._aged_arrival(message, terms),
+            waits_for_all_forks=not self._preempts,
+            rank_s=self._rank_s(message, terms),
             grammar=grammar,
             adapter=adapter,
             tier=terms.tier,
@@ -186,7 +188,7 @@ class Scheduler:
         self.live.add(request)
         return []
 
-    def finish(self, key: int, index: int, now: float) -> list[Event]:
+    def stop_sequence(self, key: int, index: int, now: float) -> list[Event]:
         """The front saw a stop string end sequence ``index``. Ignored if it has ended already or
         has no token yet."""
         request = self.live.requests.get(key)
@@ -195,18 +197,18 @@ class Scheduler:
         sequence = request.sequences[index]
         if sequence.state is SequenceState.ENDED or not sequence.output:
             return []
-        events: list[Event] = [self._end(sequence, "stop")]
+        events: list[Event] = [self._end_with(sequence, "stop")]
         if not request.num_live:
-            events.append(self.live.finish(request, now))
+            events.append(self.live.finish_request(request, now))
         return events
 
     def cancel(self, key: int) -> list[Event]:
         """End a request because its client asked. An unknown or ended key is ignored."""
-        return self._close(key, Cancelled(key))
+        return self._end_request_with(key, Cancelled(key))
 
     def fail(self, key: int, error: JitneyError) -> list[Event]:
         """End one request by an error. An unknown or ended key is ignored."""
-        return self._close(key, Failed(key, error.code, str(error)))
+        return self._end_request_with(key, Failed(key, error.code, str(error)))
 
     def expire(self, now: float) -> list[Event]:
         """End the requests whose deadline is reached: with what they have, or, if that is nothing,
@@ -223,16 +225,16 @@ class Scheduler:
                 events += self.submit(message)
         for key in self.live.deadlines.reached(now):
             request = self.live.requests[key]
-            if request.first_token is None:
-                queued = request.first_scheduled is None
-                self.live.close(request)
+            if request.first_token_at is None:
+                queued = request.first_scheduled_at is None
+                self.live.remove_request(request)
                 where = "in the queue" if queued else "at work on its prompt"
                 events.append(_failed_by_deadline(request.message, where))
                 continue
             for sequence in request.sequences:
                 if sequence.state is not SequenceState.ENDED:
-                    events.append(self._end(sequence, "deadline"))
-            events.append(self.live.finish(request, now))
+                    events.append(self._end_with(sequence, "deadline"))
+            events.append(self.live.finish_request(request, now))
         return events
 
     # ------------------------------------------------------------------ schedule
@@ -258,20 +260,20 @@ class Scheduler:
         forks. ``seconds`` is how long the device took; 0 if that was not measured."""
         step = self.live.complete(batch)
         self.policies.note_step(batch, output, target=step.target, seconds=seconds, now=now)
-        outcome = Outcome(
-            self.live, self._counts, caching=self.config.prefix_caching, now=now, events=[]
+        applier = OutputApplier(
+            self.live, self._counts, caching=self.config.prefix_caching, now=now
         )
         for row, result in zip(batch.rows, output.rows, strict=True):
             sequence = self.live.sequence_of(row)
-            self._count_prefill(row, sequence)
+            self._count_prompt_tokens(row)
             if sequence is None:
                 continue  # surplus
             if result.error is not None:
-                outcome.events += self.fail(row.key, _error_of(sequence, result.error))
+                applier.events += self.fail(row.key, _error_of(sequence, result.error))
             else:
-                outcome.apply(sequence, row, result)
+                applier.apply(sequence, row, result)
         self._counts.batch_sequences += len(batch.rows)
-        return outcome.events
+        return applier.events
 
     def revert(self, batch: Batch) -> None:
         """Take back the latest step in flight, which failed or is dropped: its tokens count as not
@@ -284,8 +286,8 @@ class Scheduler:
         have ended are left out, and every pending copy is made. No step may be in flight."""
         live = self.live
         assert not live.in_flight
-        # The policy must know of these drafts. The rows are computed without them now, so update()
-        # will not tell it.
+        # What was saved to ask a draft model is spent by a step that failed, too. update() will
+        # not tell the policy, because the repeated rows ask for nothing.
         self.policies.drafts.note_rows(rows)
         plain_rows: list[Row] = []
         for row in rows:
@@ -296,12 +298,12 @@ class Scheduler:
                 plain_rows.append(plain)
         batch = Batch(plain_rows, self.kv.pending_copies())
         if plain_rows:
-            live.in_flight.append(StepInFlight(batch))
+            live.in_flight.append(PlannedStep(batch))
         return batch
 
     # ------------------------------------------------------------------ parts
 
-    def _accept(self, message: Submit, terms: Terms) -> RequestNeeds:
+    def _accept(self, message: Submit, terms: TierTerms) -> RequestNeeds:
         """Work out what a request needs, and count it as queued. A held request is counted already.
         Raises InvalidArgumentError if an empty cache could not hold the request, UnavailableError
         if the queue is full."""
@@ -320,18 +322,18 @@ class Scheduler:
         self._admission.count_queued(message)
         return needs
 
-    def _aged_arrival(self, message: Submit, terms: Terms) -> float:
+    def _rank_s(self, message: Submit, terms: TierTerms) -> float:
         """What the sequences of a request are ranked by, in seconds."""
         aged = message.params.priority * self.config.aging_s + message.arrival
         return aged + terms.delay_s
 
-    def _end(self, sequence: Sequence, reason: FinishReason) -> Tokens:
+    def _end_with(self, sequence: Sequence, reason: FinishReason) -> Tokens:
         """End a sequence for a reason other than a token of its own."""
-        self.live.end(sequence)
+        self.live.end_sequence(sequence)
         message = sequence.request.message
         return final_event(message, sequence.index, sequence.cumulative_logprob, reason)
 
-    def _close(self, key: int, event: Cancelled | Failed) -> list[Event]:
+    def _end_request_with(self, key: int, event: Cancelled | Failed) -> list[Event]:
         """End a request by this event. An unknown or ended key is ignored."""
         if key in self._held:
             self._release_held(key)
@@ -339,7 +341,7 @@ class Scheduler:
         request = self.live.requests.get(key)
         if request is None:
             return []
-        self.live.close(request)
+        self.live.remove_request(request)
         return [event]
 
     def _release_held(self, key: int) -> None:
@@ -347,15 +349,12 @@ class Scheduler:
         message = self._held.remove(key)
         self._admission.count_dequeued(message)
 
-    def _count_prefill(self, row: Row, sequence: Sequence | None) -> None:
-        """Count the tokens of a row, if they are a part of a prefill."""
-        # If the sequence has ended, only its prompt counts as prefill: how far a recomputation of
-        # output would have gone is not known any more.
-        prefill_end = len(row.prompt)
-        if sequence is not None:
-            prefill_end = sequence.prefill_end
-        if row.start < prefill_end:
-            self._counts.prefill_tokens += len(row.token_ids)
+    def _count_prompt_tokens(self, row: Row) -> None:
+        """Count the tokens of the prompt that a row has computed. A recomputation may go on over
+        the output, which does not count."""
+        prompt_size = len(row.prompt)
+        if row.start < prompt_size:
+            self._counts.prefill_tokens += min(row.end, prompt_size) - row.start
 
 
 def _plain_row(row: Row, sequence: Sequence) -> Row:

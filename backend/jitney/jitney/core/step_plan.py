@@ -4,9 +4,9 @@ step and fills it."""
 from dataclasses import dataclass, field
 
 from jitney.batch import Batch, Row
+from jitney.core.planned_step import PlannedStep
 from jitney.core.policy.seam import DraftChoice
 from jitney.core.request import Sequence
-from jitney.core.step_in_flight import StepInFlight
 from jitney.messages import StepStats
 
 
@@ -21,11 +21,11 @@ class StepPlan:
     """Whether another step is in flight while this one is planned."""
     tokens_left: int
     """What is left of the token budget."""
-    kept_for_prefill: int = 0
-    """How many of ``tokens_left`` no decode may take."""
+    min_prefill_tokens: int = 0
+    """How many of ``tokens_left`` decodes must leave to chunks."""
     num_samples: int = 0
     """Samples of all rows so far."""
-    step: StepInFlight = field(default_factory=lambda: StepInFlight(Batch([])))
+    step: PlannedStep = field(default_factory=lambda: PlannedStep(Batch([])))
 
     def add_row(
         self,
@@ -69,15 +69,16 @@ class StepPlan:
             return
         sequence.sample_index = self.num_samples
         self.num_samples += len(sample) + row.drafts
+        # Most rows need no call: nothing depends on the values of their samples.
         if len(sample) > 1 or request.reads_output or row.drafts or row.propose:
             self._note_dependence(sequence, row)
 
     def _note_dependence(self, sequence: Sequence, row: Row) -> None:
         """Note for plans ahead that the sequence's next row depends on what this one samples."""
-        # Only the positions below `limit` are ever computed. If the row's known tokens reach it,
-        # the sample behind them is the last token by length, and no row follows.
+        # If all tokens below `max_computed` are planned, no row follows, so nothing depends on the
+        # samples.
         end_of_known = sequence.num_planned - row.drafts
-        if end_of_known >= sequence.limit:
+        if end_of_known >= sequence.max_computed:
             return
         if len(row.sample) > 1:
             self.step.must_complete_first = True

@@ -10,7 +10,8 @@ In the order in which they are read:
 - ``journal``, ``supervisor``: what is open, and how an engine that died is replaced.
 - ``fork_server``: the process from which engines are forked. It has imported torch and transformers
   already, so only the model is loaded anew. It never touches the device.
-- ``grammar_check``, ``quiet``: a check in a process that may be killed; imports without noise.
+- ``child_process``, ``grammar_check``, ``quiet``: what a child process needs; a check in a process
+  that may be killed; imports without noise.
 - ``loading``, ``assemble``: what loading a model gives; the one file that knows execution, kernels,
   quantization and adapters.
 

@@ -61,10 +61,10 @@ def prepare() -> LoadModel:
         kind = _load_kind(point)
         if kind is not None:
             kind.prepare()
-    return _load_for_front
+    return _load_parts
 
 
-def _load_for_front(config: EngineConfig, tokenizer: bytes) -> EngineParts:
+def _load_parts(config: EngineConfig, tokenizer: bytes) -> EngineParts:
     """A :data:`~jitney.engine.loading.LoadModel`, for a front that imports no transformers and so
     cannot read the tokenizer itself."""
     if tokenizer:
@@ -117,7 +117,8 @@ def grammar_compiler(data: TokenizerData, info: ModelInfo) -> Compile:
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
-    """The model of ``config`` as the checkpoint has it, not rearranged for speed."""
+    """The model of ``config`` as the checkpoint has it, not rearranged for speed. (This is no
+    :data:`~jitney.engine.loading.LoadModel`: that gives a runner, and what is beside it.)"""
     device = resolve_device(config.device)
     means = read_model.Means(device, accelerator_for(config, device), quantizer())
     return read_model.load_model(config, means)

@@ -21,13 +21,13 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from jitney.batch import Adapter, Batch
+from jitney.batch import Adapter
 from jitney.config import EngineConfig
 from jitney.core.scheduler import Scheduler
 from jitney.engine.grammars import Compile, Grammars, refuse
 from jitney.engine.inbox import UNLOADED, Inbox
 from jitney.engine.pending import Held, Pending, Source
-from jitney.engine.steps import Steps
+from jitney.engine.steps import BeforeStep, Steps, ignore_step
 from jitney.errors import DeviceLostError, InternalError, JitneyError, UnavailableError
 from jitney.execution.protocols import Runner
 from jitney.messages import (
@@ -65,20 +65,27 @@ class Outbox(Protocol):
 
 
 class Engine:
-    """Takes messages, makes steps, gives reports."""
+    """Takes messages, makes steps, gives reports.
+
+    What ends what:
+
+    - :meth:`stop` takes no more messages; :meth:`run` then fails the open requests and returns.
+    - :meth:`abandon` waits for the steps in flight and drops their outputs. Requests stay.
+    - :meth:`reset` abandons, and forgets requests, messages and events.
+    - ``_fail_open`` abandons, and ends every open request with Failed. Messages stay.
+    """
 
     def __init__(
         self,
         config: EngineConfig,
         runner: Runner,
         clock: Callable[[], float] = time.monotonic,
-        before_step: Callable[[list[Batch]], None] = lambda batches: None,
+        before_step: BeforeStep = ignore_step,
         compile_grammar: Compile = refuse,
         adapters: Source[Adapter] | None = None,
     ) -> None:
-        """``before_step`` is called before each launch, with the batches in flight and the new one,
-        the oldest first. ``compile_grammar`` is called in a thread of its own. Without
-        ``adapters``, no request names one."""
+        """``compile_grammar`` is called in a thread of its own. Without ``adapters``, no request
+        names one."""
         self.config = config
         self.runner = runner
         self._clock = clock
@@ -86,7 +93,9 @@ class Engine:
         self.inbox = Inbox()
         grammars = Grammars(compile_grammar, config.grammar_cache)
         self.pending = Pending(grammars, adapters, post=self.inbox.put_result)
-        self._open: set[int] = set()  # keys whose terminal event has not been reported
+        self._open: set[int] = set()  # keys that still need a terminal event
+        # What the next report has. If a step raises, its events stay here, so that none is lost.
+        self._events: list[Event] = []
         self._begin_anew()
 
     @property
@@ -113,14 +122,14 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would find anything to do."""
-        if self.inbox.has_items or self.pending:
+        if self.inbox.has_items or self.pending or self._events:
             return True
         return self.scheduler.has_work or self._steps.num_in_flight > 0
 
     def step(self) -> StepReport | None:
-        """Make one step. None: there was nothing to do, and nothing is in flight. If every open
-        request waits for a grammar or an adapter, sleep until a message or one of these comes, and
-        return an empty report.
+        """Make one step. None: there was nothing to do, and nothing is in flight. May sleep: if
+        every open request waits for a grammar or an adapter, until a message or one of these comes.
+        Then the report is empty.
 
         With overlap the events are those of the step before, so the first step has none.
         ``step_seconds`` is the time of this call: in steady state what a step on the device takes,
@@ -128,20 +137,21 @@ class Engine:
         """
         self.scheduler.reset_counts()
         self._steps.reset_counts()
-        events = self._take_inbox()
+        self._take_inbox()
         now = self._clock()
-        events += self.scheduler.expire(now)
-        if events or self.scheduler.has_work or self._steps.num_in_flight:
+        self._events += self.scheduler.expire(now)
+        if self._events or self.scheduler.has_work or self._steps.num_in_flight:
             # If there are only events, this makes no step, and the events are reported.
-            events += self._steps.make(now)
+            self._make_step(now)
         elif self.pending:
             self._wait_for_resource(now)  # the next call applies what has come
         else:
             return None
-        self._note_ended({event.key for event in events if isinstance(event, TERMINAL)}, now)
+        self._note_ended(_ended_by(self._events), now)
         stats = self.scheduler.stats(self._clock() - now, self._steps.out_of_memory)
+        stats.steps_in_flight = self._steps.num_in_flight
         self.pending.report(stats)
-        return StepReport(events, stats)
+        return StepReport(self._take_events(), stats)
 
     def run(self, outbox: Outbox) -> None:
         """Make steps until :meth:`stop`, putting each report into ``outbox``; sleep while there is
@@ -162,7 +172,8 @@ class Engine:
             self.abandon()
             # What was sent just before stop() has never been looked at, but must end too.
             self._note_open(self.inbox.take_messages())
-        if self._open:
+        # Not after an exception: the caller ends or resumes the open requests then.
+        if self._open or self._events:
             outbox.put(self._fail_open(UnavailableError(UNLOADED)))
 
     def abandon(self) -> None:
@@ -172,31 +183,36 @@ class Engine:
     def reset(self) -> None:
         """Forget every request and message, without an event: the caller keeps track of them."""
         self.abandon()
-        # Results stay: those who wait for them are gone, but what was made can be kept for others.
+        # Results stay: the requests that waited for them are gone, but what was made can be kept
+        # for others.
         self.inbox.take_messages()
+        self._take_events()
         self._note_ended(self._open.copy(), self._clock())
         self._begin_anew()
 
     # ------------------------------------------------------------------ messages
 
-    def _take_inbox(self) -> list[Event]:
+    def _take_inbox(self) -> None:
         """Apply all messages that have come, in order, and begin the requests whose resources are
         there by now."""
-        events: list[Event] = []
         for _ in range(_MOST_READS):
-            messages = self.inbox.take_messages()
-            # The clock is read after they were taken: no request arrived later than that.
-            now = self._clock()
-            # First of all: if anything below raises, each of them gets its terminal event.
-            self._note_open(messages)
-            has_received = self._receive_results(now)
-            for message in messages:
-                events += self._apply(message, now)
-            for held in self.pending.take_ready():
-                events += self._begin(held, now)
-            if not (messages or has_received):
+            anything_came = self._read_inbox()
+            if not anything_came:
                 break
-        return events
+
+    def _read_inbox(self) -> bool:
+        """Read the inbox once. Returns whether anything came."""
+        messages = self.inbox.take_messages()
+        # The clock is read after they were taken: no request arrived later than that.
+        now = self._clock()
+        # First of all: if anything below raises, each of them gets its terminal event.
+        self._note_open(messages)
+        has_received = self._receive_results(now)
+        for message in messages:
+            self._apply(message, now)
+        for held in self.pending.take_ready():
+            self._events += self._begin(held, now)
+        return has_received or bool(messages)
 
     def _receive_results(self, now: float) -> bool:
         """Hand the results to the requests that wait for them. Returns whether there was any."""
@@ -209,19 +225,19 @@ class Engine:
             self.pending.receive(made, now)
             has_received = True
 
-    def _apply(self, message: Message, now: float) -> list[Event]:
+    def _apply(self, message: Message, now: float) -> None:
         if isinstance(message, Submit):
-            return self._accept(message, now)
-        if isinstance(message, Finish):
-            if self.pending.keep(message):
-                return []
-            return self.scheduler.finish(message.key, message.index, now)
-        assert isinstance(message, Cancel)
-        events = self.scheduler.cancel(message.key)
-        # Noted now, not at the end of the step: a request that waits for a resource, which may be
-        # there already, would begin in this step.
-        self._note_ended({event.key for event in events}, now)
-        return events
+            self._events += self._accept(message, now)
+        elif isinstance(message, Finish):
+            if not self.pending.add_finish_if_here(message):
+                self._events += self.scheduler.stop_sequence(message.key, message.index, now)
+        else:
+            assert isinstance(message, Cancel)
+            events = self.scheduler.cancel(message.key)
+            self._events += events
+            # Noted now, not at the end of the step: a request that waits for a resource, which may
+            # be there already, would begin in this step.
+            self._note_ended(_ended_by(events), now)
 
     def _accept(self, message: Submit, now: float) -> list[Event]:
         """Submit a request, or hold it if it needs a resource. In both cases the scheduler may
@@ -243,10 +259,15 @@ class Engine:
             return self.scheduler.fail(message.key, error)
         events = self.scheduler.submit(message, resources.grammar, resources.adapter)
         for finish in held.later:
-            events += self.scheduler.finish(finish.key, finish.index, now)
+            events += self.scheduler.stop_sequence(finish.key, finish.index, now)
         return events
 
-    # ------------------------------------------------------------------ open requests
+    # ------------------------------------------------------------------ events and open requests
+
+    def _take_events(self) -> list[Event]:
+        events = self._events
+        self._events = []
+        return events
 
     def _note_open(self, messages: Iterable[Message]) -> None:
         """Each Submit among these opens a request, which now needs a terminal event."""
@@ -259,14 +280,24 @@ class Engine:
             self.pending.release(keys, now)
 
     def _fail_open(self, error: JitneyError) -> StepReport:
-        """End every open request and begin with an empty scheduler."""
+        """End every open request and begin with an empty scheduler. The report begins with the
+        events that a step has left when it raised."""
         self.abandon()
-        events: list[Event] = [Failed(key, error.code, str(error)) for key in sorted(self._open)]
-        self._note_ended(self._open.copy(), self._clock())
+        now = self._clock()
+        self._note_ended(_ended_by(self._events), now)
+        failed = [Failed(key, error.code, str(error)) for key in sorted(self._open)]
+        self._note_ended(self._open.copy(), now)
         self._begin_anew()
-        return StepReport(events, self.scheduler.stats())
+        return StepReport([*self._take_events(), *failed], self.scheduler.stats())
 
     # ------------------------------------------------------------------ parts of the loop
+
+    def _make_step(self, now: float) -> None:
+        try:
+            self._steps.make(now)
+        finally:
+            # Also if it raises: a step that it completed before has given these.
+            self._events += self._steps.take_events()
 
     def _step_or_recover(self) -> StepReport | None:
         """Make a step. If the loop itself fails, which is our bug, end every open request and
@@ -316,3 +347,8 @@ class Engine:
         """Sleep until something comes, or until a request that waits reaches its deadline."""
         deadline = self.scheduler.next_deadline
         self.inbox.wait(None if deadline is None else max(0.0, deadline - now))
+
+
+def _ended_by(events: Iterable[Event]) -> set[int]:
+    """Keys of the requests that these events end."""
+    return {event.key for event in events if isinstance(event, TERMINAL)}

@@ -8,20 +8,17 @@ import contextlib
 import os
 import queue
 import select
-import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from pathlib import Path
 
+from jitney.engine.child_process import child_environment, python_executable
 from jitney.engine.process import NUMBER
-from jitney.engine.wire import Down, Frames, Start, Up
-from jitney.errors import LoadError
+from jitney.engine.wire import Frames, Start, ToEngine, ToFront
 
 TICK_S = 0.5
 """Longest wait for a process before other things are looked at."""
@@ -34,11 +31,20 @@ LOADER = "jitney.engine.assemble:prepare"
 """Returns the function that loads a model."""
 
 
-def default_loader() -> tuple[str, ...]:
-    """Names of what the fork server calls, in this order: functions that prepare something, then
-    the one that returns a :data:`~jitney.engine.loading.LoadModel`."""
-    ahead = [found.value for found in entry_points(group=AHEAD)]
-    return (*sorted(ahead), LOADER)
+@dataclass(frozen=True, slots=True)
+class ForkPlan:
+    """Names of the functions that the fork server calls before it forks."""
+
+    loader: str = LOADER
+    """Returns a :data:`~jitney.engine.loading.LoadModel`."""
+    ahead: tuple[str, ...] = ()
+    """Called before the loader is imported. They prepare something."""
+
+
+def default_plan() -> ForkPlan:
+    """The real loader, and all entry points that prepare something."""
+    ahead = sorted(found.value for found in entry_points(group=AHEAD))
+    return ForkPlan(ahead=tuple(ahead))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +62,10 @@ class ForkServer:
     """The process that engines are forked from. Started when it is first needed, and again when it
     has died."""
 
-    def __init__(self, names: tuple[str, ...], stopped: threading.Event) -> None:
-        """``names``: see :func:`default_loader`. Once ``stopped`` is set, whoever waits for an
-        answer of the fork server kills it instead."""
-        self._names = names
+    def __init__(self, plan: ForkPlan, stopped: threading.Event) -> None:
+        """Once ``stopped`` is set, a thread that waits for an answer of the fork server kills it
+        instead."""
+        self._plan = plan
         self._stopped = stopped
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -77,11 +83,12 @@ class ForkServer:
             # An OSError means that the fork server has just died: then no pid comes either.
             with contextlib.suppress(OSError):
                 socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+            # Of the two numbers that the fork server sends for an engine, this is the first.
             return ForkedEngine(pid=self._receive(), connection=ours)
 
     def wait(self) -> int:
         """Wait until the engine that was forked last has ended. Returns its exit status."""
-        status = self._receive()
+        status = self._receive()  # the second number
         if status is not None:
             return status
         # The fork server has died, and its engine with it: its status stands for the engine's.
@@ -119,7 +126,7 @@ class ForkServer:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
         command = [python_executable(), "-X", "faulthandler", "-m", "jitney.engine.process"]
         return subprocess.Popen(
-            [*command, str(descriptor), *self._names],
+            [*command, str(descriptor), *self._plan.ahead, self._plan.loader],
             pass_fds=[descriptor],
             stdin=subprocess.DEVNULL,
             env=environment,
@@ -152,13 +159,13 @@ class EngineConnection:
         self._fork_server = fork_server
         forked = fork_server.fork()
         self.pid = forked.pid
-        self.frames: Frames[Up] = Frames(forked.connection, Up)
+        self.frames: Frames[ToFront] = Frames(forked.connection, ToFront)
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._status: int | None = None  # once it has ended
         self.send(start)
         threading.Thread(target=self._write, name="jitney-engine-writer", daemon=True).start()
 
-    def send(self, message: Down) -> None:
+    def send(self, message: ToEngine) -> None:
         """Queue a message. Never blocks."""
         self._outgoing.put(self.frames.pack(message))
 
@@ -184,21 +191,3 @@ class EngineConnection:
                 if frame is None:
                     return
                 self.frames.send_packed(frame)
-
-
-def child_environment() -> dict[str, str]:
-    """This process's environment, with the folders that it imports from as PYTHONPATH."""
-    folders = [path for path in sys.path if path]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
-
-
-def python_executable() -> str:
-    """The interpreter of this environment. It need not be ``sys.executable``, because the server's
-    stub embeds Python. Raises a LoadError."""
-    for path in (Path(sys.prefix, "bin", "python3"), Path(sys.executable)):
-        if path.name.startswith("python") and path.is_file():
-            return str(path)
-    found = shutil.which("python3")
-    if found is None:
-        raise LoadError("no Python interpreter was found to run the engine with")
-    return found

@@ -9,16 +9,27 @@ import os
 import select
 import subprocess
 import threading
+import time
 from collections import OrderedDict
 
 import msgspec
 
 from jitney.config import EngineConfig
-from jitney.engine.fork_server import child_environment, python_executable
-from jitney.errors import InternalError, InvalidArgumentError
+from jitney.engine.child_process import child_environment, python_executable
+from jitney.engine.inbox import UNLOADED
+from jitney.errors import InternalError, InvalidArgumentError, UnavailableError
 from jitney.sampling_params import StructuredOutputs
 
 _START_S = 60.0
+"""Seconds that a process has to import what it needs and to read the tokenizer."""
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    """A line from the process, in which ``text.grammar_process`` makes it: a grammar, or why what
+    was asked for is refused. The other one is empty."""
+
+    grammar: str = ""
+    refusal: str = ""
 
 
 class GrammarChecker:
@@ -35,15 +46,21 @@ class GrammarChecker:
         self._checked: OrderedDict[bytes, str] = OrderedDict()
         # Held by the thread that talks to the process, and adds to _checked.
         self._lock = threading.Lock()
+        # Guards the next two. Never held for long, so close() can kill a process that is at work.
+        self._process_lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_closed = False
 
     def knows(self, structured: StructuredOutputs) -> bool:
         """Whether :meth:`check` would return at once."""
         return msgspec.json.encode(structured) in self._checked
 
     def check(self, structured: StructuredOutputs) -> str:
-        """The grammar for ``Submit.grammar``. Raises InvalidArgumentError that names what is wrong.
-        Takes at most ``grammar_timeout_s`` seconds once the checks before it are over."""
+        """The grammar for ``Submit.grammar``. Raises InvalidArgumentError that names what is wrong,
+        and UnavailableError after :meth:`close`.
+
+        Takes at most ``grammar_timeout_s`` seconds once the checks before it are over. If a process
+        must be started first, that may take ``_START_S`` seconds more."""
         asked = msgspec.json.encode(structured)
         known = self._checked.get(asked)
         if known is not None:
@@ -59,9 +76,18 @@ class GrammarChecker:
         return grammar
 
     def close(self) -> None:
-        """End the process. A check after that would start another one."""
-        process = self._process
-        self._process = None
+        """End the process, and refuse all further checks."""
+        with self._process_lock:
+            self._is_closed = True
+            if self._process is not None:
+                self._process.kill()  # so a check that is at work ends at once
+        with self._lock:
+            self._end_process()
+
+    def _end_process(self) -> None:
+        with self._process_lock:
+            process = self._process
+            self._process = None
         if process is not None:
             process.kill()
             process.communicate()
@@ -73,49 +99,83 @@ class GrammarChecker:
             process = self._start()
         answer = _exchange(process, asked + b"\n", self._config.grammar_timeout_s)
         if answer is None:
-            self.close()
+            self._end_process()
+            if self._is_closed:  # which has killed it
+                raise UnavailableError(UNLOADED)
             raise InvalidArgumentError(
                 "structured_outputs is too complex: its check took more than "
                 f"{self._config.grammar_timeout_s:g} s (grammar_timeout_s), or too much memory"
             )
-        verdict = msgspec.json.decode(answer, type=dict[str, str])
-        if verdict["refusal"]:
-            raise InvalidArgumentError(verdict["refusal"])
-        return verdict["grammar"]
+        answered = msgspec.json.decode(answer, type=_Answer)
+        if answered.refusal:
+            raise InvalidArgumentError(answered.refusal)
+        return answered.grammar
 
     def _start(self) -> subprocess.Popen[bytes]:
         """Start a process, in place of one that may have died, and wait until it can check."""
-        self.close()
-        self._process = subprocess.Popen(
-            [python_executable(), "-m", self._module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=child_environment(),
-        )
-        if _exchange(self._process, self._setup, _START_S) is None:
-            self.close()
+        self._end_process()
+        with self._process_lock:
+            if self._is_closed:
+                raise UnavailableError(UNLOADED)
+            process = subprocess.Popen(
+                [python_executable(), "-m", self._module],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=child_environment(),
+                bufsize=0,
+            )
+            self._process = process
+        if _exchange(process, self._setup, _START_S) is None:
+            self._end_process()
+            if self._is_closed:
+                raise UnavailableError(UNLOADED)
             raise InternalError("the process that checks grammars does not start")
-        return self._process
+        return process
 
 
 def _exchange(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -> bytes | None:
-    """Send a line and wait for one. None if nothing comes for ``timeout_s``, or the process has
-    ended."""
+    """Send a line and wait for one. None if that takes more than ``timeout_s`` in all, or if the
+    process has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
+    deadline = time.monotonic() + timeout_s
     try:
-        process.stdin.write(line)
-        process.stdin.flush()
-    except BrokenPipeError:
+        if not _write(process.stdin.fileno(), line, deadline):
+            return None
+    except BrokenPipeError:  # it has ended
         return None
-    answer = b""
-    poll = select.poll()
-    poll.register(process.stdout, select.POLLIN)
-    while poll.poll(1000 * timeout_s):
-        data = os.read(process.stdout.fileno(), 1 << 20)
+    return _read_line(process.stdout.fileno(), deadline)
+
+
+def _write(descriptor: int, line: bytes, deadline: float) -> bool:
+    """Write a line to a pipe. False if that could not be done until ``deadline``, because the
+    process does not read. Raises BrokenPipeError if it has ended."""
+    os.set_blocking(descriptor, False)
+    rest = memoryview(line)
+    while rest:
+        if not _wait_for(descriptor, select.POLLOUT, deadline):
+            return False
+        written = os.write(descriptor, rest)
+        rest = rest[written:]
+    return True
+
+
+def _read_line(descriptor: int, deadline: float) -> bytes | None:
+    """Read a line from a pipe. None if none comes until ``deadline``, or the process has ended."""
+    line = b""
+    while not line.endswith(b"\n"):
+        if not _wait_for(descriptor, select.POLLIN, deadline):
+            return None
+        data = os.read(descriptor, 1 << 20)
         if not data:
-            return None  # the process has ended
-        answer += data
-        if answer.endswith(b"\n"):
-            return answer
-    return None
+            return None
+        line += data
+    return line
+
+
+def _wait_for(descriptor: int, event: int, deadline: float) -> bool:
+    """Whether a pipe can be read or written before ``deadline``."""
+    poll = select.poll()
+    poll.register(descriptor, event)
+    left_s = max(deadline - time.monotonic(), 0.0)
+    return bool(poll.poll(1000 * left_s))

@@ -1,14 +1,11 @@
 """The compiled grammars: a :class:`~jitney.engine.pending.Source` that keeps those used last."""
 
-import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 
 from jitney.batch import Grammar
 from jitney.errors import InternalError, InvalidArgumentError, JitneyError
 from jitney.messages import StepStats, Submit
-
-_log = logging.getLogger(__name__)
 
 Compile = Callable[[str], Grammar]
 """Compiles ``Submit.grammar``. Raises InvalidArgumentError."""
@@ -27,12 +24,12 @@ class Grammars:
         # A grammar's text is both its name and its id.
         # Text -> result; the one that was used longest ago comes first.
         self._kept: OrderedDict[str, _Result] = OrderedDict()
-        # Texts that to_make() has not returned yet.
+        # Texts that take_ids_to_make() has not returned yet.
         self._new: list[str] = []
         # Text of a grammar that is being compiled, or is about to be -> keys of the requests that
         # wait for it.
         self._waiting: dict[str, list[int]] = {}
-        # Key of a request that need not wait -> its result, until get() takes it.
+        # Key of a request that need not wait -> its result, until take() is called.
         self._results: dict[int, _Result] = {}
 
     # The methods of ``pending.Source``; see there.
@@ -52,19 +49,13 @@ class Grammars:
         self._waiting[name].append(key)
         return False
 
-    def to_make(self) -> Sequence[str]:
+    def take_ids_to_make(self) -> Sequence[str]:
         new = self._new
         self._new = []
         return new
 
     def make(self, id: str) -> Grammar:
-        try:
-            return self._compile(id)
-        except JitneyError:
-            raise
-        except BaseException:  # a panic of native code is no Exception
-            _log.exception("a grammar could not be compiled")
-            raise InternalError("the grammar could not be compiled") from None
+        return self._compile(id)
 
     def receive(self, id: str, result: _Result, now: float) -> Sequence[int]:
         # What caused an InternalError may pass, such as a lack of memory. So it is not kept, and
@@ -79,7 +70,7 @@ class Grammars:
             self._results[key] = result
         return keys
 
-    def get(self, key: int) -> Grammar:
+    def take(self, key: int) -> Grammar:
         result = self._results.pop(key)
         if isinstance(result, JitneyError):
             raise result

@@ -10,11 +10,19 @@ reports come to its outbox. :class:`~jitney.llm.LLM` asks for one report at a ti
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from jitney.config import EngineConfig
 from jitney.engine.engine import Engine, Outbox
 from jitney.messages import Message, ModelInfo, StepReport
+
+
+class Death(NamedTuple):
+    """The end of an engine that was not asked to end."""
+
+    at: float
+    """In seconds of the monotonic clock."""
+    cause: str
 
 
 @dataclass(slots=True)
@@ -25,8 +33,8 @@ class Health:
     """Whether it is loaded and makes steps."""
     restarts: Counter[str] = field(default_factory=Counter)
     """By cause."""
-    deaths: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=64))
-    """The last deaths of an engine: when (monotonic seconds), and the cause."""
+    deaths: deque[Death] = field(default_factory=lambda: deque(maxlen=64))
+    """The last deaths of an engine, the oldest first."""
     replayed_requests: int = 0
     replayed_tokens: int = 0
     """Tokens that had been emitted, and whose K and V were computed again."""

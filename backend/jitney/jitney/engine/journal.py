@@ -1,7 +1,7 @@
 """The journal: every open request, and what each of its sequences has emitted.
 
-It is what a new engine needs in place of one that has died: :meth:`Journal.due` gives the messages
-that bring it to where the old one was.
+It is what a new engine needs in place of one that has died: :meth:`Journal.take_unsent` gives the
+messages that bring it to where the old one was.
 
 It also finds the request that ends engines. A request is a suspect once two engines in a row have
 died while they computed the same tokens of it. The next engine then gets this request alone; all
@@ -54,15 +54,17 @@ class _Sequence:
 
     emitted: Emitted = field(default_factory=Emitted)
     tokens_since_death: int = 0
-    """Tokens emitted since an engine last died at the request."""
-    samples: int = 0
-    """Samples by the present engine. Tokens that a grammar forces, and accepted drafts, come with
-    the sample before them and do not count."""
+    """Tokens emitted since an engine last died at the request: so far the place of the next death
+    may have moved."""
+    samples_by_engine: int = 0
+    """Samples by the present engine: enough of them prove that it has got past that place. Tokens
+    that a grammar forces, and accepted drafts, come with the sample before them and do not count.
+    """
 
     @property
     def has_got_past(self) -> bool:
         """Whether the present engine has computed the tokens at which those before it died."""
-        return self.emitted.ended or self.samples >= PROOF_SAMPLES
+        return self.emitted.ended or self.samples_by_engine >= PROOF_SAMPLES
 
 
 @dataclass(slots=True)
@@ -76,8 +78,8 @@ class _Entry:
     later: list[Finish | Cancel] = field(default_factory=list)
     """The messages that followed its Submit. Every new engine gets them again."""
     died_at: list[RowRange] = field(default_factory=list)
-    """The rows of this request that an engine was computing when it died; of several such engines,
-    the last. The row of a sequence is removed once the sequence has got past it."""
+    """Rows of this request at the last death of an engine that was computing any. The row of a
+    sequence is removed once the sequence has got past it."""
     deaths: int = 0
     """Engines in a row that died at the same tokens of it. Back to 0 once it is proved innocent:
     once all its sequences have got past the tokens."""
@@ -105,7 +107,7 @@ class _Entry:
             if self.first_token is None:
                 self.first_token = now
             sequence.tokens_since_death += len(tokens.ids)
-            sequence.samples += 1
+            sequence.samples_by_engine += 1
         if self.died_at and sequence.has_got_past:
             # This proves nothing for another sequence, which may still be in its prefill.
             self.died_at = [row for row in self.died_at if row.index != tokens.index]
@@ -125,9 +127,9 @@ class _Entry:
     def _has_died_there(self, rows: list[RowRange]) -> bool:
         """Whether the engine before died at these tokens too."""
         for row in rows:
-            new_tokens = self.sequences[row.index].tokens_since_death
-            for earlier in self.died_at:
-                if row.index == earlier.index and _overlap(earlier, row, new_tokens):
+            tokens_between = self.sequences[row.index].tokens_since_death
+            for before in self.died_at:
+                if row.index == before.index and _is_same_place(before, row, tokens_between):
                     return True
         return False
 
@@ -138,10 +140,10 @@ class Journal:
     def __init__(self) -> None:
         self._open: dict[int, _Entry] = {}  # by key, in order of arrival
         # Keys of the open requests that the engine has not got; a dict, because it keeps the order.
-        self._held: dict[int, None] = {}
-        # Messages for requests that the engine has got, to be sent with the next due().
-        self._unsent: list[Finish | Cancel] = []
-        # Key of the suspect that is tried alone: until it is cleared, no held request is sent.
+        self._unsent_requests: dict[int, None] = {}
+        # Messages for requests that the engine has got, for the next take_unsent().
+        self._unsent_messages: list[Finish | Cancel] = []
+        # Key of the suspect that is tried alone: until it is cleared, no other request is sent.
         self._alone: int | None = None
 
     def __len__(self) -> int:
@@ -150,36 +152,36 @@ class Journal:
 
     # ------------------------------------------------------------------ messages and reports
 
-    def take(self, message: Message) -> None:
-        """Note a message for the engine; :meth:`due` gives it."""
+    def note_message(self, message: Message) -> None:
+        """Note a message for the engine; :meth:`take_unsent` gives it."""
         if isinstance(message, Submit):
             sequences = [_Sequence() for _ in range(message.params.n)]
             self._open[message.key] = _Entry(message, sequences)
-            self._held[message.key] = None
+            self._unsent_requests[message.key] = None
             return
         entry = self._open.get(message.key)
         if entry is None:
             return  # the request has ended
         entry.later.append(message)
-        # The messages of a held request go with it, when it is sent.
-        if message.key not in self._held:
-            self._unsent.append(message)
+        # The messages for a request that the engine has not got are sent together with it.
+        if message.key not in self._unsent_requests:
+            self._unsent_messages.append(message)
 
-    def due(self) -> list[Message]:
+    def take_unsent(self) -> list[Message]:
         """Take the messages that are to be sent now to an engine that is up. While a suspect is
-        tried alone, all other held requests stay."""
-        messages: list[Message] = [*self._unsent]
-        self._unsent.clear()
-        for key in list(self._held):
+        tried alone, all other requests that the engine has not got stay here."""
+        messages: list[Message] = [*self._unsent_messages]
+        self._unsent_messages.clear()
+        for key in list(self._unsent_requests):
             if self._alone is not None and key != self._alone:
                 continue
-            del self._held[key]
+            del self._unsent_requests[key]
             entry = self._open[key]
             messages += entry.messages()
             entry.was_sent = True
         return messages
 
-    def read(self, report: StepReport, now: float) -> list[Event]:
+    def note_report(self, report: StepReport, now: float) -> list[Event]:
         """Note what the engine reports, before a client gets it. Returns the events of open
         requests; those of requests that have ended here meanwhile are dropped."""
         events: list[Event] = []
@@ -192,15 +194,14 @@ class Journal:
                 self._close(event.key)
             elif isinstance(event, Tokens):
                 entry.emit(event, now)
-                # If this is the suspect that is tried alone, it is proved innocent now. For any
-                # other request this does nothing.
-                if not entry.deaths:
-                    self._clear(event.key)
+                is_innocent = not entry.deaths
+                if is_innocent and event.key == self._alone:
+                    self._alone = self._next_suspect()
         return events
 
     # ------------------------------------------------------------------ an engine's death
 
-    def crashed(self, rows: list[RowRange]) -> list[Failed]:
+    def note_death(self, rows: list[RowRange]) -> list[Failed]:
         """The engine has died while it computed ``rows``; empty if it was between two steps.
         Returns the events of the requests that are failed because of it."""
         failed: list[Failed] = []
@@ -219,21 +220,16 @@ class Journal:
     def _expect_new_engine(self) -> None:
         """The next engine needs every open request, with all of its messages, unsent ones
         included. It has sampled nothing yet."""
-        self._held = dict.fromkeys(self._open)
-        self._unsent.clear()
+        self._unsent_requests = dict.fromkeys(self._open)
+        self._unsent_messages.clear()
         for entry in self._open.values():
             for sequence in entry.sequences:
-                sequence.samples = 0
+                sequence.samples_by_engine = 0
         self._alone = self._next_suspect()
 
-    def _clear(self, key: int) -> None:
-        """This request is not at fault, or has ended. If it was tried alone, the next suspect is;
-        without another suspect, all held requests are due."""
-        if key == self._alone:
-            self._alone = self._next_suspect()
-
     def _next_suspect(self) -> int | None:
-        for key in self._held:
+        """The request to try alone next. None: all requests can be sent."""
+        for key in self._unsent_requests:
             if self._open[key].deaths >= SUSPECT_DEATHS:
                 return key
         return None
@@ -242,9 +238,9 @@ class Journal:
 
     def expire(self, now: float, engine_is_silent: bool = False) -> list[Event]:
         """End requests that were cancelled or whose deadline is reached, if the engine cannot do
-        it: the held requests, or, if the engine is silent, all open requests."""
+        it: those that it has not got, or, if it is silent, all open requests."""
         events: list[Event] = []
-        keys = self._open if engine_is_silent else self._held
+        keys = self._open if engine_is_silent else self._unsent_requests
         for key in list(keys):
             final_events = _final_events(self._open[key], now)
             if final_events:
@@ -256,15 +252,16 @@ class Journal:
         """Give every open request up. Their terminal events."""
         failed = [Failed(key, error.code, str(error)) for key in self._open]
         self._open.clear()
-        self._held.clear()
+        self._unsent_requests.clear()
         self._alone = None
         return failed
 
     def _close(self, key: int) -> None:
         """A request has ended."""
         del self._open[key]
-        self._held.pop(key, None)
-        self._clear(key)
+        self._unsent_requests.pop(key, None)
+        if key == self._alone:
+            self._alone = self._next_suspect()
 
     # ------------------------------------------------------------------ figures for the log
 
@@ -294,21 +291,20 @@ def _by_request(rows: Iterable[RowRange]) -> dict[int, list[RowRange]]:
     return rows_by_key
 
 
-def _overlap(earlier: RowRange, later: RowRange, new_tokens: int) -> bool:
-    """Whether two rows of one sequence count as the same tokens. An engine died at ``earlier``, and
-    a later one at ``later``. Between the two deaths the sequence has emitted ``new_tokens`` tokens.
+def _is_same_place(before: RowRange, now: RowRange, tokens_between: int) -> bool:
+    """Whether two rows of one sequence, which engines were computing at two deaths, count as the
+    same tokens. ``tokens_between``: how many tokens the sequence emitted between the deaths.
 
-    Without new tokens, the rows must overlap. With new tokens, fewer positions than these may lie
-    between the rows:
+    They do if the gap between them, in either direction, has fewer positions than these tokens.
+    Without tokens between, the rows must overlap. Two examples:
 
-    - ``later`` may come behind ``earlier``. A resumed sequence samples a token in its prefill, and
-      its first decode is one position further on. A fault of decoding strikes there.
-    - ``later`` may come before ``earlier``. After the sequence had emitted the tokens, it may have
-      been computed again from the start: because it was preempted, or by a further engine.
+    - ``now`` comes after ``before``: a resumed sequence samples a token in its prefill, and a fault
+      of decoding strikes in its first decode, one position further on.
+    - ``now`` comes before ``before``: after it had emitted the tokens, the sequence was computed
+      again from the start, because it was preempted, or by a further engine.
     """
-    is_not_far_behind = later.start < earlier.end + new_tokens
-    is_not_far_before = earlier.start < later.end + new_tokens
-    return is_not_far_behind and is_not_far_before
+    gap = max(now.start - before.end, before.start - now.end)  # negative if they overlap
+    return gap < tokens_between
 
 
 def _final_events(entry: _Entry, now: float) -> list[Event]:
@@ -334,11 +330,11 @@ def _end_by_deadline(entry: _Entry, first_token: float, now: float) -> list[Even
         emitted = sequence.emitted
         if not emitted.ended:
             events.append(final_event(submit, index, emitted.cumulative_logprob, "deadline"))
+    # The counts of the engine that had begun it are lost: they stay 0.
     timing = Timing(
         queue_s=None,
         first_token_s=first_token - submit.arrival,
         total_s=now - submit.arrival,
-        computed_prompt_tokens=len(submit.prompt),
     )
     events.append(Finished(submit.key, timing))
     return events

@@ -7,7 +7,16 @@ here is shared: the engine's thread alone calls everything but :meth:`Source.mak
 
 Each kind of resource has a :class:`Source`. A request gives the *name* of a resource; what is made
 has an *id*. They can differ: when an adapter's files change, its name stays, and it is made again
-under another id. The scheduler counts the requests that wait as queued.
+under another id.
+
+    Submit ──► hold() ──► waiting ──receive()──► ready ──► take_ready() ──► Scheduler.submit
+                 │                      ▲
+                 ▼                      │
+       take_ids_to_make() ──► make() ──► Made, in the inbox
+                          (in a thread)
+
+The scheduler holds the message of such a request, too: it counts it as queued, and ends it at its
+deadline. Only the engine knows what it waits for.
 """
 
 import logging
@@ -29,7 +38,9 @@ class Source(Protocol[T_co]):
     """The resources of one kind: which are there, and which requests use them or wait for them.
 
     A request waits for at most one resource of a kind. Its wait ends when :meth:`receive` or
-    :meth:`release` returns its key.
+    :meth:`release` returns its key. The calls for one request, in their order: :meth:`name_of`,
+    :meth:`claim`; if it must wait, :meth:`take_ids_to_make`, :meth:`make` and :meth:`receive`;
+    :meth:`take` once nothing is missing; :meth:`release` when it has ended.
     """
 
     def name_of(self, message: Submit) -> str | None:
@@ -39,7 +50,7 @@ class Source(Protocol[T_co]):
         """Request ``key`` needs this resource until :meth:`release`. Returns whether it is there;
         if not, the request waits."""
 
-    def to_make(self) -> Sequence[Hashable]:
+    def take_ids_to_make(self) -> Sequence[Hashable]:
         """Take the ids of what is to be made now. Each id is returned once."""
 
     def make(self, id: Any) -> object:
@@ -50,7 +61,7 @@ class Source(Protocol[T_co]):
         """``result`` is what :meth:`make` returned, or the JitneyError that it raised. Returns the
         keys of the requests whose wait ends."""
 
-    def get(self, key: int) -> T_co:
+    def take(self, key: int) -> T_co:
         """The resource of a request that does not wait. Called once for each key. Raises the error
         that :meth:`make` raised."""
 
@@ -134,7 +145,7 @@ class Pending:
             self._ready[message.key] = held
         self._start_making()
 
-    def keep(self, message: Finish) -> bool:
+    def add_finish_if_here(self, message: Finish) -> bool:
         """If the request is here, keep the message with it. Returns whether it is here."""
         held = self.waiting.get(message.key) or self._ready.get(message.key)
         if held is None:
@@ -159,9 +170,9 @@ class Pending:
         grammar = None
         adapter = None
         if self._grammars.name_of(message) is not None:
-            grammar = self._grammars.get(message.key)
+            grammar = self._grammars.take(message.key)
         if self._adapters is not None and self._adapters.name_of(message) is not None:
-            adapter = self._adapters.get(message.key)
+            adapter = self._adapters.take(message.key)
         return Resources(grammar, adapter)
 
     def release(self, keys: Collection[int], now: float) -> None:
@@ -188,7 +199,7 @@ class Pending:
 
     def _start_making(self) -> None:
         for source, thread in zip(self._sources, self.threads, strict=True):
-            for id in source.to_make():
+            for id in source.take_ids_to_make():
                 thread.submit(self._make, source, id)
 
     def _make(self, source: Source[object], id: Hashable) -> None:

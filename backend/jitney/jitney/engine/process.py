@@ -33,7 +33,6 @@ from jitney.engine.engine import Engine
 from jitney.engine.loading import LoadModel
 from jitney.engine.quiet import lean_imports, quiet_imports
 from jitney.engine.wire import (
-    Down,
     Frames,
     Logged,
     Ready,
@@ -42,6 +41,7 @@ from jitney.engine.wire import (
     Start,
     StepBegun,
     Stop,
+    ToEngine,
 )
 from jitney.errors import DeviceLostError, JitneyError, LoadError
 from jitney.messages import Cancel, Finish, StepReport, Submit
@@ -64,11 +64,11 @@ _PR_SET_PDEATHSIG = 1
 # --------------------------------------------------------------------------- the fork server
 
 
-def serve_forks(descriptor: int, ahead: Sequence[str], loader: str) -> int:
+def run_fork_server(descriptor: int, ahead: Sequence[str], loader: str) -> int:
     """Fork an engine for each socket that comes, one at a time, and send its pid and exit status.
     Returns an exit status once the front has closed its end. The functions named by ``ahead`` may
     fork processes of their own, which compile kernels: of these nothing is sent."""
-    _die_with_parent()
+    _end_only_with_parent()
     load = _prepare(ahead, loader)
     with socket.socket(fileno=descriptor) as control:
         while True:
@@ -80,7 +80,7 @@ def serve_forks(descriptor: int, ahead: Sequence[str], loader: str) -> int:
             if pid == 0:
                 gc.enable()
                 control.close()
-                _serve_and_exit(sockets[0], load)
+                _run_engine_and_exit(sockets[0], load)
             os.close(sockets[0])
             control.sendall(NUMBER.pack(pid))
             control.sendall(NUMBER.pack(_wait_for(pid)))
@@ -128,14 +128,14 @@ def _wait_for(pid: int) -> int:
             return os.waitstatus_to_exitcode(status)
 
 
-def _serve_and_exit(descriptor: int, load: LoadModel) -> NoReturn:
+def _run_engine_and_exit(descriptor: int, load: LoadModel) -> NoReturn:
     """In the forked process. It leaves by ``os._exit``, so that no code of the fork server, such as
     an exit handler, runs in it."""
     status = 1
     try:
         # Else a process that the engine starts would keep the socket open after the engine's end.
         os.set_inheritable(descriptor, False)
-        status = serve(descriptor, load)
+        status = run_engine(descriptor, load)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -145,28 +145,32 @@ def _serve_and_exit(descriptor: int, load: LoadModel) -> NoReturn:
 # --------------------------------------------------------------------------- an engine
 
 
-class _ToFront:
+class _Reports:
     """The engine's outbox: sends its reports, and before each step the rows of that step."""
 
-    def __init__(self, frames: Frames[Down]) -> None:
+    def __init__(self, frames: Frames[ToEngine]) -> None:
         self._frames = frames
 
     def put(self, report: StepReport) -> None:
         self._frames.send(report)
 
-    def begin_step(self, batches: list[Batch]) -> None:
+    def begin_step(self, in_flight: list[Batch], new: Batch) -> None:
         """Send the rows of these steps, so that the front knows which requests were being computed
         if the engine dies."""
-        ranges: list[RowRange] = []
-        for batch in batches:
-            ranges += [RowRange(row.key, row.index, row.start, row.end) for row in batch.rows]
-        self._frames.send(StepBegun(ranges))
+        rows_in_flight: list[RowRange] = []
+        for batch in in_flight:
+            rows_in_flight += _row_ranges(batch)
+        self._frames.send(StepBegun(rows_in_flight, new=_row_ranges(new)))
 
 
-def serve(descriptor: int, load: LoadModel) -> int:
+def _row_ranges(batch: Batch) -> list[RowRange]:
+    return [RowRange(row.key, row.index, row.start, row.end) for row in batch.rows]
+
+
+def run_engine(descriptor: int, load: LoadModel) -> int:
     """Load a model and make steps until told to stop. The exit status."""
-    _die_with_parent()
-    frames: Frames[Down] = Frames(socket.socket(fileno=descriptor), Down)
+    _end_only_with_parent()
+    frames: Frames[ToEngine] = Frames(socket.socket(fileno=descriptor), ToEngine)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE), encoding="ascii")
     _log_to(frames)
@@ -178,7 +182,7 @@ def serve(descriptor: int, load: LoadModel) -> int:
         return _refuse(frames, LoadError("the model does not fit into memory"))
     except JitneyError as error:
         return _refuse(frames, error)
-    front = _ToFront(frames)
+    front = _Reports(frames)
     engine = Engine(
         start.config,
         parts.runner,
@@ -199,12 +203,12 @@ def serve(descriptor: int, load: LoadModel) -> int:
     return 0
 
 
-def _refuse(frames: Frames[Down], error: JitneyError) -> int:
+def _refuse(frames: Frames[ToEngine], error: JitneyError) -> int:
     frames.send(Refused(type(error).__name__, str(error)))
     return 1
 
 
-def _read(frames: Frames[Down], engine: Engine) -> None:
+def _read(frames: Frames[ToEngine], engine: Engine) -> None:
     """In a thread: hand the front's messages to the engine. Once the front is gone, or if this
     fails, end the process at once, even in the middle of a step: nobody receives its reports."""
     try:
@@ -218,18 +222,19 @@ def _read(frames: Frames[Down], engine: Engine) -> None:
         os._exit(0)
 
 
-def _die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when the parent's thread that started this process ends. The end
-    of the socket is not enough: a step on the device may keep :func:`_read` from noticing it."""
+def _end_only_with_parent() -> None:
+    """Ask the kernel for SIGKILL when the parent's thread that started this process ends, and
+    ignore SIGINT and SIGTERM: the front decides when its engine ends. The end of the socket is not
+    enough, because a step on the device may keep :func:`_read` from noticing it."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever owns the front
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 # --------------------------------------------------------------------------- its log
 
 
-def _log_to(frames: Frames[Down]) -> None:
+def _log_to(frames: Frames[ToEngine]) -> None:
     """Send our log records to the front alone: this process must not write to the server's log."""
     log = logging.getLogger("jitney")
     log.setLevel(logging.INFO)
@@ -240,7 +245,7 @@ def _log_to(frames: Frames[Down]) -> None:
 class _FrontLog(logging.Handler):
     """Sends log records to the front, which logs them as its own."""
 
-    def __init__(self, frames: Frames[Down]) -> None:
+    def __init__(self, frames: Frames[ToEngine]) -> None:
         super().__init__()
         self._frames = frames
 
@@ -250,4 +255,4 @@ class _FrontLog(logging.Handler):
 
 
 if __name__ == "__main__":
-    sys.exit(serve_forks(int(sys.argv[1]), ahead=sys.argv[2:-1], loader=sys.argv[-1]))
+    sys.exit(run_fork_server(int(sys.argv[1]), ahead=sys.argv[2:-1], loader=sys.argv[-1]))

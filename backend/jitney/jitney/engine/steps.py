@@ -23,9 +23,19 @@ from jitney.messages import Event
 _log = logging.getLogger(__name__)
 
 
+BeforeStep = Callable[[list[Batch], Batch], None]
+"""Called before each launch, with the batches of the steps in flight, the oldest first, and the new
+batch. So a front knows what the device is computing if it fails, or kills the process."""
+
+
+def ignore_step(in_flight: list[Batch], new: Batch) -> None:
+    """The :data:`BeforeStep` of a front that need not know."""
+
+
 @dataclass(frozen=True, slots=True)
-class _InFlight:
-    """A step that was launched."""
+class _Launched:
+    """A step in flight. The scheduler keeps the same steps, as they were planned, in
+    ``LiveRequests.in_flight``."""
 
     batch: Batch
     step: LaunchedStep
@@ -40,20 +50,18 @@ class Steps:
         runner: Runner,
         overlap: bool,
         clock: Callable[[], float] = time.monotonic,
-        before_step: Callable[[list[Batch]], None] = lambda batches: None,
+        before_step: BeforeStep = ignore_step,
     ) -> None:
-        """``before_step`` is called before each launch, with the batches in flight and the new one,
-        the oldest first."""
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
         self._before_step = before_step
         # Once so many steps are in flight, the oldest is completed before another is launched.
         self._most_in_flight = 2 if overlap else 1
-        self._in_flight: list[_InFlight] = []  # the oldest first
+        self._in_flight: list[_Launched] = []  # the oldest first
         # When the device began the oldest step: at its launch, or when the step before it ended.
         self._busy_since = 0.0
-        self._events: list[Event] = []  # of the present call of make()
+        self._events: list[Event] = []  # until take_events()
         self.out_of_memory = 0
         """Steps that raised MemoryError since :meth:`reset_counts`."""
 
@@ -66,30 +74,37 @@ class Steps:
         """Begin to count anew."""
         self.out_of_memory = 0
 
-    def make(self, now: float) -> list[Event]:
+    def make(self, now: float) -> None:
         """Schedule and launch a step, then complete the oldest in flight: this step, or with
-        overlap the one before it, which ran meanwhile. Returns the events of what was completed.
+        overlap the one before it, which ran meanwhile. :meth:`take_events` has the events of what
+        was completed, also if this raises.
 
         Raises DeviceLostError.
         """
-        self._events = []
         if not (self._scheduler.has_work or self._in_flight):
-            return self._events
+            return
         batch = self._schedule(now)
         if not batch.rows:
             # Nothing can be computed now. What is left depends on the step in flight, if any.
-            self._complete_previous()
-        elif not self._launch(batch):
+            self._complete_oldest_if_any()
+            return
+        is_launched = self._launch(batch)
+        if not is_launched:
             self._scheduler.revert(batch)
             # To execute it again, nothing else may be in flight.
-            self._complete_previous()
+            self._complete_oldest_if_any()
             self._execute_again(batch.rows)
-        elif len(self._in_flight) == self._most_in_flight:
+            return
+        is_full = len(self._in_flight) == self._most_in_flight
+        # A step that runs a draft model overlaps with no other; _schedule() says why.
+        if is_full or _runs_draft_model(batch):
             self._complete_oldest()
-        elif _runs_draft_model(batch):
-            # Such a step overlaps with no other; _schedule() says why.
-            self._complete_oldest()
-        return self._events
+
+    def take_events(self) -> list[Event]:
+        """Take the events of the steps that were completed since the last call."""
+        events = self._events
+        self._events = []
+        return events
 
     def abandon(self) -> None:
         """Wait until nothing is in flight. The outputs are dropped."""
@@ -121,7 +136,7 @@ class Steps:
     def _launch(self, batch: Batch) -> bool:
         """Begin a step. False: it raised, and nothing of it runs."""
         in_flight = [launched.batch for launched in self._in_flight]
-        self._before_step([*in_flight, batch])
+        self._before_step(in_flight, batch)
         began = self._clock()
         try:
             step = self._runner.launch(batch)
@@ -132,10 +147,10 @@ class Steps:
             return False
         if not self._in_flight:  # else the device begins it when the step before it ends
             self._busy_since = began
-        self._in_flight.append(_InFlight(batch, step))
+        self._in_flight.append(_Launched(batch, step))
         return True
 
-    def _complete_previous(self) -> None:
+    def _complete_oldest_if_any(self) -> None:
         """Complete the step that the call before left in flight, if it left one."""
         if self._in_flight:
             self._complete_oldest()
@@ -166,6 +181,8 @@ class Steps:
         try:
             output = self._in_flight[0].step.wait()
         except DeviceLostError:
+            # The step has ended, too: abandon() must not wait for it again.
+            del self._in_flight[0]
             raise
         except Exception as error:
             self._note_failure(error)
@@ -174,37 +191,40 @@ class Steps:
         return output
 
     def _execute_again(self, rows: list[Row]) -> None:
-        """Execute the rows of a reverted step in two halves. Nothing else is in flight. A single
-        row is the second half, and the first is empty: so the row is executed again by itself, and
-        if that raises, too, its request fails."""
-        middle = len(rows) // 2
-        for half in (rows[:middle], rows[middle:]):
-            # A request may have ended since, in the other half: its rows are left out.
-            batch = self._scheduler.retry(half)
-            if batch.rows:
-                self._execute_half(batch)
-
-    def _execute_half(self, batch: Batch) -> None:
-        """Execute a batch. If it raises, execute it in halves again; a row that raises alone fails
-        its request."""
-        output = None
-        if self._launch(batch):
-            output = self._wait_for_oldest()
-        if output is not None:
-            self._events += self._scheduler.update(batch, output, self._clock())
-            return
-        self._scheduler.revert(batch)
-        if len(batch.rows) > 1:
-            self._execute_again(batch.rows)
-            return
-        error = InternalError("the request failed in a step")
-        self._events += self._scheduler.fail(batch.rows[0].key, error)
+        """Execute the rows of a reverted step in halves, and each half that raises in halves again.
+        A row that raises alone fails its request. Nothing else is in flight."""
+        parts = _halves(rows)
+        while parts:
+            # A request may have ended since, in another part: its rows are left out.
+            batch = self._scheduler.retry(parts.pop(0))
+            if not batch.rows:
+                continue
+            output = None
+            if self._launch(batch):
+                output = self._wait_for_oldest()
+            if output is not None:
+                self._events += self._scheduler.update(batch, output, self._clock())
+                continue
+            self._scheduler.revert(batch)
+            if len(batch.rows) > 1:
+                parts = _halves(batch.rows) + parts
+            else:
+                error = InternalError("the request failed in a step")
+                self._events += self._scheduler.fail(batch.rows[0].key, error)
 
     def _note_failure(self, error: Exception) -> None:
         """Called in the handler of ``error``. The device can go on."""
         if isinstance(error, MemoryError):
             self.out_of_memory += 1
         _log.exception("a step raised")
+
+
+def _halves(rows: list[Row]) -> list[list[Row]]:
+    """The rows in two parts; a single row in one."""
+    if len(rows) == 1:
+        return [rows]
+    middle = len(rows) // 2
+    return [rows[:middle], rows[middle:]]
 
 
 def _runs_draft_model(batch: Batch) -> bool:

@@ -10,6 +10,7 @@ If an engine dies while loading, or engines die too often without completing a s
 requests end as UNAVAILABLE, and further ones are refused until another engine is loaded.
 """
 
+import contextlib
 import itertools
 import logging
 import math
@@ -22,12 +23,18 @@ import msgspec
 
 from jitney.config import EngineConfig
 from jitney.engine.engine import Outbox
-from jitney.engine.fork_server import TICK_S, EngineConnection, ForkServer, default_loader
-from jitney.engine.handle import Health
+from jitney.engine.fork_server import (
+    TICK_S,
+    EngineConnection,
+    ForkPlan,
+    ForkServer,
+    default_plan,
+)
+from jitney.engine.handle import Death, Health
 from jitney.engine.inbox import UNLOADED
 from jitney.engine.journal import Journal
 from jitney.engine.process import DEVICE_LOST
-from jitney.engine.wire import Logged, Ready, Refused, RowRange, Start, StepBegun, Stop, Up
+from jitney.engine.wire import Logged, Ready, Refused, RowRange, Start, StepBegun, Stop, ToFront
 from jitney.errors import (
     CheckpointError,
     ConfigError,
@@ -80,8 +87,8 @@ class SupervisedEngine:
         self.health = Health(up=False)
         self._tokenizer = b""  # until the first engine has given it
         self._stopped = threading.Event()
-        names = default_loader() if loader is None else (loader,)
-        self._fork_server = ForkServer(names, self._stopped)
+        plan = default_plan() if loader is None else ForkPlan(loader)
+        self._fork_server = ForkServer(plan, self._stopped)
         self._clock = clock
         self._lock = threading.Lock()  # guards the next three
         self._journal = Journal()
@@ -93,10 +100,11 @@ class SupervisedEngine:
         self._outbox: Outbox = queue.SimpleQueue()
         # Rows of the steps in flight: if the engine dies now, they were being computed.
         self._rows: list[RowRange] = []
+        self._latest_rows: list[RowRange] = []  # those of the step that was launched last
         # Of the last report. Before the first one of an engine: its cache is empty.
         self._stats = StepStats()
-        # When the engine last sent something. While no request is open, an idle engine sends
-        # nothing: then this is set to the present time again and again.
+        # When the engine last sent something. An idle engine sends nothing, so its silence counts
+        # only while a request is open: until then this is set to the present time.
         self._heard = 0.0
         # Times of the deaths since an engine last completed a step.
         self._deaths_without_step: list[float] = []
@@ -145,9 +153,8 @@ class SupervisedEngine:
             if self._refusal is not None and isinstance(message, Submit):
                 raise UnavailableError(self._refusal)
             if not self._journal:
-                # An idle engine sends nothing. Its silence counts from its next request on.
                 self._heard = self._clock()
-            self._journal.take(message)
+            self._journal.note_message(message)
             self._send_due()
 
     def stop(self) -> None:
@@ -163,15 +170,15 @@ class SupervisedEngine:
         """Send what the journal has for the engine. Called under the lock. An engine that was told
         to stop takes nothing more."""
         if self._connection is not None and not self._stopped.is_set():
-            for message in self._journal.due():
+            for message in self._journal.take_unsent():
                 self._connection.send(message)
 
     # ------------------------------------------------------------------ a front that calls step()
 
     @property
     def has_work(self) -> bool:
-        """No: the engine makes its steps by itself, after a cancel too. Nobody has to call
-        :meth:`step` for it."""
+        """Whether the engine needs a call of :meth:`step` to go on: no. It makes its steps by
+        itself, after a cancel too."""
         return False
 
     def run_in_thread(self) -> None:
@@ -220,39 +227,55 @@ class SupervisedEngine:
     def _read(self, connection: EngineConnection) -> str:
         """Hand reports on until the engine ends. Returns why it ended: one of ``CAUSES``."""
         self._heard = self._clock()
-        killed_for = ""
-        while True:
-            try:
-                message = self._receive(connection)
-            except EOFError:  # it has ended, and everything that it sent has been received
-                break
-            if message is None and killed_for:
-                break  # a killed engine sends nothing more, but its socket may stay open
-            if not killed_for:
-                killed_for = self._reason_to_kill()
-                if killed_for:
-                    # Go on receiving: what it sent before it was killed belongs to the clients.
-                    connection.kill()
-            if isinstance(message, StepBegun):
-                self._rows = message.rows
-            elif isinstance(message, StepReport):
-                self._take_report(message)
+        killed_for: str | None = None
+        # An EOFError says that it has ended, and that everything that it sent has been received.
+        with contextlib.suppress(EOFError):
+            killed_for = self._read_until_killed(connection)
+            self._read_rest(connection)
         status = connection.close()
         return killed_for or _cause_of(status)
 
-    def _reason_to_kill(self) -> str:
-        """One of ``CAUSES`` if the engine must be killed now; else empty."""
+    def _read_until_killed(self, connection: EngineConnection) -> str:
+        """Hand reports on until there is a reason to kill the engine, and kill it. Returns the
+        reason. Raises EOFError if it ends by itself."""
+        while True:
+            message = self._receive(connection)
+            reason = self._reason_to_kill()
+            if reason is not None:
+                connection.kill()
+            self._take(message)
+            if reason is not None:
+                return reason
+
+    def _read_rest(self, connection: EngineConnection) -> None:
+        """Hand on what a killed engine has sent before: it belongs to the clients. Raises EOFError
+        at its end. Returns if nothing comes, because its socket may stay open."""
+        while True:
+            message = self._receive(connection)
+            if message is None:
+                return
+            self._take(message)
+
+    def _take(self, message: ToFront | None) -> None:
+        """Do what a message asks for."""
+        if isinstance(message, StepBegun):
+            self._rows = message.in_flight + message.new
+            self._latest_rows = message.new
+        elif isinstance(message, StepReport):
+            self._take_report(message)
+
+    def _reason_to_kill(self) -> str | None:
+        """One of ``CAUSES`` if the engine must be killed now."""
         now = self._clock()
         if now - self._heard > self.config.watchdog_s:
             return "hung"
         if now > self._kill_at:
             return "killed"
-        return ""
+        return None
 
-    def _receive(self, connection: EngineConnection) -> Up | None:
-        """The next message; None if none comes within ``TICK_S``. What has to be done between two
-        messages is done here: the requests that the engine cannot end are ended, and what it logs
-        is logged. Raises EOFError."""
+    def _receive(self, connection: EngineConnection) -> ToFront | None:
+        """The next message; None if none comes within ``TICK_S``. Raises EOFError. Also does what
+        is due between two messages, while a model is loaded, too."""
         message = connection.frames.receive(TICK_S)
         now = self._clock()
         if message is not None or not self._journal:
@@ -263,7 +286,8 @@ class SupervisedEngine:
         return message
 
     def _expire(self, connection: EngineConnection, now: float) -> None:
-        """End held requests at their deadline, and all requests if the engine is silent."""
+        """End the requests whose deadline is reached and that the engine cannot end: those that it
+        has not got, and, if it is silent, all others, too."""
         is_silent = now - self._heard > _SILENT_S
         with self._lock:
             events = self._journal.expire(now, engine_is_silent=is_silent)
@@ -277,15 +301,12 @@ class SupervisedEngine:
         """Note a report in the journal and hand it on."""
         if report.stats.batch_sequences:
             self._deaths_without_step.clear()
-        # Without overlap no step is in flight now. With overlap the next one is, as a rule, and
-        # _rows are its rows. If none is, they are those of the step that has just been completed.
-        # As a rule all of its requests have ended then, and the journal passes over these.
-        if not self.info.overlap:
-            self._rows = []
+        # Of the steps before, only the latest can still be in flight.
+        self._rows = self._latest_rows if report.stats.steps_in_flight else []
         self._stats = report.stats
         with self._lock:
-            events = self._journal.read(report, self._clock())
-            self._send_due()  # if the report clears a suspect, the held requests are due
+            events = self._journal.note_report(report, self._clock())
+            self._send_due()  # if the report clears a suspect, other requests can be sent
         self._outbox.put(StepReport(events, report.stats))
 
     def _report(self, events: Sequence[Event]) -> None:
@@ -302,20 +323,17 @@ class SupervisedEngine:
         began = self._clock()
         self._note_death(cause, began)
         stays_up = len(self._deaths_without_step) < _MOST_DEATHS
-        # As a rule the first attempt is made at once and succeeds, and no client notices.
-        if stays_up and self._try_to_connect():
-            self._log_replaced(cause, self._clock() - began)
-            return
-        for attempt in itertools.count():
+        # The first attempt is made at once. It usually succeeds, and no client notices.
+        is_up = stays_up and self._try_to_connect()
+        pauses = itertools.chain(_PAUSES_S, itertools.repeat(_PAUSES_S[-1]))
+        while not is_up:
             if self._stopped.is_set():
                 return
             self._give_up("the engine does not stay up; it is being started again")
-            pause = _PAUSES_S[min(attempt, len(_PAUSES_S) - 1)]
-            if self._stopped.wait(pause):
+            if self._stopped.wait(next(pauses)):
                 return
-            if self._try_to_connect():
-                self._log_replaced(cause, self._clock() - began)
-                return
+            is_up = self._try_to_connect()
+        self._log_replaced(cause, self._clock() - began)
 
     def _try_to_connect(self) -> bool:
         """Start an engine and load the model. Returns whether that succeeded."""
@@ -332,11 +350,12 @@ class SupervisedEngine:
         with self._lock:
             self.health.up = False
             self._connection = None
-            failed = self._journal.crashed(self._rows)
+            failed = self._journal.note_death(self._rows)
         self._rows = []
+        self._latest_rows = []
         self._stats = StepStats(blocks_total=self.info.num_blocks)
         self.health.restarts[cause] += 1
-        self.health.deaths.append((at, cause))
+        self.health.deaths.append(Death(at, cause))
         self._report(failed)
         if failed:
             self._deaths_without_step.clear()  # the request that caused them is gone

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):
-    """The first message down: load this."""
+    """The first message to the engine: load this."""
 
     config: EngineConfig
     tokenizer: bytes
@@ -30,7 +30,7 @@ class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
-    """The last message down: end after the current step."""
+    """The last message to the engine: end after the current step."""
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
@@ -59,9 +59,12 @@ class RowRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepBegun(msgspec.Struct, frozen=True, array_like=True, tag="begun"):
-    """The device is about to compute these rows. Those of a step still in flight are among them."""
+    """A step is about to be launched."""
 
-    rows: list[RowRange]
+    in_flight: list[RowRange]
+    """The rows of the steps that are in flight already."""
+    new: list[RowRange]
+    """The rows of this step."""
 
 
 class Logged(msgspec.Struct, frozen=True, array_like=True, tag="logged"):
@@ -72,8 +75,8 @@ class Logged(msgspec.Struct, frozen=True, array_like=True, tag="logged"):
     text: str
 
 
-Down = Start | Submit | Finish | Cancel | Stop
-Up = Ready | Refused | StepBegun | StepReport | Logged
+ToEngine = Start | Submit | Finish | Cancel | Stop
+ToFront = Ready | Refused | StepBegun | StepReport | Logged
 
 
 class Frames(Generic[T]):
@@ -90,7 +93,7 @@ class Frames(Generic[T]):
         self._poll = select.poll()
         self._poll.register(end, select.POLLIN)
 
-    def pack(self, message: Down | Up) -> bytes:
+    def pack(self, message: ToEngine | ToFront) -> bytes:
         """The frame of a message, for :meth:`send_packed`."""
         data = self._encoder.encode(message)
         return _LENGTH.pack(len(data)) + data
@@ -100,7 +103,7 @@ class Frames(Generic[T]):
         with self._sending:
             self._end.sendall(frame)
 
-    def send(self, message: Down | Up) -> None:
+    def send(self, message: ToEngine | ToFront) -> None:
         """Send one message, as :meth:`send_packed` does."""
         self.send_packed(self.pack(message))
 

@@ -9,7 +9,7 @@ from jitney.core.policy.plain import ByRank, NoCosts, NoDrafts, NoLimits
 from jitney.core.policy.seam import Admission, DraftPolicy, Policies, StepLimits
 from jitney.core.policy.speculation import Speculation
 from jitney.core.policy.tier_limits import TierLimits
-from jitney.core.policy.tiers import TierAdmission, TierCounts
+from jitney.core.policy.tiers import TierAdmission
 
 
 def choose_policies(
@@ -28,9 +28,6 @@ def choose_policies(
     if speculation is not None:
         drafts = Speculation(speculation, cost)
     if tiers:
-        counts = TierCounts(held_back=[0] * len(tiers), overdue=[0] * len(tiers))
-        limits = TierLimits(tiers, cost, config.block_size, counts)
-        admission = TierAdmission(
-            config, kv, max_running=max_running, watermark=watermark, counts=counts
-        )
+        limits = TierLimits(tiers, cost, config.block_size)
+        admission = TierAdmission(config, kv, max_running=max_running, watermark=watermark)
     return Policies(admission, limits, drafts, cost)

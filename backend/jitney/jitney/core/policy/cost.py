@@ -1,6 +1,6 @@
 """What a step costs: seconds as a sum over the step's shape, with weights learned from steps.
 
-    seconds = w0 + w1 * chunked + w2 * tokens + w3 * samples + w4 * context
+    seconds = w0 + w1 * any_chunk + w2 * tokens + w3 * samples + w4 * context
               + five more terms for drafts and for a draft model
 
 Weights are fitted after 1, 2, 4, … 64 steps. Then they stay until predictions are off: until the
@@ -21,7 +21,7 @@ drafts would seem too dear ever to be tried again.
 No clock here: the caller measures the seconds.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -38,24 +38,25 @@ _FADING = 1 / 400  # part of a draft's weight that a step without drafts takes a
 
 class StepShape(NamedTuple):
     """What a step's seconds depend on. The first five fields are the *plain* ones, in which drafts
-    do not count. The other five describe drafting."""
+    do not count. The other five describe drafting. :class:`Weights` has the same order."""
 
     steps: float = 1.0
-    chunked: float = 0.0
+    """1: what a step takes in any case."""
+    any_chunk: float = 0.0
     """1 if any row has more than one token."""
     tokens: float = 0.0
     samples: float = 0.0
     context: float = 0.0
     """Tokens of the contexts of all rows."""
-    drafted: float = 0.0
+    drafting_rows: float = 0.0
     """Rows with drafts."""
-    drafts: float = 0.0
+    draft_tokens: float = 0.0
     """Drafts of all rows."""
-    asked: float = 0.0
+    asking_rows: float = 0.0
     """Rows for which a draft model computes any token."""
-    passes: float = 0.0
+    model_passes: float = 0.0
     """Passes of the draft model to propose: the most tokens that it proposes for a row."""
-    read: float = 0.0
+    tokens_read: float = 0.0
     """Tokens of sequences that the draft model computes before it proposes."""
 
     @classmethod
@@ -65,39 +66,54 @@ class StepShape(NamedTuple):
         drafts = sum(row.drafts for row in rows)
         tokens = batch.num_tokens - drafts
         return cls(
-            chunked=1.0 if tokens > len(rows) else 0.0,
+            any_chunk=1.0 if tokens > len(rows) else 0.0,
             tokens=tokens,
             samples=sum(len(row.sample) for row in rows),
             context=sum(row.end for row in rows) - drafts,
-            drafted=len([row for row in rows if row.drafts]),
-            drafts=drafts,
-            asked=len([output for output in outputs if output.read]),
-            passes=max((len(output.proposal) for output in outputs), default=0),
-            read=sum(output.read for output in outputs),
+            drafting_rows=len([row for row in rows if row.drafts]),
+            draft_tokens=drafts,
+            asking_rows=len([output for output in outputs if output.read]),
+            model_passes=max((len(output.proposal) for output in outputs), default=0),
+            tokens_read=sum(output.read for output in outputs),
         )
+
+
+class Weights(NamedTuple):
+    """What one of each field of a :class:`StepShape` takes, in seconds. The fields have the same
+    order."""
+
+    step: float = 0.0
+    any_chunk: float = 0.0
+    token: float = 0.0
+    sample: float = 0.0
+    context_token: float = 0.0
+    drafting_row: float = 0.0
+    draft: float = 0.0
+    asking_row: float = 0.0
+    model_pass: float = 0.0
+    read_token: float = 0.0
 
 
 _NUM_PLAIN = 5
 """How many fields of a shape are plain."""
 _NUM_FADING = 2
-"""How many weights of drafting fade: ``drafted`` and ``drafts``. What a draft model costs does not
-fade: it must not look cheaper with each step in which it is not asked."""
-# The typical size of each field. If two fields always grow together, the steps do not tell which of
-# them takes the seconds. Then a fit divides the seconds that the old weights do not explain in
-# proportion to (field / typical size) ** 2, by the precision in `_fit`. An example: one row asks a
-# draft model, which reads 1,000 tokens first. Then `read` is 10 times its typical size, `asked` a
-# tenth of it, and nearly all of these seconds go to `read`.
+"""How many weights of drafting fade: ``drafting_row`` and ``draft``, the first two. What a draft
+model costs does not fade: it must not look cheaper with each step in which it is not asked."""
+# Scales of the fields. `_fit` uses them to share seconds between fields that always grow together:
+# in proportion to (field / typical size) ** 2. An example: one row asks a draft model, which reads
+# 1,000 tokens first. Then `tokens_read` is 10 times its typical size, `asking_rows` a tenth of its
+# own, and nearly all of the new seconds go to `tokens_read`.
 _TYPICAL = StepShape(
     steps=1.0,
-    chunked=1.0,
+    any_chunk=1.0,
     tokens=100.0,
     samples=100.0,
     context=10_000.0,
-    drafted=10.0,
-    drafts=100.0,
-    asked=10.0,
-    passes=5.0,
-    read=100.0,
+    drafting_rows=10.0,
+    draft_tokens=100.0,
+    asking_rows=10.0,
+    model_passes=5.0,
+    tokens_read=100.0,
 )
 
 
@@ -107,8 +123,8 @@ class StepCost:
     def __init__(self) -> None:
         self._plain = _Fitted(_TYPICAL[:_NUM_PLAIN])
         self._drafting = _Fitted(_TYPICAL[_NUM_PLAIN:], plain=self._plain)
-        self.weights: StepShape | None = None
-        """Seconds for one of each field, none negative. None before any step was measured."""
+        self.weights: Weights | None = None
+        """None of them is negative. None before any step was measured."""
 
     def note_step(self, batch: Batch, output: StepOutput, seconds: float) -> None:
         self.add(StepShape.of(batch, output.rows), seconds)
@@ -121,12 +137,14 @@ class StepCost:
         drafting = shape[_NUM_PLAIN:]
         if any(drafting):
             step = _MeasuredStep(seconds, fields=drafting, plain=plain)
-            self._drafting.add(step, apart=shape.drafts > 0)
+            kind = "with drafts" if shape.draft_tokens else "without drafts"
+            self._drafting.add(step, kind)
         else:
             step = _MeasuredStep(seconds, fields=plain)
-            self._plain.add(step, apart=shape.chunked > 0)
+            kind = "with chunks" if shape.any_chunk else "without chunks"
+            self._plain.add(step, kind)
             self._drafting.fade(_NUM_FADING)
-        self.weights = StepShape(*self._plain.weights, *self._drafting.weights)
+        self.weights = Weights(*self._plain.weights, *self._drafting.weights)
 
     def seconds(self, shape: StepShape) -> float:
         """What a step of this shape should take. 0 before any has been measured."""
@@ -144,6 +162,10 @@ class _MeasuredStep(NamedTuple):
     """The plain fields, if ``fields`` are those of drafting."""
 
 
+def _latest_errors() -> deque[float]:
+    return deque(maxlen=_CHECKED)
+
+
 class _Fitted:
     """The plain weights or those of drafting, and the recent steps that they are fitted to."""
 
@@ -156,18 +178,16 @@ class _Fitted:
         self._first_seconds = 0.0  # of the first step
         self._count = 0
         self._recent: deque[_MeasuredStep] = deque(maxlen=_RECENT)
-        self._errors: deque[float] = deque(maxlen=_CHECKED)
-        self._errors_apart: deque[float] = deque(maxlen=_CHECKED)
+        # Latest errors by kind of step. Else those of a rare kind would not show among the others.
+        self._errors: defaultdict[str, deque[float]] = defaultdict(_latest_errors)
 
-    def add(self, step: _MeasuredStep, *, apart: bool) -> None:
-        """Learn from a step. ``apart``: for the plain weights, whether the step has chunks; for
-        those of drafting, whether it has drafts. The mean errors of steps with and without are kept
-        apart. Else those of the rarer kind would not show among the others."""
+    def add(self, step: _MeasuredStep, kind: str) -> None:
+        """Learn from a step."""
         self._count += 1
         if self._count == 1:
             self._first_seconds = step.seconds
         error = (dot(self.weights, step.fields) - self._seconds_of_fields(step)) / step.seconds
-        errors = self._errors_apart if apart else self._errors
+        errors = self._errors[kind]
         errors.append(max(min(error, 1.0), -1.0))
         self._recent.append(step)
         if self._is_due(errors):
@@ -196,15 +216,14 @@ class _Fitted:
 
     def _fit(self) -> None:
         self._errors.clear()
-        self._errors_apart.clear()
         points = [
             Point(step.fields, self._seconds_of_fields(step), importance=1 / step.seconds**2)
             for step in self._recent
         ]
-        # The importance makes the error of a step relative to its seconds. The precision does the
-        # same for the change of a weight. `change * size` is what that changes in the seconds of a
-        # step whose field has its typical size, and `change * size / seconds` is relative to a
-        # step. `fit` multiplies the square of the change by the precision.
+        # The importance makes the error of a step relative to its seconds. The precision penalizes
+        # the change of a weight by what it changes in a step whose field has its typical size,
+        # relative to the seconds of the first step. So fields that always grow together share new
+        # seconds in proportion to (field / typical size) ** 2.
         seconds = self._first_seconds
         precision = [_PRECISION * (size / seconds) ** 2 for size in self._typical]
-        self.weights = fit(points, before=self.weights, precision=precision)
+        self.weights = fit(points, prior=self.weights, precision=precision)

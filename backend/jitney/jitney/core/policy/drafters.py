@@ -4,6 +4,7 @@
 computes.
 """
 
+from itertools import cycle, islice
 from typing import Protocol
 
 from jitney.config import SpeculationConfig
@@ -37,6 +38,7 @@ class NgramDrafter:
             return []
         last = sequence.tokens(max(size - self._longest, 0), size)
         for length in self._lengths:
+            # The hash alone, to save memory: a collision costs a wrong draft.
             end = drafting.ngrams.get(hash(tuple(last[-length:])))
             if end is not None:
                 return _what_followed(sequence, end, most)
@@ -64,12 +66,8 @@ class NgramDrafter:
 def _what_followed(sequence: Sequence, end: int, most: int) -> list[int]:
     """``most`` tokens from position ``end`` on. If the sequence has fewer, these are repeated: a
     text that repeats itself once may do so again."""
-    size = sequence.num_tokens
-    found = sequence.tokens(end, min(end + most, size))
-    period = size - end
-    while len(found) < most:
-        found.append(found[-period])
-    return found
+    found = sequence.tokens(end, min(end + most, sequence.num_tokens))
+    return list(islice(cycle(found), most))
 
 
 class RunnerDrafter:

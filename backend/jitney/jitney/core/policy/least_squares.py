@@ -22,16 +22,17 @@ def dot(a: Vector, b: Vector) -> float:
     return sum(map(mul, a, b))
 
 
-def fit(points: Iterable[Point], *, before: Vector, precision: Vector) -> list[float]:
-    """The weights ``w``, none of them negative, that minimize the sum of two things:
+def fit(points: Iterable[Point], *, prior: Vector, precision: Vector) -> list[float]:
+    """Ridge regression. The weights ``w``, none of them negative, that minimize the sum of two
+    things:
 
     - over the points: ``importance * (dot(w, x) - y) ** 2``,
-    - over the weights: ``precision * (w - before) ** 2``.
+    - over the weights: ``precision * (w - prior) ** 2``.
 
-    So a weight that the points do not determine stays near ``before``.
+    So a weight that the points do not determine stays near ``prior``.
     """
     # The normal equations: matrix * w = vector.
-    size = len(before)
+    size = len(prior)
     matrix = [[0.0] * size for _ in range(size)]
     vector = [0.0] * size
     for x, y, importance in points:
@@ -45,7 +46,7 @@ def fit(points: Iterable[Point], *, before: Vector, precision: Vector) -> list[f
                 row[j] += scaled * x_j
     for i in range(size):
         matrix[i][i] += precision[i]
-        vector[i] += precision[i] * before[i]
+        vector[i] += precision[i] * prior[i]
     return _solve_not_negative(matrix, vector)
 
 

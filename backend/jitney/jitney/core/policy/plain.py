@@ -4,9 +4,9 @@ from bisect import insort
 from collections.abc import Iterator
 
 from jitney.batch import Batch, Row, StepOutput
-from jitney.core.policy.seam import DraftChoice, StepLimits, Terms
-from jitney.core.request import Request, Sequence, by_rank, remove_ranked
-from jitney.errors import UnavailableError
+from jitney.core.policy.queue_limit import check_queue_limit
+from jitney.core.policy.seam import DraftChoice, StepLimits, TierTerms
+from jitney.core.request import Request, Sequence, order, remove_ordered
 from jitney.messages import Submit, TierStats
 
 
@@ -15,48 +15,50 @@ class ByRank:
 
     def __init__(self, max_running: int, max_queued: int) -> None:
         self.max_running = max_running
-        self.num_queued = 0
+        # Key of a queued request -> how many sequences it has.
+        self._queued: dict[int, int] = {}
         self._max_queued = max_queued
         self._queue: list[Sequence] = []
         self._left_waiting = False  # whether the last step did not admit all that waited
 
     # ------------------------------------------------------------------ requests
 
-    def terms_of(self, message: Submit) -> Terms:
-        return Terms(most_running=self.max_running)
+    def tier_terms_of(self, message: Submit) -> TierTerms:
+        return TierTerms(most_running=self.max_running)
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._queued)
 
     def check_queue(self, message: Submit, running: list[Sequence]) -> None:
-        queued = self.num_queued
-        if queued < self._max_queued:
+        if len(self._queued) < self._max_queued:
             return
-        # Requests that the next step will admit do not count. But if the last step left sequences
-        # waiting, blocks or budget are short, and the next step may admit none.
-        next_step_admits = not (self._left_waiting and self._queue)
-        if next_step_admits:
-            queued -= max(self.num_admissible(running), 0)
-        if queued >= self._max_queued:
-            raise UnavailableError.of_queue(queued, self._max_queued)
+        # If the last step left sequences waiting that still wait, blocks or budget are short, and
+        # the next step may admit none.
+        still_short = self._left_waiting and bool(self._queue)
+        free_slots = 0 if still_short else self.num_free_slots(running)
+        check_queue_limit(self._queued.values(), self._max_queued, free_slots=free_slots)
 
     def count_queued(self, message: Submit) -> None:
-        self.num_queued += 1
+        self._queued[message.key] = message.params.n
 
     def count_dequeued(self, message: Submit) -> None:
-        self.num_queued -= 1
+        del self._queued[message.key]
 
     # ------------------------------------------------------------------ waiting sequences
 
     def add(self, sequence: Sequence) -> None:
-        insort(self._queue, sequence, key=by_rank)
+        insort(self._queue, sequence, key=order)
 
     def remove(self, sequence: Sequence) -> None:
-        remove_ranked(self._queue, sequence)
+        remove_ordered(self._queue, sequence)
 
     @property
     def num_waiting(self) -> int:
         return len(self._queue)
 
     def waiting(self) -> Iterator[Sequence]:
-        assert sorted(self._queue, key=by_rank) == self._queue, "the queue is out of order"
+        assert sorted(self._queue, key=order) == self._queue, "the queue is out of order"
         return iter(self._queue)
 
     def first(self, running: list[Sequence]) -> Sequence | None:
@@ -64,17 +66,17 @@ class ByRank:
 
     # ------------------------------------------------------------------ running sequences
 
-    def num_admissible(self, running: list[Sequence]) -> int:
+    def num_free_slots(self, running: list[Sequence]) -> int:
         return self.max_running - len(running) - self.num_forks_due(running)
 
     def num_forks_due(self, running: list[Sequence]) -> int:
-        return sum(sequence.request.forks_due for sequence in running)
+        return sum(sequence.request.num_forks_due for sequence in running)
 
     def is_full(self, request: Request, running: list[Sequence]) -> bool:
         return len(running) >= self.max_running
 
-    def sort(self, running: list[Sequence], now: float) -> None:
-        """Ranks never change."""
+    def begin_step(self, running: list[Sequence], now: float) -> None:
+        """Ranks never change, and all levels are 0."""
 
     def urgent(self, running: list[Sequence]) -> Sequence | None:
         return None
@@ -89,7 +91,7 @@ class ByRank:
     def note_planned(self, now: float) -> None:
         self._left_waiting = bool(self._queue)
 
-    def stats(self, running: list[Sequence]) -> list[TierStats]:
+    def stats(self, running: list[Sequence], held_back: list[int]) -> list[TierStats]:
         return []
 
     def reset_counts(self) -> None:
@@ -102,6 +104,9 @@ class NoLimits:
     is_active = False
     target = None
 
+    def __init__(self) -> None:
+        self.held_back: list[int] = []
+
     def begin(self, running: list[Sequence]) -> None:
         """Nothing is limited."""
 
@@ -111,17 +116,23 @@ class NoLimits:
     def may_decode(self, sequence: Sequence) -> bool:
         return True
 
+    def note_held_back(self, sequence: Sequence) -> None:
+        """Nothing is limited."""
+
     def count_decode(self, sequence: Sequence) -> None:
         """Nothing is limited."""
 
-    def limit_chunk(self, sequence: Sequence, most: int) -> int:
+    def take_chunk(self, sequence: Sequence, most: int) -> int:
         return most
 
-    def limit_drafts(self, choice: DraftChoice) -> None:
+    def take_drafts(self, choice: DraftChoice) -> None:
         """Nothing is limited."""
 
     def note_step(self, target: float | None, now: float) -> None:
         """Nothing is learned."""
+
+    def reset_counts(self) -> None:
+        """Nothing is counted."""
 
 
 class NoDrafts:

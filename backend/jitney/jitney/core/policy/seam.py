@@ -6,8 +6,9 @@
 - :class:`CostModel`: what a step costs, learned from completed steps.
 
 Without options, ``plain`` answers: one queue by rank, no limits, no drafts. All methods are called
-from the engine's thread. Lists of running sequences are the scheduler's own, by rank: a policy
-reads them, and only :meth:`Admission.sort` changes their order.
+from the engine's thread. Lists of running sequences are the scheduler's own, in order: a policy
+reads them, and only :meth:`Admission.begin_step` changes their order. Methods named ``take_…``,
+``count_…`` and ``note_…`` change what the policy knows; the others are queries.
 """
 
 from collections.abc import Iterator
@@ -20,8 +21,8 @@ from jitney.messages import Submit, TierStats
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """What tier a request has, and what follows from that."""
+class TierTerms:
+    """The tier of a request, and what follows from it for the scheduler."""
 
     most_running: int
     """Most sequences of its tier that may run at once; without tiers, of all."""
@@ -44,8 +45,8 @@ class Admission(Protocol):
 
     # -- requests
 
-    def terms_of(self, message: Submit) -> Terms:
-        """The terms of a new request."""
+    def tier_terms_of(self, message: Submit) -> TierTerms:
+        """What follows from the tier of a new request."""
 
     def check_queue(self, message: Submit, running: list[Sequence]) -> None:
         """Raise UnavailableError if the queue is full for this request."""
@@ -77,21 +78,21 @@ class Admission(Protocol):
 
     # -- running sequences
 
-    def num_admissible(self, running: list[Sequence]) -> int:
+    def num_free_slots(self, running: list[Sequence]) -> int:
         """How many more sequences may be admitted. The forks that the running requests have yet to
         make are counted as if they ran. The number is negative if these are more than may run: some
         of them will wait."""
 
     def num_forks_due(self, running: list[Sequence]) -> int:
-        """How many forks the running requests have yet to make, as :meth:`num_admissible` counts
+        """How many forks the running requests have yet to make, as :meth:`num_free_slots` counts
         them."""
 
     def is_full(self, request: Request, running: list[Sequence]) -> bool:
         """Whether no further sequence of this request may run."""
 
-    def sort(self, running: list[Sequence], now: float) -> None:
-        """A step is to be planned: sort the running sequences by their levels at ``now``, and by
-        rank."""
+    def begin_step(self, running: list[Sequence], now: float) -> None:
+        """A step is to be planned: set the levels of the running sequences as of ``now``, and put
+        them in order."""
 
     def urgent(self, running: list[Sequence]) -> Sequence | None:
         """The waiting sequence, if any, that is admitted before the running sequences are planned.
@@ -100,7 +101,7 @@ class Admission(Protocol):
     def to_preempt(
         self, urgent: Sequence, hits: list[int], running: list[Sequence]
     ) -> list[Sequence]:
-        """The running sequences to preempt so that ``urgent`` can run, the last by rank first.
+        """The running sequences to preempt so that ``urgent`` can run, the last one first.
         Empty if it can run without any preemption. Empty also if it could not run even if all
         sequences that may be preempted for it were. ``hits``: the cached blocks that it would begin
         with."""
@@ -110,8 +111,9 @@ class Admission(Protocol):
     def note_planned(self, now: float) -> None:
         """A step was planned."""
 
-    def stats(self, running: list[Sequence]) -> list[TierStats]:
-        """Gauges and counts by tier; empty without tiers."""
+    def stats(self, running: list[Sequence], held_back: list[int]) -> list[TierStats]:
+        """Gauges and counts by tier; empty without tiers. ``held_back``: what
+        :attr:`StepLimits.held_back` has counted."""
 
     def reset_counts(self) -> None:
         """Count from zero."""
@@ -145,6 +147,9 @@ class StepLimits(Protocol):
     is_active: bool
     """Whether anything is ever limited. If not, the planner does not ask for each row."""
 
+    held_back: list[int]
+    """By tier: how often a decode was left out or a chunk was cut, since :meth:`reset_counts`."""
+
     @property
     def target(self) -> float | None:
         """Seconds that the planned step should take at most. None if nothing limits it."""
@@ -158,18 +163,25 @@ class StepLimits(Protocol):
     def may_decode(self, sequence: Sequence) -> bool:
         """Whether the step has seconds left for a decode of this sequence."""
 
+    def note_held_back(self, sequence: Sequence) -> None:
+        """A decode of this sequence is left out, because it may not decode."""
+
     def count_decode(self, sequence: Sequence) -> None:
         """A decode of this sequence is planned: count its seconds."""
 
-    def limit_chunk(self, sequence: Sequence, most: int) -> int:
-        """How many tokens a chunk of at most ``most`` may have. Their seconds are counted."""
+    def take_chunk(self, sequence: Sequence, most: int) -> int:
+        """Take the seconds for a chunk of at most ``most`` tokens. Returns how many tokens it may
+        have. Called once for each chunk."""
 
-    def limit_drafts(self, choice: DraftChoice) -> None:
-        """Cut the drafts of a decode down to what the step has seconds left for. The seconds of
-        what remains are counted."""
+    def take_drafts(self, choice: DraftChoice) -> None:
+        """Cut the drafts of a decode down to what the step has seconds left for, and take the
+        seconds of what remains."""
 
     def note_step(self, target: float | None, now: float) -> None:
         """A step with this :attr:`target` is complete."""
+
+    def reset_counts(self) -> None:
+        """Count from zero."""
 
 
 class DraftPolicy(Protocol):
@@ -182,7 +194,7 @@ class DraftPolicy(Protocol):
         """A step of these sequences is to be planned: choose which of them may have drafts."""
 
     def choice_of(self, sequence: Sequence, most: int, most_read: int) -> DraftChoice:
-        """What a decode computes behind its token: at most ``most`` drafts. If a draft model is
+        """What a decode computes after its token: at most ``most`` drafts. If a draft model is
         asked to propose, it may read at most ``most_read`` tokens first."""
 
     def waits_for_sample(self, sequence: Sequence) -> bool:
@@ -211,6 +223,15 @@ class Policies:
     limits: StepLimits
     drafts: DraftPolicy
     cost: CostModel
+
+    def tier_stats(self, running: list[Sequence]) -> list[TierStats]:
+        """Gauges and counts by tier; empty without tiers."""
+        return self.admission.stats(running, self.limits.held_back)
+
+    def reset_counts(self) -> None:
+        """Count from zero."""
+        self.admission.reset_counts()
+        self.limits.reset_counts()
 
     def note_step(
         self,

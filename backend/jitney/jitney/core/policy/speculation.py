@@ -1,8 +1,8 @@
 """Speculative decoding: which tokens are drafted, and how many of them a step computes.
 
 A drafter proposes tokens that may follow a sequence. A row may compute some of them, its *drafts*,
-behind the token that is due; the step samples behind each. Sampling is keyed by (seed, sequence
-index, position). So the samples behind right drafts are the very tokens that steps without drafts
+after the token that is due; the step samples after each. Sampling is keyed by (seed, sequence
+index, position). So the samples after right drafts are the very tokens that steps without drafts
 would have made, and ``outcome`` keeps them as far as the drafts are right.
 
 A draft is taken if the probability that it is accepted, times the value of a token, exceeds the
@@ -19,6 +19,7 @@ shows that its drafts are wrong. If asking gains nothing, one sequence asks for 
 then: a *try*. Tries take at most a small share of the time.
 """
 
+import enum
 import math
 from itertools import takewhile
 from operator import attrgetter
@@ -37,14 +38,20 @@ _MEMORY_OF_ALL = 16  # comparisons that the average of all sequences covers, rou
 # of its own.
 _PRIOR = 8.0
 _SURE = 0.98  # highest probability that is assumed for a draft
-_LEAST_BAR = 0.05  # lowest price of a draft, however cheap steps with drafts seem to be
-_UNMEASURED_BAR = 0.5  # price of a draft before any step was measured
+_LEAST_PRICE = 0.05  # lowest price of a draft, however cheap steps with drafts seem to be
+_UNMEASURED_PRICE = 0.5  # price of a draft before any step was measured
 _NO_WAIT_STEPS = 16  # steps in which a sequence does not wait for a pending token, once refused
 _REST_EVERY = 64  # steps, of which one has no drafts, to measure what such a step takes
 _TRIED = 4  # tokens that are asked for in a try
 # Share of the time that one sequence saves for tries, if a draft model does not pay. Several
 # sequences save a smaller share: see `_try`.
 _TRIES = 0.03
+# Tokens that a draft model may read beside those that it has not read yet:
+# - the token that this step samples;
+# - a token that it read before, if this step writes the first slot of that token's block: the model
+#   forgets such a block (see `execution.draft`);
+# - with a grammar, the last sample: another token may have been forced in its place.
+_REREAD = 3
 # Drafts must gain so many times what they cost, for two reasons. Sequences whose average is high
 # are chosen, and an average may be high by chance. And the learned cost is linear, while steps are
 # not quite.
@@ -56,43 +63,51 @@ _unread = attrgetter("unread")
 class Prices(NamedTuple):
     """What drafts cost, in values of a token: 1.0 is what a token is worth."""
 
-    bar: float
-    """Of a draft. It pays if it is right with a greater probability than this."""
-    of_row: float = 0.0
+    draft: float
+    """It pays if it is right with a greater probability than this."""
+    drafting_row: float = 0.0
     """Of a row that has drafts, beside the drafts."""
-    of_asking: float = 0.0
+    asking_row: float = 0.0
     """Of a row that asks a draft model, beside passes and reading."""
-    of_pass: float = 0.0
+    model_pass: float = 0.0
     """Of a pass of the draft model, which proposes one token for every row that asks."""
-    of_read: float = 0.0
+    read_token: float = 0.0
     """Of a token that the draft model reads before it proposes."""
 
 
-NO_DRAFTS = Prices(1.0, of_row=math.inf, of_asking=math.inf)
+NO_DRAFTS = Prices(draft=1.0, drafting_row=math.inf, asking_row=math.inf)
 """At these prices no draft pays."""
 
 
-class _Asking(NamedTuple):
+class _Phase(enum.Enum):
+    """Whether a step or the next one *rests*: has no drafts, to measure what such a step takes."""
+
+    NORMAL = enum.auto()
+    BEFORE_REST = enum.auto()
+    REST = enum.auto()
+
+
+class _Candidate(NamedTuple):
     """A sequence that may ask the draft model in this step."""
 
     drafting: Drafting
-    """Its ``propose`` is set."""
+    """``_ask`` writes its answer to ``drafting.propose``."""
     chance: float
     """The probability that a draft is right if those before it are."""
-    left: int
-    """Tokens that the sequence may still make, without the last one."""
+    drafts_left: int
+    """Tokens that the sequence may still make, without the last one, which is never a draft."""
     unread: int
     """Tokens that the draft model has not read."""
     is_new: bool
     """Whether the draft model has read none of it."""
 
     @classmethod
-    def of(cls, sequence: Sequence, drafting: Drafting, chance: float) -> "_Asking":
+    def of(cls, sequence: Sequence, drafting: Drafting, chance: float) -> "_Candidate":
         """A sequence whose drafts are right with probability ``chance``."""
         return cls(
             drafting=drafting,
             chance=chance,
-            left=sequence.limit - sequence.num_tokens,
+            drafts_left=sequence.num_tokens_left - 1,
             unread=sequence.num_tokens - sequence.num_read,
             is_new=not sequence.num_read,
         )
@@ -122,10 +137,10 @@ class Speculation:
         decoding = [
             sequence
             for sequence in running
-            if sequence.output and sequence.num_planned < sequence.limit
+            if sequence.output and sequence.num_planned < sequence.max_computed
         ]
         prices = self._prices(decoding)
-        asking: list[_Asking] = []
+        asking: list[_Candidate] = []
         for sequence in decoding:
             drafting = _begin_step(sequence)
             if limits.is_limited(sequence):
@@ -134,11 +149,11 @@ class Speculation:
             if drafting.made_at != sequence.num_tokens:
                 self._renew_proposal(sequence, drafting)
             chance = self._chance(drafting)
-            count, gain = _worth(chance, prices.bar, len(drafting.proposal))
-            if gain >= prices.of_row:
+            count, gain = _worth(chance, prices.draft, len(drafting.proposal))
+            if gain >= prices.drafting_row:
                 drafting.num_drafts = count
             if self.asks and _may_ask(sequence):
-                asking.append(_Asking.of(sequence, drafting, chance))
+                asking.append(_Candidate.of(sequence, drafting, chance))
         if asking:
             self._ask(asking, prices)
 
@@ -149,16 +164,12 @@ class Speculation:
         drafts = self._good_drafts(sequence, drafting)
         any_chosen = bool(drafts or drafting.propose)
         del drafts[most:]
-        # Positions that the sequence may compute behind this row: more is not proposed.
-        left = sequence.limit - sequence.num_planned - 1 - len(drafts)
+        # Positions that the sequence may compute after this row: more is not proposed.
+        left = sequence.max_computed - sequence.num_planned - 1 - len(drafts)
         choice = DraftChoice(drafts, propose=min(drafting.propose, left))
         if choice.propose:
             unread = sequence.num_tokens + len(drafts) - sequence.num_read
-            # Up to three tokens more. The draft model reads the token that this step samples. It
-            # forgets a block in which this step writes the first slot, and so it may have to read
-            # the token in that slot again. With a grammar it reads the last sample again, because
-            # another token may have been forced in its place.
-            choice.most_read = min(unread + 3, most_read)
+            choice.most_read = min(unread + _REREAD, most_read)
         if not choice.most_read:
             choice.ask_nothing()
         if any_chosen and choice.is_empty:
@@ -169,7 +180,7 @@ class Speculation:
         """The first ``num_drafts`` tokens of the proposal, cut before the first token that cannot
         be a draft: one that would be beyond the sequence's greatest length, that would end it, that
         its grammar forbids, or that would complete its grammar."""
-        most = min(drafting.num_drafts, sequence.limit - sequence.num_tokens)
+        most = min(drafting.num_drafts, sequence.max_computed - sequence.num_tokens)
         stop_ids = sequence.request.message.stop_ids
         drafts = list(takewhile(lambda id: id not in stop_ids, drafting.proposal[:most]))
         grammar = sequence.grammar
@@ -202,7 +213,7 @@ class Speculation:
 
     # ------------------------------------------------------------------ whom to ask
 
-    def _ask(self, asking: list[_Asking], prices: Prices) -> None:
+    def _ask(self, asking: list[_Candidate], prices: Prices) -> None:
         """Decide how many tokens a draft model is to propose for each sequence."""
         self._propose_what_pays(asking, prices)
         passes = _passes_that_pay(asking, prices)
@@ -213,30 +224,30 @@ class Speculation:
         if not passes:
             self._try(asking, prices)
 
-    def _propose_what_pays(self, asking: list[_Asking], prices: Prices) -> None:
+    def _propose_what_pays(self, asking: list[_Candidate], prices: Prices) -> None:
         """Let each sequence ask for as many tokens as it would take as drafts, if these gain more
         than it costs to read the sequence first. The price of passes comes later, because all
         sequences share it."""
-        of_row = prices.of_row + prices.of_asking
+        fixed = prices.drafting_row + prices.asking_row
         for candidate in asking:
-            count, gain = _worth(candidate.chance, prices.bar, self._most)
+            count, gain = _worth(candidate.chance, prices.draft, self._most)
             if not count:
                 continue
             # The sequence is read once, and the drafts gain in every step until it ends.
-            steps_left = candidate.left / (1 + count)
-            if (gain - of_row) * steps_left >= prices.of_read * candidate.unread:
+            steps_left = candidate.drafts_left / (1 + count)
+            if (gain - fixed) * steps_left >= prices.read_token * candidate.unread:
                 candidate.drafting.propose = count
 
-    def _try(self, asking: list[_Asking], prices: Prices) -> None:
+    def _try(self, asking: list[_Candidate], prices: Prices) -> None:
         """Asking gains nothing: save a little in each step. Once that pays for a try, ask for the
         sequence of which the model has the least to read."""
         least = min(asking, key=_unread)
-        cost = prices.of_row + prices.of_asking
-        cost += prices.of_read * least.unread
-        cost += _TRIED * (prices.of_pass + prices.bar)
-        # A step is worth one value of a token for each of its rows. So a single sequence saves the
-        # share _TRIES of the time. n sequences save sqrt(n) times as much in a step that is worth n
-        # times as much: a smaller share of the time, but a try comes after fewer steps.
+        cost = prices.drafting_row + prices.asking_row
+        cost += prices.read_token * least.unread
+        cost += _TRIED * (prices.model_pass + prices.draft)
+        # n rows save _TRIES * sqrt(n) values of a token in a step that is worth n of them. So that
+        # is the share _TRIES / sqrt(n) of the time: less than for a single row, but a try comes
+        # after fewer steps.
         self._saved_for_try += _TRIES * len(asking) ** 0.5
         if cost <= self._saved_for_try:
             least.drafting.propose = min(_TRIED, self._most)
@@ -251,24 +262,31 @@ class Speculation:
         plain = StepShape(tokens=rows, samples=rows, context=context)
         seconds = self._cost.seconds(plain)
         if weights is None or seconds <= 0.0 or not rows:
-            return Prices(_UNMEASURED_BAR)
-        self._steps += 1
-        # The first step of every _REST_EVERY *rests*: it has no drafts.
-        rests = self._steps % _REST_EVERY == 1
-        next_rests = self._steps % _REST_EVERY == 0
-        if rests:
+            return Prices(draft=_UNMEASURED_PRICE)
+        phase = self._next_phase()
+        if phase is _Phase.REST:
             return NO_DRAFTS
-        value = seconds / rows / _MARGIN
-        of_asking = weights.asked / value
-        if next_rests:  # the next step has no drafts, so it could not use a proposal of this one
-            of_asking = math.inf
+        value_of_token = seconds / rows
+        scale = _MARGIN / value_of_token
+        asking_row = scale * weights.asking_row
+        if phase is _Phase.BEFORE_REST:  # the next step could not use a proposal of this one
+            asking_row = math.inf
         return Prices(
-            bar=max(weights.drafts / value, _LEAST_BAR),
-            of_row=weights.drafted / value,
-            of_asking=of_asking,
-            of_pass=weights.passes / value,
-            of_read=weights.read / value,
+            draft=max(scale * weights.draft, _LEAST_PRICE),
+            drafting_row=scale * weights.drafting_row,
+            asking_row=asking_row,
+            model_pass=scale * weights.model_pass,
+            read_token=scale * weights.read_token,
         )
+
+    def _next_phase(self) -> _Phase:
+        """Count a step with known prices. One of every _REST_EVERY rests."""
+        self._steps += 1
+        if self._steps % _REST_EVERY == 1:
+            return _Phase.REST
+        if self._steps % _REST_EVERY == 0:
+            return _Phase.BEFORE_REST
+        return _Phase.NORMAL
 
     def _chance(self, drafting: Drafting) -> float:
         """The probability that a draft of a sequence is right if those before it are."""
@@ -277,16 +295,19 @@ class Speculation:
 
     def _renew_proposal(self, sequence: Sequence, drafting: Drafting) -> None:
         """Compare the last proposal with the output since then, and propose again."""
-        # Before the first proposal, `made_at` is 0 and the slice means nothing. But the proposal is
-        # empty then, so nothing is compared.
+        if drafting.proposal:
+            self._compare(sequence, drafting)
+        drafting.proposal = self.drafter.propose(sequence, self._most)
+        drafting.made_at = sequence.num_tokens
+
+    def _compare(self, sequence: Sequence, drafting: Drafting) -> None:
+        """Compare a proposal with the output since it was made, up to the first wrong token."""
         output_since = sequence.output[drafting.made_at - len(sequence.prompt) :]
         for proposed, token in zip(drafting.proposal, output_since, strict=False):
             is_right = proposed == token
             self._note_comparison(drafting, is_right)
             if not is_right:
                 break
-        drafting.proposal = self.drafter.propose(sequence, self._most)
-        drafting.made_at = sequence.num_tokens
 
     def _note_comparison(self, drafting: Drafting, is_right: bool) -> None:
         """Note whether a proposed token was right."""
@@ -315,14 +336,14 @@ def _begin_step(sequence: Sequence) -> Drafting:
 def _may_ask(sequence: Sequence) -> bool:
     """Whether a sequence may ask the draft model in this step. It must compute one token, known or
     pending, and no part of a prompt or of forced tokens."""
-    # At least three tokens must be left to make: the sample of this step, a draft that is computed
-    # behind it, and the last token, which is never computed and so cannot be a draft.
-    if sequence.limit - sequence.num_tokens <= 1:
+    # The sample of this step, a draft that is computed after it, and the last token, which is never
+    # computed and so cannot be a draft.
+    if sequence.num_tokens_left < 3:
         return False
-    return sequence.num_planned >= max(sequence.prefill_end, sequence.num_tokens - 1)
+    return sequence.num_planned >= max(sequence.decodes_from, sequence.num_tokens - 1)
 
 
-def _ask_one_new_sequence(asking: list[_Asking]) -> None:
+def _ask_one_new_sequence(asking: list[_Candidate]) -> None:
     """Of the sequences that the draft model has not read at all, let only the shortest ask."""
     new = [candidate for candidate in asking if candidate.is_new and candidate.drafting.propose]
     new.sort(key=_unread)
@@ -330,32 +351,33 @@ def _ask_one_new_sequence(asking: list[_Asking]) -> None:
         candidate.drafting.propose = 0
 
 
-def _worth(chance: float, bar: float, most: int) -> tuple[int, float]:
+def _worth(chance: float, price: float, most: int) -> tuple[int, float]:
     """How many drafts pay, at most ``most``, and what they gain together. Each is right with
     probability ``chance`` if those before it are. A draft pays while the probability that it and
-    all before it are right exceeds its price, ``bar``. It gains the difference."""
+    all before it are right exceeds its price. It gains the difference."""
     count = 0
     gain = 0.0
     right = chance  # the probability that this draft and those before it are right
-    while count < most and right > bar:
+    while count < most and right > price:
         count += 1
-        gain += right - bar
+        gain += right - price
         right *= chance
     return count, gain
 
 
-def _passes_that_pay(asking: list[_Asking], prices: Prices) -> int:
+def _passes_that_pay(asking: list[_Candidate], prices: Prices) -> int:
     """How many passes of the draft model gain more than they cost, for all rows together. 0 if what
     they gain is less than what the rows pay for asking at all."""
     passes = 0
     wanting = [candidate for candidate in asking if candidate.drafting.propose]
     if not wanting:
         return 0
-    total = -(prices.of_row + prices.of_asking) * len(wanting)
+    fixed = (prices.drafting_row + prices.asking_row) * len(wanting)
+    total = -fixed  # the gain of all passes so far
     while wanting:
-        gain = -prices.of_pass
+        gain = -prices.model_pass  # of one more pass
         for candidate in wanting:
-            gain += candidate.chance ** (passes + 1) - prices.bar
+            gain += candidate.chance ** (passes + 1) - prices.draft
         if gain < 0.0:
             break
         passes += 1

@@ -7,12 +7,16 @@ left go, by rank, to the lower tiers and to prompts, as far as these fit by the 
 chunk is cut, a decode is left out (*held back*). But in each step, each lower tier has at least its
 ``share`` of the target, and at least one decode, or one block of a prompt.
 
-A tier may also have a target for its first token (``ttft_ms``). While no tier with a target for the
-inter-token latency decodes, the first tier with a target for first tokens is the top one: only the
-tiers below it are limited. The step may take a third of the smallest such target, because a new
-request may have to wait for three steps: the one that runs, with overlap the one behind it, and its
-own. If a tier with a target for the inter-token latency does decode, the targets for first tokens
-of the tiers above it limit the step in this way, too, if that is less.
+A tier may also have a target for its first token (``ttft_ms``). A step may take a third of the
+smallest such target, because a new request may have to wait for three steps: the one that runs,
+with overlap the next one, and its own. So there are two kinds of limits:
+
+    who decodes                     top tier                    limit of the step
+    a tier with a target for its    the first such tier         its target; or, if that is less, a
+    inter-token latency                                         third of the smallest target for
+                                                                first tokens of the tiers above it
+    no such tier                    the first with a target     a third of the smallest target for
+                                    for first tokens            first tokens of any tier
 
 An estimate is not always met, and the engine has work beside the device. So a step is planned for a
 part of the target, the *aim*. It shrinks with each step that exceeds the target, and grows slowly
@@ -23,9 +27,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jitney.config import TierConfig
-from jitney.core.policy.cost import StepCost, StepShape
+from jitney.core.policy.cost import StepCost, Weights
 from jitney.core.policy.seam import DraftChoice
-from jitney.core.policy.tiers import TierCounts
 from jitney.core.request import Sequence
 
 # What the aim is multiplied by after a step that exceeded the target, and after one that did not.
@@ -33,63 +36,69 @@ from jitney.core.request import Sequence
 _EXCEEDED = 0.95
 _MET = 1.0005
 _LEAST_AIM = 0.5
-_STEPS_TO_FIRST = 3  # the step that runs, with overlap the one behind it, and its own
+_STEPS_TO_FIRST = 3  # the step that runs, with overlap the next one, and its own
 # Tokens. If a draft model read fewer of a sequence in a step than the sequence grows by, it would
 # never have read all of it.
 _LEAST_READ = 16
 _NO_LIMIT = float("inf")
-_NO_WEIGHTS = StepShape(steps=0.0)  # by which a step takes no time
+_NO_WEIGHTS = Weights()  # by which a step takes no time
 
 
 @dataclass(frozen=True, slots=True)
-class StepBudget:
+class SecondsLimit:
     """The limit of one step."""
 
+    top: int
+    """The tier whose target it is. The tiers below it are limited. If nothing limits the step, this
+    is the number of tiers, so that none is below."""
     seconds: float = _NO_LIMIT
     """What the step may take by the learned cost."""
-    target: float | None = None
-    """The target for the inter-token latency in seconds, if that is what limits the step."""
-    top: int = 0
-    """The tier whose target it is. The tiers below it are limited. If nothing limits the step, this
-    is the number of tiers: none is below."""
+    inter_token_target: float | None = None
+    """In seconds, if it is the target for the inter-token latency that limits the step. ``seconds``
+    is a part of it then."""
 
     @property
     def shared(self) -> float:
-        """The seconds of which each lower tier has its share: all of the target, although the step
-        is planned for ``seconds``, a part of it. Without a target, ``seconds``."""
-        return self.target or self.seconds
+        """The seconds of which each lower tier has its share."""
+        return self.inter_token_target or self.seconds
 
 
 class ChunkCost(NamedTuple):
-    """Seconds that a chunk adds to a step."""
+    """What a chunk adds to a step, in seconds."""
 
     fixed: float
     """However many tokens it has."""
     per_token: float
 
+    def seconds(self, count: int) -> float:
+        """What a chunk of ``count`` tokens adds."""
+        return self.fixed + self.per_token * count
 
-def budget_of(tiers: tuple[TierConfig, ...], decoding: set[int], aim: float) -> StepBudget:
+
+def limit_of(tiers: tuple[TierConfig, ...], decoding: set[int], aim: float) -> SecondsLimit:
     """The limit of a step in which these tiers decode."""
-    # Of the tiers so far: the limit that the smallest target for first tokens sets.
-    budget = StepBudget(top=len(tiers))
     for index, tier in enumerate(tiers):
         if index in decoding and tier.gap_ms is not None:
-            # The most urgent inter-token latency. It limits all tiers below this one, so the
-            # targets of those do not count, and the search ends. It counts itself unless the limit
-            # for first tokens of tiers above is smaller.
+            # This tier is the top one, or one above it. The targets of those below do not count.
+            by_first_tokens = _limit_by_first_tokens(tiers[:index], no_top=len(tiers))
             target = tier.gap_ms / 1e3
             seconds = target * aim
-            if seconds < budget.seconds:
-                budget = StepBudget(seconds=seconds, target=target, top=index)
-            return budget
+            if seconds < by_first_tokens.seconds:
+                return SecondsLimit(top=index, seconds=seconds, inter_token_target=target)
+            return by_first_tokens
+    return _limit_by_first_tokens(tiers, no_top=len(tiers))
+
+
+def _limit_by_first_tokens(tiers: tuple[TierConfig, ...], no_top: int) -> SecondsLimit:
+    """The limit that the targets for first tokens of these tiers set. The first tier that has one
+    is the top tier, even if the smaller target of another tier sets the seconds."""
+    limits: dict[int, float] = {}
+    for index, tier in enumerate(tiers):
         if tier.ttft_ms is not None:
-            seconds = tier.ttft_ms / 1e3 / _STEPS_TO_FIRST
-            if seconds < budget.seconds:
-                # The top tier is the first with a target for first tokens, even if the smaller
-                # target of this tier sets the seconds.
-                top = min(budget.top, index)
-                budget = StepBudget(seconds=seconds, top=top)
-    return budget
+            limits[index] = tier.ttft_ms / 1e3 / _STEPS_TO_FIRST
+    if not limits:
+        return SecondsLimit(top=no_top)
+    return SecondsLimit(top=min(limits), seconds=min(limits.values()))
 
 
 class TierLimits:
@@ -102,77 +111,80 @@ class TierLimits:
         tiers: tuple[TierConfig, ...],
         cost: StepCost,
         block_size: int,
-        counts: TierCounts,
     ) -> None:
         self._tiers = tiers
         self._cost = cost
         self._block_size = block_size
-        self._counts = counts
+        # By tier, since reset_counts(): decodes left out and chunks cut.
+        self.held_back = [0] * len(tiers)
         self.aim = 1.0
         # When the last step was complete, and its target.
         self._last_at = 0.0
         self._last_target: float | None = None
         # All that follows is of the step that is being planned. begin() sets it anew.
-        self._budget = StepBudget(top=len(tiers))
+        self._limit = SecondsLimit(top=len(tiers))
         self._weights = _NO_WEIGHTS
-        self._chunked = False  # whether any row has more than one token
+        self._any_chunk = False  # whether any row has more than one token
         self._passes = 0  # of a draft model
         # Seconds that are taken: by the step itself, by the decodes that are not limited (all of
         # them from the beginning), and by each other row once it is planned.
         self._taken = 0.0
-        # By tier: the part of the taken seconds that its chunks and its limited decodes took.
+        # By tier: the part of the taken seconds that its chunks and its limited decodes took, and
+        # how many of these rows there are.
         self._taken_by_tier = [0.0] * len(tiers)
+        self._rows_by_tier = [0] * len(tiers)
         # Seconds for the prompts of the tiers that are not limited. Lower tiers do not take them.
-        self._kept_for_prompts = 0.0
+        self._prompt_seconds_due = 0.0
         # The first running sequence of each lower tier.
         self._first_of_tier: dict[int, Sequence] = {}
-        # Those of them that have a prompt to compute: the seconds that are taken for a block of it,
-        # until its chunk is planned.
-        self._taken_for_first: dict[Sequence, float] = {}
+        # Those of them that have a prompt to compute: the seconds that are reserved for a block of
+        # it, until its chunk is planned. They count as taken, by one row.
+        self._reserved: dict[Sequence, float] = {}
 
     def begin(self, running: list[Sequence]) -> None:
-        decodes = [sequence for sequence in running if not sequence.prefill_left]
+        decodes = [sequence for sequence in running if not sequence.num_to_prefill]
         if self._cost.weights is None:  # no step was measured yet: nothing is limited
-            self._budget = StepBudget(top=len(self._tiers))
+            self._limit = SecondsLimit(top=len(self._tiers))
             self._weights = _NO_WEIGHTS
         else:
             decoding = {sequence.request.tier for sequence in decodes}
-            self._budget = budget_of(self._tiers, decoding, self.aim)
+            self._limit = limit_of(self._tiers, decoding, self.aim)
             self._weights = self._cost.weights
-        self._chunked = False
+        self._any_chunk = False
         self._passes = 0
         self._taken_by_tier = [0.0] * len(self._tiers)
-        self._taken = self._weights.steps
+        self._rows_by_tier = [0] * len(self._tiers)
+        self._taken = self._weights.step
         for sequence in decodes:
             if not self.is_limited(sequence):
-                self._taken += self._of_decode(sequence)
+                self._taken += self._seconds_of_decode(sequence)
         self._keep_for_prompts(running)
-        self._take_for_first_of_lower_tiers(running)
+        self._reserve_for_first_of_lower_tiers(running)
 
     def _keep_for_prompts(self, running: list[Sequence]) -> None:
         """Keep seconds for the prompts of the tiers that are not limited."""
-        top = self._budget.top
-        prompts = [sequence for sequence in running if sequence.request.tier <= top]
-        tokens = sum(sequence.prefill_left for sequence in prompts)
-        self._kept_for_prompts = 0.0
+        tokens = 0
+        for sequence in running:
+            if not self.is_limited(sequence):
+                tokens += sequence.num_to_prefill
+        self._prompt_seconds_due = 0.0
         if tokens:
-            self._kept_for_prompts = self._weights.chunked + self._weights.tokens * tokens
+            self._prompt_seconds_due = self._weights.any_chunk + self._weights.token * tokens
 
-    def _take_for_first_of_lower_tiers(self, running: list[Sequence]) -> None:
-        """The first sequence of each lower tier, by rank, has a row in any case. Decodes are
-        planned before chunks. So if its row is a chunk, the seconds for it are taken now, before
-        decodes that rank behind it take them."""
+    def _reserve_for_first_of_lower_tiers(self, running: list[Sequence]) -> None:
+        """The first sequence of each lower tier has a row in any case. Decodes are planned before
+        chunks. So if its row is a chunk, the seconds for a block of it are reserved now, before
+        decodes that come after it take them."""
         self._first_of_tier = {}
         for sequence in running:
             if self.is_limited(sequence):
                 self._first_of_tier.setdefault(sequence.request.tier, sequence)
-        self._taken_for_first = {}
+        self._reserved = {}
         for tier, sequence in self._first_of_tier.items():
-            if sequence.prefill_left:
-                cost = self._of_chunk(sequence)
-                count = min(sequence.prefill_left, self._block_size)
-                seconds = cost.fixed + cost.per_token * count
-                self._taken_for_first[sequence] = seconds
+            if sequence.num_to_prefill:
+                count = min(sequence.num_to_prefill, self._block_size)
+                seconds = self._chunk_cost(sequence).seconds(count)
+                self._reserved[sequence] = seconds
                 self._take(tier, seconds)
 
     # ------------------------------------------------------------------ questions
@@ -181,95 +193,120 @@ class TierLimits:
     def target(self) -> float | None:
         """The target of the step. None also if the step has nothing that could have been left out:
         then its time tells nothing about the aim."""
-        return self._budget.target if any(self._taken_by_tier) else None
+        return self._limit.inter_token_target if any(self._rows_by_tier) else None
 
     def is_limited(self, sequence: Sequence) -> bool:
-        return sequence.request.tier > self._budget.top
+        return sequence.request.tier > self._limit.top
 
     def may_decode(self, sequence: Sequence) -> bool:
         if not self.is_limited(sequence):
             return True
         tier = sequence.request.tier
         # Each tier has at least one row in the step, whatever that costs.
-        if not self._taken_by_tier[tier]:
+        if not self._rows_by_tier[tier]:
             return True
-        if self._left(tier, self._kept_for_prompts) >= self._of_decode(sequence):
-            return True
-        self._counts.held_back[tier] += 1
-        return False
+        return self._seconds_for(tier) >= self._seconds_of_decode(sequence)
+
+    def _seconds_for(self, tier: int) -> float:
+        """Seconds that a row of a tier may take, if it can be left out or cut:
+
+        - of a tier above the top one: any. The top tier's prompts, too, if the limit is one for
+          first tokens: that does not limit the prompts of its own tier.
+        - of the top tier otherwise: what is left of the step beside the shares of the lower tiers.
+        - of a tier below: what is left beside the prompts of the tiers that are not limited.
+
+        If the rest of the tier's own share is more than that, it may take that rest.
+        """
+        limit = self._limit
+        if tier < limit.top:
+            return _NO_LIMIT
+        if tier == limit.top and limit.inter_token_target is None:
+            return _NO_LIMIT
+        kept = self._prompt_seconds_due
+        if tier == limit.top:
+            kept = self._sum_of_rests()
+        left = limit.seconds - self._taken - kept
+        return max(left, self._rest_of_share(tier))
+
+    # ------------------------------------------------------------------ taking seconds
+
+    def note_held_back(self, sequence: Sequence) -> None:
+        self.held_back[sequence.request.tier] += 1
+
+    def reset_counts(self) -> None:
+        self.held_back = [0] * len(self.held_back)
 
     def count_decode(self, sequence: Sequence) -> None:
         if self.is_limited(sequence):  # begin() has counted all others
-            self._take(sequence.request.tier, self._of_decode(sequence))
+            self._take(sequence.request.tier, self._seconds_of_decode(sequence))
 
-    def limit_chunk(self, sequence: Sequence, most: int) -> int:
+    def take_chunk(self, sequence: Sequence, most: int) -> int:
         tier = sequence.request.tier
-        # What begin() took for this chunk is replaced by what the chunk takes.
-        self._take(tier, -self._taken_for_first.pop(sequence, 0.0))
-        count = self._chunk_that_fits(sequence, most)
+        self._give_back_reserved(sequence)
+        cost = self._chunk_cost(sequence)
+        count = self._chunk_that_fits(tier, cost, most)
         if count < most:
-            self._counts.held_back[tier] += 1
+            self.note_held_back(sequence)
         if count:
-            cost = self._of_chunk(sequence)
-            self._take(tier, cost.fixed + cost.per_token * count)
-            self._chunked = True
+            self._take(tier, cost.seconds(count))
+            self._any_chunk = True
             if not self.is_limited(sequence):
-                kept = self._kept_for_prompts - cost.per_token * count
-                self._kept_for_prompts = max(kept, 0.0)
+                due = self._prompt_seconds_due - cost.per_token * count
+                self._prompt_seconds_due = max(due, 0.0)
         return count
 
-    def _chunk_that_fits(self, sequence: Sequence, most: int) -> int:
+    def _give_back_reserved(self, sequence: Sequence) -> None:
+        """The chunk of this sequence is planned now: what it takes replaces what was reserved."""
+        reserved = self._reserved.pop(sequence, None)
+        if reserved is not None:
+            tier = sequence.request.tier
+            self._taken -= reserved
+            self._taken_by_tier[tier] -= reserved
+            self._rows_by_tier[tier] -= 1
+
+    def _chunk_that_fits(self, tier: int, cost: ChunkCost, most: int) -> int:
         """How many tokens of a chunk the step has seconds left for."""
-        tier = sequence.request.tier
-        budget = self._budget
-        # Tiers above the top one are never limited.
-        if tier < budget.top:
-            return most
-        if tier == budget.top:
-            # A target for first tokens does not limit the prompts of its own tier.
-            if budget.target is None:
-                return most
-            # A target for the inter-token latency does. The prompts leave lower tiers their shares.
-            kept = self._shares_left()
-        else:
-            kept = self._kept_for_prompts
-        cost = self._of_chunk(sequence)
-        left = self._left(tier, kept) - cost.fixed
+        left = self._seconds_for(tier) - cost.fixed
         if left >= cost.per_token * most or not cost.per_token:
             return most
         # A tier without any row in the step has at least a block of its prompt computed.
         least = 0
-        if not self._taken_by_tier[tier]:
+        if not self._rows_by_tier[tier]:
             least = min(most, self._block_size)
         return max(int(left / cost.per_token), least)
 
-    def limit_drafts(self, choice: DraftChoice) -> None:
+    def take_drafts(self, choice: DraftChoice) -> None:
         weights = self._weights
         most = len(choice.drafts)
-        count = self._how_many_fit(most, seconds_each=weights.drafts, fixed=weights.drafted)
+        fixed = weights.drafting_row
+        count = self._how_many_fit(most, seconds_each=weights.draft, fixed=fixed)
         del choice.drafts[count:]
         if count:
-            self._taken += weights.drafted + weights.drafts * count
-        self._limit_proposal(choice)
+            self._taken += fixed + weights.draft * count
+        if choice.propose:
+            self._take_proposal(choice)
 
-    def _limit_proposal(self, choice: DraftChoice) -> None:
+    def _take_proposal(self, choice: DraftChoice) -> None:
         """Cut down what a draft model is asked for, and take the seconds of its passes and of what
-        it reads. One pass proposes a token for every row that asks. So only passes beyond those of
-        the rows so far cost anything."""
-        if not choice.propose:
-            return
+        it reads."""
         weights = self._weights
-        further_passes = max(choice.propose - self._passes, 0)
-        passes_that_fit = self._how_many_fit(further_passes, seconds_each=weights.passes, fixed=0.0)
-        propose = min(choice.propose, self._passes + passes_that_fit)
-        fixed = weights.asked + weights.passes * passes_that_fit
+        # One pass proposes a token for every row that asks. So the passes that other rows have
+        # asked for cost nothing more.
+        wanted = max(choice.propose - self._passes, 0)
+        further = self._how_many_fit(wanted, seconds_each=weights.model_pass, fixed=0.0)
+        propose = min(choice.propose, self._passes + further)
+        if propose <= 0:
+            choice.ask_nothing()
+            return
+        # Before it proposes, the model reads what it has not read of the sequence.
+        fixed = weights.asking_row + weights.model_pass * further
         most_read = choice.most_read
-        read = self._how_many_fit(most_read, seconds_each=weights.read, fixed=fixed)
-        if propose <= 0 or read < min(most_read, _LEAST_READ):
+        read = self._how_many_fit(most_read, seconds_each=weights.read_token, fixed=fixed)
+        if read < min(most_read, _LEAST_READ):
             choice.ask_nothing()
             return
         self._passes = max(self._passes, propose)
-        self._taken += fixed + weights.read * read
+        self._taken += fixed + weights.read_token * read
         choice.propose = propose
         choice.most_read = read
 
@@ -293,42 +330,39 @@ class TierLimits:
     def _how_many_fit(self, most: int, *, seconds_each: float, fixed: float) -> int:
         """How many of ``most`` drafts, passes or tokens the step has seconds left for, if lower
         tiers keep their shares. They take ``seconds_each``, and ``fixed`` seconds beside."""
-        left = self._budget.seconds - self._taken - self._shares_left() - fixed
+        left = self._limit.seconds - self._taken - self._sum_of_rests() - fixed
         if left < 0.0:
             return 0
         if not seconds_each or left >= seconds_each * most:
             return most
         return int(left / seconds_each)
 
-    def _left(self, tier: int, kept: float) -> float:
-        """Seconds of the step that a tier may still take: those that nobody has taken and that are
-        not ``kept`` for others, or the rest of its share if that is more."""
-        return max(self._budget.seconds - self._taken - kept, self._share_left(tier))
-
-    def _share_left(self, tier: int) -> float:
+    def _rest_of_share(self, tier: int) -> float:
         """Seconds of its share that a tier has not taken."""
-        share = self._tiers[tier].share * self._budget.shared
+        share = self._tiers[tier].share * self._limit.shared
         return max(share - self._taken_by_tier[tier], 0.0)
 
-    def _shares_left(self) -> float:
+    def _sum_of_rests(self) -> float:
         """Seconds of their shares that the lower tiers with running sequences have not taken."""
-        return sum(map(self._share_left, self._first_of_tier))
+        return sum(map(self._rest_of_share, self._first_of_tier))
 
     def _take(self, tier: int, seconds: float) -> None:
+        """A row of a tier takes seconds."""
         self._taken += seconds
         self._taken_by_tier[tier] += seconds
+        self._rows_by_tier[tier] += 1
 
-    def _of_decode(self, sequence: Sequence) -> float:
-        """Seconds that the row of a decode adds to the step."""
+    def _seconds_of_decode(self, sequence: Sequence) -> float:
+        """What the row of a decode adds to the step."""
         weights = self._weights
         start = sequence.num_planned
         count = max(sequence.num_tokens - start, 1)
-        return weights.samples + weights.tokens * count + weights.context * (start + count)
+        return weights.sample + weights.token * count + weights.context_token * (start + count)
 
-    def _of_chunk(self, sequence: Sequence) -> ChunkCost:
-        """Seconds that a chunk adds to the step."""
+    def _chunk_cost(self, sequence: Sequence) -> ChunkCost:
+        """What a chunk adds to the step."""
         weights = self._weights
-        fixed = weights.samples + weights.context * sequence.num_planned
-        if not self._chunked:
-            fixed += weights.chunked
-        return ChunkCost(fixed, per_token=weights.tokens + weights.context)
+        fixed = weights.sample + weights.context_token * sequence.num_planned
+        if not self._any_chunk:
+            fixed += weights.any_chunk
+        return ChunkCost(fixed, per_token=weights.token + weights.context_token)

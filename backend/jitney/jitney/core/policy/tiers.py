@@ -4,43 +4,28 @@ is preempted for whom. How much of a step each tier gets is in ``tier_limits``.
 Each tier has a queue and, if the option says so, a limit for it and a cap of running sequences. A
 full tier does not hold up another one. Tiers are ordered by level: the level of a sequence is the
 index of its tier until it has *aged*. The aging time of a tier is the sum of ``aging_s`` of that
-tier and of all tiers between it and the first. A sequence has aged at its ``aged_arrival``: its
-request's arrival, plus the aging time of its tier, plus what its priority adds. Then its level is
-0, that of the first tier, as long as the sequences of its tier stay within the tier's share of
-running sequences and blocks. So a backlog that has aged neither starves nor takes everything.
+tier and of all tiers between it and the first. A sequence ages at the time ``rank_s`` of its
+request, which is also what it is ranked by: arrival, plus the aging time of its tier, plus what its
+priority adds. From then on its level is 0, that of the first tier, as long as the sequences of its
+tier stay within the tier's share of running sequences and blocks. So a backlog that has aged
+neither starves nor takes everything.
 
-The next waiting sequence to admit is *urgent* if a running sequence of a lower tier ranks behind
-it. It is admitted before the running sequences are planned. Only if its tier has a target for its
+The next waiting sequence to admit is *urgent* if a running sequence of a lower tier ranks lower. It
+is admitted before the running sequences are planned. Only if its tier has a target for its
 first token (``ttft_ms``), running sequences of lower tiers are preempted for it.
 """
 
+import itertools
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import accumulate
 
 from jitney.config import EngineConfig
-from jitney.core.kv_cache import KvCache
-from jitney.core.policy.seam import Terms
-from jitney.core.request import Request, Sequence, by_rank, remove_ranked
-from jitney.errors import UnavailableError
+from jitney.core.kv_cache import KvCache, WouldFree
+from jitney.core.policy.queue_limit import check_queue_limit
+from jitney.core.policy.seam import TierTerms
+from jitney.core.request import Request, Sequence, order, remove_ordered
 from jitney.messages import Submit, TierStats
-
-
-@dataclass(slots=True)
-class TierCounts:
-    """What has been counted since the scheduler's counts were reset, by tier."""
-
-    held_back: list[int]
-    """Decodes left out and chunks cut, so that a step was within a target."""
-    overdue: list[int]
-    """Requests of which no sequence was admitted within the aging time of their tier."""
-
-    def reset(self) -> None:
-        """Count from zero."""
-        self.held_back = [0] * len(self.held_back)
-        self.overdue = [0] * len(self.overdue)
 
 
 class TierAdmission:
@@ -53,20 +38,25 @@ class TierAdmission:
         *,
         max_running: int,
         watermark: int,
-        counts: TierCounts,
     ) -> None:
         tiers = config.tiers
         self._config = config
         self._kv = kv
         self._watermark = watermark
-        self._counts = counts
+        # By tier, since reset_counts(): requests of which no sequence was admitted within the aging
+        # time of their tier.
+        self._overdue = [0] * len(tiers)
         self.max_running = max_running
-        # A tier without a cap of its own gets that of the engine, which limits it in any case.
-        self._caps = [min(tier.max_running or max_running, max_running) for tier in tiers]
+        # Of each tier; None if only the engine's limit applies, which is lower or the only one.
+        self._caps: list[int | None] = []
+        for tier in tiers:
+            has_cap = tier.max_running is not None and tier.max_running < max_running
+            self._caps.append(tier.max_running if has_cap else None)
         # The aging time of each tier, in seconds. The first tier does not age.
-        self._aging_s = [0.0, *accumulate(tier.aging_s for tier in tiers[1:])]
+        self._aging_s = [0.0, *itertools.accumulate(tier.aging_s for tier in tiers[1:])]
         self._queues: list[list[Sequence]] = [[] for _ in tiers]
-        self._queued_keys: list[set[int]] = [set() for _ in tiers]
+        # By tier: key of a queued request -> how many sequences it has.
+        self._queued: list[dict[int, int]] = [{} for _ in tiers]
         # Arrival and key of the requests that may become overdue, the first to arrive first.
         self._may_be_overdue: list[deque[tuple[float, int]]] = [deque() for _ in tiers]
         # Whether the last step left any sequences of the tier waiting.
@@ -75,44 +65,52 @@ class TierAdmission:
 
     # ------------------------------------------------------------------ requests
 
-    def terms_of(self, message: Submit) -> Terms:
+    def tier_terms_of(self, message: Submit) -> TierTerms:
         tier = self._tier_of(message)
-        return Terms(most_running=self._caps[tier], tier=tier, delay_s=self._aging_s[tier])
+        most_running = self._most_running(tier)
+        return TierTerms(most_running=most_running, tier=tier, delay_s=self._aging_s[tier])
+
+    def _most_running(self, tier: int) -> int:
+        cap = self._caps[tier]
+        return self.max_running if cap is None else cap
 
     def check_queue(self, message: Submit, running: list[Sequence]) -> None:
         tier = self._tier_of(message)
         # The limit of the engine counts the requests of this tier and of those above it, because
         # lower tiers do not delay it. The limit of the tier counts its own requests alone.
-        not_below = sum(map(len, self._queued_keys[: tier + 1]))
+        not_below: list[int] = []
+        for queued in self._queued[: tier + 1]:
+            not_below += queued.values()
         self._check_limit(tier, not_below, self._config.max_queued, running)
         own_limit = self._config.tiers[tier].max_queued
         if own_limit is not None:
-            own = len(self._queued_keys[tier])
+            own = list(self._queued[tier].values())
             self._check_limit(tier, own, own_limit, running)
 
-    def _check_limit(self, tier: int, queued: int, most: int, running: list[Sequence]) -> None:
-        if queued < most:
+    def _check_limit(
+        self, tier: int, queued: list[int], limit: int, running: list[Sequence]
+    ) -> None:
+        """``queued``: the number of sequences of each queued request that counts."""
+        if len(queued) < limit:
             return
-        # Requests that the next step will admit do not count. But if the last step left sequences
-        # of the tier waiting, the next step may admit none.
-        next_step_admits = not (self._left_waiting[tier] and self._queues[tier])
-        if next_step_admits:
-            queued -= max(self._num_admissible_of(tier, running), 0)
-        if queued >= most:
-            raise UnavailableError.of_queue(queued, most)
+        # If the last step left sequences of the tier waiting that still wait, the next step may
+        # admit none.
+        still_short = self._left_waiting[tier] and bool(self._queues[tier])
+        free_slots = 0 if still_short else self._num_free_slots_of(tier, running)
+        check_queue_limit(queued, limit, free_slots=free_slots)
 
     def count_queued(self, message: Submit) -> None:
         tier = self._tier_of(message)
-        self._queued_keys[tier].add(message.key)
+        self._queued[tier][message.key] = message.params.n
         if tier > 0:  # the first tier does not age
             self._may_be_overdue[tier].append((message.arrival, message.key))
 
     def count_dequeued(self, message: Submit) -> None:
-        self._queued_keys[self._tier_of(message)].remove(message.key)
+        del self._queued[self._tier_of(message)][message.key]
 
     @property
     def num_queued(self) -> int:
-        return sum(map(len, self._queued_keys))
+        return sum(map(len, self._queued))
 
     def _tier_of(self, message: Submit) -> int:
         return self._config.tier_of(message.params.tier)
@@ -122,10 +120,10 @@ class TierAdmission:
     def add(self, sequence: Sequence) -> None:
         tier = sequence.request.tier
         sequence.level = tier  # while it ran, its level may have been 0
-        insort(self._queues[tier], sequence, key=by_rank)
+        insort(self._queues[tier], sequence, key=order)
 
     def remove(self, sequence: Sequence) -> None:
-        remove_ranked(self._queues[sequence.request.tier], sequence)
+        remove_ordered(self._queues[sequence.request.tier], sequence)
 
     @property
     def num_waiting(self) -> int:
@@ -135,24 +133,24 @@ class TierAdmission:
         for tier, queue in enumerate(self._queues):
             for sequence in queue:
                 assert sequence.request.tier == tier, "it waits in the queue of another tier"
-            assert sorted(queue, key=by_rank) == queue, "a queue is out of order"
+            assert sorted(queue, key=order) == queue, "a queue is out of order"
             yield from queue
 
     def first(self, running: list[Sequence]) -> Sequence | None:
         """Each queue offers its first sequence, unless its tier is at its cap. Of these, the first
         by level and rank."""
         found = None
-        found_rank = None
+        found_order = None
         for queue in self._queues:
             if not queue:
                 continue
             sequence = queue[0]
             if not self._is_within_cap(sequence, running):
                 continue
-            rank = (self._level_if_admitted(sequence, running), sequence.rank)
-            if found_rank is None or rank < found_rank:
+            its_order = (self._level_if_admitted(sequence, running), sequence.rank)
+            if found_order is None or its_order < found_order:
                 found = sequence
-                found_rank = rank
+                found_order = its_order
         return found
 
     def _is_within_cap(self, sequence: Sequence, running: list[Sequence]) -> bool:
@@ -160,34 +158,35 @@ class TierAdmission:
         further sequence is not asked: if it may not, others may be preempted for this one."""
         tier = sequence.request.tier
         cap = self._caps[tier]
-        if cap == self.max_running:
+        if cap is None:
             return True
-        return cap - self._admitted(running)[tier] >= sequence.request.num_to_admit
+        return cap - self._admitted(running)[tier] >= sequence.request.slots_needed
 
     # ------------------------------------------------------------------ running sequences
 
-    def num_admissible(self, running: list[Sequence]) -> int:
+    def num_free_slots(self, running: list[Sequence]) -> int:
         return self.max_running - self._num_counted(self._admitted(running))
 
     def num_forks_due(self, running: list[Sequence]) -> int:
+        # All running sequences count, because no tier runs more of them than its cap.
         return self._num_counted(self._admitted(running)) - len(running)
 
-    def _num_admissible_of(self, tier: int, running: list[Sequence]) -> int:
+    def _num_free_slots_of(self, tier: int, running: list[Sequence]) -> int:
         """How many more sequences of a tier may be admitted. May be negative, as
-        :meth:`num_admissible`."""
+        :meth:`num_free_slots`."""
         admitted = self._admitted(running)
-        admissible = self.max_running - self._num_counted(admitted)
+        free_slots = self.max_running - self._num_counted(admitted)
         cap = self._caps[tier]
-        if cap == self.max_running:
-            return admissible
-        return min(admissible, cap - admitted[tier])
+        if cap is None:
+            return free_slots
+        return min(free_slots, cap - admitted[tier])
 
     def _admitted(self, running: list[Sequence]) -> list[int]:
         """By tier: its running sequences, and the forks that their requests have yet to make."""
         admitted = [0] * len(self._caps)
         for sequence in running:
             request = sequence.request
-            admitted[request.tier] += 1 + request.forks_due
+            admitted[request.tier] += 1 + request.num_forks_due
         return admitted
 
     def _num_counted(self, admitted: list[int]) -> int:
@@ -196,7 +195,7 @@ class TierAdmission:
         tier without a cap counts in full, so the sum may exceed ``max_running``."""
         counted = 0
         for cap, count in zip(self._caps, admitted, strict=True):
-            if cap < self.max_running:
+            if cap is not None:
                 count = min(count, cap)
             counted += count
         return counted
@@ -205,13 +204,17 @@ class TierAdmission:
         if len(running) >= self.max_running:
             return True
         of_tier = [sequence for sequence in running if sequence.request.tier == request.tier]
-        return len(of_tier) >= self._caps[request.tier]
+        return len(of_tier) >= self._most_running(request.tier)
 
     # ------------------------------------------------------------------ levels
 
-    def sort(self, running: list[Sequence], now: float) -> None:
+    def begin_step(self, running: list[Sequence], now: float) -> None:
         self._now = now
         self._count_overdue()
+        self._set_levels(running)
+        running.sort(key=order)
+
+    def _set_levels(self, running: list[Sequence]) -> None:
         # By tier: the sequences so far, and their blocks.
         count = [0] * len(self._caps)
         blocks = [0] * len(self._caps)
@@ -220,13 +223,13 @@ class TierAdmission:
             count[tier] += 1
             blocks[tier] += len(sequence.table)
             sequence.level = self._level(sequence, count[tier], blocks[tier])
-        running.sort(key=by_rank)
 
     def _level(self, sequence: Sequence, count: int, blocks: int) -> int:
         """The level of a sequence. ``count``: the running sequences of its tier that come before
         it, and itself. ``blocks``: their blocks."""
         request = sequence.request
-        if request.aged_arrival > self._now:  # it has not aged
+        ages_at = request.rank_s
+        if self._now < ages_at:
             return request.tier
         share = self._config.tiers[request.tier].share
         within_count = count <= share * self.max_running
@@ -237,8 +240,9 @@ class TierAdmission:
         return request.tier
 
     def _level_if_admitted(self, sequence: Sequence, running: list[Sequence]) -> int:
-        """The level that a waiting sequence would have behind the running ones of its tier."""
-        if sequence.request.aged_arrival > self._now:  # it has not aged
+        """The level that a waiting sequence would have after the running ones of its tier."""
+        ages_at = sequence.request.rank_s
+        if self._now < ages_at:
             return sequence.level
         count = 1
         blocks = self._kv.blocks_for(sequence.num_tokens)
@@ -251,13 +255,13 @@ class TierAdmission:
     # ------------------------------------------------------------------ urgent sequences
 
     def urgent(self, running: list[Sequence]) -> Sequence | None:
-        """The first to be admitted, if a running sequence of a lower tier ranks behind it."""
+        """The first to be admitted, if a running sequence of a lower tier ranks lower."""
         first = self.first(running)
         if first is None:
             return None
         for sequence in running:
             is_lower = sequence.request.tier > first.request.tier
-            if is_lower and by_rank(sequence) > by_rank(first):
+            if is_lower and order(sequence) > order(first):
                 return first
         return None
 
@@ -269,29 +273,31 @@ class TierAdmission:
             return []
         kept = set(hits)
         needed = self._kv.blocks_for(urgent.num_tokens) - len(kept)
-        free = self._kv.num_free_without(kept)
+        free = self._kv.num_available_without(kept)
         admitted = self._admitted(running)
-        # The references to each block that the victims so far give up. freed_by() adds to it. So a
-        # block that several victims share is free with the last of them.
-        given_up: Counter[int] = Counter()
+        if self._fits(needed, free, admitted, anything_runs=bool(running)):
+            return []  # it needs no preemption
+        would_free = WouldFree(self._kv)
         victims: list[Sequence] = []
-        for sequence in reversed(running):
-            if self._fits(needed, free, admitted, anything_runs=True):
-                return victims
-            if by_rank(sequence) < by_rank(urgent):
-                return []  # all that are left come before `urgent`, too
-            request = sequence.request
-            if request.tier <= tier:
-                continue
+        for sequence in self._lower_than(urgent, running):
             victims.append(sequence)
-            admitted[request.tier] -= 1 + request.forks_due
-            freed = self._kv.freed_by(sequence.table, given_up)
+            request = sequence.request
+            admitted[request.tier] -= 1 + request.num_forks_due
+            freed = would_free.give_up(sequence.table)
             # The urgent sequence begins with its hits. So a hit is not free for its other tokens.
             free += len(set(freed) - kept)
-        anything_runs = len(victims) < len(running)
-        if self._fits(needed, free, admitted, anything_runs=anything_runs):
-            return victims
-        return []
+            anything_runs = len(victims) < len(running)
+            if self._fits(needed, free, admitted, anything_runs=anything_runs):
+                return victims
+        return []  # not even all of them would do
+
+    def _lower_than(self, urgent: Sequence, running: list[Sequence]) -> Iterator[Sequence]:
+        """The running sequences of lower tiers that also rank lower, the last one first."""
+        for sequence in reversed(running):
+            if order(sequence) < order(urgent):
+                return  # so do all that are left
+            if sequence.request.tier > urgent.request.tier:
+                yield sequence
 
     def _fits(self, needed: int, free: int, admitted: list[int], *, anything_runs: bool) -> bool:
         """Whether a sequence can run that needs so many blocks, if ``free`` are free, and if these
@@ -308,17 +314,18 @@ class TierAdmission:
 
     def _count_overdue(self) -> None:
         """Count the requests that were not admitted within the aging time of their tier. Priority
-        does not count here, but it does for whether a sequence has aged."""
+        moves the time at which a sequence ages, but not this count: it compares a wait with the
+        option ``aging_s`` alone."""
         for tier, requests in enumerate(self._may_be_overdue):
             while requests:
                 arrival, key = requests[0]
                 if self._now - arrival <= self._aging_s[tier]:
                     break
                 requests.popleft()
-                if key in self._queued_keys[tier]:
-                    self._counts.overdue[tier] += 1
+                if key in self._queued[tier]:
+                    self._overdue[tier] += 1
 
-    def stats(self, running: list[Sequence]) -> list[TierStats]:
+    def stats(self, running: list[Sequence], held_back: list[int]) -> list[TierStats]:
         num_running = Counter(sequence.request.tier for sequence in running)
         stats = []
         for tier, queue in enumerate(self._queues):
@@ -328,12 +335,12 @@ class TierAdmission:
             of_tier = TierStats(
                 waiting=len(queue),
                 running=num_running[tier],
-                held_back=self._counts.held_back[tier],
-                overdue=self._counts.overdue[tier],
+                held_back=held_back[tier],
+                overdue=self._overdue[tier],
                 oldest_s=longest_wait,
             )
             stats.append(of_tier)
         return stats
 
     def reset_counts(self) -> None:
-        self._counts.reset()
+        self._overdue = [0] * len(self._overdue)

@@ -1,8 +1,9 @@
-"""Admission: what a request may need at most, and whether an empty cache could ever hold it.
+"""What a request may need at most, and whether an empty cache could ever hold it.
 
 Pure arithmetic over token counts; the scheduler asks it once per request.
 """
 
+import math
 from dataclasses import dataclass
 
 from jitney.config import EngineConfig
@@ -41,7 +42,7 @@ def needs_of(
             f"context of {max_model_len:,}"
         )
     block_size = config.block_size
-    sequence_blocks = -(-(size + max_output - 1) // block_size)
+    sequence_blocks = math.ceil((size + max_output - 1) / block_size)
     n = message.params.n
     if max_output == 1:
         # All n sequences end when the prompt is computed, and nothing is forked.

@@ -1,8 +1,9 @@
-"""A step in flight: it is planned and given to the runner, and neither updated nor reverted yet.
+"""A planned step. It is *in flight* while it is in ``LiveRequests.in_flight``: given to the runner,
+and neither updated nor reverted yet.
 
-Without overlap there is at most one. With overlap the next step is planned while one is in flight,
-so for a moment there are two. Blocks that a step in flight still reads or writes must not be
-allocated again: block tables that are given up meanwhile are freed when it is complete.
+Without overlap at most one step is in flight. With overlap the next one is planned meanwhile, so
+for a moment there are two. Blocks that a step in flight still reads or writes must not be allocated
+again: block tables that are given up meanwhile are freed when it is complete.
 """
 
 from dataclasses import dataclass, field
@@ -16,12 +17,13 @@ class DeferredFree(NamedTuple):
 
     table: list[int]
     num_computed: int
-    """Its leading tokens that are written: ``integrity`` checks the blocks behind them."""
+    """Its leading tokens that are written: ``integrity`` checks the blocks after them."""
 
 
 @dataclass(slots=True)
-class StepInFlight:
-    """One step, and the block tables to free when it is complete."""
+class PlannedStep:
+    """One step, what follows from it for plans ahead, and the block tables to free when it is
+    complete."""
 
     batch: Batch
     must_complete_first: bool = False
