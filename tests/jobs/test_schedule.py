@@ -333,4 +333,6 @@ def test_a_submitted_job_knows_its_journal_from_everywhere(
     text = "input: in.jsonl\noutput: out\ntask: map\nmap: builtins:dict\njournal: own"
     Path("a.yaml").write_text(text)
     worker.submit(Path("jobs"), Path("a.yaml"))
-    assert read_job(tmp_path / "jobs/a.yaml")["journal"] == f"{tmp_path}/own"
+    submitted = read_job(tmp_path / "jobs/a.yaml")
+    assert submitted.keys() == {"input", "output", "task", "map", "journal"}
+    assert submitted["journal"] == f"{tmp_path}/own"
