@@ -1,6 +1,7 @@
-"""Rows as requests to a server, so many at a time: an executor, which is given the function that
-asks for a row. That of a Triton server is in ``remote.py``, that of OpenAI's API is here."""
+"""An executor whose rows are requests to a server, and the requests of OpenAI's API. Those of a
+Triton server are in ``remote.py``."""
 
+import hashlib
 import http.client
 import socket
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
@@ -19,15 +20,20 @@ from jitney_jobs.job import Job
 
 TIMEOUT_S = 600.0
 """Without a response for so long, a request is given up."""
-_OF_THE_LINE = (400, 409, 413, 422)
-"""Statuses that are the line's fault: another try would get them again."""
+_FAULTS_OF_THE_LINE = (400, 409, 413, 422)
+"""Statuses of a bad row: another try would get them again."""
 _CODES = {500: "INTERNAL", 504: "DEADLINE_EXCEEDED"}
-Line = tuple[str, bytes]
-"""A path and a body."""
+"""The errors that other statuses stand for. Every status that is not named, such as 401, 404 and
+429, is UNAVAILABLE: it ends the job, if it stays after some tries."""
 
 
-class InServer:
-    """So many threads, each with a request of its own."""
+class OpenAiRequest(NamedTuple):
+    path: str
+    body: bytes
+
+
+class ServerExecutor:
+    """Keeps requests under way, each in a thread of its own."""
 
     def __init__(
         self,
@@ -35,7 +41,8 @@ class InServer:
         at_once: int,
         abort: Callable[[], None] = lambda: None,
     ) -> None:
-        """``abort`` ends what is under way early, if that can be done."""
+        """``ask`` is called for each row, in a thread. At most ``at_once`` calls run at a time.
+        ``abort`` makes these calls return early, if that can be done."""
         self._ask = ask
         self._abort = abort
         self.capacity = 2 * at_once
@@ -43,68 +50,82 @@ class InServer:
         self._running: dict[Future[Any], int] = {}
         self.figures: dict[str, float] = {}
 
-    def rank(self, prepared: Any, ending: bool) -> int:
+    def rank(self, prepared: Any, is_last: bool) -> int:
         return 0
 
     def submit(self, key: int, prepared: Any) -> None:
         self._running[self._threads.submit(self._ask, prepared)] = key
 
     def step(self) -> list[tuple[int, Any]]:
-        """Wait until a request has ended, or a moment."""
+        """Wait until a request has ended, or for a moment."""
         ended = wait(self._running, 0.2, FIRST_COMPLETED).done
         return [(self._running.pop(future), future.result()) for future in ended]
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self._abort()
-        self._threads.shutdown()
+        self._threads.shutdown(wait=False, cancel_futures=True)  # requests that have not begun
+        self._abort()  # those under way
+        self._threads.shutdown()  # waits until their threads have ended
 
 
 def access_of(job: Job) -> Access:
     """How the job reaches its server: TLS, certificates and key. Raises InvalidArgumentError for
     files that cannot be read."""
-    ca_file, key = (Path(each) if each else None for each in (job.ca_file, job.api_key_file))
-    return Access.of(job.tls or str(job.server).startswith("https:"), ca_file, key)
+    ca_file = None if job.ca_file is None else Path(job.ca_file)
+    key_file = None if job.api_key_file is None else Path(job.api_key_file)
+    tls = job.tls or str(job.server).startswith("https:")
+    return Access.of(tls, ca_file, key_file)
+
+
+def request_digest(custom_id: str) -> str:
+    """What the ids of a line's answer are made of."""
+    return hashlib.sha256(custom_id.encode()).hexdigest()[:24]
 
 
 class OpenAiServer:
-    """A server of OpenAI's API, such as ``jitney gateway``. For any thread."""
+    """A server of OpenAI's API, such as ``jitney gateway``. Any thread may call it."""
 
     def __init__(self, job: Job) -> None:
         """Raises InvalidArgumentError for files that cannot be read."""
-        self._place = urlsplit(str(job.server)).netloc
+        self._host = urlsplit(str(job.server)).netloc
         self._access = access_of(job)
-        context = self._access.context
-        plain = http.client.HTTPConnection
-        kind = partial(http.client.HTTPSConnection, context=context) if context else plain
-        self._connect = partial(kind, self._place, timeout=TIMEOUT_S)
+        self._connect: Callable[[], http.client.HTTPConnection]
+        if self._access.context is None:
+            self._connect = partial(http.client.HTTPConnection, self._host, timeout=TIMEOUT_S)
+        else:
+            self._connect = partial(
+                http.client.HTTPSConnection,
+                self._host,
+                timeout=TIMEOUT_S,
+                context=self._access.context,
+            )
         self._headers = {"content-type": "application/json", **dict(self._access.headers)}
         self._open: set[http.client.HTTPConnection] = set()
 
-    def ask(self, line: Line) -> Any | JitneyError:
+    def ask(self, request: OpenAiRequest) -> Any | JitneyError:
         """The object that the server answers, or an error whose text is the status and the body."""
         connection = self._connect()
         self._open.add(connection)
         try:
-            connection.request("POST", *line, self._headers)
+            connection.request("POST", request.path, request.body, self._headers)
             response = connection.getresponse()
             data = response.read()
             if response.status == 200:
                 return msgspec.json.decode(data)
         except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
             why = self._access.hide(str(error))
-            return UnavailableError(f"{self._place} does not answer: {why}")
+            return UnavailableError(f"{self._host} does not answer: {why}")
         finally:
             self._open.discard(connection)
             connection.close()
         text = self._access.hide(f"{response.status} {data.decode(errors='replace')}")
-        if response.status in _OF_THE_LINE:
+        if response.status in _FAULTS_OF_THE_LINE:
             return InvalidArgumentError(text)
         return from_code(_CODES.get(response.status, "UNAVAILABLE"), text)
 
     def abort(self) -> None:
         """Close the connections. The server then drops their requests."""
-        for sock in [connection.sock for connection in [*self._open]]:
+        for connection in list(self._open):
+            sock = connection.sock
             if sock is not None:
                 with suppress(OSError):  # its thread has just closed it
                     sock.shutdown(socket.SHUT_RDWR)

@@ -43,43 +43,54 @@ def run(
     """
     given = {name: value for name, value in settings.items() if value not in (None, [])}
     if output is None:
-        _run(make_job({**read_job(Path(source)), **given}))
+        _run_and_report(make_job({**read_job(Path(source)), **given}))
     else:
-        _run(make_job({**given, "input": source, "output": output}))
+        _run_and_report(make_job({**given, "input": source, "output": output}))
 
 
 def _option(field: msgspec.structs.FieldInfo) -> inspect.Parameter:
-    """A setting's option. Most are texts here: ``make_job`` reads and checks them."""
-    kind, *metas = get_args(field.type)
-    help_text = next(each for each in metas if isinstance(each, str))
-    origins = {get_origin(each) or each for each in (kind, *get_args(kind))}
-    made: Any = str
-    if kind is bool or get_origin(kind) is Literal:
-        made = kind
-    elif origins & {list, tuple}:
-        made = list[str]
-    option = Annotated[made | None, typer.Option(help=help_text)]
+    """A setting's option."""
+    kind, *metadata = get_args(field.type)
+    (help_text,) = [item for item in metadata if isinstance(item, str)]
+    option_type: Any = _option_type(kind)
+    option = Annotated[option_type | None, typer.Option(help=help_text)]
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option
     )
 
 
-_arguments = inspect.signature(run)
-_settings = msgspec.structs.fields(Job)[2:]
-run.__signature__ = _arguments.replace(  # type: ignore[attr-defined]
-    parameters=[*list(_arguments.parameters.values())[:2], *map(_option, _settings)]
+def _option_type(kind: Any) -> Any:
+    """What typer makes of an option's words. Most are texts here: ``make_job`` reads and checks
+    them."""
+    if kind is bool or get_origin(kind) is Literal:
+        return kind
+    alternatives = [kind, *get_args(kind)]  # of a union such as list[str] | None
+    if any(get_origin(alternative) in (list, tuple) for alternative in alternatives):
+        return list[str]
+    return str
+
+
+# typer reads the options of a command from its signature: in place of `settings` it has the fields
+# of Job, but for those that are arguments.
+_signature = inspect.signature(run)
+_arguments = [_signature.parameters["source"], _signature.parameters["output"]]
+_options = [
+    _option(field) for field in msgspec.structs.fields(Job) if field.name not in ("input", "output")
+]
+run.__signature__ = _signature.replace(  # type: ignore[attr-defined]
+    parameters=[*_arguments, *_options]
 )
 
 
 def resume(output: _Output, journal: _Journal = None) -> None:
-    """Go on with a job that was stopped or killed, as its journal has it; its output may have been
-    moved since."""
+    """Go on with a job that was stopped or killed, with the settings in its journal. Its output may
+    have been moved since."""
     from jitney_jobs.run import read_record
 
-    begun = read_record(output, journal).begin
-    assert begun is not None, "it was checked"
+    begin = read_record(output, journal).begin
+    assert begin is not None, "read_record raises if there is none"
     output = output if "://" in output else os.path.abspath(output)
-    _run(msgspec.structs.replace(begun.job, output=output, journal=journal))
+    _run_and_report(msgspec.structs.replace(begin.job, output=output, journal=journal))
 
 
 def status(output: _Output, journal: _Journal = None) -> None:
@@ -96,7 +107,7 @@ def report(output: _Output, journal: _Journal = None) -> None:
     print(write_report(read_record(output, journal)))
 
 
-def _run(job: Job) -> None:
+def _run_and_report(job: Job) -> None:
     from jitney_jobs.run import read_record, run_job
 
     sys.path.insert(0, os.getcwd())  # functions of the user's, which workers import too
@@ -106,7 +117,7 @@ def _run(job: Job) -> None:
         raise typer.Exit(STOPPED)
     if importlib.util.find_spec("matplotlib") is not None:
         report(job.output, job.journal)
-    if read_record(job.output, job.journal).late(job):
+    if read_record(job.output, job.journal).is_late(job):
         raise typer.Exit(LATE)
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import unquote
 
 import msgspec
@@ -35,8 +35,6 @@ except ImportError:
     ) from None
 
 Row = dict[str, Any]
-Place = tuple[int, int]
-"""(index of the file, index of the row in it)."""
 _SUFFIXES: dict[str, InputFormat] = {
     **dict.fromkeys((".parquet", ".pq"), "parquet"),
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl"),
@@ -53,9 +51,17 @@ _ERRORS = (OSError, pa.ArrowInvalid, csv.Error)
 _PARTITION = re.compile(r"([^=]+)=(.*)")
 _BUFFER = 1 << 20
 _PLAIN = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
-"""Types from whose columns Arrow cannot take single rows -> the types that stand for them here."""
+"""Arrow cannot take single rows from columns of these types. They are read as the types that stand
+beside them."""
 _CHUNK_BYTES = 8 << 20
-"""About the most of a chunk."""
+"""A chunk has no more rows than this, but at least one."""
+
+
+class RowId(NamedTuple):
+    """A row of the input: the index of its file, and its index in that file."""
+
+    file: int
+    row: int
 
 
 @dataclass(frozen=True)
@@ -63,55 +69,73 @@ class Chunk:
     """Some rows of one file, as they were read. Picklable."""
 
     file: int
-    rows: list[int]
-    """Their numbers in the file, ascending."""
+    indices: list[int]
+    """Of the rows in the file, ascending."""
     format: InputFormat
     data: Any
-    """Lines; records of a CSV file under its header; paths of files; or a record batch."""
+    """Lines; CSV records, each with its header; paths of files; or a record batch."""
     columns: dict[str, str]
     """Of the partition: the same in every row."""
     position: float = 0.0
     """The share of the whole input that has been read with this chunk, 0 to 1."""
 
     @property
-    def nbytes(self) -> int:
-        """About, as they were read; 0 for paths and CSV."""
+    def row_bytes(self) -> int:
+        """About the bytes of each row as it was read: an equal share of the chunk. 0 for paths."""
         if isinstance(self.data, pa.RecordBatch):
-            return self.data.nbytes
-        return sum(map(len, self.data)) if self.format in LINES else 0
-
-    def only(self, index: int) -> "Chunk":
-        """One of the rows."""
-        one = slice(index, index + 1)
-        return replace(self, rows=self.rows[one], data=self.data[one])
-
-    def items(self) -> list[Any]:
-        """What its rows are made of, in a worker process."""
-        return self.data.to_pylist() if isinstance(self.data, pa.RecordBatch) else self.data
-
-    def row(self, item: Any, storage: "Storage") -> Row:
-        """One of the rows. Raises UnavailableError if the storage fails, anything for a bad row."""
-        row: Row = item
-        if self.format in LINES:
-            row = msgspec.json.decode(item.removeprefix(codecs.BOM_UTF8), type=dict)
-        elif self.format == "csv":
-            head, record = item
-            if len(head) != len(record):
-                raise InvalidArgumentError(f"{len(record)} fields, but the header has {len(head)}")
-            "".join(record).encode()  # what was not UTF-8 raises
-            row = dict(zip(head, record, strict=True))
+            nbytes = self.data.nbytes
         elif self.format in ("text", "image"):
-            row = {"path": item}
-            if self.format == "text":
-                row["text"] = storage.read(item).decode()
+            nbytes = 0
+        else:
+            nbytes = sum(map(_line_bytes, self.data))
+        return nbytes // len(self.indices)
+
+    def only(self, number: int) -> "Chunk":
+        """A chunk of one of the rows: number 0 is the first row here."""
+        part = slice(number, number + 1)
+        return replace(self, indices=self.indices[part], data=self.data[part])
+
+    def raw_rows(self) -> list[Any]:
+        """One value a row, of which :meth:`row` makes the row."""
+        if isinstance(self.data, pa.RecordBatch):
+            return self.data.to_pylist()
+        return self.data
+
+    def row(self, raw: Any, storage: "Storage") -> Row:
+        """A row. Raises UnavailableError if the storage fails, and any exception for a bad row."""
+        if self.format in LINES:
+            row = msgspec.json.decode(raw.removeprefix(codecs.BOM_UTF8), type=dict)
+        elif self.format == "csv":
+            row = _csv_row(*raw)
+        elif self.format == "text":
+            row = {"path": raw, "text": storage.read(raw).decode()}
+        elif self.format == "image":
+            row = {"path": raw}
+        else:
+            row = raw
         return {**row, **self.columns}
 
 
+def _csv_row(head: list[str], record: list[str]) -> Row:
+    if len(head) != len(record):
+        raise InvalidArgumentError(f"{len(record)} fields, but the header has {len(head)}")
+    "".join(record).encode()  # raises for bytes that are not UTF-8
+    return dict(zip(head, record, strict=True))
+
+
+def _line_bytes(line: Any) -> int:
+    """About the bytes of a line, or of a CSV record, which comes with its header."""
+    if isinstance(line, bytes):
+        return len(line)
+    _, record = line
+    return sum(map(len, record))
+
+
 class Storage:
-    """The file system of an input: a file of a row is read whole."""
+    """The file system of an input. Files that are rows are read from it as a whole."""
 
     def __init__(self, job: Job) -> None:
-        self._fs = file_system(job.input)[0]
+        self._fs, _ = file_system(job.input)
         self._retries = job.retries
 
     def read(self, path: str) -> bytes:
@@ -123,18 +147,25 @@ class Storage:
                 with self._fs.open_input_stream(path, compression=None) as source:
                     return bytes(source.read())
             except OSError as error:
-                wait_or_raise(tries, self._retries, path, error)
+                wait_for_retry(tries, self._retries, path, error)
                 tries += 1
 
 
-def wait_or_raise(tries: int, retries: int, path: str, error: Exception) -> None:
-    """After an error in reading, wait before the next try, longer each time. Raises
-    InvalidArgumentError if the file is at fault, and UnavailableError after the last try."""
-    said = f"input {path} cannot be read: {error}"
+def read_error(path: str, error: Exception) -> JitneyError:
+    """What an error in reading a file means: InvalidArgumentError if the file is at fault,
+    UnavailableError if the storage is."""
+    text = f"input {path} cannot be read: {error}"
     if not isinstance(error, OSError) or isinstance(error, _OF_THE_FILE):
-        raise InvalidArgumentError(said) from error
-    if tries >= retries:
-        raise UnavailableError(said) from error
+        return InvalidArgumentError(text)
+    return UnavailableError(text)
+
+
+def wait_for_retry(tries: int, retries: int, path: str, error: Exception) -> None:
+    """After an error in reading, wait before the next try, longer each time. Raises what
+    :func:`read_error` says if the file is at fault, or if that was the last try."""
+    meaning = read_error(path, error)
+    if isinstance(meaning, InvalidArgumentError) or tries >= retries:
+        raise meaning from error
     time.sleep(pause(tries))
 
 
@@ -143,14 +174,26 @@ def pause(tries: int) -> float:
     return float(2**tries)
 
 
-def file_system(place: str) -> tuple[pafs.FileSystem, str]:
+def file_system(path: str) -> tuple[pafs.FileSystem, str]:
     """The file system of a path or address, and the path on it. Raises InvalidArgumentError."""
-    if "://" not in place:
-        return pafs.LocalFileSystem(), posixpath.abspath(place)
+    if "://" not in path:
+        return pafs.LocalFileSystem(), posixpath.abspath(path)
     try:
-        return pafs.FileSystem.from_uri(place)
+        return pafs.FileSystem.from_uri(path)
     except (OSError, pa.ArrowInvalid) as error:
-        raise InvalidArgumentError(f"{place} cannot be opened: {error}") from None
+        raise InvalidArgumentError(f"{path} cannot be opened: {error}") from None
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """The rows [first, end) of a file."""
+
+    first: int
+    end: int
+    data: Any
+    """As in :class:`Chunk`. None if all rows are committed: then they were not read."""
+    share: float
+    """The share of the file that has been read with this batch, 0 to 1."""
 
 
 class Dataset:
@@ -161,21 +204,15 @@ class Dataset:
         InvalidArgumentError, and UnavailableError if the storage fails."""
         self._fs, path = file_system(job.input)
         self._retries = job.retries
-        own = f"{file_system(job.output)[1]}/"
+        _, output = file_system(job.output)
         try:
             self._base, found = _found(self._fs, path)
-            found = [info for info in found if not info.path.startswith(own)]
         except OSError as error:
-            wait_or_raise(0, 0, job.input, error)  # raises: there is no second try
+            raise read_error(job.input, error) from error
+        found = [info for info in found if not info.path.startswith(f"{output}/")]
         self.format = job.input_format
         if self.format == "auto":
-            kinds = {_format_of(info.path) for info in found} - {None}
-            if len(kinds) != 1:
-                known = ", ".join(sorted(map(str, kinds))) or "no known kind"
-                raise InvalidArgumentError(
-                    f"input {job.input} has files of {known}: name input_format"
-                )
-            (self.format,) = kinds  # type: ignore[assignment]
+            self.format = _common_format(job.input, found)
             found = [info for info in found if _format_of(info.path) == self.format]
         if not found:
             raise InvalidArgumentError(f"input {job.input} has no files")
@@ -185,29 +222,33 @@ class Dataset:
         """Whether each file is a row. All of them together are then the file 0, and the index of a
         file is the index of its row."""
 
-    @property
-    def schema(self) -> pa.Schema | None:
-        """The columns' types where the files state them: those of the first one. Raises as
-        :meth:`chunks` does."""
+    def read_schema(self) -> pa.Schema | None:
+        """The columns' types, as the first file states them; None for formats whose files state
+        none. Raises InvalidArgumentError if the file is damaged, and UnavailableError if the
+        storage fails."""
         if self.format not in ("parquet", "arrow"):
             return None
-        first = self.files[0].path
+        path = self.files[0].path
         try:
-            with self._fs.open_input_file(first) as source:
-                parquet = self.format == "parquet"
-                schema = pq.read_schema(source) if parquet else pa.ipc.open_file(source).schema
+            with self._fs.open_input_file(path) as source:
+                if self.format == "parquet":
+                    schema = pq.read_schema(source)
+                else:
+                    schema = pa.ipc.open_file(source).schema
         except _ERRORS as error:
-            wait_or_raise(0, 0, first, error)  # raises: there is no second try
-        fields = {field.name: field.type for field in schema}
-        return pa.schema(fields | dict.fromkeys(self._partition(first), pa.string()))
+            raise read_error(path, error) from error
+        types = {field.name: field.type for field in schema}
+        types |= dict.fromkeys(self._partition(path), pa.string())
+        return pa.schema(types)
 
-    def path_of(self, file: int, row: int) -> str:
+    def path_of(self, row: RowId) -> str:
         """The file that a row is in, or is."""
-        return self.files[row if self.whole else file].path
+        return self.files[row.row if self.whole else row.file].path
 
     @property
     def sizes(self) -> list[int]:
-        """What the files weigh beside each other: their bytes."""
+        """The bytes of each file; [1] if each file is a row, for then they count as one file. Used
+        for shares of the input."""
         return [1] if self.whole else [file.size for file in self.files]
 
     def chunks(
@@ -218,89 +259,141 @@ class Dataset:
         InvalidArgumentError for a file that is damaged, and UnavailableError if the storage fails
         although it was tried again."""
         sizes = self.sizes
-        done = record.done
-        before = 0
         total = max(1, sum(sizes))
+        bytes_before = 0  # of the files before this one
         for index in range(len(sizes)) if files is None else files:
-            file = self.files[index]
-            columns = {} if self.whole else self._partition(file.path)
-            # After a failure a file is read from its beginning. `given`: rows of it that were given
-            # before the failure; they are not given again.
-            first = given = tries = 0
-            while not record.is_done(index):
-                try:
-                    first = 0
-                    for data, share in self._batches(index, done, size):
-                        end = first + len(data)
-                        if not done.covers(index, first, end) and given < end:
-                            position = (before + share * sizes[index]) / total
-                            left = [
-                                row
-                                for row in range(first, end)
-                                if not done.covers(index, row, row + 1)
-                            ]
-                            data = _taken(data, [row - first for row in left])
-                            yield Chunk(index, left, self.format, data, columns, position)
-                        first = end
-                        given = max(given, end)
-                    break
-                except _ERRORS as error:
-                    wait_or_raise(tries, self._retries, file.path, error)
-                    tries += 1
-            before += sizes[index]
-            if index not in record.rows:
-                yield FileRows(index, first)
+            if not record.is_done(index):
+                row_count = 0
+                for batch in self._batches_with_retries(index, record.done, size):
+                    position = (bytes_before + batch.share * sizes[index]) / total
+                    chunk = self._chunk_of(index, batch, record.done, position)
+                    if chunk is not None:
+                        yield chunk
+                    row_count = batch.end
+                if index not in record.row_counts:
+                    yield FileRows(index, row_count)
+            bytes_before += sizes[index]
 
-    def _batches(self, index: int, done: Ranges, size: int) -> Iterator[tuple[Any, float]]:
-        """(at most ``size`` rows, the share of the file that is read), in order, each time the
-        same. A Parquet row group whose rows are all done is not read: in place of the rows
-        stands a range, as long as the group, whatever ``size`` is."""
-        file = self.files[index]
+    def _chunk_of(self, index: int, batch: _Batch, done: Ranges, position: float) -> Chunk | None:
+        """The rows of a batch that are not committed. None if there are none."""
+        if batch.data is None or done.covers(index, batch.first, batch.end):
+            return None
+        rows = range(batch.first, batch.end)
+        left = [row for row in rows if not done.covers(index, row, row + 1)]
+        return Chunk(
+            file=index,
+            indices=left,
+            format=self.format,
+            data=_taken(batch.data, [row - batch.first for row in left]),
+            columns={} if self.whole else self._partition(self.files[index].path),
+            position=position,
+        )
+
+    def _batches_with_retries(self, index: int, done: Ranges, size: int) -> Iterator[_Batch]:
+        """Each batch of a file once. After a failure of the storage the file is read again from its
+        beginning; the batches are the same then, and those that were given are left out."""
+        rows_given = 0
+        tries = 0
+        while True:
+            try:
+                for batch in self._batches(index, done, size):
+                    if batch.end > rows_given:
+                        rows_given = batch.end
+                        yield batch
+                return
+            except _ERRORS as error:
+                wait_for_retry(tries, self._retries, self.files[index].path, error)
+                tries += 1
+
+    def _batches(self, index: int, done: Ranges, size: int) -> Iterator[_Batch]:
+        """A file's rows in order, at most ``size`` in a batch, each time the same batches."""
         if self.whole:
-            for first in range(0, len(self.files), size):
-                paths = [each.path for each in self.files[first : first + size]]
-                yield paths, (first + len(paths)) / len(self.files)
+            yield from self._path_batches(size)
             return
+        file = self.files[index]
         with self._fs.open_input_file(file.path) as raw:
             if self.format == "parquet":
-                # Page by page: otherwise the whole of a row group would be held.
-                parquet = pq.ParquetFile(raw, pre_buffer=False, buffer_size=_BUFFER)
-                _check_names(parquet.schema_arrow.names, file.path)
-                first = 0
-                total = max(1, parquet.metadata.num_rows)
-                for group in range(parquet.num_row_groups):
-                    of_group = parquet.metadata.row_group(group)
-                    rows = of_group.num_rows
-                    skip = done.covers(index, first, first + rows)
-                    few = _fewer(size, rows, of_group.total_byte_size)
-                    batches = [range(rows)] if skip else parquet.iter_batches(few, [group])
-                    for batch in batches:
-                        first += len(batch)
-                        yield batch, first / total
+                yield from _parquet_batches(raw, file, index, done, size)
             elif self.format == "arrow":
-                reader = pa.ipc.open_file(raw)
-                _check_names(reader.schema.names, file.path)
-                for number in range(reader.num_record_batches):
-                    batch = reader.get_batch(number)
-                    few = _fewer(size, len(batch), batch.nbytes)
-                    for start in range(0, len(batch), few):
-                        yield batch.slice(start, few), (number + 1) / reader.num_record_batches
+                yield from _arrow_batches(raw, file, size)
             else:
-                codec = _COMPRESSED.get(posixpath.splitext(file.path.lower())[1])
-                source = text = io.BufferedReader(raw, _BUFFER)
-                if codec:
-                    text = io.BufferedReader(pa.CompressedInputStream(source, codec))
-                of_csv = self.format == "csv"
-                # Of lines, those with nothing but space are no rows.
-                lines = _records(text, file.path) if of_csv else filter(bytes.strip, text)
-                for data in iter(lambda: _next_of(lines, size), []):
-                    yield data, 1.0 if raw.closed else source.tell() / file.size
+                yield from _line_batches(raw, file, self.format, size)
+
+    def _path_batches(self, size: int) -> Iterator[_Batch]:
+        count = len(self.files)
+        for first in range(0, count, size):
+            paths = [file.path for file in self.files[first : first + size]]
+            end = first + len(paths)
+            yield _Batch(first, end, paths, end / count)
 
     def _partition(self, path: str) -> dict[str, str]:
         """Columns from folders such as ``year=2026``, below the input."""
         folders = posixpath.dirname(path.removeprefix(self._base)).split("/")
         found = (_PARTITION.fullmatch(folder) for folder in folders)
         return {unquote(match[1]): unquote(match[2]) for match in found if match}
+
+
+def _parquet_batches(
+    raw: BinaryIO, file: InputFile, index: int, done: Ranges, size: int
+) -> Iterator[_Batch]:
+    """A row group whose rows are all committed is not read. It is one batch, whatever ``size``."""
+    # Page by page: otherwise the whole of a row group would be held.
+    parquet = pq.ParquetFile(raw, pre_buffer=False, buffer_size=_BUFFER)
+    _check_names(parquet.schema_arrow.names, file.path)
+    total = max(1, parquet.metadata.num_rows)
+    first = 0
+    for group in range(parquet.num_row_groups):
+        metadata = parquet.metadata.row_group(group)
+        end_of_group = first + metadata.num_rows
+        if done.covers(index, first, end_of_group):
+            yield _Batch(first, end_of_group, None, end_of_group / total)
+            first = end_of_group
+            continue
+        batch_size = _rows_of_a_chunk(size, metadata.num_rows, metadata.total_byte_size)
+        for data in parquet.iter_batches(batch_size, [group]):
+            end = first + len(data)
+            yield _Batch(first, end, _without_views(data), end / total)
+            first = end
+
+
+def _arrow_batches(raw: BinaryIO, file: InputFile, size: int) -> Iterator[_Batch]:
+    reader = pa.ipc.open_file(raw)
+    _check_names(reader.schema.names, file.path)
+    count = reader.num_record_batches
+    first = 0
+    for number in range(count):
+        whole = reader.get_batch(number)
+        batch_size = _rows_of_a_chunk(size, len(whole), whole.nbytes)
+        for start in range(0, len(whole), batch_size):
+            data = whole.slice(start, batch_size)
+            end = first + len(data)
+            yield _Batch(first, end, _without_views(data), (number + 1) / count)
+            first = end
+
+
+def _line_batches(
+    raw: BinaryIO, file: InputFile, format: InputFormat, size: int
+) -> Iterator[_Batch]:
+    """Lines, or CSV records with their header."""
+    source: io.BufferedReader[Any] = io.BufferedReader(raw, _BUFFER)
+    codec = _COMPRESSED.get(posixpath.splitext(file.path.lower())[1])
+    text = source
+    if codec is not None:
+        text = io.BufferedReader(pa.CompressedInputStream(source, codec))
+    # A line of nothing but space is no row.
+    lines = _records(text, file.path) if format == "csv" else filter(bytes.strip, text)
+    first = 0
+    while data := _next_of(lines, size):
+        end = first + len(data)
+        # The reader of CSV closes the file when it has read the last record.
+        share = 1.0 if raw.closed else source.tell() / file.size
+        yield _Batch(first, end, data, share)
+        first = end
+
+
+def _without_views(data: pa.RecordBatch) -> pa.RecordBatch:
+    types = {field.name: _PLAIN.get(field.type, field.type) for field in data.schema}
+    return data.cast(pa.schema(types))
 
 
 def _records(source: io.BufferedReader, path: str) -> Iterator[tuple[list[str], list[str]]]:
@@ -313,18 +406,18 @@ def _records(source: io.BufferedReader, path: str) -> Iterator[tuple[list[str], 
     return ((head, record) for record in records if record)
 
 
-def _fewer(size: int, rows: int, nbytes: int) -> int:
-    """``size``, or fewer rows if they are large."""
-    return min(size, max(1, _CHUNK_BYTES * rows // max(1, nbytes)))
+def _rows_of_a_chunk(size: int, row_count: int, nbytes: int) -> int:
+    """``size``, or fewer if so many rows have so many bytes."""
+    return min(size, max(1, _CHUNK_BYTES * row_count // max(1, nbytes)))
 
 
 def _next_of(lines: Iterator[Any], size: int) -> list[Any]:
-    """``size`` lines, or fewer if they are large."""
+    """The next ``size`` lines, or fewer if they are large; none at the end."""
     taken = []
     nbytes = 0
     for line in islice(lines, size):
         taken.append(line)
-        nbytes += len(line)
+        nbytes += _line_bytes(line)
         if nbytes >= _CHUNK_BYTES:
             break
     return taken
@@ -337,12 +430,12 @@ def _check_names(names: list[str], path: str) -> None:
             raise InvalidArgumentError(f"input {path} has two columns {name!r}")
 
 
-def _taken(data: Any, at: list[int]) -> Any:
-    """Those of the rows. A copy: a slice of a record batch would be pickled as the whole batch."""
+def _taken(data: Any, indices: list[int]) -> Any:
+    """Some rows of a batch's data. Of a record batch it is a copy: a slice would be pickled as the
+    whole batch."""
     if isinstance(data, pa.RecordBatch):
-        plain = {field.name: _PLAIN.get(field.type, field.type) for field in data.schema}
-        return data.cast(pa.schema(plain)).take(pa.array(at, pa.int64()))
-    return [data[i] for i in at]
+        return data.take(pa.array(indices, pa.int64()))
+    return [data[index] for index in indices]
 
 
 def column_of(row: Row, name: str) -> Any:
@@ -359,25 +452,52 @@ def reason(error: BaseException) -> str:
 
 
 def _found(fs: pafs.FileSystem, path: str) -> tuple[str, list[pafs.FileInfo]]:
-    """The folder that is searched, and the files of a path or glob in it; of folders, those whose
-    names do not begin with ``_`` or ``.``. Raises InvalidArgumentError if there is nothing."""
+    """The folder that is searched, and the files of a path, folder or glob in it. Names below that
+    folder that begin with ``_`` or ``.`` are passed over. Raises InvalidArgumentError if there is
+    nothing."""
     info = fs.get_file_info(path)
     if info.type == pafs.FileType.File:
         return path, [info]
-    wild = None if info.type == pafs.FileType.Directory else re.search(r"[*?\[]", path)
-    base = path[: wild.start()].rpartition("/")[0] if wild else path
+    base = path
+    glob = None
+    if info.type != pafs.FileType.Directory:
+        wild = re.search(r"[*?\[]", path)
+        if wild is not None:
+            base = path[: wild.start()].rpartition("/")[0]
+            glob = path
     try:
         infos = fs.get_file_info(pafs.FileSelector(base, recursive=True))
     except FileNotFoundError:
         raise InvalidArgumentError(f"input {path} is not there") from None
-    return base, [
-        info
-        for info in infos
-        if info.type == pafs.FileType.File
-        and not any(p[:1] in ("_", ".") for p in info.path.removeprefix(base).split("/"))
-        and (not wild or fnmatch.fnmatchcase(info.path, path))
-        and (not wild or "**" in path or info.path.count("/") == path.count("/"))
-    ]
+    found = []
+    for info in infos:
+        is_file = info.type == pafs.FileType.File
+        is_meant = glob is None or _matches(info.path, glob)
+        if is_file and is_meant and not _is_hidden(info.path.removeprefix(base)):
+            found.append(info)
+    return base, found
+
+
+def _is_hidden(path: str) -> bool:
+    return any(name[:1] in ("_", ".") for name in path.split("/"))
+
+
+def _matches(path: str, glob: str) -> bool:
+    """``*`` crosses folders only if the glob has ``**``."""
+    if "**" not in glob and path.count("/") != glob.count("/"):
+        return False
+    return fnmatch.fnmatchcase(path, glob)
+
+
+def _common_format(source: str, found: list[pafs.FileInfo]) -> InputFormat:
+    """By the files' names. Raises InvalidArgumentError if they have several formats, or none."""
+    formats = {_format_of(info.path) for info in found} - {None}
+    if len(formats) == 1:
+        (format,) = formats
+        assert format is not None
+        return format
+    known = ", ".join(sorted(map(str, formats))) or "no known kind"
+    raise InvalidArgumentError(f"input {source} has files of {known}: name input_format")
 
 
 def _format_of(path: str) -> InputFormat | None:

@@ -4,11 +4,9 @@ The prompt is made by a template, or of a text with columns in braces, or it is 
 is a line of OpenAI's batch service: a request with parameters of its own.
 """
 
-import hashlib
 import re
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -25,7 +23,7 @@ from jitney.text.chat import make_chat
 from jitney.text.intake import encode_chat, encode_prompt
 from jitney.text.tokenizer import Tokenizer, TokenizerData
 
-from jitney_jobs.asking import Line
+from jitney_jobs.asking import OpenAiRequest, request_digest
 from jitney_jobs.dataset import Chunk, Dataset, Row, Storage, column_of
 from jitney_jobs.job import Job, make_job
 from jitney_jobs.journal import Record
@@ -34,12 +32,12 @@ from jitney_jobs.tensors import Arrays
 _FIELD = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
 _CHAT = "/v1/chat/completions"
 _COMPLETION = "/v1/completions"
-_OF_THE_SERVICE = ("model", "user", "metadata", "store", "service_tier", "stream")
-"""Keys of a body that change nothing here."""
+_IGNORED = ("model", "user", "metadata", "store", "service_tier", "stream")
+"""Keys of a line's body that the service knows, and that change nothing here."""
 
 
-class Language(msgspec.Struct, frozen=True):
-    """What preparing must know of a language model."""
+class LanguageModel(msgspec.Struct, frozen=True):
+    """What must be known of a language model to prepare its prompts."""
 
     tokenizer: TokenizerData
     config: EngineConfig
@@ -54,20 +52,20 @@ class EncodedPrompt(msgspec.Struct, frozen=True):
 
 
 class Encoder:
-    """Texts and chats to token ids, with the checks of every other way in."""
+    """Texts and chats to token ids. They are checked as those of a request to the server are."""
 
-    def __init__(self, language: Language) -> None:
-        self._tokenizer = Tokenizer(language.tokenizer)
-        self._config = language.config
-        self._info = language.info
-        self.context = language.info.max_model_len
+    def __init__(self, model: LanguageModel) -> None:
+        self._tokenizer = Tokenizer(model.tokenizer)
+        self._config = model.config
+        self._info = model.info
+        self.context = model.info.max_model_len
 
     def text(self, prompt: Any) -> list[int]:
         """Raises InvalidArgumentError."""
         return encode_prompt(_text(prompt), self._tokenizer, self._config, self._info)
 
     def chat(self, messages: Any) -> list[int]:
-        """A text is a user's message. Raises InvalidArgumentError."""
+        """A text stands for one message of the user. Raises InvalidArgumentError."""
         chat = make_chat(_messages(messages), {}, self._config)
         return encode_chat(chat, self._tokenizer, self._config, self._info)
 
@@ -79,28 +77,38 @@ def _text(prompt: Any) -> str:
 
 
 def _messages(prompt: Any) -> Any:
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return prompt
 
 
 class Generate:
     """A completion or a chat's answer for each row."""
 
     fields = pa.schema(
-        {"output": pa.string(), "finish_reason": pa.string()}
-        | {"prompt_tokens": pa.int64(), "output_tokens": pa.int64()}
+        {
+            "output": pa.string(),
+            "finish_reason": pa.string(),
+            "prompt_tokens": pa.int64(),
+            "output_tokens": pa.int64(),
+        }
     )
 
     def __init__(self, job: Job, encoder: Encoder) -> None:
         self._encode = encoder.chat if job.chat else encoder.text
-        self._prompt = _make_prompt(job)
-        self._params = _make_params(job)
+        self._prompt_of = _make_prompt(job)
+        self._params_of = _make_params(job)
 
     def prepare(self, row: Row) -> EncodedPrompt:
-        return EncodedPrompt(self._encode(self._prompt(row)), self._params(row))
+        return EncodedPrompt(self._encode(self._prompt_of(row)), self._params_of(row))
 
     def finish(self, row: Row, result: Completed) -> Row:
-        lengths = len(result.prompt_ids), len(result.ids)
-        return _columns(result.text, result.finish_reason, *lengths)
+        return {
+            "output": result.text,
+            "finish_reason": result.finish_reason,
+            "prompt_tokens": len(result.prompt_ids),
+            "output_tokens": len(result.ids),
+        }
 
 
 def prompt_lengths(source: str, column: str, model: str) -> list[int]:
@@ -112,43 +120,50 @@ def prompt_lengths(source: str, column: str, model: str) -> list[int]:
     tokenizer = Tokenizer.load(resolve_model(model))
     storage = Storage(job)
     lengths = []
-    for chunk in Dataset(job).chunks(Record(Path()), 1024):
+    for chunk in Dataset(job).chunks(Record.empty(), 1024):
         if isinstance(chunk, Chunk):
-            rows = (chunk.row(item, storage) for item in chunk.items())
-            lengths += [len(tokenizer.encode(_text(column_of(row, column)))) for row in rows]
+            for raw in chunk.raw_rows():
+                text = _text(column_of(chunk.row(raw, storage), column))
+                lengths.append(len(tokenizer.encode(text)))
     return lengths
 
 
 class GenerateOnServer:
-    """The same by a server's model, which has the tokenizer."""
+    """As :class:`Generate`, with a model on a server. The server has the tokenizer."""
 
     fields = Generate.fields
 
     def __init__(self, job: Job) -> None:
-        self._chat = job.chat
-        self._prompt = _make_prompt(job)
-        self._params = _make_params(job)
+        self._is_chat = job.chat
+        self._prompt_of = _make_prompt(job)
+        self._params_of = _make_params(job)
 
     def prepare(self, row: Row) -> Arrays:
-        prompt: Any = self._prompt(row)
-        prompt = msgspec.json.encode(_messages(prompt)) if self._chat else _text(prompt).encode()
-        asked = ("finish_reason", "num_input_tokens", "num_output_tokens")
-        texts = {"sampling_parameters": msgspec.json.encode(self._params(row))}
-        texts["messages" if self._chat else "text_input"] = prompt
-        return {
-            **{name: np.array([text], np.object_) for name, text in texts.items()},
+        prompt = self._prompt_of(row)
+        inputs = {
+            "sampling_parameters": _text_array(msgspec.json.encode(self._params_of(row))),
             "exclude_input_in_output": np.array([True]),
-            **{f"return_{name}": np.array([True]) for name in asked},
+            "return_finish_reason": np.array([True]),
+            "return_num_input_tokens": np.array([True]),
+            "return_num_output_tokens": np.array([True]),
         }
+        if self._is_chat:
+            inputs["messages"] = _text_array(msgspec.json.encode(_messages(prompt)))
+        else:
+            inputs["text_input"] = _text_array(_text(prompt).encode())
+        return inputs
 
     def finish(self, row: Row, result: Arrays) -> Row:
-        texts = (result[name][0].decode() for name in ("text_output", "finish_reason"))
-        lengths = (int(result[f"num_{name}_tokens"][0]) for name in ("input", "output"))
-        return _columns(*texts, *lengths)
+        return {
+            "output": result["text_output"][0].decode(),
+            "finish_reason": result["finish_reason"][0].decode(),
+            "prompt_tokens": int(result["num_input_tokens"][0]),
+            "output_tokens": int(result["num_output_tokens"][0]),
+        }
 
 
-def _columns(*values: object) -> Row:
-    return dict(zip(Generate.fields.names, values, strict=True))
+def _text_array(text: bytes) -> np.ndarray:
+    return np.array([text], np.object_)
 
 
 class OpenAiLines:
@@ -165,56 +180,61 @@ class OpenAiLines:
         _check_line(row)
         if row["url"] not in (_CHAT, _COMPLETION):
             raise InvalidArgumentError.of("url", row["url"], f"{_CHAT} or {_COMPLETION}")
-        given = {k: v for k, v in row["body"].items() if k not in _OF_THE_SERVICE}
+        given = {name: value for name, value in row["body"].items() if name not in _IGNORED}
         if "max_completion_tokens" in given:
             given["max_tokens"] = given.pop("max_completion_tokens")
+        params = dict(self._fixed)
         if row["url"] == _COMPLETION:
             ids = self._encoder.text(given.pop("prompt", None))
-            return EncodedPrompt(ids, parse_sampling_params({**self._fixed, **given}))
-        ids = self._encoder.chat(given.pop("messages", None))
-        rest = max(1, self._encoder.context - len(ids))  # as the service does: all of the context
-        return EncodedPrompt(
-            ids, parse_sampling_params({"max_tokens": rest, **self._fixed, **given})
-        )
+        else:
+            ids = self._encoder.chat(given.pop("messages", None))
+            # As the service does: an answer may fill the context.
+            params.setdefault("max_tokens", max(1, self._encoder.context - len(ids)))
+        return EncodedPrompt(ids, parse_sampling_params(params | given))
 
     def finish(self, row: Row, result: Completed) -> Row:
-        chat = row["url"] == _CHAT
-        tokens = len(result.prompt_ids), sum(len(each.ids) for each in result.sequences)
+        is_chat = row["url"] == _CHAT
         choices: list[Row] = []
-        for each in result.sequences:
-            said = {"message": {"role": "assistant", "content": each.text}}
-            choice = said if chat else {"text": each.text}
-            choices.append({"index": each.index, **choice, "finish_reason": each.finish_reason})
+        for sequence in result.sequences:
+            choice: Row = {"index": sequence.index}
+            if is_chat:
+                choice["message"] = {"role": "assistant", "content": sequence.text}
+            else:
+                choice["text"] = sequence.text
+            choice["finish_reason"] = sequence.finish_reason
+            choices.append(choice)
+        prompt_tokens = len(result.prompt_ids)
+        completion_tokens = sum(len(sequence.ids) for sequence in result.sequences)
         body = {
-            "id": f"{'chatcmpl' if chat else 'cmpl'}-{_digest(row)}",
-            "object": "chat.completion" if chat else "text_completion",
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{request_digest(row['custom_id'])}",
+            "object": "chat.completion" if is_chat else "text_completion",
             "created": int(time.time()),
             "model": row["body"].get("model"),
             "choices": choices,
             "usage": {
-                "prompt_tokens": tokens[0],
-                "completion_tokens": tokens[1],
-                "total_tokens": sum(tokens),
+                "prompt_tokens": prompt_tokens,
+                "completion_tokens": completion_tokens,
+                "total_tokens": prompt_tokens + completion_tokens,
             },
         }
         return _result_line(row, body)
 
 
 class OpenAiLinesOnServer:
-    """The same by a server of OpenAI's API: bodies go there, and come from there, as they are. The
-    job's model stands for that of a line, and its parameters for those that a line lacks."""
+    """As :class:`OpenAiLines`, by a server of OpenAI's API. Its answers are taken as they are. The
+    job's model replaces that of a line. The job's parameters are used where a line has none."""
 
     fields = None
 
     def __init__(self, job: Job) -> None:
         self._fixed = _fixed_params(job)
-        self._of_job = {"model": job.model}
+        self._model = job.model
 
-    def prepare(self, row: Row) -> Line:
+    def prepare(self, row: Row) -> OpenAiRequest:
         _check_line(row)
-        body = {**self._fixed, **row["body"], **self._of_job}
+        body = {**self._fixed, **row["body"], "model": self._model}
         body.pop("stream", None)
-        return row["url"], msgspec.json.encode(body)
+        return OpenAiRequest(row["url"], msgspec.json.encode(body))
 
     def finish(self, row: Row, result: Row) -> Row:
         return _result_line(row, result)
@@ -229,35 +249,41 @@ def _check_line(row: Row) -> None:
         raise InvalidArgumentError.of("method", row.get("method"), "POST")
 
 
-def _digest(row: Row) -> str:
-    return hashlib.sha256(row["custom_id"].encode()).hexdigest()[:24]
-
-
 def _result_line(row: Row, body: Row) -> Row:
-    response = {"status_code": 200, "request_id": _digest(row), "body": body}
-    id_ = f"batch_req_{_digest(row)}"
-    return {"id": id_, "custom_id": row["custom_id"], "response": response, "error": None}
+    digest = request_digest(row["custom_id"])
+    return {
+        "id": f"batch_req_{digest}",
+        "custom_id": row["custom_id"],
+        "response": {"status_code": 200, "request_id": digest, "body": body},
+        "error": None,
+    }
 
 
 def _fixed_params(job: Job) -> dict[str, Any]:
     """The parameters of all rows."""
-    return job.sampling | ({} if job.max_tokens is None else {"max_tokens": job.max_tokens})
+    if job.max_tokens is None:
+        return job.sampling
+    return {**job.sampling, "max_tokens": job.max_tokens}
 
 
 def _make_params(job: Job) -> Callable[[Row], SamplingParams]:
-    """A row's parameters: those of the job, and those of the row's columns."""
+    """A function from a row to its parameters: those of the job, and those of its columns."""
     fixed = _fixed_params(job)
     params = parse_sampling_params(fixed)
     if params.n != 1:
         raise InvalidArgumentError.of("sampling.n", params.n, "1: a row has one answer")
     if not job.sampling_column:
         return lambda row: params
-    return lambda row: parse_sampling_params(
-        {**fixed, **{name: column_of(row, name) for name in job.sampling_column}}
-    )
+
+    def params_of(row: Row) -> SamplingParams:
+        own = {name: column_of(row, name) for name in job.sampling_column}
+        return parse_sampling_params({**fixed, **own})
+
+    return params_of
 
 
 def _make_prompt(job: Job) -> Callable[[Row], Any]:
+    """A function from a row to its prompt."""
     if job.template is not None:
         environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
         try:

@@ -5,6 +5,7 @@ Each field's bound and help stand with it; the command line is made from them (`
 
 import os
 import re
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,16 +20,44 @@ STOPPED = 130
 """The exit status that shells expect of an interrupted command."""
 LATE = 4
 """The exit status of a job that is complete, but later than it was to be."""
+_ROWS_OF_A_SHARE = 100
+"""Rows that must have ended before a share of bad ones can end the job."""
+_CLOCK_TIME = "a clock time of this machine, such as 06:00"
 Count = Annotated[int, Meta(ge=1)]
-CountOrNone = Annotated[int, Meta(ge=0)]
+NonNegative = Annotated[int, Meta(ge=0)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(gt=0, le=1e9)]
-Text = str | None
 Texts = list[str]
 Numbers = tuple[float, ...]
 TaskName = Literal["generate", "embed", "classify", "score", "map"]
 InputFormat = Literal["auto", "parquet", "jsonl", "csv", "arrow", "text", "image", "openai"]
 OutputFormat = Literal["auto", "parquet", "jsonl"]
+CHANGEABLE = frozenset(
+    (
+        "output",
+        "journal",
+        "part_rows",
+        "part_seconds",
+        "in_flight",
+        "workers",
+        "retries",
+        "max_errors",
+        "batch_size",
+        "server",
+        "at_once",
+        "tls",
+        "ca_file",
+        "api_key_file",
+        "ray",
+        "finish_by",
+        "within",
+        "name",
+        "metrics_port",
+        "metrics_host",
+        "push_gateway",
+    )
+)
+"""Fields that may change between two runs of a job: they do not change what is in its output."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,92 +65,132 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     input: str
     output: str
-    model: Annotated[Text, "Checkpoint (folder, or id in the local hub), or exported model."] = None
-    server: Annotated[Text, "HOST:PORT of a Triton with that model; http:// for OpenAI lines."] = (
+    model: Annotated[
+        str | None, "Checkpoint (folder, or id in the local hub), or exported model."
+    ] = None
+    server: Annotated[
+        str | None, "HOST:PORT of a Triton with that model; http:// for OpenAI lines."
+    ] = None
+    tls: Annotated[bool, "The server, or a proxy before it, speaks TLS."] = False
+    ca_file: Annotated[
+        str | None, "PEM file that its certificate is checked with; implies TLS."
+    ] = None
+    api_key_file: Annotated[str | None, "File with the key for that proxy, as bench takes it."] = (
         None
     )
-    tls: Annotated[bool, "The server, or a proxy before it, speaks TLS."] = False
-    ca_file: Annotated[Text, "PEM file that its certificate is checked with; implies TLS."] = None
-    api_key_file: Annotated[Text, "File with the key for that proxy, as bench takes it."] = None
     at_once: Annotated[Count, "Requests under way to the server."] = 32
-    ray: Annotated[Text, "Address of a Ray cluster (auto: of this node), or local."] = None
+    ray: Annotated[str | None, "Address of a Ray cluster (auto: of this node), or local."] = None
     task: Annotated[TaskName, "What is done with each row."] = "generate"
     input_format: Annotated[InputFormat, "auto goes by the files' names."] = "auto"
     output_format: Annotated[OutputFormat, "auto: jsonl for input in lines, else parquet."] = "auto"
     keep: Annotated[Texts | None, "Write only this column of the input; several times."] = None
-    prompt: Annotated[Text, "With columns in braces: 'Summarize: {text}'."] = None
-    template: Annotated[Text, "A jinja template of the prompt, or its file."] = None
-    column: Annotated[str, "What is taken without --prompt and --template."] = "text"
+    prompt: Annotated[str | None, "With columns in braces: 'Summarize: {text}'."] = None
+    template: Annotated[str | None, "A jinja template of the prompt, or its file."] = None
+    column: Annotated[str, "Column of the prompt, without --prompt and --template."] = "text"
     chat: Annotated[bool, "The prompt is a user's message, or a list of messages."] = False
     max_tokens: Annotated[int | None, "Most tokens of an answer."] = None
     sampling: Annotated[dict[str, Any], 'Parameters as JSON: {"temperature": 0.7}.'] = {}
     sampling_column: Annotated[Texts, "Column of that parameter's values; several times."] = []
     engine: Annotated[dict[str, Any], 'Engine options: {"max_num_seqs": 64}.'] = {}
-    tokenizer: Annotated[Text, "tokenizer.json of an exported model. Default: beside it."] = None
-    result: Annotated[Text, "The model's output that is taken."] = None
-    labels: Annotated[Text, "File of the classes' names, one a line."] = None
+    tokenizer: Annotated[str | None, "tokenizer.json of an exported model. Default: beside it."] = (
+        None
+    )
+    result: Annotated[str | None, "Name of the model's output to take, if it has several."] = None
+    labels: Annotated[str | None, "File of the classes' names, one a line."] = None
     mean: Annotated[Numbers, "Taken off an image's channels of 0 to 1; once for each."] = (0.0,)
     std: Annotated[Numbers, "What the channels are divided by then; once for each."] = (1.0,)
-    batch_size: Annotated[Count | None, "Of an exported model. Default: the fastest, tried."] = None
-    map: Annotated[Text, "MODULE:FUNCTION from a row to new columns."] = None
-    journal: Annotated[Text, "Local folder of the journal. Default: _job in the output."] = None
+    batch_size: Annotated[Count | None, "Rows in a batch of an exported model."] = None
+    map: Annotated[str | None, "MODULE:FUNCTION from a row to new columns."] = None
+    journal: Annotated[str | None, "Local folder of the journal. Default: _job in the output."] = (
+        None
+    )
     ordered: Annotated[bool, "Keep the rows' order."] = False
     part_rows: Annotated[Count, "Most rows of an output file."] = 10_000
     part_seconds: Annotated[Seconds, "Commit after so long, even if a part is small."] = 60.0
     in_flight: Annotated[Count, "Most rows between reading and writing."] = 8192
-    workers: Annotated[CountOrNone | None, "Processes that prepare. Default: half the cores."] = (
-        None
-    )
-    retries: Annotated[CountOrNone, "How often a transient error is tried again."] = 3
+    workers: Annotated[NonNegative | None, "Worker processes. Default: half the cores."] = None
+    retries: Annotated[NonNegative, "How often a transient error is tried again."] = 3
     max_errors: Annotated[str | int | float, "Bad rows that end the job: a number or share."] = (
         "10%"
     )
 
     finish_by: Annotated[str | int | None, "Clock time, 06:00, after which the job is late."] = None
-    within: Annotated[Text, "Time, 4h or 1h30m, after which the job is late."] = None
+    within: Annotated[str | None, "Time, 4h or 1h30m, after which the job is late."] = None
     metrics_port: Annotated[Port | None, "Serve metrics there while it runs; 0: any port."] = None
     metrics_host: Annotated[str, "Address for that; 0.0.0.0 for all networks."] = "127.0.0.1"
-    push_gateway: Annotated[Text, "URL of a Prometheus push gateway that gets the metrics."] = None
-    name: Annotated[Text, "The job's name in its metrics. Default: the output folder's."] = None
+    push_gateway: Annotated[
+        str | None, "URL of a Prometheus push gateway that gets the metrics."
+    ] = None
+    name: Annotated[str | None, "The job's name in its metrics. Default: the output folder's."] = (
+        None
+    )
 
     @property
-    def essential(self) -> dict[str, Any]:
-        """The fields that shape the output."""
-        return {k: v for k, v in msgspec.to_builtins(self).items() if k not in _PACE}
+    def fields_that_shape_output(self) -> dict[str, Any]:
+        """Once a row is committed, none of them may change."""
+        fields = msgspec.to_builtins(self)
+        return {name: value for name, value in fields.items() if name not in CHANGEABLE}
 
     @property
     def journal_folder(self) -> Path:
-        """Raises InvalidArgumentError if there is no place for it."""
-        if self.journal is None and "://" in self.output:
+        """Raises InvalidArgumentError if the output is not local and no folder is named."""
+        if self.journal is not None:
+            return Path(self.journal)
+        if "://" in self.output:
             raise InvalidArgumentError("output is not local: name a local folder for the journal")
-        return Path(self.output, "_job") if self.journal is None else Path(self.journal)
-
-    @property
-    def most_errors(self) -> tuple[int | None, float | None]:
-        """Bad rows allowed: a number or a share."""
-        text = str(self.max_errors)
-        try:
-            if text.endswith("%") or "." in text:
-                share = float(text.rstrip("%")) / (100 if text.endswith("%") else 1)
-                if 0 <= share <= 1:
-                    return None, share
-            elif int(text) >= 0:
-                return int(text), None
-        except ValueError:
-            pass
-        raise InvalidArgumentError.of("max_errors", text, "a number, or a share from 0 to 100%")
+        return Path(self.output, "_job")
 
 
-_PACE = {
-    *("part_rows", "part_seconds", "in_flight", "workers", "retries", "max_errors", "journal"),
-    *("batch_size", "at_once", "ray", "finish_by", "within", "server", "tls", "ca_file"),
-    *("api_key_file", "metrics_port", "metrics_host", "push_gateway", "name", "output"),
-}
-"""Fields that a job may change on its way."""
+@dataclass(frozen=True)
+class ErrorLimit:
+    """How many rows of a job may be bad: a number, or a share of the rows that have ended."""
+
+    rows: int | None = None
+    share: float | None = None
+
+    def is_exceeded(self, bad: int, ended: int) -> bool:
+        """``ended``: rows that have ended, the bad ones among them."""
+        if self.rows is not None:
+            return bad > self.rows
+        assert self.share is not None, "a limit is a number or a share"
+        return ended >= _ROWS_OF_A_SHARE and bad > self.share * ended
+
+
+def error_limit(max_errors: str | float) -> ErrorLimit:
+    """The setting ``max_errors``. Raises InvalidArgumentError."""
+    text = str(max_errors)
+    try:
+        if text.endswith("%"):
+            limit = ErrorLimit(share=float(text.rstrip("%")) / 100)
+        elif "." in text:
+            limit = ErrorLimit(share=float(text))
+        else:
+            limit = ErrorLimit(rows=int(text))
+    except ValueError:
+        limit = ErrorLimit(rows=-1)  # refused below
+    if limit.share is not None and 0 <= limit.share <= 1:
+        return limit
+    if limit.rows is not None and limit.rows >= 0:
+        return limit
+    raise InvalidArgumentError.of("max_errors", text, "a number, or a share from 0 to 100%")
 
 
 def make_job(settings: dict[str, Any]) -> Job:
     """Check settings. Raises InvalidArgumentError that names the field, the value and the bound."""
+    _check_names(settings)
+    job = _converted(_decoded(settings))
+    job = msgspec.structs.replace(job, **_absolute_paths(job), **_contents_of_files(job))
+    if job.input_format == "openai":
+        job = msgspec.structs.replace(job, keep=[])  # the result is a whole line
+    error_limit(job.max_errors)
+    if isinstance(job.finish_by, int):
+        raise InvalidArgumentError.of("finish_by", job.finish_by, _CLOCK_TIME)
+    due_at(job.finish_by, job.within, 0.0)
+    _check_together(job)
+    return job
+
+
+def _check_names(settings: dict[str, Any]) -> None:
     names = [field.encode_name for field in msgspec.structs.fields(Job)]
     for name in settings:
         if name not in names:
@@ -129,55 +198,87 @@ def make_job(settings: dict[str, Any]) -> Job:
     for name in ("input", "output"):
         if not settings.get(name):
             raise InvalidArgumentError(f"setting {name} is missing")
+
+
+def _decoded(settings: dict[str, Any]) -> dict[str, Any]:
+    """With objects for the settings that the command line gives as JSON."""
+    decoded = dict(settings)
     for name in ("sampling", "engine"):
-        if isinstance(settings.get(name), str):
+        value = settings.get(name)
+        if isinstance(value, str):
             try:
-                settings = {**settings, name: msgspec.json.decode(settings[name])}
+                decoded[name] = msgspec.json.decode(value)
             except msgspec.DecodeError as error:
                 raise InvalidArgumentError(f"{name} is not JSON: {error}") from None
+    return decoded
+
+
+def _converted(settings: dict[str, Any]) -> Job:
+    """With the types of the fields; each value is checked alone."""
     try:
-        job = msgspec.convert(settings, Job, strict=False)
+        return msgspec.convert(settings, Job, strict=False)
     except msgspec.ValidationError as error:
         name = field_at_fault(error)
         bound = str(error).partition(" - at")[0].replace("Expected", "expected")
         raise InvalidArgumentError(f"{name} is {show(settings[name])}: {bound}") from None
-    places = {name: getattr(job, name) for name in ("input", "output", "ca_file", "api_key_file")}
-    changes: dict[str, Any] = {name: _absolute(each) for name, each in places.items() if each}
-    if job.input_format == "openai":
-        changes["keep"] = []  # the result is a whole line
+
+
+def _absolute_paths(job: Job) -> dict[str, str]:
+    """The paths of local files as absolute ones, so that a job can be resumed from elsewhere."""
+    names = ["input", "output", "tokenizer", "journal", "ca_file", "api_key_file"]
     if job.model is not None and job.server is None and Path(job.model).exists():
-        changes["model"] = _absolute(job.model)
+        names.append("model")  # else it is a name: of a checkpoint in the hub, or on the server
+    changes: dict[str, str] = {}
+    for name in names:
+        path = getattr(job, name)
+        if path:
+            changes[name] = path if "://" in path else os.path.abspath(path)
+    return changes
+
+
+def _contents_of_files(job: Job) -> dict[str, str]:
+    """Of the settings that name a file whose text belongs to the job."""
+    changes: dict[str, str] = {}
     for name in ("template", "labels"):
         text = getattr(job, name)
-        if text is not None and os.path.isfile(text):
+        if text is None:
+            continue
+        if os.path.isfile(text):
             changes[name] = Path(text).read_text(encoding="utf-8")
-        elif text is not None and (name == "labels" or "{" not in text):
+        elif name == "labels" or "{" not in text:
             raise InvalidArgumentError.of(name, text, "a file that is there")
-    job = msgspec.structs.replace(job, **changes)
-    job.most_errors  # noqa: B018 - raises
-    due_at(job.finish_by, job.within, 0.0)
+    return changes
+
+
+def _check_together(job: Job) -> None:
+    """Settings that need or exclude each other."""
     if job.finish_by is not None and job.within is not None:
         raise InvalidArgumentError("settings finish_by and within exclude each other")
-    openai = job.input_format == "openai"
-    if f"{job.output}/".startswith(f"{job.input}/"):
-        raise InvalidArgumentError.of("output", job.output, "outside of the input")
+    if job.prompt is not None and job.template is not None:
+        raise InvalidArgumentError("settings prompt and template exclude each other")
     if job.task == "map" and job.map is None:
         raise InvalidArgumentError("task map needs the setting map: MODULE:FUNCTION")
     if job.task != "map" and job.model is None:
         raise InvalidArgumentError(f"task {job.task} needs the setting model")
-    if job.server is not None and openai != bool(re.fullmatch("https?://[^/]+", job.server)):
-        bound = "HOST:PORT, or http://HOST:PORT for openai lines and no others"
-        raise InvalidArgumentError.of("server", job.server, bound)
-    if job.prompt is not None and job.template is not None:
-        raise InvalidArgumentError("settings prompt and template exclude each other")
-    if job.output_format == "parquet" and openai:
+    if f"{job.output}/".startswith(f"{job.input}/"):
+        raise InvalidArgumentError.of("output", job.output, "outside of the input")
+    is_openai = job.input_format == "openai"
+    if job.output_format == "parquet" and is_openai:
         raise InvalidArgumentError.of("output_format", "parquet", "jsonl for openai lines")
-    return job
+    if job.server is not None:
+        has_scheme = re.fullmatch("https?://[^/]+", job.server) is not None
+        if has_scheme != is_openai:
+            bound = "HOST:PORT, or http://HOST:PORT for openai lines and no others"
+            raise InvalidArgumentError.of("server", job.server, bound)
 
 
 def due_at(finish_by: str | int | None, within: str | None, now: float) -> float | None:
     """When the job is to end; times in seconds since 1970. A clock time that has passed today means
-    tomorrow's. Raises InvalidArgumentError."""
+    tomorrow's. Raises InvalidArgumentError.
+
+    ``finish_by`` is a number of minutes only in journals of earlier versions: YAML took 16:00 for
+    960, which :func:`read_job` prevents.
+    """
     if within is not None:
         pieces = re.findall(r"(\d+(?:\.\d+)?)([dhms])", within)
         seconds = sum(float(number) * _UNITS[unit] for number, unit in pieces)
@@ -186,22 +287,16 @@ def due_at(finish_by: str | int | None, within: str | None, now: float) -> float
         return now + seconds
     if finish_by is None:
         return None
-    if isinstance(finish_by, int):  # YAML takes 16:00 for a number of minutes
-        finish_by = "{}:{:02}".format(*divmod(finish_by, 60))
+    if isinstance(finish_by, int):
+        finish_by = f"{finish_by // 60}:{finish_by % 60:02}"
     try:
         clock = datetime.strptime(finish_by, "%H:%M").time()
     except ValueError:
-        bound = "a clock time of this machine, such as 06:00"
-        raise InvalidArgumentError.of("finish_by", finish_by, bound) from None
+        raise InvalidArgumentError.of("finish_by", finish_by, _CLOCK_TIME) from None
     due = datetime.combine(datetime.fromtimestamp(now).date(), clock)
     if due.timestamp() <= now:
         due += timedelta(days=1)
     return due.timestamp()
-
-
-def _absolute(place: str) -> str:
-    """So that a job can be resumed from elsewhere."""
-    return place if "://" in place else os.path.abspath(place)
 
 
 def read_job(path: Path) -> dict[str, Any]:
@@ -212,8 +307,16 @@ def read_job(path: Path) -> dict[str, Any]:
         raise InstallationError(
             "a job file needs pyyaml: pip install 'triton-jitney[jobs]'"
         ) from None
+
+    class Loader(yaml.SafeLoader):
+        """YAML 1.1 takes 16:00 for the number 960; here it stays a text."""
+
+        def construct_number(self, node: yaml.ScalarNode) -> int | str:
+            return node.value if ":" in node.value else self.construct_yaml_int(node)
+
+    Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_number)
     try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+        settings = yaml.load(path.read_text(encoding="utf-8"), Loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise InvalidArgumentError(f"the job file {path} cannot be read: {error}") from None
     if not isinstance(settings, dict):
@@ -223,6 +326,10 @@ def read_job(path: Path) -> dict[str, Any]:
 
 def differences(before: Job, now: Job) -> list[str]:
     """The settings that shape the output and differ: ``prompt was 'a', is 'b'``."""
-    old = before.essential
-    new = now.essential
-    return [f"{k} was {show(old[k])}, is {show(new[k])}" for k in old if old[k] != new[k]]
+    old = before.fields_that_shape_output
+    new = now.fields_that_shape_output
+    return [
+        f"{name} was {show(old[name])}, is {show(new[name])}"
+        for name in old
+        if old[name] != new[name]
+    ]

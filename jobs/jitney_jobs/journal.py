@@ -8,7 +8,6 @@ with their process.
 """
 
 import fcntl
-import io
 import os
 import sys
 import threading
@@ -16,6 +15,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Iterable
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 from jitney.errors import InvalidArgumentError, UnavailableError
@@ -25,8 +25,14 @@ from jitney_jobs.job import Job, differences, due_at
 VERSION = 2
 _MANY = 1 << 17
 """So many intervals of rows are gathered before those that touch are joined."""
-Interval = tuple[int, int, int]
-"""Rows of a file: (file, first, end)."""
+
+
+class Interval(NamedTuple):
+    """The rows [first, end) of a file, which is known by its index."""
+
+    file: int
+    first: int
+    end: int
 
 
 class InputFile(msgspec.Struct, frozen=True, array_like=True):
@@ -38,22 +44,22 @@ class InputFile(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """The first line: of which job this is the journal. ``whole``: each file is a row, and all of
-    them together count as the file 0."""
+    """The first line: the job that the journal belongs to."""
 
     version: int
     job: Job
     files: list[InputFile]
     whole: bool
+    """Whether each file is a row. All files together then count as one file, whose index is 0."""
     at: float = 0.0
-    """In seconds since 1970."""
+    """When the job began, in seconds since 1970."""
 
 
 class FileRows(msgspec.Struct, frozen=True, tag="file"):
-    """The input's file ``file`` (its index) was read to its end, and has so many rows."""
+    """A file of the input was read to its end. ``file`` is its index."""
 
     file: int
-    rows: int
+    row_count: int = msgspec.field(name="rows")
 
 
 class OutputPart(msgspec.Struct, frozen=True, tag="part"):
@@ -61,13 +67,15 @@ class OutputPart(msgspec.Struct, frozen=True, tag="part"):
 
     number: int
     files: dict[str, int]
-    rows: list[Interval]
+    intervals: list[Interval] = msgspec.field(name="rows")
     written: int
+    """Good rows."""
     failed: int
+    """Bad rows."""
     figures: dict[str, float]
-    """Of this run so far, in seconds and counts: ``pipeline.py``."""
+    """Of this run until this part: ``RunFigures`` in ``pipeline.py``."""
     schema: bytes | None = None
-    """The output's, as Arrow serializes it; with the first rows of Parquet."""
+    """The output's schema, as Arrow serializes it. Only the first part of Parquet has it."""
 
 
 class End(msgspec.Struct, frozen=True, tag="end"):
@@ -76,106 +84,142 @@ class End(msgspec.Struct, frozen=True, tag="end"):
     at: float = 0.0
 
 
-Line = Begin | FileRows | OutputPart | End
+Entry = Begin | FileRows | OutputPart | End
+"""A line of the journal."""
 
 
 class Ranges:
     """Rows as disjoint intervals, sorted."""
 
-    def __init__(self, pieces: Iterable[Interval] = ()) -> None:
-        self.pieces: list[Interval] = []
-        for file, first, end in sorted(pieces):
-            last = self.pieces[-1] if self.pieces else (-1, 0, 0)
-            if file == last[0] and first <= last[2]:
-                self.pieces[-1] = file, last[1], max(end, last[2])
-            else:
-                self.pieces.append((file, first, end))
+    def __init__(self, intervals: Iterable[Interval] = ()) -> None:
+        self.intervals: list[Interval] = []
+        for interval in sorted(intervals):
+            self._append(interval)
+
+    def _append(self, interval: Interval) -> None:
+        """Add an interval that begins no earlier than the last one. They are joined if they
+        touch."""
+        last = self.intervals[-1] if self.intervals else None
+        if last is None or last.file != interval.file or last.end < interval.first:
+            self.intervals.append(interval)
+        else:
+            self.intervals[-1] = last._replace(end=max(last.end, interval.end))
 
     def covers(self, file: int, first: int, end: int) -> bool:
         """Whether every row of [first, end) is here."""
-        # If a piece has all of the rows, it is the last one that begins at `first` or before.
-        at = bisect_right(self.pieces, (file, first, sys.maxsize))
-        before = self.pieces[at - 1] if at else (-1, 0, 0)
-        return first >= end or (before[0] == file and before[2] >= end)
+        if first >= end:
+            return True
+        # If an interval has all of the rows, it is the last one that begins at `first` or before.
+        index = bisect_right(self.intervals, (file, first, sys.maxsize)) - 1
+        if index < 0:
+            return False
+        before = self.intervals[index]
+        return before.file == file and before.end >= end
 
 
 class Record:
     """What a journal says."""
 
-    def __init__(self, path: Path) -> None:
-        """Read it, if it is there. Raises InvalidArgumentError for a whole line that is not one of
-        ours."""
-        self.folder = path.parent
+    def __init__(self, folder: Path) -> None:
+        """That of an empty journal in ``folder``."""
+        self.folder = folder
         self.size = 0
         """Bytes of whole lines."""
         self.begin: Begin | None = None
-        self.rows: dict[int, int] = {}
-        """File -> its rows, of those read to the end."""
+        self.row_counts: dict[int, int] = {}
+        """Rows of each file that was read to its end, by the file's index."""
         self.schema: bytes | None = None
         self.parts: list[OutputPart] = []
-        """Without their rows, of which there may be as many intervals as rows."""
-        self.written = self.failed = 0
-        """Rows in parts, and bad rows."""
-        self.ended: End | None = None
-        decoder = msgspec.json.Decoder(Line)
-        pieces = list[Interval]()
-        with path.open("rb") if path.is_file() else io.BytesIO() as lines:
-            for number, line in enumerate(lines, 1):
-                if line.endswith(b"\n"):  # else it was torn
-                    try:
-                        said = decoder.decode(line)
-                    except msgspec.DecodeError as error:
-                        bad = f"line {number} of {path} is damaged: {error}"
-                        raise InvalidArgumentError(bad) from None
-                    self.apply(said, len(line))
-                    pieces += said.rows if isinstance(said, OutputPart) else ()
-                    pieces = pieces if len(pieces) < _MANY else Ranges(pieces).pieces
-        self.done = Ranges(pieces)
+        """Without their intervals, of which there may be as many as rows."""
+        self.written = 0
+        """Good rows in parts."""
+        self.failed = 0
+        """Bad rows in parts."""
+        self.end: End | None = None
+        self.done = Ranges()
         """The rows that were committed when the journal was read."""
 
-    def apply(self, line: Line, size: int) -> None:
-        """Take a line of so many bytes in."""
+    @classmethod
+    def empty(cls) -> "Record":
+        """For reading an input without a job."""
+        return cls(Path())
+
+    @classmethod
+    def read(cls, path: Path) -> "Record":
+        """An empty record if the file is not there. Raises InvalidArgumentError for a whole line
+        that is damaged, and for a journal of another version."""
+        record = cls(path.parent)
+        if path.is_file():
+            with path.open("rb") as lines:
+                record._read(lines, path)
+        return record
+
+    def _read(self, lines: BinaryIO, path: Path) -> None:
+        decoder = msgspec.json.Decoder(Entry)
+        intervals: list[Interval] = []
+        for number, line in enumerate(lines, 1):
+            if not line.endswith(b"\n"):
+                break  # the last line, which was torn
+            try:
+                entry = decoder.decode(line)
+            except msgspec.DecodeError as error:
+                damaged = f"line {number} of {path} is damaged: {error}"
+                raise InvalidArgumentError(damaged) from None
+            self.apply(entry, len(line))
+            if isinstance(entry, OutputPart):
+                intervals += entry.intervals
+            if len(intervals) >= _MANY:
+                intervals = Ranges(intervals).intervals
+        self.done = Ranges(intervals)
+
+    def apply(self, entry: Entry, size: int) -> None:
+        """Add an entry, whose line has ``size`` bytes."""
         self.size += size
-        if isinstance(line, Begin):
-            if line.version != VERSION:
+        if isinstance(entry, Begin):
+            if entry.version != VERSION:
                 raise InvalidArgumentError(
-                    f"the journal in {self.folder} is of version {line.version}, not {VERSION}"
+                    f"the journal in {self.folder} is of version {entry.version}, not {VERSION}"
                 )
-            self.begin = line
-        elif isinstance(line, FileRows):
-            self.rows[line.file] = line.rows
-        elif isinstance(line, OutputPart):
-            self.parts.append(msgspec.structs.replace(line, rows=[]))
-            self.written += line.written
-            self.failed += line.failed
-            self.schema = self.schema or line.schema
+            self.begin = entry
+        elif isinstance(entry, FileRows):
+            self.row_counts[entry.file] = entry.row_count
+        elif isinstance(entry, OutputPart):
+            self.parts.append(msgspec.structs.replace(entry, intervals=[]))
+            self.written += entry.written
+            self.failed += entry.failed
+            self.schema = self.schema or entry.schema
         else:
-            self.ended = line
+            self.end = entry
 
     def is_done(self, file: int) -> bool:
         """Whether all rows of a file were committed when the journal was read."""
-        return file in self.rows and self.done.covers(file, 0, self.rows[file])
+        if file not in self.row_counts:
+            return False
+        return self.done.covers(file, 0, self.row_counts[file])
 
     @property
     def total(self) -> int | None:
-        """Rows of the input, once all of it has been read."""
-        assert self.begin is not None
-        known = len(self.rows) == (1 if self.begin.whole else len(self.begin.files))
-        return sum(self.rows.values()) if known else None
-
-    def late(self, job: Job) -> bool:
-        """Whether the job has ended later than it was to."""
-        due = self.due(job)
-        return self.ended is not None and due is not None and self.ended.at > due
+        """Rows of the input. None until all of it has been read."""
+        assert self.begin is not None, "the job has begun"
+        file_count = 1 if self.begin.whole else len(self.begin.files)
+        if len(self.row_counts) < file_count:
+            return None
+        return sum(self.row_counts.values())
 
     def due(self, job: Job) -> float | None:
-        """Until when the job is to end, counted from its beginning."""
-        assert self.begin is not None
+        """The deadline of ``job``, whose ``within`` counts from the first run. ``job`` has the
+        settings of this run; its deadline may differ from that of the run before."""
+        assert self.begin is not None, "the job has begun"
         return due_at(job.finish_by, job.within, self.begin.at)
+
+    def is_late(self, job: Job) -> bool:
+        """Whether the job has ended after the deadline of ``job``."""
+        due = self.due(job)
+        return self.end is not None and due is not None and self.end.at > due
 
     @property
     def next_number(self) -> int:
-        """Of the next part."""
+        """The number of the next part."""
         return self.parts[-1].number + 1 if self.parts else 0
 
 
@@ -183,47 +227,66 @@ class JobJournal:
     """The journal, open for one run."""
 
     def __init__(self, job: Job) -> None:
-        """Take the locks and read what is there. Raises UnavailableError if another run has one:
-        for this output, whatever its journal's folder, or for this journal."""
-        folders = [job.journal_folder, *([] if "://" in job.output else [Path(job.output, "_job")])]
-        self._path = folders[0] / "journal.jsonl"
-        self._locks: list[int] = []
-        for each in {folder.resolve() for folder in folders}:
-            each.mkdir(parents=True, exist_ok=True)
-            self._locks.append(os.open(each / "lock", os.O_RDWR | os.O_CREAT, 0o644))
-            try:
-                fcntl.flock(self._locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                self.close()
-                raise UnavailableError(f"another run writes to {each.parent}") from None
+        """Take the locks and read what is there. Raises UnavailableError if another run has a lock
+        of this output, wherever its journal is, or of this journal; InvalidArgumentError for a
+        journal that is damaged."""
+        self._path = job.journal_folder / "journal.jsonl"
+        self._owner = job.output if job.journal is None else job.journal
+        """What the journal is called in errors."""
+        self._descriptors: list[int] = []
+        """Of the locks and of the journal. A lock ends when its descriptor is closed."""
         self._writing = threading.Lock()
-        self.record = Record(self._path)
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        self._locks.append(self._file)
-        os.ftruncate(self._file, self.record.size)
-        sync(self._path.parent)
+        try:
+            self._lock(job.journal_folder, self._owner)
+            own_folder = Path(job.output, "_job")
+            is_local = "://" not in job.output
+            if is_local and own_folder.resolve() != job.journal_folder.resolve():
+                self._lock(own_folder, job.output)
+            self.record = Record.read(self._path)
+            self._file = self._open(self._path, os.O_APPEND)
+            os.ftruncate(self._file, self.record.size)
+            sync(self._path.parent)
+        except BaseException:
+            self.close()  # the next try, in the same process, can take the locks
+            raise
 
-    def begin(self, job: Job, files: list[InputFile], whole: bool) -> None:
-        """Write the first line, or check that the one that is there says the same. Raises
-        InvalidArgumentError that says what differs, if any row is committed; else begins anew."""
-        begun = self.record.begin
-        changes = differences(begun.job, job) + _changed(begun.files, files) if begun else []
-        if changes and self.record.parts:
-            raise InvalidArgumentError(
-                f"{self._path.parent.parent} holds another job: {'; '.join(changes[:5])}"
-            )
-        if changes:
-            os.ftruncate(self._file, 0)
-            self.record = Record(self._path)
-        if begun is None or changes:
+    def _open(self, path: Path, flags: int = 0) -> int:
+        """A descriptor that :meth:`close` closes."""
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o644)
+        self._descriptors.append(descriptor)
+        return descriptor
+
+    def _lock(self, folder: Path, owner: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = self._open(folder / "lock")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UnavailableError(f"another run writes to {owner}") from None
+
+    def begin_or_resume(self, job: Job, files: list[InputFile], whole: bool) -> None:
+        """Write the first line, or check that the one that is there has the same job and files.
+        Raises InvalidArgumentError that says what differs, if any row is committed. If none is, the
+        journal begins anew."""
+        begin = self.record.begin
+        if begin is None:
             self.append(Begin(VERSION, job, files, whole, time.time()))
-        else:  # the lists of files are equal: one of them in memory is enough
-            self.record.begin = msgspec.structs.replace(begun, files=files)
+            return
+        changes = differences(begin.job, job) + _changed(begin.files, files)
+        if not changes:
+            # The lists of files are equal: one of them in memory is enough.
+            self.record.begin = msgspec.structs.replace(begin, files=files)
+            return
+        if self.record.parts:
+            raise InvalidArgumentError(f"{self._owner} holds another job: {'; '.join(changes[:5])}")
+        os.ftruncate(self._file, 0)
+        self.record = Record(self._path.parent)
+        self.append(Begin(VERSION, job, files, whole, time.time()))
 
-    def append(self, line: Line) -> None:
+    def append(self, entry: Entry) -> None:
         """For any thread. Returns when the line is on the disk. After an OSError nothing of it is
         there."""
-        data = msgspec.json.encode(line) + b"\n"
+        data = msgspec.json.encode(entry) + b"\n"
         with self._writing:
             try:
                 view = memoryview(data)
@@ -233,12 +296,13 @@ class JobJournal:
             except OSError:
                 os.ftruncate(self._file, self.record.size)
                 raise
-            self.record.apply(line, len(data))
+            self.record.apply(entry, len(data))
 
     def close(self) -> None:
         """Give the locks back."""
-        for descriptor in self._locks:
+        for descriptor in self._descriptors:
             os.close(descriptor)
+        self._descriptors.clear()
 
 
 def sync(path: Path) -> None:
@@ -252,7 +316,8 @@ def sync(path: Path) -> None:
 
 def _changed(before: list[InputFile], now: list[InputFile]) -> list[str]:
     """How the input differs from what it was."""
-    old, new = ({file.path: file for file in files} for files in (before, now))
+    old = {file.path: file for file in before}
+    new = {file.path: file for file in now}
     changes = [f"input {path} is gone" for path in old if path not in new]
     changes += [f"input {path} is new" for path in new if path not in old]
     return changes + [

@@ -3,8 +3,8 @@
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from jitney.errors import InstallationError, UnavailableError
 from jitney.progress import State
@@ -41,29 +41,40 @@ FAMILIES: dict[str, tuple[str, Callable[[State], float | None]]] = {
 
 
 class Metrics:
-    """Of one run, until ``closing`` closes. Threads of its own read the last state."""
+    """The metrics of one run, until :meth:`close`. Threads of its own read the last state."""
 
-    def __init__(self, job: Job, state: State, closing: ExitStack) -> None:
+    def __init__(self, job: Job, state: State) -> None:
         """Raises UnavailableError if the port cannot be had."""
         self._name = job.name or Path(job.output).name
         self._state = state
         self._registry = CollectorRegistry()
         self._registry.register(self)
+        self._server: Any = None
+        self._pusher: threading.Thread | None = None
         self._closed = threading.Event()
+        """Ends the thread that pushes."""
+        self._has_failed = False
+        """Whether a push has failed. Only the first failure is printed."""
         if job.metrics_port is not None:
             try:
                 server, _ = start_http_server(job.metrics_port, job.metrics_host, self._registry)
             except OSError as error:
                 taken = f"metrics cannot be served on port {job.metrics_port}: {error}"
                 raise UnavailableError(taken) from None
+            self._server = server
             print(f"metrics on port {server.server_port}", file=sys.stderr)
-            closing.callback(server.server_close)
-            closing.callback(server.shutdown)
         if job.push_gateway is not None:
-            pusher = threading.Thread(target=self._push, args=(job.push_gateway,))
-            pusher.start()
-            closing.callback(pusher.join)
-            closing.callback(self._closed.set)
+            self._pusher = threading.Thread(target=self._push, args=(job.push_gateway,))
+            self._pusher.start()
+
+    def close(self) -> None:
+        """Push once more, and close the port."""
+        if self._pusher is not None:
+            self._closed.set()
+            self._pusher.join()
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
 
     def show(self, state: State) -> None:
         """For the job's thread."""
@@ -73,21 +84,23 @@ class Metrics:
         """For prometheus_client."""
         for name, (text, value_of) in FAMILIES.items():
             family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-            made = family(f"jitney_job_{name}", text, labels=["name"])
-            if (value := value_of(self._state)) is not None:
-                made.add_metric([self._name], value)
-            yield made
+            metric = family(f"jitney_job_{name}", text, labels=["name"])
+            value = value_of(self._state)
+            if value is not None:
+                metric.add_metric([self._name], value)
+            yield metric
 
     def _push(self, gateway: str) -> None:
         """Push now, every so often, and once more at the end. If that fails, the job goes on."""
-        failed = closed = False
-        while True:
-            try:
-                push_to_gateway(gateway, self._name, self._registry, timeout=_TIMEOUT_S)
-            except Exception as error:
-                if not failed:
-                    print(f"metrics cannot be pushed: {error}", file=sys.stderr)
-                failed = True
-            if closed:
-                return
-            closed = self._closed.wait(_PUSH_S)
+        self._push_once(gateway)
+        while not self._closed.wait(_PUSH_S):
+            self._push_once(gateway)
+        self._push_once(gateway)
+
+    def _push_once(self, gateway: str) -> None:
+        try:
+            push_to_gateway(gateway, self._name, self._registry, timeout=_TIMEOUT_S)
+        except Exception as error:
+            if not self._has_failed:
+                print(f"metrics cannot be pushed: {error}", file=sys.stderr)
+            self._has_failed = True

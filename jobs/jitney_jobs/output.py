@@ -8,20 +8,20 @@ their own.
 import contextlib
 import os
 import posixpath
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
-from jitney.errors import InvalidArgumentError
+from jitney.errors import InvalidArgumentError, UnavailableError
 
-from jitney_jobs.dataset import LINES, Dataset, Place, Row, file_system, reason
+from jitney_jobs.dataset import LINES, Dataset, Row, RowId, file_system, reason
 from jitney_jobs.job import Job
-from jitney_jobs.journal import JobJournal, OutputPart, Ranges, sync
+from jitney_jobs.journal import Interval, JobJournal, OutputPart, Ranges, sync
 
 _BLOCK = 512
 """Rows that are encoded together."""
@@ -41,8 +41,27 @@ class BadRow(msgspec.Struct, frozen=True):
     input: Any = None
 
 
-Ended = tuple[Place, Row | BadRow]
-"""What is written of a row, or why it is bad."""
+class EndedRow(NamedTuple):
+    """A row that the model is done with."""
+
+    id: RowId
+    value: Row | BadRow
+    """What is written of it."""
+    read_bytes: int
+    """About its bytes as it was read."""
+
+
+@contextlib.contextmanager
+def write_errors(job: Job) -> Iterator[None]:
+    """Around what writes to the output or the journal: an OSError becomes an UnavailableError that
+    names the output."""
+    try:
+        yield
+    except OSError as error:
+        raise UnavailableError(
+            f"output {job.output} cannot be written: {error}; when it can be, `jitney "
+            "batch resume` goes on"
+        ) from error
 
 
 class Output:
@@ -55,9 +74,14 @@ class Output:
         self._job = job
         self._dataset = dataset
         self._journal = journal
+        self._known = pa.schema([])
+        """The columns whose types are known before the first row."""
+        self._schema: pa.Schema | None = None
+        """The columns of Parquet, once the first part has set them."""
         self.misfits = 0
-        """Rows that did not fit into a part."""
+        """Rows that could not be written with the others of their part."""
         self.last_bad: BadRow | None = None
+        """For the error of a job that has too many."""
         self._fs, self._folder = file_system(job.output)
         self._fs.create_dir(f"{self._folder}/{ERRORS}", recursive=True)
         there = self._parts()
@@ -90,102 +114,127 @@ class Output:
                     there[posixpath.relpath(info.path, self._folder)] = info.size
         return there
 
-    def expect(self, fields: pa.Schema | None) -> None:
-        """Take the types of the result's columns, where known. Raises InvalidArgumentError if one
-        of them is a column of the input too."""
-        fields = fields or pa.schema([])
-        of_input = self._dataset.schema or pa.schema([])
-        # `keep` can be checked only if the files state the input's columns.
-        for name in self._job.keep or () if of_input.names else ():
-            if name not in of_input.names:
-                raise InvalidArgumentError.of("keep", name, f"one of {', '.join(of_input.names)}")
-        kept = self.merged(dict.fromkeys(of_input.names), {}).keys()
-        # Raises for a column of both.
-        self.merged(dict.fromkeys(of_input.names), dict.fromkeys(fields.names))
-        columns = [f.with_nullable(True) for f in of_input if f.name in kept]
-        self._known = pa.schema([*columns, *fields])
+    def set_columns(self, of_result: pa.Schema | None) -> None:
+        """The result's columns with their types; None if only its rows tell. Call it before the
+        first :meth:`write`. Raises InvalidArgumentError if one of them is a column of the input
+        too."""
+        of_result = of_result or pa.schema([])
+        of_input = self._dataset.read_schema() or pa.schema([])
+        keep = self._job.keep
+        if of_input.names and keep is not None:  # else the files do not state their columns
+            for name in keep:
+                if name not in of_input.names:
+                    bound = f"one of {', '.join(of_input.names)}"
+                    raise InvalidArgumentError.of("keep", name, bound)
+        kept = of_input.names if keep is None else keep
+        _check_no_common_name(kept, of_result.names)
+        columns = [field.with_nullable(True) for field in of_input if field.name in kept]
+        self._known = pa.schema([*columns, *of_result])
         if self._parquet:
             try:
                 pq.write_metadata(self._known, pa.BufferOutputStream())
             except pa.ArrowException as error:
                 raise InvalidArgumentError(f"Parquet cannot hold the columns: {error}") from None
         schema = self._journal.record.schema
-        self._schema = None if schema is None else pa.ipc.read_schema(pa.py_buffer(schema))
+        if schema is not None:
+            self._schema = pa.ipc.read_schema(pa.py_buffer(schema))
 
-    def merged(self, row: Row, made: Row) -> Row:
+    def merged(self, row: Row, result: Row) -> Row:
         """A row of the output: the columns of the input that are kept, and the result's. Raises
         InvalidArgumentError if both have one of the same name."""
         keep = self._job.keep
         kept = row if keep is None else {name: row.get(name) for name in keep}
-        if both := kept.keys() & made.keys():
-            raise InvalidArgumentError(
-                f"column {min(both)!r} is both of the input and of the result: choose the "
-                "input's columns with keep"
-            )
-        return {**kept, **made}
+        _check_no_common_name(kept, result)
+        return {**kept, **result}
 
-    def bad_row(self, place: Place, why: str, row: Row | None) -> BadRow:
-        """Its line in an error file."""
-        self.last_bad = BadRow(self._dataset.path_of(*place), place[1], why, row)
+    def record_bad_row(self, row: RowId, why: str, given: Row | None) -> BadRow:
+        """Its line in an error file. ``given``: the row as it was read, if it could be."""
+        self.last_bad = BadRow(self._dataset.path_of(row), row.row, why, given)
         return self.last_bad
 
-    def write(self, part: list[Ended], figures: dict[str, float]) -> None:
+    def write(self, part: list[EndedRow], figures: dict[str, float]) -> None:
         """Write a part and commit it. Rows that do not fit become bad ones. ``part`` is emptied
         while it is encoded, so that the next part can have its memory."""
         number = self._journal.record.next_number
         total = len(part)
-        pieces = Ranges((file, row, row + 1) for (file, row), _ in part).pieces
-        new = None
-        if self._parquet and self._schema is None:
-            rows = [row for _, row in part if not isinstance(row, BadRow)]
-            if rows:
-                self._schema = _infer_schema(rows, self._known)
-                new = self._schema.serialize().to_pybytes()
-            del rows
+        ids = [ended.id for ended in part]
+        intervals = Ranges(Interval(id_.file, id_.row, id_.row + 1) for id_ in ids).intervals
+        new_schema = self._set_schema(part)
         good: list[Any] = []
         bad: list[BadRow] = []
         while part:
             block = part[:_BLOCK]
             part[:_BLOCK] = []
-            bad += [row for _, row in block if isinstance(row, BadRow)]
-            self._encode([(at, row) for at, row in block if not isinstance(row, BadRow)], good, bad)
-        name = f"part-{number:05}.{'parquet' if self._parquet else 'jsonl'}"
-        files = {name: self._joined(good)} if total > len(bad) else {}
+            bad += [ended.value for ended in block if isinstance(ended.value, BadRow)]
+            good_rows = [ended for ended in block if not isinstance(ended.value, BadRow)]
+            self._encode(good_rows, good, bad)
+        files: dict[str, bytes | pa.Buffer] = {}
+        if len(bad) < total:
+            suffix = "parquet" if self._parquet else "jsonl"
+            files[f"part-{number:05}.{suffix}"] = self._joined(good)
         if bad:
             files[f"{ERRORS}/part-{number:05}.jsonl"] = b"".join(map(_bad_line, bad))
         for name, data in files.items():
-            self._write(f"{self._folder}/{name}", data)
-        sizes = {name: len(data) for name, data in files.items()}
-        counts = total - len(bad), len(bad)
-        self._journal.append(OutputPart(number, sizes, pieces, *counts, figures, new))
+            self._write_file(f"{self._folder}/{name}", data)
+        committed = OutputPart(
+            number=number,
+            files={name: len(data) for name, data in files.items()},
+            intervals=intervals,
+            written=total - len(bad),
+            failed=len(bad),
+            figures=figures,
+            schema=new_schema,
+        )
+        self._journal.append(committed)
         pa.default_memory_pool().release_unused()  # what the threads of writing had
 
-    def _encode(self, rows: list[tuple[Place, Row]], good: list[Any], bad: list[BadRow]) -> None:
+    def _set_schema(self, part: list[EndedRow]) -> bytes | None:
+        """Have the first good rows set the columns of Parquet. Returns the schema for the journal;
+        None if there is no new one."""
+        if not self._parquet or self._schema is not None:
+            return None
+        rows = [ended.value for ended in part if not isinstance(ended.value, BadRow)]
+        if not rows:
+            return None
+        self._schema = _infer_schema(rows, self._known)
+        return self._schema.serialize().to_pybytes()
+
+    def _encode(self, rows: list[EndedRow], good: list[Any], bad: list[BadRow]) -> None:
         """Append rows to ``good`` as a record batch or as lines, or each that raises to ``bad``."""
+        if not rows:
+            return
         try:
-            good.append(self._encoded([row for _, row in rows]))
+            good.append(self._encoded([ended.value for ended in rows]))
         except Exception as error:  # a value may be anything
             if len(rows) > 1:
-                for one in rows:
-                    self._encode([one], good, bad)
-            else:
-                bad.append(self.bad_row(rows[0][0], reason(error), rows[0][1]))
-                self.misfits += 1
+                for ended in rows:
+                    self._encode([ended], good, bad)
+                return
+            (ended,) = rows
+            assert not isinstance(ended.value, BadRow), "only good rows are encoded"
+            bad.append(self.record_bad_row(ended.id, reason(error), ended.value))
+            self.misfits += 1
 
-    def _encoded(self, rows: list[Row]) -> pa.RecordBatch | bytes:
+    def _encoded(self, rows: list[Any]) -> pa.RecordBatch | bytes:
         """Raises whatever the values raise."""
-        if self._schema is None:
+        schema = self._schema
+        if schema is None:
             return b"".join(map(_line, rows))
-        if extra := {name for row in rows for name in row} - set(self._schema.names):
-            bound = "in the output, whose columns the first part set"
-            raise InvalidArgumentError(f"column {min(extra, key=str)!r} is not {bound}")
-        for field in self._schema:
-            if loses := _loss(field.type):
-                for row in rows:
-                    value = row.get(field.name)
-                    if value is not None and loses(value):
-                        raise InvalidArgumentError.of(field.name, value, f"of type {field.type}")
-        return pa.RecordBatch.from_pylist(rows, self._schema)
+        known = set(schema.names)
+        for row in rows:
+            unknown = row.keys() - known
+            if unknown:
+                bound = "in the output, whose columns the first part set"
+                name = min(unknown, key=str)
+                raise InvalidArgumentError(f"column {name!r} is not {bound}")
+        for field in schema:
+            if not _can_lose(field.type):
+                continue
+            for row in rows:
+                value = row.get(field.name)
+                if _loses(value, field.type):
+                    raise InvalidArgumentError.of(field.name, value, f"of type {field.type}")
+        return pa.RecordBatch.from_pylist(rows, schema)
 
     def _joined(self, encoded: list[Any]) -> bytes | pa.Buffer:
         """The bytes of a part."""
@@ -196,7 +245,7 @@ class Output:
         pq.write_table(table, sink, compression="zstd")
         return sink.getvalue()
 
-    def _write(self, path: str, data: bytes | pa.Buffer) -> None:
+    def _write_file(self, path: str, data: bytes | pa.Buffer) -> None:
         folder, name = posixpath.split(path)
         local = isinstance(self._fs, pafs.LocalFileSystem)
         temporary = f"{folder}/.{name}" if local else path
@@ -213,6 +262,15 @@ class Output:
             raise
 
 
+def _check_no_common_name(of_input: Iterable[str], of_result: Iterable[str]) -> None:
+    common = set(of_input) & set(of_result)
+    if common:
+        raise InvalidArgumentError(
+            f"column {min(common)!r} is both of the input and of the result: choose the "
+            "input's columns with keep"
+        )
+
+
 def _line(row: Any) -> bytes:
     """As JSON. Raises whatever its values raise."""
     return _ENCODER.encode(row) + b"\n"
@@ -225,45 +283,98 @@ def _bad_line(bad: BadRow) -> bytes:
         return _line(BadRow(bad.file, bad.row, ascii(bad.error), ascii(bad.input)))
 
 
-def _loss(kind: pa.DataType) -> Callable[[Any], Any] | None:
-    """A test: whether Arrow would round a value, or leave some of it out, without a word, to make
-    it of this type. None if it does so with no value."""
+# ------------------------------------------------------------------ values and types
+
+
+def _can_lose(kind: pa.DataType) -> bool:
+    """Whether there are values that Arrow rounds or cuts, without an error, to make them of this
+    type."""
+    if _is_list(kind):
+        return _can_lose(kind.value_type)
+    return pa.types.is_integer(kind) or pa.types.is_struct(kind)
+
+
+def _loses(value: Any, kind: pa.DataType) -> bool:
+    """Whether Arrow would round or cut this value to make it of this type."""
+    if value is None:
+        return False
     if pa.types.is_integer(kind):
-        # A float with a fraction would be cut.
-        return lambda value: isinstance(value, float | np.floating) and value != int(value)
+        # The fraction of a float would be cut.
+        return isinstance(value, float | np.floating) and value != int(value)
     if pa.types.is_struct(kind):
-        # A name that the type lacks would be left out; the value of another may lose something.
-        fields = {field.name: _loss(field.type) for field in kind}
-        return lambda value: (
-            isinstance(value, Mapping)
-            and any(
-                name not in fields or (each is not None and (loses := fields[name]) and loses(each))
-                for name, each in value.items()
-            )
-        )
-    is_list = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-    # A list loses something if an element does. Integers alone never do: none is looked at then.
-    loses = _loss(kind.value_type) if any(each(kind) for each in is_list) else None
-    return loses and (
-        lambda value: (
-            {*map(type, value)} != {int} and any(loses(each) for each in value if each is not None)
-        )
-    )
+        return isinstance(value, Mapping) and _struct_loses(value, kind)
+    if _is_list(kind):
+        return _list_loses(value, kind.value_type)
+    return False
 
 
-def _infer_schema(rows: Sequence[Row], known: pa.Schema) -> pa.Schema:
-    """``known``, and the columns that it lacks with the types of their values, or of the first that
-    has one. A column without a value is of text; one without a proper name is left out."""
-    for name in dict.fromkeys(name for row in rows for name in row if name not in known.names):
-        values = [row[name] for row in rows if row.get(name) is not None]
-        kind = pa.string()
-        # All values together; if they have no common type, each alone until one has a type.
-        for some in (values, *([each] for each in values)) if values else ():
-            with contextlib.suppress(Exception):
-                found = pa.array(some).type
-                pq.write_metadata(pa.schema({name: found}), pa.BufferOutputStream())
-                kind = found
-                break
-        with contextlib.suppress(Exception):
-            known = known.append(pa.field(name, kind))
-    return known
+def _struct_loses(value: Mapping[str, Any], kind: pa.StructType) -> bool:
+    types = {field.name: field.type for field in kind}
+    for name, item in value.items():
+        if name not in types:
+            return True  # it would be left out
+        if _loses(item, types[name]):
+            return True
+    return False
+
+
+def _list_loses(values: Any, kind: pa.DataType) -> bool:
+    """``kind``: of the elements."""
+    if not _can_lose(kind):
+        return False
+    # Integers alone lose nothing. Lists of token ids are long, so that this is asked first.
+    if set(map(type, values)) == {int}:
+        return False
+    return any(_loses(value, kind) for value in values)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    types = pa.types
+    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+
+
+def _infer_schema(rows: Sequence[Any], known: pa.Schema) -> pa.Schema:
+    """``known``, and the columns that it lacks, with types that their values have. A name that
+    Arrow cannot take is left out; the rows that have it become bad ones."""
+    names: dict[Any, None] = {}  # in the order in which they come
+    for row in rows:
+        names |= dict.fromkeys(row)
+    schema = known
+    for name in names:
+        if name not in known.names and _is_column_name(name):
+            values = [row[name] for row in rows if row.get(name) is not None]
+            schema = schema.append(pa.field(name, _common_type(values)))
+    return schema
+
+
+def _is_column_name(name: Any) -> bool:
+    try:
+        pa.field(name, pa.string())
+    except Exception:  # it is no text, or none that UTF-8 can hold
+        return False
+    return True
+
+
+def _common_type(values: list[Any]) -> pa.DataType:
+    """The type of all values; if they have none in common, that of the first value that has one;
+    text if none has."""
+    if not values:
+        return pa.string()
+    kind = _type_of(values)
+    if kind is not None:
+        return kind
+    for value in values:
+        kind = _type_of([value])
+        if kind is not None:
+            return kind
+    return pa.string()
+
+
+def _type_of(values: list[Any]) -> pa.DataType | None:
+    """None if Arrow has no type for them, or one that Parquet cannot hold."""
+    try:
+        kind = pa.array(values).type
+        pq.write_metadata(pa.schema({"values": kind}), pa.BufferOutputStream())
+    except Exception:  # a value may be anything
+        return None
+    return kind

@@ -17,183 +17,319 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from jitney.errors import InvalidArgumentError, JitneyError, UnavailableError
+import msgspec
+from jitney.errors import CancelledError, InvalidArgumentError, JitneyError, UnavailableError
 
-from jitney_jobs.dataset import Chunk, Dataset, reason
-from jitney_jobs.executors import Feeder, Models
-from jitney_jobs.job import Job
-from jitney_jobs.journal import End, FileRows, JobJournal
-from jitney_jobs.output import Ended, Output
-from jitney_jobs.prepare import (
-    Item,
-    Prepared,
-    Task,
-    Workers,
-    in_background,
-    make_task,
-)
+from jitney_jobs.dataset import Chunk, Dataset, Row, reason
+from jitney_jobs.executors import Models
+from jitney_jobs.feeder import Feeder
+from jitney_jobs.job import Job, error_limit
+from jitney_jobs.journal import End, Entry, FileRows, JobJournal
+from jitney_jobs.output import BadRow, EndedRow, Output, write_errors
+from jitney_jobs.prepare import Item, Prepared, Task, Workers, in_background, make_task
 
 _POLL_S = 0.2
 _IN_FLIGHT_BYTES = 128 << 20
-"""No chunk is read while the rows on their way have more bytes: as they were read, or as they were
-read and with what was made of them."""
+"""The bound of :class:`Budget`."""
 _PART_BYTES = 64 << 20
 """A part is written when its rows had so many bytes as they were read."""
-_JUDGED = 100
-"""Rows that must be done before a share of bad ones can end the job."""
-_SECONDS = ("read_s", "prepare_s", "waited_s", "run_s", "write_s")
-"""``waited_s`` is the time in which the executor had nothing to do."""
-_COUNTS = ("done", "bad", "tries", "most_in_flight", "taken", "position")
-"""``position`` is the share of the input that has been read, and ``taken`` its rows."""
+
+
+class RunFigures(msgspec.Struct, kw_only=True):
+    """What one run has done so far. The job's thread owns it; other threads return their seconds.
+
+    :meth:`Gathering._snapshot` adds what is known elsewhere.
+    """
+
+    read_s: float = 0.0
+    """Seconds in which the reader's thread worked."""
+    prepare_s: float = 0.0
+    """Seconds in which workers prepared, added up over all of them."""
+    waited_s: float = 0.0
+    """Seconds in which the executor had nothing to do."""
+    run_s: float = 0.0
+    """Seconds in which the executor worked."""
+    write_s: float = 0.0
+    """Seconds in which parts were written."""
+    done: int = 0
+    """Rows that have ended, bad ones too."""
+    bad: int = 0
+    """The bad ones of these."""
+    tries: int = 0
+    """How often a row was tried again."""
+    most_in_flight: int = 0
+    """The most rows that were between reading and a part at a time."""
+    taken: int = 0
+    """Rows that were read and prepared."""
+    position: float = 0.0
+    """The share of the whole input that has been read, 0 to 1."""
+    moved_at: float
+    """When a row last ended, or the run began; in seconds since 1970."""
+
+    def to_dict(self) -> dict[str, float]:
+        return {name: float(value) for name, value in msgspec.structs.asdict(self).items()}
+
+
+class StopSignals:
+    """While it is entered, SIGINT and SIGTERM only set ``is_stopped``. A second signal of the same
+    kind does what it did before. Threads other than the main one get no signals."""
+
+    def __init__(self) -> None:
+        self.is_stopped = False
+        self._before: dict[int, Any] = {}
+        """The handlers that are put back."""
+
+    def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.getsignal(number)
+                signal.signal(number, self._stop)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _stop(self, number: int, frame: object) -> None:
+        self.is_stopped = True
+        signal.signal(number, self._before[number])
 
 
 class Gathering(ABC):
-    """One run of a job."""
+    """One run of a job: gathers ended rows into parts, and has the parts written."""
 
     def __init__(self, job: Job, journal: JobJournal, output: Output, task: Task) -> None:
-        output.expect(task.fields)
-        self._counts = {**dict.fromkeys((*_SECONDS, *_COUNTS), 0.0), "moved_at": time.time()}
+        output.set_columns(task.fields)
+        self._figures = RunFigures(moved_at=time.time())
         self._began = time.monotonic()
-        self._cpu = time.process_time()
-        self._run = journal.record.next_number
+        self._cpu_began = time.process_time()
+        self._first_part = journal.record.next_number
+        """By its number a run is known in the journal."""
         self._job = job
         self._journal = journal
         self._output = output
         self._task = task
-        self._in_flight = 0
-        """Rows between reading and a part."""
-        self._bytes = self._part_bytes = 0
-        """Of rows on their way, and of those that have ended since the last part."""
-        self._stop = False
-        self._before = journal.record.failed, journal.record.failed + journal.record.written
-        """Bad rows, and all rows, of the runs before."""
-        self._held: dict[int, Ended] = {}
-        """By key: rows that have ended before an earlier one has, if the order is kept."""
+        self._error_limit = error_limit(job.max_errors)
+        self._bad_before = journal.record.failed
+        """Bad rows of the runs before."""
+        self._done_before = journal.record.failed + journal.record.written
+        """All rows of the runs before."""
+        self._held: dict[int, EndedRow] = {}
+        """Only if the order is kept: rows that ended before an earlier one, by key."""
         self._next_key = 0
-        self._part: list[Ended] = []
+        """Only if the order is kept: the key of the next row of the part."""
+        self._part: list[EndedRow] = []
+        """The part that fills."""
+        self._part_bytes = 0
+        """About the bytes of its rows as they were read."""
         self._part_began = 0.0
-        self._writing: Future[None] | None = None
-        """Of the part before."""
+        self._writing: Future[float] | None = None
+        """Of the part before. Gives the seconds that its writing took."""
+        self._has_lost_part = False
+        """Whether a part could not be written."""
 
-    def run(self, show: Callable[[dict[str, float]], None]) -> bool:
+    def run(
+        self, on_progress: Callable[[dict[str, float]], None], wanted: Callable[[], bool]
+    ) -> bool:
         """Work until every row is in a committed part, or until SIGINT or SIGTERM; what is finished
-        by then is committed. Returns whether the job is complete. ``show`` is called often, and at
-        the end. Raises InvalidArgumentError if too many rows are bad, UnavailableError if input or
-        model are away.
-        """
-        signals = (signal.SIGINT, signal.SIGTERM)
-        main = threading.current_thread() is threading.main_thread()
-        handlers = {number: signal.getsignal(number) for number in signals if main}
-
-        def stop(number: int, frame: object) -> None:
-            """Stop between two steps. A second signal does what it did before this run."""
-            self._stop = True
-            signal.signal(number, handlers[signal.Signals(number)])
-
-        for number in handlers:
-            signal.signal(number, stop)
-        try:
-            more = True
-            while more and not self._stop:
-                more = self._advance()
-                self._judge()
-                show(self._figures())
-                self._commit()
-        finally:
-            self._commit(all_rows=True)
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-        if self._stop:
+        by then is committed. Returns whether the job is complete. ``on_progress`` is called with
+        the figures often, and at the end. Raises InvalidArgumentError if too many rows are bad,
+        UnavailableError if input, model or output are away, CancelledError as soon as the job is
+        not ``wanted``."""
+        with StopSignals() as signals:
+            try:
+                more = True
+                while more and not signals.is_stopped:
+                    more = self._advance()
+                    self._check_bad_rows()
+                    if not wanted():
+                        raise CancelledError("it was cancelled")
+                    on_progress(self._snapshot())
+                    self._commit_if_due()
+            finally:
+                self._commit_rest()
+        if signals.is_stopped:
             return False
-        self._judge()
-        self._journal.append(End(time.time()))
-        show(self._figures())
+        self._check_bad_rows()
+        self._note(End(time.time()))
+        on_progress(self._snapshot())
         return True
 
     @abstractmethod
     def _advance(self) -> bool:
-        """Work for a while, and finish what has ended. Whether a row is on its way, or may come."""
+        """Work for a while, and finish the rows that have ended. Returns whether rows are in flight
+        or still unread."""
+
+    @abstractmethod
+    def _on_row_in_part(self, row: EndedRow) -> None:
+        """A row is in flight no more."""
 
     def _finish(self, item: Item, result: Any) -> None:
         """The model is done with a row, for good."""
         if isinstance(result, UnavailableError):
             raise result  # not the row's fault: the job ends, and can be resumed
+        row = EndedRow(item.id, self._value_of(item, result), item.read_bytes)
+        self._figures.done += 1
+        self._figures.moved_at = time.time()
+        if isinstance(row.value, BadRow):
+            self._figures.bad += 1
+        if not self._job.ordered:
+            self._add_to_part(row)
+            return
+        self._held[item.key] = row
+        while self._next_key in self._held:
+            self._add_to_part(self._held.pop(self._next_key))
+            self._next_key += 1
+
+    def _value_of(self, item: Item, result: Any) -> Row | BadRow:
+        """What is written of a row."""
+        if isinstance(result, JitneyError):
+            return self._output.record_bad_row(item.id, reason(result), item.row)
         row = item.row or {}
-        ended: Any
         try:
-            if isinstance(result, JitneyError):
-                raise result
-            ended = self._output.merged(row, self._task.finish(row, result))
+            return self._output.merged(row, self._task.finish(row, result))
         except Exception as error:  # a user's function may raise anything
-            ended = self._output.bad_row(item.place, reason(error), item.row)
-            self._counts["bad"] += 1
-        self._bytes -= item.nbytes
-        self._part_bytes += item.nbytes
-        self._counts["done"] += 1
-        self._counts["moved_at"] = time.time()
-        self._held[item.key] = item.place, ended
-        # In order: all rows without a gap before them. Otherwise this one, the only one held.
-        key = self._next_key if self._job.ordered else item.key
-        while key in self._held:
-            self._part_began = self._part_began if self._part else time.monotonic()
-            self._part.append(self._held.pop(key))
-            self._in_flight -= 1
-            key += 1
-        self._next_key = key
-        self._commit()
+            return self._output.record_bad_row(item.id, reason(error), item.row)
 
-    def _commit(self, *, all_rows: bool = False) -> None:
-        """Have the part written if it is full or old. Waits while the one before it is still being
-        written; with ``all_rows`` until nothing is left. Raises what went wrong in writing."""
-        old = time.monotonic() - self._part_began >= self._job.part_seconds
-        full = len(self._part) >= self._job.part_rows or self._part_bytes >= _PART_BYTES
-        due = self._part and (all_rows or old or full)
-        # One part is written at a time. That its writing failed is raised as soon as it is known.
-        if self._writing is not None and (due or all_rows or self._writing.done()):
-            writing = self._writing
-            self._writing = None
-            writing.result()
-        if due:
-            part = self._part
-            self._part = []
-            self._part_bytes = 0
-            self._writing = in_background(partial(self._write, part, self._figures()))
-            if all_rows:
-                self._writing.result()
+    def _add_to_part(self, row: EndedRow) -> None:
+        if not self._part:
+            self._part_began = time.monotonic()
+        self._part.append(row)
+        self._part_bytes += row.read_bytes
+        self._on_row_in_part(row)
+        self._commit_if_due()
 
-    def _write(self, part: list[Ended], figures: dict[str, float]) -> None:
-        """In a thread."""
+    def _commit_if_due(self) -> None:
+        """Have the part written if it is full or old. Raises what went wrong in writing the part
+        before."""
+        age = time.monotonic() - self._part_began
+        is_old = age >= self._job.part_seconds
+        is_full = len(self._part) >= self._job.part_rows or self._part_bytes >= _PART_BYTES
+        if self._part and (is_old or is_full):
+            self._finish_writing()  # one part is written at a time
+            self._begin_writing()
+        elif self._writing is not None and self._writing.done():
+            self._finish_writing()  # so that an error is raised as soon as it is known
+
+    def _commit_rest(self) -> None:
+        """Have all rows of the part written, and wait for that. Raises what went wrong."""
+        self._finish_writing()
+        # If an earlier part was lost, its rows would come later than these.
+        is_out_of_order = self._job.ordered and self._has_lost_part
+        if self._part and not is_out_of_order:
+            self._begin_writing()
+            self._finish_writing()
+
+    def _begin_writing(self) -> None:
+        part = self._part
+        self._part = []
+        self._part_bytes = 0
+        self._writing = in_background(partial(self._write, part, self._snapshot()))
+
+    def _write(self, part: list[EndedRow], figures: dict[str, float]) -> float:
+        """In a thread. Returns the seconds that it took."""
         began = time.monotonic()
         self._output.write(part, figures)
-        self._counts["write_s"] += time.monotonic() - began
+        return time.monotonic() - began
 
-    def _judge(self) -> None:
+    def _finish_writing(self) -> None:
+        """Wait until the part before is written. Raises what went wrong."""
+        if self._writing is None:
+            return
+        writing = self._writing
+        self._writing = None
+        try:
+            with write_errors(self._job):
+                self._figures.write_s += writing.result()
+        except BaseException:
+            self._has_lost_part = True
+            raise
+
+    def _note(self, entry: Entry) -> None:
+        with write_errors(self._job):
+            self._journal.append(entry)
+
+    def _check_bad_rows(self) -> None:
         """Raise InvalidArgumentError if too many rows are bad."""
-        number, share = self._job.most_errors
-        failed = self._before[0] + self._counts["bad"] + self._output.misfits
-        done = self._before[1] + self._counts["done"]
-        over = share is not None and done >= _JUDGED and failed > share * done
-        if over or (number is not None and failed > number):
-            bad = self._output.last_bad
-            one = f"; one is row {bad.row} of {bad.file}: {bad.error}" if bad else ""
-            raise InvalidArgumentError(
-                f"{failed:,.0f} of {done:,.0f} rows are bad, more than max_errors "
-                f"({self._job.max_errors}) allows{one}"
-            )
+        bad = self._bad_before + self._figures.bad + self._output.misfits
+        done = self._done_before + self._figures.done
+        if not self._error_limit.is_exceeded(bad, done):
+            return
+        last = self._output.last_bad
+        example = f"; one is row {last.row} of {last.file}: {last.error}" if last else ""
+        raise InvalidArgumentError(
+            f"{bad:,} of {done:,} rows are bad, more than max_errors "
+            f"({self._job.max_errors}) allows{example}"
+        )
 
-    def _figures(self) -> dict[str, float]:
-        """For the journal: of this run so far. ``run`` is the number of its first part, and
-        ``cpu_s`` of all processes."""
-        return {
-            **self._counts,
-            "bad": self._counts["bad"] + self._output.misfits,
-            "run": self._run,
-            "cpu_s": time.process_time() - self._cpu,
-            "seconds": time.monotonic() - self._began,
-            "at": time.time(),
-        }
+    def _snapshot(self) -> dict[str, float]:
+        """The figures of this run so far, as the journal has them: those of :class:`RunFigures`,
+
+        - ``run``: the number of its first part;
+        - ``cpu_s``: CPU seconds of all processes;
+        - ``seconds``, ``at``: how long the run has taken, and when that was;
+        - and those of the executor.
+        """
+        figures = self._figures.to_dict()
+        figures["bad"] += self._output.misfits
+        figures["run"] = self._first_part
+        figures["cpu_s"] = time.process_time() - self._cpu_began
+        figures["seconds"] = time.monotonic() - self._began
+        figures["at"] = time.time()
+        return figures
+
+
+class Budget:
+    """How much may be in flight: between reading and a part.
+
+    A chunk is read while it fits into so many rows, and while two estimates are under 128 MiB: the
+    bytes read of the rows in flight; and the number of these rows, times the bytes of a row as it
+    was read and prepared. The second is known once a chunk has been prepared; until then at most
+    two chunks are.
+    """
+
+    def __init__(self, most_rows: int, chunk_rows: int) -> None:
+        self.rows = 0
+        """In flight."""
+        self._read_bytes = 0
+        """Of these."""
+        self._row_bytes: float | None = None
+        """Of a row as it was read and prepared: the average of the last chunk that was prepared."""
+        self._most_rows = most_rows
+        self._chunk_rows = chunk_rows
+
+    def may_read(self, chunks_preparing: int) -> bool:
+        """Whether one more chunk may be read."""
+        if self.rows + self._chunk_rows > self._most_rows:
+            return False
+        if self._row_bytes is None:
+            return chunks_preparing < 2 and self._read_bytes < _IN_FLIGHT_BYTES
+        return max(self._read_bytes, self.rows * self._row_bytes) < _IN_FLIGHT_BYTES
+
+    def add(self, chunk: Chunk) -> None:
+        """It was read."""
+        self.rows += len(chunk.indices)
+        self._read_bytes += len(chunk.indices) * chunk.row_bytes
+
+    def measure(self, items: list[Item]) -> None:
+        """They were prepared: all rows of a chunk."""
+        nbytes = sum(item.read_bytes + item.prepared_bytes for item in items)
+        self._row_bytes = nbytes / len(items)
+
+    def remove(self, row: EndedRow) -> None:
+        """It is in a part."""
+        self.rows -= 1
+        self._read_bytes -= row.read_bytes
+
+
+class _Read(NamedTuple):
+    """What the reader's thread gives at a time."""
+
+    entry: Chunk | FileRows | None
+    """None at the end of the input."""
+    seconds: float
 
 
 class Pipeline(Gathering):
@@ -215,85 +351,90 @@ class Pipeline(Gathering):
         workers = max(1, cores // 2) if job.workers is None else job.workers
         self._workers = Workers(context, workers)
         closing.callback(self._workers.close)
+        self._workers_cpu_s = 0.0
+        """CPU seconds of worker processes."""
         self._feeder = Feeder(self._executor, job.retries)
-        self._chunk_rows = max(1, min(256, job.in_flight // 8))
-        self._chunks = dataset.chunks(journal.record, self._chunk_rows)
-        self._reading: Future[Chunk | FileRows | None] | None = None
+        chunk_rows = max(1, min(256, job.in_flight // 8))
+        self._budget = Budget(job.in_flight, chunk_rows)
+        self._chunks = dataset.chunks(journal.record, chunk_rows)
+        self._reading: Future[_Read] | None = None
         self._input_ended = False
-        self._row_bytes = 0.0
-        """Of a row as it was read and prepared, on average: that of the last chunk taken."""
         self._preparing: deque[tuple[Chunk, Future[Prepared]]] = deque()
 
     def _advance(self) -> bool:
-        self._read()
-        self._take()
+        self._read_ahead()
+        self._feed_prepared()
         began = time.monotonic()
         if len(self._feeder):
             for item, result in self._feeder.step(self._input_ended and not self._preparing):
                 self._finish(item, result)
-            self._counts["run_s"] += time.monotonic() - began
+            self._figures.run_s += time.monotonic() - began
         else:
-            coming: list[Future[Any]] = [future for _, future in [*self._preparing][:1]]
-            coming += [self._reading] if self._reading else []
-            wait(coming, _POLL_S, FIRST_COMPLETED)
-            self._counts["waited_s"] += time.monotonic() - began
+            self._wait_for_rows()
+            self._figures.waited_s += time.monotonic() - began
         return not self._input_ended or bool(self._preparing or len(self._feeder))
 
-    def _read(self) -> None:
-        """Hand to the workers what is read, while there is room for more."""
+    def _wait_for_rows(self) -> None:
+        """Until a chunk has been read or prepared, or for a moment."""
+        coming: list[Future[Any]] = []
+        if self._preparing:
+            _, future = self._preparing[0]
+            coming.append(future)
+        if self._reading is not None:
+            coming.append(self._reading)
+        wait(coming, _POLL_S, FIRST_COMPLETED)
+
+    def _read_ahead(self) -> None:
+        """Hand to the workers what is read, while the budget allows more."""
         while not self._input_ended:
             if self._reading is None:
-                full = self._in_flight + self._chunk_rows > self._job.in_flight
-                # Two chunks tell how large a row is; before, no more are read.
-                early = len(self._preparing) > 1 and not self._row_bytes
-                nbytes = max(self._bytes, self._row_bytes * self._in_flight)
-                if full or early or nbytes >= _IN_FLIGHT_BYTES:
+                if not self._budget.may_read(len(self._preparing)):
                     return
-                self._reading = in_background(self._next_chunk)
+                self._reading = in_background(self._read_next)
             if not self._reading.done():
                 return
             read = self._reading.result()
             self._reading = None
-            if isinstance(read, Chunk):
-                self._in_flight += len(read.rows)
-                # What its rows take off again: each has a whole number of bytes (`_take`).
-                self._bytes += read.nbytes // len(read.rows) * len(read.rows)
-                most = max(self._counts["most_in_flight"], self._in_flight)
-                self._counts["most_in_flight"] = most
-                self._preparing.append((read, self._workers.submit(read)))
-            elif read is not None:
-                self._journal.append(read)
+            self._figures.read_s += read.seconds
+            if isinstance(read.entry, Chunk):
+                self._budget.add(read.entry)
+                most = max(self._figures.most_in_flight, self._budget.rows)
+                self._figures.most_in_flight = most
+                self._preparing.append((read.entry, self._workers.submit(read.entry)))
+            elif read.entry is not None:
+                self._note(read.entry)
             else:
                 self._input_ended = True
 
-    def _next_chunk(self) -> Chunk | FileRows | None:
+    def _read_next(self) -> _Read:
         """In the reader's thread."""
         began = time.monotonic()
-        try:
-            return next(self._chunks, None)
-        finally:
-            self._counts["read_s"] += time.monotonic() - began
+        entry = next(self._chunks, None)
+        return _Read(entry, time.monotonic() - began)
 
-    def _take(self) -> None:
-        """Take what is prepared, while few rows wait."""
-        while self._preparing and self._preparing[0][1].done():
-            if 2 * self._feeder.waiting >= self._job.in_flight:
+    def _feed_prepared(self) -> None:
+        """Give the feeder what is prepared, while few rows wait there."""
+        while self._preparing:
+            chunk, future = self._preparing[0]
+            if not future.done() or 2 * self._feeder.waiting >= self._job.in_flight:
                 return
-            chunk, future = self._preparing.popleft()
-            items, seconds = future.result()
-            self._counts["prepare_s"] += seconds
-            self._counts["position"] = chunk.position
-            nbytes = chunk.nbytes
-            made = sum(item.nbytes for item in items)
-            self._row_bytes = max(1, nbytes + made) / len(items)
-            for item in items:
-                item.key = int(self._counts["taken"])
-                item.nbytes = nbytes // len(items)
-                self._counts["taken"] += 1
+            self._preparing.popleft()
+            prepared = future.result()
+            self._figures.prepare_s += prepared.seconds
+            self._workers_cpu_s += prepared.cpu_s
+            self._figures.position = chunk.position
+            self._budget.measure(prepared.items)
+            for item in prepared.items:
+                item.key = self._figures.taken
+                self._figures.taken += 1
                 self._feeder.add(item)
 
-    def _figures(self) -> dict[str, float]:
-        figures = {**super()._figures(), **self._executor.figures, "tries": self._feeder.tries}
-        # This process' clock does not have the CPU time of worker processes.
-        figures["cpu_s"] += self._counts["prepare_s"] if self._workers.beside else 0.0
+    def _on_row_in_part(self, row: EndedRow) -> None:
+        self._budget.remove(row)
+
+    def _snapshot(self) -> dict[str, float]:
+        self._figures.tries = self._feeder.tries
+        figures = {**super()._snapshot(), **self._executor.figures}
+        if self._workers.are_processes:  # this process' clock does not have their CPU time
+            figures["cpu_s"] += self._workers_cpu_s
         return figures

@@ -1,4 +1,4 @@
-"""What a job does with a row: prepared in worker processes, finished in the job's own.
+"""What a job does with a row: prepared in worker processes, finished in the job's process.
 
 A task is made in every process from the same :class:`Context`. Preparing is where CPU time goes:
 decoding, templates, tokenizing. A chunk of rows is prepared at a time.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -24,12 +24,12 @@ import pyarrow as pa
 from jitney.errors import InvalidArgumentError, UnavailableError
 from jitney_server.standins.signature import Signature
 
-from jitney_jobs.dataset import Chunk, Place, Row, Storage, reason
+from jitney_jobs.dataset import Chunk, Row, RowId, Storage, reason
 from jitney_jobs.generate import (
     Encoder,
     Generate,
     GenerateOnServer,
-    Language,
+    LanguageModel,
     OpenAiLines,
     OpenAiLinesOnServer,
 )
@@ -39,38 +39,52 @@ from jitney_jobs.tensors import Tensors
 
 @dataclass
 class Item:
-    """A row on its way. ``made`` is what was prepared of it for the executor; on a cluster it is
-    then the executor's result. Of a bad row it is an InvalidArgumentError."""
+    """A row in flight."""
 
-    place: Place
-    row: Row | None
-    made: Any
+    id: RowId
+    row: Row | None = None
+    """None if it could not be read."""
+    prepared: Any = None
+    """What the executor takes."""
+    error: InvalidArgumentError | None = None
+    """Why it is bad, if it could not be prepared."""
+    result: Any = None
+    """Only on a cluster: the executor's result, or a JitneyError."""
     key: int = 0
-    """Of this run; rows count from 0 in the order of the input."""
+    """Rows of a run count from 0, in the order of the input."""
     tries: int = 0
-    nbytes: int = 0
-    """About how many: first of the arrays that were made of it, then, in the pipeline, of the row
-    as it was read."""
+    """How often it was tried again."""
+    read_bytes: int = 0
+    """About its bytes as it was read."""
+    prepared_bytes: int = 0
+    """The bytes of the arrays that were prepared. 0 for what is as small as the row: a prompt."""
 
 
-Prepared = tuple[list[Item], float]
-"""And the seconds that it took."""
+class Prepared(NamedTuple):
+    """The rows of a chunk."""
+
+    items: list[Item]
+    seconds: float
+    """How long it took."""
+    cpu_s: float
+    """CPU seconds that the process had meanwhile."""
+
+
 Preparer = Callable[[Chunk], Prepared]
 
 
 class Context(msgspec.Struct, frozen=True):
-    """All that a task is made of; goes to the workers."""
+    """All that a task is made of. It is sent to the workers."""
 
     job: Job
-    language: Language | None = None
+    language_model: LanguageModel | None = None
     signature: Signature | None = None
     tokenizer: str | None = None
 
 
 class Task(Protocol):
-    """``fields`` are the result's columns, None if only its rows tell."""
-
     fields: pa.Schema | None
+    """The result's columns. None if only its rows tell."""
 
     def prepare(self, row: Row) -> Any:
         """What the executor takes. Raises for a bad row, UnavailableError if the storage fails."""
@@ -105,38 +119,45 @@ def make_task(context: Context) -> Task:
         return Map(str(job.map))
     lines = job.input_format == "openai"
     if job.server is not None and job.task == "generate":
-        return (OpenAiLinesOnServer if lines else GenerateOnServer)(job)
+        return OpenAiLinesOnServer(job) if lines else GenerateOnServer(job)
     if context.signature is not None:
         return Tensors(job, context.signature, context.tokenizer)
-    assert context.language is not None, "a job that generates has a language model"
-    return (OpenAiLines if lines else Generate)(job, Encoder(context.language))
+    assert context.language_model is not None, "a job that generates has a language model"
+    encoder = Encoder(context.language_model)
+    return OpenAiLines(job, encoder) if lines else Generate(job, encoder)
 
 
 def make_preparer(context: Context) -> Preparer:
     """What prepares a chunk, in the caller's thread. It raises UnavailableError if the storage
-    fails, and whatever is raised outside of the work on a single row."""
+    fails, and any error of reading the chunk's data as rows."""
     task = make_task(context)
     storage = Storage(context.job)
 
     def prepare(chunk: Chunk) -> Prepared:
         began = time.perf_counter()
+        cpu_began = time.process_time()
         items = []
-        for number, raw in zip(chunk.rows, chunk.items(), strict=True):
-            item = Item((chunk.file, number), None, None)
+        for index, raw in zip(chunk.indices, chunk.raw_rows(), strict=True):
+            item = Item(RowId(chunk.file, index))
             items.append(item)
             try:
                 item.row = chunk.row(raw, storage)
-                item.made = made = task.prepare(item.row)
-                if isinstance(made, dict):
-                    arrays = [each for each in made.values() if isinstance(each, np.ndarray)]
-                    item.nbytes = sum(array.nbytes for array in arrays)
+                item.prepared = task.prepare(item.row)
+                item.prepared_bytes = _array_bytes(item.prepared)
             except UnavailableError:
                 raise
             except (Exception, SystemExit) as error:  # of a user's function or template
-                item.made = InvalidArgumentError(reason(error))
-        return items, time.perf_counter() - began
+                item.error = InvalidArgumentError(reason(error))
+        seconds = time.perf_counter() - began
+        return Prepared(items, seconds, time.process_time() - cpu_began)
 
     return prepare
+
+
+def _array_bytes(prepared: Any) -> int:
+    if not isinstance(prepared, dict):
+        return 0
+    return sum(value.nbytes for value in prepared.values() if isinstance(value, np.ndarray))
 
 
 def in_background(call: Callable[[], Any]) -> Future[Any]:
@@ -156,10 +177,10 @@ def settle(future: Future[Any], call: Callable[[], Any]) -> None:
 
 
 class Workers:
-    """Prepare chunks in the background: so many processes, or with none a thread."""
+    """Prepare chunks in the background: in ``count`` processes, or with 0 in a thread."""
 
     def __init__(self, context: Context, count: int) -> None:
-        self.beside = count > 0
+        self.are_processes = count > 0
         self._processes = [_Process(context) for _ in range(count)]
         self._calls: queue.SimpleQueue[tuple[Chunk, Future[Prepared]] | None] = queue.SimpleQueue()
         self._preparers: list[Preparer] = [*self._processes] or [make_preparer(context)]
@@ -175,8 +196,13 @@ class Workers:
         return future
 
     def _work(self, prepare: Preparer) -> None:
-        while call := self._calls.get():
-            settle(call[1], partial(_prepare_apart, prepare, call[0]))
+        """A thread."""
+        while True:
+            call = self._calls.get()
+            if call is None:
+                return
+            chunk, future = call
+            settle(future, partial(_prepare_chunk, prepare, chunk))
 
     def close(self) -> None:
         """End the processes, whatever they do, and then the threads."""
@@ -186,19 +212,38 @@ class Workers:
             self._calls.put(None)
 
 
-def _prepare_apart(prepare: Preparer, chunk: Chunk, alone: bool = False) -> Prepared:
-    """If a chunk raises, or ends its process, each of its rows is prepared alone: the one that does
-    so again is bad."""
+def _prepare_chunk(prepare: Preparer, chunk: Chunk) -> Prepared:
+    """Raises UnavailableError if the storage fails."""
     try:
-        return prepare(chunk)
+        prepared = prepare(chunk)
     except UnavailableError:
         raise
-    except (Exception, SystemExit) as error:
-        if alone:
+    except (Exception, SystemExit):
+        prepared = _prepare_row_by_row(prepare, chunk)
+    read_bytes = chunk.row_bytes
+    for item in prepared.items:
+        item.read_bytes = read_bytes
+    return prepared
+
+
+def _prepare_row_by_row(prepare: Preparer, chunk: Chunk) -> Prepared:
+    """For a chunk that raised, or ended its process. A row that does so alone is bad."""
+    items: list[Item] = []
+    seconds = 0.0
+    cpu_s = 0.0
+    for number, index in enumerate(chunk.indices):
+        try:
+            prepared = prepare(chunk.only(number))
+        except UnavailableError:
+            raise
+        except (Exception, SystemExit) as error:
             bad = InvalidArgumentError(reason(error))
-            return [Item((chunk.file, chunk.rows[0]), None, bad)], 0.0
-        made = [_prepare_apart(prepare, chunk.only(i), True) for i in range(len(chunk.rows))]
-        return [item for items, _ in made for item in items], sum(seconds for _, seconds in made)
+            items.append(Item(RowId(chunk.file, index), error=bad))
+        else:
+            items += prepared.items
+            seconds += prepared.seconds
+            cpu_s += prepared.cpu_s
+    return Prepared(items, seconds, cpu_s)
 
 
 class _Process:
@@ -212,18 +257,18 @@ class _Process:
         self._lock = threading.Lock()
 
     def __call__(self, chunk: Chunk) -> Prepared:
-        """Raises InvalidArgumentError if the process dies, and then starts another one."""
+        """Raises InvalidArgumentError if the process dies. The next call starts another one."""
         try:
             if self._process is None:
                 self._start()
             self._pipe.send(chunk)
-            made: Prepared | Exception = self._pipe.recv()
+            answer: Prepared | Exception = self._pipe.recv()
         except (EOFError, OSError):
             self._process = None
             raise InvalidArgumentError("the process that prepared it died") from None
-        if isinstance(made, Exception):
-            raise made
-        return made
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     def _start(self) -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -247,9 +292,8 @@ class _Process:
 
 
 def _serve(pipe: Any) -> None:
-    """The life of a worker process. The job's own process decides when it ends; if that is killed,
-    it leaves no worker behind."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    """The life of a worker process: until the job's process kills it, or has ended itself."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # they are for the job's process
         signal.signal(number, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -261,7 +305,7 @@ def _serve(pipe: Any) -> None:
             pipe.send(prepare(chunk))
         except UnavailableError as error:
             pipe.send(error)
-        except (Exception, SystemExit) as error:  # what was made may be impossible to send
+        except (Exception, SystemExit) as error:  # of reading the chunk, or of sending the rows
             pipe.send(InvalidArgumentError(reason(error)))
 
 

@@ -15,19 +15,21 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from jitney.errors import InstallationError, JitneyError, UnavailableError
 
 from jitney_jobs.dataset import Chunk, Dataset
-from jitney_jobs.executors import Feeder, load
+from jitney_jobs.executors import load
+from jitney_jobs.feeder import Feeder
 from jitney_jobs.job import Job
 from jitney_jobs.journal import FileRows, JobJournal, Record
-from jitney_jobs.output import Output
+from jitney_jobs.output import EndedRow, Output
 from jitney_jobs.pipeline import Gathering
 from jitney_jobs.prepare import Context, Item, Workers, in_background, make_task
 
@@ -39,10 +41,21 @@ except ImportError:
         "a job on a cluster needs Ray: pip install 'triton-jitney[ray]'"
     ) from None
 
-Things = dict[str, np.ndarray]
-"""A batch of Ray's: one column of Python's objects, which are chunks, rows on their way, files that
-were read, and counts of an actor."""
-_COLUMN = "thing"
+
+@dataclass(frozen=True)
+class ActorFigures:
+    """What an engine's actor has done so far."""
+
+    actor: str
+    figures: dict[str, float]
+
+
+Message = Chunk | Item | FileRows | ActorFigures
+"""What the stages send: a chunk that was read; a row, prepared or with its result; a file that was
+read to its end; counts of an actor."""
+Batch = dict[str, np.ndarray]
+"""A batch of Ray's. It has one column: messages, as Python's objects."""
+_COLUMN = "message"
 _POLL_S = 0.2
 _CONNECT_S = 10.0
 _READ_TASKS = 500
@@ -50,12 +63,14 @@ _CHUNK_ROWS = 64
 _BATCH_ROWS = 16
 """Rows that an engine's actor takes and gives back together."""
 _TASKS = 4
-"""Of Ray's, that an engine's actor works on at the same time: each hands it a few batches, waits
-for the slowest, and in the end for all of them. More rows than fit wait in the actor."""
+"""Ray calls an engine's actor from so many tasks at a time. Each task gives it a few batches, and
+waits for the slowest row. Meanwhile the rows of the other tasks keep the engine full."""
 _BLOCK_BYTES = 1 << 17
-"""Bytes of things that travel together, and are done again together: some hundred prompts."""
+"""Bytes of messages that Ray moves together, and makes again together if they are lost: those of
+some hundred prompts."""
 _SHARE = 0.2
-"""CPUs that an actor asks Ray for. It takes what the node has, and finds a place on any node."""
+"""CPUs that an actor asks Ray for. It uses all that the node has; with so small a share every node
+can have one."""
 
 
 class RayPipeline(Gathering):
@@ -76,19 +91,19 @@ class RayPipeline(Gathering):
             raise _cause(error) from None
         super().__init__(job, journal, output, make_task(context))
         self._sizes = dataset.sizes
-        self._rows = _stream(job, dataset, journal.record, context, gpus)
-        self._pulling: Future[Things | None] | None = None
+        self._batches = _stream(job, dataset, journal.record, context, gpus)
+        self._pulling: Future[Batch | None] | None = None
         self._seen: dict[int, bytearray] = {}
-        """File -> 1 for each of its rows that has come in this run."""
-        self._of_actors: dict[str, dict[str, float]] = {}
+        """By file: 1 for each of its rows that has come in this run."""
+        self._figures_of_actors: dict[str, dict[str, float]] = {}
 
     def _advance(self) -> bool:
         """Take what the cluster has finished, or wait a moment."""
         began = time.monotonic()
         if self._pulling is None:
-            self._pulling = in_background(lambda: next(self._rows, None))
+            self._pulling = in_background(lambda: next(self._batches, None))
         wait([self._pulling], _POLL_S)
-        self._counts["run_s"] += time.monotonic() - began
+        self._figures.run_s += time.monotonic() - began
         if not self._pulling.done():
             return True
         pulled = self._pulling
@@ -98,42 +113,56 @@ class RayPipeline(Gathering):
         except ray.exceptions.RayError as error:
             raise _cause(error) from None
         if batch is None:
-            self._check()
+            self._check_complete()
             return False
-        for thing in batch[_COLUMN]:
-            if isinstance(thing, Item):
-                self._take(thing)
-            elif isinstance(thing, FileRows):
-                self._journal.append(thing)
-                self._counts["position"] += self._sizes[thing.file] / max(1, sum(self._sizes))
-            else:
-                self._of_actors |= thing
+        for message in batch[_COLUMN]:
+            self._take(message)
         return True
 
-    def _take(self, item: Item) -> None:
-        file, row = item.place
-        seen = self._seen.setdefault(file, bytearray())
-        seen.extend(bytes(max(0, row + 1 - len(seen))))  # long enough to have this row
-        if seen[row]:
-            return
-        seen[row] = 1
-        item.key = int(self._counts["taken"])
-        self._counts["taken"] += 1
-        self._finish(item, item.made)
+    def _take(self, message: Message) -> None:
+        match message:
+            case Item():
+                self._take_row(message)
+            case FileRows():
+                self._note(message)
+                share = self._sizes[message.file] / max(1, sum(self._sizes))
+                self._figures.position += share
+            case ActorFigures():
+                self._figures_of_actors[message.actor] = message.figures
+            case Chunk():
+                raise AssertionError("chunks are prepared on the cluster")
 
-    def _check(self) -> None:
+    def _take_row(self, item: Item) -> None:
+        """Unless it has come before."""
+        index = item.id.row
+        seen = self._seen.setdefault(item.id.file, bytearray())
+        if len(seen) <= index:
+            seen.extend(bytes(index + 1 - len(seen)))
+        if seen[index]:
+            return
+        seen[index] = 1
+        item.key = self._figures.taken
+        self._figures.taken += 1
+        self._finish(item, item.result)
+
+    def _on_row_in_part(self, row: EndedRow) -> None:
+        """Nothing: Ray bounds what is in flight."""
+
+    def _check_complete(self) -> None:
         """Raise UnavailableError if a row is missing, which Ray does not promise to notice."""
         record = self._journal.record
-        came = self._before[1] + self._counts["done"]
+        came = self._done_before + self._figures.done
         if came != record.total:
-            there = f"{came:,.0f} of {record.total or 0:,} rows"
+            there = f"{came:,} of {record.total or 0:,} rows"
             raise UnavailableError(f"{there} came back from the cluster: resume the job")
 
-    def _figures(self) -> dict[str, float]:
-        figures = super()._figures()
-        for name, value in (each for one in self._of_actors.values() for each in one.items()):
-            before = figures.get(name, 0.0)
-            figures[name] = max(before, value) if name == "most_rows" else before + value
+    def _snapshot(self) -> dict[str, float]:
+        figures = super()._snapshot()
+        for of_actor in self._figures_of_actors.values():
+            for name, value in of_actor.items():
+                before = figures.get(name, 0.0)
+                # `most_rows` is no count: it says how many rows fit into one actor's step.
+                figures[name] = max(before, value) if name == "most_rows" else before + value
         return figures
 
 
@@ -157,8 +186,8 @@ def _connect(address: str) -> None:
 
 def _stream(
     job: Job, dataset: Dataset, record: Record, context: Context, gpus: int
-) -> Iterator[Things]:
-    """Batches of what became of rows, files that were read to their end, and counts."""
+) -> Iterator[Batch]:
+    """Batches of rows with their results, of files that were read to their end, and of counts."""
     settings = ray_data.DataContext.get_current()
     settings.enable_progress_bars = False
     settings.execution_options.preserve_order = job.ordered
@@ -169,7 +198,7 @@ def _stream(
     if not left:
         return iter(())
 
-    def read(batch: Things) -> Iterator[Things]:
+    def read(batch: Batch) -> Iterator[Batch]:
         for chunk in dataset.chunks(ray.get(shared), _CHUNK_ROWS, batch["item"].tolist()):
             yield _batch_of([chunk])
 
@@ -204,12 +233,14 @@ class _Preparer:
     def __init__(self, context: Context) -> None:
         self._workers = Workers(context, 1)
 
-    def __call__(self, batch: Things) -> Things:
-        things: list[Any] = []
-        for thing in batch[_COLUMN]:
-            chunk = isinstance(thing, Chunk)
-            things += self._workers.submit(thing).result()[0] if chunk else [thing]
-        return _batch_of(things)
+    def __call__(self, batch: Batch) -> Batch:
+        messages: list[Message] = []
+        for message in batch[_COLUMN]:
+            if isinstance(message, Chunk):
+                messages += self._workers.submit(message).result().items
+            else:
+                messages.append(message)
+        return _batch_of(messages)
 
 
 class _Engine:
@@ -219,17 +250,20 @@ class _Engine:
         self._executor, _ = load(job)
         self._feeder = Feeder(self._executor, job.retries)
         self._calls: queue.SimpleQueue[tuple[Item, Future[None]]] = queue.SimpleQueue()
-        self._name = f"{ray.get_runtime_context().get_actor_id()}"
+        self._name = str(ray.get_runtime_context().get_actor_id())
         threading.Thread(target=self._work, daemon=True).start()
 
-    async def __call__(self, batch: Things) -> Things:
-        things = list(batch[_COLUMN])
-        calls = [(each, Future[None]()) for each in things if isinstance(each, Item)]
-        for call in calls:
-            self._calls.put(call)
-        await asyncio.gather(*(asyncio.wrap_future(future) for _, future in calls))
+    async def __call__(self, batch: Batch) -> Batch:
+        messages: list[Message] = list(batch[_COLUMN])
+        waiting = []
+        for message in messages:
+            if isinstance(message, Item):
+                future: Future[None] = Future()
+                self._calls.put((message, future))
+                waiting.append(asyncio.wrap_future(future))
+        await asyncio.gather(*waiting)
         figures = {**self._executor.figures, "cpu_s": time.process_time()}
-        return _batch_of([*things, {self._name: figures}])
+        return _batch_of([*messages, ActorFigures(self._name, figures)])
 
     def _work(self) -> None:
         """The executor's thread: it takes all rows that have come, then lets the executor work
@@ -239,9 +273,11 @@ class _Engine:
             for key in itertools.count():
                 while len(self._feeder) and self._calls.empty():
                     for item, result in self._feeder.step(False):
-                        item.made = result
+                        item.prepared = None  # it need not be sent
+                        item.result = result
                         running.pop(item.key).set_result(None)
-                item, running[key] = self._calls.get()
+                item, future = self._calls.get()
+                running[key] = future
                 item.key = key
                 self._feeder.add(item)
         except Exception as error:
@@ -251,22 +287,23 @@ class _Engine:
 
 
 def _context_of(job: Job) -> Context:
-    """What tasks must know of the model."""
+    """In a task of Ray's: what the job's tasks must know of the model."""
     executor, context = load(job)
     executor.close()
     return context
 
 
-def _batch_of(things: list[Any]) -> Things:
-    array = np.empty(len(things), object)
-    for index, thing in enumerate(things):
-        array[index] = thing
+def _batch_of(messages: Sequence[Message]) -> Batch:
+    array = np.empty(len(messages), object)
+    for index, message in enumerate(messages):
+        array[index] = message
     return {_COLUMN: array}
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Ours, if one of ours is behind it."""
-    found: BaseException | None = error
-    while found is not None and not isinstance(found, JitneyError):
-        found = getattr(found, "cause", None) or found.__cause__
-    return found or UnavailableError(f"the cluster failed: {error}")
+    """The JitneyError that an error of Ray's came from; if there is none, one that tells of it."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, JitneyError):
+        # Ray has the error of a task in an attribute, which not all of its errors have.
+        cause = getattr(cause, "cause", None) or cause.__cause__
+    return cause or UnavailableError(f"the cluster failed: {error}")

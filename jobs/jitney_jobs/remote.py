@@ -24,7 +24,7 @@ except ImportError:
 
 
 class TritonModel:
-    """For any thread."""
+    """A model on the server. Any thread may call it."""
 
     def __init__(self, job: Job) -> None:
         """Raises UnavailableError if the server or the model is not there, and
@@ -42,16 +42,17 @@ class TritonModel:
         self._client = self._connect()
         self._call = partial(self._client.infer, headers=self._headers, client_timeout=TIMEOUT_S)
         try:
-            said = self._client.get_model_config(self._model, headers=self._headers, as_json=True)
+            answer = self._client.get_model_config(self._model, headers=self._headers, as_json=True)
         except InferenceServerException as error:
             why = self._access.hide(str(error.message()))
             raise UnavailableError(f"model {job.model} on {job.server}: {why}") from None
-        config = said["config"]
+        config = answer["config"]
         self._batching = config.get("max_batch_size", 0) > 0
-        self.language = config.get("model_transaction_policy", {}).get("decoupled", False)
-        self.signature = Signature(
-            *(_tensors(config.get(each, [])) for each in ("input", "output"))
-        )
+        policy = config.get("model_transaction_policy", {})
+        self.is_language_model = policy.get("decoupled", False)
+        inputs = _tensors(config.get("input", []))
+        outputs = _tensors(config.get("output", []))
+        self.signature = Signature(inputs, outputs)
 
     def ask(self, row: Arrays) -> Arrays | JitneyError:
         """The arrays of the only response."""
@@ -61,7 +62,10 @@ class TritonModel:
             tensor = grpc.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
             inputs.append(tensor.set_data_from_numpy(array))
         try:
-            result = self._stream(inputs) if self.language else self._call(self._model, inputs)
+            if self.is_language_model:
+                result = self._stream(inputs)
+            else:
+                result = self._call(self._model, inputs)
         except InferenceServerException as error:
             return self._error(error)
         except queue.Empty:

@@ -5,16 +5,22 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-from jitney.errors import CancelledError, InvalidArgumentError, UnavailableError
+from jitney.errors import InvalidArgumentError
 from jitney.progress import Deadline, Progress, State, clock_text
 
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.executors import Models
 from jitney_jobs.job import Job
 from jitney_jobs.journal import JobJournal, OutputPart, Record
-from jitney_jobs.output import Output
+from jitney_jobs.output import Output, write_errors
 from jitney_jobs.pipeline import Gathering, Pipeline
+
+if TYPE_CHECKING:
+    from jitney_measure.pages.page import TableRow
+
+    from jitney_jobs.metrics import Metrics
 
 _STAGES = {
     "read_s": "read: the reader's thread at work",
@@ -23,78 +29,102 @@ _STAGES = {
     "run_s": "run: the model at work",
     "write_s": "write: parts and journal",
 }
+"""Figures of a run -> their names in the report."""
 
 
 def run_job(
     job: Job, models: Models | None = None, wanted: Callable[[], bool] = lambda: True
 ) -> bool:
-    """Run a job, or go on with it: whatever its journal has is done. Returns whether it is
-    complete; not if a signal ended it. Whoever gives ``models`` closes them. Raises JitneyError
-    for what is wrong with the settings, the input, the model or the output; UnavailableError if the
-    input or the output is away now; CancelledError as soon as the job is not ``wanted``."""
+    """Run a job. Rows that are committed in its journal are skipped. Returns whether the job is
+    complete; it is not if a signal ended it. A caller who passes ``models`` closes it. Raises
+    JitneyError for what is wrong with the settings, the input, the model or the output;
+    UnavailableError if the input or the output is away now; CancelledError as soon as the job is
+    not ``wanted``, which is asked often."""
     with ExitStack() as closing:
-        try:
+        with write_errors(job):
             journal = JobJournal(job)
-            closing.callback(journal.close)
-            dataset = Dataset(job)
+        closing.callback(journal.close)
+        dataset = Dataset(job)
+        with write_errors(job):
             output = Output(job, dataset, journal)
-            journal.begin(job, dataset.files, dataset.whole)
+            journal.begin_or_resume(job, dataset.files, dataset.whole)
             output.recover()
-            if journal.record.ended:
-                return True
-            begun = _state(journal.record, job, {"moved_at": time.time()})
-            metrics = None
-            if job.metrics_port is not None or job.push_gateway is not None:
-                from jitney_jobs.metrics import Metrics  # prometheus_client may be missing
+        if journal.record.end is not None:
+            return True
+        figures = {"moved_at": time.time()}
+        observer = _Observer(job, journal, _state(journal.record, job, figures), closing)
+        pipeline: Gathering
+        if job.ray:
+            from jitney_jobs.ray_data import RayPipeline  # Ray may be missing
 
-                metrics = Metrics(job, begun, closing)
-            if job.ray:
-                from jitney_jobs.ray_data import RayPipeline  # Ray may be missing
+            pipeline = RayPipeline(job, dataset, journal, output, closing)
+        else:
+            if models is None:
+                models = Models()
+                closing.callback(models.close)
+            pipeline = Pipeline(job, dataset, journal, output, closing, models)
+        observer.begin_display()
+        return pipeline.run(observer.show, wanted)
 
-                pipeline: Gathering = RayPipeline(job, dataset, journal, output, closing)
-            else:
-                if models is None:
-                    models = Models()
-                    closing.callback(models.close)
-                pipeline = Pipeline(job, dataset, journal, output, closing, models)
-            progress = Progress()
-            deadline = Deadline(begun.due)
-            closing.callback(progress.close)
 
-            def show(figures: dict[str, float]) -> None:
-                if not wanted():
-                    raise CancelledError("it was cancelled")
-                state = replace(begun, figures=figures, complete=journal.record.ended is not None)
-                if said := deadline.judge(figures["at"], figures["seconds"], state.left_s):
-                    progress.say(said)
-                progress.show(state)
-                if metrics is not None:
-                    metrics.show(replace(state, late=deadline.late))
+class _Observer:
+    """Shows the user and Prometheus how far a run is, and warns if it will be late."""
 
-            return pipeline.run(show)
-        except OSError as error:
-            raise UnavailableError(
-                f"output {job.output} cannot be written: {error}; when it can be, `jitney "
-                "batch resume` goes on"
-            ) from error
+    def __init__(self, job: Job, journal: JobJournal, begun: State, closing: ExitStack) -> None:
+        """``begun``: the state at the beginning of the run. Metrics are served from now on, until
+        ``closing`` closes. Raises UnavailableError if they cannot be."""
+        self._journal = journal
+        self._begun = begun
+        self._closing = closing
+        self._progress: Progress | None = None
+        self._deadline = Deadline(begun.due)
+        self._metrics: Metrics | None = None
+        if job.metrics_port is not None or job.push_gateway is not None:
+            from jitney_jobs import metrics  # prometheus_client may be missing
+
+            self._metrics = metrics.Metrics(job, begun)
+            closing.callback(self._metrics.close)
+
+    def begin_display(self) -> None:
+        """Show a line from now on: loading the model may have printed some."""
+        self._progress = Progress()
+        self._closing.callback(self._progress.close)
+
+    def show(self, figures: dict[str, float]) -> None:
+        assert self._progress is not None, "the display has begun"
+        complete = self._journal.record.end is not None
+        state = replace(self._begun, figures=figures, complete=complete)
+        warning = self._deadline.judge(figures["at"], figures["seconds"], state.left_s)
+        if warning is not None:
+            self._progress.say(warning)
+        self._progress.show(state)
+        if self._metrics is not None:
+            self._metrics.show(replace(state, late=self._deadline.late))
 
 
 def read_record(output: str, journal: str | None) -> Record:
     """The journal of an output. Raises InvalidArgumentError if there is none."""
     folder = Path(output, "_job") if journal is None else Path(journal)
-    record = Record(folder / "journal.jsonl")
+    record = Record.read(folder / "journal.jsonl")
     if record.begin is None:
         raise InvalidArgumentError(f"{output} has no journal of a job ({folder})")
     return record
 
 
 def _state(record: Record, job: Job, figures: dict[str, float]) -> State:
-    """Where a job stands. ``figures`` tell of one run, the journal's parts of all other runs."""
-    before = [part for part in record.parts if part.figures["run"] != figures.get("run")]
-    bad = sum(part.failed for part in before)
-    done = bad + sum(part.written for part in before)
-    ended = record.ended is not None
-    return State(figures, done, bad, record.due(job), record.late(job), ended)
+    """Where a job stands. ``figures`` are those of one run; the journal's parts of all other runs
+    count as before it. A run is known by the figure ``run``; one without it has no parts yet."""
+    parts_before = [part for part in record.parts if part.figures["run"] != figures.get("run")]
+    bad_before = sum(part.failed for part in parts_before)
+    written_before = sum(part.written for part in parts_before)
+    return State(
+        figures=figures,
+        done_before=written_before + bad_before,
+        bad_before=bad_before,
+        due=record.due(job),
+        late=record.is_late(job),
+        complete=record.end is not None,
+    )
 
 
 def status_of(record: Record) -> str:
@@ -106,37 +136,41 @@ def status_of(record: Record) -> str:
     figures = record.parts[-1].figures if record.parts else {}
     state = _state(record, record.begin.job, figures)
     total = "" if record.total is None else f" of {record.total:,}"
-    text = [
+    lines = [
         f"{record.begin.job.output}: {'complete' if state.complete else 'not complete'}",
         f"input   {len(files):,} files, {sum(file.size for file in files):,} bytes",
         f"rows    {written + failed:,}{total}: {written:,} written, {failed:,} bad",
         f"parts   {len(record.parts):,}",
     ]
     if figures:
-        text.append(f"last    {clock_text(figures['at'])}")
-        text.append(f"cost    {_rate(record)}; {_cost(record)}")
+        lines.append(f"last    {clock_text(figures['at'])}")
+        lines.append(f"cost    {_rate(record)}; {_cost(record)}")
     if state.end_at and not state.complete:
-        text.append(f"end     {clock_text(state.end_at)}, if it goes on at that rate")
+        lines.append(f"end     {clock_text(state.end_at)}, if it goes on at that rate")
     if state.due is not None:
-        text.append(f"due     {clock_text(state.due)}{', late' if state.late else ''}")
-    return "\n".join(text)
+        lines.append(f"due     {clock_text(state.due)}{', late' if state.late else ''}")
+    return "\n".join(lines)
 
 
 def _runs(record: Record) -> list[dict[str, float]]:
-    """The figures of each run, which its last part has."""
-    return list({part.figures["run"]: part.figures for part in record.parts}.values())
+    """The figures of each run: those that its last part has."""
+    runs: dict[float, dict[str, float]] = {}
+    for part in record.parts:
+        runs[part.figures["run"]] = part.figures
+    return list(runs.values())
 
 
 def _total(record: Record, name: str) -> float:
+    """A figure, added up over all runs."""
     return sum(figures.get(name, 0.0) for figures in _runs(record))
 
 
 def _rate(record: Record) -> str:
     rows = record.written + record.failed
     seconds = max(1e-9, _total(record, "seconds"))
-    said = f"{seconds:,.1f} s without loading: {rows / seconds:,.1f} rows/s"
+    text = f"{seconds:,.1f} s without loading: {rows / seconds:,.1f} rows/s"
     tokens = _total(record, "tokens")
-    return f"{said}, {tokens / seconds:,.0f} tokens/s" if tokens else said
+    return f"{text}, {tokens / seconds:,.0f} tokens/s" if tokens else text
 
 
 def _cost(record: Record) -> str:
@@ -146,42 +180,65 @@ def _cost(record: Record) -> str:
 
 def write_report(record: Record) -> Path:
     """``report.html`` in the journal's folder: throughput over time, and where the time went."""
-    from jitney_measure.pages.page import Block, Table, TableRow, Text, write_page
+    from jitney_measure.pages.page import Block, Table, Text, write_page
     from jitney_measure.pages.plots import over_time  # matplotlib may be missing
 
     assert record.begin is not None
     job = record.begin.job
     size = sum(file.size for file in record.begin.files)
-    rows = max(1, record.written + record.failed)
-    seconds = max(1e-9, _total(record, "seconds"))
-    said = (
-        f"{'Complete' if record.ended else 'Not complete'}: {record.written:,} rows written, "
+    summary = (
+        f"{'Complete' if record.end else 'Not complete'}: {record.written:,} rows written, "
         f"{record.failed:,} bad, in {_rate(record)}"
     )
     blocks: list[Block] = [
         Text(f"{job.task} · {job.model or job.map} · {job.input} · {size:,} bytes", "dim"),
-        Text(said, "best" if record.ended else "best caution"),
+        Text(summary, "best" if record.end else "best caution"),
         Text(f"Cost: {_cost(record)}. Runs: {len(_runs(record))}."),
     ]
     if record.parts:
         caption = "Throughput over time, a point for each part."
-        blocks.append([over_time("throughput", caption, *_throughput(record.parts))])
+        throughput = _throughput(record.parts)
+        curves = {"rows/s": throughput.rates}
+        if any(throughput.filled):
+            curves["share of the batch filled"] = throughput.filled
+        blocks.append([over_time("throughput", caption, throughput.ends, curves)])
     head = ("stage", "seconds", "share of the time", "ms a row")
-    stages = [
-        TableRow([name, f"{s:,.2f}", f"{s / seconds:.0%}", f"{1e3 * s / rows:.3f}"])
-        for name, s in ((name, _total(record, key)) for key, name in _STAGES.items())
-    ]
-    settings = {name: str(v) for name, v in job.essential.items() if v not in (None, [], {}, "")}
-    blocks += [Table("Where the time went", head, stages), "Settings", settings]
+    blocks.append(Table("Where the time went", head, _stage_rows(record)))
+    fields = job.fields_that_shape_output.items()
+    settings = {name: str(value) for name, value in fields if value not in (None, [], {}, "")}
+    blocks += ["Settings", settings]
     return write_page(f"Job {Path(job.output).name}", blocks, record.folder)
 
 
-def _throughput(parts: list[OutputPart]) -> tuple[list[float], dict[str, list[float]]]:
-    """Times, and values between each part's commit and the one before it, the pauses between runs
-    left out."""
-    ends: list[float] = [0.0]
-    rates: list[float] = []
-    full: list[float] = []
+def _stage_rows(record: Record) -> "list[TableRow]":
+    from jitney_measure.pages.page import TableRow
+
+    row_count = max(1, record.written + record.failed)
+    total_s = max(1e-9, _total(record, "seconds"))
+    rows = []
+    for figure, name in _STAGES.items():
+        stage_s = _total(record, figure)
+        share = stage_s / total_s
+        ms_a_row = 1000 * stage_s / row_count
+        rows.append(TableRow([name, f"{stage_s:,.2f}", f"{share:.0%}", f"{ms_a_row:.3f}"]))
+    return rows
+
+
+class Throughput(NamedTuple):
+    """Values between each part's commit and the one before it. The pauses between runs are left
+    out."""
+
+    ends: list[float]
+    """When each part was committed, in seconds of all runs."""
+    rates: list[float]
+    """Rows a second."""
+    filled: list[float]
+    """The share of the batch that was filled. 0 for executors without steps."""
+
+
+def _throughput(parts: list[OutputPart]) -> Throughput:
+    throughput = Throughput([], [], [])
+    end = 0.0
     before: dict[str, float] = {}
     for part in parts:
         now = part.figures
@@ -189,10 +246,13 @@ def _throughput(parts: list[OutputPart]) -> tuple[list[float], dict[str, list[fl
             before = {}
         grown = {name: value - before.get(name, 0.0) for name, value in now.items()}
         seconds = max(1e-9, grown["seconds"])
-        ends.append(ends[-1] + seconds)
-        rates.append((part.written + part.failed) / seconds)
-        room = now.get("most_rows", 0.0) * grown.get("steps", 0.0)
-        full.append(grown["rows_in_steps"] / room if room else 0.0)
+        end += seconds
+        throughput.ends.append(end)
+        throughput.rates.append((part.written + part.failed) / seconds)
+        most_rows_in_steps = now.get("most_rows", 0.0) * grown.get("steps", 0.0)
+        if most_rows_in_steps:
+            throughput.filled.append(grown["rows_in_steps"] / most_rows_in_steps)
+        else:
+            throughput.filled.append(0.0)
         before = now
-    panels = {"rows/s": rates}
-    return ends[1:], {**panels, "share of the batch filled": full} if any(full) else panels
+    return throughput

@@ -21,6 +21,8 @@ from jitney_jobs.job import Job
 
 Arrays = dict[str, np.ndarray]
 """Of one row: without the dimension of the batch."""
+_TOKEN_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+"""Inputs of a model that takes token ids."""
 
 
 class Tensors:
@@ -33,6 +35,10 @@ class Tensors:
         self._tokenizer = None
         if any(info.name == "input_ids" for info in self._inputs):
             self._tokenizer = _load_tokenizer(tokenizer)
+            for info in self._inputs:
+                if info.name not in _TOKEN_INPUTS:
+                    bound = f"one of {', '.join(_TOKEN_INPUTS)}"
+                    raise InvalidArgumentError.of("an input of the model", info.name, bound)
         self._output = chosen_output(job, signature)
         self._labels = (job.labels or "").splitlines()
         label = pa.string() if self._labels else pa.int64()
@@ -43,19 +49,19 @@ class Tensors:
         }
         self.fields = pa.schema(kinds[job.task])
 
-    # ------------------------------------------------------------------ before
+    # ------------------------------------------------------------------ row to tensors
 
     def prepare(self, row: Row) -> Arrays:
         if self._tokenizer is not None:
             return self._tokens(column_of(row, self._job.column))
-        column = self._job.column
-        if column not in row and "path" in row:
-            column = "path"  # of a folder of images
-        one = len(self._inputs) == 1
-        return {
-            info.name: self._array(info, column_of(row, column if one else info.name))
-            for info in self._inputs
-        }
+        if len(self._inputs) == 1:
+            (info,) = self._inputs
+            column = self._job.column
+            if column not in row and "path" in row:
+                column = "path"  # of a folder of images
+            return {info.name: self._array(info, column_of(row, column))}
+        # Each input has a column of its name.
+        return {info.name: self._array(info, column_of(row, info.name)) for info in self._inputs}
 
     def _tokens(self, text: Any) -> Arrays:
         if not isinstance(text, str):
@@ -94,17 +100,21 @@ class Tensors:
         if len(info.dims) != 3 or min(info.dims) < 1:
             bound = "an image's: three dimensions of fixed size"
             raise InvalidArgumentError.of(f"the shape of input {info.name}", info.dims, bound)
-        first = info.dims[0] in (1, 3)
-        channels, height, width = info.dims if first else (info.dims[2], *info.dims[:2])
+        channels_first = info.dims[0] in (1, 3)
+        if channels_first:
+            channels, height, width = info.dims
+        else:
+            height, width, channels = info.dims
         data = value if isinstance(value, bytes) else self._storage.read(value)
         with Image.open(io.BytesIO(data)) as image:
             pixels = image.convert("L" if channels == 1 else "RGB").resize((width, height))
         array = np.asarray(pixels, np.float32).reshape(height, width, channels) / 255
         array = (array - self._job.mean) / self._job.std
-        array = array.transpose(2, 0, 1) if first else array
+        if channels_first:
+            array = array.transpose(2, 0, 1)
         return np.ascontiguousarray(array, NUMPY_TYPES[info.data_type])
 
-    # ------------------------------------------------------------------ after
+    # ------------------------------------------------------------------ tensors to columns
 
     def finish(self, row: Row, result: Arrays) -> Row:
         values = result[self._output].ravel()
@@ -120,8 +130,16 @@ class Tensors:
             shares = np.exp(shares - shares.max())
             shares /= shares.sum()
         best = int(shares.argmax())
-        label = self._labels[best] if self._labels else best
-        return {"label": label, "score": float(shares[best])}
+        return {"label": self._label_of(best), "score": float(shares[best])}
+
+    def _label_of(self, index: int) -> str | int:
+        """Raises InvalidArgumentError if the file of labels is too short."""
+        if not self._labels:
+            return index
+        if index >= len(self._labels):
+            bound = f"more than {index} lines: the model gave class {index}"
+            raise InvalidArgumentError.of("labels", f"{len(self._labels)} lines", bound)
+        return self._labels[index]
 
 
 def chosen_output(job: Job, signature: Signature) -> str:

@@ -10,7 +10,8 @@ import fcntl
 import os
 import sys
 import time
-from functools import partial
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,7 +24,21 @@ if TYPE_CHECKING:
     from jitney_jobs.executors import Models
 
 _POLL_S = 1.0
-_FILES = ("model", "template", "labels", "tokenizer", "journal", "ca_file", "api_key_file")
+_FILES = ("model", "template", "labels", "tokenizer", "ca_file", "api_key_file")
+"""Settings that name a local file, if one of that name is there."""
+
+
+class JobState(StrEnum):
+    """Where a job's file lies below the worker's folder: in a folder of that name, or in the
+    worker's folder itself."""
+
+    WAITING = ""
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
 _Folder = Annotated[Path, typer.Argument(help="The folder of job files.")]
 
 
@@ -33,11 +48,16 @@ def submit(folder: _Folder, file: Annotated[Path, typer.Argument(help="A job fil
 
     settings = read_job(file)
     job = make_job(settings)
-    local = [name for name in _FILES if os.path.exists(str(settings.get(name)))]
-    settings |= {name: os.path.abspath(settings[name]) for name in local}
-    settings |= {"input": job.input, "output": job.output}
+    for name in _FILES:
+        path = settings.get(name)
+        if path is not None and os.path.exists(str(path)):
+            settings[name] = os.path.abspath(str(path))
+    settings["input"] = job.input
+    settings["output"] = job.output
+    if job.journal is not None:  # a folder, which may be made by the job
+        settings["journal"] = job.journal
     waiting = folder / f"{file.stem}.yaml"
-    if waiting.exists() or (folder / "running" / waiting.name).exists():
+    if waiting.exists() or (folder / JobState.RUNNING / waiting.name).exists():
         raise InvalidArgumentError(f"a job {file.stem} waits or runs in {folder}")
     folder.mkdir(parents=True, exist_ok=True)
     waiting.with_suffix(".new").write_text(yaml.safe_dump(settings), encoding="utf-8")
@@ -46,17 +66,18 @@ def submit(folder: _Folder, file: Annotated[Path, typer.Argument(help="A job fil
 
 def cancel(folder: _Folder, name: Annotated[str, typer.Argument(help="The job's name.")]) -> None:
     """Cancel a job that waits or runs; what it has finished is committed."""
-    for state in ("", "running", ""):  # it may be put back meanwhile
+    # A job that runs may be put back to those that wait meanwhile.
+    for state in (JobState.WAITING, JobState.RUNNING, JobState.WAITING):
         with contextlib.suppress(FileNotFoundError):
-            return _move(folder / state / f"{name}.yaml", folder / "cancelled")
+            return _move(folder / state / f"{name}.yaml", folder / JobState.CANCELLED)
     raise InvalidArgumentError(f"no job {name} waits or runs in {folder}")
 
 
 def list_jobs(folder: _Folder) -> None:
     """Say where the jobs of a worker's folder stand."""
-    for state in ("", "running", "done", "failed", "cancelled"):
-        for path in _files(folder / state):
-            why = path.with_suffix(".txt")
+    for state in JobState:
+        for path in _job_files(folder / state):
+            why = _reason_file(path)
             error = f": {why.read_text(encoding='utf-8')}" if why.exists() else ""
             print(f"{state or 'waiting':9}  {path.stem}{error}")
 
@@ -65,76 +86,133 @@ def worker(
     folder: _Folder,
     until_empty: Annotated[bool, typer.Option(help="End when no job waits.")] = False,
     tries: Annotated[int, typer.Option(help="Tries of a job that fails.", min=1)] = 3,
-    backoff: Annotated[float, typer.Option(help="Seconds after the first; then doubled.")] = 30.0,
-    server: Annotated[str | None, typer.Option(help="Of jobs that name none.")] = None,
-    metrics_port: Annotated[int | None, typer.Option(help="Likewise.")] = None,
-    metrics_host: Annotated[str, typer.Option(help="Likewise.")] = "127.0.0.1",
-    push_gateway: Annotated[str | None, typer.Option(help="Likewise.")] = None,
+    backoff: Annotated[
+        float, typer.Option(help="Pause after a job's first try, in seconds; then doubled.")
+    ] = 30.0,
+    server: Annotated[str | None, typer.Option(help="Server of jobs that name none.")] = None,
+    metrics_port: Annotated[int | None, typer.Option(help="As of a job that names none.")] = None,
+    metrics_host: Annotated[str, typer.Option(help="As of a job that names none.")] = "127.0.0.1",
+    push_gateway: Annotated[str | None, typer.Option(help="As of a job that names none.")] = None,
 ) -> None:
     """Run the job files of a folder one after another. The status is 1 if any of them failed."""
     from jitney_jobs.executors import Models
 
     sys.path.insert(0, os.getcwd())  # functions of the user's, which processes import too
-    telling = {"metrics_port": metrics_port, "metrics_host": metrics_host}
-    telling |= {"push_gateway": push_gateway, "server": server}
+    defaults = {
+        "server": server,
+        "metrics_port": metrics_port,
+        "metrics_host": metrics_host,
+        "push_gateway": push_gateway,
+    }
     with contextlib.closing(Models()) as models:  # so that it waits for no server when stopped
-        failed = _work(folder, until_empty, tries, backoff, telling, models)
+        queue = _Queue(folder, defaults, tries, backoff, models)
+        failed = queue.run(until_empty)
     raise typer.Exit(int(failed > 0))
 
 
-def _work(
-    folder: Path,
-    until_empty: bool,
-    tries: int,
-    backoff: float,
-    telling: dict[str, Any],
-    models: "Models",
-) -> int:
-    """Returns how many jobs failed."""
-    from jitney_jobs.dataset import reason
-    from jitney_jobs.run import run_job
+@dataclass(frozen=True)
+class _Claim:
+    """A job in ``running`` that this worker has."""
 
-    failed = 0
-    while (claimed := _claim(folder)) or not until_empty:
-        if claimed is None:
-            time.sleep(_POLL_S)
-            continue
-        path, lock = claimed
-        held = partial(_lies_at, path, lock)
-        state = "failed"  # where the job's file goes; empty if it is stopped: it waits again
-        for number in range(tries):
-            if not held():
+    path: Path
+    lock: int
+    """A descriptor of the locked file."""
+
+    def is_held(self) -> bool:
+        """Whether the job's file is still there. It is not if the job was cancelled."""
+        return _lies_at(self.path, self.lock)
+
+    def release(self) -> None:
+        os.close(self.lock)
+
+
+class _Queue:
+    """The jobs of a worker's folder, run one after another."""
+
+    def __init__(
+        self,
+        folder: Path,
+        defaults: dict[str, Any],
+        tries: int,
+        backoff: float,
+        models: "Models",
+    ) -> None:
+        """``defaults``: settings of jobs that do not have them. ``backoff``: seconds after the
+        first try of a job that failed."""
+        self._folder = folder
+        self._defaults = defaults
+        self._tries = tries
+        self._backoff = backoff
+        self._models = models
+
+    def run(self, until_empty: bool) -> int:
+        """Returns how many jobs failed. Raises typer.Exit if a job was stopped by a signal."""
+        failed = 0
+        while True:
+            claim = _claim(self._folder)
+            if claim is None and until_empty:
+                return failed
+            if claim is None:
+                time.sleep(_POLL_S)
+                continue
+            state = self._run_with_retries(claim)
+            if self._put_away(claim, state) and state is JobState.FAILED:
+                failed += 1
+            claim.release()
+            if state is JobState.WAITING:
+                raise typer.Exit(STOPPED)
+
+    def _run_with_retries(self, claim: _Claim) -> JobState:
+        """Returns what the job is then: DONE; FAILED, or cancelled meanwhile; or WAITING, because a
+        signal stopped it."""
+        from jitney_jobs.dataset import reason
+
+        for number in range(self._tries):
+            if not claim.is_held():
                 break
-            time.sleep(backoff * 2 ** (number - 1) if number else 0.0)
+            if number > 0:
+                time.sleep(self._backoff * 2 ** (number - 1))
             try:
-                job = make_job({**telling, **read_job(path)})
-                state = "done" if run_job(job, models, held) else ""
-                break
+                return self._run_once(claim)
             except Exception as error:  # the job's or a user's function's; the next may do well
-                models.close()
-                print(f"{path.stem}: {reason(error)}", file=sys.stderr)
-                if held():
-                    path.with_suffix(".txt").write_text(reason(error), encoding="utf-8")
-        with contextlib.suppress(FileNotFoundError):  # cancelled in the end
-            if held():
-                _move(path, folder / state)
-                failed += state == "failed"
-        os.close(lock)
-        if not state:
-            raise typer.Exit(STOPPED)
-    return failed
+                self._models.close()
+                print(f"{claim.path.stem}: {reason(error)}", file=sys.stderr)
+                if claim.is_held():
+                    _reason_file(claim.path).write_text(reason(error), encoding="utf-8")
+        return JobState.FAILED
+
+    def _run_once(self, claim: _Claim) -> JobState:
+        from jitney_jobs.run import run_job
+
+        job = make_job({**self._defaults, **read_job(claim.path)})
+        is_complete = run_job(job, self._models, claim.is_held)
+        return JobState.DONE if is_complete else JobState.WAITING
+
+    def _put_away(self, claim: _Claim, state: JobState) -> bool:
+        """Move the job's file to where it belongs. Returns False if it was cancelled instead."""
+        if not claim.is_held():
+            return False
+        try:
+            if state is JobState.DONE:  # an earlier try may have failed
+                _reason_file(claim.path).unlink(missing_ok=True)
+            _move(claim.path, self._folder / state)
+        except FileNotFoundError:  # it was cancelled just now
+            return False
+        return True
 
 
-def _claim(folder: Path) -> tuple[Path, int] | None:
-    """A job and its lock: one whose worker was killed, or else the one that came first."""
-    for path in [*_files(folder / "running"), *_files(folder)]:
-        running = folder / "running" / path.name
+def _claim(folder: Path) -> _Claim | None:
+    """A job that is in nobody's hands: one whose worker was killed, or else the one that came
+    first. None if there is no such job."""
+    for path in [*_job_files(folder / JobState.RUNNING), *_job_files(folder)]:
+        running = folder / JobState.RUNNING / path.name
         with contextlib.suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # It may have been moved before it was locked. And a job of its name may be running.
             if _lies_at(path, file.fileno()) and (path == running or not running.exists()):
                 _move(path, running.parent)
-                return running, os.dup(file.fileno())
+                # A duplicate shares the lock, which therefore outlives `file`.
+                return _Claim(running, os.dup(file.fileno()))
     return None
 
 
@@ -146,18 +224,24 @@ def _lies_at(path: Path, lock: int) -> bool:
         return False
 
 
-def _files(folder: Path) -> list[Path]:
-    """Of jobs, by the time at which they came."""
+def _job_files(folder: Path) -> list[Path]:
+    """By the time at which they came there."""
     found = []
     for path in folder.glob("[!.]*.yaml"):
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError):  # it was moved just now
             found.append((path.stat().st_ctime_ns, path))
     return [path for _, path in sorted(found)]
 
 
+def _reason_file(job_file: Path) -> Path:
+    """Beside the job's file: why its last try failed."""
+    return job_file.with_suffix(".txt")
+
+
 def _move(path: Path, folder: Path) -> None:
-    """A job, with why its last try failed."""
+    """Move a job's file. Raises FileNotFoundError if it is not there."""
     folder.mkdir(exist_ok=True)
-    with contextlib.suppress(FileNotFoundError):  # before the job: who sees it there reads it
-        path.with_suffix(".txt").rename(folder / f"{path.stem}.txt")
+    # The reason goes first: a reader who finds the job there finds its reason too.
+    with contextlib.suppress(FileNotFoundError):
+        _reason_file(path).rename(folder / _reason_file(path).name)
     path.rename(folder / path.name)

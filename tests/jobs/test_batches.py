@@ -15,6 +15,7 @@ from jitney.errors import UnavailableError
 from jitney_gateway.app import make_app
 from jitney_gateway.keys import FixedKeys
 from jitney_gateway.refusals import UnknownModelError
+from jitney_jobs.asking import request_digest
 from jitney_jobs.batches import endpoints, records
 from jitney_jobs.batches import lines as batch_lines
 from jitney_jobs.batches import work as batch_work
@@ -132,6 +133,8 @@ def test_each_request_is_in_one_of_two_files(place: Place) -> None:
     assert bad.keys() == {"refused"}
     assert bad["refused"]["response"]["status_code"] == 400
     assert bad["refused"]["response"]["body"] == {"error": "refused"}
+    for custom_id, answer in (good | bad).items():
+        assert answer["id"] == f"batch_req_{request_digest(custom_id)}"
     place.work.advance(id_)
     assert not [*place.folder.work.iterdir(), *place.folder.queue.glob("*/*")]
     assert place.see(id_) == done

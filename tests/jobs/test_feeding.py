@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 from jitney import LLM, SamplingParams
 from jitney_jobs import executors
-from jitney_jobs.executors import Feeder
+from jitney_jobs.dataset import RowId
+from jitney_jobs.feeder import Feeder
 from jitney_jobs.generate import EncodedPrompt
 from jitney_jobs.prepare import Item
 
 from tests.tiny_models import make_checkpoint
 
 
-class Lengths(executors.Passing):
+class Lengths(executors.PassThrough):
     """Takes two rows at once, each a length, short ones first; notes what it got."""
 
     capacity = 2
@@ -24,8 +25,8 @@ class Lengths(executors.Passing):
         super().__init__()
         self.got: list[int] = []
 
-    def rank(self, prepared: int, ending: bool) -> int:
-        return -prepared if ending else prepared
+    def rank(self, prepared: int, is_last: bool) -> int:
+        return -prepared if is_last else prepared
 
     def submit(self, key: int, prepared: int) -> None:
         self.got.append(prepared)
@@ -41,7 +42,7 @@ def test_rows_that_come_later_do_not_pass_those_that_wait() -> None:
 
     def add(*lengths: int) -> None:
         for length in lengths:
-            feeder.add(Item((0, 0), None, length, next(keys)))
+            feeder.add(Item(RowId(0, 0), prepared=length, key=next(keys)))
 
     add(5, 3, 9, 1)
     feeder.step(False)
@@ -65,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(params=["as they come", "ahead"])
 def ahead(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
     if request.param == "as they come":
-        monkeypatch.setattr(executors.InEngine, "rank", lambda *_: 0)
+        monkeypatch.setattr(executors.EngineExecutor, "rank", lambda *_: 0)
     return request.param == "ahead"
 
 
@@ -73,10 +74,11 @@ def figures(folder: Path, prompts: list[tuple[list[int], int]], **options: Any) 
     """Of a run over (ids, tokens to make)."""
     plain = {"dtype": "float32", "device": "cpu", "attention": "reference", "threads": 1}
     with LLM(folder, **plain, max_model_len=128, **options) as llm:
-        feeder = Feeder(executors.InEngine(llm), 0)
+        feeder = Feeder(executors.EngineExecutor(llm), 0)
         for key, (ids, count) in enumerate(prompts):
             params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-            feeder.add(Item((0, key), None, EncodedPrompt(ids, params), key))
+            prompt = EncodedPrompt(ids, params)
+            feeder.add(Item(RowId(0, key), prepared=prompt, key=key))
         while len(feeder):
             feeder.step(True)
         return llm.figures
@@ -102,3 +104,10 @@ def test_long_outputs_start_early(folder: Path, ahead: bool) -> None:
     found = figures(folder, prompts, max_num_seqs=4, kv_cache_bytes=8 << 20)
     assert found["tokens"] == 30 * 4 + 60
     assert (found["steps"] < 70) == ahead, found
+
+
+def test_an_output_that_may_fill_the_context_is_the_longest() -> None:
+    """``max_tokens`` -1 is no small number: such a row must not run alone in the end."""
+    lengths = [executors._length_class(max_tokens) for max_tokens in (1, 100, 1 << 20, -1)]
+    assert lengths == sorted(lengths)
+    assert lengths[-1] > lengths[-2]

@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jitney.errors import InvalidArgumentError, UnavailableError
-from jitney_jobs.journal import JobJournal, OutputPart, Ranges, Record
+from jitney_jobs import executors
+from jitney_jobs.journal import Interval, JobJournal, OutputPart, Ranges, Record
 from jitney_jobs.run import read_record
 
 from tests.jobs.job_rows import bad, fail_at_part, ids, job_of, read, run, write_lines
@@ -148,7 +149,7 @@ def test_a_part_that_the_journal_does_not_name_is_removed(
     assert run(source, output, part_rows=7)
     assert sorted(row["id"] for row in read(output)) == list(range(20, 60))
     assert not (output / ".part-00003.jsonl").exists()
-    assert [part.number for part in Record(journal).parts] == [0, 1, 2, 3, 4]
+    assert [part.number for part in Record.read(journal).parts] == [0, 1, 2, 3, 4]
 
 
 def test_committed_row_groups_are_not_read_again(
@@ -207,14 +208,15 @@ def test_what_is_known_of_parts_does_not_grow_with_their_rows(
     journal = JobJournal(job_of(tmp_path / "in.jsonl", tmp_path / "out"))
     tracemalloc.start()
     for number in range(100):
-        rows = [(0, i, i + 1) for i in range(number % 2 + number // 2 * 1000, 50_000, 2)[:500]]
+        first = number % 2 + number // 2 * 1000
+        rows = [Interval(0, i, i + 1) for i in range(first, 50_000, 2)[:500]]
         journal.append(OutputPart(number, {}, rows, 500, 0, figures))
     grown, _ = tracemalloc.get_traced_memory()
-    record = Record(tmp_path / "out" / "_job" / "journal.jsonl")
+    record = Record.read(tmp_path / "out" / "_job" / "journal.jsonl")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     journal.close()
-    assert record.done.pieces == [(0, 0, 50_000)]
+    assert record.done.intervals == [(0, 0, 50_000)]
     assert record.written == 50_000
     assert grown < 500_000, "50,000 intervals would have 5 MB"
     assert peak - grown < 1_500_000
@@ -240,12 +242,101 @@ def test_two_journals_of_one_output_exclude_each_other(tmp_path: Path) -> None:
     assert run(source, output, journal=str(tmp_path / "b"))
 
 
+def test_a_journal_that_cannot_be_read_leaves_no_lock(tmp_path: Path) -> None:
+    """The next try in the same process has the true reason, too."""
+    source = write_lines(tmp_path / "in.jsonl", ids(20, 30))
+    output = tmp_path / "out"
+    journal = output / "_job" / "journal.jsonl"
+    journal.parent.mkdir(parents=True)
+    journal.write_text("damaged\n")
+    for _ in range(2):
+        with pytest.raises(InvalidArgumentError, match=r"line 1 of .* is damaged"):
+            run(source, output)
+    journal.unlink()
+    assert run(source, output)
+
+
+def test_a_journal_of_its_own_folder_is_named(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", ids(20, 30))
+    output = tmp_path / "out"
+    own = str(tmp_path / "own")
+    first = JobJournal(job_of(source, output, journal=own))
+    with pytest.raises(UnavailableError, match=f"another run writes to {own}$"):
+        run(source, tmp_path / "out2", journal=own)
+    first.close()
+    assert run(source, output, journal=own)
+    with pytest.raises(InvalidArgumentError, match=f"^{own} holds another job: input"):
+        run(write_lines(tmp_path / "in2.jsonl", ids(20, 40)), tmp_path / "out2", journal=own)
+
+
+class FirstRowLast(executors.PassThrough):
+    """Ends row 0 after 39 others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._given = 0
+
+    def step(self) -> list[executors.Outcome]:
+        ready = super().step()
+        now = [outcome for outcome in ready if outcome[0] != 0 or self._given == 39]
+        self._ready += [outcome for outcome in ready if outcome not in now]
+        self._given += len(now)
+        return now
+
+
+def test_a_part_of_ordered_rows_is_not_larger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rows wait for the first one, which ends last."""
+    monkeypatch.setattr(executors, "PassThrough", FirstRowLast)
+    source = write_lines(tmp_path / "in.jsonl", ids(20, 60))
+    output = tmp_path / "out"
+    assert run(source, output, ordered=True, part_rows=10, in_flight=64)
+    assert [part.written for part in read_record(str(output), None).parts] == [10] * 4
+    assert [row["id"] for row in read(output)] == list(range(20, 60))
+
+
+def test_the_order_is_kept_although_a_part_could_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows after the lost ones are not committed: these would come later."""
+    source = write_lines(tmp_path / "in.jsonl", ids(20, 60))
+    output = tmp_path / "out"
+    append = JobJournal.append
+    faults = iter([OSError(28, "No space left on device")])
+
+    def failing_once(self: JobJournal, entry: Any) -> None:
+        if isinstance(entry, OutputPart) and entry.number == 1:
+            for fault in faults:
+                raise fault
+        append(self, entry)
+
+    monkeypatch.setattr(JobJournal, "append", failing_once)
+    monkeypatch.setattr(executors, "PassThrough", FirstRowLast)
+    with pytest.raises(UnavailableError, match="No space left"):
+        run(source, output, ordered=True, part_rows=10, in_flight=64)
+    monkeypatch.undo()
+    assert run(source, output, ordered=True, part_rows=10)
+    assert [row["id"] for row in read(output)] == list(range(20, 60))
+
+
+def test_an_error_of_the_system_that_is_not_of_the_output_is_not_called_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(job: Any) -> Any:
+        raise OSError("the model's disk is gone")
+
+    monkeypatch.setattr(executors, "load", load)
+    with pytest.raises(OSError, match=r"^the model's disk is gone"):
+        run(write_lines(tmp_path / "in.jsonl", ids(20, 30)), tmp_path / "out")
+
+
 @given(st.lists(st.integers(0, 40), unique=True), st.randoms())
 def test_ranges_are_a_set_of_rows(rows: list[int], order: random.Random) -> None:
-    pieces = Ranges((file, row, row + 1) for file in (0, 1) for row in rows).pieces
-    order.shuffle(pieces)
-    ranges = Ranges(pieces)
-    assert sum(end - first for _, first, end in ranges.pieces) == 2 * len(rows)
+    intervals = Ranges(Interval(file, row, row + 1) for file in (0, 1) for row in rows).intervals
+    order.shuffle(intervals)
+    ranges = Ranges(intervals)
+    assert sum(end - first for _, first, end in ranges.intervals) == 2 * len(rows)
     for first in range(40):
         end = first + order.randint(0, 4)
         assert ranges.covers(1, first, end) == (set(range(first, end)) <= set(rows))

@@ -11,8 +11,10 @@ import pytest
 from jitney import cli
 from jitney.errors import InternalError, InvalidArgumentError, JitneyError, UnavailableError
 from jitney.progress import Progress, State
-from jitney_jobs import executors
+from jitney_jobs import executors, feeder
+from jitney_jobs.dataset import Chunk
 from jitney_jobs.job import make_job
+from jitney_jobs.prepare import Context, Workers
 from jitney_jobs.run import read_record, run_job
 from typer.testing import CliRunner
 
@@ -49,7 +51,7 @@ def test_what_is_raised_outside_of_one_row(tmp_path: Path, workers: int) -> None
     assert [row["id"] for row in read(tmp_path / "out")] == [3]
 
 
-class Flaky(executors.Passing):
+class Flaky(executors.PassThrough):
     """Fails each row once in a way that may pass, and row 5 always so."""
 
     error: JitneyError
@@ -72,9 +74,9 @@ def test_transient_errors_are_tried_again(
     """A row that fails to the end is bad; but if a server is away, that ends the job."""
     source = write_lines(tmp_path / "in.jsonl", ids(20, 40))
     with monkeypatch.context() as patched:
-        patched.setattr(executors, "Passing", Flaky)
+        patched.setattr(executors, "PassThrough", Flaky)
         patched.setattr(Flaky, "error", error, raising=False)
-        patched.setattr(executors, "pause", lambda tries: 0.001)
+        patched.setattr(feeder, "pause", lambda tries: 0.001)
         if isinstance(error, UnavailableError):
             with pytest.raises(UnavailableError, match="it is away"):
                 run(source, tmp_path / "out", retries=2)
@@ -97,6 +99,19 @@ def test_rows_on_their_way_are_bounded(tmp_path: Path) -> None:
         assert 10 < figures["most_in_flight"] <= 50
         rows = [row["id"] for row in read(output)]
         assert (rows if ordered else sorted(rows)) == list(range(20, 2000))
+
+
+def test_what_is_measured_of_prepared_rows(tmp_path: Path) -> None:
+    """Each has its share of the bytes read. A row that waits costs no CPU time."""
+    lines = [b'{"id": %d}' % i for i in range(10, 60)]
+    chunk = Chunk(0, list(range(50)), "jsonl", lines, {})
+    job = job_of(tmp_path / "in.jsonl", tmp_path / "out", map="tests.jobs.job_rows:slowly")
+    workers = Workers(Context(job), 0)
+    prepared = workers.submit(chunk).result(60)
+    workers.close()
+    assert {item.read_bytes for item in prepared.items} == {len(lines[0])}
+    assert prepared.seconds > 50 * 0.002
+    assert prepared.cpu_s < prepared.seconds / 2
 
 
 def test_workers_that_die_as_they_start(tmp_path: Path, monkeypatch: Any) -> None:
@@ -148,6 +163,15 @@ def test_settings_that_cannot_be(tmp_path: Path, settings: dict[str, Any], messa
     given = {"input": str(source), "task": "map", "map": "builtins:dict", "workers": 0}
     with pytest.raises(InvalidArgumentError, match=message):
         run_job(make_job({**given, "output": output, **settings}))
+
+
+def test_paths_are_known_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = {"input": "in", "output": "out", "journal": "own", "tokenizer": "tokenizer.json"}
+    job = make_job({"task": "embed", "model": "m", **names})
+    assert {name: getattr(job, name) for name in names} == {
+        name: f"{tmp_path}/{path}" for name, path in names.items()
+    }
 
 
 def test_a_server_that_is_not_there(tmp_path: Path) -> None:

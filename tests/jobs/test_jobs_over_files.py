@@ -222,7 +222,7 @@ def test_the_share_that_is_read_is_that_of_the_rows_given(tmp_path: Path, suffix
     with (gzip.open if suffix else open)(source, "wt") as file:
         file.writelines(f'{{"id": {i}, "text": "{os.urandom(16).hex()}"}}\n' for i in range(rows))
     found = dataset.Dataset(job_of(source, tmp_path / "out"))
-    chunks = [c for c in found.chunks(Record(tmp_path), rows // 8) if isinstance(c, dataset.Chunk)]
+    chunks = [c for c in found.chunks(Record.empty(), rows // 8) if isinstance(c, dataset.Chunk)]
     assert [c.position for c in chunks] == pytest.approx([n / 8 for n in range(1, 9)], abs=0.15)
 
 
@@ -238,9 +238,9 @@ def test_memory_of_what_is_read_is_bounded(tmp_path: Path) -> None:
     for name in ("a.parquet", "a.arrow"):
         found = dataset.Dataset(job_of(tmp_path / name, tmp_path / "out"))
         rows, most = 0, 0
-        for chunk in found.chunks(Record(tmp_path / "none"), 1000):
+        for chunk in found.chunks(Record.empty(), 1000):
             if isinstance(chunk, dataset.Chunk):
-                rows += len(chunk.rows)
+                rows += len(chunk.indices)
                 assert len(pickle.dumps(chunk)) < 150_000
                 most = max(most, pa.total_allocated_bytes() - before)
         assert rows == 600_000
@@ -249,7 +249,7 @@ def test_memory_of_what_is_read_is_bounded(tmp_path: Path) -> None:
     job = job_of(tmp_path / "a.arrow", tmp_path / "out")
     journal = JobJournal(job)
     for files in (list(found.files), list(found.files)):  # the second as of a job that is resumed
-        journal.begin(job, files, False)
+        journal.begin_or_resume(job, files, False)
         assert journal.record.begin is not None
         assert journal.record.begin.files is files, "one list of them is held"
     journal.close()

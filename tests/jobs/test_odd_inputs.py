@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 from jitney.errors import InvalidArgumentError, UnavailableError
@@ -148,7 +149,7 @@ def test_a_journal_of_another_version(tmp_path: Path) -> None:
         run(source, output, map=MARKED)
 
 
-@pytest.mark.parametrize("suffix", ["parquet", "arrow", "jsonl"])
+@pytest.mark.parametrize("suffix", ["parquet", "arrow", "jsonl", "csv"])
 def test_rows_that_are_large_are_few_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
 ) -> None:
@@ -161,12 +162,15 @@ def test_rows_that_are_large_are_few_at_a_time(
     source, table = tmp_path / f"in.{suffix}", pa.Table.from_pylist(rows)
     if suffix == "jsonl":
         write_lines(source, rows)
+    elif suffix == "csv":
+        pa.csv.write_csv(table, source)
     elif suffix == "arrow":
         with pa.ipc.new_file(source, table.schema) as file:
             file.write_table(table)
     else:
         pq.write_table(table, source, use_dictionary=False)
-    assert sorted(row["id"] for row in read_job_of(source, tmp_path / "out")) == [*range(100)]
+    found = [int(row["id"]) for row in read_job_of(source, tmp_path / "out")]
+    assert sorted(found) == [*range(100)]
     parts = read_record(str(tmp_path / "out"), None).parts
     assert max(part.written for part in parts) <= 20
     assert parts[-1].figures["most_in_flight"] <= 12

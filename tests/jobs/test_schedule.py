@@ -14,6 +14,7 @@ from jitney import cli
 from jitney.errors import InvalidArgumentError
 from jitney.progress import Deadline
 from jitney_jobs import executors, worker
+from jitney_jobs import run as jobs_run
 from jitney_jobs.job import due_at, make_job, read_job
 from jitney_jobs.run import read_record, status_of
 from typer.testing import CliRunner
@@ -33,7 +34,7 @@ NOON = datetime(2026, 11, 23, 12).timestamp()
         ("finish_by", "18:30", 6.5),
         ("finish_by", "06:00", 18),
         ("finish_by", "12:00", 24),
-        ("finish_by", 16 * 60, 4),  # 16:00 in a job file, as YAML reads it
+        ("finish_by", 16 * 60, 4),  # 16:00 in a journal of an earlier version
         ("within", "4h", 4),
         ("within", "1h30m", 1.5),
         ("within", "1.5d", 36),
@@ -85,7 +86,7 @@ def test_it_warns_when_its_mind_changes() -> None:
     [
         ({"finish_by": "6 am"}, "finish_by is '6 am', but must be a clock time of this machine"),
         ({"finish_by": "24:00"}, "finish_by is '24:00', but must be"),
-        ({"finish_by": 57600}, "finish_by is '960:00', but must be"),
+        ({"finish_by": 930}, "finish_by is 930, but must be a clock time of this machine"),
         ({"within": "4"}, "within is '4', but must be a time such as 4h, 90m or 1h30m"),
         ({"within": "0h"}, "within is '0h', but must be"),
         ({"within": "1h", "finish_by": "06:00"}, "finish_by and within exclude each other"),
@@ -129,7 +130,7 @@ def test_the_time_counts_from_the_first_run(tmp_path: Path, monkeypatch: Any) ->
     assert run(source, output, within="1h")
     record = read_record(str(output), None)
     assert record.due(job) == due
-    assert record.late(job)
+    assert record.is_late(job)
     assert status_of(record).endswith(", late")
 
 
@@ -194,11 +195,30 @@ def test_a_job_lies_where_it_failed_only_with_its_reason(
     assert states(folder)[0].startswith("failed d: map")
 
 
+def test_a_job_that_is_done_has_no_reason_of_a_try_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "jobs"
+    source = write_lines(tmp_path / "in.jsonl", ids(20, 40))
+    job_file(folder, "a", source)
+    faults = iter([ValueError("a passing fault")])
+    real = jobs_run.run_job
+
+    def failing_once(*arguments: Any) -> bool:
+        for fault in faults:
+            raise fault
+        return real(*arguments)
+
+    monkeypatch.setattr(jobs_run, "run_job", failing_once)
+    assert work(folder) == 0
+    assert states(folder) == ["done a"]
+
+
 def test_files_of_a_model_that_changed_are_loaded_again(tmp_path: Path, monkeypatch: Any) -> None:
     loaded: list[Any] = []
 
     def load(job: Any) -> Any:
-        loaded.append(executors.Passing())
+        loaded.append(executors.PassThrough())
         loaded[-1].figures = {"steps": 7.0, "most_rows": 4.0}
         return loaded[-1], executors.Context(job)
 
@@ -222,7 +242,7 @@ def test_a_folder_that_is_called_as_a_servers_model_is_not_looked_into(
     tmp_path: Path, monkeypatch: Any, options: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(
-        executors, "load", lambda job: (executors.Passing(), executors.Context(job))
+        executors, "load", lambda job: (executors.PassThrough(), executors.Context(job))
     )
     monkeypatch.chdir(tmp_path)
     model, models = options.get("model", "tiny"), executors.Models()
@@ -240,15 +260,15 @@ def test_no_two_workers_have_one_job_and_a_killed_ones_is_taken_over(tmp_path: P
     first, second = worker._claim(folder), worker._claim(folder)
     assert first is not None
     assert second is not None
-    assert [first[0].name, second[0].name] == ["a.yaml", "b.yaml"]
+    assert [first.path.name, second.path.name] == ["a.yaml", "b.yaml"]
     job_file(folder, "a", tmp_path)  # once more, while it runs
     assert worker._claim(folder) is None
-    os.close(second[1])  # as its worker's end does
+    second.release()  # as its worker's end does
     again = worker._claim(folder)
     assert again is not None
-    assert again[0] == second[0]
-    os.close(first[1])
-    os.close(again[1])
+    assert again.path == second.path
+    first.release()
+    again.release()
 
 
 def test_a_killed_workers_job_is_resumed(tmp_path: Path) -> None:
@@ -302,3 +322,17 @@ def test_jobs_are_submitted_and_cancelled(tmp_path: Path, monkeypatch: Any) -> N
     Path("a.yaml").write_text("input: in.jsonl\noutput: out\ntask: map")
     with pytest.raises(InvalidArgumentError, match="task map needs the setting map"):
         worker.submit(Path("jobs"), Path("a.yaml"))
+
+
+def test_a_submitted_job_knows_its_journal_from_everywhere(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """The journal's folder is not there yet. And a file may be called None."""
+    monkeypatch.chdir(tmp_path)
+    Path("None").touch()
+    text = "input: in.jsonl\noutput: out\ntask: map\nmap: builtins:dict\njournal: own"
+    Path("a.yaml").write_text(text)
+    worker.submit(Path("jobs"), Path("a.yaml"))
+    submitted = read_job(tmp_path / "jobs/a.yaml")
+    assert submitted.keys() == {"input", "output", "task", "map", "journal"}
+    assert submitted["journal"] == f"{tmp_path}/own"

@@ -104,7 +104,7 @@ def test_every_call_is_let_through(front: dict[str, Any], tmp_path: Path, model:
         assert [row["output"] for row in read(tmp_path / "out")] == ["yes"] * 20
     journal = tmp_path / "out/_job/journal.jsonl"
     assert KEY not in journal.read_text(encoding="utf-8")
-    begun = Record(journal).begin
+    begun = Record.read(journal).begin
     assert begun is not None
     assert begun.job.api_key_file == front["api_key_file"]
 

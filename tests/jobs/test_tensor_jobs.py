@@ -12,11 +12,13 @@ import pyarrow.parquet as pq
 import pytest
 from jitney.errors import CheckpointError, InvalidArgumentError
 from jitney_jobs import pipeline
-from jitney_jobs.executors import BatchSizes, InSession
 from jitney_jobs.job import make_job
+from jitney_jobs.onnx_executor import BatchSizes, OnnxExecutor
 from jitney_jobs.run import read_record
+from jitney_jobs.tensors import Tensors
+from jitney_server.standins.signature import Signature, TensorInfo
 from PIL import Image
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 from tests.jobs.job_rows import bad, read, run, write_lines
 
@@ -61,7 +63,7 @@ def test_a_batch_has_more_short_rows_than_long_ones() -> None:
     asked for, counts rows."""
     settings = {"input": "in", "output": "out", "task": "embed", "model": str(EMBEDDER)}
     for more, short, long in (({}, 64, 4), ({"batch_size": 5}, 5, 5)):
-        session = InSession(make_job(settings | more))
+        session = OnnxExecutor(make_job(settings | more))
         for length, most in ((4, short), (64, long), (256, 1 if not more else 5)):
             row = dict.fromkeys(("input_ids", "attention_mask"), np.ones(length, np.int64))
             held = 0
@@ -163,3 +165,19 @@ def test_the_fastest_batch_size_is_kept() -> None:
         seen.append(sizes.now)
         sizes.note(sizes.now, {8: 5.0, 16: 9.0, 32: 7.0}[sizes.now])
     assert seen == [8] * 3 + [16] * 3 + [32] * 3 + [16] * 11
+
+
+def test_a_model_or_a_file_of_labels_that_does_not_fit(tmp_path: Path) -> None:
+    (tmp_path / "labels.txt").write_text("first\nsecond\n")
+    settings = {"input": "in", "output": "out", "task": "classify", "model": "m"}
+    job = make_job({**settings, "labels": str(tmp_path / "labels.txt")})
+    outputs = (TensorInfo("logits", "TYPE_FP32", (3,)),)
+    numbers = Signature((TensorInfo("x", "TYPE_FP32", (2,)),), outputs)
+    tensors = Tensors(job, numbers, None)
+    assert tensors.finish({}, {"logits": np.array([0.0, 9.0, 0.0])})["label"] == "second"
+    with pytest.raises(InvalidArgumentError, match="labels is '2 lines', but must be more than 2"):
+        tensors.finish({}, {"logits": np.array([0.0, 0.0, 9.0])})
+    Tokenizer(models.WordLevel({"a": 0}, "a")).save(str(tmp_path / "tokenizer.json"))
+    inputs = tuple(TensorInfo(name, "TYPE_INT64", (-1,)) for name in ("input_ids", "position_ids"))
+    with pytest.raises(InvalidArgumentError, match="input of the model is 'position_ids', but"):
+        Tensors(job, Signature(inputs, outputs), str(tmp_path / "tokenizer.json"))

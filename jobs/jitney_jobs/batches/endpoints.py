@@ -1,6 +1,7 @@
 """``/v1/files`` and ``/v1/batches``: OpenAI's batch service, on a folder (``records.py``).
 
-Whatever belongs to another API key does not exist. What becomes of a batch is ``work.py``'s.
+Files and batches of another API key are answered as if they did not exist. ``work.py`` runs the
+batches.
 """
 
 import asyncio
@@ -16,7 +17,8 @@ import msgspec
 from fastapi import Request, Response
 from fastapi.responses import FileResponse
 from jitney.errors import InvalidArgumentError, JitneyError, UnavailableError
-from jitney_gateway.document import TEXT, Endpoint, Handler, Schema, record
+from jitney_gateway.document import TEXT, Endpoint, Handler, Schema
+from jitney_gateway.document import record as record_schema
 from jitney_gateway.refusals import FieldError, StatusError, as_json
 from jitney_gateway.server_client import ServerClient
 from jitney_gateway.wire import WireRecord
@@ -34,18 +36,18 @@ from jitney_jobs.batches.records import (
     new_id,
     write_whole,
 )
-from jitney_jobs.batches.work import begin
+from jitney_jobs.batches.work import start_batch
 from jitney_jobs.job import due_at
 
 MAX_FILE_BYTES = 200 << 20
 _MAX_FORM_BYTES = 64 << 10
-"""Of a form besides its file."""
+"""The most bytes of a form besides its file."""
 _PIECE_BYTES = 1 << 20
 _FILE_NAME_LENGTH = 256
 _Short = Annotated[str, Meta(max_length=64)]
 _Long = Annotated[str, Meta(max_length=512)]
 
-_FORM = record(
+_FORM = record_schema(
     file={"type": "string", "contentMediaType": "application/octet-stream"},
     purpose={"const": "batch"},
 )
@@ -82,14 +84,14 @@ class Batches:
     @property
     def _folder(self) -> Folder:
         if self._given_folder is None:
-            said = (
-                "this gateway keeps no files and batches: it does with the option --batches FOLDER"
+            raise StatusError(
+                404,
+                "this gateway keeps no files and batches: it does with the option --batches FOLDER",
             )
-            raise StatusError(404, said)
         return self._given_folder
 
     def endpoints(self) -> list[Endpoint]:
-        """All of them."""
+        """Of files and of batches."""
         return [*self._file_endpoints(), *self._batch_endpoints()]
 
     def _file_endpoints(self) -> list[Endpoint]:
@@ -114,7 +116,7 @@ class Batches:
             Endpoint(
                 method="GET",
                 path=file,
-                answer=_in_thread(partial(self._show, FileRecord)),
+                answer=_in_thread(partial(self._get, FileRecord)),
                 text="What is known of a file.",
                 fields=_FILE_FIELDS,
             ),
@@ -156,7 +158,7 @@ class Batches:
             Endpoint(
                 method="GET",
                 path=batch,
-                answer=_in_thread(partial(self._show, BatchRecord)),
+                answer=_in_thread(partial(self._get, BatchRecord)),
                 text="How far a batch is.",
                 fields=_BATCH_FIELDS,
             ),
@@ -170,12 +172,12 @@ class Batches:
         ]
 
     async def upload(self, request: Request) -> Response:
-        """A file, as a form."""
+        """Keep a file, which comes in a form."""
         folder = self._folder
         form = await _form(request)
         try:
             file = _checked(form)
-            made = FileRecord(
+            record = FileRecord(
                 id=new_id("file-"),
                 bytes=file.size or 0,
                 created_at=int(time.time()),
@@ -184,14 +186,15 @@ class Batches:
                 owner=request.state.key,
             )
             pieces = iter(lambda: file.file.read(_PIECE_BYTES), b"")
-            await asyncio.to_thread(write_whole, folder.files / made.id, pieces)
-            await asyncio.to_thread(folder.save, made)
+            await asyncio.to_thread(write_whole, folder.files / record.id, pieces)
+            await asyncio.to_thread(folder.save, record)
         finally:
             await form.close()
-        return self._answer(made)
+        return self._answer(record)
 
     async def create(self, request: Request, body: BatchRequest) -> Response:
-        """A batch. One whose lines or model are at fault has failed, and says why."""
+        """Make a batch. If its lines or its model are at fault, its status is failed, and it names
+        the faults."""
         try:
             batch, faults = await asyncio.to_thread(self._read, request, body)
             if not faults:
@@ -201,7 +204,7 @@ class Batches:
                 await asyncio.to_thread(self._folder.save, batch)
             else:
                 path = self._folder.files / batch.input_file_id
-                await asyncio.to_thread(begin, self._folder, batch, path)
+                await asyncio.to_thread(start_batch, self._folder, batch, path)
         except FileNotFoundError:
             raise StatusError(404, f"{body.input_file_id!r} has just been deleted") from None
         return self._answer(batch)
@@ -246,7 +249,7 @@ class Batches:
             (self._folder.work / batch.id / "cancel").touch()
         return self._answer(batch)
 
-    def _show(self, kind: type[FileRecord | BatchRecord], request: Request) -> Response:
+    def _get(self, kind: type[FileRecord | BatchRecord], request: Request) -> Response:
         return self._answer(self._load(kind, request.path_params["id"], request))
 
     def _delete(self, request: Request) -> Response:
@@ -260,34 +263,34 @@ class Batches:
         return FileResponse(self._folder.files / file.id, media_type="application/octet-stream")
 
     def _list_files(self, request: Request) -> Response:
-        query = dict(request.query_params)
-        limit = _limit(query.pop("limit", None), default=_MOST_FILES, most=_MOST_FILES)
-        purpose = query.pop("purpose", None)
-        files = (
-            file
-            for file in self._own(FileRecord, request, query)
-            if purpose is None or file.purpose == purpose
-        )
+        query = request.query_params
+        limit = _limit(query.get("limit"), default=_MOST_FILES, most=_MOST_FILES)
+        _check_names(query, ("limit", "after", "purpose"))
+        files = self._own(FileRecord, request)
+        purpose = query.get("purpose")
+        if purpose is not None:
+            files = (file for file in files if file.purpose == purpose)
         return self._page(files, limit)
 
     def _list_batches(self, request: Request) -> Response:
-        query = dict(request.query_params)
-        limit = _limit(query.pop("limit", None), default=_DEFAULT_BATCHES, most=_MOST_BATCHES)
-        return self._page(self._own(BatchRecord, request, query), limit)
+        query = request.query_params
+        limit = _limit(query.get("limit"), default=_DEFAULT_BATCHES, most=_MOST_BATCHES)
+        _check_names(query, ("limit", "after"))
+        return self._page(self._own(BatchRecord, request), limit)
 
-    def _own(self, kind: type[R], request: Request, query: dict[str, str]) -> Iterator[R]:
-        """The client's records, as what is left of the query says. Raises FieldError."""
-        after = query.pop("after", "~")  # greater than every id
-        for name in query:
-            raise FieldError(name, f"{name} is unknown or not supported")
-        for each in self._folder.all(kind):
-            if each.owner == request.state.key and each.id < after:
-                yield each
+    def _own(self, kind: type[R], request: Request) -> Iterator[R]:
+        """The client's records, the newest first. Those before the record that the query has as
+        ``after`` are left out."""
+        after = request.query_params.get("after")
+        for record in self._folder.all(kind):
+            comes_after = after is None or record.id < after
+            if record.owner == request.state.key and comes_after:
+                yield record
 
     def _page(self, records: Iterable[FileRecord | BatchRecord], limit: int) -> Response:
-        """The first of them."""
+        """The first of the records, at most ``limit``."""
         found = list(islice(records, limit + 1))  # one more tells whether there are more
-        data = [self._shown(each) for each in found[:limit]]
+        data = [self._as_client_sees(each) for each in found[:limit]]
         page = {
             "object": "list",
             "data": data,
@@ -304,14 +307,14 @@ class Batches:
             raise StatusError(404, f"{id_!r} does not exist")
         return found
 
-    def _answer(self, made: FileRecord | BatchRecord) -> Response:
-        return as_json(self._shown(made))
+    def _answer(self, record: FileRecord | BatchRecord) -> Response:
+        return as_json(self._as_client_sees(record))
 
-    def _shown(self, made: FileRecord | BatchRecord) -> dict[str, Any]:
-        """As clients see it."""
-        if isinstance(made, BatchRecord):
-            made = self._folder.seen(made)
-        fields = msgspec.to_builtins(made)
+    def _as_client_sees(self, record: FileRecord | BatchRecord) -> dict[str, Any]:
+        """With the progress of a batch, and without its owner."""
+        if isinstance(record, BatchRecord):
+            record = self._folder.with_progress(record)
+        fields = msgspec.to_builtins(record)
         del fields["owner"]
         return fields
 
@@ -323,6 +326,13 @@ def _in_thread(answer: Callable[[Request], Response]) -> Handler:
         return await asyncio.to_thread(answer, request)
 
     return handler
+
+
+def _check_names(given: Iterable[str], known: tuple[str, ...]) -> None:
+    """Of the fields of a query or a form. Raises FieldError."""
+    for name in given:
+        if name not in known:
+            raise FieldError(name, f"{name} is unknown or not supported")
 
 
 def _limit(given: str | None, *, default: int, most: int) -> int:
@@ -369,9 +379,7 @@ async def _form(request: Request) -> FormData:
 
 def _checked(form: FormData) -> UploadFile:
     """The form's file. Raises FieldError."""
-    for name in form:
-        if name not in ("file", "purpose"):
-            raise FieldError(name, f"{name} is unknown or not supported")
+    _check_names(form, ("file", "purpose"))
     file = form.get("file")
     if not isinstance(file, UploadFile):
         raise FieldError("file", "file is missing, or has no name")

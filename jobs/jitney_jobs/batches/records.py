@@ -1,9 +1,9 @@
 """Files and batches as records on a disk: all that the gateways of one folder share.
 
 files/ID, files/ID.json     a file, and what is known of it
-batches/ID.json             a batch; written once by who makes it, then by ``work.py`` alone
+batches/ID.json             a batch; written once when it is made, then by ``work.py`` alone
 work/ID/                    of a batch that has not ended: its lines, its job until that is in the
-                            queue, and ``cancel`` once somebody has asked for that
+                            queue, and the file ``cancel`` once it is to be cancelled
 queue/                      job files: ``jitney_jobs/worker.py``
 keys/NAME.key               the key with which jobs ask for an owner of batches
 """
@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from jitney_gateway.keys import read_keys
@@ -25,7 +25,8 @@ from jitney_jobs.journal import Record, sync
 
 _ID = re.compile(r"(?:file-|batch_)[0-9a-f]{24}(?:-output|-errors)?")
 OPEN = ("in_progress", "finalizing")
-"""Statuses that are not an end."""
+"""Statuses of a batch that has not ended."""
+FinalStatus = Literal["completed", "failed", "expired", "cancelled"]
 
 
 class FileRecord(msgspec.Struct, kw_only=True):
@@ -69,18 +70,27 @@ class BatchRecord(msgspec.Struct, kw_only=True):
     metadata: dict[str, str] | None = None
     owner: str
 
-    def end(self, status: str, errors: list[dict[str, Any]]) -> None:
-        """``status``: completed, failed, expired or cancelled."""
+    def end(self, status: FinalStatus, errors: list[dict[str, Any]]) -> None:
+        """The batch has ended now."""
         self.errors = {"object": "list", "data": errors} if errors else None
         self.status = status
-        setattr(self, f"{status}_at", int(time.time()))
+        now = int(time.time())
+        match status:
+            case "completed":
+                self.completed_at = now
+            case "failed":
+                self.failed_at = now
+            case "expired":
+                self.expired_at = now
+            case "cancelled":
+                self.cancelled_at = now
 
 
 R = TypeVar("R", bound=FileRecord | BatchRecord)
 
 
 class Folder:
-    """For any thread and process."""
+    """The folder. Any thread and process may use it."""
 
     def __init__(self, root: Path) -> None:
         """Raises OSError if it cannot be made."""
@@ -120,7 +130,7 @@ class Folder:
         return self.files if kind is FileRecord else self.batches
 
     def key_file(self, owner: str) -> Path:
-        """Of the key with which jobs ask for an owner."""
+        """The file of the key with which jobs ask for an owner."""
         return self.keys / f"{owner}.key"
 
     def key_of_jobs(self, owner: str) -> dict[str, str]:
@@ -128,29 +138,41 @@ class Folder:
         all gateways of the folder. Raises ConfigError and OSError."""
         path = self.key_file(owner)
         if not path.exists():
-            made = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-            write_whole(made, [f"{owner}:{secrets.token_hex(24)}\n".encode()])
+            new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+            write_whole(new, [f"{owner}:{secrets.token_hex(24)}\n".encode()])
             with contextlib.suppress(FileExistsError):  # another gateway was faster
-                os.link(made, path)
-            made.unlink()
+                os.link(new, path)
+            new.unlink()
         return read_keys(path).owners
 
-    def seen(self, batch: BatchRecord) -> BatchRecord:
-        """With what only its job tells: how far it is, and whether it is cancelled."""
+    def with_progress(self, batch: BatchRecord) -> BatchRecord:
+        """A copy with what only the batch's job tells: how far it is, and whether it is being
+        cancelled. A batch that has ended is returned as it is."""
         if batch.status not in OPEN:
             return batch
-        work = self.work / batch.id
-        record = Record(work / "out" / "_job" / "journal.jsonl")
-        done = {"completed": record.written, "failed": record.failed}
-        batch = msgspec.structs.replace(batch, request_counts=batch.request_counts | done)
-        with contextlib.suppress(FileNotFoundError):
-            batch.cancelling_at = int((work / "cancel").stat().st_mtime)
+        record = self.job_record(batch.id)
+        counts = batch.request_counts | {"completed": record.written, "failed": record.failed}
+        batch = msgspec.structs.replace(batch, request_counts=counts)
+        cancelling_at = self.cancelling_at(batch.id)
+        if cancelling_at is not None:
+            batch.cancelling_at = cancelling_at
             batch.status = "cancelling"
         return batch
 
+    def job_record(self, batch_id: str) -> Record:
+        """The journal of a batch's job. It is empty if the job has not begun."""
+        return Record.read(self.work / batch_id / "out" / "_job" / "journal.jsonl")
+
+    def cancelling_at(self, batch_id: str) -> int | None:
+        """When it was said that a batch is to be cancelled. None if that was not said."""
+        try:
+            return int((self.work / batch_id / "cancel").stat().st_mtime)
+        except FileNotFoundError:
+            return None
+
 
 def new_id(kind: str) -> str:
-    """They sort by time."""
+    """A new id. Ids of later records are greater."""
     return f"{kind}{time.time_ns():016x}{secrets.token_hex(4)}"
 
 

@@ -18,7 +18,7 @@ _NEEDED = ("pyarrow", "yaml")
 
 
 class BatchService:
-    """A ``MountedService`` of the gateway."""
+    """What the gateway mounts: its ``MountedService``."""
 
     def __init__(self, folder: Folder | None) -> None:
         """Without a folder the endpoints say how to get one."""
@@ -29,7 +29,7 @@ class BatchService:
         return Batches(self._folder, backend).endpoints()
 
     def working(self, url: str) -> AbstractAsyncContextManager[None]:
-        """A thread advances the batches; their lines are asked of the gateway at ``url``."""
+        """A thread advances the batches. Their lines are asked of the gateway at ``url``."""
         return working(self._folder, url)
 
     def keys_of(self, owner: str) -> Mapping[str, str]:

@@ -1,4 +1,4 @@
-"""What becomes of batches: jobs of a worker, whose parts are gathered into files.
+"""Runs batches as jobs of worker processes, and gathers the jobs' parts into files.
 
 A thread of one of the folder's gateways, the one that holds its lock, looks at every open batch
 time and again. Each of its steps may be cut off anywhere, and is then taken again. The jobs are
@@ -27,9 +27,17 @@ from jitney.errors import InvalidArgumentError
 from jitney_gateway.refusals import StatusError
 from jitney_gateway.server_client import GENERATING
 
-from jitney_jobs.batches.records import OPEN, BatchRecord, FileRecord, Folder, write_whole
+from jitney_jobs.asking import request_digest
+from jitney_jobs.batches.records import (
+    OPEN,
+    BatchRecord,
+    FileRecord,
+    FinalStatus,
+    Folder,
+    write_whole,
+)
 from jitney_jobs.journal import Record
-from jitney_jobs.worker import cancel
+from jitney_jobs.worker import JobState, cancel
 
 _LOG = logging.getLogger(__name__)
 
@@ -54,16 +62,20 @@ at that time."""
 _OPTIONS = ("--until-empty", "--tries=8", "--backoff=5")
 # The kernel sends SIGTERM (15) to the worker when the thread ends that started it, however it does.
 _WORKER = "import ctypes; ctypes.CDLL(None).prctl(1, 15); from jitney.cli import main; main()"
-_ENDS = {"done": "completed", "failed": "failed", "cancelled": "expired"}
-"""Where the file of a job lies that has ended -> what its batch is, unless it was cancelled."""
+_FINAL_STATUSES: dict[JobState, FinalStatus] = {
+    JobState.DONE: "completed",
+    JobState.FAILED: "failed",
+    JobState.CANCELLED: "expired",
+}
+"""State of a job that has ended -> status of its batch, unless the client cancelled that."""
 _ANSWERED = re.compile(r"(\d{3}) (\{.*\})")
 """The reason of a bad row that the gateway answered, with its JSON: ``asking.py``."""
 
 
-def begin(folder: Folder, batch: BatchRecord, given: Path) -> None:
-    """Have the thread run a batch whose lines, in the file ``given``, are good. The batch exists
-    once its record is saved, which is the last step. It keeps its lines if the file is deleted
-    later. Raises FileNotFoundError if the file has just been deleted."""
+def start_batch(folder: Folder, batch: BatchRecord, lines: Path) -> None:
+    """Have :class:`BatchWork` run a batch, whose lines are good. The batch exists once its record
+    is saved, which is the last step. It keeps its lines if their file is deleted later. Raises
+    FileNotFoundError if the file has just been deleted."""
     work = folder.work / batch.id
     job: dict[str, Any] = {
         **_JOB,
@@ -76,14 +88,14 @@ def begin(folder: Folder, batch: BatchRecord, given: Path) -> None:
     if batch.endpoint in GENERATING:
         job["sampling"] = _BACKGROUND
     work.mkdir()
-    (work / "input.jsonl").hardlink_to(given)
+    (work / "input.jsonl").hardlink_to(lines)
     write_whole(work / "job.yaml", [msgspec.json.encode(job)])  # JSON is YAML too
     folder.save(batch)
 
 
 @contextlib.asynccontextmanager
 async def working(folder: Folder | None, url: str) -> AsyncIterator[None]:
-    """The thread works, for the gateway at ``url``."""
+    """Batches are run while it is entered. Their lines are asked of the gateway at ``url``."""
     if folder is None:
         yield
         return
@@ -96,7 +108,7 @@ async def working(folder: Folder | None, url: str) -> AsyncIterator[None]:
 
 
 class BatchWork:
-    """The thread."""
+    """A thread that advances the batches of a folder."""
 
     def __init__(self, folder: Folder, url: str) -> None:
         self._folder = folder
@@ -123,7 +135,7 @@ class BatchWork:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     self._look()
                 except BlockingIOError:
-                    pass  # another gateway does it
+                    pass  # the thread of another gateway does it
                 except Exception:  # too many open files, say, for a moment
                     _LOG.exception("batches wait")
             for worker in self._workers:
@@ -132,17 +144,17 @@ class BatchWork:
                 worker.wait()
 
     def _look(self) -> None:
-        """At every batch; one that cannot go on holds up no other."""
+        """Advance every batch. One that cannot go on holds up no other."""
         steps: list[Callable[[], None]] = [
             partial(self.advance, path.name) for path in sorted(self._folder.work.glob("*"))
         ]
-        for step in [*steps, self._tend]:
+        for step in [*steps, self._start_workers]:
             try:
                 step()
             except Exception:
                 _LOG.exception("a batch waits")
 
-    def _tend(self) -> None:
+    def _start_workers(self) -> None:
         """Have a worker for each job in the queue. A job in ``running`` counts too: its worker may
         have been killed, and another one must go on."""
         live = [worker for worker in self._workers if worker.poll() is None]
@@ -182,46 +194,46 @@ class BatchWork:
         if cancelled or time.time() >= batch.expires_at:
             with contextlib.suppress(InvalidArgumentError):  # it has ended meanwhile
                 cancel(queue, id_)
-        end = self._end_of(id_)
-        if end is not None:
-            self._finish(batch, "cancelled" if cancelled else end)
+        status = self._status_of_ended_job(id_)
+        if status is not None:
+            self._finish(batch, "cancelled" if cancelled else status)
 
-    def _end_of(self, id_: str) -> str | None:
-        """What the batch is by the end of its job. None: the job has not ended, or a worker
-        still holds the lock of its file."""
-        for state, end in _ENDS.items():
+    def _status_of_ended_job(self, id_: str) -> FinalStatus | None:
+        """None if the job has not ended, or a worker still holds the lock of its file."""
+        for state, status in _FINAL_STATUSES.items():
             path = self._folder.queue / state / f"{id_}.yaml"
             with contextlib.suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return end
+                return status
         return None
 
-    def _finish(self, batch: BatchRecord, end: str) -> None:
+    def _finish(self, batch: BatchRecord, status: FinalStatus) -> None:
         """Gather what the job has made: each request is in one of two files."""
         work = self._folder.work / batch.id
         batch.status = "finalizing"
         batch.finalizing_at = int(time.time())
         self._folder.save(batch)
 
-        record = Record(work / "out" / "_job" / "journal.jsonl")
+        record = self._folder.job_record(batch.id)
         good: list[Path] = []
-        bad: list[Path] = []  # files of rows that failed, in a folder of their own
+        bad: list[Path] = []
         for part in record.parts:
             for name in part.files:
                 path = work / "out" / name
-                (good if path.parent.name == "out" else bad).append(path)
+                is_good = path.parent.name == "out"  # bad rows are in a folder of their own
+                (good if is_good else bad).append(path)
         batch.output_file_id = self._gather(batch, "output", _lines(good))
-        errors = _error_lines(work / "input.jsonl", _lines(bad), record, end)
+        errors = _error_lines(work / "input.jsonl", _lines(bad), record, status)
         batch.error_file_id = self._gather(batch, "errors", errors)
         failed = batch.request_counts["total"] - record.written
         batch.request_counts |= {"completed": record.written, "failed": failed}
-        batch.cancelling_at = self._folder.seen(batch).cancelling_at
+        batch.cancelling_at = self._folder.cancelling_at(batch.id)
 
         reasons = []
-        if end == "failed":
-            why = self._folder.queue / "failed" / f"{batch.id}.txt"
+        if status == "failed":
+            why = self._folder.queue / JobState.FAILED / f"{batch.id}.txt"
             reasons.append({"message": why.read_text("utf-8")})
-        batch.end(end, reasons)
+        batch.end(status, reasons)
         self._folder.save(batch)
 
     def _gather(self, batch: BatchRecord, what: str, lines: Iterator[bytes]) -> str | None:
@@ -244,19 +256,22 @@ class BatchWork:
         return id_
 
 
-def _error_lines(given: Path, bad: Iterator[bytes], record: Record, end: str) -> Iterator[bytes]:
-    """One for each request that is in no part, or among the ``bad`` rows of one, in their order."""
+def _error_lines(
+    given: Path, bad: Iterator[bytes], record: Record, status: FinalStatus
+) -> Iterator[bytes]:
+    """A line for each request that is in no part, or among the ``bad`` rows of one, in the order of
+    the requests."""
     reasons = {}
     for line in bad:
         bad_row = msgspec.json.decode(line, type=_BadRow)
         reasons[bad_row.row] = bad_row.error
     for row, line in enumerate(filter(bytes.strip, _lines([given]))):
         if row in reasons or not record.done.covers(0, row, row + 1):
-            yield _error_line(line, reasons.get(row), end)
+            yield _error_line(line, reasons.get(row), status)
 
 
 class _BadRow(msgspec.Struct):
-    """Of a line in a job's error file."""
+    """What is read of a line in a job's error file."""
 
     row: int
     error: str
@@ -266,31 +281,32 @@ class _CustomId(msgspec.Struct):
     custom_id: str
 
 
-def _error_line(given: bytes, why: str | None, end: str) -> bytes:
-    """``why``: of a bad row. None: it was not done before the batch was ``end``."""
+def _error_line(given: bytes, why: str | None, status: FinalStatus) -> bytes:
+    """``why``: the reason of a bad row. None: the batch ended before the request was done."""
+    custom_id: str | None = None
     digest = hashlib.sha256(given).hexdigest()[:24]
-    made: dict[str, Any] = {
+    with contextlib.suppress(RecursionError):  # it is nested almost too deeply
+        custom_id = msgspec.json.decode(given, type=_CustomId).custom_id
+        digest = request_digest(custom_id)
+    answer: dict[str, Any] = {
         "id": f"batch_req_{digest}",
-        "custom_id": None,
+        "custom_id": custom_id,
         "response": None,
         "error": None,
     }
-    with contextlib.suppress(RecursionError):  # it is nested almost too deeply
-        made["custom_id"] = msgspec.json.decode(given, type=_CustomId).custom_id
-
     answered = _ANSWERED.fullmatch(why or "")
     if answered is not None:
-        made["response"] = {
+        answer["response"] = {
             "status_code": int(answered[1]),
             "request_id": digest,
             "body": msgspec.Raw(answered[2].encode()),
         }
     elif why is not None:
-        made["error"] = {"code": "request_failed", "message": why}
+        answer["error"] = {"code": "request_failed", "message": why}
     else:
-        said = f"the batch was {end} before this request was done"
-        made["error"] = {"code": f"batch_{end}", "message": said}
-    return msgspec.json.encode(made) + b"\n"
+        message = f"the batch was {status} before this request was done"
+        answer["error"] = {"code": f"batch_{status}", "message": message}
+    return msgspec.json.encode(answer) + b"\n"
 
 
 def _lines(paths: Iterable[Path]) -> Iterator[bytes]:

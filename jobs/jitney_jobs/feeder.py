@@ -1,0 +1,142 @@
+"""Prepared rows in front of an executor: in an order that suits it, and tried again after errors
+that may pass."""
+
+import heapq
+import time
+from collections import deque
+from typing import Any, NamedTuple
+
+from jitney.errors import InvalidArgumentError, JitneyError
+
+from jitney_jobs.dataset import pause
+from jitney_jobs.executors import Executor
+from jitney_jobs.prepare import Item
+
+_POLL_S = 0.1
+
+
+class _Retry(NamedTuple):
+    """A row that waits for its next try."""
+
+    at: float
+    """When it may be tried again, in monotonic seconds."""
+    key: int
+    item: Item
+
+
+class Feeder:
+    """Hands rows to an executor, and takes their results. For one thread.
+
+    1. Rows that arrive are gathered.
+    2. When the executor has been given all rows of a generation, those that arrived meanwhile are
+       the next one. They are sorted by the executor's rank, so that prompts with a common prefix
+       follow one another, and rows of like length meet. Generations ascend and descend in turn, so
+       that rows are alike where one ends and the next begins.
+    3. The executor gets rows while it holds fewer than its capacity.
+    4. Results are given back. A row whose error may pass waits, and is put before all others then.
+    5. Once the input has ended, all rows that are left are one generation, which ascends.
+
+    A row is overtaken by rows of its own generation only. The caller bounds how many wait here.
+    """
+
+    def __init__(self, executor: Executor, retries: int) -> None:
+        self.tries = 0
+        """How often a row was tried again."""
+        self._executor = executor
+        self._retries = retries
+        self._arrived: list[Item] = []
+        """Rows that are in no generation yet."""
+        self._generation: deque[Item] = deque()
+        self._is_descending = False
+        """Whether the next generation descends."""
+        self._has_input_ended = False
+        self._running: dict[int, Item] = {}
+        """The rows that the executor has, by key."""
+        self._waiting_retries: list[_Retry] = []
+        """A heap."""
+
+    def __len__(self) -> int:
+        return self.waiting + len(self._running) + len(self._waiting_retries)
+
+    @property
+    def waiting(self) -> int:
+        """Rows that the executor has not been given, but for those that wait for another try."""
+        return len(self._arrived) + len(self._generation)
+
+    def add(self, item: Item) -> None:
+        """No other row here has the same key."""
+        self._arrived.append(item)
+
+    def step(self, has_input_ended: bool) -> list[tuple[Item, Any]]:
+        """Fill the executor, and let it work for a while. Returns the rows that have ended, each
+        with its result or a JitneyError. ``has_input_ended``: no more rows come."""
+        if has_input_ended and not self._has_input_ended:
+            self._has_input_ended = True
+            self._arrived += self._generation
+            self._generation.clear()
+        self._wake_retries()
+        ended = self._fill()
+        ended += self._collect()
+        return ended
+
+    def _wake_retries(self) -> None:
+        """Put rows whose pause is over before all others. If there is nothing else to do, wait a
+        moment for the first."""
+        if not self._waiting_retries:
+            return
+        if not self.waiting and not self._running:
+            pause_s = self._waiting_retries[0].at - time.monotonic()
+            time.sleep(max(0.0, min(_POLL_S, pause_s)))
+        while self._waiting_retries and self._waiting_retries[0].at <= time.monotonic():
+            self._generation.appendleft(heapq.heappop(self._waiting_retries).item)
+
+    def _fill(self) -> list[tuple[Item, Any]]:
+        """Returns the rows that cannot be run."""
+        refused: list[tuple[Item, Any]] = []
+        while self.waiting and len(self._running) < self._executor.capacity:
+            if not self._generation:
+                self._begin_generation()
+            item = self._generation.popleft()
+            if item.error is not None:
+                refused.append((item, item.error))
+                continue
+            try:
+                self._executor.submit(item.key, item.prepared)
+            except InvalidArgumentError as error:
+                refused.append((item, error))
+            else:
+                self._running[item.key] = item
+        return refused
+
+    def _collect(self) -> list[tuple[Item, Any]]:
+        """Let the executor work. Returns the rows that have ended for good."""
+        ended: list[tuple[Item, Any]] = []
+        if not self._running:
+            return ended
+        for key, result in self._executor.step():
+            item = self._running.pop(key)
+            if _may_pass(result) and item.tries < self._retries:
+                retry = _Retry(time.monotonic() + pause(item.tries), key, item)
+                heapq.heappush(self._waiting_retries, retry)
+                item.tries += 1
+                self.tries += 1
+            else:
+                ended.append((item, result))
+        return ended
+
+    def _begin_generation(self) -> None:
+        is_descending = self._is_descending and not self._has_input_ended
+        self._generation.extend(sorted(self._arrived, key=self._rank, reverse=is_descending))
+        self._arrived.clear()
+        self._is_descending = not self._is_descending
+
+    def _rank(self, item: Item) -> tuple[Any, ...]:
+        """Bad rows, which have no rank, come together."""
+        if item.error is not None:
+            return (0,)
+        return (1, self._executor.rank(item.prepared, self._has_input_ended))
+
+
+def _may_pass(result: Any) -> bool:
+    """Whether a result is an error that another try may not meet."""
+    return isinstance(result, JitneyError) and result.code in ("UNAVAILABLE", "INTERNAL")
