@@ -228,7 +228,7 @@ def test_what_fails_after_the_load_gives_the_model_back(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed: list[TorchRunner] = []
-    monkeypatch.setattr("jitney.llm.setup", fail)
+    monkeypatch.setattr("jitney.llm.checker_first_line", fail)
     monkeypatch.setattr(TorchRunner, "close", lambda runner: closed.append(runner))
     with pytest.raises(RuntimeError, match="after the load"):
         load(folder)

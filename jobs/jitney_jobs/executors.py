@@ -109,7 +109,7 @@ class EngineExecutor:
         self._running[key] = self._llm.start(submit)
 
     def step(self) -> list[Outcome]:
-        return [(key, done.error or done) for key, done in self._llm.ended(self._running)]
+        return [(key, done.error or done) for key, done in self._llm.collect_ended(self._running)]
 
     def close(self) -> None:
         self._llm.close()

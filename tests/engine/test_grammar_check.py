@@ -15,7 +15,7 @@ from jitney.errors import InternalError, InvalidArgumentError, UnavailableError
 from jitney.messages import Cancel, Cancelled, Failed, Finished, Submit, Tokens
 from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams, StructuredOutputs
-from jitney.text.grammar_process import CHECKER, setup
+from jitney.text.grammar_process import CHECKER_MODULE, checker_first_line
 from jitney.text.tokenizer import TokenizerData
 
 from tests.fake_runner import FakeGrammar, FakeRunner, solo_stream
@@ -28,7 +28,7 @@ def checker(**options: object) -> GrammarChecker:
     config = make_config({"model": "m", **options})
     data = TokenizerData(tiny("byte_level").to_str(), 1, None, {})
     info = msgspec.structs.replace(FakeRunner().info, vocab_size=500)
-    return GrammarChecker(config, CHECKER, setup(data, info, config))
+    return GrammarChecker(config, CHECKER_MODULE, checker_first_line(data, info, config))
 
 
 def test_verdicts_are_kept_and_bounded() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from jitney.errors import CancelledError, InternalError, InvalidArgumentError, UnavailableError
-from jitney.frontend.channel import Channel, sweep
+from jitney.frontend.channel import Arrival, Channel, SendError, sweep
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_failed_send_is_a_cancellation_only_if_the_client_has_gone(pb: Any, fi
     sender = pb.Sender()
     sender.memory = 1000
     channel = Channel(sender)
-    with pytest.raises(InternalError):
+    with pytest.raises(SendError):
         channel.send(data, final=final)
     channel.fail(InternalError("a response could not be sent"))  # it can still be answered
     assert [each.error.text for each in sender.sent] == ["INTERNAL: a response could not be sent"]
@@ -99,11 +99,11 @@ def test_a_failed_send_is_a_cancellation_only_if_the_client_has_gone(pb: Any, fi
     assert (gone.sent, gone.final) == ([], 1)
 
 
-def watch(*senders: Any) -> "queue.SimpleQueue[tuple[int, Channel]]":
+def watch(*senders: Any) -> "queue.SimpleQueue[Arrival]":
     """As the service does it; the keys are the indices."""
-    watched: queue.SimpleQueue[tuple[int, Channel]] = queue.SimpleQueue()
+    watched: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
     for key, sender in enumerate(senders):
-        watched.put((key, Channel(sender)))
+        watched.put(Arrival(key, Channel(sender), at=0.0, deadline=None))
     return watched
 
 
@@ -137,7 +137,7 @@ def test_a_sweep_tells_once_and_forgets_what_is_closed(pb: Any) -> None:
     senders[0].cancelled = senders[2].cancelled = True
     ended = watched.get()
     watched.put(ended)
-    ended[1].send([], final=True)
+    ended.channel.send([], final=True)
     assert list(sweep(watched)) == [2]
     assert list(sweep(watched)) == []
     assert watched.qsize() == 1

@@ -64,10 +64,10 @@ def test_a_flush_sends_sums_and_the_next_one_nothing(pb: Any) -> None:
         waiting=2, running=3, blocks_total=8, blocks_used=5, blocks_cached=1, generated_tokens=3,
         batch_sequences=3, step_seconds=0.01, prefix_hit_tokens=4, preemptions=1, out_of_memory=1,
     )  # fmt: skip
-    metrics.step(stats)
-    metrics.step(stats)
+    metrics.add_step(stats)
+    metrics.add_step(stats)
     counts = module.OpenCounts(encoding=3, submitted=4, reports=7)
-    metrics.note(Health(up=False, replayed_tokens=9), counts)
+    metrics.set_gauges(Health(up=False, replayed_tokens=9), counts)
     metrics.flush()
     assert value(pb, "jitney_generated_tokens_total") == 6
     assert value(pb, "jitney_prefix_hit_tokens_total") == 8
@@ -123,8 +123,8 @@ def test_a_finished_request_counts_by_its_reason(pb: Any) -> None:
         queue_s=0.5, first_token_s=None, total_s=2.0, cached_prompt_tokens=0,
         computed_prompt_tokens=3, preemptions=0,
     )  # fmt: skip
-    metrics.finished(timing, "deadline")
-    metrics.failed(InvalidArgumentError("no"))
+    metrics.count_finished(timing, "deadline")
+    metrics.count_failed(InvalidArgumentError("no"))
     metrics.close()
     assert value(pb, module.REQUESTS, outcome="deadline") == 1
     assert value(pb, module.REQUESTS, outcome="refused") == 1
@@ -136,8 +136,8 @@ def test_a_finished_request_counts_by_its_reason(pb: Any) -> None:
 def test_drafts_count_by_their_drafter(pb: Any) -> None:
     metrics = module.ModelMetrics(LABELS, INFO, drafter="eagle")
     step = StepStats(blocks_total=8, draft_rows=2, draft_tokens=7, accepted_tokens=3)
-    metrics.step(step)
-    metrics.step(step)
+    metrics.add_step(step)
+    metrics.add_step(step)
     metrics.close()
     for name, count in zip(module.DRAFT_COUNTERS, (4, 14, 6), strict=True):
         assert value(pb, name, drafter="eagle") == count
@@ -147,13 +147,15 @@ def test_requests_count_by_tier_where_there_are_any(pb: Any) -> None:
     metrics = module.ModelMetrics(LABELS, INFO, ["fast", "bulk"])
     for tier, seconds in (("fast", 0.01), ("bulk", 3.0), ("bulk", 4.0)):
         metrics.observe("jitney_time_to_first_token_seconds", seconds, tier=tier)
-        metrics.finished(Timing(queue_s=seconds, first_token_s=None, total_s=9.0), "stop", tier)
-    metrics.failed(InvalidArgumentError("no"))
-    metrics.failed(UnavailableError("no"), "fast")
+        metrics.count_finished(
+            Timing(queue_s=seconds, first_token_s=None, total_s=9.0), "stop", tier
+        )
+    metrics.count_failed(InvalidArgumentError("no"))
+    metrics.count_failed(UnavailableError("no"), "fast")
     tiers = [TierStats(running=1), TierStats(waiting=5, held_back=2, overdue=1, oldest_s=7.5)]
-    metrics.step(StepStats(blocks_total=8, tiers=tiers))
-    metrics.step(StepStats(blocks_total=8, tiers=tiers))
-    metrics.note(Health(), module.OpenCounts(0, 0, 0))
+    metrics.add_step(StepStats(blocks_total=8, tiers=tiers))
+    metrics.add_step(StepStats(blocks_total=8, tiers=tiers))
+    metrics.set_gauges(Health(), module.OpenCounts(0, 0, 0))
     metrics.close()
     first = "jitney_time_to_first_token_seconds"
     assert [value(pb, f"{first}_count", tier=tier) for tier in ("fast", "bulk")] == [1, 2]
@@ -171,7 +173,7 @@ def test_requests_count_by_tier_where_there_are_any(pb: Any) -> None:
     assert value(pb, "jitney_tier_overdue_requests_total", tier="bulk") == 2
     families = {name for name, labels in pb.MetricFamily.values if "tier" in dict(labels)}
     assert {*module.TIER_GAUGES, *module.TIER_COUNTERS} <= families
-    assert not any(name.startswith(module.OF_STEPS) for name in families)
+    assert not any(name.startswith(module.HISTOGRAMS_WITHOUT_TIER) for name in families)
 
 
 def test_a_request_counts_in_its_tier(pb: Any, make_house: Callable[..., House]) -> None:

@@ -70,9 +70,9 @@ class Desk:
         sender.on_send = lambda response: self.order.append(key)
         completion = Completion(submit, self.tokenizer, encoder)
         arrival = Arrival(key, Channel(sender), submit.arrival, None)
-        self.responder.post(self.responder.add, arrival)
+        self.responder.add(arrival)
         reply = Reply(arrival, streamed, completion, writer)
-        self.responder.post(self.responder.begin, reply, submit)
+        self.responder.begin(reply, submit)
 
     def report(self, *events: Event) -> None:
         self.responder.put(StepReport(list(events), StepStats()))
@@ -257,7 +257,7 @@ def test_an_exception_while_it_is_stopped_does_not_keep_the_others_waiting(
     desk = make_desk()
     desk.add(0)
     desk.add(1)
-    desk.responder.post(desk.responder.stop)
+    desk.responder.stop()
     fail = Channel.fail
 
     def once(channel: Channel, error: JitneyError) -> None:
@@ -280,7 +280,7 @@ def test_a_request_that_the_engine_does_not_take_is_answered(
         if isinstance(message, Submit):
             raise UnavailableError("the model is being unloaded")
 
-    monkeypatch.setattr(desk.responder, "_send_message", refuse)
+    monkeypatch.setattr(desk.responder, "_tell_engine", refuse)
     desk.add(0)
     desk.responder.turn()
     (response,) = desk.senders[0].sent
@@ -299,8 +299,8 @@ def test_an_answer_whose_send_raises_ends_its_request(
         raise ZeroDivisionError
 
     monkeypatch.setattr(Channel, "send", fail)
-    desk.responder.post(desk.responder.add, arrival)
-    desk.responder.post(desk.responder.answer, arrival, [("text_output", protocol.strings(["a"]))])
+    desk.responder.add(arrival)
+    desk.responder.answer(arrival, [("text_output", protocol.string_array(["a"]))])
     desk.turn_until(lambda: sender.final)
     (response,) = sender.sent
     assert response.error.text == "INTERNAL: the request could not be answered"

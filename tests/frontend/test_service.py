@@ -244,6 +244,32 @@ def test_accept_never_raises(
     assert error_of(request) == "INTERNAL: the request could not be taken in"
 
 
+def close_pools(house: House) -> None:
+    """As :meth:`Service.close` does first."""
+    for pool in (house.service._short, house.service._long, house.service._new_grammars):
+        pool.shutdown()
+
+
+@pytest.mark.parametrize("fault", ["the pools are closed", "the choice of a pool raises"])
+def test_a_request_that_no_thread_can_encode_ends_once_and_is_not_kept(
+    pb: Any, make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    house = make_house()
+    service = house.service
+    if fault == "the pools are closed":
+        close_pools(house)
+    else:
+        monkeypatch.setattr(service, "_encoders_for", lambda request: 1 / 0)
+    request = pb.Request(text_input="a")
+    service.accept(request)
+    wait_until(lambda: ended(request))
+    wait_until(lambda: service._responder.counts.encoding == 0)
+    assert service._responder.ended_bytes == service._accepted_bytes
+    service.close()
+    assert request.sender.final == 1
+    assert count_of("unavailable") + count_of("failed") == 1
+
+
 def test_a_bug_in_one_text_fails_that_request_alone(
     pb: Any, make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,7 +367,7 @@ def test_an_exception_in_a_thread_is_counted_and_the_thread_goes_on(
 ) -> None:
     house = make_house(step_seconds=0.002)
     owner, name = {
-        "responder": (house.service._metrics, "step"),
+        "responder": (house.service._metrics, "add_step"),
         "sweeper": (Channel, "is_cancelled"),
         "metrics": (house.service._metrics, "flush"),
     }[worker]

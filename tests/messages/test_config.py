@@ -112,6 +112,14 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         ({"attention": "flashinfer"}, "attention is 'flashinfer', which was removed"),
         ({"speculation": "ngram"}, "speculation is 'ngram', but must be an object"),
         ({"speculation": {"drafts": 1}}, "'speculation.drafts' is unknown (did you mean 'drafter'"),
+        (
+            {"speculation": {"drafter": "eagle"}},
+            "speculation.model must be given with drafter 'eagle'",
+        ),
+        (
+            {"speculation": {"model": "x"}},
+            "model is 'x', but must be left out with drafter 'ngram'",
+        ),
         ({"speculation": {"max_drafts": 0}}, "speculation.max_drafts is 0, but must be from 1 to"),
         ({"speculation": {"max_drafts": "x"}}, "speculation.max_drafts is 'x', but must be an int"),
         ({"speculation": {"ngram_min": 4}}, "speculation.ngram_max is 3, but must be at least"),

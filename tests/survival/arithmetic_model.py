@@ -19,7 +19,7 @@ LONGEST_GATE_S = 120.0
 FAULTS: dict[str, tuple[type, str]] = {
     "encode": (Service, "_make_reply"),
     "metrics": (ModelMetrics, "flush"),
-    "responder": (ModelMetrics, "step"),
+    "responder": (ModelMetrics, "add_step"),
     "sweeper": (Service, "_sweep"),
 }
 """By thread, what raises once if a file of the thread's name lies there; the file goes."""

@@ -90,19 +90,20 @@ def test_stop_string_over_any_events(
     ids = letters(tokenizer, text)
     sent, made, told = "", 0, []
     for part in cuts(ids, sizes):
-        told += completion.feed(tokens(part))
+        told.append(completion.feed(tokens(part)))
         delta = one(completion.take())
         sent += delta.text
         made += len(delta.ids)
     start = text.find(stop, max(0, min_tokens + 1 - len(stop)))
+    finishes = [finish for finish in told if finish is not None]
     if start < 0:
-        assert told == []
-        told += completion.feed(tokens([], finish_reason="length"))
+        assert finishes == []
+        assert completion.feed(tokens([], finish_reason="length")) is None
         sent += one(completion.take()).text
-        assert (sent, made, told) == (text, len(ids), [])
+        assert (sent, made) == (text, len(ids))
     else:
         end = start + len(stop)
-        assert told == [Finish(KEY, 0)]
+        assert finishes == [Finish(KEY, 0)]
         assert sent == text[: end if include else start]
         assert made == end
         assert delta.finish_reason == "stop"
@@ -121,7 +122,7 @@ def test_which_stop_string_was_found_comes_with_the_last_text(tokenizer: Tokeniz
 
 def test_stop_string_in_the_last_step_makes_it_a_stop(tokenizer: Tokenizer) -> None:
     completion = begin(tokenizer, stop=("b",))
-    assert completion.feed(tokens(letters(tokenizer, "ab"), finish_reason="length")) == []
+    assert completion.feed(tokens(letters(tokenizer, "ab"), finish_reason="length")) is None
     delta = one(completion.take())
     assert (delta.text, delta.finish_reason, len(delta.ids)) == ("a", "stop", 2)
 
@@ -158,14 +159,21 @@ def test_incomplete_character_waits_and_is_flushed(tokenizer: Tokenizer) -> None
     assert (delta.text, delta.ids, delta.finish_reason) == ("\ufffd", [], "deadline")
 
 
+def test_a_text_leaves_with_the_token_that_completes_it(tokenizer: Tokenizer) -> None:
+    completion = begin(tokenizer)
+    euro = letters(tokenizer, "âĤ¬")  # one character of three bytes
+    completion.feed(tokens([*euro, *letters(tokenizer, "abâ")], finish_reason="length"))
+    assert [one(completion.take(3)).text for _ in range(3)] == ["€", "ab\ufffd", ""]
+
+
 def test_tokens_after_the_stop_are_dropped_and_not_counted(tokenizer: Tokenizer) -> None:
     completion = begin(tokenizer, stop=("b",), logprobs=0)
     ids = letters(tokenizer, "abcc")
     logprobs = [[Logprob(each, -1.0 - at, 1)] for at, each in enumerate(ids)]
     finish = completion.feed(tokens(ids, logprobs=logprobs, cumulative_logprob=-10.0))
-    assert finish == [Finish(KEY, 0)]
+    assert finish == Finish(KEY, 0)
     assert completion.pending_tokens == 2
-    assert completion.feed(tokens(letters(tokenizer, "c"))) == []
+    assert completion.feed(tokens(letters(tokenizer, "c"))) is None
     delta = one(completion.take())
     assert delta.ids == ids[:2]
     assert delta.logprobs == logprobs[:2]
@@ -184,7 +192,7 @@ def test_sequences_do_not_mix(tokenizer: Tokenizer) -> None:
         completion.feed(tokens(letters(tokenizer, text), index=index))
     assert completion.pending_tokens == 6
     assert [each.text for each in completion.take()] == ["x", "y", "z"]
-    assert completion.feed(tokens(letters(tokenizer, "c"), index=1)) == [Finish(KEY, 1)]
+    assert completion.feed(tokens(letters(tokenizer, "c"), index=1)) == Finish(KEY, 1)
     assert not completion.all_ended
     completion.feed(tokens(letters(tokenizer, "d"), index=0, finish_reason="length"))
     completion.feed(tokens([], index=2, finish_reason="length"))

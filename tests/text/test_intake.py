@@ -113,6 +113,24 @@ def test_what_the_output_must_be_is_checked(tokenizer: Tokenizer) -> None:
     assert submit(tokenizer).grammar == ""
 
 
+@pytest.mark.parametrize("params", [{"n": 0}, {"logprobs": -1}, {"min_tokens": 99}])
+def test_parameters_are_checked_before_a_number_of_tokens_is_found(
+    tokenizer: Tokenizer, params: dict
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=next(iter(params))):
+        make_submit(
+            key=1,
+            prompt_ids=[5, 6],
+            params=SamplingParams(max_tokens=-1, **params),
+            tokenizer=tokenizer,
+            info=INFO,
+            config=CONFIG,
+            now=0.0,
+            check_grammar=str,
+            stream=False,
+        )
+
+
 def test_a_missing_seed_is_drawn(tokenizer: Tokenizer) -> None:
     seeds = {submit(tokenizer).params.seed for _ in range(20)}
     assert len(seeds) == 20
@@ -217,6 +235,12 @@ def test_both_forms_of_a_chat(tokenizer: Tokenizer) -> None:
 
 
 USER = {"role": "user", "content": "a"}
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+def test_a_message_with_nothing_but_reasoning_needs_no_content(key: str) -> None:
+    message = {"role": "assistant", key: "It is late."}
+    assert parse_chat(json.dumps([USER, message]), CONFIG).messages == [USER, message]
 
 
 @pytest.mark.parametrize(

@@ -60,8 +60,13 @@ class Access:
         if len(names) < len(read):
             raise InvalidArgumentError("a header is given twice")
         access = cls(tls=tls or ca_file is not None, ca_file=ca_file, headers=tuple(read))
-        _ = access.context  # reads the CA file now, not in the middle of a measurement
+        access.check()
         return access
+
+    def check(self) -> None:
+        """Read the CA file now, and not in the middle of a measurement. Raises
+        InvalidArgumentError."""
+        _ = self.context
 
     @cached_property
     def context(self) -> ssl.SSLContext | None:
@@ -116,7 +121,8 @@ def _header(text: str, where: str) -> tuple[str, str]:
 
 def _first_key(path: Path) -> str:
     """The first key of a file. A line is ``KEY``, or as in the server's file of keys ``NAME:KEY``,
-    perhaps with the key's limits behind it (``tiers=…``, ``min_priority=…``)."""
+    perhaps with the key's limits behind it (``tiers=…``, ``min_priority=…``). The key is what
+    stands after the last colon, so it has none itself."""
     lines = [line for line in _read_lines("api_key_file", path) if not line.startswith("#")]
     first = lines[0] if lines else ""
     # Without the limits first, because the name of a tier may have a colon, too.

@@ -86,8 +86,8 @@ class Row:
     prompt: list[int]
     output: list[int]
     """Tokens generated so far; empty when ``sample`` has more than one index. If ``carried`` is
-    set, the newest token is not in it yet. In a row that samples, ``end - len(prompt)`` counts
-    these tokens, the carried one and the drafts."""
+    set, the newest token is not in it yet. So a row that samples counts its output tokens by
+    ``end - len(prompt)``, which has the carried token and the drafts too."""
     stop_ids: frozenset[int]
     bad_words_ids: list[list[int]]
     carried: int | None = None

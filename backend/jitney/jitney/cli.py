@@ -85,7 +85,8 @@ def _options(
         ),
     ] = False,
 ) -> None:
-    pass
+    """The options before a subcommand. Typer handles ``--version`` by itself, before this is
+    called, so nothing is left to do."""
 
 
 if __name__ == "__main__":

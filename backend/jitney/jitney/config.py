@@ -48,8 +48,8 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_queued: Annotated[int, Meta(ge=0)] | None = None
     """Most of its requests that may wait. None: only the option ``max_queued`` limits them."""
     aging_s: Annotated[float, Meta(ge=0.001, le=1e6)] = 60.0
-    """Seconds of waiting after which a request counts as one of the tier above, so that none
-    starves. Without effect in the first tier."""
+    """A request counts as one of the first tier once it has waited for the sum of ``aging_s`` of
+    its tier and of all tiers between. So none starves. Without effect in the first tier."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -223,7 +223,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def most_samples(self) -> int:
-        """Most tokens that a step samples, unless its token budget allows fewer."""
+        """Most rows of logits that a step has, unless its token budget allows fewer: one for each
+        running sequence, and one for each of its drafts. From one row a prompt's ``n`` sequences
+        are sampled."""
         drafts = 0 if self.speculation is None else self.speculation.max_drafts
         return self.max_num_seqs * (1 + drafts)
 

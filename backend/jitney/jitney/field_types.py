@@ -35,11 +35,13 @@ def describe_range(struct: type[msgspec.Struct], name: str) -> str:
 
 
 def kind_of(struct: type[msgspec.Struct], name: str) -> inspect.Type:
-    """The type of a field; of ``T | None``, T."""
+    """The type of a field; of ``T | None``, T. The field must not be of several types."""
     (field,) = (field for field in msgspec.structs.fields(struct) if field.encode_name == name)
     kind = inspect.type_info(field.type)
     if isinstance(kind, inspect.UnionType):
-        (kind,) = (member for member in kind.types if not isinstance(member, inspect.NoneType))
+        members = [member for member in kind.types if not isinstance(member, inspect.NoneType)]
+        assert len(members) == 1, f"the field {name} may be of several types"
+        return members[0]
     return kind
 
 
@@ -55,9 +57,7 @@ def _describe(kind: inspect.Type) -> str:
 
 
 def _plural(kind: inspect.Type) -> str:
-    """``integers`` for ``an integer``."""
-    noun = _describe(kind).split()[-1]
-    return f"{noun}s"
+    return _PLURALS[type(kind)]
 
 
 _DESCRIPTIONS: dict[type[inspect.Type], str] = {
@@ -66,4 +66,10 @@ _DESCRIPTIONS: dict[type[inspect.Type], str] = {
     inspect.FloatType: "a number",
     inspect.StrType: "a string",
     inspect.StructType: "an object",
+}
+_PLURALS: dict[type[inspect.Type], str] = {
+    inspect.IntType: "integers",
+    inspect.FloatType: "numbers",
+    inspect.StrType: "strings",
+    inspect.StructType: "objects",
 }

@@ -34,14 +34,15 @@ from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams, parse_sampling_params
 from jitney.text.chat import make_chat
 from jitney.text.completion import SequenceDelta
-from jitney.text.grammar_process import CHECKER, setup
+from jitney.text.grammar_process import CHECKER_MODULE, checker_first_line
 from jitney.text.intake import encode_chat, encode_prompt, make_submit
 from jitney.text.tokenizer import Tokenizer, TokenizerData
 
 Prompt = str | list[int]
 Params = SamplingParams | Sequence[SamplingParams] | None
 Running = dict[Any, OpenRequest]
-"""Requests that were started and not collected yet. The keys are the caller's own."""
+"""Requests that were started and not collected yet (:meth:`LLM.collect_ended`). The keys are the
+caller's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +98,9 @@ class LLM:
             model = load(self.config, loaded)
             self._engine = model.engine
             self.tokenizer = model.tokenizer
-            # What the process that checks grammars reads first.
-            checker_setup = setup(self.tokenizer.data, self.info, self.config)
-            self._grammars = GrammarChecker(self.config, CHECKER, checker_setup)
+            # The process that checks grammars reads this line before any other.
+            first_line = checker_first_line(self.tokenizer.data, self.info, self.config)
+            self._grammars = GrammarChecker(self.config, CHECKER_MODULE, first_line)
             loaded.callback(self._grammars.close)
             # Called by close(), or when this object is collected.
             self._give_back = weakref.finalize(self, loaded.pop_all().close)
@@ -170,7 +171,7 @@ class LLM:
     def close(self) -> None:
         """Give the model's memory back. What is open ends; the object is of no use afterwards."""
         self._open.forget()
-        self._give_back()  # does nothing when called again
+        self._give_back()  # a finalizer: it does nothing when called again
 
     def __enter__(self) -> "LLM":
         return self
@@ -198,8 +199,9 @@ class LLM:
         """Hand a request to the engine. Its times count from now, not from its check."""
         return self._open.start(submit)
 
-    def ended(self, running: Running) -> list[tuple[Any, Completed]]:
-        """Take the requests that have ended out of ``running``. If none has, make a step first."""
+    def collect_ended(self, running: Running) -> list[tuple[Any, Completed]]:
+        """Take the requests that have ended out of ``running``, and return their results. If none
+        has ended, make a step first."""
         if not _ended_keys(running):
             self._step()
         results: list[tuple[Any, Completed]] = []
@@ -243,7 +245,7 @@ class LLM:
                 while waiting and len(running) < self.capacity:
                     submit = waiting.popleft()
                     running[submit.key] = self.start(submit)
-                for key, completed in self.ended(running):
+                for key, completed in self.collect_ended(running):
                     done[key] = completed
                     if completed.error is not None:
                         num_bad += 1
@@ -271,14 +273,14 @@ class LLM:
                 if not completion.has_pending:
                     self._step()
                     continue
-                # A delta for every sequence, new or not. Leave out those that say nothing new.
+                # A delta for every sequence. Leave out those that say nothing new. A sequence that
+                # has ended repeats its finish reason, which is new only once.
                 for delta in completion.take():
-                    has_ended = delta.finish_reason is not None
-                    is_news = has_ended and delta.index not in ended
-                    if delta.ids or delta.text or is_news:
-                        yield delta
-                    if has_ended:
+                    ends_now = delta.finish_reason is not None and delta.index not in ended
+                    if ends_now:
                         ended.add(delta.index)
+                    if delta.ids or delta.text or ends_now:
+                        yield delta
             if isinstance(completion.terminal, Failed):
                 raise from_code(completion.terminal.code, completion.terminal.message)
         finally:
@@ -292,11 +294,16 @@ class LLM:
         """Cancel those of ``keys`` that are still open. If nothing else is open, complete the step
         in flight."""
         self._open.cancel(keys)
-        if self._give_back.alive:
+        if not self._is_closed:
             self._open.settle()
 
+    @property
+    def _is_closed(self) -> bool:
+        """Whether the model's memory has been given back."""
+        return not self._give_back.alive
+
     def _check_not_closed(self) -> None:
-        if not self._give_back.alive:
+        if self._is_closed:
             raise InvalidArgumentError("this LLM has been closed")
 
 

@@ -6,6 +6,13 @@
 They hold ids, numbers and texts only, so that the engine may live in a thread or in a process of
 its own. What scheduler and runner hand each other inside the engine is in :mod:`jitney.batch`.
 
+A request is a ``Submit`` here. The front's ``ClientRequest`` is what a client asked for, before its
+prompt is encoded; ``core.request.Request`` is a request in the engine, with its sequences; and
+``OpenRequest`` is one that a caller of LLM has started.
+
+At the end stand two descriptions of a model. :class:`ModelInfo` is sent once, at load.
+:class:`Footprint` is sent to no front: the command that plans memory asks for it.
+
 Every submitted request ends in exactly one terminal event: :class:`Finished`, :class:`Cancelled` or
 :class:`Failed`. All times are seconds of the monotonic clock, which processes of one machine share.
 """
@@ -229,7 +236,7 @@ class StepStats(msgspec.Struct, array_like=True, kw_only=True):
     """Gauges and counts of each tier, in the order of option ``tiers``; empty without it."""
 
     def without_counts(self) -> "StepStats":
-        """The gauges alone, for a report that belongs to no step."""
+        """The gauges alone, all that the list above has, for a report that belongs to no step."""
         tiers = [msgspec.structs.replace(tier, held_back=0, overdue=0) for tier in self.tiers]
         return StepStats(
             waiting=self.waiting,

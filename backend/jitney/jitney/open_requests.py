@@ -41,7 +41,8 @@ class OpenRequests:
         self._tokenizer = tokenizer
         self._open: dict[int, Completion] = {}  # by key
         self.figures = dict.fromkeys(COUNTS, 0.0)
-        """Counts of what the steps did: ``COUNTS``. The owner resets them."""
+        """Counts of what the steps did: ``COUNTS``. The LLM sets them to 0 when a run begins. It
+        also adds ``most_rows``, which does not change."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -80,8 +81,8 @@ class OpenRequests:
             completion = self._open.get(event.key)
             if completion is None:
                 continue  # the request was cancelled, and the engine did not know it yet
-            # The completion has found a stop string: the engine ends the sequence.
-            for finish in completion.feed(event):
+            finish = completion.feed(event)
+            if finish is not None:  # a stop string was found: the engine ends the sequence
                 self._engine.send(finish)
             if completion.terminal is not None:
                 del self._open[event.key]

@@ -24,7 +24,9 @@ class State:
     """Where a job or a call of LLM stands. Times are seconds since 1970."""
 
     figures: Mapping[str, float]
-    """The figures of this run, by name. A figure may be missing, as long as nothing asks for it:
+    """The figures of this run, by name. Only some must be there: ``done`` and ``seconds`` for
+    :meth:`Progress.line`; ``taken`` where ``position`` is; ``rows_in_steps`` where ``steps`` is;
+    ``at`` for :attr:`end_at`.
 
     - ``done``, ``bad``: rows that have ended, and the bad ones of them;
     - ``taken``: rows that this run has read;
@@ -149,7 +151,8 @@ def clock_text(at: float) -> str:
 
 
 class Deadline:
-    """Says whether a run will end in time, as far as one knows by now."""
+    """Of a whole run, not of a request: says whether the run will end in time, as far as one knows
+    by now."""
 
     def __init__(self, due: float | None) -> None:
         """``due``: when it is to have ended. None: it is never late."""
@@ -158,8 +161,9 @@ class Deadline:
         """The last answer."""
 
     def judge(self, now: float, seconds: float, left: float | None) -> str | None:
-        """What to tell the user if the answer has changed; else None. The run has taken
-        ``seconds``, and needs about ``left`` more seconds; None if that is not known."""
+        """Answer again. Returns what to tell the user if the answer differs from the last one; else
+        None. The run has taken ``seconds``, and needs about ``left`` more seconds; None if that is
+        not known."""
         if self._due is None:
             return None
         is_late = self._is_late(now, self._due, seconds, left)

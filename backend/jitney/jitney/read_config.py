@@ -5,7 +5,6 @@
 import logging
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -62,12 +61,13 @@ def from_text(key: str, text: str) -> object:
     """The value of an option that is written as text: a string as it stands, all else as in JSON
     (``64``, ``true``, ``[1, 2]``, ``null`` for the default). :func:`make_config` checks it."""
     if key not in EngineConfig.__struct_fields__:
-        return text  # make_config() names the unknown key
+        return text  # make_config() refuses the key
     if isinstance(kind_of(EngineConfig, key), (inspect.StrType, inspect.LiteralType)):
         return text
-    with suppress(msgspec.DecodeError):
+    try:
         return msgspec.json.decode(text)
-    return text  # of a wrong type, which make_config() says
+    except msgspec.DecodeError:
+        return text  # make_config() refuses it, because it is of a wrong type
 
 
 def _with_absolute_paths(config: EngineConfig, folder: Path) -> EngineConfig:
@@ -139,10 +139,11 @@ def _make_speculation(given: dict[str, object]) -> SpeculationConfig:
     _check_names(given, SpeculationConfig, prefix="speculation.")
     made = _convert(given, SpeculationConfig, prefix="speculation.")
     needs_model = made.drafter in ("draft_model", "eagle")
-    has_model = made.model is not None
-    if needs_model != has_model:
-        bound = "given with drafter 'draft_model' or 'eagle', and with these alone"
-        raise ConfigError(f"option speculation.model must be {bound}")
+    if needs_model and made.model is None:
+        raise ConfigError(f"option speculation.model must be given with drafter {made.drafter!r}")
+    if made.model is not None and not needs_model:
+        bound = f"left out with drafter {made.drafter!r}"
+        raise ConfigError.of("speculation.model", made.model, bound)
     if made.ngram_max < made.ngram_min:
         bound = f"at least ngram_min, {made.ngram_min}"
         raise ConfigError.of("speculation.ngram_max", made.ngram_max, bound)

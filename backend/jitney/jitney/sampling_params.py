@@ -91,8 +91,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 NAMES = tuple(field.encode_name for field in msgspec.structs.fields(SamplingParams))
 _LISTS_OF_STRINGS = ("stop", "bad_words")
 """For these a single string stands for a list of one, as in vLLM."""
-_LISTS_OF_IDS = ("stop_token_ids", "allowed_token_ids", "logit_bias")
-"""``logit_bias`` maps ids to numbers: its keys are the list."""
 
 
 class _Range(NamedTuple):
@@ -108,7 +106,6 @@ _ABOVE_ZERO = math.nextafter(0.0, 1.0)
 _LARGEST_INT = (1 << 31) - 1
 
 _RANGES: dict[str, _Range] = {
-    "max_tokens": _Range(-1, _LARGEST_INT, "at least 1, or -1 for what the context can hold"),
     "min_tokens": _Range(0, _LARGEST_INT, "at least 0"),
     "temperature": _Range(0.0, 1e6, "finite and at least 0"),
     "top_p": _Range(_ABOVE_ZERO, 1.0, "above 0 and at most 1"),
@@ -234,8 +231,12 @@ def check_sampling_params(params: SamplingParams, config: EngineConfig, *, vocab
     _check_tier(params.tier, config)
     for name in _LISTS_OF_STRINGS:
         _check_strings(name, getattr(params, name), config)
-    for name in _LISTS_OF_IDS:
-        ids = tuple(getattr(params, name) or ())  # of ``logit_bias`` the keys
+    lists_of_ids = {
+        "stop_token_ids": params.stop_token_ids,
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "logit_bias": tuple(params.logit_bias or {}),  # its keys
+    }
+    for name, ids in lists_of_ids.items():
         _check_ids(name, ids, config, vocab_size)
 
     if params.allowed_token_ids == ():
@@ -261,10 +262,14 @@ def _check_numbers(params: SamplingParams, config: EngineConfig) -> None:
         if value is not None and not least <= value <= most:  # NaN fails the comparison too
             raise InvalidArgumentError.of(name, value, bound)
 
-    if params.max_tokens == 0:  # its range goes from -1 upward
-        raise InvalidArgumentError.of("max_tokens", 0, _RANGES["max_tokens"].bound)
-    if params.max_tokens != -1 and params.min_tokens > params.max_tokens:
-        bound = f"at most max_tokens ({params.max_tokens})"
+    max_tokens = params.max_tokens
+    if max_tokens == -1:
+        return
+    if not 1 <= max_tokens <= _LARGEST_INT:
+        bound = "at least 1, or -1 for what the context can hold"
+        raise InvalidArgumentError.of("max_tokens", max_tokens, bound)
+    if params.min_tokens > max_tokens:
+        bound = f"at most max_tokens ({max_tokens})"
         raise InvalidArgumentError.of("min_tokens", params.min_tokens, bound)
 
 

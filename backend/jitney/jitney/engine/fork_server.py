@@ -121,8 +121,9 @@ class ForkServer:
         # heap and make nothing faster.
         for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
             environment.setdefault(name, "16")
-        # Whoever stops a server may send the signal to all its processes. But the front decides
-        # when its engine ends. This blocks the signals in the present thread; a child inherits it.
+        # The one that stops a server may send the signal to all its processes. But the front
+        # decides when its engine ends. This blocks the signals in the present thread; a child
+        # inherits it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
         command = [python_executable(), "-X", "faulthandler", "-m", "jitney.engine.process"]
         return subprocess.Popen(
@@ -152,8 +153,8 @@ class ForkServer:
 
 
 class EngineConnection:
-    """An engine's process, the socket to it, and a thread that writes to it: whoever sends must not
-    wait for a process that hangs."""
+    """An engine's process, the socket to it, and a thread that writes to it, so that the one that
+    sends does not wait for a process that hangs."""
 
     def __init__(self, fork_server: ForkServer, start: Start) -> None:
         self._fork_server = fork_server

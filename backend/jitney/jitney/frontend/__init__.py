@@ -1,8 +1,7 @@
 """Triton's side of the engine: tensors in, responses out, metrics. The only package that imports
 ``triton_python_backend_utils``.
 
-Threads of one model instance. They exchange messages; nothing is shared and changed but the
-journal, which is under the supervisor's lock. An exception in one of them is counted
+Threads of one model instance. An exception in one of them is counted
 (``jitney_thread_errors_total``) and logged, and the thread goes on.
 
 =================  ================================  =========================================
@@ -23,6 +22,29 @@ metrics            the counts, written a few times   the server
 SIGTERM            the drain: ``drain_s`` seconds    a signal
                    for what is open
 =================  ================================  =========================================
+
+The threads exchange messages. What several of them change is guarded by a lock: the journal, by the
+supervisor's; the sums in ``ModelMetrics``; a ``Channel``'s sender; the number of reports that wait;
+the grammars that were checked. ``Health`` and the two counts of bytes are each written by one
+thread and read by others.
+
+The objects of one request, from the server's call to its last response.
+
+===================  =====================  ====================  =================================
+object               made by                owned by              lives until
+===================  =====================  ====================  =================================
+the server's own     the server             the stub's thread     its tensors are read
+``ClientRequest``    ``parse_request``      stub, then encoder    the prompt is encoded
+``Channel``          ``Service.accept``     stub, then responder  the final response
+``Arrival``          ``Service``, once the  responder             the request has ended
+                     checks are passed
+``EncodedPrompt``    ``text.intake``        encoder               ``Reply`` and ``Submit`` are made
+``Submit``           ``text.intake``        engine, journal       the engine's terminal event
+``Completion``       ``Service``            responder             the request has ended
+``ResponseWriter``   ``Service``            responder             the request has ended
+``Reply``            ``Service``, holds     responder             the request has ended
+                     the two above
+===================  =====================  ====================  =================================
 
 A request's times count from its arrival. A send is a round trip to the server; while it lasts, new
 tokens gather and leave together. Errors come from the tree in ``errors.py``. They are translated to

@@ -31,13 +31,23 @@ _LOG = logging.getLogger(__name__)
 NamedArray = tuple[str, np.ndarray]
 """A tensor's name and its data."""
 
+_EMPTY = None
+"""What the server takes for a response without data."""
 MAX_FINAL_BYTES = 4096
 """Most bytes of data that travel in the final response. An empty final response needs about as much
 shared memory, so data of this size hardly make a failure more likely."""
 
 
+class SendError(InternalError):
+    """A send has failed although the client is there."""
+
+
 class Channel:
-    """Sends responses; after the final one it is ``closed`` and holds nothing of the server's."""
+    """Sends responses; after the final one it is ``closed`` and holds nothing of the server's.
+
+    :meth:`send` is for data and raises if a send fails. :meth:`fail` is for the end without data.
+    If that fails, it is only logged, because nothing can be sent after it.
+    """
 
     def __init__(self, sender: Any) -> None:
         self._sender: Any | None = sender
@@ -54,34 +64,34 @@ class Channel:
         """Send a response with data.
 
         Raises CancelledError if it failed because the client has gone; the channel is closed then.
-        Raises InternalError if it failed although the client is there. Then :meth:`fail` can still
-        send an error, unless it was the final response that failed.
+        Raises SendError if it failed although the client is there. Then :meth:`fail` can still send
+        an error, unless it was the final response that failed.
         """
         size = sum(_size(array) for _, array in tensors)
         try:
             made = [pb_utils.Tensor(name, array) for name, array in tensors]
             response = pb_utils.InferenceResponse(output_tensors=made)
             if not final:
-                self._send(response)
+                self._send_more(response)
             elif size <= MAX_FINAL_BYTES:
                 self._send_final(response)
             else:
-                self._send(response)
-                self._send_final(None)
+                self._send_more(response)
+                self._send_final(_EMPTY)
         except (pb_utils.TritonModelException, MemoryError) as error:
             if self.is_cancelled():
                 # The server keeps a request until its final response, client or not.
-                self._end(None)
+                self._close_with(_EMPTY)
                 raise CancelledError("the client has gone") from error
             _LOG.warning("a response could not be sent: %s", error)
-            raise InternalError("a response could not be sent") from error
+            raise SendError("a response could not be sent") from error
 
     def fail(self, error: JitneyError) -> None:
         """Send ``error`` as the final response; its text opens with the name of its code. Once the
         channel is closed, nothing can be sent, and this does nothing."""
         code = getattr(pb_utils.TritonError, error.server_code)
         made = pb_utils.TritonError(error.client_message, code)
-        self._end(pb_utils.InferenceResponse(error=made))
+        self._close_with(pb_utils.InferenceResponse(error=made))
 
     def is_cancelled(self) -> bool:
         """Ask the server whether the client has gone: a round trip of about 0.2 ms. False once the
@@ -95,21 +105,9 @@ class Channel:
                 _LOG.debug("the server does not answer whether a client is there: %s", error)
                 return False
 
-    def _send(self, response: Any) -> None:
-        assert self._sender is not None, "a send after the final response"
-        self._sender.send(response)
-
-    def _send_final(self, response: Any | None) -> None:
-        """None: the final response is empty."""
-        sender = self._sender
-        assert sender is not None, "a send after the final response"
-        with self._asking:
-            self._sender = None
-        sender.send(response, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-
-    def _end(self, response: Any | None) -> None:
-        """Send a final response without data: an error or, for None, nothing. Does nothing once the
-        channel is closed."""
+    def _close_with(self, response: Any) -> None:
+        """Send a final response: an error, or ``_EMPTY``. Does nothing once the channel is closed.
+        If the send fails, that is logged, because there is nobody left to tell."""
         if self.closed:
             return
         try:
@@ -117,12 +115,26 @@ class Channel:
         except pb_utils.TritonModelException as error:
             _LOG.warning("a final response could not be sent: %s", error)
 
+    def _send_final(self, response: Any) -> None:
+        """Raises the server's error. The channel is closed in any case."""
+        sender = self._sender
+        assert sender is not None, "a send after the final response"
+        with self._asking:
+            self._sender = None
+        sender.send(response, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+    def _send_more(self, response: Any) -> None:
+        """Send a response that others follow. Raises the server's error."""
+        assert self._sender is not None, "a send after the final response"
+        self._sender.send(response)
+
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
     """A request that was accepted, and where its responses go."""
 
     key: int
+    """The front's and the engine's name of the request."""
     channel: Channel
     at: float
     """When it came, in monotonic seconds."""
@@ -134,21 +146,21 @@ class Arrival:
     """The client's, for logs and spans."""
     trace: Mapping[str, str] = field(default_factory=dict)
     """The headers of the trace that the request belongs to."""
-    tier: str = ""
-    """The name of its tier; empty if the model has no tiers."""
+    tier: str | None = None
+    """The name of its tier. None: the model has no tiers."""
 
 
-def sweep(watched: "queue.SimpleQueue[tuple[int, Channel]]") -> Iterator[int]:
+def sweep(watched: "queue.SimpleQueue[Arrival]") -> Iterator[int]:
     """Ask the server once about each request of ``watched``. Yields the keys of the requests whose
     client has gone. Of the others, those that are still open stay in ``watched``."""
     for _ in range(watched.qsize()):
         # A request is taken out before the server is asked. If that raises, this request alone is
         # watched no longer, and the next sweep begins with the request behind it.
-        key, channel = watched.get()
-        if channel.is_cancelled():
-            yield key
-        elif not channel.closed:
-            watched.put((key, channel))
+        arrival = watched.get()
+        if arrival.channel.is_cancelled():
+            yield arrival.key
+        elif not arrival.channel.closed:
+            watched.put(arrival)
 
 
 def _size(array: np.ndarray) -> int:

@@ -13,8 +13,6 @@ _SECONDS = (
 )  # fmt: skip
 _SEQUENCES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 
-# Name -> help text, which is shown alone and must be understood alone. A gauge shows the state
-# after the last step; a counter only grows.
 GAUGES = {
     "jitney_waiting_requests": "Requests that wait to be encoded or to join the batch",
     "jitney_running_requests": "Requests accepted and not waiting",
@@ -26,6 +24,8 @@ GAUGES = {
     "jitney_resident_adapters": "LoRA adapters in memory",
     "jitney_engine_up": "1 while the engine's process is loaded, 0 while it is started again",
 }
+"""Name -> help text, which is shown alone and must be understood alone. A gauge shows the state
+after the last step."""
 COUNTERS = {
     "jitney_prompt_tokens_total": "Prompt tokens of requests, also of those that find a full queue",
     "jitney_generated_tokens_total": "Tokens generated, also those after a stop string",
@@ -45,6 +45,7 @@ COUNTERS = {
     "jitney_thread_errors_total": "Exceptions in threads of the front; the server's log has them",
     "jitney_send_failures_total": "Responses that failed although their client was there",
 }
+"""Name -> help text. A counter only grows."""
 DRAFT_COUNTERS = {
     "jitney_draft_rows_total": "Times that a sequence computed drafts (option `speculation`)",
     "jitney_draft_tokens_total": "Draft tokens computed",
@@ -84,8 +85,8 @@ HISTOGRAMS = {
         "From arrival until the end of a finished request", _SECONDS
     ),
 }
-OF_STEPS = ("jitney_step_seconds", "jitney_batch_sequences")
-"""These histograms have no label ``tier``."""
+HISTOGRAMS_WITHOUT_TIER = ("jitney_step_seconds", "jitney_batch_sequences")
+"""They are of a step, which has requests of several tiers."""
 REQUESTS = "jitney_requests_total"
 OUTCOMES = ("stop", "length", "deadline", "cancelled", "refused", "unavailable", "failed")
 """How a request ended. The first three are finish reasons; ``deadline`` also stands for a deadline

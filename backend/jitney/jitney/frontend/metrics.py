@@ -30,7 +30,7 @@ from jitney.frontend.families import (
     DRAFT_COUNTERS,
     GAUGES,
     HISTOGRAMS,
-    OF_STEPS,
+    HISTOGRAMS_WITHOUT_TIER,
     ORCA,
     OUTCOMES,
     REQUESTS,
@@ -45,18 +45,19 @@ from jitney.messages import ModelInfo, StepStats, TierStats, Timing
 _LOG = logging.getLogger(__name__)
 
 _EDGES = {name: edges_of(name) for name in HISTOGRAMS}
-_NO_LABEL = ("",)
-"""An empty value of a label stands for a metric without that label."""
+_WITHOUT_LABEL = (None,)
+"""The values of a label that a family does not have: each of its metrics is without."""
 
 
 class _Key(NamedTuple):
-    """Names one of the server's metrics."""
+    """Names one of the server's metrics: a family and the values of its labels. None: the metric is
+    without that label."""
 
     family: str
-    value: str = ""
-    """Of the label that this family has of its own, such as ``le`` or ``outcome``."""
-    tier: str = ""
-    """Of the label ``tier``."""
+    own_label: str | None = None
+    """The value of the label that this family has of its own, such as ``le`` or ``outcome``."""
+    tier: str | None = None
+    """The value of the label ``tier``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class ModelMetrics:
         labels: Mapping[str, str],
         info: ModelInfo,
         tiers: Sequence[str] = (),
-        drafter: str = "",
+        drafter: str | None = None,
     ) -> None:
         """Every metric has ``labels``. If there are ``tiers``, metrics of requests also have the
         label ``tier``. Without ``drafter`` there are no metrics of drafts. If the server was
@@ -105,9 +106,11 @@ class ModelMetrics:
         self._labels = dict(labels)
         self._block_size = info.block_size
         self.stats = StepStats(blocks_total=info.num_blocks)
-        # What every metric should show. One exception: each bucket of a histogram has only its own
-        # observations here, and flush() adds those of the buckets below it.
+        # What every metric should show, except for the buckets and counts of histograms.
         self._totals: defaultdict[_Key, float] = defaultdict(float)
+        # Bucket of a histogram -> the observations that fell into it. Those of the buckets below it
+        # are added by flush().
+        self._observations: defaultdict[_Key, float] = defaultdict(float)
         self._metrics: dict[_Key, _ServerMetric] = {}
         self._sent: dict[_Key, float] = {}  # what every metric shows now
         try:
@@ -116,26 +119,33 @@ class ModelMetrics:
             _LOG.info("the server takes no metrics: %s", error)
             self._metrics.clear()
 
-    def count(self, name: str, amount: float = 1, *, drafter: str = "", tier: str = "") -> None:
+    def count(
+        self,
+        name: str,
+        amount: float = 1,
+        *,
+        drafter: str | None = None,
+        tier: str | None = None,
+    ) -> None:
         """Add to one of ``COUNTERS``; to one of ``DRAFT_COUNTERS`` with its ``drafter``, to one of
         ``TIER_COUNTERS`` with its ``tier``."""
         with self._lock:
-            self._totals[_Key(name, drafter, tier)] += amount
+            self._totals[_Key(name, own_label=drafter, tier=tier)] += amount
 
-    def failed(self, error: JitneyError, tier: str = "") -> None:
-        """Count a request that ended with ``error``. ``tier`` is empty if it ended before its tier
+    def count_failed(self, error: JitneyError, tier: str | None = None) -> None:
+        """Count a request that ended with ``error``. ``tier`` is None if it ended before its tier
         was known."""
         with self._lock:
-            self._totals[_Key(REQUESTS, outcome_of(error), tier)] += 1
+            self._totals[_Key(REQUESTS, own_label=outcome_of(error), tier=tier)] += 1
 
-    def observe(self, name: str, value: float, times: int = 1, tier: str = "") -> None:
+    def observe(self, name: str, value: float, times: int = 1, tier: str | None = None) -> None:
         """Count ``value`` ``times`` times in one of ``HISTOGRAMS``."""
         edge = _edge_of(name, value)
         with self._lock:
-            self._totals[_Key(f"{name}_bucket", edge, tier)] += times
+            self._observations[_Key(f"{name}_bucket", own_label=edge, tier=tier)] += times
             self._totals[_Key(f"{name}_sum", tier=tier)] += value * times
 
-    def note(self, health: Health, counts: OpenCounts) -> None:
+    def set_gauges(self, health: Health, counts: OpenCounts) -> None:
         """Set the gauges: of the last step, of the engine's processes, and of what is open. Set the
         counters that the engine's supervisor keeps."""
         stats = self.stats
@@ -169,16 +179,16 @@ class ModelMetrics:
             for name, value in values.items():
                 self._totals[_Key(name)] = value
             for kind, value in orca.items():
-                self._totals[_Key(ORCA, kind)] = value
+                self._totals[_Key(ORCA, own_label=kind)] = value
             for cause, count in restarts.items():
-                self._totals[_Key(RESTARTS, cause)] = count
+                self._totals[_Key(RESTARTS, own_label=cause)] = count
             for tier, of_tier in self._stats_of_tiers(stats):
                 self._totals[_Key("jitney_tier_waiting_sequences", tier=tier)] = of_tier.waiting
                 self._totals[_Key("jitney_tier_running_sequences", tier=tier)] = of_tier.running
                 self._totals[_Key("jitney_tier_oldest_wait_seconds", tier=tier)] = of_tier.oldest_s
 
-    def step(self, stats: StepStats) -> None:
-        """Add the counts of a step. Its gauges are kept for :meth:`note`."""
+    def add_step(self, stats: StepStats) -> None:
+        """Add the counts of a step. Its gauges are kept for :meth:`set_gauges`."""
         self.stats = stats
         self.count("jitney_generated_tokens_total", stats.generated_tokens)
         self.count("jitney_structured_output_forced_tokens_total", stats.forced_tokens)
@@ -203,10 +213,10 @@ class ModelMetrics:
             self.observe("jitney_step_seconds", stats.step_seconds)
             self.observe("jitney_batch_sequences", stats.batch_sequences)
 
-    def finished(self, timing: Timing, reason: str, tier: str = "") -> None:
+    def count_finished(self, timing: Timing, reason: str, tier: str | None = None) -> None:
         """Count a request that ran to its end, for this finish reason."""
         with self._lock:
-            self._totals[_Key(REQUESTS, reason, tier)] += 1
+            self._totals[_Key(REQUESTS, own_label=reason, tier=tier)] += 1
         self.observe("jitney_request_seconds", timing.total_s, tier=tier)
         if timing.queue_s is not None:
             self.observe("jitney_queue_seconds", timing.queue_s, tier=tier)
@@ -216,9 +226,10 @@ class ModelMetrics:
         server's error; what could not be sent is sent by the next call."""
         with self._lock:
             totals = dict(self._totals)
+            observations = dict(self._observations)
         for name in HISTOGRAMS:
             for tier in self._tiers_of(name):
-                _accumulate(totals, name, tier)
+                totals |= _cumulative(observations, name, tier)
         for key, server_metric in self._metrics.items():
             total = totals.get(key, 0)
             sent = self._sent.get(key, 0)
@@ -262,7 +273,7 @@ class ModelMetrics:
             label="outcome",
             values=OUTCOMES,
             # Without a tier: requests that were refused before theirs was known.
-            tiers=[*_NO_LABEL, *self._tiers],
+            tiers=[*_WITHOUT_LABEL, *self._tiers],
         )
         self._add(RESTARTS, "Engines that died, by cause", label="cause", values=CAUSES)
         for name in HISTOGRAMS:
@@ -289,10 +300,10 @@ class ModelMetrics:
         self._add(f"{name}_sum", f"{text}: sum", tiers=tiers)
         self._add(f"{name}_count", f"{text}: observations", tiers=tiers)
 
-    def _tiers_of(self, histogram: str) -> Sequence[str]:
+    def _tiers_of(self, histogram: str) -> Sequence[str | None]:
         """The values that the label ``tier`` has in this histogram."""
-        if not self._tiers or histogram in OF_STEPS:
-            return _NO_LABEL
+        if not self._tiers or histogram in HISTOGRAMS_WITHOUT_TIER:
+            return _WITHOUT_LABEL
         return self._tiers
 
     def _add(
@@ -301,8 +312,8 @@ class ModelMetrics:
         text: str,
         *,
         label: str = "",
-        values: Sequence[str] = _NO_LABEL,
-        tiers: Sequence[str] = _NO_LABEL,
+        values: Sequence[str | None] = _WITHOUT_LABEL,
+        tiers: Sequence[str | None] = _WITHOUT_LABEL,
         is_counter: bool = True,
     ) -> None:
         """Register a family: one metric for each pair of a value of ``label`` and a tier."""
@@ -310,19 +321,25 @@ class ModelMetrics:
         family = pb_utils.MetricFamily(name=name, description=text, kind=kind)
         for value, tier in product(values, tiers):
             labels = dict(self._labels)
-            if value:
+            if value is not None:
                 labels[label] = value
-            if tier:
+            if tier is not None:
                 labels["tier"] = tier
             metric = family.Metric(labels=labels)
-            self._metrics[_Key(name, value, tier)] = _ServerMetric(metric, family, is_counter)
+            key = _Key(name, own_label=value, tier=tier)
+            self._metrics[key] = _ServerMetric(metric, family, is_counter)
 
 
-def _accumulate(totals: dict[_Key, float], name: str, tier: str) -> None:
-    """Make a histogram's buckets cumulative, and set its count to the sum of all of them."""
+def _cumulative(
+    observations: Mapping[_Key, float], name: str, tier: str | None
+) -> dict[_Key, float]:
+    """What a histogram's buckets and its count show: a bucket has the observations of all buckets
+    below it too, and the count has all."""
+    totals: dict[_Key, float] = {}
     count = 0.0
     for edge in _EDGES[name]:
-        bucket = _Key(f"{name}_bucket", edge, tier)
-        count += totals.get(bucket, 0)
+        bucket = _Key(f"{name}_bucket", own_label=edge, tier=tier)
+        count += observations.get(bucket, 0)
         totals[bucket] = count
     totals[_Key(f"{name}_count", tier=tier)] = count
+    return totals

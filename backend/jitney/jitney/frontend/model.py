@@ -84,23 +84,24 @@ def options_of(args: dict[str, str]) -> dict[str, str]:
 def assign_device(config: EngineConfig, args: dict[str, str]) -> EngineConfig:
     """Fill in what the server decides: this instance's device and how many instances share it."""
     groups = json.loads(args["model_config"]).get("instance_group", [])
-    index = int(args["model_instance_device_id"])
     on_gpu = args["model_instance_kind"] == "GPU"
-    num_instances = 0  # of this model, on this instance's device
-    for group in groups:
-        if on_gpu:
-            is_here = group.get("kind") == "KIND_GPU" and index in group.get("gpus", [])
-        else:
-            is_here = group.get("kind") != "KIND_GPU"
-        if is_here:
-            num_instances += int(group.get("count", 1))
-    # The option may name more instances, if other models share the device. And if config.pbtxt
-    # names no group, there is this instance all the same.
-    num_instances = max(config.instances, num_instances, 1)
+    gpu = int(args["model_instance_device_id"]) if on_gpu else None
     device = config.device
     if on_gpu and device == "auto":
-        device = f"cuda:{index}"
+        device = f"cuda:{gpu}"
+    counts = [int(group.get("count", 1)) for group in groups if _is_on_device(group, gpu)]
+    # The option may name more instances, if other models share the device. And if config.pbtxt
+    # names no group, there is this instance all the same.
+    num_instances = max(config.instances, sum(counts), 1)
     return msgspec.structs.replace(config, instances=num_instances, device=device)
+
+
+def _is_on_device(group: dict[str, Any], gpu: int | None) -> bool:
+    """Whether the instances of a group run on this GPU; None: on the CPU. ``count`` of a group is
+    the number of its instances on each of its devices."""
+    if gpu is None:
+        return group.get("kind") != "KIND_GPU"
+    return group.get("kind") == "KIND_GPU" and gpu in group.get("gpus", [])
 
 
 def _start(config: EngineConfig, args: dict[str, str]) -> "Service":

@@ -166,8 +166,9 @@ def _split_parameters(text: str) -> tuple[dict[str, Any], dict[str, str]]:
     """Split the request's parameters (JSON) into the client's own and headers. The server hands
     headers of a call on as parameters: those of a trace, and the limits that a gateway sets. Their
     names are returned in small letters, because a client of HTTP may send capitals."""
-    # A client must not replace the limits that bind it. If the name stood there twice, JSON would
-    # keep one of the two, and that could be the client's.
+    # The proxy adds this header to the client's parameters. If the client has sent a parameter of
+    # the same name, the decoder would keep one of the two: perhaps the client's, which would then
+    # replace the limits that bind it.
     if text.lower().count(f'"{LIMITS_HEADER}"') > 1:
         raise InvalidArgumentError(f"{LIMITS_HEADER} is given twice, but is no request's parameter")
     given = decode_sampling_json(text)
@@ -218,6 +219,40 @@ def _is_reserved(parameter: str) -> bool:
     return parameter in _RESERVED or parameter.startswith("triton_")
 
 
+class PromptLogprobsEncoder:
+    """Encodes the logprobs of one prompt, as JSON. It does so in parts, because all of them at once
+    would delay other requests."""
+
+    def __init__(
+        self,
+        positions: Sequence[list[Logprob] | None],
+        max_positions: int,
+        encoder: LogprobsEncoder,
+    ) -> None:
+        """``positions``: the candidates at each position of the prompt. A part has
+        ``max_positions`` of them."""
+        self._positions = positions
+        self._max_positions = max_positions
+        self._encoder = encoder
+        self._encoded: list[bytes] = []  # of the first positions
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all parts are encoded."""
+        return len(self._encoded) == len(self._positions)
+
+    def encode_next_part(self) -> None:
+        """Encode one part more."""
+        begin = len(self._encoded)
+        for candidates in self._positions[begin : begin + self._max_positions]:
+            self._encoded.append(self._encoder.encode(candidates))
+
+    def result(self) -> bytes:
+        """The list of all positions, once they are encoded."""
+        assert self.is_complete
+        return join(self._encoded)
+
+
 class ResponseWriter:
     """Writes one request's responses as named arrays.
 
@@ -227,54 +262,48 @@ class ResponseWriter:
     """
 
     def __init__(
-        self, request: ClientRequest, echo_text: str, prompt_tokens: int, encoder: LogprobsEncoder
+        self, request: ClientRequest, echo_text: str, num_prompt: int, encoder: LogprobsEncoder
     ) -> None:
-        """``echo_text`` goes before each sequence's first text. ``encoder`` is for the prompt's
-        logprobs; those of the output come encoded."""
+        """``echo_text`` goes before each sequence's first text. The prompt has ``num_prompt``
+        tokens. ``encoder`` is for its logprobs; those of the output come encoded."""
         params = request.params
         self._returns = request.returns
         self._echo_text = echo_text  # empty once it has been written
-        self.num_prompt_tokens = prompt_tokens
-        self._encode = encoder.encode
+        self.num_prompt = num_prompt
+        self._encoder = encoder
         self._no_logprobs = b"null" if params.logprobs is None else b"[]"
-        # The prompt's logprobs that are encoded and not written yet; the first response has them.
-        self._prompt_logprobs: list[bytes] = []
-        self._prompt_is_written = False
-        self.max_tokens = max(1, MAX_CANDIDATES // (1 + (params.logprobs or 0)))
-        """Most tokens in one response of a stream, those of all sequences together."""
-        self._max_positions = max(1, MAX_CANDIDATES // (1 + (params.prompt_logprobs or 0)))
+        self.max_tokens_per_response = _max_positions(params.logprobs)
+        """Of a stream; those of all sequences together."""
+        self._max_prompt_positions = _max_positions(params.prompt_logprobs)
 
-    def encode_prompt_part(self, positions: Sequence[list[Logprob] | None]) -> bool:
-        """Encode the next part of the prompt's logprobs; ``positions`` has all of them. Returns
-        whether there was another part. To be called until there is none, and then :meth:`write`. In
-        parts, because all of them at once would delay other requests."""
-        num_encoded = len(self._prompt_logprobs)
-        # The list is emptied when it is written, so that its length alone does not tell the end.
-        if self._prompt_is_written or num_encoded == len(positions):
-            return False
-        part = positions[num_encoded : num_encoded + self._max_positions]
-        self._prompt_logprobs += [self._encode(candidates) for candidates in part]
-        return True
+    def begin_prompt_logprobs(
+        self, positions: Sequence[list[Logprob] | None]
+    ) -> PromptLogprobsEncoder:
+        """What encodes the prompt's logprobs. The next response has its result."""
+        return PromptLogprobsEncoder(positions, self._max_prompt_positions, self._encoder)
 
-    def write(self, deltas: Sequence[SequenceDelta], timing: Timing | None) -> list[NamedArray]:
+    def write(
+        self,
+        deltas: Sequence[SequenceDelta],
+        timing: Timing | None,
+        prompt_logprobs: PromptLogprobsEncoder | None,
+    ) -> list[NamedArray]:
         """The arrays of one response. ``deltas`` has what is new in each sequence. ``timing`` is
-        given for the last response only."""
+        given for the last response only, ``prompt_logprobs`` for the first one only."""
         texts = [self._echo_text + delta.text for delta in deltas]
         self._echo_text = ""
-        tensors = [("text_output", strings(texts))]
+        tensors = [("text_output", string_array(texts))]
         for name, make in _FROM_DELTAS.items():
             if name in self._returns:
                 tensors.append((name, make(deltas)))
         if "logprobs" in self._returns:
             tensors.append(("logprobs", self._logprobs(deltas)))
         if "num_input_tokens" in self._returns:
-            tensors.append(("num_input_tokens", np.array([self.num_prompt_tokens], np.uint32)))
+            tensors.append(("num_input_tokens", np.array([self.num_prompt], np.uint32)))
         if timing is not None and "timing" in self._returns:
-            tensors.append(("timing", strings([msgspec.json.encode(timing)])))
-        if self._prompt_logprobs:
-            tensors.append(("prompt_logprobs", strings([join(self._prompt_logprobs)])))
-            self._prompt_logprobs = []
-            self._prompt_is_written = True
+            tensors.append(("timing", string_array([msgspec.json.encode(timing)])))
+        if prompt_logprobs is not None:
+            tensors.append(("prompt_logprobs", string_array([prompt_logprobs.result()])))
         return tensors
 
     def _logprobs(self, deltas: Sequence[SequenceDelta]) -> np.ndarray:
@@ -282,15 +311,20 @@ class ResponseWriter:
         for delta in deltas:
             encoded = delta.encoded_logprobs
             texts.append(join(encoded) if encoded else self._no_logprobs)
-        return strings(texts)
+        return string_array(texts)
+
+
+def _max_positions(logprobs: int | None) -> int:
+    """How many positions are encoded in one go, if each has so many alternatives."""
+    return max(1, MAX_CANDIDATES // (1 + (logprobs or 0)))
 
 
 def _finish_reasons(deltas: Sequence[SequenceDelta]) -> np.ndarray:
-    return strings(str(delta.finish_reason) for delta in deltas)
+    return string_array(str(delta.finish_reason) for delta in deltas)
 
 
 def _stop_strings(deltas: Sequence[SequenceDelta]) -> np.ndarray:
-    return strings(delta.stop_string or "" for delta in deltas)
+    return string_array(delta.stop_string or "" for delta in deltas)
 
 
 def _cumulative_logprobs(deltas: Sequence[SequenceDelta]) -> np.ndarray:
@@ -318,6 +352,6 @@ _FROM_DELTAS: dict[str, Callable[[Sequence[SequenceDelta]], np.ndarray]] = {
 """Optional outputs whose array needs nothing but the deltas -> what makes it."""
 
 
-def strings(values: Iterable[str | bytes]) -> np.ndarray:
+def string_array(values: Iterable[str | bytes]) -> np.ndarray:
     """A STRING tensor's array: UTF-8 bytes as objects."""
     return np.array([_bytes(value) for value in values], dtype=object)

@@ -7,10 +7,13 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from jitney.errors import CancelledError, JitneyError, from_code
 from jitney.frontend.channel import Arrival
-from jitney.frontend.protocol import ResponseWriter
+from jitney.frontend.protocol import PromptLogprobsEncoder, ResponseWriter
+from jitney.messages import Cancelled, Failed
 from jitney.text.completion import Completion
 
+CLIENT_GONE = "the request was cancelled by its client"
 MAX_PAUSE_S = 0.02
 """Longest pause after one send, so that a single slow send delays the others only briefly."""
 MAX_WAIT_S = 0.5
@@ -27,6 +30,8 @@ class Reply:
     """
     completion: Completion
     writer: ResponseWriter
+    prompt_logprobs: PromptLogprobsEncoder | None = None
+    """Set from the engine's report of the prompt's logprobs until the response that has them."""
     queued_at: float = 0.0
     """When it joined the queue of replies to send; monotonic seconds."""
     last_token_at: dict[int, float] = field(default_factory=dict)
@@ -49,9 +54,35 @@ class Reply:
         """Whether its next response is the first or the last: these are sent without a pause."""
         return not self.has_begun or self.completion.terminal is not None
 
+    @property
+    def has_response(self) -> bool:
+        """Whether there is a response to send now."""
+        completion = self.completion
+        if completion.terminal is not None:
+            return True
+        if not self.streamed or self.cancel_reason:
+            return False  # only its final response is sent
+        if completion.all_ended:
+            # All texts have ended, at stop strings, but the engine has not reported the end yet.
+            # The last data must leave with the final response, which carries the timing: wait for
+            # that report, one step away.
+            return False
+        return completion.has_pending
+
+    @property
+    def final_error(self) -> JitneyError | None:
+        """The error that the reply is to end with. None: it goes on, or ends with data."""
+        terminal = self.completion.terminal
+        if isinstance(terminal, Failed):
+            return from_code(terminal.code, terminal.message)
+        if isinstance(terminal, Cancelled) or self.cancel_reason:
+            return CancelledError(self.cancel_reason or CLIENT_GONE)
+        return None
+
 
 class SendQueue:
-    """The replies that have something to send, each once; first in, first out, urgent ones first.
+    """The replies that have something to send, each once. It has two lines, urgent replies and the
+    others. The urgent line goes first; in each line, the reply that came first goes first.
 
     A response costs the engine's cores as much as a token or two. So there is a pause after each
     send, and tokens made in the pause leave with the next response of their request.
@@ -70,9 +101,19 @@ class SendQueue:
         """Whether an urgent reply waits."""
         return bool(self._urgent)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no reply waits."""
+        return not self._urgent and not self._others
+
+    @property
+    def may_send(self) -> bool:
+        """Whether a response may be sent now."""
+        return not self.is_empty and self.seconds_to_next() == 0
+
     def put(self, reply: Reply) -> None:
-        """Add a reply. One that waits here already keeps its position, or joins the urgent ones if
-        it has become urgent."""
+        """Add a reply to the line that it belongs to now. One that waits already keeps its
+        position, unless it has become urgent: then it joins the end of the urgent line."""
         if reply.is_urgent:
             self._others.pop(reply.key, None)
             self._urgent.setdefault(reply.key, reply)
@@ -91,16 +132,14 @@ class SendQueue:
         self._urgent.pop(key, None)
         self._others.pop(key, None)
 
-    def seconds_to_next(self) -> float | None:
-        """Seconds until the next response may be sent. 0: now. None: no reply is here.
+    def seconds_to_next(self) -> float:
+        """Seconds until the next response may be sent. There must be a reply.
 
         First and last responses do not wait for the pause's end, nor does a stream that has waited
         for ``MAX_WAIT_S``.
         """
         if self._urgent:
             return 0
-        if not self._others:
-            return None
         now = time.monotonic()
         first = next(iter(self._others.values()))
         if now - first.queued_at > MAX_WAIT_S:

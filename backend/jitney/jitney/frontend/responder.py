@@ -1,9 +1,10 @@
 """From the engine's reports to responses: in order per request, without delaying the engine.
 
-One thread owns the replies, feeds the engine's events to their completions and sends. Other
-threads post calls to its inbox. A send is a round trip to the server. While one is under way,
-events gather in the inbox, and a request's new tokens leave together in its next response. Requests
-with something to send take turns, so that one fast stream delays the others by one send at most.
+One thread owns the replies, feeds the engine's events to their completions and sends. A public
+method may be called from any thread: it puts a call of a private method into the inbox of that one
+thread. A send is a round trip to the server. While one is under way, events gather in the inbox,
+and a request's new tokens leave together in its next response. Requests with something to send take
+turns, so that one fast stream delays the others by one send at most.
 
 Neither reading the inbox nor sending can starve the other: a turn reads for a bounded time, and
 then it sends for as long as it has read. If reports come faster than they are read, the engine
@@ -27,19 +28,17 @@ from jitney.errors import (
     InternalError,
     JitneyError,
     UnavailableError,
-    from_code,
 )
-from jitney.frontend.channel import Arrival, NamedArray
+from jitney.frontend.channel import Arrival, NamedArray, SendError
 from jitney.frontend.metrics import ModelMetrics, OpenCounts
-from jitney.frontend.replies import Reply, SendQueue
+from jitney.frontend.replies import CLIENT_GONE, Reply, SendQueue
 from jitney.frontend.spans import RequestSpans
 from jitney.messages import (
     Cancel,
-    Cancelled,
     Event,
-    Failed,
     Finished,
     Message,
+    PromptLogprobs,
     StepReport,
     Submit,
     Timing,
@@ -58,24 +57,22 @@ the engine does not hang because a send hangs."""
 LAST_SENDS_S = 3.0
 """Seconds in which a responder that is stopped sends the ends of the requests that have ended."""
 
-_CLIENT_GONE = "the request was cancelled by its client"
-
 
 class Responder:
     """Answers the requests of one model instance. See the module's docstring."""
 
     def __init__(
         self,
-        send_message: Callable[[Message], None],
+        tell_engine: Callable[[Message], None],
         metrics: ModelMetrics,
         max_pending_tokens: int,
         send_share: float,
         spans: RequestSpans | None = None,
     ) -> None:
-        """``send_message`` hands a message to the engine and must not block. A stream of which more
+        """``tell_engine`` hands a message to the engine and must not block. A stream of which more
         than ``max_pending_tokens`` tokens wait to be sent is cancelled. Sending takes
         ``send_share`` of the time at most."""
-        self._send_message = send_message
+        self._tell_engine = tell_engine
         self._metrics = metrics
         self._spans = spans
         self._max_pending_tokens = max_pending_tokens
@@ -94,10 +91,6 @@ class Responder:
 
     # ------------------------------------------------------------------ from other threads
 
-    def post(self, work: Callable[..., None], *args: object) -> None:
-        """Have the responder's thread call ``work``: one of the methods below."""
-        self._inbox.put(partial(work, *args))
-
     @property
     def counts(self) -> OpenCounts:
         """How much is open now."""
@@ -106,45 +99,77 @@ class Responder:
         )
 
     def put(self, report: StepReport) -> None:
-        """Have the responder's thread read a report: this object is the engine's outbox. While
-        ``MAX_REPORTS`` wait to be read, this waits too, for ``MAX_HOLD_S`` at most."""
+        """Apply a report of the engine, whose outbox this object is. While ``MAX_REPORTS`` wait for
+        that, this waits too, for ``MAX_HOLD_S`` at most."""
         at = time.monotonic()
         with self._report_was_read:
             self._report_was_read.wait_for(lambda: self._backlog < MAX_REPORTS, MAX_HOLD_S)
             self._backlog += 1
-        self._inbox.put(partial(self._read, report, at))
-
-    # ------------------------------------------------------------------ posted
+        self._post(self._apply_report, report, at)
 
     def add(self, arrival: Arrival) -> None:
         """Take over a request: from now on it ends here and nowhere else."""
-        self._encoding[arrival.key] = arrival
-        self._deadlines.add(arrival)
+        self._post(self._add, arrival)
 
     def begin(self, reply: Reply, submit: Submit) -> None:
         """The prompt of a request is encoded. ``submit`` goes to the engine unless the request has
         ended meanwhile."""
-        arrival = self._encoding.pop(reply.key, None)
-        if arrival is not None:
-            self._deadlines.remove(arrival)
-            self._replies[reply.key] = reply
-            self._guard(arrival, partial(self._send_message, submit))
+        self._post(self._begin, reply, submit)
 
     def answer(self, arrival: Arrival, tensors: Sequence[NamedArray]) -> None:
         """Send the only response of a request that needs no engine, unless the request has ended
         meanwhile."""
-        if arrival.key in self._encoding:
-            self._guard(arrival, partial(self._send_answer, arrival, tensors))
+        self._post(self._answer, arrival, tensors)
 
     def cancel(self, key: int) -> None:
         """The client of a request has gone. Does nothing if the request has ended."""
-        if key in self._encoding:
-            self._end(self._encoding[key], CancelledError(_CLIENT_GONE))
-        else:
-            self._send_message(Cancel(key))
+        self._post(self._cancel, key)
 
     def expire(self) -> None:
         """End the requests whose deadline has passed while their prompt is encoded."""
+        self._post(self._expire)
+
+    def abort(self, key: int, error: JitneyError) -> None:
+        """End a request with ``error``. The engine is told to cancel it. A request that has its
+        terminal event ends with that instead."""
+        self._post(self._abort, key, error)
+
+    def abort_all(self, error: JitneyError) -> None:
+        """:meth:`abort` every open request."""
+        self._post(self._abort_all, error)
+
+    def stop(self) -> None:
+        """End the thread once the calls that are in the inbox now are made."""
+        self._post(self._stop)
+
+    def _post(self, work: Callable[..., None], *args: object) -> None:
+        """Have the responder's thread call ``work``."""
+        self._inbox.put(partial(work, *args))
+
+    # ------------------------------------------------------------------ what the thread calls then
+
+    def _add(self, arrival: Arrival) -> None:
+        self._encoding[arrival.key] = arrival
+        self._deadlines.add(arrival)
+
+    def _begin(self, reply: Reply, submit: Submit) -> None:
+        arrival = self._encoding.pop(reply.key, None)
+        if arrival is not None:
+            self._deadlines.remove(arrival)
+            self._replies[reply.key] = reply
+            self._guard(arrival, partial(self._tell_engine, submit))
+
+    def _answer(self, arrival: Arrival, tensors: Sequence[NamedArray]) -> None:
+        if arrival.key in self._encoding:
+            self._guard(arrival, partial(self._send_only_response, arrival, tensors))
+
+    def _cancel(self, key: int) -> None:
+        if key in self._encoding:
+            self._end(self._encoding[key], CancelledError(CLIENT_GONE))
+        else:
+            self._tell_engine(Cancel(key))  # the engine ignores an unknown or ended request
+
+    def _expire(self) -> None:
         for key in self._deadlines.reached(time.monotonic()):
             arrival = self._encoding[key]
             assert arrival.deadline is not None
@@ -152,18 +177,20 @@ class Responder:
             error = DeadlineExceededError.of_request(arrival.at, arrival.deadline, state)
             self._end(arrival, error)
 
-    def abort(self, error: JitneyError, key: int | None = None) -> None:
-        """End request ``key`` with ``error``; without a key, every request that is open. The engine
-        is told to cancel them. A request that has its terminal event ends with that instead."""
-        for arrival in self._open():
-            if key is not None and key != arrival.key:
-                continue
-            reply = self._replies.get(arrival.key)
-            if reply is None or reply.completion.terminal is None:
+    def _abort(self, key: int, error: JitneyError) -> None:
+        reply = self._replies.get(key)
+        if reply is None:
+            arrival = self._encoding.get(key)
+            if arrival is not None:
                 self._end(arrival, error)
+        elif reply.completion.terminal is None:
+            self._end(reply.arrival, error)
 
-    def stop(self) -> None:
-        """End the thread once the calls that are in the inbox now are made."""
+    def _abort_all(self, error: JitneyError) -> None:
+        for arrival in self._open():
+            self._abort(arrival.key, error)
+
+    def _stop(self) -> None:
         self._stopping = True
 
     # ------------------------------------------------------------------ the thread
@@ -176,7 +203,7 @@ class Responder:
         request has ended.
         """
         seconds = self._read_inbox()
-        self._send_for(seconds)
+        self._send_responses_for(seconds)
         if not self._stopping:
             return 0
         self._end_all()
@@ -198,34 +225,30 @@ class Responder:
 
     def _first_call(self) -> Callable[[], None] | None:
         """Wait for a call, at most until a response may be sent. None: there was none."""
-        wait_s: float | None = 0
-        if not self._stopping:
-            wait_s = self._send_queue.seconds_to_next()
         try:
-            if wait_s == 0:
+            if self._stopping or self._send_queue.may_send:
                 return self._inbox.get_nowait()
-            # Without a limit if there is nothing to send.
-            return self._inbox.get(timeout=wait_s)
+            if self._send_queue.is_empty:
+                return self._inbox.get()
+            return self._inbox.get(timeout=self._send_queue.seconds_to_next())
         except queue.Empty:
             return None
 
-    def _send_for(self, seconds: float) -> None:
+    def _send_responses_for(self, seconds: float) -> None:
         """Send responses until so many seconds have passed, or none may be sent any more. The first
         one is sent whatever the time."""
         until = time.monotonic() + seconds
-        while self._send_queue.seconds_to_next() == 0:
-            self._send_next()
+        while self._send_queue.may_send:
+            self._handle_next_reply()
             if time.monotonic() >= until:
                 return
 
-    def _send_next(self) -> None:
+    def _handle_next_reply(self) -> None:
+        """Take the first reply out of the queue and send its response, or a part of the work for
+        it."""
         reply = self._send_queue.pop()
-        if not self._has_response(reply):
-            # It had one when it joined the queue. Since then all its texts have ended at stop
-            # strings: what is left waits for the engine's report of the end.
-            return
         began = time.monotonic()
-        self._guard(reply.arrival, partial(self._send, reply))
+        self._guard(reply.arrival, partial(self._advance, reply))
         self._send_queue.begin_pause(began, ended=time.monotonic())
 
     def _end_all(self) -> None:
@@ -233,32 +256,39 @@ class Responder:
         All other requests end with an error."""
         until = time.monotonic() + LAST_SENDS_S
         while self._send_queue.has_urgent and time.monotonic() < until:
-            self._send_next()
+            self._handle_next_reply()
         for arrival in self._open():
             self._end(arrival, UnavailableError("the model is being unloaded"))
 
     # ------------------------------------------------------------------ what the engine reports
 
-    def _read(self, report: StepReport, at: float) -> None:
-        """Read a step's report that was made at ``at`` (monotonic seconds)."""
+    def _apply_report(self, report: StepReport, at: float) -> None:
+        """Apply a step's report that was made at ``at`` (monotonic seconds)."""
         with self._report_was_read:
             self._backlog -= 1
             self._report_was_read.notify()
         for event in report.events:
             reply = self._replies.get(event.key)
             if reply is not None:  # None: the request has ended here, before the engine ended it
-                self._guard(reply.arrival, partial(self._feed, reply, event, at))
-        self._metrics.step(report.stats)
+                self._guard(reply.arrival, partial(self._apply_event, reply, event, at))
+        self._metrics.add_step(report.stats)
 
-    def _feed(self, reply: Reply, event: Event, at: float) -> None:
+    def _apply_event(self, reply: Reply, event: Event, at: float) -> None:
         if isinstance(event, Tokens):
             self._observe_latency(reply, event, at)
             if reply.streamed:
                 self._cancel_if_too_slow(reply)
-        for finish in reply.completion.feed(event):
-            self._send_message(finish)
-        if self._has_response(reply):
+        if isinstance(event, PromptLogprobs):
+            reply.prompt_logprobs = reply.writer.begin_prompt_logprobs(event.logprobs)
+        finish = reply.completion.feed(event)
+        if finish is not None:
+            self._tell_engine(finish)
+        if reply.has_response:
             self._send_queue.put(reply)
+        else:
+            # It may have had one. If all its texts have ended at stop strings since, the response
+            # waits for the engine's report of the end.
+            self._send_queue.remove(reply.key)
 
     def _observe_latency(self, reply: Reply, tokens: Tokens, at: float) -> None:
         tier = reply.arrival.tier
@@ -282,47 +312,36 @@ class Responder:
                 f"{waiting:,} tokens wait to be sent, but at most {self._max_pending_tokens:,} may "
                 f"(max_pending_tokens)"
             )
-            self._send_message(Cancel(reply.key))
+            self._tell_engine(Cancel(reply.key))
 
     # ------------------------------------------------------------------ a response
 
-    def _has_response(self, reply: Reply) -> bool:
-        """Whether there is a response to send now."""
-        completion = reply.completion
-        if completion.terminal is not None:
-            return True
-        if not reply.streamed or reply.cancel_reason:
-            return False  # only its final response is sent
-        if completion.all_ended:
-            # All texts have ended, at stop strings, but the engine has not reported the end yet.
-            # The last data must leave with the final response, which carries the timing: wait for
-            # that report, one step away.
-            return False
-        return completion.has_pending
-
-    def _send(self, reply: Reply) -> None:
-        """Send the next response, or prepare it a bit further."""
-        error = _final_error(reply)
+    def _advance(self, reply: Reply) -> None:
+        """Do the next thing for a reply that has a response: end it with an error, encode a part of
+        its prompt's logprobs, or send."""
+        error = reply.final_error
         if error is not None:
             self._end(reply.arrival, error)
             return
-        prompt_logprobs = reply.completion.prompt_logprobs or []
-        if reply.writer.encode_prompt_part(prompt_logprobs):
+        prompt_logprobs = reply.prompt_logprobs
+        if prompt_logprobs is not None and not prompt_logprobs.is_complete:
             # The response has to wait until all parts are encoded. The others get their turns.
+            prompt_logprobs.encode_next_part()
             self._send_queue.put(reply)
             return
-        self._send_news(reply)
+        self._send_data(reply)
 
-    def _send_news(self, reply: Reply) -> None:
+    def _send_data(self, reply: Reply) -> None:
         """Send what is new, up to a response's largest size. The rest is sent when the others have
         had a turn."""
         completion = reply.completion
-        most = reply.writer.max_tokens if reply.streamed else sys.maxsize
+        most = reply.writer.max_tokens_per_response if reply.streamed else sys.maxsize
         deltas = completion.take(most)
         timing = None  # set for the final response only
         if isinstance(completion.terminal, Finished) and not completion.has_pending:
             timing = completion.terminal.timing
-        tensors = reply.writer.write(deltas, timing)
+        tensors = reply.writer.write(deltas, timing, reply.prompt_logprobs)
+        reply.prompt_logprobs = None
         reply.has_begun = True
         reply.num_sent += sum(len(delta.ids) for delta in deltas)
         reply.arrival.channel.send(tensors, final=timing is not None)
@@ -332,7 +351,7 @@ class Responder:
         elif completion.has_pending:
             self._send_queue.put(reply)
 
-    def _send_answer(self, arrival: Arrival, tensors: Sequence[NamedArray]) -> None:
+    def _send_only_response(self, arrival: Arrival, tensors: Sequence[NamedArray]) -> None:
         arrival.channel.send(tensors, final=True)
         self._forget(arrival)
 
@@ -340,13 +359,13 @@ class Responder:
         """Note that a final response with data has been sent. ``reasons`` are the sequences'."""
         self._forget(reply.arrival)
         # A request counts once, by its last sequence.
-        self._metrics.finished(timing, reasons[-1], reply.arrival.tier)
+        self._metrics.count_finished(timing, reasons[-1], reply.arrival.tier)
         if self._spans is not None:
             self._spans.finished(
                 reply.arrival,
                 timing=timing,
                 reasons=reasons,
-                num_prompt=reply.writer.num_prompt_tokens,
+                num_prompt=reply.writer.num_prompt,
                 num_tokens=reply.num_sent,
             )
 
@@ -372,9 +391,9 @@ class Responder:
         if arrival.key not in self._replies and arrival.key not in self._encoding:
             return
         self._forget(arrival)
-        self._metrics.failed(error, arrival.tier)
+        self._metrics.count_failed(error, arrival.tier)
         arrival.channel.fail(error)
-        self._send_message(Cancel(arrival.key))
+        self._tell_engine(Cancel(arrival.key))
         if self._spans is not None:
             self._spans.failed(arrival, error)
 
@@ -385,21 +404,10 @@ class Responder:
         except (CancelledError, UnavailableError) as error:
             # The client has gone, or the engine takes no more requests.
             self._end(arrival, error)
-        except InternalError as error:
-            # A send has failed although the client is there.
+        except SendError as error:
             self._metrics.count("jitney_send_failures_total")
             self._end(arrival, error)
         except Exception:  # our bug
             _LOG.exception("request %r could not be answered", arrival.request_id)
             self._metrics.count("jitney_thread_errors_total")
             self._end(arrival, InternalError("the request could not be answered"))
-
-
-def _final_error(reply: Reply) -> JitneyError | None:
-    """The error that the reply is to end with. None: it goes on, or ends with data."""
-    terminal = reply.completion.terminal
-    if isinstance(terminal, Failed):
-        return from_code(terminal.code, terminal.message)
-    if isinstance(terminal, Cancelled) or reply.cancel_reason:
-        return CancelledError(reply.cancel_reason or _CLIENT_GONE)
-    return None

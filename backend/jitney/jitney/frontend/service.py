@@ -37,12 +37,12 @@ from jitney.frontend.worker import Worker
 from jitney.messages import Submit
 from jitney.sampling_params import check_sampling_params
 from jitney.text.completion import Completion
-from jitney.text.grammar_process import CHECKER, setup
+from jitney.text.grammar_process import CHECKER_MODULE, checker_first_line
 from jitney.text.intake import (
     EncodedPrompt,
     check_prompt_size,
     deadline_of,
-    encode_input,
+    encode_client_bytes,
     make_submit,
 )
 from jitney.text.logprobs import LogprobsEncoder
@@ -70,7 +70,8 @@ _JOIN_S = 5.0
 
 
 class Service:
-    """Accepts requests until closed or until its engine dies."""
+    """Accepts requests until it is drained or closed, or until its engine's supervisor fails. An
+    engine that dies does not end it: the supervisor starts another one."""
 
     def __init__(
         self,
@@ -89,8 +90,8 @@ class Service:
         self._tracing = tracing
         self._keys = itertools.count()
         self._refusal: str | None = None  # set once no request is accepted any more: why
-        # Bytes of all requests that were ever accepted, the ended ones too. The responder counts
-        # the bytes of the ended ones. So one thread writes each of the two counts.
+        # The bytes of the open requests are this number minus the responder's ``ended_bytes``. Both
+        # count all requests that there ever were, so that one thread writes each of them.
         self._accepted_bytes = 0
         self._logprobs = LogprobsEncoder(tokenizer.token_text)
         self._short = ThreadPoolExecutor(2, "jitney-encode")
@@ -99,14 +100,14 @@ class Service:
         # have a new grammar too.
         self._new_grammars = ThreadPoolExecutor(1, "jitney-encode-grammar")
         # The process that checks grammars reads this line before any other.
-        first_line = setup(tokenizer.data, info, config)
-        self._grammars = GrammarChecker(config, CHECKER, first_line)
+        first_line = checker_first_line(tokenizer.data, info, config)
+        self._grammars = GrammarChecker(config, CHECKER_MODULE, first_line)
         self._tier_names = [tier.name for tier in config.tiers]
-        drafter = "" if config.speculation is None else config.speculation.drafter
+        drafter = None if config.speculation is None else config.speculation.drafter
         self._metrics = ModelMetrics(labels, info, tiers=self._tier_names, drafter=drafter)
         self._responder = self._make_responder(labels["model"])
         # Requests whose clients may have gone: all that are open, and some that ended lately.
-        self._watched: queue.SimpleQueue[tuple[int, Channel]] = queue.SimpleQueue()
+        self._watched: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
         self._workers = self._start_workers()
 
     def _make_responder(self, model: str) -> Responder:
@@ -115,7 +116,7 @@ class Service:
             spans = RequestSpans(self._tracing, model, self._engine.health)
         share = CPU_SEND_SHARE if self._info.device == "cpu" else 1.0
         return Responder(
-            send_message=self._engine.send,
+            tell_engine=self._engine.send,
             metrics=self._metrics,
             max_pending_tokens=self._config.max_pending_tokens,
             send_share=self._config.send_share or share,
@@ -146,10 +147,10 @@ class Service:
         try:
             if self._refusal is not None:
                 raise UnavailableError(self._refusal)
-            self._admit(parse_request(request), channel, now)
+            self._take_over(parse_request(request), channel, now)
         except Exception as error:
             refusal = self._as_refusal(error)
-            self._metrics.failed(refusal)
+            self._metrics.count_failed(refusal)
             channel.fail(refusal)
 
     def _as_refusal(self, error: Exception) -> JitneyError:
@@ -161,16 +162,18 @@ class Service:
         self.count_error()
         return InternalError("the request could not be taken in")
 
-    def _admit(self, request: ClientRequest, channel: Channel, now: float) -> None:
+    def _take_over(self, request: ClientRequest, channel: Channel, now: float) -> None:
         """Check all that can be checked before the prompt is encoded, then have it encoded. Raises
-        the reason for a refusal."""
+        the reason for a refusal. From ``responder.add`` on it raises nothing, because the responder
+        alone ends the request then."""
         params = request.limits.apply(request.params, self._config)
         request = replace(request, params=params)
         check_sampling_params(params, self._config, vocab_size=self._info.vocab_size)
         self._check_size(request)
         size = request.prompt_bytes + REQUEST_BYTES
         self._check_open_bytes(size)
-        tier = ""
+        encoders = self._encoders_for(request)
+        tier = None
         if self._tier_names:
             index = self._config.tier_of(params.tier)
             tier = self._tier_names[index]
@@ -185,9 +188,13 @@ class Service:
             tier=tier,
         )
         self._accepted_bytes += size
-        self._responder.post(self._responder.add, arrival)
-        self._watched.put((arrival.key, channel))
-        self._encoders_for(request).submit(self._encode, request, arrival)
+        self._responder.add(arrival)
+        self._watched.put(arrival)
+        try:
+            encoders.submit(self._encode, request, arrival)
+        except RuntimeError:  # the pool was shut down by close(), or no thread can be started
+            reason = self._refusal or "the prompt cannot be encoded now"
+            self._responder.abort(arrival.key, UnavailableError(reason))
 
     def _check_size(self, request: ClientRequest) -> None:
         """Raise InvalidArgumentError if the number of a prompt's bytes, or ids, shows already that
@@ -228,40 +235,40 @@ class Service:
             if arrival.channel.closed:
                 return  # its client has gone, or its deadline has passed
             if request.task == "generate":
-                reply, submit = self._make_reply(request, arrival)
-                self._responder.post(self._responder.begin, reply, submit)
+                prompt = self._encode_prompt(request)
+                submit = self._make_submit(request, arrival, prompt.ids)
+                self._metrics.count("jitney_prompt_tokens_total", len(prompt.ids))
+                reply = self._make_reply(request, arrival, prompt, submit)
+                self._responder.begin(reply, submit)
             else:
                 answer = perform(request, self._tokenizer, self._config, self._info)
-                self._responder.post(self._responder.answer, arrival, answer)
+                self._responder.answer(arrival, answer)
         except Exception as error:
-            self._abort(self._as_refusal(error), arrival.key)
+            self._responder.abort(arrival.key, self._as_refusal(error))
 
-    def _make_reply(self, request: ClientRequest, arrival: Arrival) -> tuple[Reply, Submit]:
-        """What the responder keeps of a request, and what the engine gets. Raises
-        InvalidArgumentError."""
-        prompt = self._encode_prompt(request)
-        submit = self._make_submit(request, arrival, prompt.ids)
-        self._metrics.count("jitney_prompt_tokens_total", len(prompt.ids))
+    def _make_reply(
+        self, request: ClientRequest, arrival: Arrival, prompt: EncodedPrompt, submit: Submit
+    ) -> Reply:
+        """What the responder keeps of a request."""
         echo_text = ""
         if request.echo:
             echo_text = prompt.text or self._tokenizer.decode(prompt.ids)
         writer = ResponseWriter(
             request,
             echo_text=echo_text,
-            prompt_tokens=len(prompt.ids),
+            num_prompt=len(prompt.ids),
             encoder=self._logprobs,
         )
         # Not ``submit.params``: the engine may return logprobs that the client has not asked for.
         wants_logprobs = "logprobs" in request.returns and request.params.logprobs is not None
         encoder = self._logprobs if wants_logprobs else None
         completion = Completion(submit, self._tokenizer, encoder)
-        reply = Reply(arrival, streamed=request.stream, completion=completion, writer=writer)
-        return reply, submit
+        return Reply(arrival, streamed=request.stream, completion=completion, writer=writer)
 
     def _encode_prompt(self, request: ClientRequest) -> EncodedPrompt:
         if not isinstance(request.prompt, bytes):
             return EncodedPrompt(request.prompt.tolist(), text=None)
-        return encode_input(
+        return encode_client_bytes(
             field=request.prompt_input,
             data=request.prompt,
             tokenizer=self._tokenizer,
@@ -294,14 +301,11 @@ class Service:
         """Whether requests are taken, and there is an engine for them."""
         return self._refusal is None and self._engine.health.up
 
-    def _abort(self, error: JitneyError, key: int | None = None) -> None:
-        """Have the responder end a request, or without a key all of them. From any thread."""
-        self._responder.post(self._responder.abort, error, key)
-
     def drain(self, grace_s: float) -> None:
         """Refuse new requests from now on, and end after ``grace_s`` seconds what is still open."""
         self._refusal = "the server is shutting down"
-        timer = threading.Timer(grace_s, self._abort, (UnavailableError(self._refusal),))
+        error = UnavailableError(self._refusal)
+        timer = threading.Timer(grace_s, self._responder.abort_all, (error,))
         timer.daemon = True
         timer.start()
 
@@ -314,7 +318,7 @@ class Service:
         # The engine ends before the responder: what finishes in its last report is answered.
         self._engine.stop()
         self._workers["engine"].join(_JOIN_S)
-        self._responder.post(self._responder.stop)
+        self._responder.stop()
         self._workers["responder"].join(_JOIN_S)
         for name in ("sweeper", "metrics"):
             self._workers[name].stop()
@@ -328,26 +332,26 @@ class Service:
     def _run_engine(self) -> None:
         try:
             self._engine.run(self._responder)
-        except BaseException:
+        except BaseException:  # the supervisor has failed: there will be no other engine
             _LOG.exception("the engine has died")
             self._refusal = "the engine has stopped; the model must be loaded again"
-            self._abort(InternalError("the engine has stopped"))
+            self._responder.abort_all(InternalError("the engine has stopped"))
 
     def _sweep(self) -> float:
-        """Find the requests whose clients have gone, those in the queue too, and end those whose
-        deadline has passed while their prompt is encoded. In a thread of its own, because the
-        server is asked about each request in a round trip."""
+        """Look for requests that are to end: by their deadline, or because their client has gone.
+        In a thread of its own, because the server is asked about each request in a round trip."""
         if self._responder.counts.encoding:
-            self._responder.post(self._responder.expire)
+            # The engine keeps the deadlines of the other requests.
+            self._responder.expire()
         began = time.monotonic()
         for key in sweep(self._watched):
-            self._responder.post(self._responder.cancel, key)
+            self._responder.cancel(key)
         seconds = time.monotonic() - began
         # Seconds from one sweep's begin to the next one's.
         period = max(self._config.cancel_sweep_s, seconds / _SWEEP_SHARE)
         return period - seconds
 
     def _flush_metrics(self) -> float:
-        self._metrics.note(self._engine.health, self._responder.counts)
+        self._metrics.set_gauges(self._engine.health, self._responder.counts)
         self._metrics.flush()
         return self._config.metrics_flush_s

@@ -69,6 +69,6 @@ class RequestSpans:
             "gen_ai.request.model": self._model,
             "jitney.request_id": arrival.request_id,
         }
-        if arrival.tier:
+        if arrival.tier is not None:
             attributes["jitney.tier"] = arrival.tier
         return attributes

@@ -11,10 +11,10 @@ import numpy as np
 
 from jitney.config import EngineConfig
 from jitney.frontend.channel import NamedArray
-from jitney.frontend.protocol import ClientRequest, strings
+from jitney.frontend.protocol import ClientRequest, string_array
 from jitney.messages import ModelInfo
 from jitney.sampling_params import NAMES, check_token_ids
-from jitney.text.intake import adapter_names, encode_input
+from jitney.text.intake import adapter_names, encode_client_bytes
 from jitney.text.tokenizer import Tokenizer
 
 
@@ -27,10 +27,10 @@ def perform(
     Raises InvalidArgumentError for a prompt that "generate" would refuse too.
     """
     if request.task == "describe":
-        return [("text_output", strings([_describe(tokenizer, config, info)]))]
+        return [("text_output", string_array([_describe(tokenizer, config, info)]))]
     if isinstance(request.prompt, bytes):
         assert request.task == "tokenize"  # a text or a chat
-        prompt = encode_input(
+        prompt = encode_client_bytes(
             field=request.prompt_input,
             data=request.prompt,
             tokenizer=tokenizer,
@@ -41,7 +41,7 @@ def perform(
     assert request.task == "detokenize"
     ids = request.prompt.tolist()
     check_token_ids("input_ids", ids, info.vocab_size)
-    return [("text_output", strings([tokenizer.decode(ids, skip_special_tokens=False)]))]
+    return [("text_output", string_array([tokenizer.decode(ids, skip_special_tokens=False)]))]
 
 
 def _describe(tokenizer: Tokenizer, config: EngineConfig, info: ModelInfo) -> bytes:

@@ -56,6 +56,27 @@ class Worker:
                 pause = ERROR_PAUSE_S
 
 
+class _SigtermWaiter:
+    """Reads the numbers of signals from a socket pair, to which Python's handler writes them."""
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self._callback = callback
+        self._was_called = False
+        # The writer is used by its descriptor alone. It is kept here, because it would be closed
+        # once it was collected, and then no signal could come.
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)  # a signal handler must not wait
+        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+
+    def turn(self) -> float:
+        """Wait for one signal. Returns the pause before the next turn: none."""
+        number = self._reader.recv(1)[0]
+        if number == signal.SIGTERM and not self._was_called:
+            self._callback()
+            self._was_called = True
+        return 0.0
+
+
 def on_sigterm(callback: Callable[[], None], count_error: Callable[[], None]) -> None:
     """Run ``callback`` in a thread of its own at the first SIGTERM; the process goes on. Later ones
     do nothing, unless ``callback`` has raised: that is counted and logged, and the next SIGTERM
@@ -63,8 +84,8 @@ def on_sigterm(callback: Callable[[], None], count_error: Callable[[], None]) ->
 
     Nothing else tells us that the server is about to exit. It calls ``finalize`` only once every
     response has been sent, and it exits after its timeout in any case, so a long stream would be
-    cut without an error. Whoever stops the server signals its stubs too: our launcher, systemd, or
-    ``docker stop`` with an init that forwards signals to the group.
+    cut without an error. The one that stops the server signals its stubs too: our launcher,
+    systemd, or ``docker stop`` with an init that forwards signals to the group.
 
     The stub's main thread is in C++, where Python never runs a signal handler. But Python's handler
     in C writes the signal's number to the wake-up descriptor at once, and a thread reads it there.
@@ -72,21 +93,7 @@ def on_sigterm(callback: Callable[[], None], count_error: Callable[[], None]) ->
     if threading.current_thread() is not threading.main_thread():
         _LOG.warning("not in the main thread: SIGTERM will not be caught")
         return
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)  # a signal handler must not wait
+    waiter = _SigtermWaiter(callback)
     # Without a handler of Python's, SIGTERM would end the process.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
-    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    was_called = False
-
-    def wait() -> float:
-        nonlocal was_called
-        # This line also keeps the writer alive: once it was collected, no signal could come.
-        assert writer.fileno() >= 0
-        number = reader.recv(1)[0]
-        if number == signal.SIGTERM and not was_called:
-            callback()
-            was_called = True
-        return 0.0
-
-    Worker("sigterm", wait, count_error)
+    Worker("sigterm", waiter.turn, count_error)

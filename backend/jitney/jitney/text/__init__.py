@@ -7,4 +7,16 @@
 in the ``Submit``, and the engine compiles it. Each sequence then has a ``GrammarState`` of
 ``batch.py``. The state follows from the sequence's output alone. So a fork begins with a new
 state, and a resumed sequence has a new state accept its output again.
+
+A grammar on its way:
+
+========================  ======================================  ===============================
+form                      where                                   made from the one above by
+========================  ======================================  ===============================
+``StructuredOutputs``     a request's parameters                  the client
+a text for llguidance     ``Submit.grammar``                      ``prove_grammar``, in the process
+                                                                  of ``GrammarChecker``
+``CompiledGrammar``       the engine; a ``batch.Grammar``         ``GrammarCompiler``
+``MatcherState``          one sequence; a ``batch.GrammarState``  ``CompiledGrammar.begin``
+========================  ======================================  ===============================
 """

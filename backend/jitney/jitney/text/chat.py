@@ -10,6 +10,7 @@ import msgspec
 
 from jitney.config import EngineConfig
 from jitney.errors import InvalidArgumentError, nearest
+from jitney.text.chat_template import REASONING_KEYS
 from jitney.text.tokenizer import check_text
 
 _MAX_DEPTH = 32
@@ -18,7 +19,7 @@ _MAX_DEPTH = 32
 _PARAMETERS_KEYS = ("chat_template_parameters", "chat_template_kwargs")
 """Two names of the same: ours and vLLM's."""
 _KEYS = ("messages", "tools", *_PARAMETERS_KEYS)
-_INSTEAD_OF_CONTENT = ("tool_calls", "reasoning_content", "reasoning")
+_INSTEAD_OF_CONTENT = ("tool_calls", *REASONING_KEYS)
 """A message that has one of these needs no content."""
 
 

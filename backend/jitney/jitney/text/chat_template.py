@@ -21,8 +21,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from jitney.errors import InvalidArgumentError
 
-_REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names under which a message may carry its reasoning. Templates read the first or the second."""
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""Keys under which a message may carry its reasoning. Templates read the first or the second."""
 
 
 class ChatTemplate:
@@ -95,6 +95,7 @@ class _Namespace(jinja2.utils.Namespace):
         self, *positional = args
         given = dict(*positional, **kwargs)
         for name in given:
+            # Not ``self._check``: an attribute of a namespace is a variable of the template.
             _Namespace._check(name)
         jinja2.utils.Namespace.__init__(self, given)
 
@@ -109,12 +110,12 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message, with its reasoning under each name that templates read."""
-    for name in _REASONING:
-        reasoning = message.get(name)
+    """The message, with its reasoning under each key that templates read."""
+    for key in REASONING_KEYS:
+        reasoning = message.get(key)
         if reasoning is not None:
-            # A "thinking" of the message's own stays. Its "reasoning_content" is this reasoning, or
-            # None.
+            # A "thinking" that the message has stays, because it may differ. A "reasoning_content"
+            # that it has is this very reasoning, or None, because that key is looked for first.
             completed = {"thinking": reasoning, **message}
             completed["reasoning_content"] = reasoning
             return completed

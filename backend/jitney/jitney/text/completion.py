@@ -50,31 +50,36 @@ class SequenceDelta:
 
 @dataclass(slots=True)
 class _Pending:
-    """What was fed of one sequence and not taken yet."""
+    """What was fed of one sequence and not taken yet. Each list has an entry for each token, unless
+    it is said to be empty in :class:`SequenceDelta`."""
 
-    text: list[str] = field(default_factory=list)
-    """Pieces. A token adds one at most, and the end of the sequence up to two more."""
     ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    """What each token completes; often empty."""
     logprobs: list[list[Logprob]] = field(default_factory=list)
     encoded: list[bytes] = field(default_factory=list)
+    end_text: str = ""
+    """What the end of the sequence completes: the text that was held back until then."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to take. Each of the logprobs has an id."""
-        return not self.ids and not self.text
+        """Whether there is nothing to take."""
+        return not self.ids and not self.end_text
 
     def split(self, size: int) -> "_Pending":
-        """Take out the first ``size`` tokens, and as many pieces of text. A token adds one piece of
-        text at most. So no text is left behind its tokens, except for the pieces that the end of a
-        sequence adds."""
+        """Take out the first ``size`` tokens with their texts and logprobs. ``end_text`` goes with
+        the last token."""
         first = _Pending(
-            text=self.text[:size],
             ids=self.ids[:size],
+            texts=self.texts[:size],
             logprobs=self.logprobs[:size],
             encoded=self.encoded[:size],
         )
-        for rest in (self.text, self.ids, self.logprobs, self.encoded):
+        for rest in (self.ids, self.texts, self.logprobs, self.encoded):
             del rest[:size]
+        if not self.ids:
+            first.end_text = self.end_text
+            self.end_text = ""
         return first
 
 
@@ -110,10 +115,13 @@ class _Sequence:
         for token_id in event.ids:
             num_kept += 1
             self._num_tokens += 1
+            # A stop token is the last one of its event.
             is_stop_token = event.stop_id is not None and num_kept == len(event.ids)
+            text = ""
             # The text of a stop token is left out, unless the client wants it.
             if not is_stop_token or self._include_stop:
-                self._scan(self._decoder.feed(token_id))
+                text = self._scan(self._decoder.feed(token_id))
+            self.pending.texts.append(text)
             if self._scanner.stopped:
                 break
         self.pending.ids.extend(event.ids[:num_kept])
@@ -124,15 +132,14 @@ class _Sequence:
         if event.finish_reason is not None:
             # The last characters that were held back: by the decoder, then by the scanner. The
             # decoder's may complete a stop string.
-            self._scan(self._decoder.flush())
-            self.pending.text.append(self._scanner.flush())
+            from_decoder = self._scan(self._decoder.flush())
+            self.pending.end_text = from_decoder + self._scanner.flush()
             self.finish_reason = "stop" if self._scanner.stopped else event.finish_reason
 
-    def _scan(self, text: str) -> None:
-        """Look for a stop string in new text, and keep the text up to there."""
-        if text:
-            armed = self._num_tokens > self._min_tokens
-            self.pending.text.append(self._scanner.feed(text, armed))
+    def _scan(self, text: str) -> str:
+        """Look for a stop string in new text. Returns what may be sent."""
+        armed = self._num_tokens > self._min_tokens
+        return self._scanner.feed(text, armed)
 
     def _keep_logprobs(self, event: Tokens, num_kept: int) -> None:
         """Keep the logprobs of the event's first ``num_kept`` tokens."""
@@ -180,9 +187,9 @@ class Completion:
         """Whether every sequence has its finish reason."""
         return all(each.finish_reason is not None for each in self._sequences)
 
-    def feed(self, event: Event) -> list[Finish]:
-        """Take one event of this request. Returns the message for the engine that a sequence has
-        ended at a stop string, if one has. Tokens that the engine made after it are dropped."""
+    def feed(self, event: Event) -> Finish | None:
+        """Take one event of this request. Returns a message for the engine if a stop string has
+        ended a sequence; else None. Tokens that the engine made after it are dropped."""
         assert event.key == self.key
         assert self.terminal is None, "a request ends once"
         match event:
@@ -194,20 +201,20 @@ class Completion:
                 assert not isinstance(event, Finished) or self.all_ended
                 self.terminal = event
         self._has_pending = True
-        return []
+        return None
 
-    def _feed_tokens(self, event: Tokens) -> list[Finish]:
+    def _feed_tokens(self, event: Tokens) -> Finish | None:
         sequence = self._sequences[event.index]
         if sequence.finish_reason is not None:
-            return []  # they were made after a stop string, before the engine knew of it
+            return None  # they were made after a stop string, before the engine knew of it
         num_before = len(sequence.pending.ids)
         sequence.feed(event)
         self.pending_tokens += len(sequence.pending.ids) - num_before
         self._has_pending = True
         if sequence.finish_reason is not None and event.finish_reason is None:
             # It has ended here, and goes on in the engine.
-            return [Finish(self.key, event.index)]
-        return []
+            return Finish(self.key, event.index)
+        return None
 
     def take(self, most: int = sys.maxsize) -> list[SequenceDelta]:
         """What is new since the last call: a delta of each sequence, in order.
@@ -224,7 +231,7 @@ class Completion:
             self.pending_tokens += len(sequence.pending.ids)
             delta = SequenceDelta(
                 index=index,
-                text="".join(taken.text),
+                text="".join(taken.texts) + taken.end_text,
                 ids=taken.ids,
                 logprobs=taken.logprobs if self._returns_logprobs else None,
                 encoded_logprobs=taken.encoded,

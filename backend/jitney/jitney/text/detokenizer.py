@@ -68,12 +68,13 @@ class DecodingRules:
                 match = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token)
                 if match:
                     self.byte_values[token_id] = int(match[1], 16)
-        self.word: list[int] = []
-        """One token with a text that bytes cannot continue. It takes the place of a prompt that has
-        nothing but byte tokens (``_end_of``). Empty if the tokenizer has no byte tokens, or no such
-        token."""
+        self.stand_in: list[int] = []
+        """One token with a text that bytes cannot continue. It stands for a prompt that has nothing
+        but byte tokens, which no output may be decoded with. Without any token before it, the
+        output would lose the space at its beginning. Empty if the tokenizer has no byte tokens, or
+        no such token."""
         if self.byte_values:
-            self.word = self._find_word()
+            self.stand_in = self._find_word()
         self._bytes: dict[int, bytes] = {}
 
     def decoder(self, prompt: Sequence[int], skip_special_tokens: bool) -> IncrementalDecoder:
@@ -135,8 +136,8 @@ class WindowDecoder:
     """For all other tokenizers. It decodes context and pending tokens together and sends the text
     that comes after the context's.
 
-    The context is the shortest end of the tokens sent so far that has a text. With it no pending
-    token is decoded as the first one of a sequence.
+    The context is a short end of the tokens whose text is sent. It has a text itself, so that no
+    pending token is decoded as the first one of a sequence.
     """
 
     def __init__(
@@ -144,14 +145,17 @@ class WindowDecoder:
     ) -> None:
         self._rules = rules
         self._skipped = skipped
+        self._context: list[int] = []
+        """Empty as long as no token has a text."""
+        self._context_text = ""
+        """The decode of ``_context``."""
+        self._pending: list[int] = []
+        """The tokens behind the context: their text is not sent, or they have none yet."""
         self._run: list[int] = []
         """The run of byte tokens with which ``_pending`` ends."""
-        self._pending: list[int] = []
-        self._context: list[int] = []
-        self._context_text = ""
-        self._begin_after(self._end_of(prompt))
+        self._begin_window(self._visible_end_of(prompt))
 
-    def _end_of(self, prompt: Sequence[int]) -> list[int]:
+    def _visible_end_of(self, prompt: Sequence[int]) -> list[int]:
         """The prompt's last visible tokens, without byte tokens at its very end. They are left out
         so that no character is made of bytes of the prompt and of the output."""
         tokens: list[int] = []
@@ -165,9 +169,8 @@ class WindowDecoder:
                 tokens.append(token_id)
         tokens.reverse()
         if ends_in_bytes and not self._rules.decode(tokens):
-            # The prompt's text is in the bytes that were left out. A word stands for them: else the
-            # output would be decoded as the first text and lose a space at its beginning.
-            return self._rules.word
+            # The prompt's text is in the bytes that were left out.
+            return self._rules.stand_in
         return tokens
 
     def feed(self, token_id: int) -> str:
@@ -188,7 +191,7 @@ class WindowDecoder:
             return ""
         new_text = text[len(self._context_text) :]
         if new_text:
-            self._begin_after(self._context + self._pending)
+            self._begin_window(self._context + self._pending)
         elif self._context_text:
             # The tokens have no text, and there is a context that has one: nothing later depends on
             # them.
@@ -201,41 +204,50 @@ class WindowDecoder:
         self._pending.clear()
         return text[len(self._context_text) :]
 
-    def _begin_after(self, tokens: list[int]) -> None:
-        """Begin a new window, because the text of all ``tokens`` is sent. Their last tokens become
-        the context: the last one, or the last 2, 4, 8, … until they have a text."""
+    def _begin_window(self, tokens: list[int]) -> None:
+        """Begin a new window, because the text of all ``tokens`` is sent."""
+        context, text = self._find_context(tokens)
+        self._context = context
+        self._context_text = text
+        # Without a context no token has a text. They stay before the next ones, because the first
+        # token with a text is decoded as the first of the sequence.
+        self._pending = [] if context else tokens.copy()
+
+    def _find_context(self, tokens: list[int]) -> tuple[list[int], str]:
+        """A short end of ``tokens`` that has a text, and this text. The length of the end is
+        doubled until it has a text. Both are empty if no token has one."""
         size = 1
         while True:
             end = tokens[-size:]
             text = self._rules.decode(end)
-            if text or size >= len(tokens):
-                break
+            if text:
+                return end, text
+            if size >= len(tokens):
+                return [], ""
             size *= 2
-        if text:
-            self._context = end
-            self._pending = []
-        else:
-            # No token has a text, so the next one with a text is the first of the sequence.
-            self._context = []
-            self._pending = end
-        self._context_text = text
 
     def _cut_run(self) -> str:
         """Send a run that has become too long to wait for its end. An incomplete character at its
         end is still held back."""
-        utf8 = codecs.getincrementaldecoder("utf-8")("strict")
-        try:
-            utf8.decode(bytes(self._rules.byte_values[token_id] for token_id in self._run))
-            incomplete, _ = utf8.getstate()
-            num_held = len(incomplete)
-        except UnicodeDecodeError:
-            num_held = 0
-        cut = len(self._pending) - num_held
+        data = bytes(self._rules.byte_values[token_id] for token_id in self._run)
+        cut = len(self._pending) - _num_incomplete(data)
         text = self._rules.decode(self._context + self._pending[:cut])
         # The context stays: later tokens are decoded as if they came right behind the context.
         self._pending = self._pending[cut:]
         self._run = self._pending.copy()
         return text[len(self._context_text) :]
+
+
+def _num_incomplete(data: bytes) -> int:
+    """How many bytes at the end are the beginning of a character; 0 if the bytes before them are
+    not UTF-8."""
+    utf8 = codecs.getincrementaldecoder("utf-8")("strict")
+    try:
+        utf8.decode(data)
+    except UnicodeDecodeError:
+        return 0
+    incomplete, _ = utf8.getstate()
+    return len(incomplete)
 
 
 def _decoder_kinds(tokenizer: tokenizers.Tokenizer) -> set[str]:

@@ -20,7 +20,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from jitney.errors import InvalidArgumentError, show
 from jitney.messages import ModelInfo
 from jitney.sampling_params import StructuredOutputs
-from jitney.text.json_schema import check_schema
+from jitney.text.json_schema import prepare_schema
 from jitney.text.lark import has_finite_sentence
 from jitney.text.tokenizer import TokenizerData
 
@@ -30,6 +30,8 @@ some 10 ms."""
 _PROOF_STEPS = 128
 """How many random tokens try a grammar out. If these meet no limit and no dead end, more of them
 would hardly meet one."""
+_JSON_DIRECTIVE = re.compile(r"%json\s*(?=\{)")
+"""What stands before a JSON schema in Lark's notation."""
 _BRACKETS = re.compile(
     r"""
     "(?:\\.|[^"\\])*"      # a string, whose brackets do not count
@@ -48,18 +50,23 @@ def prove_grammar(
     Raises InvalidArgumentError, naming field and reason, for what is too large, cannot be enforced,
     allows no text, or has no finite sentence.
     """
-    given = {k: v for k, v in msgspec.structs.asdict(structured).items() if v is not None}
+    fields = msgspec.structs.asdict(structured)
+    given = {name: value for name, value in fields.items() if value is not None}
     ((name, value),) = given.items()  # parsing has made sure that exactly one is given
     field = f"structured_outputs.{name}"
     text = value if isinstance(value, str) else json.dumps(value)
-    if len(text.encode("utf-8", "replace")) > max_bytes:
-        size = f"has {len(text):,} characters, but at most {max_bytes:,} bytes are taken"
-        raise InvalidArgumentError(f"{field} {size} (max_grammar_bytes)")
+    num_bytes = len(text.encode("utf-8", "replace"))
+    if num_bytes > max_bytes:
+        raise InvalidArgumentError(
+            f"{field} has {num_bytes:,} bytes, but at most {max_bytes:,} are taken "
+            "(max_grammar_bytes)"
+        )
     if _depth(text) > max_depth:
-        deep = f"is nested deeper than {max_depth} levels (max_grammar_depth)"
-        raise InvalidArgumentError(f"{field} {deep}")
+        raise InvalidArgumentError(
+            f"{field} is nested deeper than {max_depth} levels (max_grammar_depth)"
+        )
     grammar = _grammar(name, value, field)
-    matcher = compiler.match(grammar, field)
+    matcher = compiler.new_matcher(grammar, field)
     if name == "grammar" and not has_finite_sentence(value):
         raise InvalidArgumentError(f"{field}: no finite text fits the rule start")
     _try_out(matcher, compiler, field)
@@ -91,7 +98,7 @@ def _json_grammar(value: Any, field: str) -> str:
             raise InvalidArgumentError(f"{field} is not JSON: {error}") from None
     if not isinstance(schema, dict):
         raise InvalidArgumentError.of(field, value, "a JSON schema that is an object")
-    check_schema(schema)
+    prepare_schema(schema)
     return LLMatcher.grammar_from_json_schema(
         schema,
         overrides={
@@ -104,22 +111,26 @@ def _json_grammar(value: Any, field: str) -> str:
 
 def _with_checked_schemas(rules: str) -> str:
     """Lark with its ``%json`` schemas checked like the others. Their ``x-guidance`` is kept."""
-    # Every part but the first begins with the schema after a ``%json``.
-    before, *others = re.split(r"(?<=%json)\s*(?=\{)", rules)
-    parts = [before]
-    for part in others:
+    parts: list[str] = []
+    copied = 0  # so many characters of ``rules`` are in ``parts``
+    for directive in _JSON_DIRECTIVE.finditer(rules):
+        begin = directive.end()  # of the schema
+        if begin < copied:
+            continue  # it stands in a string of the schema before it
         try:
-            schema, end = json.JSONDecoder().raw_decode(part)
+            schema, end = json.JSONDecoder().raw_decode(rules, begin)
         except ValueError as error:
             raise InvalidArgumentError(f"structured_outputs.grammar: %json: {error}") from None
-        # check_schema refuses "x-guidance": clients must not change how a schema is read. In a
+        # prepare_schema refuses "x-guidance": clients must not change how a schema is read. In a
         # grammar in Lark it is allowed, so it is taken out for the check.
         style: dict[str, Any] = {}
         if "x-guidance" in schema:
             style["x-guidance"] = schema.pop("x-guidance")
-        check_schema(schema)
+        prepare_schema(schema)
         checked = json.dumps(style | schema)
-        parts.append(f" {checked}{part[end:]}")
+        parts.append(f"{rules[copied:begin]} {checked}")
+        copied = end
+    parts.append(rules[copied:])
     return "".join(parts)
 
 
@@ -141,24 +152,29 @@ def _try_out(matcher: LLMatcher, compiler: "GrammarCompiler", field: str) -> Non
     chance = random.Random(0)
     made: list[int] = []
     for _ in range(_PROOF_STEPS):
-        mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-        bits = np.unpackbits(mask, bitorder="little")
-        allowed = np.setdiff1d(bits.nonzero(), compiler.end_ids)
-        error = matcher.get_error()
-        # "NoExtension" says only that no token may follow. That is looked at below.
-        if error and "NoExtension" not in error:
-            raise InvalidArgumentError(f"{field} is too complex: {_error_of(matcher)}")
+        allowed = _allowed(matcher, compiler.end_ids, field)
         if not len(allowed):
-            if made and matcher.is_accepting():
-                return  # the text is complete
-            where = "no text"
-            if made:
+            if not made:
+                raise InvalidArgumentError(f"{field} allows no text")
+            if not matcher.is_accepting():
                 text = compiler.tokenizer.decode_str(made)
-                where = f"nothing after {show(text)}"
-            raise InvalidArgumentError(f"{field} allows {where}")
+                raise InvalidArgumentError(f"{field} allows nothing after {show(text)}")
+            return  # the text is complete
         token = int(chance.choice(allowed))
         made.append(token)
         matcher.consume_token(token)
+
+
+def _allowed(matcher: LLMatcher, end_ids: list[int], field: str) -> np.ndarray:
+    """The ids that may be next, those of ``end_ids`` left out. Raises InvalidArgumentError if the
+    matcher has met one of its limits."""
+    mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    error = matcher.get_error()
+    # "NoExtension" says only that no token may follow.
+    if error and "NoExtension" not in error:
+        raise InvalidArgumentError(f"{field} is too complex: {_error_of(matcher)}")
+    bits = np.unpackbits(mask, bitorder="little")
+    return np.setdiff1d(bits.nonzero(), end_ids)
 
 
 def _error_of(matcher: LLMatcher) -> str:
@@ -195,11 +211,12 @@ class GrammarCompiler:
 
     def __call__(self, grammar: str) -> "CompiledGrammar":
         """Compile what :func:`prove_grammar` has returned. Raises InvalidArgumentError."""
-        matcher = self.match(grammar, "structured_outputs")
+        matcher = self.new_matcher(grammar, "structured_outputs")
         return CompiledGrammar(matcher, self.end_ids, self._vocab_size)
 
-    def match(self, grammar: str, field: str) -> LLMatcher:
-        """llguidance's state of an empty output. Raises InvalidArgumentError."""
+    def new_matcher(self, grammar: str, field: str) -> LLMatcher:
+        """llguidance's state of an empty output. Raises InvalidArgumentError, which names
+        ``field``."""
         matcher = LLMatcher(self.tokenizer, grammar, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise InvalidArgumentError(f"{field}: {_error_of(matcher)}")

@@ -1,9 +1,9 @@
 """The process that checks grammars: it answers each line of JSON by a line, until its input ends.
 
 ``engine.grammar_check`` starts ``python -m jitney.text.grammar_process`` and sends what
-:func:`setup` returns. If a check takes too long, it kills the process, because nothing else ends a
-native call. The process may also run out of memory or crash. In each case only the grammar at hand
-is refused.
+:func:`checker_first_line` returns. If a check takes too long, it kills the process, because nothing
+else ends a native call. The process may also run out of memory or crash. In each case only the
+grammar at hand is refused.
 """
 
 import resource
@@ -21,8 +21,8 @@ from jitney.text.tokenizer import TokenizerData
 if TYPE_CHECKING:
     from jitney.text.grammar import GrammarCompiler
 
-CHECKER = "jitney.text.grammar_process"
-"""This module, for whoever starts it."""
+CHECKER_MODULE = "jitney.text.grammar_process"
+"""This module, which :class:`~jitney.engine.grammar_check.GrammarChecker` starts."""
 _MEMORY_BYTES = 2 << 30
 """Most address space of the process."""
 _EXTRA_CPU_S = 2
@@ -37,13 +37,17 @@ class Verdict(msgspec.Struct, frozen=True):
     refusal: str = ""
 
 
+_READY = Verdict()
+"""The answer to the first line: the process can check grammars now."""
+
+
 class _Setup(msgspec.Struct, frozen=True):
     data: TokenizerData
     info: ModelInfo
     config: EngineConfig
 
 
-def setup(data: TokenizerData, info: ModelInfo, config: EngineConfig) -> bytes:
+def checker_first_line(data: TokenizerData, info: ModelInfo, config: EngineConfig) -> bytes:
     """The first line for the process: the model whose tokens grammars are tried with."""
     return msgspec.json.encode(_Setup(data, info, config)) + b"\n"
 
@@ -59,7 +63,7 @@ def main() -> None:
         compiler = GrammarCompiler(given.data, given.info)
     except ValueError:
         compiler = None
-    _answer(Verdict())  # ready
+    _answer(_READY)
     for line in sys.stdin.buffer:
         _limit_processor_time(given.config.grammar_timeout_s)
         _answer(_check(line, compiler, given.config))
@@ -86,7 +90,9 @@ def _check(line: bytes, compiler: "GrammarCompiler | None", config: EngineConfig
         )
     except InvalidArgumentError as error:
         return Verdict(refusal=str(error))
-    except Exception:  # of a value of a type that nobody has checked, deep within a schema
+    except Exception:
+        # Keywords of a schema may have values of any type ("minItems": "x"), and json_schema does
+        # not check the types of all of them.
         return Verdict(refusal="structured_outputs is malformed")
     return Verdict(grammar=grammar)
 

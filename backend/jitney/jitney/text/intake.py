@@ -30,10 +30,12 @@ _ADAPTER = "adapter_config.json"
 _MOST_NAME_BYTES = 255  # of a folder
 _LEAST_PROMPT_BYTES = 65_536
 _BYTES_PER_TOKEN = 32
-"""More than ordinary tokens have on average."""
+"""A prompt with more bytes for each token of the context is refused, unless the option
+``max_prompt_bytes`` is set. Ordinary tokens have far fewer."""
 _MOST_BYTES_PER_CHARACTER = 4
 _FEW_IDS = 8
-"""More than a tokenizer puts around a prompt."""
+"""A prompt with fewer ids may have none of its own, but only those that the tokenizer puts around
+it."""
 
 
 class EncodedPrompt(NamedTuple):
@@ -67,7 +69,7 @@ def decode_prompt_text(
     return text
 
 
-def encode_input(
+def encode_client_bytes(
     field: str, data: bytes, tokenizer: Tokenizer, config: EngineConfig, info: ModelInfo
 ) -> EncodedPrompt:
     """Encode what a client gave as ``field``: ``text_input`` or ``messages``."""
@@ -118,7 +120,7 @@ def make_submit(
     stream: bool = True,
     request_id: str = "",
 ) -> Submit:
-    """Check a request against its model, and complete its parameters:
+    """Check a request against its model, and complete its parameters. Raises InvalidArgumentError.
 
     - a missing seed is drawn;
     - a ``max_tokens`` of -1 becomes as many as fit;
@@ -129,10 +131,12 @@ def make_submit(
     Without ``stream`` the server holds the answer until it is complete, so its size is limited
     (``max_answer_entries``).
     """
+    check_sampling_params(params, config, vocab_size=info.vocab_size)
     if params.max_tokens == -1:
         most = _most_tokens(params, len(prompt_ids), config, info, stream=stream)
         params = msgspec.structs.replace(params, max_tokens=most)
-    check_sampling_params(params, config, vocab_size=info.vocab_size)
+        # Once more, because min_tokens could not be compared with -1.
+        check_sampling_params(params, config, vocab_size=info.vocab_size)
     if params.lora_name is not None:
         check_adapter(params.lora_name, config)
     if not prompt_ids:
@@ -166,7 +170,8 @@ def _most_tokens(
     params: SamplingParams, num_prompt: int, config: EngineConfig, info: ModelInfo, *, stream: bool
 ) -> int:
     """The number of tokens that ``max_tokens`` -1 stands for: as many as fit into the context and
-    the cache and, unless the answer is streamed, into its limit of entries."""
+    the cache and, unless the answer is streamed, into its limit of entries. ``params`` must have
+    been checked."""
     cache_tokens = info.num_blocks * info.block_size
     most = min(info.max_model_len, cache_tokens) - num_prompt
     if not stream:
@@ -236,11 +241,12 @@ def check_prompt_size(field: str, size: int, config: EngineConfig, info: ModelIn
         )
 
 
-def _check_length(prompt: int, max_tokens: int, context: int) -> None:
-    if prompt + max_tokens > context:
+def _check_length(num_prompt: int, max_tokens: int, max_model_len: int) -> None:
+    total = num_prompt + max_tokens
+    if total > max_model_len:
         raise InvalidArgumentError(
-            f"the prompt has {prompt} tokens and max_tokens is {max_tokens}, together "
-            f"{prompt + max_tokens}, but the model's context holds {context}"
+            f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens}, together "
+            f"{total}, but the model's context holds {max_model_len}"
         )
 
 

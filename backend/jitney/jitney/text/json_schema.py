@@ -36,9 +36,10 @@ _MAX_REFERENCES = 8
 """References in a row that are followed. They may form a circle."""
 
 
-def check_schema(schema: Any) -> None:
+def prepare_schema(schema: Any) -> None:
     """Raise InvalidArgumentError for what cannot be enforced, and for a schema without a finite
-    instance. A ``oneOf`` whose branches exclude each other becomes an ``anyOf``, in place."""
+    instance. Changes ``schema``: a ``oneOf`` whose branches exclude each other becomes an
+    ``anyOf``, which llguidance can enforce."""
     checker = _Checker(schema)
     checker.check(schema, "#")
     if not checker.is_finite(schema, frozenset()):
@@ -46,11 +47,13 @@ def check_schema(schema: Any) -> None:
 
 
 class _Checker:
-    """Checks one schema. ``path`` is the JSON pointer of what is checked, for refusals."""
+    """Checks one schema, and changes it. ``path`` is the JSON pointer of what is checked, for
+    refusals."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        # Schemas that are known to be finite, by their identity.
+        # Schemas that are known to be finite, by id(): they are dictionaries, which no set can
+        # hold, and the root keeps all of them alive.
         self._finite: set[int] = set()
 
     def check(self, schema: Any, path: str) -> None:
@@ -86,8 +89,8 @@ class _Checker:
         if keyword == "format" and value not in _FORMATS:
             raise _refusal(at, f"is {value!r}, but must be one of {', '.join(_FORMATS)}")
         if keyword == "minProperties":
-            # A grammar cannot count properties. Known are those that are required; and whether
-            # there is any, so that 1 is supported without a required one.
+            # A grammar cannot count properties. It knows which ones are required, and whether
+            # there is at least one. So 1 is supported, and as many as are required.
             num_required = len(schema.get("required", ()))
             if value > max(1, num_required):
                 raise _refusal(at, "above 1 is not supported, unless as many names are required")
@@ -204,10 +207,8 @@ def _needed_parts(schema: dict[str, Any], kind: str) -> list[Any]:
     """The schemas of the parts that every instance of type ``kind`` has."""
     if kind == "object":
         named = schema.get("properties", {})
-        # The schema of a required name that ``properties`` does not have: true, which allows
-        # everything, if such names may appear at all.
-        other = "patternProperties" in schema or schema.get("additionalProperties", True)
-        return [named.get(name, other) for name in schema.get("required", ())]
+        unnamed = _schema_of_unnamed(schema)
+        return [named.get(name, unnamed) for name in schema.get("required", ())]
     if kind == "array":
         least = schema.get("minItems", 0)
         parts = schema.get("prefixItems", [])[:least]
@@ -215,6 +216,14 @@ def _needed_parts(schema: dict[str, Any], kind: str) -> list[Any]:
             parts = [*parts, schema.get("items", True)]
         return parts
     return []
+
+
+def _schema_of_unnamed(schema: dict[str, Any]) -> Any:
+    """The schema of properties that ``properties`` does not name. The schema true allows all, and
+    false allows nothing."""
+    if "patternProperties" in schema:
+        return True  # a pattern may allow it
+    return schema.get("additionalProperties", True)
 
 
 def _typed(kind: type, value: Any, at: str) -> Any:

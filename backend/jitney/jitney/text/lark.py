@@ -15,7 +15,7 @@ _TOKEN = re.compile(
       | <[^>\n]*>                     # a special token
     )
     | (?P<nothing> \s+ | //[^\n]* )   # space, or a comment
-    | (?P<name> [?!]?[A-Za-z_]\w* )
+    | (?P<name> [A-Za-z_]\w* )
     | (?P<optional>                   # it makes the item before it optional: ~ 0, {0,3}, * or ?
         ~\s*0\b | \{\s*0?\s*,[^}]*\} | [*?]
     )
@@ -39,8 +39,8 @@ _DIRECTIVE = re.compile(r"^[ \t]*%.*", re.M)
 def has_finite_sentence(text: str) -> bool:
     """Whether the rule ``start`` has one."""
     rules = _rules_of(text)
-    # A rule that needs only finite ones is finite. So finite rules are taken out of this set until
-    # no further one is found.
+    # The rules that are not known to be finite. A rule that needs only finite ones is finite. So
+    # finite rules are taken out of this set until no further one is found.
     endless = set(rules)
     while True:
         found = {name for name in endless if _is_finite(_TOKEN.finditer(rules[name]), endless)}
@@ -63,30 +63,27 @@ def _rules_of(text: str) -> dict[str, str]:
 def _is_finite(tokens: Iterator[re.Match[str]], endless: set[str]) -> bool:
     """Read alternatives up to the bracket that closes them. Returns whether one of them is finite
     if the rules in ``endless`` are not."""
-    # For each alternative, whether its items are finite. The last item that was read is not counted
-    # yet: behind it may stand a mark that makes it optional, and so finite.
-    alternatives = [True]
-    last_item = True
+    # For each alternative, whether each of its items is finite.
+    alternatives: list[list[bool]] = [[]]
     for token in tokens:
+        text = token[0]
+        items = alternatives[-1]
         if token["nothing"]:
             continue
-        text = token[0]
         if token["optional"]:
-            last_item = True
-            continue
-        # A new item, alternative or end: the last item is complete.
-        alternatives[-1] = alternatives[-1] and last_item
-        last_item = True
-        if token["name"]:
-            last_item = text.lstrip("?!") not in endless
+            if items:
+                items[-1] = True  # without the item, the text is finite
+        elif token["name"]:
+            items.append(text not in endless)
         elif text == "(":
-            last_item = _is_finite(tokens, endless)
+            items.append(_is_finite(tokens, endless))
         elif text == "[":
-            # Reads up to the closing bracket. What is in it is optional.
-            _is_finite(tokens, endless)
+            _is_finite(tokens, endless)  # only to read up to the closing bracket
+            items.append(True)  # what is in square brackets is optional
         elif text == "|":
-            alternatives.append(True)
+            alternatives.append([])
         elif text in (")", "]"):
             break
-    alternatives[-1] = alternatives[-1] and last_item
-    return any(alternatives)
+        else:
+            items.append(True)
+    return any(all(items) for items in alternatives)

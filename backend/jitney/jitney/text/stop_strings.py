@@ -23,8 +23,8 @@ class StopStrings:
     def __init__(self, strings: Sequence[str]) -> None:
         # State -> the longer beginnings of stop strings, by their last character.
         self._next: list[dict[str, int]] = [{}]
-        # State -> the longest shorter state that this one ends with. After "abab" that is "ab", if
-        # a stop string begins with it.
+        # State -> its failure link: the state of the next shorter beginning of a stop string with
+        # which the text ends. For "abab" that is "ab", if a stop string begins with "ab".
         self._fail = [0]
         self.depth = [0]
         """State -> its length in characters: so many at the end of the text are held back."""
@@ -73,9 +73,10 @@ class StopStrings:
             state = self._fail[state]
 
     def beyond(self, state: int) -> int:
-        """The state after a match that is ignored. The ignored stop string is not held back, unless
-        a longer one begins with it: so the state is shortened until characters may follow it."""
+        """The state after a match that is ignored: of the longest end of the text that can still
+        grow into a stop string. Only that is held back."""
         while state and not self._next[state]:
+            # No stop string goes on from here. A shorter end of the text may.
             state = self._fail[state]
         return state
 

@@ -21,7 +21,8 @@ from jitney.errors import CheckpointError, InvalidArgumentError, UnsupportedMode
 from jitney.text.chat_template import ChatTemplate
 from jitney.text.detokenizer import DecodingRules, IncrementalDecoder
 
-Messages = Sequence[Mapping[str, object]]
+ChatMessages = Sequence[Mapping[str, object]]
+"""The messages of a chat, or its tools: objects of JSON."""
 
 
 class TokenizerData(msgspec.Struct, frozen=True):
@@ -123,7 +124,7 @@ class Tokenizer:
         return batch[0].ids
 
     def render_chat(
-        self, messages: Messages, parameters: Mapping[str, object], tools: Messages = ()
+        self, messages: ChatMessages, parameters: Mapping[str, object], tools: ChatMessages = ()
     ) -> str:
         """The text that the model's chat template makes of a chat; see :class:`ChatTemplate`.
         Raises InvalidArgumentError if there is no template, or if it refuses the chat or fails."""
