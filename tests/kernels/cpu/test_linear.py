@@ -152,8 +152,8 @@ def test_operators_that_compute_something_else_are_not_used(monkeypatch) -> None
 def test_what_one_dnn_does_not_pack_our_kernels_do(monkeypatch) -> None:
     """GPT-2's transposed layers too."""
     pytest.importorskip("numba")
+    from jitney.kernels.cpu.column_linear import ColumnLinear
     from jitney.kernels.cpu.layer_kernels import CpuLayerKernels
-    from jitney.kernels.cpu.tile_linear import TileLinear
 
     monkeypatch.setattr(linear, "can_pack", lambda dtype: "no such product")
     model = tied_model().bfloat16()
@@ -163,5 +163,5 @@ def test_what_one_dnn_does_not_pack_our_kernels_do(monkeypatch) -> None:
     prepack_linears(model, 8, report, CpuLayerKernels(torch.bfloat16, 8).linear)
     assert report.swapped == {"linear layer": 3}
     for name in names:
-        assert type(model[name]) is TileLinear
+        assert type(model[name]) is ColumnLinear
         assert relative_error(model[name](x), before[name]) < TOLERANCE[torch.bfloat16]

@@ -10,10 +10,14 @@ from torch.nn import functional
 
 pytest.importorskip("numba")
 
-from jitney.kernels.cpu import tile_linear
+from jitney.kernels.cpu import column_linear
+from jitney.kernels.cpu.column_linear import (
+    ColumnLinear,
+    compiled_conversion,
+    compiled_product,
+)
 from jitney.kernels.cpu.processor import may_use_amx
 from jitney.kernels.cpu.simd import I4, I8
-from jitney.kernels.cpu.tile_linear import TileLinear, convert_kernel, product_kernel
 
 TOLERANCE = 4e-3
 
@@ -22,19 +26,19 @@ TOLERANCE = 4e-3
 def unit(request, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "tiles" and not may_use_amx():
         pytest.skip("the processor has no tile unit")
-    monkeypatch.setattr(tile_linear, "may_use_amx", lambda: request.param == "tiles")
+    monkeypatch.setattr(column_linear, "may_use_amx", lambda: request.param == "tiles")
 
 
 @pytest.mark.parametrize("tag", [I8, I4])
 def test_kernels_are_found_in_the_cache(tag) -> None:
     """Not so one whose code holds an address of its process: each load would compile it."""
-    for kernel in (product_kernel, convert_kernel):
-        kernel(tag)
-        assert kernel.__wrapped__(tag).was_cached
+    for compiled in (compiled_product, compiled_conversion):
+        compiled(tag)
+        assert compiled.__wrapped__(tag).was_cached
 
 
-def of_bytes(plain: Int8Linear | Int4Linear, activation: Activation | None = None) -> TileLinear:
-    return TileLinear(plain.weight, plain.bias, activation, plain.scale, plain.factors)
+def of_bytes(plain: Int8Linear | Int4Linear, activation: Activation | None = None) -> ColumnLinear:
+    return ColumnLinear(plain.weight, plain.bias, activation, plain.scale, plain.factors)
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -50,7 +54,7 @@ def test_product(shape, rows, with_bias) -> None:
     other = normal(1, rows, shape[0], seed=1)
     bias = normal(shape[0], seed=2) if with_bias else None
     right = functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
-    layer = TileLinear(weight, bias)
+    layer = ColumnLinear(weight, bias)
     assert relative_error(layer(x), right) < TOLERANCE
     assert relative_error(layer.plus(x, other), right + other.float()) < TOLERANCE
 
@@ -64,14 +68,14 @@ def test_gated(rows, activation) -> None:
         right = functional.silu(gate) * up
     else:
         right = functional.gelu(gate, approximate="tanh") * up
-    layer = TileLinear(weight, bias, activation)
+    layer = ColumnLinear(weight, bias, activation)
     assert relative_error(layer(x), right) < TOLERANCE
 
 
 def test_activation_at_extremes() -> None:
     """Large gates give themselves times up or nothing, and no NaN."""
     identity = torch.eye(32).bfloat16()
-    layer = TileLinear(torch.cat([identity, identity]), None, "silu")
+    layer = ColumnLinear(torch.cat([identity, identity]), None, "silu")
     x = torch.tensor([-3e38, -1e4, -90.0, -20.0, 0.0, 20.0, 90.0, 1e4] * 4).bfloat16()
     got = layer(x[None, None])[0, 0, 1:8].float()
     assert got.isfinite().all()
@@ -84,13 +88,13 @@ def test_nothing_is_read_or_written_beyond_the_rows() -> None:
     weight = normal(64, 64)
     padded = torch.full((40, 64), float("nan")).bfloat16()
     padded[3:22] = normal(19, 64)
-    layer = TileLinear(weight, None)
+    layer = ColumnLinear(weight, None)
     assert torch.equal(layer(padded[3:22]), layer(padded[3:22].clone()))
     assert layer(padded[3:22]).isfinite().all()
 
 
 def test_a_row_is_the_same_in_every_batch() -> None:
-    layer = TileLinear(normal(64, 1056), normal(64, seed=1))
+    layer = ColumnLinear(normal(64, 1056), normal(64, seed=1))
     x = normal(150, 1056)
     together = layer(x)
     for first, last in ((0, 1), (7, 30), (100, 133)):
@@ -203,7 +207,7 @@ def test_outputs_are_filled_up(outputs) -> None:
     weight, bias, x = normal(outputs, 96), normal(outputs, seed=1), normal(2, 3, 96)
     other = normal(2, 3, outputs, seed=2)
     right = functional.linear(x.float(), weight.float(), bias.float())
-    layer = TileLinear(weight, bias)
+    layer = ColumnLinear(weight, bias)
     assert layer(x).shape == right.shape
     assert relative_error(layer(x), right) < TOLERANCE
     assert relative_error(layer.plus(x, other), right + other.float()) < 2 * TOLERANCE
