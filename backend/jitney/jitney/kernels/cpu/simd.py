@@ -343,7 +343,8 @@ def nearest(builder, value):
 @emitted(vector, vector, vector)
 def _times_power_of_two(builder, value, power):
     """value * 2**power, for whole powers up to 127; 0 where the power is below -126, except that
-    AVX-512 has an instruction that gives the exact value there."""
+    AVX-512 has an instruction that gives the exact value there. NaN where the value is NaN; then
+    the power may be NaN, too."""
     if host_has("avx512f"):
         name = "llvm.x86.avx512.mask.scalef.ps.512"
         all_lanes = ir.Constant(i16, -1)
@@ -351,24 +352,28 @@ def _times_power_of_two(builder, value, power):
         operands = [value, power, value, all_lanes, current_rounding]
         return call_llvm(builder, name, f32x, operands)
     least = constant(f32x, -126.0)
-    fits = builder.fcmp_ordered(">=", power, least)
-    whole = builder.fptosi(builder.select(fits, power, least), i32x)
+    # A NaN is neither above the least power nor below it: it is computed as the least one, and
+    # ``value * two`` is NaN.
+    is_above = builder.fcmp_ordered(">", power, least)
+    is_below = builder.fcmp_ordered("<", power, least)
+    whole = builder.fptosi(builder.select(is_above, power, least), i32x)
     # A float32 whose exponent bits hold power + 127 is 2**power.
     biased = builder.add(whole, constant(i32x, 127))
     two = builder.bitcast(builder.shl(biased, constant(i32x, 23)), f32x)
-    return builder.select(fits, builder.fmul(value, two), constant(f32x, 0.0))
+    return builder.select(is_below, constant(f32x, 0.0), builder.fmul(value, two))
 
 
 @inlined
 def exp2(x):
     """2**x for x from -126 to 127, within 2 units in the last place. For a smaller x, a number from
-    0 to 2**-126; for -1000 and less, and for -inf, exactly 0.
+    0 to 2**-126; for -1000 and less, and for -inf, exactly 0. For NaN, NaN.
 
     2**x = 2**n * 2**f with n whole and |f| <= 1/2. The second factor is a polynomial, fitted to the
     least relative error over that interval, which is 2e-9.
     """
-    # 2**-1000 is 0, as 2**-inf is. But with x = -inf, x - n would be -inf + inf, a NaN.
-    x = larger(x, splat(np.float32(-1000.0)))
+    # 2**-1000 is 0, as 2**-inf is. But with x = -inf, x - n would be -inf + inf, a NaN. (The order
+    # matters: ``larger`` keeps a NaN of x.)
+    x = larger(splat(np.float32(-1000.0)), x)
     n = nearest(x)
     f = x - n
     p = splat(np.float32(0.0001535335904918611))
@@ -383,8 +388,9 @@ def exp2(x):
 
 @inner
 def sigmoid(x):
-    """1 / (1 + e**-x)."""
+    """1 / (1 + e**-x). For NaN, NaN."""
     # For very negative x, e**-x would be infinite; it is 2**126 at most, and the result 2**-126.
+    # (Here, too, the order keeps a NaN.)
     limit = splat(np.float32(-126.0))
-    power = splat(ZERO) - larger(x * splat(LOG2_E), limit)
+    power = splat(ZERO) - larger(limit, x * splat(LOG2_E))
     return splat(ONE) / (splat(ONE) + exp2(power))

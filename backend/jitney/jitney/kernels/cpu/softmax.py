@@ -26,6 +26,9 @@ A span of keys is added to a state in four steps, of which the first three are h
    outputs so far must be multiplied by.
 4. The product of weights and values is added to the outputs (``attention_rows``).
 
+If a key that the row sees has a NaN score, that key's weight is NaN, and so are the row's sum and
+its result: as in torch. The maximum leaves a NaN out.
+
 States over different keys are joined by :func:`merge_states`. A row's arithmetic and its order
 depend on nothing but the row and its keys.
 
