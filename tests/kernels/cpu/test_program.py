@@ -181,3 +181,21 @@ def test_other_steps_run_kernel_by_kernel(tmp_path) -> None:
         assert program.can_run(PagedStep(caches_of(model, attention), meta)) is fits
     meta = build_metadata(rows_of([(100, 1)]), BLOCK_SIZE)
     assert not program.can_run(PagedStep(caches_of(model, "cpu"), meta))
+
+
+def test_a_cache_is_more_than_its_keys(tmp_path) -> None:
+    """With the same keys, but other values, the program writes to those; and with another attention
+    function it does not run."""
+    model = load(tmp_path, "llama")
+    program = fuse(model.module, CpuLayerKernels(torch.bfloat16, 8), 256).forward.program
+    meta = build_metadata(rows_of([(0, 3)]), BLOCK_SIZE)
+    first = caches_of(model, "cpu")
+    second = [cache._replace(values=torch.zeros_like(cache.values)) for cache in first]
+    ids = torch.tensor([1, 2, 3])
+    for caches in (first, second):
+        with torch.inference_mode():
+            program(ids, torch.tensor([2]), PagedStep(caches, meta))
+    assert second[0].values.any()
+    slow = caches_of(model, "reference")[0].attend
+    third = [cache._replace(attend=slow) for cache in second]
+    assert not program.can_run(PagedStep(third, meta))
