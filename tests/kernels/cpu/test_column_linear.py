@@ -10,12 +10,14 @@ from torch.nn import functional
 
 pytest.importorskip("numba")
 
-from jitney.kernels.cpu import column_linear
+from jitney.kernels.cpu import column_linear, processor
 from jitney.kernels.cpu.column_linear import (
     ColumnLinear,
     compiled_conversion,
     compiled_product,
+    fits_columns,
 )
+from jitney.kernels.cpu.dot import MOST_BYTE_INPUTS
 from jitney.kernels.cpu.processor import may_use_amx
 from jitney.kernels.cpu.simd import I4, I8
 
@@ -35,6 +37,15 @@ def test_kernels_are_found_in_the_cache(tag) -> None:
     for compiled in (compiled_product, compiled_conversion):
         compiled(tag)
         assert compiled.__wrapped__(tag).was_cached
+
+
+@pytest.mark.parametrize("hidden", ["amx-bf16", "amx-int8"])
+def test_a_tile_unit_multiplies_bfloat16_and_bytes(hidden, monkeypatch) -> None:
+    """A virtual machine may hide one of the two."""
+    monkeypatch.setattr(processor, "host_has", lambda feature: feature != hidden)
+    assert not processor.host_has_amx()
+    monkeypatch.setattr(processor, "host_has", lambda feature: True)
+    assert processor.host_has_amx()
 
 
 def of_bytes(plain: Int8Linear | Int4Linear, activation: Activation | None = None) -> ColumnLinear:
@@ -132,6 +143,18 @@ def test_the_largest_bytes_do_not_clip() -> None:
     assert torch.equal(of_bytes(plain)(-x), torch.full((3, 32), -4096.0).bfloat16())
 
 
+def test_the_widest_layer_of_bytes_does_not_overflow() -> None:
+    """The largest bytes times the largest weights still fit into 32 bits. One more would not."""
+    inputs = MOST_BYTE_INPUTS // 16 * 16
+    weight = torch.full((32, inputs), -128, dtype=torch.int8)
+    layer = ColumnLinear(weight, None, scale=torch.ones(32))
+    right = torch.full((2, 32), -128.0 * inputs)
+    assert relative_error(layer(torch.ones(2, inputs).bfloat16()), right) < TOLERANCE
+    assert fits_columns(weight)
+    assert not fits_columns(torch.empty(32, inputs + 16, dtype=torch.int8))
+    assert fits_columns(torch.empty(32, inputs + 32, dtype=torch.bfloat16))
+
+
 @pytest.mark.parametrize("kind", [Int8Linear, Int4Linear])
 @pytest.mark.parametrize("strange", [float("nan"), float("inf")])
 def test_a_broken_row_is_not_hidden_and_harms_no_other(kind, strange) -> None:
@@ -213,6 +236,14 @@ def test_outputs_are_filled_up(outputs) -> None:
     assert relative_error(layer.plus(x, other), right + other.float()) < 2 * TOLERANCE
     for plain in (Int8Linear.of(weight, bias), Int4Linear.of(weight, bias)):
         assert relative_error(of_bytes(plain)(x), plain(x)) < 1e-3
+
+
+def test_a_sum_with_filled_up_outputs_is_rounded_once() -> None:
+    """The same bits as with outputs that need no filling."""
+    weight, x, other = normal(96, 96), normal(40, 96), normal(40, 96, seed=1)
+    whole = ColumnLinear(weight, None).plus(x, other)
+    part = ColumnLinear(weight[:80], None).plus(x, other[:, :80])
+    assert torch.equal(part, whole[:, :80])
 
 
 @pytest.mark.parametrize(("planted", "most"), [(1, 0.015), (15, 0.015), (16, 0.6)])

@@ -21,11 +21,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from jitney.execution.quantized import MOST_OUTLIERS, OUTLIER
 from jitney.kernels.cpu.amx import TILE_BYTES
 from jitney.kernels.cpu.compiled import Kernel, KernelCall, source_version
 from jitney.kernels.cpu.convert_kernel import ConvertCall, convert_body
+from jitney.kernels.cpu.dot import MOST_BYTE_INPUTS
 from jitney.kernels.cpu.emit import LANES, host_has
 from jitney.kernels.cpu.four_bit_kernel import four_bit_body
 from jitney.kernels.cpu.packed_weight import PAIR_OUTPUTS, pack_weight
@@ -66,6 +68,9 @@ def fits_columns(weight: Tensor, activation: Activation | None = None) -> bool:
         return False
     if activation not in ACTIVATIONS or weight.shape[1] % multiple != 0:
         return False
+    # Sums of more products of bytes might not fit into an int32.
+    if weight.dtype == torch.int8 and weight.shape[1] > MOST_BYTE_INPUTS:
+        return False
     # Outputs are filled up to whole pairs of columns. Not those of a gate and up: between the two
     # there would be a gap.
     return activation is None or weight.shape[0] % (2 * PAIR_OUTPUTS) == 0
@@ -84,8 +89,8 @@ class ColumnLinear(nn.Module):
       products of a unit first, or 32 of a tile.
     - Bytes: int8, with a float32 ``scale`` [N], one for each output. A row of x, times
       ``input_factors`` (``quantization.eight_bits``) if there are any, is rounded to bytes with one
-      scale, except for its outliers. The sum of the products of bytes is an int32, and
-      exact. The outliers' products are added to it in float32.
+      scale, except for its outliers. The sum of the products of bytes is an int32, and exact for up
+      to ``dot.MOST_BYTE_INPUTS`` inputs. The outliers' products are added to it in float32.
     - Nibbles: 4 bits, with a ``scale`` as in ``quantization.four_bits``. Sums are exact within a
       scale group; those of the scale groups are added up in float32.
     """
@@ -173,10 +178,10 @@ class ColumnLinear(nn.Module):
         ``other`` [..., 2 * out_features] is added to gate and up."""
         assert x.dtype == self.dtype
         x = x.contiguous()
-        # The kernel adds rows that are ``width`` wide. If ``other`` has narrower ones, torch adds
-        # them. (Not so with an activation, where nothing is filled up: see fits_columns.)
+        # The kernel adds rows that are ``width`` wide: ``other`` is filled up. (Not so with an
+        # activation, where ``width`` is ``out_features``: see fits_columns.)
         if other is not None and self.width > self.out_features:
-            return self.plus(x, None) + other
+            other = functional.pad(other, (0, self.width - self.out_features))
         out = torch.empty((*x.shape[:-1], self.width), dtype=x.dtype)
         if other is not None:
             other = self._in_order(other, out)  # it lives until the kernel ends

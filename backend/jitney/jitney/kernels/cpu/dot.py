@@ -14,7 +14,8 @@ elements are, and which instructions multiply them, depends on the tag's type (`
 
     (*) of adapters alone: for all other products the host then picks WIDE (``must_widen_bf16``)
 
-The sums of I8 and I4 are int32, and exact.
+The sums of I8 and I4 are int32, and exact: those of I8 up to MOST_BYTE_INPUTS inputs, those of I4
+because they are over a few inputs, which share a scale.
 
 Called by ``micro_kernel``, and for weights of 4 bits by ``four_bit_kernel``.
 """
@@ -43,6 +44,8 @@ from jitney.kernels.cpu.emit import (
 from jitney.kernels.cpu.processor import multiplies_bytes
 from jitney.kernels.cpu.simd import BF16_TYPE, I8_TYPE, WIDE_TYPE
 
+MOST_BYTE_INPUTS = (2**31 - 1) // (255 * 128)
+"""Products of I8 that an int32 can add up, if each is as large as can be: 65,793."""
 _I16_PAIRS = ir.VectorType(i16, 2 * LANES)
 """A vector as 32 numbers of 16 bits."""
 

@@ -34,8 +34,9 @@ _XFEATURE_XTILEDATA = 18
 
 
 def host_has_amx() -> bool:
-    """Whether the processor that Numba compiles for has a tile unit (AMX) for bfloat16."""
-    return host_has("amx-bf16")
+    """Whether the processor that Numba compiles for has a tile unit (AMX) for all that kernels use
+    it for: bfloat16 and bytes. (A virtual machine may hide one of the two.)"""
+    return host_has("amx-bf16") and host_has("amx-int8")
 
 
 def may_use_amx() -> bool:
