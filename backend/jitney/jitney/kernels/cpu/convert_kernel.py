@@ -102,7 +102,7 @@ OUTLIER_BYTES = 8
 @inner
 def one_over_scale(largest):
     """What numbers are multiplied by to become bytes, if ``largest`` is their largest size."""
-    return _LARGEST_BYTE / largest if largest > ZERO else ZERO
+    return _LARGEST_BYTE / largest if largest > _LEAST else ZERO
 
 
 # --------------------------------------------------------------------------- I8
