@@ -115,6 +115,9 @@ class CpuLayerKernels:
 def _join(products: Sequence[Any]) -> _Weights:
     """The weights of ``products``. Raises Misfit if they are not of one kind."""
     first = products[0]
+    quantized = [isinstance(each, QuantizedLinear) for each in products]
+    if any(quantized) and not all(quantized):
+        raise Misfit("it has quantized products and others")
     if isinstance(first, QuantizedLinear):
         if not first.suits_integer_kernels or first.dtype != torch.bfloat16:
             raise Misfit("a CPU has no fused products of such quantized weights")
@@ -126,7 +129,7 @@ def _join(products: Sequence[Any]) -> _Weights:
     if len(products) == 1 and is_linear(first):
         return _Weights(weight_of(first), first.bias)
     if any(type(each) is not nn.Linear for each in products):
-        raise Misfit("it has quantized products and others")
+        raise Misfit("it has products that are no plain linear layers")
     plain = merged_linears(products)
     return _Weights(plain.weight, plain.bias)
 
