@@ -12,7 +12,7 @@ from typing import Any
 
 from jitney.core.scheduler import Scheduler
 from jitney.execution import runner as runner_module
-from jitney.kernels.cpu import attention_kernel, layer_kernels, program, tile_linear
+from jitney.kernels.cpu import attention_kernel, column_linear, layer_kernels, program
 from jitney.kernels.cpu.linear import PackedLinear
 from torch import nn
 
@@ -69,7 +69,7 @@ def install() -> Stopwatches:
     for module, part in (
         (attention_kernel, "attention"),
         (layer_kernels, "norms and rotary"),
-        (tile_linear, "linear layers"),
+        (column_linear, "linear layers"),
         (program, "layers, one native call"),
     ):
         module.Kernel = _timed(module.Kernel, watches, part)

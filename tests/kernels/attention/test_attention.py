@@ -181,6 +181,29 @@ def test_a_value_that_is_no_number_is_none_in_bytes(strange, kernels):
 
 
 @FORMS
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_score_that_is_nan_makes_its_row_nan(sinks, softcap, dtype, cache_dtype, kernels):
+    """As in torch: the rows that see a NaN key, and the row of a NaN query. Of no other row; also
+    where another split than that key's ends last."""
+    case = Case(softcap=softcap, sinks=sinks, dtype=dtype, cache_dtype=cache_dtype)
+    ours = Sequences(case, [600])
+    expected = Sequences(case, [600])
+    for sequences in (ours, expected):
+        q, k, _ = sequences.inputs[0]
+        q[3] = float("nan")
+        k[7, :, 5] = float("nan")
+    for span in ((0, 0, 20), (0, 20, 599), (0, 599, 600)):
+        (out,) = ours.step(kernels.of(case), [span])
+        (right,) = expected.step(ReferenceAttention(), [span])
+        assert torch.equal(out.isnan(), right.isnan())
+        if span[1] == 0:
+            rows = out.isnan().flatten(1)
+            assert torch.equal(rows.all(1), rows.any(1))
+            assert rows.all(1).nonzero().flatten().tolist() == [3, *range(7, 20)]
+
+
+@FORMS
 def test_neighbours_do_not_change_a_row(dtype, cache_dtype, kernels):
     """Not even in the last bit, whatever else is in the batch; contexts are split in parts too."""
     case = Case(heads=(8, 2), dtype=dtype, cache_dtype=cache_dtype)

@@ -20,7 +20,7 @@ from tests.kernels.cpu.test_program import (
 
 pytest.importorskip("numba")
 
-from jitney.kernels.cpu import tile_linear
+from jitney.kernels.cpu import column_linear
 from jitney.kernels.cpu.layer_kernels import CpuLayerKernels
 from jitney.kernels.cpu.program import LayerProgram
 
@@ -81,9 +81,9 @@ def run_all(model: LoadedModel, adapters) -> torch.Tensor:
 def test_the_native_call_adds_what_modules_do(
     tmp_path, monkeypatch, name: str, quantization: str, tiles: bool
 ) -> None:
-    if tiles and not tile_linear.may_use_amx():
+    if tiles and not column_linear.may_use_amx():
         pytest.skip("the processor has no tile unit")
-    monkeypatch.setattr(tile_linear, "may_use_amx", lambda: tiles)
+    monkeypatch.setattr(column_linear, "may_use_amx", lambda: tiles)
     model = fused(tmp_path, name, quantization)
     assert isinstance(model.forward.program, LayerProgram)
     first, none, second, third = make_adapters(model)

@@ -4,8 +4,10 @@ import pytest
 import torch
 from jitney.kernels.cpu import linear
 from jitney.kernels.cpu.linear import PackedLinear, can_pack, prepack_linears
+from jitney.kernels.fused.forms import Misfit
 from jitney.kernels.fused.fuse import FuseReport
 from jitney.kernels.fused.trial import relative_error
+from jitney.quantization.eight_bits import Int8Linear
 from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
@@ -152,8 +154,8 @@ def test_operators_that_compute_something_else_are_not_used(monkeypatch) -> None
 def test_what_one_dnn_does_not_pack_our_kernels_do(monkeypatch) -> None:
     """GPT-2's transposed layers too."""
     pytest.importorskip("numba")
+    from jitney.kernels.cpu.column_linear import ColumnLinear
     from jitney.kernels.cpu.layer_kernels import CpuLayerKernels
-    from jitney.kernels.cpu.tile_linear import TileLinear
 
     monkeypatch.setattr(linear, "can_pack", lambda dtype: "no such product")
     model = tied_model().bfloat16()
@@ -163,5 +165,19 @@ def test_what_one_dnn_does_not_pack_our_kernels_do(monkeypatch) -> None:
     prepack_linears(model, 8, report, CpuLayerKernels(torch.bfloat16, 8).linear)
     assert report.swapped == {"linear layer": 3}
     for name in names:
-        assert type(model[name]) is TileLinear
+        assert type(model[name]) is ColumnLinear
         assert relative_error(model[name](x), before[name]) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("quantized_first", [True, False])
+def test_quantized_products_and_others_are_not_fused(quantized_first: bool) -> None:
+    """And the reason is the same in either order."""
+    pytest.importorskip("numba")
+    from jitney.kernels.cpu.layer_kernels import CpuLayerKernels
+
+    plain = nn.Linear(64, 32, bias=False).bfloat16()
+    products = [plain, Int8Linear.of(plain.weight.detach(), None)]
+    if quantized_first:
+        products.reverse()
+    with pytest.raises(Misfit, match="quantized products and others"):
+        CpuLayerKernels(torch.bfloat16, 8).linear(products)

@@ -19,7 +19,7 @@ from tests.tiny_models import VOCAB_SIZE, make_checkpoint
 
 pytest.importorskip("numba")
 
-from jitney.kernels.cpu import tile_linear
+from jitney.kernels.cpu import column_linear
 from jitney.kernels.cpu.layer_kernels import CpuLayerKernels
 from jitney.kernels.cpu.program import LayerProgram
 
@@ -96,9 +96,9 @@ def test_one_call_gives_the_same_bits(
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
     """As kernel by kernel; and close to the module before it was fused."""
-    if tiles and not tile_linear.may_use_amx():
+    if tiles and not column_linear.may_use_amx():
         pytest.skip("the processor has no tile unit")
-    monkeypatch.setattr(tile_linear, "may_use_amx", lambda: tiles)
+    monkeypatch.setattr(column_linear, "may_use_amx", lambda: tiles)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -155,12 +155,12 @@ def test_layers_of_different_widths_run_kernel_by_kernel(tmp_path) -> None:
 def test_all_rows_of_a_wide_head(tmp_path, monkeypatch, quantization: str) -> None:
     """The room beside the rows is enough for the head too, whose rows are widened where those of
     the layers are rounded to bytes."""
-    monkeypatch.setattr(tile_linear, "may_use_amx", lambda: False)
+    monkeypatch.setattr(column_linear, "may_use_amx", lambda: False)
     model = load(tmp_path, "llama", quantization)
     program = fuse(model.module, CpuLayerKernels(torch.bfloat16, 8), 256).forward.program
-    program.adopt(PagedStep(caches_of(model, "cpu"), build_metadata(rows_of([(0, 3)]), BLOCK_SIZE)))
-    room = program._lay_out(64).activations.rounded.numel()
-    assert room >= 64 * program._head.spare_bytes
+    program.use_caches(caches_of(model, "cpu"))
+    room = program._lay_out(64).activations.converted.numel()
+    assert room >= 64 * program._head.converted_row_bytes
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "olmo2", "mixtral"])
@@ -175,9 +175,27 @@ def test_other_steps_run_kernel_by_kernel(tmp_path) -> None:
     that a program can take."""
     model = load(tmp_path, "llama")
     program = fuse(model.module, CpuLayerKernels(torch.bfloat16, 8), 30).forward.program
-    assert not program.adopt(lambda call: call.query)
+    assert not program.can_run(lambda call: call.query)
     for attention, fits in (("reference", False), ("cpu", True)):
         meta = build_metadata(rows_of([(0, 3)]), BLOCK_SIZE)
-        assert program.adopt(PagedStep(caches_of(model, attention), meta)) is fits
+        assert program.can_run(PagedStep(caches_of(model, attention), meta)) is fits
     meta = build_metadata(rows_of([(100, 1)]), BLOCK_SIZE)
-    assert not program.adopt(PagedStep(caches_of(model, "cpu"), meta))
+    assert not program.can_run(PagedStep(caches_of(model, "cpu"), meta))
+
+
+def test_a_cache_is_more_than_its_keys(tmp_path) -> None:
+    """With the same keys, but other values, the program writes to those; and with another attention
+    function it does not run."""
+    model = load(tmp_path, "llama")
+    program = fuse(model.module, CpuLayerKernels(torch.bfloat16, 8), 256).forward.program
+    meta = build_metadata(rows_of([(0, 3)]), BLOCK_SIZE)
+    first = caches_of(model, "cpu")
+    second = [cache._replace(values=torch.zeros_like(cache.values)) for cache in first]
+    ids = torch.tensor([1, 2, 3])
+    for caches in (first, second):
+        with torch.inference_mode():
+            program(ids, torch.tensor([2]), PagedStep(caches, meta))
+    assert second[0].values.any()
+    slow = caches_of(model, "reference")[0].attend
+    third = [cache._replace(attend=slow) for cache in second]
+    assert not program.can_run(PagedStep(third, meta))

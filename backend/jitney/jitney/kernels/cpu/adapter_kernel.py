@@ -10,8 +10,8 @@ expands that to what the product adds to its own result::
 Loops, from outer to inner::
 
     items      a few tokens of one adapter; to expand, a quarter of the outputs of these
-      columns  of the factor
-        multiply_tokens    all tokens of the item at once, the factor is streamed
+      columns  of A, 16 ranks each; to expand, of the result, 16 outputs each
+        multiply_tokens    all tokens of the item at once, the factor A or B is streamed
         rounding           of the 16 numbers of each token, which are on the thread's stack
 
 Ranks are filled up to whole columns, whatever other adapters have. A row's result depends on that
@@ -29,12 +29,19 @@ from jitney.kernels.cpu.adapter_table import (
     ITEM_TOKENS,
     MOST_SEGMENTS,
     SEGMENT_BYTES,
-    AdapterItem,
-    PlaceEntry,
+    AdapterTokens,
+    ProductEntry,
     Segment,
 )
 from jitney.kernels.cpu.compiled import KernelCall, reader, record
-from jitney.kernels.cpu.emit import I64_BYTES, LANES, VECTOR_BYTES, emitted, stack_memory
+from jitney.kernels.cpu.emit import (
+    I64_BYTES,
+    LANES,
+    VECTOR_BYTES,
+    ceil_div,
+    emitted,
+    stack_memory,
+)
 from jitney.kernels.cpu.micro_kernel import make_micro_kernel
 from jitney.kernels.cpu.simd import (
     BF16,
@@ -49,16 +56,17 @@ from jitney.kernels.cpu.simd import (
 )
 
 EXPAND_ITEMS = 4
-"""So many items share the outputs of a few tokens."""
-_ITEM_BYTES = ctypes.sizeof(AdapterItem)
-_PLACE_ENTRY_BYTES = ctypes.sizeof(PlaceEntry)
-_COLUMN_BYTES = LANES * 2
-"""Bytes of a column in a row of a result, which is bfloat16."""
+"""The outputs of each AdapterTokens are cut into so many items of :func:`expand_body`."""
+_TOKENS_BYTES = ctypes.sizeof(AdapterTokens)
+_ENTRY_BYTES = ctypes.sizeof(ProductEntry)
+_OUT_COLUMN_BYTES = LANES * 2
+"""Bytes of 16 numbers in a row of a result, which is bfloat16."""
 
 
 @record
 class LowRankCall(KernelCall):
-    """Arguments of :func:`shrink_body` and :func:`expand_body`; ``count`` is that of items."""
+    """Arguments of :func:`shrink_body` and :func:`expand_body`; ``count`` is in items. Of
+    shrink_body these are AdapterTokens, of expand_body EXPAND_ITEMS for each of them."""
 
     x: int
     """Address of bfloat16 [T, K]; to expand, of what x was shrunk to."""
@@ -71,10 +79,10 @@ class LowRankCall(KernelCall):
     other: int
     """Address of what :func:`expand_body` adds its product to, with rows as those of ``out``. 0:
     none."""
-    items: int
-    """Address of an array of AdapterItem. To expand, each is EXPAND_ITEMS items of the kernel."""
-    place: int
-    """Bytes from the beginning of an adapter's table to the entry of this layer and place."""
+    tokens: int
+    """Address of an array of AdapterTokens."""
+    entry_offset: int
+    """Bytes from the beginning of an adapter's table to the entry of this layer and product."""
     units: int
     """For :func:`shrink_body`: units of x, pairs of inputs."""
     columns: int
@@ -82,15 +90,15 @@ class LowRankCall(KernelCall):
 
 
 read_low_rank = reader(LowRankCall)
-read_item = reader(AdapterItem)
-read_place = reader(PlaceEntry)
+read_tokens = reader(AdapterTokens)
+read_entry = reader(ProductEntry)
 read_segment = reader(Segment)
 
 
 # --------------------------------------------------------------------------- one column
 
 multiply_column = make_micro_kernel(1, source_per_vector=True, ahead=1)
-"""Rows of x times one column of a factor, which is the source."""
+"""Rows of x times one column of A or B, which is the source."""
 _RESULT = VECTOR_BYTES
 """Bytes from the beginning of :func:`column_memory` to the result."""
 
@@ -104,8 +112,8 @@ def column_memory(builder):
 
 @inner
 def multiply_tokens(call, rows, x, column, units, memory):
-    """float32 [rows, 16] at _RESULT of ``memory``: so many rows of ``x`` times one column of a
-    factor, which has so many units."""
+    """float32 [rows, 16] at _RESULT of ``memory``: so many rows of ``x`` times one column of A or
+    B, which has so many units."""
     store_i64(memory, column)
     next_column = column + units * VECTOR_BYTES  # to be prefetched
     store_i64(memory + I64_BYTES, next_column)
@@ -130,69 +138,70 @@ def multiply_tokens(call, rows, x, column, units, memory):
 
 @inner
 def shrink_body(arguments):
-    """out = x A^T of each item's adapter. Rows without an adapter are not written."""
+    """out = x A^T of each token's adapter. Rows without an adapter are not written."""
     call = read_low_rank(arguments)
     memory = column_memory()
     while True:
-        number = fetch_add(arguments)
-        if number >= call.count:
+        item = fetch_add(arguments)
+        if item >= call.count:
             return
-        item = read_item(call.items + number * _ITEM_BYTES)
-        if item.table == 0:
+        tokens = read_tokens(call.tokens + item * _TOKENS_BYTES)
+        if tokens.table == 0:
             continue
-        place = read_place(item.table + call.place)
-        x = call.x + item.first_token * call.x_stride
-        for n in range(place.a_columns):
-            column = place.a_factors + n * call.units * VECTOR_BYTES
-            multiply_tokens(call, item.tokens, x, column, units=call.units, memory=memory)
-            for m in range(item.tokens):
-                row = call.out + (item.first_token + m) * call.out_stride
+        entry = read_entry(tokens.table + call.entry_offset)
+        x = call.x + tokens.first * call.x_stride
+        for n in range(entry.a_columns):
+            column = entry.a_factors + n * call.units * VECTOR_BYTES
+            multiply_tokens(call, tokens.number, x, column, units=call.units, memory=memory)
+            for m in range(tokens.number):
+                row = call.out + (tokens.first + m) * call.out_stride
                 value = load(memory + _RESULT + m * VECTOR_BYTES)
-                store_as(BF16, row + n * _COLUMN_BYTES, value)
+                store_as(BF16, row + n * _OUT_COLUMN_BYTES, value)
 
 
 # --------------------------------------------------------------------------- expand
 
 
 @inner
-def find_segment(place, column):
-    """The address of the segment that changes a column of the result; 0 if none does. ``place`` is
-    the address of the place's entry."""
+def find_segment(entry_address, column):
+    """The address of the segment that changes a column of the result; 0 if none does."""
     for n in range(MOST_SEGMENTS):
-        address = place + _PLACE_ENTRY_BYTES + n * SEGMENT_BYTES
+        address = entry_address + _ENTRY_BYTES + n * SEGMENT_BYTES
         segment = read_segment(address)
         # A segment that the adapter does not change has no columns, and no spacing.
-        inside = segment.first <= column and column < segment.last
-        if inside and (column - segment.first) % segment.spacing == 0:
+        inside = segment.first_column <= column and column < segment.end_column
+        if inside and (column - segment.first_column) % segment.spacing == 0:
             return address
     return np.int64(0)
 
 
 @inner
 def expand_body(arguments):
-    """out = other + x B^T of each item's adapter; all rows are written."""
+    """out = other + x B^T of each token's adapter; all rows are written."""
     call = read_low_rank(arguments)
     memory = column_memory()
-    columns_per_item = -(-call.columns // EXPAND_ITEMS)
+    columns_per_item = ceil_div(call.columns, EXPAND_ITEMS)
     while True:
-        number = fetch_add(arguments)
-        if number >= call.count:
+        item = fetch_add(arguments)
+        if item >= call.count:
             return
-        item = read_item(call.items + number // EXPAND_ITEMS * _ITEM_BYTES)
-        begin = number % EXPAND_ITEMS * columns_per_item
+        tokens = read_tokens(call.tokens + item // EXPAND_ITEMS * _TOKENS_BYTES)
+        begin = item % EXPAND_ITEMS * columns_per_item
         for column in range(begin, min(begin + columns_per_item, call.columns)):
             segment_address = np.int64(0)
-            if item.table != 0:
-                segment_address = find_segment(item.table + call.place, column)
+            if tokens.table != 0:
+                segment_address = find_segment(tokens.table + call.entry_offset, column)
             if segment_address != 0:
                 segment = read_segment(segment_address)
                 # Which column of the segment's B gives this column of the result.
-                n = (column - segment.first) // segment.spacing
+                n = (column - segment.first_column) // segment.spacing
                 b_column = segment.b_factor + n * segment.units * VECTOR_BYTES
-                x = call.x + item.first_token * call.x_stride + segment.x_offset
-                multiply_tokens(call, item.tokens, x, b_column, units=segment.units, memory=memory)
-            for m in range(item.tokens):
-                offset = (item.first_token + m) * call.out_stride + column * _COLUMN_BYTES
+                x = call.x + tokens.first * call.x_stride + segment.x_offset
+                multiply_tokens(
+                    call, tokens.number, x, b_column, units=segment.units, memory=memory
+                )
+            for m in range(tokens.number):
+                offset = (tokens.first + m) * call.out_stride + column * _OUT_COLUMN_BYTES
                 value = splat(ZERO)
                 if segment_address != 0:
                     value = load(memory + _RESULT + m * VECTOR_BYTES)

@@ -1,6 +1,6 @@
 """Compiles the attention kernel in a process of its own, while its parent imports transformers.
 
-To compile that kernel takes as long as to compile all others together. The fork server
+Of all kernels that one takes the longest to compile. The fork server
 (``engine.process``) calls :func:`compile_ahead` before its long imports. An engine that is forked
 from it calls :func:`wait_for_compiler` when it needs the kernel, and then loads it from Numba's
 cache.

@@ -1,6 +1,6 @@
 """The paged attention kernel for the CPU, as Numba functions over raw addresses.
 
-An *item* is an entry of the step's plan (some tokens of one row of the batch) and one KV head, with
+An *item* is a piece of the step's plan (some tokens of one row of the batch) and one KV head, with
 all query heads that share it, so that keys and values are read once for all of these. Inside an
 item, a *row* is a token and a query head. Here for 2 tokens and 3 query heads::
 
@@ -56,19 +56,24 @@ import numpy as np
 import torch
 
 from jitney.kernels.cpu.amx import amx_end
-from jitney.kernels.cpu.attention_plan import ENTRY_BYTES
+from jitney.kernels.cpu.attention_plan import PIECE_BYTES
 from jitney.kernels.cpu.attention_records import (
     SCRATCH_BYTES,
     SPLIT_TOKENS,
     read_call,
-    read_entry,
+    read_piece,
     read_scratch,
 )
 from jitney.kernels.cpu.attention_rows import attend_split
-from jitney.kernels.cpu.cache_blocks import find_groups, list_wide_groups, write_body, write_token
+from jitney.kernels.cpu.cache_blocks import (
+    list_item_groups,
+    list_widened_groups,
+    write_body,
+    write_token,
+)
 from jitney.kernels.cpu.cache_groups import load_some
-from jitney.kernels.cpu.compiled import THREADS_OFFSET, Kernel, source_version
-from jitney.kernels.cpu.emit import F32_BYTES, I64_BYTES, LANES, VECTOR_BYTES
+from jitney.kernels.cpu.compiled import THREADS_BEGUN_OFFSET, Kernel, source_version
+from jitney.kernels.cpu.emit import F32_BYTES, I64_BYTES, LANES, VECTOR_BYTES, round_up
 from jitney.kernels.cpu.micro_kernel import MAX_ROWS_AMX, begin_tiles
 from jitney.kernels.cpu.processor import must_widen_bf16
 from jitney.kernels.cpu.simd import (
@@ -81,6 +86,7 @@ from jitney.kernels.cpu.simd import (
     fetch_add,
     has_scales,
     inner,
+    left_bytes,
     load,
     splat,
     store,
@@ -132,11 +138,11 @@ def attend_body(tag, cache_tag, product_tag, arguments):
     next one can be prefetched meanwhile.
     """
     call = read_call(arguments)
-    thread = fetch_add(arguments + THREADS_OFFSET)
+    thread = fetch_add(arguments + THREADS_BEGUN_OFFSET)
     scratch = read_scratch(call.scratch + thread * SCRATCH_BYTES)
     shaped = np.int64(0)
     if has_scales(cache_tag):
-        list_wide_groups(product_tag, call.padded, scratch)
+        list_widened_groups(product_tag, call.padded, scratch)
     item = fetch_add(arguments)  # the counter is the first field
     while item < call.count:
         next_item = fetch_add(arguments)
@@ -165,67 +171,67 @@ def attend_item(tag, cache_tag, product_tag, call, item, prefetched, scratch, sh
     afterwards.
     """
     kv_head = item % call.kv_heads
-    entry = read_entry(call.plan + item // call.kv_heads * ENTRY_BYTES)
+    piece = read_piece(call.plan + item // call.kv_heads * PIECE_BYTES)
     next_head = prefetched % call.kv_heads
-    next_entry = read_entry(call.plan + prefetched // call.kv_heads * ENTRY_BYTES)
-    rows = entry.num_tokens * call.heads_per_kv
+    next_piece = read_piece(call.plan + prefetched // call.kv_heads * PIECE_BYTES)
+    rows = piece.num_tokens * call.heads_per_kv
     rows_at_once = min(rows, MAX_ROWS_AMX)
     if call.use_tiles != 0 and rows_at_once != shaped:
         shaped = rows_at_once
         begin_tiles(shaped)
     # If all rows decode, no other kernel has written the new token's key and value. They are the
     # last keys of the row, so they are written by the item that has its last split.
-    if call.only_decodes != 0 and entry.split == entry.num_splits - 1:
-        write_token(tag, cache_tag, call, entry.first_token, kv_head)
-    copy_queries(tag, product_tag, call, entry, kv_head, rows=rows, scratch=scratch)
-    find_groups(
+    if call.only_decodes != 0 and piece.split == piece.num_splits - 1:
+        write_token(tag, cache_tag, call, piece.first_token, kv_head)
+    copy_queries(tag, product_tag, call, piece, kv_head, rows=rows, scratch=scratch)
+    list_item_groups(
         cache_tag,
         call,
-        entry,
+        piece,
         kv_head,
-        next_entry=next_entry,
+        next_piece=next_piece,
         next_head=next_head,
         scratch=scratch,
     )
     # The keys are cut at multiples of SPLIT_TOKENS, in a decode by the plan and else here. Three
     # cases:
-    # 1. The entry is one of several splits of a decode. ``finish_split`` merges these.
-    # 2. The entry has all keys of its tokens, and they fill several splits: these are merged here,
+    # 1. The piece is one of several splits of a decode. ``finish_split`` merges these.
+    # 2. The piece has all keys of its tokens, and they fill several splits: these are merged here,
     #    one after the other, into the totals. So is a single split if there are sinks, which only
     #    the totals count.
-    # 3. The entry has all keys, in a single split, and no sinks: the split's states are the result.
-    first_split_begin = entry.keys_begin // SPLIT_TOKENS * SPLIT_TOKENS
-    has_all_keys = entry.num_splits == 1
-    fills_several_splits = entry.keys_end > first_split_begin + SPLIT_TOKENS
+    # 3. The piece has all keys, in a single split, and no sinks: the split's states are the result.
+    first_split_begin = piece.keys_begin // SPLIT_TOKENS * SPLIT_TOKENS
+    has_all_keys = piece.num_splits == 1
+    fills_several_splits = piece.keys_end > first_split_begin + SPLIT_TOKENS
     merges = has_all_keys and (fills_several_splits or call.sinks != 0)
     if merges:
         begin_states(call, kv_head, rows, scratch.totals, call.sinks)
-    for split_begin in range(first_split_begin, entry.keys_end, SPLIT_TOKENS):
+    for split_begin in range(first_split_begin, piece.keys_end, SPLIT_TOKENS):
         begin_states(call, kv_head, rows, scratch.states, 0)
-        attend_split(cache_tag, product_tag, call, entry, split_begin, rows=rows, scratch=scratch)
+        attend_split(cache_tag, product_tag, call, piece, split_begin, rows=rows, scratch=scratch)
         if merges:
             merge_states(call, rows, scratch.totals, scratch.states)
     if not has_all_keys:
-        finish_split(tag, call, entry, kv_head, rows=rows, scratch=scratch)
+        finish_split(tag, call, piece, kv_head, rows=rows, scratch=scratch)
     else:
         states = scratch.totals if merges else scratch.states
-        write_rows(tag, call, entry, kv_head, rows, states=states, spare=scratch.scores)
+        write_rows(tag, call, piece, kv_head, rows, states=states, spare=scratch.scores)
     return shaped
 
 
 @inner
-def copy_queries(tag, product_tag, call, entry, kv_head, rows, scratch):
+def copy_queries(tag, product_tag, call, piece, kv_head, rows, scratch):
     """Copy the item's queries to the scratch memory, in the type of products.
 
     There are zeros beyond the head, and whole rows of zeros up to a multiple of 16 rows: a tile is
     loaded with the row count that it is set for, which may be over that of the last pass.
     """
     size = element_bytes(tag)
-    product_size = element_bytes(product_tag)
+    product_size = left_bytes(product_tag)
     spare = vector_on_stack()
-    filled_rows = -(-rows // LANES) * LANES
+    filled_rows = round_up(rows, MAX_ROWS_AMX)
     for r in range(filled_rows):
-        token = entry.first_token + r // call.heads_per_kv
+        token = piece.first_token + r // call.heads_per_kv
         head = kv_head * call.heads_per_kv + r % call.heads_per_kv
         source = call.query + token * call.query_token_stride + head * call.query_head_stride
         elements = call.head_size if r < rows else 0
@@ -236,34 +242,34 @@ def copy_queries(tag, product_tag, call, entry, kv_head, rows, scratch):
 
 
 @inner
-def finish_split(tag, call, entry, kv_head, rows, scratch):
+def finish_split(tag, call, piece, kv_head, rows, scratch):
     """Keep the states of a split of a decode. If all other splits of the row have ended before,
     merge them, from the first one to the last, and write the result."""
     bytes_of_rows = rows * state_bytes(call.padded)
     from_split_to_split = call.kv_heads * bytes_of_rows
-    first_index = entry.first_split * call.kv_heads + kv_head
+    first_index = piece.first_split * call.kv_heads + kv_head
     first_states = call.split_states + first_index * bytes_of_rows
-    states = first_states + entry.split * from_split_to_split
+    states = first_states + piece.split * from_split_to_split
     for i in range(0, bytes_of_rows, VECTOR_BYTES):
         store(states + i, load(scratch.states + i))
-    counter = call.splits_done + (entry.split_row * call.kv_heads + kv_head) * I64_BYTES
+    counter = call.splits_done + (piece.split_batch_row * call.kv_heads + kv_head) * I64_BYTES
     ended_before = fetch_add(counter)
-    if ended_before != entry.num_splits - 1:
+    if ended_before != piece.num_splits - 1:
         return  # another item of this row, which ends later, merges
     store_i64(counter, 0)
     begin_states(call, kv_head, rows, scratch.totals, call.sinks)
-    for split in range(entry.num_splits):
+    for split in range(piece.num_splits):
         merge_states(call, rows, scratch.totals, first_states + split * from_split_to_split)
-    write_rows(tag, call, entry, kv_head, rows, states=scratch.totals, spare=scratch.scores)
+    write_rows(tag, call, piece, kv_head, rows, states=scratch.totals, spare=scratch.scores)
 
 
 @inner
-def write_rows(tag, call, entry, kv_head, rows, states, spare):
+def write_rows(tag, call, piece, kv_head, rows, states, spare):
     """Write each row's result: its outputs divided by its sum. ``spare`` is overwritten."""
     size = element_bytes(tag)
     whole_vectors_end = call.head_size // LANES * LANES
     for r in range(rows):
-        token = entry.first_token + r // call.heads_per_kv
+        token = piece.first_token + r // call.heads_per_kv
         head = kv_head * call.heads_per_kv + r % call.heads_per_kv
         target = call.out + (token * call.heads + head) * call.head_size * size
         state = states + r * state_bytes(call.padded)

@@ -9,10 +9,17 @@ Called by ``paged_attention`` and ``program``, which fill them, and by ``cache_b
 
 import ctypes
 
-from jitney.kernels.cpu.attention_plan import PlanEntry
+from jitney.kernels.cpu.attention_plan import PlanPiece
 from jitney.kernels.cpu.cache_groups import GROUP_TOKENS, PREFETCH_GROUPS
 from jitney.kernels.cpu.compiled import KernelCall, reader, record
-from jitney.kernels.cpu.emit import F32_BYTES, I64_BYTES, LANES, VECTOR_BYTES
+from jitney.kernels.cpu.emit import (
+    F32_BYTES,
+    I64_BYTES,
+    LANES,
+    VECTOR_BYTES,
+    ceil_div,
+    round_up,
+)
 from jitney.kernels.cpu.micro_kernel import MAX_ROWS_AMX
 
 SPAN_GROUPS = 16
@@ -22,24 +29,24 @@ SPAN_TOKENS = SPAN_GROUPS * GROUP_TOKENS
 SPLIT_TOKENS = 512
 """Keys of a split, two spans. Behind it the softmax begins anew."""
 ITEM_ROWS = 96
-"""Rows of an item, at most. A row is one token and one query head. Where one token alone has more
-query heads for a KV head, an item has the rows of that token."""
+"""Rows of an item, at most. A row is one token and one query head. With more than 96 query heads to
+a KV head, an item is one token, and has more rows."""
 WRITE_TOKENS = 16
 """Tokens of an item of ``cache_blocks.write_body``, at most."""
 PRODUCT_VECTORS = 4
 """Vectors that one call of the micro-kernel computes for each row. Each vector is the scores of one
 group of keys, or 16 elements of the outputs."""
 LIST_MARGIN = PREFETCH_GROUPS + PRODUCT_VECTORS
-"""How many entries a list of groups has behind the groups in use. Kernels read these entries, so
-they must hold addresses that can be read: groups PREFETCH_GROUPS further on are prefetched, and a
-product of keys always takes PRODUCT_VECTORS groups, of which the last may not be in use."""
+"""How many addresses a list of groups has behind the groups in use. Kernels read what is there:
+groups PREFETCH_GROUPS further on are prefetched, and a product of keys always takes PRODUCT_VECTORS
+groups, of which the last may not be in use."""
 STATE_EXTRA = LANES
 """A row's state has so many float32 behind its outputs: see ``softmax``."""
 
 
 @record
 class AttentionArguments(KernelCall):
-    """The arguments of ``attend_body`` and ``write_body``.
+    """The arguments of ``attend_body`` and ``write_body``; ``count`` is in items of each.
 
     First stand those of one layer. From ``plan`` on they are the same for all layers of a kind in
     one step: ``program`` copies that part as a whole.
@@ -67,12 +74,12 @@ class AttentionArguments(KernelCall):
 
     # Of a step.
     plan: int
-    """Address of an array of PlanEntry."""
+    """Address of an array of PlanPiece."""
     scratch: int
     """Address of an array of Scratch, one for each thread."""
     split_states: int
     """Address of float32 [splits, KV heads, heads_per_kv, padded + STATE_EXTRA]: the states over
-    each split of the rows that have several. ``PlanEntry.first_split`` says where a row's begin."""
+    each split of the rows that have several. ``PlanPiece.first_split`` says where a row's begin."""
     splits_done: int
     """Address of int64 [split rows, KV heads]: how many splits of a row have ended so far. All are
     0 at the start and at the end."""
@@ -122,20 +129,20 @@ class Scratch(ctypes.Structure):
     totals: int
     """The state of each row over all splits that the item has completed."""
     last_values: int
-    """A copy of the entry's last group of values, with zeros behind its last key."""
+    """A copy of the piece's last group of values, with zeros behind its last key."""
     key_groups: int
-    """A list of groups: int64 addresses of the entry's groups of keys, and LIST_MARGIN more."""
+    """A list of groups: int64 addresses of the piece's groups of keys, and LIST_MARGIN more."""
     value_groups: int
     """The same of values."""
 
     # Only for a cache of bytes.
-    wide_keys: int
+    widened_keys: int
     """The groups of keys of a span, widened to what products read."""
-    wide_values: int
-    wide_key_groups: int
-    """A list of groups: the addresses of those at ``wide_keys``, and then LIST_MARGIN times that of
-    the first one."""
-    wide_value_groups: int
+    widened_values: int
+    widened_key_groups: int
+    """A list of groups: the addresses of those at ``widened_keys``, and then LIST_MARGIN times that
+    of the first one."""
+    widened_value_groups: int
     key_scales: int
     """float32 [SPAN_TOKENS]: the scales of a span's keys."""
     value_scales: int
@@ -147,17 +154,19 @@ def scratch_sizes(*, element_size: int, rows: int, padded: int, longest: int) ->
     ``element_size`` is the bytes of an element in the cache, ``rows`` the most rows of an item,
     ``longest`` the longest context in tokens.
     """
-    filled_rows = -(-rows // LANES) * LANES  # in whole tiles: see ``copy_queries``
-    most_groups = -(-longest // GROUP_TOKENS) + 1  # one to spare: native code writes this list
+    filled_rows = round_up(rows, MAX_ROWS_AMX)  # see ``copy_queries``
+    # One more than there can be. Native code writes this list, and what it would overwrite, if a
+    # count were ever wrong by one, is another list.
+    most_groups = ceil_div(longest, GROUP_TOKENS) + 1
     list_of_groups = (most_groups + LIST_MARGIN) * I64_BYTES
     # Products read float32 or bfloat16. Memory is reserved for the larger one.
     queries = filled_rows * padded * F32_BYTES
     scores = MAX_ROWS_AMX * SPAN_TOKENS * F32_BYTES
     states = filled_rows * (padded + STATE_EXTRA) * F32_BYTES
     # Only bytes are widened, and only they have scales.
-    wide_tokens = SPAN_TOKENS if element_size == 1 else 0
-    wide_groups = wide_tokens * padded * F32_BYTES
-    list_of_wide_groups = (SPAN_GROUPS + LIST_MARGIN) * I64_BYTES
+    widened_tokens = SPAN_TOKENS if element_size == 1 else 0
+    widened_groups = widened_tokens * padded * F32_BYTES
+    list_of_widened_groups = (SPAN_GROUPS + LIST_MARGIN) * I64_BYTES
     by_area = {
         "queries": queries,
         "scores": scores,
@@ -167,21 +176,20 @@ def scratch_sizes(*, element_size: int, rows: int, padded: int, longest: int) ->
         "last_values": GROUP_TOKENS * padded * element_size,
         "key_groups": list_of_groups,
         "value_groups": list_of_groups,
-        "wide_keys": wide_groups,
-        "wide_values": wide_groups,
-        "wide_key_groups": list_of_wide_groups,
-        "wide_value_groups": list_of_wide_groups,
-        "key_scales": wide_tokens * F32_BYTES,
-        "value_scales": wide_tokens * F32_BYTES,
+        "widened_keys": widened_groups,
+        "widened_values": widened_groups,
+        "widened_key_groups": list_of_widened_groups,
+        "widened_value_groups": list_of_widened_groups,
+        "key_scales": widened_tokens * F32_BYTES,
+        "value_scales": widened_tokens * F32_BYTES,
     }
     sizes = []
     for name in Scratch.__annotations__:
-        vectors = -(-by_area[name] // VECTOR_BYTES)
-        sizes.append(vectors * VECTOR_BYTES)
+        sizes.append(round_up(by_area[name], VECTOR_BYTES))
     return sizes
 
 
 read_call = reader(AttentionArguments)
-read_entry = reader(PlanEntry)
+read_piece = reader(PlanPiece)
 read_scratch = reader(Scratch)
 SCRATCH_BYTES = ctypes.sizeof(Scratch)

@@ -12,8 +12,8 @@ a head, in bfloat16. The rows of an item are taken in *passes* of 6 rows (16 wit
 Scores and weights stay in the first-level cache. Outputs are part of the rows' states (``softmax``)
 and are read and written once for each span.
 
-``keys`` and ``values`` are lists of groups (``cache_blocks``): what is passed is the address of the
-list's entry for the first group in question. ``first_key`` is that group's first position.
+``key_list`` and ``value_list`` are addresses in lists of groups (``cache_blocks``), at the address
+of the first group in question. ``first_key`` is that group's first position.
 
 A cache of bytes is widened before products read it. If an item takes several passes, a span is
 widened as a whole, once for all of them. If it takes one pass, groups are widened a few at a time,
@@ -30,22 +30,41 @@ from jitney.kernels.cpu.attention_records import (
     SPAN_TOKENS,
     SPLIT_TOKENS,
 )
-from jitney.kernels.cpu.cache_groups import GROUP_TOKENS, PREFETCH_GROUPS, read_scales, widen_groups
-from jitney.kernels.cpu.emit import F32_BYTES, I64_BYTES, LANES, UNIT_BYTES, VECTOR_BYTES
+from jitney.kernels.cpu.cache_groups import (
+    GROUP_TOKENS,
+    PREFETCH_GROUPS,
+    group_bytes,
+    read_scales,
+    widen_groups,
+)
+from jitney.kernels.cpu.emit import (
+    F32_BYTES,
+    I64_BYTES,
+    LANES,
+    UNIT_BYTES,
+    VECTOR_BYTES,
+    ceil_div,
+)
 from jitney.kernels.cpu.micro_kernel import MAX_ROWS, MAX_ROWS_AMX, make_micro_kernel
 from jitney.kernels.cpu.simd import (
     LOG2_E,
     ONE,
     ZERO,
-    element_bytes,
     has_scales,
     inlined,
     inner,
+    left_bytes,
     load_i64,
     prefetch,
-    second_bytes,
+    right_bytes,
 )
-from jitney.kernels.cpu.softmax import raise_maximum, scale_row, state_bytes, weigh_row
+from jitney.kernels.cpu.softmax import (
+    prepare_scores,
+    raise_maximum,
+    scale_outputs,
+    state_bytes,
+    weigh_row,
+)
 
 SCORES_STRIDE = SPAN_TOKENS * F32_BYTES
 """Bytes from one row's scores to the next row's."""
@@ -55,12 +74,12 @@ multiply_key_groups = make_micro_kernel(
     PRODUCT_VECTORS, source_per_vector=True, ahead=PREFETCH_GROUPS
 )
 """Scores = queries x keys. Each of PRODUCT_VECTORS groups gives 16 scores, which are a vector."""
-multiply_values_wide = make_micro_kernel(
+multiply_64_values = make_micro_kernel(
     PRODUCT_VECTORS, source_per_vector=False, ahead=PREFETCH_GROUPS
 )
 """Outputs += weights x values, of PRODUCT_VECTORS times 16 elements of the head, over all groups
 that are listed."""
-multiply_values_narrow = make_micro_kernel(1, source_per_vector=False, ahead=PREFETCH_GROUPS)
+multiply_16_values = make_micro_kernel(1, source_per_vector=False, ahead=PREFETCH_GROUPS)
 """The same, of 16 elements of the head."""
 
 
@@ -68,82 +87,103 @@ multiply_values_narrow = make_micro_kernel(1, source_per_vector=False, ahead=PRE
 
 
 @inner
-def attend_split(cache_tag, product_tag, call, entry, split_begin, rows, scratch):
+def attend_split(cache_tag, product_tag, call, piece, split_begin, rows, scratch):
     """Add the keys of one split to the states of all rows of the item: those of positions
-    split_begin to split_begin + SPLIT_TOKENS - 1, as far as the entry has them."""
+    split_begin to split_begin + SPLIT_TOKENS - 1, as far as the piece has them."""
     use_tiles = call.use_tiles != 0
     rows_at_once = MAX_ROWS_AMX if use_tiles else MAX_ROWS
-    passes = -(-rows // rows_at_once)
-    # Spans begin at multiples of SPAN_TOKENS, whatever the entry is, so that a row's sums are
+    passes = ceil_div(rows, rows_at_once)
+    # Whether this function prefetches the next span. Others do so:
+    # - in a cache of bytes, what widens groups;
+    # - by vectors, and by tiles with few rows, the micro-kernel.
+    # With several passes nobody need: the first pass alone waits for memory, and the others find
+    # the span in the second-level cache.
+    prefetches = not has_scales(cache_tag) and use_tiles and rows >= MAX_ROWS and passes == 1
+    # Spans begin at multiples of SPAN_TOKENS, whatever the piece is, so that a row's sums are
     # always added up in the same order.
-    first_span = max(split_begin, entry.keys_begin // SPAN_TOKENS * SPAN_TOKENS)
-    end = min(split_begin + SPLIT_TOKENS, entry.keys_end)
-    for span_begin in range(first_span, end, SPAN_TOKENS):
-        # The entry may begin within its first span. The keys before are hidden from all its rows:
+    first_span_begin = max(split_begin, piece.keys_begin // SPAN_TOKENS * SPAN_TOKENS)
+    keys_end = min(split_begin + SPLIT_TOKENS, piece.keys_end)
+    for span_begin in range(first_span_begin, keys_end, SPAN_TOKENS):
+        # The piece may begin within its first span. The keys before are hidden from all its rows:
         # they would add zeros.
-        first_key = max(span_begin, entry.keys_begin)
-        num_keys = min(span_begin + SPAN_TOKENS, entry.keys_end) - first_key
-        first_group = (first_key - entry.keys_begin) // GROUP_TOKENS
-        keys = scratch.key_groups + first_group * I64_BYTES
-        values = scratch.value_groups + first_group * I64_BYTES
+        first_key = max(span_begin, piece.keys_begin)
+        num_keys = min(span_begin + SPAN_TOKENS, piece.keys_end) - first_key
+        first_group = (first_key - piece.keys_begin) // GROUP_TOKENS
+        key_list = scratch.key_groups + first_group * I64_BYTES
+        value_list = scratch.value_groups + first_group * I64_BYTES
         if has_scales(cache_tag):
-            read_scales(call.padded, keys, values, num_keys, scratch)
+            read_scales(call.padded, key_list, value_list, num_keys, scratch)
             if passes > 1:
                 widen_span(
-                    product_tag, call.padded, keys, values, num_keys=num_keys, scratch=scratch
+                    product_tag,
+                    call.padded,
+                    key_list,
+                    value_list,
+                    num_keys=num_keys,
+                    scratch=scratch,
                 )
-        elif use_tiles and rows >= MAX_ROWS and passes == 1:
-            # Not in other cases. Vectors, and tiles of fewer rows, prefetch while they multiply.
-            # With several passes the first one alone waits for memory: the others find the span in
-            # the second-level cache.
-            prefetch_span(cache_tag, call, entry, span_begin + SPAN_TOKENS, scratch)
+        if prefetches:
+            prefetch_span(cache_tag, call, piece, span_begin + SPAN_TOKENS, scratch)
         for number in range(passes):
             if use_tiles:
                 # 16 rows in each pass, and in the last one what is left.
                 first = number * MAX_ROWS_AMX
-                last = min(rows, first + MAX_ROWS_AMX)
+                end = min(rows, first + MAX_ROWS_AMX)
             else:
                 # The same number of rows in each pass, or one more: 7 are 3 and 4, not 6 and 1.
                 first = rows * number // passes
-                last = rows * (number + 1) // passes
+                end = rows * (number + 1) // passes
             attend_rows(
                 cache_tag,
                 product_tag,
                 call,
-                entry,
+                piece,
                 first,
-                rows=last - first,
+                rows=end - first,
                 first_key=first_key,
                 num_keys=num_keys,
-                span_is_wide=passes > 1,
-                keys=keys,
-                values=values,
+                span_is_widened=passes > 1,
+                key_list=key_list,
+                value_list=value_list,
                 scratch=scratch,
             )
 
 
 @inlined
-def widen_span(product_tag, padded, keys, values, num_keys, scratch):
+def widen_span(product_tag, padded, key_list, value_list, num_keys, scratch):
     """Widen all groups of a span of bytes."""
-    count = -(-num_keys // GROUP_TOKENS)
-    widen_groups(product_tag, keys, count, scratch.wide_keys, padded=padded, row_bytes=LANES)
-    widen_groups(product_tag, values, count, scratch.wide_values, padded=padded, row_bytes=padded)
+    count = ceil_div(num_keys, GROUP_TOKENS)
+    widen_groups(
+        product_tag,
+        key_list,
+        count,
+        scratch.widened_keys,
+        padded=padded,
+        line_bytes=GROUP_TOKENS,
+    )
+    widen_groups(
+        product_tag,
+        value_list,
+        count,
+        scratch.widened_values,
+        padded=padded,
+        line_bytes=padded,
+    )
 
 
 @inner
-def prefetch_span(cache_tag, call, entry, span_begin, scratch):
-    """Prefetch keys and values of the span that begins at this position. Behind the entry's last
+def prefetch_span(cache_tag, call, piece, span_begin, scratch):
+    """Prefetch keys and values of the span that begins at this position. Behind the piece's last
     group the lists go on with groups of the thread's next item: these are prefetched, too."""
-    own_groups = -(-(entry.keys_end - entry.keys_begin) // GROUP_TOKENS)
+    own_groups = ceil_div(piece.keys_end - piece.keys_begin, GROUP_TOKENS)
     listed_groups = own_groups + PREFETCH_GROUPS
-    first = min((span_begin - entry.keys_begin) // GROUP_TOKENS, own_groups)
-    size = GROUP_TOKENS * call.padded * element_bytes(cache_tag)
+    first = min((span_begin - piece.keys_begin) // GROUP_TOKENS, own_groups)
     for g in range(first, min(first + SPAN_GROUPS, listed_groups)):
         keys = load_i64(scratch.key_groups + g * I64_BYTES)
         values = load_i64(scratch.value_groups + g * I64_BYTES)
-        for line in range(0, size, VECTOR_BYTES):
-            prefetch(keys + line)
-            prefetch(values + line)
+        for offset in range(0, group_bytes(cache_tag, call.padded), VECTOR_BYTES):
+            prefetch(keys + offset)
+            prefetch(values + offset)
 
 
 # --------------------------------------------------------------------------- a few rows
@@ -154,50 +194,52 @@ def attend_rows(
     cache_tag,
     product_tag,
     call,
-    entry,
+    piece,
     first,
     rows,
     first_key,
     num_keys,
-    span_is_wide,
-    keys,
-    values,
+    span_is_widened,
+    key_list,
+    value_list,
     scratch,
 ):
     """Add the ``num_keys`` keys of a span, from position ``first_key`` on, to the states of so many
     ``rows`` of the item, from row ``first`` on.
 
-    ``span_is_wide`` matters for a cache of bytes alone: whether the whole span has been widened.
+    ``span_is_widened`` matters for a cache of bytes alone: whether the whole span has been widened.
     """
-    first_position = entry.position + first // call.heads_per_kv
-    last_position = entry.position + (first + rows - 1) // call.heads_per_kv
+    first_position = piece.position + first // call.heads_per_kv
+    last_position = piece.position + (first + rows - 1) // call.heads_per_kv
     # Groups that none of these rows sees are left out: at the end those behind the last row, at the
     # beginning those before the first row's window, which is the earliest one.
     groups_up_to_last = (last_position - first_key) // GROUP_TOKENS + 1
-    groups = min(-(-num_keys // GROUP_TOKENS), groups_up_to_last)
+    groups_end = min(ceil_div(num_keys, GROUP_TOKENS), groups_up_to_last)
     left_out = np.int64(0)
     if call.window > 0:
         window_begin = first_position - call.window + 1
         left_out = max(0, window_begin - first_key) // GROUP_TOKENS
-        first_key += left_out * GROUP_TOKENS
-        groups -= left_out
+    groups = groups_end - left_out
     if groups <= 0:
         return
-    keys += left_out * I64_BYTES
-    values += left_out * I64_BYTES
-    if has_scales(cache_tag) and span_is_wide:
-        keys = scratch.wide_key_groups + left_out * I64_BYTES
-        values = scratch.wide_value_groups + left_out * I64_BYTES
-    # From here on: whether ``keys`` and ``values`` list groups of bytes.
-    widens_here = has_scales(cache_tag) and not span_is_wide
-    queries = scratch.queries + first * call.padded * element_bytes(product_tag)
+    first_seen_key = first_key + left_out * GROUP_TOKENS
+    # The lists of the groups that are left: of the widened ones, if the whole span is widened.
+    if has_scales(cache_tag) and span_is_widened:
+        seen_key_list = scratch.widened_key_groups + left_out * I64_BYTES
+        seen_value_list = scratch.widened_value_groups + left_out * I64_BYTES
+    else:
+        seen_key_list = key_list + left_out * I64_BYTES
+        seen_value_list = value_list + left_out * I64_BYTES
+    # Whether these are lists of groups of bytes, which are widened just before each product.
+    widens_here = has_scales(cache_tag) and not span_is_widened
+    queries = scratch.queries + first * call.padded * left_bytes(product_tag)
     states = scratch.states + first * state_bytes(call.padded)
     multiply_keys(
         product_tag,
         call,
         rows,
         queries,
-        keys,
+        seen_key_list,
         groups=groups,
         widens_here=widens_here,
         scratch=scratch,
@@ -206,10 +248,10 @@ def attend_rows(
         cache_tag,
         product_tag,
         call,
-        entry,
+        piece,
         first,
         rows=rows,
-        first_key=first_key,
+        first_key=first_seen_key,
         groups=groups,
         states=states,
         scales_offset=left_out * VECTOR_BYTES,
@@ -219,7 +261,7 @@ def attend_rows(
         product_tag,
         call,
         rows,
-        values,
+        seen_value_list,
         groups=groups,
         widens_here=widens_here,
         states=states,
@@ -228,26 +270,26 @@ def attend_rows(
 
 
 @inlined
-def multiply_keys(product_tag, call, rows, queries, keys, groups, widens_here, scratch):
+def multiply_keys(product_tag, call, rows, queries, key_list, groups, widens_here, scratch):
     """Scores of so many rows and groups of keys, PRODUCT_VECTORS groups at a time.
 
     The last product may take in groups that stand behind these in the list. Nobody reads their
     scores.
     """
-    query_bytes = call.padded * element_bytes(product_tag)
-    key_units = call.padded * second_bytes(product_tag) // UNIT_BYTES
+    query_bytes = call.padded * left_bytes(product_tag)
+    key_units = call.padded * right_bytes(product_tag) // UNIT_BYTES
     for g in range(0, groups, PRODUCT_VECTORS):
-        sources = keys + g * I64_BYTES
+        sources = key_list + g * I64_BYTES
         if widens_here:
             widen_groups(
                 product_tag,
                 sources,
                 count=min(PRODUCT_VECTORS, groups - g),
-                target=scratch.wide_keys,
+                target=scratch.widened_keys,
                 padded=call.padded,
-                row_bytes=LANES,
+                line_bytes=GROUP_TOKENS,
             )
-            sources = scratch.wide_key_groups
+            sources = scratch.widened_key_groups
         multiply_key_groups(
             product_tag,
             call.use_tiles != 0,
@@ -270,7 +312,7 @@ def weigh_rows(
     cache_tag,
     product_tag,
     call,
-    entry,
+    piece,
     first,
     rows,
     first_key,
@@ -284,107 +326,110 @@ def weigh_rows(
     The scales of these keys and values stand ``scales_offset`` bytes behind those of the span's
     first keys.
     """
-    # With a softcap ``raise_maximum`` makes exponents of the scores.
+    # With a softcap ``prepare_scores`` makes exponents of the scores.
     factor = ONE if call.softcap != ZERO else call.scale * LOG2_E
     # Two loops: in the first one the processor can work on several rows at once.
     for r in range(rows):
-        position = entry.position + (first + r) // call.heads_per_kv
+        position = piece.position + (first + r) // call.heads_per_kv
         window_begin = position - call.window + 1
-        raise_maximum(
+        scores = scratch.scores + r * SCORES_STRIDE
+        prepare_scores(
             cache_tag,
-            scores=scratch.scores + r * SCORES_STRIDE,
+            scores,
             groups=groups,
             first_seen=window_begin - first_key if call.window > 0 else 0,
             seen_end=position + 1 - first_key,
             scale=call.scale,
             softcap=call.softcap,
-            factor=factor,
-            outputs_end=states + r * state_bytes(call.padded) + call.padded * F32_BYTES,
             key_scales=scratch.key_scales + scales_offset,
         )
+        outputs_end = states + r * state_bytes(call.padded) + call.padded * F32_BYTES
+        raise_maximum(scores, groups, factor, outputs_end)
     for r in range(rows):
         state = states + r * state_bytes(call.padded)
         rescale = weigh_row(
             cache_tag,
             product_tag,
             scores=scratch.scores + r * SCORES_STRIDE,
-            weights=scratch.weights + r * SPAN_TOKENS * element_bytes(product_tag),
+            weights=scratch.weights + r * SPAN_TOKENS * left_bytes(product_tag),
             groups=groups,
             factor=factor,
             outputs_end=state + call.padded * F32_BYTES,
             value_scales=scratch.value_scales + scales_offset,
         )
         if rescale != ONE:
-            scale_row(state, call.padded, rescale)
+            scale_outputs(state, call.padded, rescale)
 
 
 @inlined
-def multiply_values(product_tag, call, rows, values, groups, widens_here, states, scratch):
+def multiply_values(product_tag, call, rows, value_list, groups, widens_here, states, scratch):
     """Outputs += weights x values, of so many rows and groups."""
     if not widens_here:
-        add_values(product_tag, call, rows, scratch.weights, values, groups=groups, states=states)
+        add_values(
+            product_tag, call, rows, scratch.weights, value_list, groups=groups, states=states
+        )
         return
     for g in range(0, groups, PRODUCT_VECTORS):
         count = min(PRODUCT_VECTORS, groups - g)
         widen_groups(
             product_tag,
-            values + g * I64_BYTES,
+            value_list + g * I64_BYTES,
             count,
-            scratch.wide_values,
+            scratch.widened_values,
             padded=call.padded,
-            row_bytes=call.padded,
+            line_bytes=call.padded,
         )
         add_values(
             product_tag,
             call,
             rows,
-            scratch.weights + g * LANES * element_bytes(product_tag),
-            scratch.wide_value_groups,
+            scratch.weights + g * GROUP_TOKENS * left_bytes(product_tag),
+            scratch.widened_value_groups,
             groups=count,
             states=states,
         )
 
 
 @inner
-def add_values(product_tag, call, rows, weights, values, groups, states):
+def add_values(product_tag, call, rows, weights, value_list, groups, states):
     """Outputs += weights x values, for all elements of the head. The groups of values are in the
     form that products read."""
     use_tiles = call.use_tiles != 0
-    weights_stride = SPAN_TOKENS * element_bytes(product_tag)
+    weights_stride = SPAN_TOKENS * left_bytes(product_tag)
     outputs_stride = state_bytes(call.padded)
-    # A group of values has so many unit rows, which are ``unit_row_bytes`` long.
-    unit_rows = GROUP_TOKENS * second_bytes(product_tag) // UNIT_BYTES
-    unit_row_bytes = call.padded * UNIT_BYTES
+    # A group of values has so many lines of units, which are ``unit_line_bytes`` long.
+    unit_lines = GROUP_TOKENS * right_bytes(product_tag) // UNIT_BYTES
+    unit_line_bytes = call.padded * UNIT_BYTES
     # As many elements as possible 64 at once, the others 16 at once. The two calls are alike but
     # for the function: Numba must know it when it compiles the call, so ``d`` cannot choose it.
-    wide_elements = PRODUCT_VECTORS * LANES
-    wide_end = call.padded // wide_elements * wide_elements
-    for d in range(0, wide_end, wide_elements):
-        multiply_values_wide(
+    elements_at_once = PRODUCT_VECTORS * LANES
+    end_of_64s = call.padded // elements_at_once * elements_at_once
+    for d in range(0, end_of_64s, elements_at_once):
+        multiply_64_values(
             product_tag,
             use_tiles,
             rows,
             left=weights,
             left_stride=weights_stride,
-            sources=values,
+            sources=value_list,
             num_sources=groups,
-            units=unit_rows,
-            unit_stride=unit_row_bytes,
+            units=unit_lines,
+            unit_stride=unit_line_bytes,
             offset=d * UNIT_BYTES,
             out=states + d * F32_BYTES,
             out_stride=outputs_stride,
         )
-    for d in range(wide_end, call.padded, LANES):
-        multiply_values_narrow(
+    for d in range(end_of_64s, call.padded, LANES):
+        multiply_16_values(
             product_tag,
             use_tiles,
             rows,
             left=weights,
             left_stride=weights_stride,
-            sources=values,
+            sources=value_list,
             num_sources=groups,
-            units=unit_rows,
-            unit_stride=unit_row_bytes,
+            units=unit_lines,
+            unit_stride=unit_line_bytes,
             offset=d * UNIT_BYTES,
             out=states + d * F32_BYTES,
             out_stride=outputs_stride,

@@ -9,11 +9,11 @@ to a block and two KV heads::
 
 Each new token is written to its slot. For an item of the attention kernel the addresses of its
 groups are *listed*, those of keys in one list and those of values in another, so that products need
-not know of blocks. A list is an array of int64; here of an entry with 100 keys::
+not know of blocks. A list is an array of int64; here for an item with 100 keys::
 
-    entries 0 to 6      its own groups
-    entries 7 to 14     the first groups of the thread's next item: they are prefetched
-    entries 15 to 18    other addresses that can be read: what is read there is not used
+    list[0 to 6]      its own groups
+    list[7 to 14]     the first groups of the thread's next item: they are prefetched
+    list[15 to 18]    other addresses that can be read: what is read there is not used
 
 Called by ``attention_kernel``; :func:`write_body` is a kernel of its own.
 """
@@ -33,16 +33,18 @@ from jitney.kernels.cpu.cache_groups import (
     group_bytes,
     pack_key,
     pack_value,
-    round_vector,
+    round_key,
+    round_value,
 )
-from jitney.kernels.cpu.emit import I64_BYTES
+from jitney.kernels.cpu.emit import I64_BYTES, ceil_div
 from jitney.kernels.cpu.simd import (
     fetch_add,
     has_scales,
+    inlined,
     inner,
     load_i32,
     load_i64,
-    second_bytes,
+    right_bytes,
     store_i64,
 )
 
@@ -71,8 +73,8 @@ def write_token(tag, cache_tag, call, t, kv_head):
     head_size = call.head_size
     padded = call.padded
     if has_scales(cache_tag):
-        round_vector(tag, key, head_size, padded, group=keys, lane=lane, is_key=True)
-        round_vector(tag, value, head_size, padded, group=values, lane=lane, is_key=False)
+        round_key(tag, key, head_size, padded, group=keys, lane=lane)
+        round_value(tag, value, head_size, padded, group=values, lane=lane)
     else:
         pack_key(tag, key, head_size, padded, group=keys, lane=lane)
         pack_value(tag, value, head_size, padded, group=values, lane=lane)
@@ -96,8 +98,8 @@ def write_body(tag, cache_tag, arguments):
 
 
 @inner
-def list_groups(cache_tag, call, row, kv_head, first, limit, keys, values):
-    """List the groups that hold the keys and values of a row's positions [first, limit).
+def list_groups(cache_tag, call, batch_row, kv_head, first, end, keys, values):
+    """List the groups that hold the keys and values of a batch row's positions [first, end).
 
     ``first`` is a multiple of 16. ``keys`` and ``values`` are the addresses of the two lists.
     Returns the number of groups.
@@ -106,11 +108,11 @@ def list_groups(cache_tag, call, row, kv_head, first, limit, keys, values):
     head_bytes = call.block_size // GROUP_TOKENS * size
     block_bytes = call.kv_heads * head_bytes
     # Where the number of the current block stands in the block table.
-    table_entry = row * call.table_width + first // call.block_size
+    table_entry = batch_row * call.table_width + first // call.block_size
     block_number = call.table + table_entry * _TABLE_ENTRY_BYTES
     # Bytes from the head's first group in the current block to the current group.
     in_head = first % call.block_size // GROUP_TOKENS * size
-    count = -(-(limit - first) // GROUP_TOKENS)
+    count = ceil_div(end - first, GROUP_TOKENS)
     for g in range(count):
         block = np.int64(load_i32(block_number))
         in_cache = block * block_bytes + kv_head * head_bytes + in_head
@@ -125,57 +127,71 @@ def list_groups(cache_tag, call, row, kv_head, first, limit, keys, values):
 
 
 @inner
-def find_groups(cache_tag, call, entry, kv_head, next_entry, next_head, scratch):
-    """List the groups of an entry of the plan for one KV head, and behind them what else is read:
-    the first groups of ``next_entry`` for ``next_head``, which this thread computes next, and the
-    margin. See the module's docstring."""
+def list_item_groups(cache_tag, call, piece, kv_head, next_piece, next_head, scratch):
+    """List all groups that are read for an item: see the module's docstring. The item is ``piece``
+    and ``kv_head``; the thread's next item is ``next_piece`` and ``next_head``."""
     keys = scratch.key_groups
     values = scratch.value_groups
     count = list_groups(
         cache_tag,
         call,
-        entry.row,
+        piece.batch_row,
         kv_head,
-        first=entry.keys_begin,
-        limit=entry.keys_end,
+        first=piece.keys_begin,
+        end=piece.keys_end,
         keys=keys,
         values=values,
     )
-    tokens_of_last = (entry.keys_end - entry.keys_begin) % GROUP_TOKENS
-    # The slots behind the last key may hold anything, even NaN. Their weights are 0, but 0 times
-    # NaN is NaN: so the last group of values is replaced by a copy with zeros in these slots. Keys
-    # need no copy, as the scores of these slots are hidden. Nor do bytes, as none of them is NaN:
-    # ``read_scales`` sets the scales of these slots to 0.
+    tokens_of_last = (piece.keys_end - piece.keys_begin) % GROUP_TOKENS
     if tokens_of_last != 0 and not has_scales(cache_tag):
-        last = values + (count - 1) * I64_BYTES
-        source = load_i64(last)
-        copy_last_values(cache_tag, source, call.padded, tokens_of_last, scratch.last_values)
-        store_i64(last, scratch.last_values)
-    next_begin = next_entry.keys_begin
+        last_values = values + (count - 1) * I64_BYTES
+        replace_last_values(cache_tag, call, last_values, tokens_of_last, scratch)
+    next_keys = keys + count * I64_BYTES
+    next_values = values + count * I64_BYTES
+    next_begin = next_piece.keys_begin
     next_count = list_groups(
         cache_tag,
         call,
-        next_entry.row,
+        next_piece.batch_row,
         next_head,
         first=next_begin,
-        limit=min(next_entry.keys_end, next_begin + PREFETCH_GROUPS * GROUP_TOKENS),
-        keys=keys + count * I64_BYTES,
-        values=values + count * I64_BYTES,
+        end=min(next_piece.keys_end, next_begin + PREFETCH_GROUPS * GROUP_TOKENS),
+        keys=next_keys,
+        values=next_values,
     )
-    # The margin: any address that can be read will do, such as the next entry's first group.
-    next_keys = load_i64(keys + count * I64_BYTES)
-    next_values = load_i64(values + count * I64_BYTES)
-    for g in range(count + next_count, count + LIST_MARGIN):
-        store_i64(keys + g * I64_BYTES, next_keys)
-        store_i64(values + g * I64_BYTES, next_values)
+    fill_margin(next_keys, next_count)
+    fill_margin(next_values, next_count)
+
+
+@inlined
+def replace_last_values(cache_tag, call, last_values, tokens, scratch):
+    """Replace the item's last group of values, whose address in the list is at ``last_values``, by
+    a copy that has zeros behind its first ``tokens``.
+
+    The slots behind the last key may hold anything, even NaN. Their weights are 0, but 0 times NaN
+    is NaN. Keys need no copy, as the scores of these slots are hidden. Nor do bytes, as none of
+    them is NaN: ``read_scales`` sets the scales of these slots to 0.
+    """
+    source = load_i64(last_values)
+    copy_last_values(cache_tag, source, call.padded, tokens, scratch.last_values)
+    store_i64(last_values, scratch.last_values)
+
+
+@inlined
+def fill_margin(addresses, count):
+    """Fill the margin of a list, behind ``count`` addresses of the next item. Any address that can
+    be read will do, such as the first of these."""
+    readable = load_i64(addresses)
+    for g in range(count, LIST_MARGIN):
+        store_i64(addresses + g * I64_BYTES, readable)
 
 
 @inner
-def list_wide_groups(product_tag, padded, scratch):
+def list_widened_groups(product_tag, padded, scratch):
     """List a thread's widened groups, a span of them, and behind them the margin."""
-    size = GROUP_TOKENS * padded * second_bytes(product_tag)
+    size = GROUP_TOKENS * padded * right_bytes(product_tag)
     for g in range(SPAN_GROUPS + LIST_MARGIN):
         # The margin is the first group, again and again: it can be read.
         offset = g * size if g < SPAN_GROUPS else 0
-        store_i64(scratch.wide_key_groups + g * I64_BYTES, scratch.wide_keys + offset)
-        store_i64(scratch.wide_value_groups + g * I64_BYTES, scratch.wide_values + offset)
+        store_i64(scratch.widened_key_groups + g * I64_BYTES, scratch.widened_keys + offset)
+        store_i64(scratch.widened_value_groups + g * I64_BYTES, scratch.widened_values + offset)

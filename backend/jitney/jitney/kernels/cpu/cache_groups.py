@@ -11,14 +11,14 @@ elements of one key, or one element of the values of two tokens::
                            token 0  token 1      token 15
 
     a group of values                                  here t2 is an element of token 2's value
-        unit row 0         t0 t1    | t0 t1    | .. | t0 t1
-        unit row 1         t2 t3    | t2 t3    | .. | t2 t3
+        units, line 0      t0 t1    | t0 t1    | .. | t0 t1
+        units, line 1      t2 t3    | t2 t3    | .. | t2 t3
           ...
-        unit row 7         t14 t15  | t14 t15  | .. | t14 t15
+        units, line 7      t14 t15  | t14 t15  | .. | t14 t15
                            element 0  element 1       element padded - 1
 
 So one load of 16 units feeds the scores of 16 tokens, or 16 elements of the output, and nothing is
-summed across lanes. In float32 a unit is a single element: a group of values has 16 unit rows.
+summed across lanes. In float32 a unit is a single element, and a group of values has 16 lines.
 
 A cache of bytes (int8) has no units. Behind the bytes stands a float32 scale for each token::
 
@@ -38,7 +38,14 @@ Called by ``cache_blocks``, which knows where groups are, and by ``attention_ker
 import numpy as np
 
 from jitney.execution.byte_cache import LEAST_SCALE, SCALE_BYTES
-from jitney.kernels.cpu.emit import F32_BYTES, I64_BYTES, LANES, UNIT_BYTES, VECTOR_BYTES
+from jitney.kernels.cpu.emit import (
+    F32_BYTES,
+    I64_BYTES,
+    LANES,
+    UNIT_BYTES,
+    VECTOR_BYTES,
+    ceil_div,
+)
 from jitney.kernels.cpu.simd import (
     I8,
     ONE,
@@ -57,7 +64,7 @@ from jitney.kernels.cpu.simd import (
     load_i32,
     load_i64,
     prefetch,
-    second_bytes,
+    right_bytes,
     splat,
     store,
     store_as,
@@ -70,8 +77,8 @@ from jitney.kernels.cpu.simd import (
 
 GROUP_TOKENS = LANES
 PREFETCH_GROUPS = 8
-"""While a kernel works on a group it prefetches the one that stands so many entries further on in
-the list of groups."""
+"""While a kernel works on a group it prefetches the one that stands so much further on in the list
+of groups."""
 _LARGEST_BYTE = np.float32(127.0)
 
 
@@ -122,9 +129,9 @@ def pack_value(tag, source, head_size, padded, group, lane):
     """Write one token's value into a group, with zeros beyond the head."""
     size = element_bytes(tag)
     unit_tokens = UNIT_BYTES // size
-    unit_row = lane // unit_tokens * padded * UNIT_BYTES
+    line = lane // unit_tokens * padded * UNIT_BYTES
     inside_unit = lane % unit_tokens * size
-    target = group + unit_row + inside_unit
+    target = group + line + inside_unit
     for d in range(head_size):
         copy_element(tag, source + d * size, target + d * UNIT_BYTES)
     for d in range(head_size, padded):
@@ -132,11 +139,10 @@ def pack_value(tag, source, head_size, padded, group, lane):
 
 
 @inner
-def round_vector(tag, source, head_size, padded, group, lane, is_key):
-    """Write one token's key, or else its value, into a group of bytes, with zeros beyond the head.
-    The token's scale makes its largest element 127."""
+def write_scale(tag, source, head_size, padded, group, lane, spare):
+    """Write the scale of one token's key or value into a group of bytes: it makes the largest
+    element 127. Returns one over the scale. ``spare`` is overwritten."""
     size = element_bytes(tag)
-    spare = vector_on_stack()
     largest = splat(ZERO)
     not_finite = splat(ZERO)
     for d in range(0, padded, LANES):
@@ -149,17 +155,34 @@ def round_vector(tag, source, head_size, padded, group, lane, is_key):
     # A byte cannot be NaN. If an element is not finite, the token's scale is NaN instead.
     scales = group + GROUP_TOKENS * padded
     store_f32(scales + lane * SCALE_BYTES, scale + lane_sum(not_finite))
-    inverse = splat(ONE / scale)
+    return ONE / scale
+
+
+@inner
+def round_key(tag, source, head_size, padded, group, lane):
+    """Write one token's key into a group of bytes, with its scale, and with zeros beyond the
+    head."""
+    size = element_bytes(tag)
+    spare = vector_on_stack()
+    inverse = splat(write_scale(tag, source, head_size, padded, group, lane, spare))
     for d in range(0, padded, LANES):
         x = load_some(tag, source + d * size, head_size - d, spare) * inverse
-        if is_key:
-            # Its elements are 16 bytes apart: between them stand the other tokens'.
-            store_as(I8, spare, x)
-            for e in range(LANES):
-                line = group + (d + e) * GROUP_TOKENS
-                copy_element(I8, spare + e, line + lane)
-        else:
-            store_as(I8, group + lane * padded + d, x)
+        # The key's elements are 16 bytes apart: between them stand the other tokens'.
+        store_as(I8, spare, x)
+        for e in range(LANES):
+            element = group + (d + e) * GROUP_TOKENS
+            copy_element(I8, spare + e, element + lane)
+
+
+@inner
+def round_value(tag, source, head_size, padded, group, lane):
+    """The same of one token's value."""
+    size = element_bytes(tag)
+    spare = vector_on_stack()
+    inverse = splat(write_scale(tag, source, head_size, padded, group, lane, spare))
+    for d in range(0, padded, LANES):
+        x = load_some(tag, source + d * size, head_size - d, spare) * inverse
+        store_as(I8, group + lane * padded + d, x)
 
 
 # --------------------------------------------------------------------------- reading
@@ -175,8 +198,8 @@ def copy_last_values(tag, source, padded, tokens, target):
         store_i32(target + unit * UNIT_BYTES, load_i32(source + unit * UNIT_BYTES))
     for unit in range(full_units, all_units):
         store_i32(target + unit * UNIT_BYTES, np.int32(0))
-    # An odd number of tokens: the last one is the lower half of a unit row, which has just become
-    # zero.
+    # An odd number of tokens: the last one is the lower half of a line of units, which has just
+    # become zero.
     if tokens % unit_tokens != 0:
         for d in range(padded):
             offset = (full_units + d) * UNIT_BYTES
@@ -188,7 +211,7 @@ def read_scales(padded, keys, values, tokens, scratch):
     """Copy the scales of so many ``tokens`` to the scratch memory. Their groups are listed at
     ``keys`` and ``values``. Behind the last token the scales of values are 0."""
     scales_offset = GROUP_TOKENS * padded
-    for g in range(-(-tokens // GROUP_TOKENS)):
+    for g in range(ceil_div(tokens, GROUP_TOKENS)):
         key_scales = load_i64(keys + g * I64_BYTES) + scales_offset
         value_scales = load_i64(values + g * I64_BYTES) + scales_offset
         store(scratch.key_scales + g * VECTOR_BYTES, load(key_scales))
@@ -198,37 +221,37 @@ def read_scales(padded, keys, values, tokens, scratch):
 
 
 @inner
-def widen_groups(product_tag, groups, count, target, padded, row_bytes):
+def widen_groups(product_tag, groups, count, target, padded, line_bytes):
     """Widen ``count`` groups of bytes, which are listed at ``groups``, to what products read, and
     prefetch the groups that follow in the list.
 
-    ``row_bytes``: 16 for keys, where a row of a group has one byte for each token; ``padded`` for
-    values, where it has one for each element.
+    ``line_bytes`` is the length of a line of the drawing above: 16 for keys, where a line has one
+    byte for each token; ``padded`` for values, where it has one for each element.
     """
-    wide_bytes = GROUP_TOKENS * padded * second_bytes(product_tag)
+    widened_bytes = GROUP_TOKENS * padded * right_bytes(product_tag)
     for g in range(count):
         soon = load_i64(groups + (g + PREFETCH_GROUPS) * I64_BYTES)
-        for line in range(0, group_bytes(I8, padded), VECTOR_BYTES):
-            prefetch(soon + line)
+        for offset in range(0, group_bytes(I8, padded), VECTOR_BYTES):
+            prefetch(soon + offset)
         source = load_i64(groups + g * I64_BYTES)
-        widen_group(product_tag, source, target + g * wide_bytes, padded, row_bytes)
+        widen_group(product_tag, source, target + g * widened_bytes, padded, line_bytes)
 
 
 @inner
-def widen_group(product_tag, source, target, padded, row_bytes):
-    """Widen one group of bytes, whose rows are ``row_bytes`` long."""
+def widen_group(product_tag, source, target, padded, line_bytes):
+    """Widen one group of bytes, whose lines are ``line_bytes`` long."""
     num_bytes = GROUP_TOKENS * padded
-    if second_bytes(product_tag) == F32_BYTES:
+    if right_bytes(product_tag) == F32_BYTES:
         # Float32 stands in the order of the bytes.
         for i in range(0, num_bytes, LANES):
             store(target + i * F32_BYTES, load_as(I8, source + i))
         return
-    # Bfloat16: two rows of bytes, one below the other, become one row of units.
-    for offset in range(0, num_bytes, 2 * row_bytes):
-        upper_row = source + offset
-        lower_row = upper_row + row_bytes
-        unit_row = target + offset * 2  # a bfloat16 has twice the bytes of an int8
-        for i in range(0, row_bytes, LANES):
-            upper = load_as(I8, upper_row + i)
-            lower = load_as(I8, lower_row + i)
-            store_pairs(unit_row + i * UNIT_BYTES, upper, lower)
+    # Bfloat16: two lines of bytes, one below the other, become one line of units.
+    for offset in range(0, num_bytes, 2 * line_bytes):
+        upper_line = source + offset
+        lower_line = upper_line + line_bytes
+        unit_line = target + offset * 2  # a bfloat16 has twice the bytes of an int8
+        for i in range(0, line_bytes, LANES):
+            upper = load_as(I8, upper_line + i)
+            lower = load_as(I8, lower_line + i)
+            store_pairs(unit_line + i * UNIT_BYTES, upper, lower)

@@ -71,15 +71,14 @@ class KernelCall(ctypes.Structure):
     counter: int
     """Items that threads have taken so far: 0 at the start. (So the address of the record is that
     of the counter.)"""
-    threads: int
-    """Threads that have begun: 0 at the start. Only attention counts them, to give each thread its
-    own scratch memory."""
+    threads_begun: int
+    """0 at the start. Only attention counts the threads that begin, to give each its own scratch
+    memory."""
     count: int
-    """How much there is to do: rows of a norm, a product or a conversion; items of attention, of
-    its writes to the cache and of adapters."""
+    """How much there is to do, in rows or in items: each record says in which."""
 
 
-THREADS_OFFSET = KernelCall.threads.offset  # type: ignore[attr-defined]
+THREADS_BEGUN_OFFSET = KernelCall.threads_begun.offset  # type: ignore[attr-defined]
 
 
 def reader(cls: type[ctypes.Structure]) -> Any:
@@ -110,11 +109,11 @@ class Kernel:
     The body that is compiled is always written like this::
 
         version = source_version()
-        Kernel(lambda address: rows_body(tag, address) if version else None)
+        Kernel(lambda address: norm_rotary_body(tag, address) if version else None)
 
     The condition is always true. It is there to make ``version`` a closure variable of the lambda,
     which Numba compares before it takes code from its cache: otherwise it would compare the file of
-    the lambda alone, and take old code after a change of ``rows_body`` in another file.
+    the lambda alone, and take old code after a change of ``norm_rotary_body`` in another file.
     """
 
     def __init__(self, body: Callable[[int], None]) -> None:

@@ -10,17 +10,17 @@ What products of a tag read::
           the scale coarse, so they are listed in the tail, and their bytes stand for 0. The gap
           fills the bytes up to a multiple of 64; what it holds meets zeros of the weight.
 
-    I4    | K bytes: x / scale of the group | (scale, sum of the bytes * scale) of each group |
-          One scale for each group: the inputs whose weights share a scale, too.
+    I4    | K bytes: x / scale | (scale, sum of the bytes * scale) of each scale group |
+          One scale for each scale group: the inputs whose weights share a scale, too.
 
-A scale makes the largest element of its row or group 127. In a tail the scale and the values are
-float32, the number and the indices int32. The bytes of I8 have no sign, as instructions that
+A scale makes the largest element of its row or scale group 127. In a tail the scale and the values
+are float32, the number and the indices int32. The bytes of I8 have no sign, as instructions that
 multiply bytes want one factor without; those of I4 have one.
 
 Items are four rows. A row is read twice, from the first-level cache the second time: once to find
 its scale, once to round. It is computed by one thread in a fixed order, whatever the batch.
 
-Called by ``tile_linear``, before ``product_kernel`` and ``four_bit_kernel``.
+Called by ``column_linear``, before ``product_kernel`` and ``four_bit_kernel``.
 """
 
 import numpy as np
@@ -60,12 +60,13 @@ _BF16_BYTES = 2
 _LARGEST_BYTE = np.float32(127.0)
 _BYTE_OF_ZERO = np.uint8(128)
 _LEAST = np.float32(1e-36)
-"""A group whose elements are no larger is taken for zeros: 127 over them would be infinite."""
+"""A row, or a scale group, whose elements are no larger is rounded to zeros: 127 over them would be
+infinite."""
 
 
 @record
 class ConvertCall(KernelCall):
-    """Arguments of :func:`convert_body`; ``count`` is the number of rows."""
+    """Arguments of :func:`convert_body`; ``count`` is in rows."""
 
     x: int
     """Address of bfloat16 [count, size]."""
@@ -82,9 +83,9 @@ class ConvertCall(KernelCall):
     :func:`list_outliers`."""
     most_outliers: int
     """For I8: how many outliers a tail has memory for."""
-    factors: int
+    input_factors: int
     """For I8: address of float32 [size], with which x is multiplied first. 0: there are none."""
-    group: int
+    scale_group: int
     """For I4: how many inputs share a scale."""
 
 
@@ -98,22 +99,28 @@ OUTLIER_BYTES = 8
 """From an outlier's index or value to the next one's."""
 
 
+@inner
+def one_over_scale(largest):
+    """What numbers are multiplied by to become bytes, if ``largest`` is their largest size."""
+    return _LARGEST_BYTE / largest if largest > _LEAST else ZERO
+
+
 # --------------------------------------------------------------------------- I8
 
 
 @inner
 def load_scaled(call, row, i):
-    """16 elements of x from element ``i`` on, times their factors."""
+    """16 elements of x from element ``i`` on, times their input factors."""
     x = load_as(BF16, row + i * _BF16_BYTES)
-    return x if call.factors == 0 else x * load(call.factors + i * F32_BYTES)
+    return x if call.input_factors == 0 else x * load(call.input_factors + i * F32_BYTES)
 
 
 @inner
 def load_one_scaled(call, row, k):
-    """Element ``k`` of x, times its factor."""
+    """Element ``k`` of x, times its input factor."""
     value = load_one(BF16, row + k * _BF16_BYTES)
-    if call.factors != 0:
-        value *= load_f32(call.factors + k * F32_BYTES)
+    if call.input_factors != 0:
+        value *= load_f32(call.input_factors + k * F32_BYTES)
     return value
 
 
@@ -194,8 +201,7 @@ def round_row(call, row, out):
     if largest > limit:
         largest = list_outliers(call, row, limit, tail)
     store_f32(tail, largest / _LARGEST_BYTE + lane_sum(not_finite))
-    # One over the scale; of a row of zeros, whose scale is 0, any number will do.
-    inverse = splat(_LARGEST_BYTE / largest if largest > ZERO else ZERO)
+    inverse = splat(one_over_scale(largest))
     for i in range(0, size, LANES):
         store_bytes(out + i, load_scaled(call, row, i) * inverse)
     for n in range(load_i32(tail + TAIL_COUNT)):
@@ -208,27 +214,27 @@ def round_row(call, row, out):
 
 @inner
 def round_groups(call, row, out):
-    """A row of I4. A group's scale is NaN if an element of x is NaN or infinite."""
-    factors = out + call.size
-    for begin in range(0, call.size, call.group):
+    """A row of I4. The scale of a scale group is NaN if an element of x is NaN or infinite."""
+    scale_and_sum = out + call.size
+    for begin in range(0, call.size, call.scale_group):
         largest_by_lane = splat(ZERO)
         not_finite = splat(ZERO)
-        for i in range(begin, begin + call.group, LANES):
+        for i in range(begin, begin + call.scale_group, LANES):
             x = load_as(BF16, row + i * _BF16_BYTES)
             largest_by_lane = larger(larger(x, splat(ZERO) - x), largest_by_lane)
             # It stays 0, or becomes NaN where x is NaN or infinite.
             not_finite = fma(x, splat(ZERO), not_finite)
         largest = lane_max(largest_by_lane)
-        inverse = splat(_LARGEST_BYTE / largest if largest > _LEAST else ZERO)
+        inverse = splat(one_over_scale(largest))
         total = splat(ZERO)
-        for i in range(begin, begin + call.group, LANES):
+        for i in range(begin, begin + call.scale_group, LANES):
             rounded = nearest(load_as(BF16, row + i * _BF16_BYTES) * inverse)
             store_as(I8, out + i, rounded)
             total = total + rounded
         scale = largest / _LARGEST_BYTE + lane_sum(not_finite)
-        store_f32(factors, scale)
-        store_f32(factors + F32_BYTES, scale * lane_sum(total))
-        factors += 2 * F32_BYTES
+        store_f32(scale_and_sum, scale)
+        store_f32(scale_and_sum + F32_BYTES, scale * lane_sum(total))
+        scale_and_sum += 2 * F32_BYTES
 
 
 # --------------------------------------------------------------------------- items

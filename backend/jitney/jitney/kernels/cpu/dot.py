@@ -6,13 +6,16 @@ elements are, and which instructions multiply them, depends on the tag's type (`
     tag    left unit              right unit             instructions
     F32    1 float32              1 float32              one FMA
     BF16   2 bfloat16             2 bfloat16             AVX-512 BF16: one. Else both are widened to
-                                                         float32: two FMA
+                                                         float32: two FMA (*)
     WIDE   2 float32 (8 bytes)    2 bfloat16             right is widened to float32: two FMA
     I8     4 bytes, 0 to 255      4 bytes, -128 to 127   VNNI: one. Else both are widened to 16
                                                          bits: two products of int16
     I4     4 bytes, -127 to 127   4 bytes, 0 to 15       VNNI: one. Else one, with sums of 16 bits
 
-The sums of I8 and I4 are int32, and exact.
+    (*) of adapters alone: for all other products the host then picks WIDE (``must_widen_bf16``)
+
+The sums of I8 and I4 are int32, and exact: those of I8 up to MOST_BYTE_INPUTS inputs, those of I4
+because they are over a few inputs, which share a scale.
 
 Called by ``micro_kernel``, and for weights of 4 bits by ``four_bit_kernel``.
 """
@@ -41,6 +44,8 @@ from jitney.kernels.cpu.emit import (
 from jitney.kernels.cpu.processor import multiplies_bytes
 from jitney.kernels.cpu.simd import BF16_TYPE, I8_TYPE, WIDE_TYPE
 
+MOST_BYTE_INPUTS = (2**31 - 1) // (255 * 128)
+"""Products of I8 that an int32 can add up, if each is as large as can be: 65,793."""
 _I16_PAIRS = ir.VectorType(i16, 2 * LANES)
 """A vector as 32 numbers of 16 bits."""
 
@@ -183,18 +188,25 @@ def _emit(builder, instruction: _Instruction, first, second, total=None):
     register = ir.VectorType(i32, lanes)
     factor_type = ir.VectorType(instruction.factor, lanes * 32 // instruction.factor.width)
     result_type = ir.VectorType(instruction.result, lanes * 32 // instruction.result.width)
-    values = [first, second] if total is None else [total, first, second]
     results = []
     for number in range(instruction.registers):
-        of_register = ir.Constant(register, list(range(number * lanes, (number + 1) * lanes)))
-        operands = []
-        for value in values:
-            units = builder.bitcast(value, i32x)
-            part = builder.shuffle_vector(units, units, of_register)
-            operands.append(part if value is total else builder.bitcast(part, factor_type))
+        operands = [
+            builder.bitcast(_part_of(builder, first, number, lanes), factor_type),
+            builder.bitcast(_part_of(builder, second, number, lanes), factor_type),
+        ]
+        if total is not None:
+            operands.insert(0, _part_of(builder, total, number, lanes))
         result = call_llvm(builder, f"llvm.x86.{instruction.name}", result_type, operands)
         results.append(builder.bitcast(result, register))
     if instruction.registers == 1:
         return results[0]
     all_lanes = ir.Constant(i32x, list(range(LANES)))
     return builder.shuffle_vector(*results, all_lanes)
+
+
+def _part_of(builder, vector, number: int, lanes: int):
+    """IR: register ``number`` of a vector, ``lanes`` of its lanes, as int32."""
+    units = builder.bitcast(vector, i32x)
+    begin = number * lanes
+    of_register = ir.Constant(ir.VectorType(i32, lanes), list(range(begin, begin + lanes)))
+    return builder.shuffle_vector(units, units, of_register)

@@ -24,14 +24,14 @@ Called by every module of this folder that holds kernels. It calls nothing of ou
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import llvmlite.ir as ir
 from numba import types
 from numba.core import cgutils
 from numba.core.registry import cpu_target
-from numba.extending import intrinsic, models, register_model
+from numba.extending import intrinsic, models, register_jitable, register_model
 
 LANES = 16
 """Lanes of a vector. LLVM maps a vector to one register of AVX-512, two of AVX2 or four of NEON."""
@@ -86,7 +86,7 @@ TAG = "tag"
 """In :func:`emitted`: this argument may be any tag (``simd``). ``emit`` gets the tag's type."""
 
 
-def emitted(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
+def emitted(result: Any, *arguments: Any, **named: Any) -> Callable[[Callable[..., Any]], Any]:
     """Makes a Numba function of ``emit(builder, *values)``, which emits code and returns its value.
 
     ``result`` and ``arguments`` are Numba's types. For example::
@@ -101,26 +101,25 @@ def emitted(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]
         %first = insertelement <16 x float> undef, float 2.0, i32 0
         %every = shufflevector <16 x float> %first, <16 x float> undef, zeroinitializer
         %result = fmul <16 x float> %x, %every
+
+    A function of many arguments gives the types of the first few, and some types by name. All other
+    arguments are int64: so an address, a stride or a count needs no type.
     """
 
     def decorate(emit: Callable[..., Any]) -> Any:
         signature = inspect.signature(emit)
+        types_of_emit = _types_of(signature, arguments, named)
 
-        def define(typingctx, *given, **named):
-            # Numba calls this with its own context and the types of a caller's arguments. The
-            # signature of ``emit`` has the builder and these arguments. So the context is bound in
-            # the builder's place: that puts named arguments in their order. Then it is dropped.
-            bound = signature.bind(typingctx, *given, **named)
-            given_types = bound.args[1:]
-            kinds = []
-            for argument, given_type in zip(arguments, given_types, strict=True):
-                kinds.append(given_type if argument is TAG else argument)
+        def define(typingctx, *given, **given_by_name):
+            # Numba calls this with the types of a caller's arguments, and then ``generate``.
+            given_types = _in_order(signature, given, given_by_name)
+            kinds = _kinds(types_of_emit, given_types)
 
             def generate(context, builder, _, values):
                 operands = []
-                for argument, kind, value in zip(arguments, kinds, values, strict=True):
+                for expected, kind, value in zip(types_of_emit, kinds, values, strict=True):
                     # Of a tag, the type is all there is to know.
-                    operands.append(kind if argument is TAG else value)
+                    operands.append(kind if expected is TAG else value)
                 emitted_value = emit(builder, *operands)
                 if result is types.void:
                     return context.get_dummy_value()
@@ -137,6 +136,36 @@ def emitted(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]
     return decorate
 
 
+def _types_of(
+    signature: inspect.Signature, arguments: Sequence[Any], named: Mapping[str, Any]
+) -> list[Any]:
+    """The type of each argument of an ``emit`` behind its builder: see :func:`emitted`."""
+    _, *names = signature.parameters
+    assert len(arguments) <= len(names)
+    types_by_name = dict(zip(names, arguments, strict=False))
+    types_by_name.update(named)
+    unknown = types_by_name.keys() - set(names)
+    assert not unknown
+    return [types_by_name.get(name, types.int64) for name in names]
+
+
+def _in_order(
+    signature: inspect.Signature, given: Sequence[Any], given_by_name: Mapping[str, Any]
+) -> Sequence[Any]:
+    """The types of a caller's arguments, in the order of the parameters behind the builder."""
+    builder = None
+    bound = signature.bind(builder, *given, **given_by_name)
+    return bound.args[1:]
+
+
+def _kinds(expected_types: Sequence[Any], given_types: Sequence[Any]) -> list[Any]:
+    """The types that the arguments are converted to. That of a tag is what the caller gave."""
+    kinds = []
+    for expected, given in zip(expected_types, given_types, strict=True):
+        kinds.append(given if expected is TAG else expected)
+    return kinds
+
+
 def host_has(feature: str) -> bool:
     """Whether the processor that Numba compiles for has ``feature``, by LLVM's name."""
     _, _, features = cpu_target.target_context.codegen().magic_tuple()
@@ -148,6 +177,22 @@ def call_llvm(builder, name: str, result, args: Sequence[Any], **options):
     kind = ir.FunctionType(result, [a.type for a in args])
     function = builder.module.declare_intrinsic(name, fnty=kind)
     return builder.call(function, args, **options)
+
+
+# --------------------------------------------------------------------------- whole numbers
+# Python and compiled code call these. Compiled code gets the statement itself, not a call.
+
+
+@register_jitable(inline="always")
+def ceil_div(count, size):
+    """How many pieces of ``size`` are needed for ``count``: their quotient, rounded up."""
+    return -(-count // size)
+
+
+@register_jitable(inline="always")
+def round_up(count, size):
+    """The next multiple of ``size`` that is not below ``count``."""
+    return -(-count // size) * size
 
 
 # --------------------------------------------------------------------------- numbers and addresses
@@ -188,7 +233,7 @@ def stack_memory(builder, size: int):
     """IR: the address of so many bytes on the stack, in whole cache lines."""
     # Numba fills the array with zeros, by one store for each element. So the elements are vectors:
     # for 16,384 bytes these are 256 stores, where elements of a byte would need 16,384.
-    vectors = -(-size // VECTOR_BYTES)
+    vectors = ceil_div(size, VECTOR_BYTES)
     memory = cgutils.alloca_once(builder, ir.ArrayType(f32x, vectors))
     memory.align = 64
     return builder.ptrtoint(memory, i64)
@@ -247,19 +292,19 @@ def round_to_bf16(builder, value):
     """IR: float32, one number or 16 lanes, rounded to bfloat16, whose bits are given as int16. Ties
     go to even, and a NaN stays one.
 
-    LLVM's own rounding (``fptrunc``) would call a library function that is not linked here, where
-    the processor has no instruction for it.
+    LLVM has an instruction for it (``fptrunc``). If the processor has none, LLVM calls a library
+    function, which is not linked here.
     """
     is_vector = value.type == f32x
-    wide = i32x if is_vector else i32
-    narrow = i16x if is_vector else i16
-    bits = builder.bitcast(value, wide)
-    # The lower 16 bits are cut off at the end. Adding 0x7FFF carries a one into the upper half if
-    # they were above one half, 0x8000. Adding one more where the upper half is odd does so for
-    # exactly one half, too: so a tie goes to even.
-    odd = builder.and_(builder.lshr(bits, constant(wide, 16)), constant(wide, 1))
-    rounded = builder.add(bits, builder.add(odd, constant(wide, 0x7FFF)))
+    bits_32 = i32x if is_vector else i32
+    bits_16 = i16x if is_vector else i16
+    bits = builder.bitcast(value, bits_32)
+    # The upper 16 bits are kept, the lower 16 are cut off. 0x8000 is a tie: half of the last bit
+    # that is kept. If the lower bits are above 0x8000, adding 0x7FFF carries into the upper ones.
+    # If the upper part is odd, 1 more is added: then exactly 0x8000 carries, too.
+    odd = builder.and_(builder.lshr(bits, constant(bits_32, 16)), constant(bits_32, 1))
+    rounded = builder.add(bits, builder.add(odd, constant(bits_32, 0x7FFF)))
     # A NaN might become infinite by that: it is replaced by the usual one.
     is_nan = builder.fcmp_unordered("uno", value, value)
-    kept = builder.select(is_nan, constant(wide, 0x7FC00000), rounded)
-    return builder.trunc(builder.lshr(kept, constant(wide, 16)), narrow)
+    kept = builder.select(is_nan, constant(bits_32, 0x7FC00000), rounded)
+    return builder.trunc(builder.lshr(kept, constant(bits_32, 16)), bits_16)

@@ -1,17 +1,21 @@
 """The product of linear layers whose weights have 4 bits, as a Numba kernel.
 
-A weight is ``q * scale + least`` with q from 0 to 15. Scale and least value are those of its group,
-which in this file is 32, 64 or 128 inputs of one output, as in ``quantization``. A row of x is
-rounded to bytes, with a scale for each group of inputs (``convert_kernel``). So the product of a
-row and an output is, over all groups::
+A weight is ``q * scale + least`` with q from 0 to 15. The inputs that share a scale and a least
+value, for one output, are a *scale group*: 32, 64 or 128 neighbours (``quantization`` calls it a
+group). A row of x is rounded to bytes, with a scale for each scale group (``convert_kernel``). So
+the product of a row and an output is::
 
-    sum of (the exact sum of q * byte) * scale of the row * scale of the output
-         + (the sum of the bytes * scale of the row) * least value of the output
+    sum over scale groups g of:    dot_g * x_scale_g * scale_g  +  x_sum_g * least_g
 
-The exact sums are int32; the rest is float32, added up in the groups' order. So vectors and the
-tile unit give the same bits.
+    dot_g                 the sum of q * byte over the inputs of g: int32, exact
+    x_scale_g             the row's scale in g
+    x_sum_g               the sum of the row's bytes in g, times x_scale_g
+    scale_g, least_g      the output's scale and least value in g
 
-A column of 16 outputs is, for each group of inputs::
+All but dot_g is float32, and is added up in the order of g. So vectors and the tile unit give the
+same bits.
+
+A column of 16 outputs is, for each scale group::
 
     | 16 x (scale, least value), bfloat16: 64 bytes | 64 bytes of nibbles | 64 bytes of nibbles ...
 
@@ -21,21 +25,21 @@ inputs of each output. Their high nibbles are another one: the next 4 inputs.
 Loops, from outer to inner, inside those of ``product_kernel``::
 
     with the tile unit, for more than 6 rows:                         multiply_groups_by_tiles
-      groups     unpacked to bytes on the thread's stack, once for 128 rows
-        32 rows  multiplied by the tile unit; then their sums are scaled and added up
+      scale groups   unpacked to bytes on the thread's stack, once for 128 rows
+        32 rows      multiplied by the tile unit; then their sums are scaled and added up
 
     otherwise:                                                        multiply_few
-      6 rows     all sums are in registers, as ``four_bit_vectors`` says
+      6 rows         all sums are in registers, as ``four_bit_vectors`` says
 
-Called by ``tile_linear``.
+Called by ``column_linear``.
 """
 
 from jitney.kernels.cpu.amx import TILE_BYTES, TILE_ROW_BYTES
-from jitney.kernels.cpu.emit import VECTOR_BYTES
+from jitney.kernels.cpu.emit import VECTOR_BYTES, ceil_div
 from jitney.kernels.cpu.four_bit_vectors import (
-    COLUMN_FACTORS,
+    COLUMN_HEAD_BYTES,
     INPUT_BYTES,
-    ROW_FACTORS,
+    ROW_GROUP_BYTES,
     VECTOR_INPUTS,
     add_scaled,
     multiply_few,
@@ -51,10 +55,10 @@ from jitney.kernels.cpu.simd import ZERO, inlined, inner, splat, store
 # --------------------------------------------------------------------------- by tiles
 
 _UNPACKED_COLUMN = 2 * TILE_BYTES
-"""Memory for a column's group of 128 inputs, unpacked to bytes: two tiles."""
+"""Memory for a scale group of a column, unpacked to bytes: two tiles, 128 inputs at most."""
 _UNPACKED_BYTES = 2 * _UNPACKED_COLUMN
 _GROUP_SUMS_BYTES = ROWS_BY_TILES * PAIR_ROW_BYTES
-"""Memory for the exact products of a group, int32 [32, 32]."""
+"""Memory for the exact products of a scale group, int32 [32, 32]."""
 
 
 @inlined
@@ -65,43 +69,46 @@ def fill_with_zeros(address, vectors):
 
 
 @inlined
-def unpack_group(column_group, group, target):
-    """A column's group, as bytes."""
-    nibbles = column_group + COLUMN_FACTORS
-    for i in range(group // VECTOR_INPUTS):
+def unpack_group(group_address, scale_group, target):
+    """A scale group of a column, as bytes."""
+    nibbles = group_address + COLUMN_HEAD_BYTES
+    for i in range(scale_group // VECTOR_INPUTS):
         unpack_vector(nibbles + i * VECTOR_BYTES, target + i * 2 * VECTOR_BYTES)
 
 
 @inner
-def multiply_groups_by_tiles(tag, call, first_column, first, last, totals, shaped):
-    """``totals`` float32 [last - first, 32] = rows [first, last) times two columns. The tile unit
-    is set for ``shaped`` rows; returns the number for which it is set afterwards."""
-    group = call.group
-    group_bytes = COLUMN_FACTORS + group * INPUT_BYTES
-    second_column = first_column + call.column_bytes
-    # Behind the totals is memory for a group of both columns, unpacked, and for its products.
-    first_unpacked = totals + RESULT_BYTES
+def multiply_groups_by_tiles(tag, call, first_column, first, end, memory, shaped):
+    """The sums [end - first, 32] of rows [first, end) times two columns. The tile unit is set for
+    ``shaped`` rows; returns the number for which it is set afterwards.
+
+    For ``memory`` see ``product_kernel.make_body``. Behind the sums it has a scale group of both
+    columns, unpacked, and the exact products of that group."""
+    sums = memory
+    first_unpacked = memory + RESULT_BYTES
     second_unpacked = first_unpacked + _UNPACKED_COLUMN
     group_sums = first_unpacked + _UNPACKED_BYTES
-    fill_with_zeros(totals, 2 * (last - first))
-    # A tile has 64 inputs. With groups of 32, the other 32 have weights that stay 0.
-    tiles = -(-group // TILE_ROW_BYTES)
-    if group < TILE_ROW_BYTES:
+    scale_group = call.scale_group
+    group_bytes = COLUMN_HEAD_BYTES + scale_group * INPUT_BYTES
+    second_column = first_column + call.column_bytes
+    fill_with_zeros(sums, 2 * (end - first))
+    # A tile has 64 inputs. With scale groups of 32, the other 32 have weights that stay 0.
+    tiles = ceil_div(scale_group, TILE_ROW_BYTES)
+    if scale_group < TILE_ROW_BYTES:
         fill_with_zeros(first_unpacked, _UNPACKED_BYTES // VECTOR_BYTES)
-    for index in range(call.inputs // group):
+    for index in range(call.inputs // scale_group):
         first_group = first_column + index * group_bytes
         second_group = second_column + index * group_bytes
-        unpack_group(first_group, group, first_unpacked)
-        unpack_group(second_group, group, second_unpacked)
-        for begin in range(first, last, ROWS_BY_TILES):
+        unpack_group(first_group, scale_group, first_unpacked)
+        unpack_group(second_group, scale_group, second_unpacked)
+        for begin in range(first, end, ROWS_BY_TILES):
             x = call.x + begin * call.x_stride
-            rows = min(last - begin, ROWS_BY_TILES)
+            rows = min(end - begin, ROWS_BY_TILES)
             shaped = multiply_rows(
                 tag,
                 rows,
                 False,  # the unpacked weights are in the cache
                 shaped,
-                x=x + index * group,
+                x=x + index * scale_group,
                 x_stride=call.x_stride,
                 first_column=first_unpacked,
                 second_column=second_unpacked,
@@ -110,14 +117,14 @@ def multiply_groups_by_tiles(tag, call, first_column, first, last, totals, shape
                 add_to_out=False,
             )
             for m in range(rows):
-                row_factors = x + m * call.x_stride + call.inputs + index * ROW_FACTORS
-                row_totals = totals + (begin - first + m) * PAIR_ROW_BYTES
-                row_sums = group_sums + m * PAIR_ROW_BYTES
-                add_scaled(row_totals, row_sums, row_factors, first_group)
+                row_scale_and_sum = x + m * call.x_stride + call.inputs + index * ROW_GROUP_BYTES
+                row_sums = sums + (begin - first + m) * PAIR_ROW_BYTES
+                row_group_sums = group_sums + m * PAIR_ROW_BYTES
+                add_scaled(row_sums, row_group_sums, row_scale_and_sum, first_group)
                 add_scaled(
-                    row_totals + VECTOR_BYTES,
                     row_sums + VECTOR_BYTES,
-                    row_factors,
+                    row_group_sums + VECTOR_BYTES,
+                    row_scale_and_sum,
                     second_group,
                 )
     return shaped
@@ -127,30 +134,31 @@ def multiply_groups_by_tiles(tag, call, first_column, first, last, totals, shape
 
 
 @inner
-def multiply_group_pair(tag, call, pair, first, last, result, shaped):
-    """The outputs of one pair for rows [first, last); see ``product_kernel.multiply_pair``."""
+def multiply_four_bit_pair(tag, call, pair, first, end, memory, shaped):
+    """The outputs of one pair for rows [first, end); see ``product_kernel.multiply_pair``."""
+    sums = memory
     column = call.weight + pair * 2 * call.column_bytes
     # For a few rows the tile unit would not be faster than vectors are.
-    if call.use_tiles != 0 and last - first > MAX_ROWS:
+    if call.use_tiles != 0 and end - first > MAX_ROWS:
         shaped = multiply_groups_by_tiles(
-            tag, call, column, first, last, totals=result, shaped=shaped
+            tag, call, column, first, end, memory=memory, shaped=shaped
         )
-        finish(tag, call, pair, first, rows=last - first, result=result)
+        finish(tag, call, pair, first, rows=end - first, sums=sums)
         return shaped
-    for begin in range(first, last, MAX_ROWS):
-        rows = min(last - begin, MAX_ROWS)
+    for begin in range(first, end, MAX_ROWS):
+        rows = min(end - begin, MAX_ROWS)
         multiply_few(
             rows,
             x=call.x + begin * call.x_stride,
             x_stride=call.x_stride,
             inputs=call.inputs,
-            group=call.group,
+            scale_group=call.scale_group,
             column=column,
             column_bytes=call.column_bytes,
-            out=result,
+            out=sums,
         )
-        finish(tag, call, pair, begin, rows=rows, result=result)
+        finish(tag, call, pair, begin, rows=rows, sums=sums)
     return shaped
 
 
-groups_body = make_body(multiply_group_pair, spare_bytes=_UNPACKED_BYTES + _GROUP_SUMS_BYTES)
+four_bit_body = make_body(multiply_four_bit_pair, extra_bytes=_UNPACKED_BYTES + _GROUP_SUMS_BYTES)

@@ -39,30 +39,31 @@ VECTOR_INPUTS = 8
 """Inputs of a vector of nibbles."""
 INPUT_BYTES = VECTOR_BYTES // VECTOR_INPUTS
 """Bytes of one input in a column: 16 nibbles."""
-COLUMN_FACTORS = VECTOR_BYTES
-"""Bytes of the scales and least values of a column's group, which stand before its nibbles."""
-ROW_FACTORS = 2 * F32_BYTES
-"""Bytes of the scale and the sum of a row's group. Those of all groups stand behind the row."""
+COLUMN_HEAD_BYTES = VECTOR_BYTES
+"""Bytes at the head of a scale group of a column: its scales and least values. Nibbles follow."""
+ROW_GROUP_BYTES = 2 * F32_BYTES
+"""Bytes of the scale and the sum of a scale group of a row. Those of all its scale groups stand
+behind the row's bytes."""
 _RUN = 32
 """Inputs whose products may be summed up in 16 bits, where the processor has no instruction that
 sums them up in 32 (``dot.multiply_nibbles``: 8 calls of 4 inputs)."""
 
 
 @dataclass(frozen=True)
-class _ColumnFactors:
-    """IR: scales and least values of a group of 16 outputs, two vectors of float32."""
+class _ScalesAndLeasts:
+    """IR: scales and least values of 16 outputs in a scale group, two vectors of float32."""
 
     scales: Any
     leasts: Any
 
 
-def _load_column_factors(builder, column_group) -> _ColumnFactors:
-    """IR: from the beginning of a column's group."""
-    both = load_vector(builder, column_group)
-    return _ColumnFactors(scales=widen_low(builder, both), leasts=widen_high(builder, both))
+def _load_scales_and_leasts(builder, group_address) -> _ScalesAndLeasts:
+    """IR: from the head of a scale group of a column."""
+    both = load_vector(builder, group_address)
+    return _ScalesAndLeasts(scales=widen_low(builder, both), leasts=widen_high(builder, both))
 
 
-def _unpack_vector(builder, address) -> list[Any]:
+def _emit_unpack(builder, address) -> list[Any]:
     """IR: a vector of nibbles as two vectors of bytes: the low nibbles, then the high ones."""
     both = load_vector(builder, address)
     mask = constant(i32x, 0x0F0F0F0F)
@@ -71,36 +72,38 @@ def _unpack_vector(builder, address) -> list[Any]:
     return [low, high]
 
 
-def _add_scaled(builder, total, group_sum, row_factors, column_factors: _ColumnFactors):
-    """IR: ``total`` plus the product of a group, in float32.
+def _emit_add_scaled(
+    builder, total, group_sum, row_scale_and_sum, scales_and_leasts: _ScalesAndLeasts
+):
+    """IR: ``total`` plus the product of a scale group, in float32.
 
-    ``group_sum`` is the exact product of the bytes, int32. ``row_factors`` is the address of the
-    row's scale and sum for the group."""
-    row_scale = load_broadcast(builder, offset_by(builder, row_factors, 0), f32)
-    row_sum = load_broadcast(builder, offset_by(builder, row_factors, F32_BYTES), f32)
+    ``group_sum`` is the exact product of the bytes, int32. ``row_scale_and_sum`` is the address of
+    the row's scale and sum in the scale group."""
+    row_scale = load_broadcast(builder, offset_by(builder, row_scale_and_sum, 0), f32)
+    row_sum = load_broadcast(builder, offset_by(builder, row_scale_and_sum, F32_BYTES), f32)
     value = builder.fmul(builder.sitofp(group_sum, f32x), row_scale)
-    total = fused_multiply_add(builder, value, column_factors.scales, total)
-    return fused_multiply_add(builder, row_sum, column_factors.leasts, total)
+    total = fused_multiply_add(builder, value, scales_and_leasts.scales, total)
+    return fused_multiply_add(builder, row_sum, scales_and_leasts.leasts, total)
 
 
 # --------------------------------------------------------------------------- by vectors
 
 
-@emitted(types.void, *[types.int64] * 8)
-def multiply_few(builder, rows, x, x_stride, inputs, group, column, column_bytes, out):
+@emitted(types.void)
+def multiply_few(builder, rows, x, x_stride, inputs, scale_group, column, column_bytes, out):
     """``out`` float32 [rows, 32] = 1 to MAX_ROWS rows of x times the two columns from address
     ``column`` on. The two columns behind these are prefetched."""
     group_bytes = builder.add(
-        constant(i64, COLUMN_FACTORS),
-        builder.mul(group, constant(i64, INPUT_BYTES)),
+        constant(i64, COLUMN_HEAD_BYTES),
+        builder.mul(scale_group, constant(i64, INPUT_BYTES)),
     )
     emitter = _FewRows(
         builder=builder,
         x=x,
         x_stride=x_stride,
         inputs=inputs,
-        group=group,
-        groups=builder.sdiv(inputs, group),
+        scale_group=scale_group,
+        scale_groups=builder.sdiv(inputs, scale_group),
         group_bytes=group_bytes,
         column=column,
         column_bytes=column_bytes,
@@ -114,9 +117,9 @@ class _FewRows:
     """Emits the product of a few rows by vectors. For one row and one column it does this::
 
         total = 0
-        for index in range(groups):
+        for index in range(scale_groups):
             group_sum = 0
-            for run in range(group / 32):
+            for run in range(scale_group / 32):
                 run_sum = 0
                 four times, as code without a loop:
                     vector = the next 64 bytes of nibbles
@@ -137,12 +140,12 @@ class _FewRows:
     x: Any
     x_stride: Any
     inputs: Any
-    group: Any
-    """Inputs of a group."""
-    groups: Any
-    """How many groups a column has."""
+    scale_group: Any
+    """How many inputs share a scale."""
+    scale_groups: Any
+    """How many scale groups a column has."""
     group_bytes: Any
-    """Bytes of a column's group."""
+    """Bytes of a scale group of a column."""
     column: Any
     column_bytes: Any
     out: Any
@@ -159,7 +162,7 @@ class _FewRows:
         for row_totals in totals:
             for slot in row_totals:
                 builder.store(constant(f32x, 0.0), slot)
-        with cgutils.for_range(builder, self.groups) as loop:
+        with cgutils.for_range(builder, self.scale_groups) as loop:
             self._add_group(loop.index, chosen, totals, group_sums)
         for row, row_totals in enumerate(totals):
             of_row = offset_by(builder, self.out, row, PAIR_ROW_BYTES)
@@ -170,15 +173,15 @@ class _FewRows:
     def _add_group(
         self, index, chosen: range, totals: list[list[Any]], group_sums: list[list[Any]]
     ) -> None:
-        """IR: add the products of group ``index`` to the totals."""
+        """IR: add the products of scale group ``index`` to the totals."""
         builder = self.builder
-        # Where the group begins in each column, and in each row of x.
+        # Where the scale group begins in each column, and in each row of x.
         column_offset = builder.mul(index, self.group_bytes)
         columns = []
         for n in chosen:
             column = offset_by(builder, self.column, n, self.column_bytes)
             columns.append(builder.add(column_offset, column))
-        row_offset = builder.mul(index, self.group)
+        row_offset = builder.mul(index, self.scale_group)
         rows = []
         for row in range(len(totals)):
             of_row = offset_by(builder, self.x, row, self.x_stride)
@@ -187,28 +190,30 @@ class _FewRows:
         for row_sums in group_sums:
             for slot in row_sums:
                 builder.store(constant(i32x, 0), slot)
-        runs = builder.sdiv(self.group, constant(i64, _RUN))
+        runs = builder.sdiv(self.scale_group, constant(i64, _RUN))
         with cgutils.for_range(builder, runs) as loop:
             self._add_run(loop.index, columns, rows, group_sums)
 
-        # A row has ``inputs`` bytes, and then the factors of each group. ``rows`` are the addresses
-        # of this group's bytes. From there to this group's factors, all rows have one distance.
+        # A row has ``inputs`` bytes, and then a scale and a sum of each scale group. ``rows`` are
+        # the addresses of this group's bytes. From there to its scale, all rows have one distance.
         to_end_of_bytes = builder.sub(self.inputs, row_offset)
-        to_factors = offset_by(builder, to_end_of_bytes, index, ROW_FACTORS)
-        column_factors = [_load_column_factors(builder, column) for column in columns]
+        to_scale = offset_by(builder, to_end_of_bytes, index, ROW_GROUP_BYTES)
+        scales_of_columns = [_load_scales_and_leasts(builder, column) for column in columns]
         for i, row in enumerate(rows):
-            row_factors = builder.add(row, to_factors)
-            for n, factors in enumerate(column_factors):
+            row_scale_and_sum = builder.add(row, to_scale)
+            for n, scales_and_leasts in enumerate(scales_of_columns):
                 total = builder.load(totals[i][n])
                 group_sum = builder.load(group_sums[i][n])
-                total = _add_scaled(builder, total, group_sum, row_factors, factors)
+                total = _emit_add_scaled(
+                    builder, total, group_sum, row_scale_and_sum, scales_and_leasts
+                )
                 builder.store(total, totals[i][n])
 
     def _add_run(
         self, run, columns: Sequence[Any], rows: Sequence[Any], group_sums: list[list[Any]]
     ) -> None:
         """IR: add the products of the 32 inputs of one run. ``columns`` and ``rows`` are the
-        addresses of the group."""
+        addresses of the scale group."""
         builder = self.builder
         run_sums = [[constant(i32x, 0) for _ in columns] for _ in rows]
         for number in range(_RUN // VECTOR_INPUTS):
@@ -216,11 +221,11 @@ class _FewRows:
             addresses = []
             for column in columns:
                 of_run = offset_by(builder, column, run, _RUN * INPUT_BYTES)
-                offset = COLUMN_FACTORS + number * VECTOR_BYTES
+                offset = COLUMN_HEAD_BYTES + number * VECTOR_BYTES
                 addresses.append(offset_by(builder, of_run, offset))
             for address in addresses:
                 prefetch_line(builder, offset_by(builder, address, 2, self.column_bytes))
-            unpacked = [_unpack_vector(builder, address) for address in addresses]
+            unpacked = [_emit_unpack(builder, address) for address in addresses]
             # Its low nibbles meet 4 inputs of each row, a unit; its high nibbles meet the next 4.
             for half in range(2):
                 for i, row in enumerate(rows):
@@ -243,16 +248,16 @@ class _FewRows:
 @emitted(types.void, types.int64, types.int64)
 def unpack_vector(builder, source, target):
     """A vector of nibbles as two vectors of bytes."""
-    for n, half in enumerate(_unpack_vector(builder, source)):
+    for n, half in enumerate(_emit_unpack(builder, source)):
         store_vector(builder, half, offset_by(builder, target, n, VECTOR_BYTES))
 
 
-@emitted(types.void, *[types.int64] * 4)
-def add_scaled(builder, totals, group_sums, row_factors, column_group):
-    """Add the product of a group, for one row and one column: exact int32 [16] at ``group_sums``,
-    to float32 [16] at ``totals``. ``column_group`` is the address of the column's group."""
+@emitted(types.void)
+def add_scaled(builder, sums, group_sums, row_scale_and_sum, group_address):
+    """Add the product of a scale group, for one row and one column: exact int32 [16] at
+    ``group_sums``, to float32 [16] at ``sums``. ``group_address`` is that of the column's part."""
     group_sum = load_vector(builder, group_sums)
-    total = load_vector(builder, totals, f32x)
-    factors = _load_column_factors(builder, column_group)
-    total = _add_scaled(builder, total, group_sum, row_factors, factors)
-    store_vector(builder, total, totals)
+    total = load_vector(builder, sums, f32x)
+    scales_and_leasts = _load_scales_and_leasts(builder, group_address)
+    total = _emit_add_scaled(builder, total, group_sum, row_scale_and_sum, scales_and_leasts)
+    store_vector(builder, total, sums)

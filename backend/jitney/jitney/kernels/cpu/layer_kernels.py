@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from jitney.execution.quantized import QuantizedLinear, is_linear, weight_of
 from jitney.kernels.cpu.attention_kernel import TAGS
+from jitney.kernels.cpu.column_linear import ColumnLinear, fits_columns
 from jitney.kernels.cpu.compiled import Kernel, source_version
 from jitney.kernels.cpu.linear import PackedLinear, can_pack
-from jitney.kernels.cpu.norm_kernel import CpuHeadAttention, RowNorm, rows_body
+from jitney.kernels.cpu.norm_rotary_kernel import CpuAttentionLayer, RowNorm, norm_rotary_body
 from jitney.kernels.cpu.program import LayerProgram
-from jitney.kernels.cpu.tile_linear import TileLinear, fits_tiles
 from jitney.kernels.fused.forms import (
     ACTIVATIONS,
     Activation,
@@ -38,7 +38,7 @@ class _Weights:
 
     weight: Tensor
     bias: Tensor | None
-    # Of quantized weights alone: see :class:`TileLinear`.
+    # Of quantized weights alone: see :class:`ColumnLinear`.
     scale: Tensor | None = None
     factors: Tensor | None = None
 
@@ -56,7 +56,9 @@ class CpuLayerKernels:
         self._batch_invariant = batch_invariant
         tag = TAGS[dtype]
         version = source_version()
-        self._rows_kernel = Kernel(lambda address: rows_body(tag, address) if version else None)
+        self._rows_kernel = Kernel(
+            lambda address: norm_rotary_body(tag, address) if version else None
+        )
         # Asked once for each dtype: it tries to pack a weight.
         self._why_not_packed = cache(can_pack)
 
@@ -69,8 +71,8 @@ class CpuLayerKernels:
         weight = joined.weight
         # Our own product comes first, but for float32, where oneDNN's is as fast.
         wants_ours = weight.dtype != torch.float32 or self._batch_invariant
-        if wants_ours and fits_tiles(weight, activation):
-            return TileLinear(weight, joined.bias, activation, joined.scale, joined.factors)
+        if wants_ours and fits_columns(weight, activation):
+            return ColumnLinear(weight, joined.bias, activation, joined.scale, joined.factors)
         # oneDNN has no products of quantized weights, and its sums depend on the batch.
         if joined.scale is not None or self._batch_invariant:
             raise Misfit("there is no product of ours for its dtype, sizes and activation")
@@ -81,8 +83,8 @@ class CpuLayerKernels:
             return PackedLinear(weight, joined.bias, self._rows)
         return _split_gate(joined, activation, self._rows)
 
-    def attention(self, form: AttentionForm) -> CpuHeadAttention:
-        return CpuHeadAttention(form, self._dtype, self._rows_kernel)
+    def attention(self, form: AttentionForm) -> CpuAttentionLayer:
+        return CpuAttentionLayer(form, self._dtype, self._rows_kernel)
 
     def end_branch(self, product: RowFunction, branch_norm: Norm, norm: Norm) -> EndBranch:
         add = _sum_of(product, branch_norm)
@@ -113,8 +115,10 @@ class CpuLayerKernels:
 def _join(products: Sequence[Any]) -> _Weights:
     """The weights of ``products``. Raises Misfit if they are not of one kind."""
     first = products[0]
+    quantized = [isinstance(each, QuantizedLinear) for each in products]
+    if any(quantized) and not all(quantized):
+        raise Misfit("it has quantized products and others")
     if isinstance(first, QuantizedLinear):
-        # All must be quantized: ``merge`` gives None if they are not.
         if not first.suits_integer_kernels or first.dtype != torch.bfloat16:
             raise Misfit("a CPU has no fused products of such quantized weights")
         joined = first.merge(products)
@@ -125,7 +129,7 @@ def _join(products: Sequence[Any]) -> _Weights:
     if len(products) == 1 and is_linear(first):
         return _Weights(weight_of(first), first.bias)
     if any(type(each) is not nn.Linear for each in products):
-        raise Misfit("it has quantized products and others")
+        raise Misfit("it has products that are no plain linear layers")
     plain = merged_linears(products)
     return _Weights(plain.weight, plain.bias)
 
@@ -136,7 +140,7 @@ def _sum_of(product: RowFunction, norm: Norm) -> Callable[[Tensor, Tensor], Tens
         kernel = norm.kernel
         return lambda x, residual: residual + kernel(product(x))
     # These add in their epilogue, before the result is written.
-    if isinstance(product, (PackedLinear, TileLinear)):
+    if isinstance(product, (PackedLinear, ColumnLinear)):
         return product.plus
     return lambda x, residual: residual + product(x)
 

@@ -9,7 +9,7 @@ tensor) is computed on the result while it is still in registers.
 A packed weight cannot be read back: it lives outside of ``parameters()``, and the plain one is
 dropped unless another module, a tied embedding, holds it as well.
 
-Called by ``layer_kernels`` for the products that ``tile_linear`` has not, and by ``accelerator``
+Called by ``layer_kernels`` for the products that ``column_linear`` has not, and by ``accelerator``
 for linear layers that no fused module took.
 """
 
@@ -57,13 +57,15 @@ class PackedLinear(nn.Module):
     ``other``. Sums are float32, rounded once at the end.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, rows: int) -> None:
-        """``weight`` is [out_features, in_features]; ``rows`` is how many x will have as a rule."""
+    def __init__(self, weight: Tensor, bias: Tensor | None, usual_tokens: int) -> None:
+        """``weight`` is [out_features, in_features]; x has ``usual_tokens`` rows as a rule."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self._bias = None if bias is None else bias.detach()
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), rows)
-        # Looked up once: an attribute chain through torch.ops costs about a microsecond a call.
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(
+            weight.detach().contiguous(), usual_tokens
+        )
+        # Looked up once: an attribute chain through torch.ops takes time in each call.
         self._plain_op: Product = torch.ops.mkldnn._linear_pointwise.default
         self._binary_op: Product = torch.ops.mkldnn._linear_pointwise.binary
 
@@ -153,18 +155,18 @@ class _Trial:
 
 def prepack_linears(
     module: nn.Module,
-    rows: int,
+    usual_tokens: int,
     report: FuseReport,
-    make: Callable[[Sequence[Any]], nn.Module] | None = None,
+    make_own_linear: Callable[[Sequence[Any]], nn.Module] | None = None,
     *,
     batch_invariant: bool = False,
 ) -> None:
     """Replace the linear layers below ``module`` by packed ones: ``nn.Linear``, GPT-2's transposed
     layers, and quantized layers of bytes or nibbles.
 
-    ``rows`` is the number of tokens of a usual step. ``make`` is ``ModelKernels.linear``, which
-    makes a layer of our own product (None: there is none). With ``batch_invariant``, no layer gets
-    a product of oneDNN.
+    ``usual_tokens`` are those of a usual step. ``make_own_linear`` is ``ModelKernels.linear``,
+    which makes a layer of our own product (None: there is none). With ``batch_invariant``, no layer
+    gets a product of oneDNN.
 
     Layers of another dtype stay as they are, and so do those whose class is derived from these, as
     they may compute something else. A weight that another module holds as well, an embedding, stays
@@ -175,19 +177,20 @@ def prepack_linears(
         holders.update(each.parameters(recurse=False))
     why_not_packed = cache(can_pack)
 
-    def pack(linear: Any) -> nn.Module:
+    def make_packed(linear: Any) -> nn.Module:
         packed: nn.Module
         reason = why_not_packed(linear.weight.dtype)
         if reason is None and not batch_invariant:
-            # oneDNN first, other than in ``layer_kernels``: of a layer that stands alone it is the
-            # faster one for many rows.
-            packed = PackedLinear(weight_of(linear), linear.bias, rows)
-        elif make is not None:
+            # oneDNN comes first: for a layer alone it is faster with many rows. (``layer_kernels``
+            # prefers ours, because they can be part of a ``program``.)
+            packed = PackedLinear(weight_of(linear), linear.bias, usual_tokens)
+        elif make_own_linear is not None:
             # Also for every quantized layer: ``can_pack`` refuses int8 and uint8.
-            packed = make([linear])
+            packed = make_own_linear([linear])
         else:
             raise Misfit(reason or "there is no product of ours")
-        # Another module holds it as well. It is popped, so that it is counted once.
+        # More than one: another module holds the weight as well. It is popped, so that its bytes
+        # are counted once, and because ``holders`` itself would keep it in memory.
         if holders.pop(linear.weight, 0) > 1:
             report.added_bytes += linear.weight.nbytes
         return packed
@@ -195,4 +198,4 @@ def prepack_linears(
     def fits(each: nn.Module) -> bool:
         return is_linear(each) or (isinstance(each, QuantizedLinear) and each.suits_integer_kernels)
 
-    swap_children(module, "linear layer", fits, pack, report)
+    swap_children(module, "linear layer", fits, make_packed, report)

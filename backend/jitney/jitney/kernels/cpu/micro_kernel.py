@@ -93,8 +93,8 @@ class _FactorTiles(NamedTuple):
 # Tiles 0 to 3 are the sums, float32 [rows, 16], of up to four vectors.
 _SUM_TILES = 4
 _SIXTEEN_UNITS = _FactorTiles(left=4, right=5, units=16)
-# A head has a multiple of 16 elements, and a group has 16 tokens. In bfloat16 these are multiples
-# of 8 units: so 8 units may be left.
+# A head is padded to a multiple of 16 elements. So a key has a multiple of 8 units in bfloat16, and
+# 8 units may be left. A group of values has 8 lines of units: it always takes this shape.
 _EIGHT_UNITS = _FactorTiles(left=6, right=7, units=8)
 
 
@@ -118,24 +118,10 @@ def make_micro_kernel(width: int, *, source_per_vector: bool, ahead: int) -> Any
     """A Numba function that computes ``width`` vectors of the result's rows.
 
     A *source* is memory that holds vectors of ``right``: a column of a weight, or a group of keys
-    or values. The arguments, after the tag:
+    or values. The arguments, after the tag, are ``use_tiles``, which chooses the way to compute it,
+    and the fields of :class:`_Arguments`, by their names.
 
-    ===============  ===============================================================================
-    ``use_tiles``    which way to compute it
-    ``rows``         how many
-    ``left``         address of the rows [rows, num_sources * units] of units, which are four bytes
-                     (eight with WIDE: two float32)
-    ``left_stride``  bytes from row to row
-    ``sources``      address of a list, int64: the address of each source
-    ``num_sources``  how many of the list to use
-    ``units``        units of each source
-    ``unit_stride``  bytes from one unit's vectors to the next unit's, inside a source
-    ``offset``       bytes from a source's beginning to the first vector of its unit 0
-    ``out``          address of the result, float32 [rows, width * 16]
-    ``out_stride``   bytes from row to row
-    ===============  ===============================================================================
-
-    With ``source_per_vector``, vector n is in entry n of the list. ``num_sources`` is then 1, as
+    With ``source_per_vector``, vector n is in source n of the list. ``num_sources`` is then 1, as
     each vector is summed up over one source, ``offset`` is 0, and ``out`` is overwritten. Example:
     the scores of ``width`` groups of keys, 16 scores from each group.
 
@@ -143,12 +129,12 @@ def make_micro_kernel(width: int, *, source_per_vector: bool, ahead: int) -> Any
     to what ``out`` holds. Example: ``width`` times 16 elements of the head, summed up over all
     groups of values.
 
-    The function prefetches the sources that stand ``ahead`` entries further on in the list. So the
-    list must go on for so many entries. Behind the sources in use these may be any addresses: what
-    is there is prefetched, and not read.
+    The function prefetches the sources that stand ``ahead`` further on in the list. So the list
+    must be so much longer. Behind the sources in use it may hold any addresses: what is there is
+    prefetched, and not read.
     """
 
-    @emitted(types.void, TAG, types.boolean, *[types.int64] * 10)
+    @emitted(types.void, TAG, use_tiles=types.boolean)
     def multiply(
         builder,
         tag,
@@ -164,12 +150,7 @@ def make_micro_kernel(width: int, *, source_per_vector: bool, ahead: int) -> Any
         out,
         out_stride,
     ):
-        emitter = _Emitter(
-            builder=builder,
-            tag=tag,
-            width=width,
-            source_per_vector=source_per_vector,
-            ahead=ahead,
+        arguments = _Arguments(
             rows=rows,
             left=left,
             left_stride=left_stride,
@@ -181,6 +162,7 @@ def make_micro_kernel(width: int, *, source_per_vector: bool, ahead: int) -> Any
             out=out,
             out_stride=out_stride,
         )
+        emitter = _Emitter(builder, tag, width, source_per_vector, ahead, arguments)
         if tag != BF16_TYPE or not host_has_amx():
             # There is no tile unit, or none of its instructions is for this product.
             emitter.by_vectors()
@@ -192,6 +174,32 @@ def make_micro_kernel(width: int, *, source_per_vector: bool, ahead: int) -> Any
                 emitter.by_vectors()
 
     return multiply
+
+
+class _Arguments(NamedTuple):
+    """IR: what a micro-kernel is called with. All are int64; addresses and strides are in bytes."""
+
+    rows: Any
+    """How many."""
+    left: Any
+    """Address of the rows [rows, num_sources * units] of units, which are four bytes (eight with
+    WIDE: two float32)."""
+    left_stride: Any
+    """From row to row."""
+    sources: Any
+    """Address of a list, int64: the address of each source."""
+    num_sources: Any
+    """How many of the list to use."""
+    units: Any
+    """Units of each source."""
+    unit_stride: Any
+    """From one unit's vectors to the next unit's, inside a source."""
+    offset: Any
+    """From a source's beginning to the first vector of its unit 0."""
+    out: Any
+    """Address of the result, float32 [rows, width * 16]."""
+    out_stride: Any
+    """From row to row."""
 
 
 def emit_by_rows(builder, rows, width: int, emit: Callable[[int, range], None]) -> None:
@@ -218,8 +226,8 @@ def emit_by_rows(builder, rows, width: int, emit: Callable[[int, range], None]) 
         builder.position_at_end(block)
         fitting_vectors = max(1, accumulators() // m)
         for first in range(0, width, fitting_vectors):
-            last = min(first + fitting_vectors, width)
-            emit(m, range(first, last))
+            end = min(first + fitting_vectors, width)
+            emit(m, range(first, end))
         builder.branch(done)
     builder.position_at_end(done)
 
@@ -232,60 +240,50 @@ class _Source(NamedTuple):
     vectors: list[Any]
     """Addresses of unit 0 of each vector."""
     upcoming: list[Any]
-    """The same of the source that stands ``ahead`` entries further on, to be prefetched."""
+    """The same of the source that stands ``ahead`` further on in the list, to be prefetched."""
 
 
 @dataclass(frozen=True)
 class _Emitter:
-    """Emits one micro-kernel. What has no type here is an IR value; :func:`make_micro_kernel`
-    explains all of them."""
+    """Emits one micro-kernel: see :func:`make_micro_kernel`."""
 
     builder: Any
     tag: Any
     width: int
     source_per_vector: bool
     ahead: int
-    rows: Any
-    left: Any
-    left_stride: Any
-    sources: Any
-    num_sources: Any
-    units: Any
-    unit_stride: Any
-    offset: Any
-    out: Any
-    out_stride: Any
+    given: _Arguments
 
     # ----------------------------------------------------------------- where the vectors are
 
     def _find_source(self, index, chosen: Sequence[int]) -> _Source:
         """IR: where to read the ``chosen`` vectors of the source with this ``index``."""
         return _Source(
-            left_unit=self.builder.mul(index, self.units),
+            left_unit=self.builder.mul(index, self.given.units),
             vectors=self._first_vectors(index, chosen),
             upcoming=self._first_vectors(index, chosen, further=self.ahead),
         )
 
     def _first_vectors(self, index, chosen: Sequence[int], further: int = 0) -> list[Any]:
-        """IR: addresses of unit 0 of the ``chosen`` vectors, so many entries ``further`` on in the
-        list than ``index``."""
+        """IR: addresses of unit 0 of the ``chosen`` vectors, of the source that stands so much
+        ``further`` on in the list than ``index``."""
         builder = self.builder
         if self.source_per_vector:
-            return [self._entry(constant(i64, n + further)) for n in chosen]
-        entry = self._entry(offset_by(builder, index, further))
-        start = builder.add(entry, self.offset)
+            return [self._source(constant(i64, n + further)) for n in chosen]
+        source = self._source(offset_by(builder, index, further))
+        start = builder.add(source, self.given.offset)
         return [offset_by(builder, start, n, VECTOR_BYTES) for n in chosen]
 
-    def _entry(self, index):
-        """IR: entry ``index`` of the list of sources."""
-        where = offset_by(self.builder, self.sources, index, I64_BYTES)
+    def _source(self, index):
+        """IR: the address with this ``index`` in the list of sources."""
+        where = offset_by(self.builder, self.given.sources, index, I64_BYTES)
         return self.builder.load(pointer(self.builder, where, i64))
 
     # ----------------------------------------------------------------- by vectors
 
     def by_vectors(self) -> None:
         """IR: code for each number of rows."""
-        emit_by_rows(self.builder, self.rows, self.width, self._multiply_by_vectors)
+        emit_by_rows(self.builder, self.given.rows, self.width, self._multiply_by_vectors)
 
     def _multiply_by_vectors(self, m: int, chosen: Sequence[int]) -> None:
         """IR: m rows times the ``chosen`` vectors.
@@ -295,9 +293,9 @@ class _Emitter:
         builder = self.builder
         results = self._vectors_of_result(m, chosen)
         sums = self._begin_sums(results)
-        with cgutils.for_range(builder, self.num_sources) as loop:
+        with cgutils.for_range(builder, self.given.num_sources) as loop:
             source = self._find_source(loop.index, chosen)
-            with cgutils.for_range(builder, self.units) as inner_loop:
+            with cgutils.for_range(builder, self.given.units) as inner_loop:
                 self._add_unit(inner_loop.index, source, sums)
         for row_results, row_sums in zip(results, sums, strict=True):
             for result, slot in zip(row_results, row_sums, strict=True):
@@ -308,7 +306,7 @@ class _Emitter:
         builder = self.builder
         results = []
         for row in range(m):
-            start = offset_by(builder, self.out, row, self.out_stride)
+            start = offset_by(builder, self.given.out, row, self.given.out_stride)
             addresses = [offset_by(builder, start, n, VECTOR_BYTES) for n in chosen]
             results.append([pointer(builder, address, f32x) for address in addresses])
         return results
@@ -335,15 +333,17 @@ class _Emitter:
         """IR: add the products of one unit of each row and of each vector."""
         builder = self.builder
         for start in source.upcoming:
-            prefetch_line(builder, offset_by(builder, start, unit, self.unit_stride))
-        addresses = [offset_by(builder, start, unit, self.unit_stride) for start in source.vectors]
+            prefetch_line(builder, offset_by(builder, start, unit, self.given.unit_stride))
+        addresses = [
+            offset_by(builder, start, unit, self.given.unit_stride) for start in source.vectors
+        ]
         vectors = [load_vector(builder, address) for address in addresses]
         # WIDE: the two elements of a left unit have been widened to float32.
         left_parts = 2 if self.tag == WIDE_TYPE else 1
         left_unit = builder.add(source.left_unit, unit)
-        left = offset_by(builder, self.left, left_unit, left_parts * UNIT_BYTES)
+        left = offset_by(builder, self.given.left, left_unit, left_parts * UNIT_BYTES)
         for row, row_sums in enumerate(sums):
-            of_row = offset_by(builder, left, row, self.left_stride)
+            of_row = offset_by(builder, left, row, self.given.left_stride)
             parts = [offset_by(builder, of_row, part, UNIT_BYTES) for part in range(left_parts)]
             broadcasts = [load_broadcast(builder, part) for part in parts]
             for slot, vector in zip(row_sums, vectors, strict=True):
@@ -360,31 +360,31 @@ class _Emitter:
         sums of vector n are in tile n.
         """
         builder = self.builder
-        results = [offset_by(builder, self.out, n, VECTOR_BYTES) for n in range(self.width)]
+        results = [offset_by(builder, self.given.out, n, VECTOR_BYTES) for n in range(self.width)]
         # The products of few rows take less time than keys and values take to arrive from memory.
         # So for few rows the loop below prefetches. With more rows the caller does
         # (``prefetch_span``).
-        prefetches = builder.icmp_signed("<", self.rows, constant(i64, MAX_ROWS))
+        prefetches = builder.icmp_signed("<", self.given.rows, constant(i64, MAX_ROWS))
         for tile, address in enumerate(results):
             if self.source_per_vector:
                 emit_amx(builder, "tilezero", tile)
             else:
-                load_tile(builder, tile, address, self.out_stride)
-        with cgutils.for_range(builder, self.num_sources) as loop:
+                load_tile(builder, tile, address, self.given.out_stride)
+        with cgutils.for_range(builder, self.given.num_sources) as loop:
             source = self._find_source(loop.index, range(self.width))
             self._add_source(source, prefetches)
         for tile, address in enumerate(results):
-            store_tile(builder, tile, address, self.out_stride)
+            store_tile(builder, tile, address, self.given.out_stride)
 
     def _add_source(self, source: _Source, prefetches) -> None:
         """IR: add the products of all units of one source."""
         builder = self.builder
         zero = constant(i64, 0)
         sixteen = constant(i64, 16)
-        whole = builder.and_(self.units, constant(i64, -16))
+        whole = builder.and_(self.given.units, constant(i64, -16))
         with cgutils.for_range_slice(builder, zero, whole, sixteen, inc=True) as (unit, _):
             self._add_units(source, unit, _SIXTEEN_UNITS, prefetches)
-        with builder.if_then(builder.icmp_signed("<", whole, self.units)):
+        with builder.if_then(builder.icmp_signed("<", whole, self.given.units)):
             self._add_units(source, whole, _EIGHT_UNITS, prefetches)
 
     def _add_units(self, source: _Source, unit, factors: _FactorTiles, prefetches) -> None:
@@ -394,11 +394,11 @@ class _Emitter:
             for start in source.upcoming:
                 for n in range(factors.units):
                     soon = builder.add(unit, constant(i64, n))
-                    prefetch_line(builder, offset_by(builder, start, soon, self.unit_stride))
+                    prefetch_line(builder, offset_by(builder, start, soon, self.given.unit_stride))
         left_unit = builder.add(source.left_unit, unit)
-        address = offset_by(builder, self.left, left_unit, UNIT_BYTES)
-        load_tile(builder, factors.left, address, self.left_stride)
+        address = offset_by(builder, self.given.left, left_unit, UNIT_BYTES)
+        load_tile(builder, factors.left, address, self.given.left_stride)
         for sum_tile, start in enumerate(source.vectors):
-            address = offset_by(builder, start, unit, self.unit_stride)
-            load_tile(builder, factors.right, address, self.unit_stride)
+            address = offset_by(builder, start, unit, self.given.unit_stride)
+            load_tile(builder, factors.right, address, self.given.unit_stride)
             emit_amx(builder, "tdpbf16ps", sum_tile, factors.left, factors.right)

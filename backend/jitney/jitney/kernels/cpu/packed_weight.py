@@ -6,7 +6,7 @@ Whatever the type, a weight [N, K] becomes columns of 16 outputs (``product_kern
 Outputs are filled up with zeros, so that there are whole pairs of columns. In all functions here,
 ``filling`` is how many are added.
 
-Called by ``tile_linear``.
+Called by ``column_linear``.
 """
 
 from dataclasses import dataclass, replace
@@ -20,15 +20,15 @@ from jitney.execution.quantized import MOST_OUTLIERS
 from jitney.kernels.cpu.amx import TILE_ROW_BYTES
 from jitney.kernels.cpu.convert_kernel import OUTLIER_BYTES, TAIL_INDICES
 from jitney.kernels.cpu.emit import LANES, UNIT_BYTES
-from jitney.kernels.cpu.four_bit_vectors import ROW_FACTORS
+from jitney.kernels.cpu.four_bit_vectors import ROW_GROUP_BYTES
 from jitney.kernels.cpu.processor import must_widen_bf16
 from jitney.kernels.cpu.simd import BF16, F32, I4, I8, WIDE
 
 PAIR_OUTPUTS = 2 * LANES
 """Outputs of two columns."""
-_LEAST_FACTORS = 32
+_LEAST_BYTES_BEHIND_ROW = 32
 """Bytes behind the K bytes of a row of x, at least. The tile unit reads 64 bytes at once: of the
-last group of 32 inputs, 32 bytes too many."""
+last scale group, if it has 32 inputs, 32 bytes too many."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class PackedWeight:
     """The tag for which ``convert_kernel`` brings rows of x into that form. None: they have it."""
     tail: int = 0
     """See :class:`ProductCall`, here and below."""
-    group: int = 0
+    scale_group: int = 0
     scales: Tensor | None = None
     shifts: Tensor | None = None
     bias: Tensor | None = None
@@ -62,7 +62,7 @@ class PackedWeight:
 def pack_weight(
     weight: Tensor, bias: Tensor | None, scale: Tensor | None, *, gated: bool
 ) -> PackedWeight:
-    """See :class:`TileLinear` for the arguments. ``gated``: ``weight`` has the outputs of a gate,
+    """See :class:`ColumnLinear` for the arguments. ``gated``: ``weight`` has the outputs of a gate,
     and below them as many of up."""
     filling = -len(weight) % PAIR_OUTPUTS
     if scale is None:
@@ -150,33 +150,34 @@ def _columns(filled: Tensor) -> Tensor:
 
 
 def _pack_nibbles(weight: Tensor, scale: Tensor, filling: int) -> PackedWeight:
-    """A weight of 4 bits: ``weight`` uint8 [N, K / 2], ``scale`` bfloat16 [2, N, groups]. Of the
-    latter, index 0 is the scales, index 1 the least values."""
+    """A weight of 4 bits: ``weight`` uint8 [N, K / 2], ``scale`` bfloat16 [2, N, scale groups]. Of
+    the latter, index 0 is the scales, index 1 the least values."""
     inputs = 2 * weight.shape[1]
-    groups = scale.shape[2]
+    scale_groups = scale.shape[2]
     weight = functional.pad(weight, (0, 0, 0, filling))
     scale = functional.pad(scale, (0, 0, 0, filling))
-    # In each column and group, first its scales and least values, then its nibbles.
-    parts = (_column_factors(scale), _vectors_of_nibbles(weight, groups))
+    # Of each column and scale group, first its scales and least values, then its nibbles.
+    parts = (_scales_and_leasts(scale), _vectors_of_nibbles(weight, scale_groups))
     return PackedWeight(
         tag=I4,
         columns=torch.cat(parts, 2).flatten(1),
-        x_stride=inputs + max(_LEAST_FACTORS, ROW_FACTORS * groups),
+        x_stride=inputs + max(_LEAST_BYTES_BEHIND_ROW, ROW_GROUP_BYTES * scale_groups),
         convert_tag=I4,
-        group=inputs // groups,
+        scale_group=inputs // scale_groups,
     )
 
 
-def _column_factors(scale: Tensor) -> Tensor:
-    """uint8 [N / 16, groups, 64] of ``scale`` [2, N, groups]: 16 times a scale, a least value."""
+def _scales_and_leasts(scale: Tensor) -> Tensor:
+    """uint8 [N / 16, scale groups, 64] of ``scale`` [2, N, scale groups]: of each of the 16 outputs
+    a scale and a least value."""
     columns = scale.unflatten(1, (-1, LANES))  # [2, column, output, group]
-    factors = columns.permute(1, 3, 2, 0).contiguous()  # [column, group, output, 2]
-    return factors.view(torch.uint8).flatten(2)
+    pairs = columns.permute(1, 3, 2, 0).contiguous()  # [column, group, output, 2]
+    return pairs.view(torch.uint8).flatten(2)
 
 
-def _vectors_of_nibbles(weight: Tensor, groups: int) -> Tensor:
-    """uint8 [N / 16, groups, bytes of a group] of ``weight`` uint8 [N, K / 2], which has input 2 i
-    in the low half of byte i, and input 2 i + 1 in the high half.
+def _vectors_of_nibbles(weight: Tensor, scale_groups: int) -> Tensor:
+    """uint8 [N / 16, scale groups, bytes of a group] of ``weight`` uint8 [N, K / 2], which has
+    input 2 i in the low half of byte i, and input 2 i + 1 in the high half.
 
     A vector of nibbles is 8 inputs of 16 outputs: of each output the first 4 inputs in the low
     halves of 4 bytes, and the next 4 inputs in the high halves.
@@ -184,5 +185,6 @@ def _vectors_of_nibbles(weight: Tensor, groups: int) -> Tensor:
     q = torch.stack((weight & 15, weight >> 4), -1).flatten(1)  # [N, K]
     vectors = q.shape[1] // 8
     by_output = q.view(-1, LANES, vectors, 2, 4)  # [column, output, vector, half, input]
-    low, high = by_output.permute(3, 0, 2, 1, 4)  # [column, vector, output, input] each
-    return (low | high << 4).reshape(len(by_output), groups, -1)
+    low, high = by_output.unbind(3)  # [column, output, vector, input] each
+    both = (low | high << 4).transpose(1, 2)  # [column, vector, output, input]
+    return both.reshape(len(both), scale_groups, -1)

@@ -10,6 +10,7 @@ may run at once.
 
 import logging
 import time
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -34,6 +35,7 @@ from jitney.kernels.cpu.attention_records import (
 )
 from jitney.kernels.cpu.cache_groups import GROUP_TOKENS
 from jitney.kernels.cpu.compiled import Kernel
+from jitney.kernels.cpu.emit import ceil_div, round_up
 from jitney.kernels.cpu.processor import instruction_set, may_use_amx
 
 _log = logging.getLogger(__name__)
@@ -109,47 +111,47 @@ class CpuAttention:
 
     def __call__(self, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata) -> Tensor:
         """Write K and V to their slots, then attend, in ``dtype`` with float32 sums."""
-        q = _rows(call.query, self.dtype)
-        k = _rows(call.key, self.dtype)
-        v = _rows(call.value, self.dtype)
+        q = _as_kernel_input(call.query, self.dtype)
+        k = _as_kernel_input(call.key, self.dtype)
+        v = _as_kernel_input(call.value, self.dtype)
         assert k.shape == v.shape == (q.shape[0], cache.keys.shape[1], q.shape[2])
         out = torch.empty(q.shape, dtype=self.dtype)
         step = self.prepare(call, cache, meta)
         arguments = step.arguments
         assert arguments.tokens == q.shape[0]
         set_layer(arguments, q, k, v, cache=cache, out=out.data_ptr())
-        sinks = None
         arguments.sinks = 0
         if call.sinks is not None:
-            sinks = call.sinks.to(torch.float32).contiguous()  # it lives until the kernel ends
-            arguments.sinks = sinks.data_ptr()
+            keep_alive = call.sinks.to(torch.float32).contiguous()  # until the kernel ends
+            arguments.sinks = keep_alive.data_ptr()
         kernels = self.kernels
         _run(kernels.write, arguments, step.write_items, step.threads)
         _run(kernels.attend, arguments, step.attend_items, step.threads)
         return out.to(call.query.dtype)
 
     def prepare(
-        self, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata
+        self, attention_call: AttentionCall, cache: LayerCache, meta: AttentionMetadata
     ) -> AttentionStep:
-        """What layers of this kind need in the step of ``meta``. It is made for the first layer of
-        the kind; ``meta`` keeps it for the others."""
-        _, heads, head_size = call.query.shape
-        shape = cache.keys.shape
+        """What layers of this kind (:func:`kind_of`) need in the step of ``meta``. It is made for
+        the first layer of the kind; ``meta`` keeps it for the others."""
         threads = torch.get_num_threads()
-        # All that a step's arguments depend on, beside ``meta``: what makes a kind of layer.
-        key = (self, heads, head_size, shape, call.scale, call.window, call.softcap, threads)
+        key = (kind_of(attention_call, cache), threads)
         step = meta.plans.get(key)
         if step is None:
-            step = self._prepare(call, cache, meta, threads)
+            step = self._prepare(attention_call, cache, meta, threads)
             meta.plans[key] = step
         assert isinstance(step, AttentionStep)
         return step
 
     def _prepare(
-        self, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata, threads: int
+        self,
+        attention_call: AttentionCall,
+        cache: LayerCache,
+        meta: AttentionMetadata,
+        threads: int,
     ) -> AttentionStep:
-        """See :meth:`prepare`."""
-        _, heads, head_size = call.query.shape
+        """See :meth:`prepare`. What differs among layers of one kind must not be read here."""
+        _, heads, head_size = attention_call.query.shape
         blocks, kv_heads, block_size, padded = cache.keys.shape
         if self.cache_dtype == torch.int8:
             padded -= SCALE_BYTES  # the cache's last dimension has the scale of each token, too
@@ -164,8 +166,8 @@ class CpuAttention:
         plan = plan_step(
             meta.query_start.numpy(),
             meta.context_len.numpy(),
-            entry_tokens=max(1, ITEM_ROWS // heads_per_kv),
-            reach=call.window or meta.max_context_len,
+            piece_tokens=max(1, ITEM_ROWS // heads_per_kv),
+            reach=attention_call.window or meta.max_context_len,
             split_tokens=SPLIT_TOKENS,
             group_tokens=GROUP_TOKENS,
         )
@@ -178,7 +180,7 @@ class CpuAttention:
         self._reserve_scratch(scratch_shape)
         self._reserve_splits(plan, kv_heads, state_floats=heads_per_kv * (padded + STATE_EXTRA))
         arguments = AttentionArguments(
-            plan=plan.entries.ctypes.data,
+            plan=plan.pieces.ctypes.data,
             scratch=self._areas.ctypes.data,
             split_states=self._split_states.ctypes.data,
             splits_done=self._splits_done.ctypes.data,
@@ -194,20 +196,20 @@ class CpuAttention:
             tokens=tokens,
             only_decodes=only_decodes,
             use_tiles=self._use_tiles,
-            scale=call.scale,
-            window=call.window or 0,
-            softcap=call.softcap or 0.0,
+            scale=attention_call.scale,
+            window=attention_call.window or 0,
+            softcap=attention_call.softcap or 0.0,
         )
         write_items = 0
         if not only_decodes:
-            write_items = -(-tokens // WRITE_TOKENS) * kv_heads
+            write_items = ceil_div(tokens, WRITE_TOKENS) * kv_heads
         return AttentionStep(
             arguments,
-            attend_items=len(plan.entries) * kv_heads,
+            attend_items=len(plan.pieces) * kv_heads,
             write_items=write_items,
             threads=threads,
             owned=(
-                plan.entries,
+                plan.pieces,
                 self._scratch,
                 self._areas,
                 self._split_states,
@@ -217,9 +219,9 @@ class CpuAttention:
 
     def _reserve_splits(self, plan: AttentionPlan, kv_heads: int, state_floats: int) -> None:
         """Reserve memory for the states of all splits, ``state_floats`` for each split and KV head,
-        and for a counter for each row that is split and KV head."""
+        and for a counter for each KV head of each batch row that has several splits."""
         floats = plan.splits * kv_heads * state_floats
-        counters = plan.split_rows * kv_heads
+        counters = plan.split_batch_rows * kv_heads
         if self._split_states.size < floats:
             self._split_states = np.empty(floats, np.float32)
         if self._splits_done.size < counters:
@@ -235,17 +237,30 @@ class CpuAttention:
             padded=shape.padded,
             longest=shape.longest,
         )
-        thread_bytes = -(-sum(area_sizes) // _PAGE) * _PAGE
+        thread_bytes = round_up(sum(area_sizes), _PAGE)
         # NumPy's memory need not begin at a page. So there is more by one thread's share, and the
         # first thread's areas begin at the first page within.
         needed = (shape.threads + 1) * thread_bytes
         if self._scratch.size < needed:
             self._scratch = np.empty(needed, np.uint8)
-        first_page = -(-self._scratch.ctypes.data // _PAGE) * _PAGE
+        first_page = round_up(self._scratch.ctypes.data, _PAGE)
         thread_begins = first_page + thread_bytes * np.arange(shape.threads)
         area_offsets = np.cumsum([0, *area_sizes[:-1]])
         self._areas = thread_begins[:, None] + area_offsets
         self._scratch_shape = shape
+
+
+def kind_of(attention_call: AttentionCall, cache: LayerCache) -> Hashable:
+    """What the second part of :class:`AttentionArguments`, that of a step, depends on in a layer.
+    Layers with the same kind share that part."""
+    return (
+        cache.attend,
+        cache.keys.shape,
+        attention_call.query.shape,
+        attention_call.scale,
+        attention_call.window,
+        attention_call.softcap,
+    )
 
 
 def set_layer(
@@ -283,12 +298,12 @@ def _run(kernel: Kernel, arguments: AttentionArguments, items: int, threads: int
     if items == 0:
         return
     arguments.counter = 0
-    arguments.threads = 0
+    arguments.threads_begun = 0
     arguments.count = items
     kernel.run(arguments, min(threads, items))
 
 
-def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _as_kernel_input(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``x`` [T, heads, head size] in ``dtype``. The elements of a head are neighbours."""
     x = x.to(dtype)
     return x if x.stride(2) == 1 else x.contiguous()

@@ -3,17 +3,21 @@
 Kernels exist for these instruction sets. A function that emits other instructions for each asks
 here, or asks :func:`emit.host_has`, while it is compiled:
 
-===================  ====================================  ======================  ================
-instruction set      products of bfloat16                  products of bytes       registers
-===================  ====================================  ======================  ================
-AMX                  tiles: of 16 rows and 16 outputs,     tiles, or AVX-512       8 tiles, and
-                     over 32 inputs, by one instruction    VNNI                    AVX-512's
-AVX-512 BF16, VNNI   of 16 outputs, over 2 inputs, by      over 4 inputs, by one   32 of 512 bits
-                     one instruction                       instruction
-AVX-512              widened to float32, then two FMA      widened to 16 bits,     32 of 512 bits
-                                                           then two instructions
-AVX2                 the same                              the same                16 of 256 bits
-===================  ====================================  ======================  ================
+===================  ========  ===================================================================
+instruction set      elements  what one instruction multiplies
+===================  ========  ===================================================================
+AMX                  bfloat16  tiles: 16 rows x 32 inputs x 16 outputs
+AMX                  bytes     tiles: 16 rows x 64 inputs x 16 outputs
+AVX-512 BF16         bfloat16  2 inputs x 16 outputs
+AVX-512 VNNI         bytes     4 inputs x 16 outputs
+AVX-512              bfloat16  (widened to float32) 1 input x 16 outputs
+AVX-512              bytes     (widened to 16 bits) 2 inputs x 16 outputs
+AVX2                 bfloat16  (widened to float32) 1 input x 8 outputs
+AVX2                 bytes     (widened to 16 bits) 2 inputs x 8 outputs
+===================  ========  ===================================================================
+
+AVX-512 has 32 registers of 512 bits, AVX2 has 16 of 256 bits. AMX has 8 tiles besides those of
+AVX-512.
 
 Called by kernels while they are compiled, and by those who pick a kernel.
 """
@@ -30,8 +34,9 @@ _XFEATURE_XTILEDATA = 18
 
 
 def host_has_amx() -> bool:
-    """Whether the processor that Numba compiles for has a tile unit (AMX) for bfloat16."""
-    return host_has("amx-bf16")
+    """Whether the processor that Numba compiles for has a tile unit (AMX) for all that kernels use
+    it for: bfloat16 and bytes. (A virtual machine may hide one of the two.)"""
+    return host_has("amx-bf16") and host_has("amx-int8")
 
 
 def may_use_amx() -> bool:

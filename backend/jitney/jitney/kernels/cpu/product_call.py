@@ -1,6 +1,6 @@
 """The arguments of the kernels of linear layers, and the sizes by which their work is cut.
 
-Filled by ``tile_linear``, read by the kernels: ``product_kernel`` and ``four_bit_kernel``.
+Filled by ``column_linear``, read by the kernels: ``product_kernel`` and ``four_bit_kernel``.
 """
 
 from jitney.kernels.cpu.amx import TILE_ROWS
@@ -8,9 +8,9 @@ from jitney.kernels.cpu.compiled import KernelCall, reader, record
 from jitney.kernels.cpu.emit import VECTOR_BYTES
 from jitney.kernels.fused.forms import Activation
 
-ITEMS = 64
-"""The pairs of a weight are cut into about so many items. These are enough to be shared out among
-threads, and few enough that taking them from the counter costs nothing."""
+ITEMS_PER_WEIGHT = 64
+"""The pairs of a weight are cut into 64 to 127 items. If there are fewer pairs, each is an item.
+These are enough to be shared out among threads, and few to take from the counter."""
 ROWS_PER_ITEM = 128
 ROWS_BY_TILES = 2 * TILE_ROWS
 """Rows of x that the tile unit multiplies at once: two tiles of them."""
@@ -19,14 +19,16 @@ PAIR_ROW_BYTES = 2 * VECTOR_BYTES
 the shifts of a pair's 32 outputs have as many bytes."""
 RESULT_BYTES = ROWS_PER_ITEM * PAIR_ROW_BYTES
 
+NONE = 0
 SILU = 1
 GELU_TANH = 2
-ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": SILU, "gelu_tanh": GELU_TANH}
+ACTIVATIONS: dict[Activation | None, int] = {None: NONE, "silu": SILU, "gelu_tanh": GELU_TANH}
 
 
 @record
 class ProductCall(KernelCall):
-    """The arguments. x is [count, K], the weight [N, K]; an address is 0 where there is nothing.
+    """The arguments; ``count`` is in rows. x is [count, K], the weight [N, K]. An address is 0
+    where there is nothing.
 
     Some fields are for one kind of weight: *floats* are bfloat16 or float32, *bytes* are int8,
     *nibbles* have 4 bits.
@@ -41,7 +43,7 @@ class ProductCall(KernelCall):
     weight: int
     """Address of the packed columns."""
     column_bytes: int
-    """Bytes of a column."""
+    """Bytes of a packed column."""
     column_tiles: int
     """Of floats and bytes: tiles of a column. For each of them a row of x has 16 units, which meet
     the 16 vectors of the tile."""
@@ -69,7 +71,7 @@ class ProductCall(KernelCall):
     """Of bytes: address of float32 [N], the scale of each output."""
     shifts: int
     """Of bytes: address of int32 [N], 128 times the sum of each output's weights."""
-    group: int
+    scale_group: int
     """Of nibbles: how many inputs share a scale."""
 
 

@@ -15,7 +15,7 @@ from jitney.kernels.cpu.convert_kernel import (
     TAIL_VALUES,
 )
 from jitney.kernels.cpu.emit import LANES, UNIT_BYTES, VECTOR_BYTES
-from jitney.kernels.cpu.product_call import PAIR_ROW_BYTES, SILU
+from jitney.kernels.cpu.product_call import NONE, PAIR_ROW_BYTES, SILU
 from jitney.kernels.cpu.simd import (
     BF16,
     F32,
@@ -96,36 +96,37 @@ def scale_bytes(call, pair, row, sums):
 
 
 @inner
-def finish(tag, call, pair, first_row, rows, result):
-    """Make outputs of the sums [rows, 32] of one pair at ``result``, and write them to rows
+def finish(tag, call, pair, first_row, rows, sums):
+    """Make outputs of the sums [rows, 32] of one pair at ``sums``, and write them to rows
     ``first_row``, ``first_row`` + 1, ... of the layer's result."""
     to = result_tag(tag)
-    column_bytes = LANES * element_bytes(to)
+    gated = call.activation != NONE
+    out_column_bytes = LANES * element_bytes(to)  # 16 numbers in a row of the result
     bias = call.bias + pair * PAIR_ROW_BYTES
     for m in range(rows):
         row = first_row + m
-        sums = result + m * PAIR_ROW_BYTES
+        row_sums = sums + m * PAIR_ROW_BYTES
         # From here on, a and b are the row's 16 numbers of the first column, and of the second.
         if is_i8(tag):
-            a, b = scale_bytes(call, pair, row, sums)
+            a, b = scale_bytes(call, pair, row, row_sums)
         else:
-            a = load(sums)
-            b = load(sums + VECTOR_BYTES)
+            a = load(row_sums)
+            b = load(row_sums + VECTOR_BYTES)
         if call.bias != 0:
             a = a + load(bias)
             b = b + load(bias + VECTOR_BYTES)
         if call.other != 0:
-            # It has all N numbers of the product: with an activation, twice those of the result.
-            other_stride = call.out_stride * (1 if call.activation == 0 else 2)
-            other = call.other + row * other_stride + pair * 2 * column_bytes
+            # It has all N numbers of the product: if gated, twice those of the result.
+            other_stride = call.out_stride * 2 if gated else call.out_stride
+            other = call.other + row * other_stride + pair * 2 * out_column_bytes
             a = a + load_as(to, other)
-            b = b + load_as(to, other + column_bytes)
+            b = b + load_as(to, other + out_column_bytes)
         out = call.out + row * call.out_stride
-        if call.activation == 0:
-            # A pair gives two columns of the result.
-            pair_out = out + pair * 2 * column_bytes
-            store_as(to, pair_out, a)
-            store_as(to, pair_out + column_bytes, b)
+        if gated:
+            # A pair gives 16 numbers of the result: a is their gate, b what that is multiplied by.
+            store_as(to, out + pair * out_column_bytes, activate(call.activation, a) * b)
         else:
-            # A pair gives one column of the result: a is its gate, b what that is multiplied with.
-            store_as(to, out + pair * column_bytes, activate(call.activation, a) * b)
+            # A pair gives 32 numbers of the result.
+            pair_out = out + pair * 2 * out_column_bytes
+            store_as(to, pair_out, a)
+            store_as(to, pair_out + out_column_bytes, b)

@@ -1,7 +1,7 @@
 """The product of linear layers as a Numba kernel: x [count, K] times a packed weight [N, K].
 
-For the few rows of a decode step it reads weights faster than oneDNN's product does, and a call
-costs a tenth. And it can be part of a ``program``, which a call into torch cannot.
+For the few rows of a decode step it reads weights faster than oneDNN's product does. And it can be
+part of a ``program``, which a call into torch cannot.
 
 A weight is packed in columns of 16 outputs. In bfloat16, where a unit is two inputs::
 
@@ -20,13 +20,13 @@ Two neighbouring columns are a pair. Loops, from outer to inner::
                      first-level cache while all 128 rows meet them
             32 rows  in registers: sums of 32 rows and 32 outputs             ``product_tiles``
         without it:                                                           multiply_by_vectors
-          6 rows     times the whole pair, in registers: 12 sums              ``micro_kernel``
+          6 rows     times the whole pair, in registers: 12 sums (AVX2: 6)    ``micro_kernel``
         then         scales, bias, sum, activation, rounding                  ``product_finish``
 
 The sums of a pair, float32 [128, 32], are kept on the thread's stack until they are finished. A
 row's result depends on nothing but that row.
 
-Called by ``tile_linear``, which fills the arguments. Imported only where Numba is.
+Called by ``column_linear``, which fills the arguments. Imported only where Numba is.
 """
 
 from typing import Any
@@ -35,7 +35,7 @@ import numpy as np
 from numba import types
 
 from jitney.kernels.cpu.amx import TILE_BYTES, TILE_ROW_BYTES, TILE_ROWS, amx_end
-from jitney.kernels.cpu.emit import I64_BYTES, VECTOR_BYTES, emitted, stack_memory
+from jitney.kernels.cpu.emit import I64_BYTES, VECTOR_BYTES, ceil_div, emitted, stack_memory
 from jitney.kernels.cpu.micro_kernel import MAX_ROWS, make_micro_kernel
 from jitney.kernels.cpu.product_call import (
     PAIR_ROW_BYTES,
@@ -61,21 +61,22 @@ _LISTED_COLUMNS = 2 + _COLUMNS_AHEAD
 
 
 @inner
-def multiply_by_tiles(tag, call, pair, first, last, result, shaped):
-    """The outputs of one pair for rows [first, last). The tile unit is set for ``shaped`` rows;
-    returns the number for which it is set afterwards. ``result`` is overwritten."""
+def multiply_by_tiles(tag, call, pair, first, end, memory, shaped):
+    """The outputs of one pair for rows [first, end). The tile unit is set for ``shaped`` rows;
+    returns the number for which it is set afterwards. For ``memory`` see :func:`make_body`."""
+    sums = memory
     first_column = call.weight + pair * 2 * call.column_bytes
     second_column = first_column + call.column_bytes
     # If all rows are multiplied at once, each tile of the columns is needed once: there is nothing
-    # to keep in the cache. Otherwise the columns are cut, and ``result`` holds the sums so far.
-    read_once = last - first <= ROWS_BY_TILES
+    # to keep in the cache. Otherwise the columns are cut, and ``sums`` holds the sums so far.
+    read_once = end - first <= ROWS_BY_TILES
     tiles_at_once = call.column_tiles if read_once else _TILES_AT_ONCE
     for tile in range(0, call.column_tiles, tiles_at_once):
         tiles = min(tiles_at_once, call.column_tiles - tile)
-        for begin in range(first, last, ROWS_BY_TILES):
+        for begin in range(first, end, ROWS_BY_TILES):
             shaped = multiply_rows(
                 tag,
-                min(last - begin, ROWS_BY_TILES),
+                min(end - begin, ROWS_BY_TILES),
                 read_once,
                 shaped,
                 x=call.x + begin * call.x_stride + tile * TILE_ROW_BYTES,
@@ -83,10 +84,10 @@ def multiply_by_tiles(tag, call, pair, first, last, result, shaped):
                 first_column=first_column + tile * TILE_BYTES,
                 second_column=second_column + tile * TILE_BYTES,
                 tiles=tiles,
-                out=result + (begin - first) * PAIR_ROW_BYTES,
+                out=sums + (begin - first) * PAIR_ROW_BYTES,
                 add_to_out=tile > 0,
             )
-    finish(tag, call, pair, first, rows=last - first, result=result)
+    finish(tag, call, pair, first, rows=end - first, sums=sums)
     return shaped
 
 
@@ -98,80 +99,81 @@ multiply_vectors = make_micro_kernel(2, source_per_vector=True, ahead=_COLUMNS_A
 
 
 @inlined
-def multiply_by_vectors(tag, call, pair, first, last, result):
-    """The outputs of one pair for rows [first, last). ``result``, and the list of columns behind
-    it, are overwritten."""
-    columns = result + RESULT_BYTES
+def multiply_by_vectors(tag, call, pair, first, end, memory):
+    """The outputs of one pair for rows [first, end). For ``memory`` see :func:`make_body`."""
+    sums = memory
+    column_list = memory + RESULT_BYTES
     for n in range(_LISTED_COLUMNS):
         column = call.weight + (2 * pair + n) * call.column_bytes
-        store_i64(columns + n * I64_BYTES, column)
+        store_i64(column_list + n * I64_BYTES, column)
     # The same number of rows in each turn, or one more: 7 are 3 and 4, not 6 and 1.
-    count = last - first
-    turns = -(-count // MAX_ROWS)
+    count = end - first
+    turns = ceil_div(count, MAX_ROWS)
     for turn in range(turns):
-        begin = first + count * turn // turns
-        end = first + count * (turn + 1) // turns
+        turn_begin = first + count * turn // turns
+        turn_end = first + count * (turn + 1) // turns
         multiply_vectors(
             tag,
             False,
-            end - begin,
-            left=call.x + begin * call.x_stride,
+            turn_end - turn_begin,
+            left=call.x + turn_begin * call.x_stride,
             left_stride=call.x_stride,
-            sources=columns,
+            sources=column_list,
             num_sources=1,
             units=call.column_tiles * TILE_ROWS,
             unit_stride=VECTOR_BYTES,
             offset=0,
-            out=result,
+            out=sums,
             out_stride=PAIR_ROW_BYTES,
         )
-        finish(tag, call, pair, begin, rows=end - begin, result=result)
+        finish(tag, call, pair, turn_begin, rows=turn_end - turn_begin, sums=sums)
 
 
 @inner
-def multiply_pair(tag, call, pair, first, last, result, shaped):
-    """The outputs of one pair for rows [first, last); see :func:`multiply_by_tiles`."""
+def multiply_pair(tag, call, pair, first, end, memory, shaped):
+    """The outputs of one pair for rows [first, end); see :func:`multiply_by_tiles`."""
     if call.use_tiles != 0:
-        return multiply_by_tiles(tag, call, pair, first, last, result=result, shaped=shaped)
-    multiply_by_vectors(tag, call, pair, first, last, result=result)
+        return multiply_by_tiles(tag, call, pair, first, end, memory=memory, shaped=shaped)
+    multiply_by_vectors(tag, call, pair, first, end, memory=memory)
     return shaped
 
 
 # --------------------------------------------------------------------------- items
 
 
-def make_body(multiply: Any, spare_bytes: int) -> Any:
+def make_body(multiply: Any, extra_bytes: int) -> Any:
     """The body of a kernel whose items are some pairs of columns and ROWS_PER_ITEM rows each.
 
-    ``multiply`` computes one pair: it is :func:`multiply_pair`, or that of ``four_bit_kernel``. Its
-    ``result`` is the address of the thread's memory: RESULT_BYTES for the sums of a pair, and
-    behind them so many ``spare_bytes`` for what else it needs.
+    ``multiply`` computes one pair: it is :func:`multiply_pair`, or that of ``four_bit_kernel``. It
+    gets the address of the thread's memory, and overwrites what is there::
+
+        | the sums of a pair: RESULT_BYTES | what else the product needs: ``extra_bytes`` |
     """
 
     @emitted(types.int64)
     def thread_memory(builder):
-        return stack_memory(builder, RESULT_BYTES + spare_bytes)
+        return stack_memory(builder, RESULT_BYTES + extra_bytes)
 
     @inner
     def body(tag, arguments):
         call = read_product(arguments)
-        result = thread_memory()
+        memory = thread_memory()
         shaped = np.int64(0)
-        items_of_same_rows = -(-call.pairs // call.pairs_per_item)
+        items_of_same_rows = ceil_div(call.pairs, call.pairs_per_item)
         while True:
             item = fetch_add(arguments)
             first = item // items_of_same_rows * ROWS_PER_ITEM
-            last = min(first + ROWS_PER_ITEM, call.count)
-            if first >= last:  # the items before were all
+            end = min(first + ROWS_PER_ITEM, call.count)
+            if first >= end:  # the items before were all
                 break
             first_pair = item % items_of_same_rows * call.pairs_per_item
-            last_pair = min(first_pair + call.pairs_per_item, call.pairs)
-            for pair in range(first_pair, last_pair):
-                shaped = multiply(tag, call, pair, first, last, result=result, shaped=shaped)
+            end_pair = min(first_pair + call.pairs_per_item, call.pairs)
+            for pair in range(first_pair, end_pair):
+                shaped = multiply(tag, call, pair, first, end, memory=memory, shaped=shaped)
         if call.use_tiles != 0:
             amx_end()
 
     return body
 
 
-product_body = make_body(multiply_pair, spare_bytes=_LISTED_COLUMNS * I64_BYTES)
+product_body = make_body(multiply_pair, extra_bytes=_LISTED_COLUMNS * I64_BYTES)

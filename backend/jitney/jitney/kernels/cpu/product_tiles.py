@@ -78,7 +78,7 @@ _OF_LOWER_ROWS = [
 ]
 
 
-@emitted(types.void, *[types.int64] * 2)
+@emitted(types.void)
 def set_shapes(builder, upper_rows, lower_rows):
     """Set the shapes of this thread's tiles, for 1 to 16 upper rows and 1 to 16 lower ones."""
     upper = builder.trunc(upper_rows, i8)
@@ -98,7 +98,7 @@ def _make_multiply(*, with_lower: bool, prefetches: bool = False) -> Any:
     """
     products = [*_OF_UPPER_ROWS, *_OF_LOWER_ROWS] if with_lower else _OF_UPPER_ROWS
 
-    @emitted(types.void, TAG, *[types.int64] * 6, types.boolean)
+    @emitted(types.void, TAG, add_to_out=types.boolean)
     def multiply(builder, tag, x, x_stride, first_column, second_column, tiles, out, add_to_out):
         if tag in (F32_TYPE, WIDE_TYPE):
             return  # the tile unit has no such product, and is not asked for it

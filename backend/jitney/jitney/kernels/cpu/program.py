@@ -15,15 +15,16 @@ the names are those of ``program_list.Activations``::
     normed   -> product "gated"             -> inside
     inside   -> product "down" + middle     -> states, the input of the next layer
 
-Behind all layers come the last norm and the head, of the rows whose logits are asked for. If a
-product takes another form of its input, a rounding kernel stands before it. If there are adapters,
-two kernels stand before each product (``adapter_kernel``).
+Behind all layers come the last norm and the head, of the tokens whose logits are asked for. If a
+product takes another form of its input, a conversion stands before it (``convert_kernel``). With
+adapters, two kernels stand before each product (``adapter_kernel``).
 
 Called by ``fused``'s whole model for each step, through what ``layer_kernels`` gives. One engine's
 thread calls it; activations are kept between calls. Imported only where Numba is.
 """
 
 import ctypes
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
@@ -35,16 +36,18 @@ from torch import Tensor, nn
 from jitney.execution.interface import LayerCache, PagedFunction, PagedStep
 from jitney.execution.low_rank import AdapterSpan, Factors
 from jitney.kernels.cpu.adapter_kernel import expand_body, shrink_body
-from jitney.kernels.cpu.adapter_table import PackedAdapter, pack
+from jitney.kernels.cpu.adapter_table import PackedAdapter, pack_adapter
 from jitney.kernels.cpu.attention_records import AttentionArguments
+from jitney.kernels.cpu.column_linear import ColumnLinear
 from jitney.kernels.cpu.compiled import Kernel, function_address, source_version
 from jitney.kernels.cpu.emit import I64_BYTES, LANES
+from jitney.kernels.cpu.norm_rotary_kernel import RowNorm
 from jitney.kernels.cpu.paged_attention import CpuAttention
 from jitney.kernels.cpu.product_call import ProductCall
 from jitney.kernels.cpu.program_kernel import (
     COUNT,
     COUNTERS,
-    ROW_FIELDS,
+    RECORD_FIELDS,
     ProgramCall,
     run_body,
 )
@@ -56,14 +59,13 @@ from jitney.kernels.cpu.program_list import (
     LayerKind,
     products_of,
 )
-from jitney.kernels.cpu.tile_linear import TileLinear
 from jitney.kernels.fused.layers import FusedDecoderLayer, FusedMLP
 from jitney.kernels.fused.whole_model import FusedForward, Places
 
 _LEAST_TOKENS = 64
 """Memory is made for so many tokens at least."""
 
-# Fields of a kernel's row, which are int64: see ``program_kernel``.
+# Fields of a kernel's record, which are int64: see ``program_kernel``.
 _OUT = ProductCall.out.offset // I64_BYTES  # type: ignore[attr-defined]
 """The field ``ProductCall.out``."""
 _OF_STEP = slice(
@@ -72,25 +74,22 @@ _OF_STEP = slice(
 )
 """The fields of AttentionArguments that are a step's: from ``plan`` on."""
 
-# Which of a layer's two kernels of attention.
-_WRITE = 0
-_ATTEND = 1
-
 
 @dataclass(frozen=True)
 class _Memory:
-    """Activations of at most ``tokens`` rows, and the rows of all kernels over them."""
+    """Activations of at most ``tokens`` tokens, and the records of all kernels over them."""
 
     tokens: int
     activations: Activations
-    kernels: np.ndarray
-    """int64 [kernels, ROW_FIELDS], in the order in which they run: those of the layers, of the last
-    norm, and of the head if it is a TileLinear."""
+    records: np.ndarray
+    """int64 [kernels, RECORD_FIELDS], in the order in which the kernels run: those of the layers,
+    of the last norm, and of the head if it is a ColumnLinear."""
     num_layer_kernels: int
     """How many of these, the first ones, are of the layers."""
-    attention: np.ndarray
-    """A view of ``kernels``: the rows of each layer's kernels that write K and V (_WRITE) and that
-    attend (_ATTEND), [layers, 2, ROW_FIELDS]."""
+    write_records: np.ndarray
+    """A view of ``records``, [layers, RECORD_FIELDS]: those of the kernels that write K and V."""
+    attend_records: np.ndarray
+    """The same of the kernels that attend."""
     kinds: list[LayerKind]
     adapted: AdaptedSteps | None
 
@@ -100,17 +99,17 @@ class _Memory:
 
 class LayerProgram:
     """The layers of one model, the embedding before them, the norm behind, and the head. All
-    products are of :class:`TileLinear`; the head may be another."""
+    products are of :class:`ColumnLinear`; the head may be another."""
 
     def __init__(self, model: Any, places: Sequence[Places] | None) -> None:
         """See :meth:`of`."""
         self._places = places
-        # The most columns of A factors that a place has had in any step so far.
-        self._shrunk_columns = 0
+        # The most columns, of 16 ranks each, that a product's A factors had in any step so far.
+        self._most_rank_columns = 0
         self._embedding = model.embed.weight.detach()
         self._table = model.tables[0]
         self._layers = model.layers
-        self._norm = model.norm.kernel
+        self._last_norm: RowNorm = model.norm.kernel
         self._head = model.head
         self._call = ProgramCall(
             team_size=function_address("omp_get_num_threads"),
@@ -130,7 +129,8 @@ class LayerProgram:
     ) -> "LayerProgram | None":
         """A program of ``model``; None if it has parts that a program cannot run.
 
-        With ``places``, those of each layer, the program is one of steps with adapters.
+        With ``places``, the linear layers that adapters may change in each layer, the program is
+        one of steps with adapters.
         """
         if not _have_whole_columns(places or ()):
             return None
@@ -149,63 +149,71 @@ class LayerProgram:
 
     def pack(self, factors: Mapping[str, Factors]) -> PackedAdapter:
         """An adapter as the program reads it. Any thread may call it."""
-        return pack(factors, self._places or ())
+        return pack_adapter(factors, self._places or ())
 
-    def adopt(self, paged: PagedFunction) -> TypeGuard[PagedStep]:
-        """Whether the program can run a step with this attention. If so, the step's caches are the
-        program's from now on; if they are others than before, it forgets its memory, in which their
-        addresses are written down."""
+    def can_run(self, paged: PagedFunction) -> TypeGuard[PagedStep]:
+        """Whether the program can run a step with this attention."""
         if not isinstance(paged, PagedStep):
             return False
         # The table of angles has no later positions.
         if paged.meta.max_context_len > self._table.shape[0]:
             return False
-        # Same addresses, same caches: ours are held here, so no others can have their memory.
-        theirs = [cache.keys.data_ptr() for cache in paged.layers]
-        ours = [cache.keys.data_ptr() for cache in self._caches]
-        if theirs == ours:
+        if self._has_caches(paged.layers):
             return True
         for cache in paged.layers:
             if not isinstance(cache.attend, CpuAttention):
                 return False
             if cache.attend.dtype != self._embedding.dtype:
                 return False
-        self._caches = paged.layers
-        self._memory = None
         return True
 
-    def __call__(self, ids: Tensor, rows: Tensor, paged: PagedFunction) -> Tensor | None:
+    def _has_caches(self, caches: Sequence[LayerCache]) -> bool:
+        """Whether these are the caches whose addresses the program has written down. A record of a
+        cache does not change, so the same records are the same tensors and attention functions."""
+        if len(caches) != len(self._caches):
+            return False
+        return all(map(operator.is_, caches, self._caches))
+
+    def use_caches(self, caches: Sequence[LayerCache]) -> None:
+        """Steps use these caches from now on. If they are others than before, the program forgets
+        its memory, in which the addresses of those are written down."""
+        if not self._has_caches(caches):
+            self._caches = list(caches)
+            self._memory = None
+
+    def __call__(self, ids: Tensor, indices: Tensor, paged: PagedFunction) -> Tensor | None:
         """Run a step; None if it is not one that the program can run.
 
-        ``ids`` are the step's T tokens, ``rows`` the indices of those whose logits are asked for,
-        both int64. Returns the logits, [rows, vocabulary].
+        ``ids`` are the step's T tokens, ``indices`` says which of them are asked for logits, both
+        int64. Returns the logits, [len(indices), vocabulary].
         """
-        if not self.adopt(paged):
+        if not self.can_run(paged):
             return None
+        self.use_caches(paged.layers)
         tokens = ids.shape[0]
-        num_asked = rows.shape[0]
+        num_asked = indices.shape[0]
         assert num_asked <= tokens
         memory = self._memory_for(tokens, paged.meta.adapted)
         activations = memory.activations
         torch.index_select(self._embedding, 0, ids, out=activations.states[:tokens])
         activations.indices[0, :tokens] = paged.meta.positions
-        activations.indices[1, :num_asked] = rows
-        memory.kernels[:, COUNTERS] = 0
-        memory.kernels[: memory.num_layer_kernels, COUNT] = tokens
-        # Behind the layers, only the rows whose logits are asked for.
-        memory.kernels[memory.num_layer_kernels :, COUNT] = num_asked
+        activations.indices[1, :num_asked] = indices
+        memory.records[:, COUNTERS] = 0
+        memory.records[: memory.num_layer_kernels, COUNT] = tokens
+        # Behind the layers, only the tokens whose logits are asked for.
+        memory.records[memory.num_layer_kernels :, COUNT] = num_asked
         # Attention and adapters count items, not tokens: they set their own counts.
         if memory.adapted is not None:
-            memory.adapted.prepare(paged.meta.adapted, tokens)
+            memory.adapted.fill_in(paged.meta.adapted, tokens)
         self._prepare_attention(memory, paged, tokens)
         normed = activations.normed[:num_asked]
-        if not isinstance(self._head, TileLinear):
+        if not isinstance(self._head, ColumnLinear):
             self._run()
             logits: Tensor = self._head(normed)
             return logits
         # The head is the last kernel.
         filled = torch.empty(num_asked, self._head.width, dtype=normed.dtype)
-        memory.kernels[-1, _OUT] = filled.data_ptr()
+        memory.records[-1, _OUT] = filled.data_ptr()
         self._run()
         return self._head.without_filling(filled)
 
@@ -217,31 +225,36 @@ class LayerProgram:
         """Fill in the arguments of attention that are a step's, once for all layers of a kind."""
         for kind in memory.kinds:
             assert isinstance(kind.cache.attend, CpuAttention)
-            step = kind.cache.attend.prepare(kind.call, kind.cache, paged.meta)
+            step = kind.cache.attend.prepare(kind.attention_call, kind.cache, paged.meta)
             assert step.arguments.tokens == tokens
             fields = np.frombuffer(bytes(step.arguments), np.int64)
             # With one kind these are all layers. NumPy writes a slice faster than a list.
             layers = kind.layers if len(memory.kinds) > 1 else slice(None)
-            memory.attention[layers, :, _OF_STEP] = fields[_OF_STEP]
-            memory.attention[layers, _WRITE, COUNT] = step.write_items
-            memory.attention[layers, _ATTEND, COUNT] = step.attend_items
+            of_step = fields[_OF_STEP]
+            memory.write_records[layers, _OF_STEP] = of_step
+            memory.write_records[layers, COUNT] = step.write_items
+            memory.attend_records[layers, _OF_STEP] = of_step
+            memory.attend_records[layers, COUNT] = step.attend_items
 
     def _memory_for(self, tokens: int, spans: Sequence[AdapterSpan]) -> _Memory:
         """Memory for a step. It is made anew if the step has more tokens than the memory is for, or
         an adapter of larger ranks than all before."""
         shrunk_columns = max((span.adapter.packed.columns for span in spans), default=0)
-        if shrunk_columns > self._shrunk_columns:
-            self._shrunk_columns = shrunk_columns
+        if shrunk_columns > self._most_rank_columns:
+            self._most_rank_columns = shrunk_columns
             self._memory = None
         if self._memory is None or self._memory.tokens < tokens:
             self._memory = self._lay_out(tokens)
+            # The list of kernels that the program runs from now on.
+            self._call.count = len(self._memory.records)
+            self._call.kernels = self._memory.records.ctypes.data
         return self._memory
 
     # ----------------------------------------------------------------- the list of kernels
 
     def _lay_out(self, tokens: int) -> _Memory:
         """Memory for steps of at most ``tokens`` tokens, rounded up to a power of two, and the list
-        of kernels over it, which the program runs from now on."""
+        of kernels over it."""
         tokens = max(_LEAST_TOKENS, 1 << (tokens - 1).bit_length())
         adapter_memory = self._adapter_memory(tokens)
         listed = KernelList(
@@ -249,7 +262,7 @@ class LayerProgram:
             layers=self._layers,
             caches=self._caches,
             table=self._table,
-            norm=self._norm.kernel,
+            norm_rotary=self._last_norm.machine_code,
             adapter_memory=adapter_memory,
             shrink=None if adapter_memory is None else self._shrink,
             expand=None if adapter_memory is None else self._expand,
@@ -258,55 +271,53 @@ class LayerProgram:
         for number in range(num_layers):
             listed.add_layer(number)
         num_layer_kernels = len(listed.kernels)
-        listed.add_end(self._norm, self._head)
-        kernels = listed.rows()
-        self._call.count = len(kernels)
-        self._call.kernels = kernels.ctypes.data
-        # [layers, kernels of a layer, ROW_FIELDS]
-        by_layer = kernels[:num_layer_kernels].reshape(num_layers, -1, ROW_FIELDS)
-        write = listed.write_in_layer
+        listed.add_end(self._last_norm, self._head)
+        records = listed.records()
+        # [layers, kernels of a layer, RECORD_FIELDS]
+        by_layer = records[:num_layer_kernels].reshape(num_layers, -1, RECORD_FIELDS)
         adapted = None
         if adapter_memory is not None:
-            adapted = AdaptedSteps(adapter_memory, listed.adapted_places(by_layer))
+            adapted = AdaptedSteps(adapter_memory, listed.adapted_products(by_layer))
         return _Memory(
             tokens=tokens,
             activations=listed.activations,
-            kernels=kernels,
+            records=records,
             num_layer_kernels=num_layer_kernels,
-            attention=by_layer[:, write : write + 2],
+            write_records=by_layer[:, listed.write_in_layer],
+            attend_records=by_layer[:, listed.write_in_layer + 1],
             kinds=list(listed.kinds.values()),
             adapted=adapted,
         )
 
     def _activations(self, tokens: int) -> Activations:
-        """Memory for so many rows."""
+        """Memory for so many tokens."""
         dtype = self._embedding.dtype
         size = self._embedding.shape[1]
         first = self._layers[0]
         attention = first.self_attn
 
-        def rows(width: int) -> Tensor:
+        def empty(width: int) -> Tensor:
             return torch.empty(tokens, width, dtype=dtype)
 
         return Activations(
-            states=rows(size),
-            middle=rows(size),
-            normed=rows(size),
-            qkv=rows(attention.qkv.out_features),
-            attended=rows(attention.output.in_features),
-            inside=rows(first.mlp.down.in_features),
+            states=empty(size),
+            middle=empty(size),
+            normed=empty(size),
+            qkv=empty(attention.qkv.out_features),
+            attended=empty(attention.output.in_features),
+            inside=empty(first.mlp.down.in_features),
             indices=torch.empty(2, tokens, dtype=torch.int64),
-            rounded=torch.empty(tokens * self._spare_bytes(), dtype=torch.uint8),
+            converted=torch.empty(tokens * self._converted_row_bytes(), dtype=torch.uint8),
         )
 
-    def _spare_bytes(self) -> int:
-        """Bytes of a row that a rounding kernel makes for a product, the most of all products."""
+    def _converted_row_bytes(self) -> int:
+        """Bytes of a row that a conversion makes for a product, the most of all products."""
         most = 0
         for layer in self._layers:
             for product in products_of(layer):
-                most = max(most, product.spare_bytes)
-        if isinstance(self._head, TileLinear):
-            most = max(most, self._head.spare_bytes)
+                most = max(most, product.converted_row_bytes)
+        if isinstance(self._head, ColumnLinear):
+            most = max(most, self._head.converted_row_bytes)
         return most
 
     def _adapter_memory(self, tokens: int) -> AdapterMemory | None:
@@ -319,8 +330,8 @@ class LayerProgram:
         dtype = self._embedding.dtype
         return AdapterMemory(
             added=torch.empty(tokens, widest, dtype=dtype),
-            shrunk=torch.empty(tokens, self._shrunk_columns * LANES, dtype=dtype),
-            items=np.zeros((tokens, 3), np.int64),
+            shrunk=torch.empty(tokens, self._most_rank_columns * LANES, dtype=dtype),
+            tokens=np.zeros((tokens, 3), np.int64),
         )
 
 
@@ -328,8 +339,8 @@ class LayerProgram:
 
 
 def _have_whole_columns(places: Sequence[Places]) -> bool:
-    """Whether each linear layer that adapters may change gives whole columns, of 16 outputs, of the
-    fused layer's result."""
+    """Whether each linear layer that adapters may change gives whole columns of a product's result.
+    (A ``Part`` counts single outputs, a column is 16 of them.)"""
     for places_of_layer in places:
         for parts in places_of_layer:
             for part in parts:
@@ -352,7 +363,7 @@ def _can_run(layer: FusedDecoderLayer) -> bool:
     if layer.self_attn.form.sinks is not None:
         return False
     for product in products_of(layer):
-        if not isinstance(product, TileLinear):
+        if not isinstance(product, ColumnLinear):
             return False
         # Rows that are filled up would have to be cut between two kernels.
         if product.width != product.out_features:
@@ -365,14 +376,14 @@ class _ProductShape(NamedTuple):
 
     in_features: int
     width: int
-    has_rounding: bool
-    """Whether a rounding kernel stands before it."""
+    has_conversion: bool
+    """Whether a conversion stands before it."""
 
 
 def _shape(layer: FusedDecoderLayer) -> list[_ProductShape]:
     """What must be the same in all layers."""
     shapes = []
     for product in products_of(layer):
-        has_rounding = product.spare_bytes > 0
-        shapes.append(_ProductShape(product.in_features, product.width, has_rounding))
+        has_conversion = product.converted_row_bytes > 0
+        shapes.append(_ProductShape(product.in_features, product.width, has_conversion))
     return shapes

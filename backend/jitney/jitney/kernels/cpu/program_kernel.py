@@ -5,11 +5,11 @@ the others end within microseconds, so a thread that waits looks again and again
 it gives its core away before each further look: on a machine with other work, the thread that it
 waits for may need that very core.
 
-A kernel's row in the list is int64 [ROW_FIELDS]: its arguments (a ``KernelCall``) from the first
-field on, and the address of its body in the last::
+A kernel's record in the list is int64 [RECORD_FIELDS]: its arguments (a ``KernelCall``) from the
+first field on, and the address of its body in the last::
 
-    field  0         1         2       3 ...                                ROW_FIELDS - 1
-           counter | threads | count | the other arguments ... | unused ... | body
+    field  0         1               2       3 ...                              RECORD_FIELDS - 1
+           counter | threads_begun | count | the other arguments ... | unused | body
 
 Called by ``program``, which makes the list.
 """
@@ -26,15 +26,15 @@ from jitney.kernels.cpu.simd import fetch_add, inner, load_i64
 
 _SPINS = 2000
 """How often a waiting thread looks before it first gives its core away."""
-ROW_FIELDS = 64
+RECORD_FIELDS = 64
 """More than any kernel's arguments have, and 8 whole cache lines."""
 COUNTERS = slice(0, 2)
-"""The fields ``KernelCall.counter`` and ``threads``, which are 0 when a kernel begins."""
+"""The fields ``KernelCall.counter`` and ``threads_begun``, which are 0 when a kernel begins."""
 COUNT = 2
 """The field ``KernelCall.count``: how many rows, or items, there are."""
-BODY = ROW_FIELDS - 1
+BODY = RECORD_FIELDS - 1
 """The field that holds the address of the kernel's body."""
-_ROW_BYTES = ROW_FIELDS * I64_BYTES
+_RECORD_BYTES = RECORD_FIELDS * I64_BYTES
 
 
 @record
@@ -46,7 +46,7 @@ class ProgramCall(ctypes.Structure):
     count: int
     """How many kernels there are."""
     kernels: int
-    """Address of int64 [count, ROW_FIELDS]."""
+    """Address of int64 [count, RECORD_FIELDS]."""
     team_size: int
     """Address of int omp_get_num_threads(void)."""
     give_way: int
@@ -97,9 +97,9 @@ def run_body(arguments):
     arrived = arguments  # the field ``arrived`` is the first one
     team = call_int(call.team_size)
     for i in range(call.count):
-        row = call.kernels + i * _ROW_BYTES
-        body = load_i64(row + BODY * I64_BYTES)
-        call_body(body, row)
+        kernel = call.kernels + i * _RECORD_BYTES
+        body = load_i64(kernel + BODY * I64_BYTES)
+        call_body(body, kernel)
         # All threads have ended kernels 0 to i. The number of arrivals only grows: to reset it
         # between two kernels would need another wait.
         total = (i + 1) * team

@@ -7,12 +7,12 @@ plain integers (``intp``); nothing is bounds-checked.
 compiles a function anew for each *type* of its arguments, so each tag makes a kernel of its own. A
 function that emits LLVM code gets the type itself, and compares it with F32_TYPE and so on::
 
-    tag    its type         elements of a cache      in products: left     and right
-    F32    float32          float32                  float32               float32
-    BF16   uint16           bfloat16                 bfloat16              bfloat16
-    WIDE   uint32           -                        float32               bfloat16
-    I8     int8             int8                     bytes, 0 to 255       int8
-    I4     int16            -                        int8                  4 bits, 0 to 15
+    tag    its type    elements of a cache    left in a product    right in a product
+    F32    float32     float32                float32              float32
+    BF16   uint16      bfloat16               bfloat16             bfloat16
+    WIDE   uint32      -                      float32              bfloat16
+    I8     int8        int8                   bytes, 0 to 255      int8
+    I4     int16       -                      int8                 4 bits, 0 to 15
 
 F32 and I8 have the type of what they stand for. The others stand for what Numba has no type for,
 and have one that is used nowhere else; BF16's has the size of its elements.
@@ -60,7 +60,7 @@ from jitney.kernels.cpu.emit import (
 _NO_WRAPPERS: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 inner = njit(**_NO_WRAPPERS)
 """Decorates a function that only compiled code calls (a call from Python would crash). It has no
-wrapper for Python, which would take a fifth of the time to compile."""
+wrapper for Python, which would have to be compiled, too."""
 inlined = njit(inline="always", **_NO_WRAPPERS)
 """Decorates a part of one larger function, which was moved out of it for the reader: Numba puts its
 statements back there, and compiles no function of its own."""
@@ -86,14 +86,17 @@ LOG2_E = np.float32(1.4426950408889634)
 
 @emitted(types.int64, TAG)
 def element_bytes(builder, tag):
-    """Bytes of one element of a cache, or of a product's left factor, as a constant. Not for I4."""
+    """Bytes of one element, as a constant: of what a model computes in, or of a cache."""
     return constant(i64, tag.bitwidth // 8)
 
 
+left_bytes = element_bytes
+"""Bytes of one element of a product's left factor, as a constant. For F32, BF16 and WIDE."""
+
+
 @emitted(types.int64, TAG)
-def second_bytes(builder, tag):
-    """Bytes of one element of a product's second factor, the right one, as a constant. For F32,
-    BF16 and WIDE."""
+def right_bytes(builder, tag):
+    """Bytes of one element of a product's right factor, as a constant. For F32, BF16 and WIDE."""
     return constant(i64, 4 if tag == F32_TYPE else 2)
 
 
@@ -177,8 +180,9 @@ class _Types(NamedTuple):
 
 def _element_access(numba_type, to: _Types) -> tuple[Any, Any]:
     """Two Numba functions. ``load`` gives an element of the tag's type as float32. ``store`` rounds
-    a float32 to nearest even, and stores it as an element of the tag's type. Both do so with one
-    element or with 16, as the types ``to`` say.
+    a float32 to nearest even, and stores it as an element of the tag's type: of I8 it must be from
+    -128 to 127, and any byte is stored for a NaN. Both do so with one element or with 16, as the
+    types ``to`` say.
 
     The tag is F32, BF16 or I8. ``store`` also takes WIDE, as F32; nothing loads by that tag."""
     is_vector = to.f32 is f32x
@@ -251,7 +255,7 @@ def load_signed(builder, address, index):
 @emitted(types.void, types.intp, vector)
 def store_bytes(builder, address, value):
     """Round each lane, of -128 to 127, to nearest even, add 128, and store it as a byte without a
-    sign."""
+    sign. For a NaN any byte is stored."""
     whole = call_llvm(builder, "llvm.rint.v16f32", f32x, [value])
     raised = builder.add(builder.fptosi(whole, i32x), constant(i32x, 128))
     builder.store(builder.trunc(raised, i8x), pointer(builder, address, i8x), align=1)
@@ -284,7 +288,8 @@ _overload_operator(operator.truediv, "fdiv")
 
 @emitted(vector, vector, vector)
 def larger(builder, a, b):
-    """The larger of each pair of lanes; b's where either is NaN."""
+    """The larger lane of ``a`` and ``b``. Where either is NaN, it is that of ``b``: so a NaN of
+    ``a`` is lost, and a NaN of ``b`` is kept."""
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
@@ -338,7 +343,8 @@ def nearest(builder, value):
 @emitted(vector, vector, vector)
 def _times_power_of_two(builder, value, power):
     """value * 2**power, for whole powers up to 127; 0 where the power is below -126, except that
-    AVX-512 has an instruction that gives the exact value there."""
+    AVX-512 has an instruction that gives the exact value there. NaN where the value is NaN; then
+    the power may be NaN, too."""
     if host_has("avx512f"):
         name = "llvm.x86.avx512.mask.scalef.ps.512"
         all_lanes = ir.Constant(i16, -1)
@@ -346,24 +352,28 @@ def _times_power_of_two(builder, value, power):
         operands = [value, power, value, all_lanes, current_rounding]
         return call_llvm(builder, name, f32x, operands)
     least = constant(f32x, -126.0)
-    fits = builder.fcmp_ordered(">=", power, least)
-    whole = builder.fptosi(builder.select(fits, power, least), i32x)
+    # A NaN is neither above the least power nor below it: it is computed as the least one, and
+    # ``value * two`` is NaN.
+    is_above = builder.fcmp_ordered(">", power, least)
+    is_below = builder.fcmp_ordered("<", power, least)
+    whole = builder.fptosi(builder.select(is_above, power, least), i32x)
     # A float32 whose exponent bits hold power + 127 is 2**power.
     biased = builder.add(whole, constant(i32x, 127))
     two = builder.bitcast(builder.shl(biased, constant(i32x, 23)), f32x)
-    return builder.select(fits, builder.fmul(value, two), constant(f32x, 0.0))
+    return builder.select(is_below, constant(f32x, 0.0), builder.fmul(value, two))
 
 
 @inlined
 def exp2(x):
     """2**x for x from -126 to 127, within 2 units in the last place. For a smaller x, a number from
-    0 to 2**-126; for -1000 and less, and for -inf, exactly 0.
+    0 to 2**-126; for -1000 and less, and for -inf, exactly 0. For NaN, NaN.
 
     2**x = 2**n * 2**f with n whole and |f| <= 1/2. The second factor is a polynomial, fitted to the
     least relative error over that interval, which is 2e-9.
     """
-    # 2**-1000 is 0, as 2**-inf is. But with x = -inf, x - n would be -inf + inf, a NaN.
-    x = larger(x, splat(np.float32(-1000.0)))
+    # 2**-1000 is 0, as 2**-inf is. But with x = -inf, x - n would be -inf + inf, a NaN. (The order
+    # matters: ``larger`` keeps a NaN of x.)
+    x = larger(splat(np.float32(-1000.0)), x)
     n = nearest(x)
     f = x - n
     p = splat(np.float32(0.0001535335904918611))
@@ -378,8 +388,9 @@ def exp2(x):
 
 @inner
 def sigmoid(x):
-    """1 / (1 + e**-x)."""
+    """1 / (1 + e**-x). For NaN, NaN."""
     # For very negative x, e**-x would be infinite; it is 2**126 at most, and the result 2**-126.
+    # (Here, too, the order keeps a NaN.)
     limit = splat(np.float32(-126.0))
-    power = splat(ZERO) - larger(x * splat(LOG2_E), limit)
+    power = splat(ZERO) - larger(limit, x * splat(LOG2_E))
     return splat(ONE) / (splat(ONE) + exp2(power))

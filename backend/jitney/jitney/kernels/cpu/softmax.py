@@ -17,12 +17,17 @@ A *score* is the product of a query and a key. ``exponent = score * factor``, wh
 the model's scale times log2(e). With a softcap :func:`cap_row` turns scores into exponents, and
 ``factor`` is 1.
 
-A span of keys is added to a state in three steps, of which the first two are here:
+A span of keys is added to a state in four steps, of which the first three are here:
 
-1. :func:`raise_maximum` looks at the scores.
-2. :func:`weigh_row` turns the scores into weights, adds these to the sum, and returns what the
+1. :func:`prepare_scores` multiplies the scores by the keys' scales, if the cache has any, caps them
+   if there is a softcap, and hides the keys that the row does not see.
+2. :func:`raise_maximum` raises the maximum to the largest exponent.
+3. :func:`weigh_row` turns the scores into weights, adds these to the sum, and returns what the
    outputs so far must be multiplied by.
-3. The product of weights and values is added to the outputs (``attention_rows``).
+4. The product of weights and values is added to the outputs (``attention_rows``).
+
+If a key that the row sees has a NaN score, that key's weight is NaN, and so are the row's sum and
+its result: as in torch. The maximum leaves a NaN out.
 
 States over different keys are joined by :func:`merge_states`. A row's arithmetic and its order
 depend on nothing but the row and its keys.
@@ -139,23 +144,11 @@ def merge_states(call, rows, totals, states):
 
 
 @inner
-def raise_maximum(
-    cache_tag,
-    scores,
-    groups,
-    first_seen,
-    seen_end,
-    scale,
-    softcap,
-    factor,
-    outputs_end,
-    key_scales,
-):
-    """Raise a row's maximum to the largest exponent of its ``scores`` of so many groups of keys.
-    The maximum that it had is kept beside it as the maximum before.
+def prepare_scores(cache_tag, scores, groups, first_seen, seen_end, scale, softcap, key_scales):
+    """Prepare a row's ``scores`` of so many groups of keys: see the module's docstring.
 
     The row sees keys [first_seen, seen_end), counted from the first key of these groups. The scores
-    of all other keys become -inf. ``outputs_end`` is where the outputs of the row's state end.
+    of all other keys become -inf. With a softcap the scores become exponents.
     """
     if has_scales(cache_tag):
         # So far the scores are products with bytes.
@@ -163,22 +156,32 @@ def raise_maximum(
             store(scores + offset, load(scores + offset) * load(key_scales + offset))
     if softcap != ZERO:
         cap_row(scores, groups, scale, softcap)
-    largest = splat(_NEGATIVE_INFINITY)
     # A row sees all keys of most spans. Not of the span where its window begins, and not of the one
     # that it stands in itself.
-    some_hidden = first_seen > 0 or seen_end < groups * GROUP_TOKENS
-    for g in range(groups):
-        group_scores = scores + g * VECTOR_BYTES
-        if some_hidden:
-            first_key = g * LANES
+    if first_seen > 0 or seen_end < groups * GROUP_TOKENS:
+        for g in range(groups):
+            group_scores = scores + g * VECTOR_BYTES
+            group_begin = g * GROUP_TOKENS
             seen = keep_between(
                 load(group_scores),
-                first_seen - first_key,
-                seen_end - first_key,
+                first_seen - group_begin,
+                seen_end - group_begin,
                 _NEGATIVE_INFINITY,
             )
             store(group_scores, seen)
-        largest = larger(load(group_scores), largest)
+
+
+@inner
+def raise_maximum(scores, groups, factor, outputs_end):
+    """Raise a row's maximum to the largest exponent of its ``scores`` of so many groups of keys.
+    The maximum that it had is kept beside it as the maximum before.
+
+    ``outputs_end`` is where the outputs of the row's state end.
+    """
+    largest = splat(_NEGATIVE_INFINITY)
+    for g in range(groups):
+        # (The order matters: ``larger`` drops a NaN score.)
+        largest = larger(load(scores + g * VECTOR_BYTES), largest)
     before = load_f32(outputs_end + _MAXIMUM)
     # The factor is positive: the largest score is that of the largest exponent.
     store_f32(outputs_end + _MAXIMUM, max(before, lane_max(largest) * factor))
@@ -232,10 +235,10 @@ def cap_row(scores, groups, scale, softcap):
 
 
 @inner
-def scale_row(row, padded, factor):
-    """float32 [padded] times ``factor``."""
+def scale_outputs(state, padded, factor):
+    """Multiply the outputs of a row's state by ``factor``."""
     for d in range(0, padded, LANES):
-        store(row + d * F32_BYTES, load(row + d * F32_BYTES) * splat(factor))
+        store(state + d * F32_BYTES, load(state + d * F32_BYTES) * splat(factor))
 
 
 @inner

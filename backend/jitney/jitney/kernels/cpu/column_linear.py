@@ -12,7 +12,7 @@ float32. Which kernels a weight needs::
     int8        I8             x is rounded to bytes, with a tail         ``product_kernel``
     4 bits      I4             x is rounded to bytes, in groups           ``four_bit_kernel``
 
-Called by ``layer_kernels``, which makes a :class:`TileLinear` for a fused module, and by
+Called by ``layer_kernels``, which makes a :class:`ColumnLinear` for a fused module, and by
 ``program``, where its kernels are steps of their own. Imported only where Numba is.
 """
 
@@ -21,16 +21,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from jitney.execution.quantized import MOST_OUTLIERS, OUTLIER
 from jitney.kernels.cpu.amx import TILE_BYTES
 from jitney.kernels.cpu.compiled import Kernel, KernelCall, source_version
 from jitney.kernels.cpu.convert_kernel import ConvertCall, convert_body
+from jitney.kernels.cpu.dot import MOST_BYTE_INPUTS
 from jitney.kernels.cpu.emit import LANES, host_has
-from jitney.kernels.cpu.four_bit_kernel import groups_body
+from jitney.kernels.cpu.four_bit_kernel import four_bit_body
 from jitney.kernels.cpu.packed_weight import PAIR_OUTPUTS, pack_weight
 from jitney.kernels.cpu.processor import may_use_amx
-from jitney.kernels.cpu.product_call import ACTIVATIONS, ITEMS, ProductCall
+from jitney.kernels.cpu.product_call import ACTIVATIONS, ITEMS_PER_WEIGHT, ProductCall
 from jitney.kernels.cpu.product_kernel import product_body
 from jitney.kernels.cpu.simd import I4
 from jitney.kernels.fused.forms import Activation
@@ -43,45 +45,54 @@ int8 and nibbles (uint8, two inputs in each) x is converted, into rows that are 
 
 # ``typed``: all tags are 0, and so equal. Only their types differ.
 @lru_cache(typed=True)
-def product_kernel(tag: Any) -> Kernel:
+def compiled_product(tag: Any) -> Kernel:
     """The product with weights of the tag's type; compiled, or loaded, at its first use."""
     version = source_version()
     if tag is I4:
-        return Kernel(lambda address: groups_body(I4, address) if version else None)
+        return Kernel(lambda address: four_bit_body(I4, address) if version else None)
     return Kernel(lambda address: product_body(tag, address) if version else None)
 
 
 @lru_cache(typed=True)
-def convert_kernel(tag: Any) -> Kernel:
+def compiled_conversion(tag: Any) -> Kernel:
     """What turns rows of bfloat16 into those that products of the tag's type read."""
     version = source_version()
     return Kernel(lambda address: convert_body(tag, address) if version else None)
 
 
-def fits_tiles(weight: Tensor, activation: Activation | None = None) -> bool:
-    """Whether there can be a :class:`TileLinear` of this weight and ``activation``."""
+def fits_columns(weight: Tensor, activation: Activation | None = None) -> bool:
+    """Whether there can be a :class:`ColumnLinear` of this weight and ``activation``. It needs AVX2
+    at least; it does not need the tile unit."""
     multiple = _ROW_MULTIPLE.get(weight.dtype)
     if multiple is None or not host_has("avx2"):
         return False
     if activation not in ACTIVATIONS or weight.shape[1] % multiple != 0:
+        return False
+    # Sums of more products of bytes might not fit into an int32.
+    if weight.dtype == torch.int8 and weight.shape[1] > MOST_BYTE_INPUTS:
         return False
     # Outputs are filled up to whole pairs of columns. Not those of a gate and up: between the two
     # there would be a gap.
     return activation is None or weight.shape[0] % (2 * PAIR_OUTPUTS) == 0
 
 
-class TileLinear(nn.Module):
-    """``x @ weight.T + bias`` in bfloat16, or in float32. Sums are float32, of the inputs in their
-    order, and are rounded once at the end.
+class ColumnLinear(nn.Module):
+    """``x @ weight.T + bias`` in bfloat16, or in float32. The result is rounded once, at the end.
 
     With an activation, ``weight`` [2 N, K] is that of a gate and, below it, that of up. The result
     [..., N] is ``activation(gate) * up``.
 
-    A weight of int8 comes with a float32 ``scale`` [N], one for each output. Each row of x, times
-    ``factors`` (``quantization.eight_bits``) if there are any, is rounded to bytes with one scale,
-    except for its outliers. Sums of products of bytes are exact.
+    A row's result depends on that row alone. How its K products are summed up depends on the
+    weight:
 
-    A weight of 4 bits, and its ``scale``, are as in ``quantization.four_bits``.
+    - Floats: in float32, in the order of the inputs; in bfloat16 an instruction may add up the two
+      products of a unit first, or 32 of a tile.
+    - Bytes: int8, with a float32 ``scale`` [N], one for each output. A row of x, times
+      ``input_factors`` (``quantization.eight_bits``) if there are any, is rounded to bytes with one
+      scale, except for its outliers. The sum of the products of bytes is an int32, and exact for up
+      to ``dot.MOST_BYTE_INPUTS`` inputs. The outliers' products are added to it in float32.
+    - Nibbles: 4 bits, with a ``scale`` as in ``quantization.four_bits``. Sums are exact within a
+      scale group; those of the scale groups are added up in float32.
     """
 
     def __init__(
@@ -90,7 +101,7 @@ class TileLinear(nn.Module):
         bias: Tensor | None,
         activation: Activation | None = None,
         scale: Tensor | None = None,
-        factors: Tensor | None = None,
+        input_factors: Tensor | None = None,
     ) -> None:
         super().__init__()
         gated = activation is not None
@@ -105,14 +116,14 @@ class TileLinear(nn.Module):
         """Numbers in a row of the result: ``out_features`` filled up to whole pairs of columns."""
         self.dtype = torch.float32 if weight.dtype == torch.float32 else torch.bfloat16
         """Of x and the result."""
-        self.kernel = product_kernel(packed.tag)
+        self._product = compiled_product(packed.tag)
         self._convert: Kernel | None = None
-        self.spare_bytes = 0
-        """Bytes that :meth:`calls` needs for each row of x, to convert it."""
+        self.converted_row_bytes = 0
+        """Bytes of a row of x that was converted for the product. 0: none is converted."""
         if packed.convert_tag is not None:
-            self._convert = convert_kernel(packed.convert_tag)
-            self.spare_bytes = packed.x_stride
-        self._factors = factors
+            self._convert = compiled_conversion(packed.convert_tag)
+            self.converted_row_bytes = packed.x_stride
+        self._input_factors = input_factors
         self._packed = packed  # it owns the memory that the arguments point to
         self._call = ProductCall(
             x_stride=packed.x_stride,
@@ -121,7 +132,7 @@ class TileLinear(nn.Module):
             column_bytes=packed.column_bytes,
             column_tiles=packed.column_bytes // TILE_BYTES,
             pairs=pairs,
-            pairs_per_item=max(1, pairs // ITEMS),
+            pairs_per_item=max(1, pairs // ITEMS_PER_WEIGHT),
             out_stride=self.dtype.itemsize * self.width,
             activation=ACTIVATIONS[activation],
             bias=_address(packed.bias),
@@ -129,7 +140,7 @@ class TileLinear(nn.Module):
             tail=packed.tail,
             scales=_address(packed.scales),
             shifts=_address(packed.shifts),
-            group=packed.group,
+            scale_group=packed.scale_group,
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -140,14 +151,14 @@ class TileLinear(nn.Module):
         """The kernels of a call, and their arguments except for the number of rows (``count``).
 
         ``x``, ``out`` and ``other`` are addresses of contiguous rows; if ``other`` is 0, nothing is
-        added. At ``spare`` is memory that is overwritten: ``spare_bytes`` for each row.
+        added. At ``spare`` is memory that is overwritten: ``converted_row_bytes`` for each row.
         """
         product = ProductCall.from_buffer_copy(self._call)
         product.x = x
         product.out = out
         product.other = other
         if self._convert is None:
-            return [(self.kernel, product)]
+            return [(self._product, product)]
         product.x = spare
         convert = ConvertCall(
             x=x,
@@ -157,25 +168,25 @@ class TileLinear(nn.Module):
             tail=product.tail,
             outlier=OUTLIER,
             most_outliers=MOST_OUTLIERS,
-            factors=_address(self._factors),
-            group=product.group,
+            input_factors=_address(self._input_factors),
+            scale_group=product.scale_group,
         )
-        return [(self._convert, convert), (self.kernel, product)]
+        return [(self._convert, convert), (self._product, product)]
 
     def plus(self, x: Tensor, other: Tensor | None) -> Tensor:
         """The result, plus ``other`` [..., out_features] if there is one. With an activation,
         ``other`` [..., 2 * out_features] is added to gate and up."""
         assert x.dtype == self.dtype
         x = x.contiguous()
-        # The kernel adds rows that are ``width`` wide. If ``other`` has narrower ones, torch adds
-        # them. (Not so with an activation, where nothing is filled up: see fits_tiles.)
+        # The kernel adds rows that are ``width`` wide: ``other`` is filled up. (Not so with an
+        # activation, where ``width`` is ``out_features``: see fits_columns.)
         if other is not None and self.width > self.out_features:
-            return self.plus(x, None) + other
+            other = functional.pad(other, (0, self.width - self.out_features))
         out = torch.empty((*x.shape[:-1], self.width), dtype=x.dtype)
         if other is not None:
             other = self._in_order(other, out)  # it lives until the kernel ends
         rows = x.numel() // self.in_features
-        spare = torch.empty(rows * self.spare_bytes, dtype=torch.uint8)
+        spare = torch.empty(rows * self.converted_row_bytes, dtype=torch.uint8)
         calls = self.calls(
             x.data_ptr(), out=out.data_ptr(), other=_address(other), spare=spare.data_ptr()
         )

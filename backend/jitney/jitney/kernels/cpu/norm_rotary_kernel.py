@@ -14,7 +14,7 @@ Loops: items of some rows, rows, heads, vectors of 16 elements. A row is compute
 fixed order, whatever the batch: it is read twice, from the first-level cache the second time.
 Elements are float32 or bfloat16, told apart by the type of ``tag`` (``simd``); sums are float32.
 
-Called by ``layer_kernels``, which makes :class:`RowNorm` and :class:`CpuHeadAttention` for fused
+Called by ``layer_kernels``, which makes :class:`RowNorm` and :class:`CpuAttentionLayer` for fused
 modules, and by ``program``, where the kernel is a step of its own.
 """
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from jitney.execution.interface import PagedFunction
 from jitney.kernels.cpu.compiled import Kernel, KernelCall, reader, record
-from jitney.kernels.cpu.emit import F32_BYTES, I64_BYTES, LANES
+from jitney.kernels.cpu.emit import F32_BYTES, I64_BYTES, LANES, ceil_div
 from jitney.kernels.cpu.simd import (
     ONE,
     ZERO,
@@ -54,8 +54,8 @@ _ROWS_PER_ITEM = 4
 
 
 @record
-class RowsCall(KernelCall):
-    """Arguments of :func:`rows_body`. Strides are in bytes. ``count`` is the number of rows."""
+class NormRotaryCall(KernelCall):
+    """Arguments of :func:`norm_rotary_body`; ``count`` is in rows. Strides are in bytes."""
 
     rows_per_item: int
     data: int
@@ -71,11 +71,11 @@ class RowsCall(KernelCall):
     key_heads: int
     head_size: int
     query_scale: int
-    """Address of the weights of the query heads' norm: float32 [head_size], or, if ``wide``,
-    [query_heads * head_size]. 0: there is no norm."""
+    """Address of the weights of the query heads' norm: float32 [head_size], or, if
+    ``one_norm_for_all_heads``, [query_heads * head_size]. 0: there is no norm."""
     key_scale: int
     """The same of the key heads' norm."""
-    wide: int
+    one_norm_for_all_heads: int
     """0: each head has a norm by itself, all with the same weights. 1: all query heads together
     have one norm, and so have all key heads."""
     epsilon: float
@@ -92,7 +92,7 @@ class RowsCall(KernelCall):
     row r."""
 
 
-read_rows_call = reader(RowsCall)
+read_norm_rotary = reader(NormRotaryCall)
 
 
 # --------------------------------------------------------------------------- one row or head
@@ -137,8 +137,8 @@ def norm_row(tag, row, out, scale, width, epsilon):
 def rotate_head(tag, head, cos, sin, rotary):
     """Rotate the first ``rotary`` elements of a head in place.
 
-    Element i of the first half of these, "low", makes a pair with element i of the second half,
-    "high". So do the halves of ``cos`` and ``sin``::
+    Element i of the first half of these, "low", is rotated with element i of the second half,
+    "high". ``cos`` and ``sin`` are halved in the same way::
 
         low[i], high[i] = low[i] * cos_low[i] - high[i] * sin_low[i],
                           high[i] * cos_high[i] + low[i] * sin_high[i]
@@ -180,11 +180,11 @@ def finish_heads(tag, call, row, out, heads, scale, angle_offset):
     ``row``.
     """
     head_bytes = call.head_size * element_bytes(tag)
-    if scale != 0 and call.wide != 0:
+    if scale != 0 and call.one_norm_for_all_heads != 0:
         norm_row(tag, row, out, scale, width=heads * call.head_size, epsilon=call.epsilon)
     for h in range(heads):
         head = out + h * head_bytes
-        if scale != 0 and call.wide == 0:
+        if scale != 0 and call.one_norm_for_all_heads == 0:
             source = row + h * head_bytes
             norm_row(tag, source, head, scale, width=call.head_size, epsilon=call.epsilon)
         cos = call.cos + angle_offset
@@ -193,9 +193,9 @@ def finish_heads(tag, call, row, out, heads, scale, angle_offset):
 
 
 @inner
-def rows_body(tag, arguments):
+def norm_rotary_body(tag, arguments):
     """RMS norm (Zhang and Sennrich 2019) and rotary embedding (Su et al. 2021) of each row."""
-    call = read_rows_call(arguments)
+    call = read_norm_rotary(arguments)
     key_offset = call.query_heads * call.head_size * element_bytes(tag)
     while True:
         first = fetch_add(arguments) * call.rows_per_item  # the counter is the first field
@@ -234,13 +234,13 @@ class RowNorm:
     """The RMS norm of rows in the dtype of the model."""
 
     def __init__(self, form: NormForm, dtype: torch.dtype, kernel: Kernel) -> None:
-        """``kernel`` is that of :func:`rows_body`."""
-        self.kernel = kernel
+        """``kernel`` is that of :func:`norm_rotary_body`."""
+        self.machine_code = kernel
         self._form = form  # it owns the scale's memory
         self._dtype = dtype
         self._width = form.scale.numel()
         # A row is one query head.
-        self._call = RowsCall(
+        self._call = NormRotaryCall(
             rows_per_item=_ROWS_PER_ITEM,
             stride=self._width * dtype.itemsize,
             query_heads=1,
@@ -256,34 +256,34 @@ class RowNorm:
         x = x.contiguous()
         out = torch.empty_like(x)
         call = self.call_for(x.data_ptr(), out.data_ptr())
-        _run(self.kernel, call, rows=x.numel() // self._width, row_bytes=call.stride)
+        _run(self.machine_code, call, rows=x.numel() // self._width, row_bytes=call.stride)
         return out
 
-    def call_for(self, x: int, out: int, index: int = 0) -> RowsCall:
+    def call_for(self, x: int, out: int, index: int = 0) -> NormRotaryCall:
         """The kernel's arguments for contiguous rows at these addresses; ``count`` is still to be
         set."""
-        call = RowsCall.from_buffer_copy(self._call)
+        call = NormRotaryCall.from_buffer_copy(self._call)
         call.data = x
         call.out = out
         call.index = index
         return call
 
 
-class CpuHeadAttention:
+class CpuAttentionLayer:
     """Norms of query and key heads if there are any, rotary embedding, attention."""
 
     def __init__(self, form: AttentionForm, dtype: torch.dtype, kernel: Kernel) -> None:
-        """``kernel`` is that of :func:`rows_body`."""
+        """``kernel`` is that of :func:`norm_rotary_body`."""
         self.form = form
-        self.kernel = kernel
+        self.machine_code = kernel
         self._dtype = dtype
         self._row_bytes = (form.query_heads + form.key_heads) * form.head_size * dtype.itemsize
-        self._call = RowsCall(
+        self._call = NormRotaryCall(
             rows_per_item=_ROWS_PER_ITEM,
             query_heads=form.query_heads,
             key_heads=form.key_heads,
             head_size=form.head_size,
-            wide=form.wide_norms,
+            one_norm_for_all_heads=form.wide_norms,
         )
         if form.norms is not None:
             self._call.epsilon = form.norms.query.epsilon
@@ -292,27 +292,27 @@ class CpuHeadAttention:
 
     def __call__(self, qkv: Tensor, cos: Tensor, sin: Tensor, paged: PagedFunction) -> Tensor:
         """See :data:`fused.forms.AttentionKernel`. All are in the dtype of the model."""
-        self.rotate(qkv, cos, sin)
+        self.norm_and_rotate(qkv, cos, sin)
         query, key, value = self.form.split(qkv)
         return paged(self.form.call(query, key, value))
 
-    def rotate(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
+    def norm_and_rotate(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Normalise and rotate query and key heads in place."""
         # The kernel has one stride for both, and reads neighbouring elements.
         if cos.stride() != sin.stride() or cos.stride(1) != 1:
             cos = cos.contiguous()
             sin = sin.contiguous()
         call = self.call_for(qkv, cos, sin)
-        _run(self.kernel, call, rows=qkv.shape[0], row_bytes=self._row_bytes)
+        _run(self.machine_code, call, rows=qkv.shape[0], row_bytes=self._row_bytes)
 
-    def call_for(self, qkv: Tensor, cos: Tensor, sin: Tensor, positions: int = 0) -> RowsCall:
+    def call_for(self, qkv: Tensor, cos: Tensor, sin: Tensor, positions: int = 0) -> NormRotaryCall:
         """The kernel's arguments; ``count`` is still to be set. The strides of cos and sin are the
         same."""
         assert qkv.is_contiguous()
         if not cos.dtype == sin.dtype == qkv.dtype == self._dtype:
             raise Misfit("the angles of its rotary embedding are of another dtype")
         size = qkv.element_size()
-        call = RowsCall.from_buffer_copy(self._call)
+        call = NormRotaryCall.from_buffer_copy(self._call)
         call.data = qkv.data_ptr()
         call.out = qkv.data_ptr()
         call.stride = qkv.stride(0) * size
@@ -324,7 +324,7 @@ class CpuHeadAttention:
         return call
 
 
-def _run(kernel: Kernel, call: RowsCall, *, rows: int, row_bytes: int) -> None:
+def _run(kernel: Kernel, call: NormRotaryCall, *, rows: int, row_bytes: int) -> None:
     """Run over so many rows, on as many threads as they are worth."""
     call.count = rows
     threads = 1 + rows * row_bytes // _BYTES_PER_THREAD
@@ -332,5 +332,5 @@ def _run(kernel: Kernel, call: RowsCall, *, rows: int, row_bytes: int) -> None:
         call.rows_per_item = rows
     else:
         threads = min(torch.get_num_threads(), threads, rows)
-        call.rows_per_item = -(-rows // (_ITEMS_PER_THREAD * threads))
+        call.rows_per_item = ceil_div(rows, _ITEMS_PER_THREAD * threads)
     kernel.run(call, threads)

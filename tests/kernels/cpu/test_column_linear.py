@@ -10,10 +10,16 @@ from torch.nn import functional
 
 pytest.importorskip("numba")
 
-from jitney.kernels.cpu import tile_linear
+from jitney.kernels.cpu import column_linear, processor
+from jitney.kernels.cpu.column_linear import (
+    ColumnLinear,
+    compiled_conversion,
+    compiled_product,
+    fits_columns,
+)
+from jitney.kernels.cpu.dot import MOST_BYTE_INPUTS
 from jitney.kernels.cpu.processor import may_use_amx
 from jitney.kernels.cpu.simd import I4, I8
-from jitney.kernels.cpu.tile_linear import TileLinear, convert_kernel, product_kernel
 
 TOLERANCE = 4e-3
 
@@ -22,19 +28,28 @@ TOLERANCE = 4e-3
 def unit(request, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "tiles" and not may_use_amx():
         pytest.skip("the processor has no tile unit")
-    monkeypatch.setattr(tile_linear, "may_use_amx", lambda: request.param == "tiles")
+    monkeypatch.setattr(column_linear, "may_use_amx", lambda: request.param == "tiles")
 
 
 @pytest.mark.parametrize("tag", [I8, I4])
 def test_kernels_are_found_in_the_cache(tag) -> None:
     """Not so one whose code holds an address of its process: each load would compile it."""
-    for kernel in (product_kernel, convert_kernel):
-        kernel(tag)
-        assert kernel.__wrapped__(tag).was_cached
+    for compiled in (compiled_product, compiled_conversion):
+        compiled(tag)
+        assert compiled.__wrapped__(tag).was_cached
 
 
-def of_bytes(plain: Int8Linear | Int4Linear, activation: Activation | None = None) -> TileLinear:
-    return TileLinear(plain.weight, plain.bias, activation, plain.scale, plain.factors)
+@pytest.mark.parametrize("hidden", ["amx-bf16", "amx-int8"])
+def test_a_tile_unit_multiplies_bfloat16_and_bytes(hidden, monkeypatch) -> None:
+    """A virtual machine may hide one of the two."""
+    monkeypatch.setattr(processor, "host_has", lambda feature: feature != hidden)
+    assert not processor.host_has_amx()
+    monkeypatch.setattr(processor, "host_has", lambda feature: True)
+    assert processor.host_has_amx()
+
+
+def of_bytes(plain: Int8Linear | Int4Linear, activation: Activation | None = None) -> ColumnLinear:
+    return ColumnLinear(plain.weight, plain.bias, activation, plain.scale, plain.factors)
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -50,7 +65,7 @@ def test_product(shape, rows, with_bias) -> None:
     other = normal(1, rows, shape[0], seed=1)
     bias = normal(shape[0], seed=2) if with_bias else None
     right = functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
-    layer = TileLinear(weight, bias)
+    layer = ColumnLinear(weight, bias)
     assert relative_error(layer(x), right) < TOLERANCE
     assert relative_error(layer.plus(x, other), right + other.float()) < TOLERANCE
 
@@ -64,14 +79,14 @@ def test_gated(rows, activation) -> None:
         right = functional.silu(gate) * up
     else:
         right = functional.gelu(gate, approximate="tanh") * up
-    layer = TileLinear(weight, bias, activation)
+    layer = ColumnLinear(weight, bias, activation)
     assert relative_error(layer(x), right) < TOLERANCE
 
 
 def test_activation_at_extremes() -> None:
     """Large gates give themselves times up or nothing, and no NaN."""
     identity = torch.eye(32).bfloat16()
-    layer = TileLinear(torch.cat([identity, identity]), None, "silu")
+    layer = ColumnLinear(torch.cat([identity, identity]), None, "silu")
     x = torch.tensor([-3e38, -1e4, -90.0, -20.0, 0.0, 20.0, 90.0, 1e4] * 4).bfloat16()
     got = layer(x[None, None])[0, 0, 1:8].float()
     assert got.isfinite().all()
@@ -84,13 +99,13 @@ def test_nothing_is_read_or_written_beyond_the_rows() -> None:
     weight = normal(64, 64)
     padded = torch.full((40, 64), float("nan")).bfloat16()
     padded[3:22] = normal(19, 64)
-    layer = TileLinear(weight, None)
+    layer = ColumnLinear(weight, None)
     assert torch.equal(layer(padded[3:22]), layer(padded[3:22].clone()))
     assert layer(padded[3:22]).isfinite().all()
 
 
 def test_a_row_is_the_same_in_every_batch() -> None:
-    layer = TileLinear(normal(64, 1056), normal(64, seed=1))
+    layer = ColumnLinear(normal(64, 1056), normal(64, seed=1))
     x = normal(150, 1056)
     together = layer(x)
     for first, last in ((0, 1), (7, 30), (100, 133)):
@@ -126,6 +141,18 @@ def test_the_largest_bytes_do_not_clip() -> None:
     x = torch.ones(3, 4096).bfloat16()
     assert torch.equal(of_bytes(plain)(x), torch.full((3, 32), 4096.0).bfloat16())
     assert torch.equal(of_bytes(plain)(-x), torch.full((3, 32), -4096.0).bfloat16())
+
+
+def test_the_widest_layer_of_bytes_does_not_overflow() -> None:
+    """The largest bytes times the largest weights still fit into 32 bits. One more would not."""
+    inputs = MOST_BYTE_INPUTS // 16 * 16
+    weight = torch.full((32, inputs), -128, dtype=torch.int8)
+    layer = ColumnLinear(weight, None, scale=torch.ones(32))
+    right = torch.full((2, 32), -128.0 * inputs)
+    assert relative_error(layer(torch.ones(2, inputs).bfloat16()), right) < TOLERANCE
+    assert fits_columns(weight)
+    assert not fits_columns(torch.empty(32, inputs + 16, dtype=torch.int8))
+    assert fits_columns(torch.empty(32, inputs + 32, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("kind", [Int8Linear, Int4Linear])
@@ -203,12 +230,20 @@ def test_outputs_are_filled_up(outputs) -> None:
     weight, bias, x = normal(outputs, 96), normal(outputs, seed=1), normal(2, 3, 96)
     other = normal(2, 3, outputs, seed=2)
     right = functional.linear(x.float(), weight.float(), bias.float())
-    layer = TileLinear(weight, bias)
+    layer = ColumnLinear(weight, bias)
     assert layer(x).shape == right.shape
     assert relative_error(layer(x), right) < TOLERANCE
     assert relative_error(layer.plus(x, other), right + other.float()) < 2 * TOLERANCE
     for plain in (Int8Linear.of(weight, bias), Int4Linear.of(weight, bias)):
         assert relative_error(of_bytes(plain)(x), plain(x)) < 1e-3
+
+
+def test_a_sum_with_filled_up_outputs_is_rounded_once() -> None:
+    """The same bits as with outputs that need no filling."""
+    weight, x, other = normal(96, 96), normal(40, 96), normal(40, 96, seed=1)
+    whole = ColumnLinear(weight, None).plus(x, other)
+    part = ColumnLinear(weight[:80], None).plus(x, other[:, :80])
+    assert torch.equal(part, whole[:, :80])
 
 
 @pytest.mark.parametrize(("planted", "most"), [(1, 0.015), (15, 0.015), (16, 0.6)])
