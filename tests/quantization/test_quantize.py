@@ -39,7 +39,9 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tens
 
 
 def make_layer(kind: str, weight: Tensor, bias: Tensor | None = None) -> nn.Module:
-    return {"fp8": Fp8Linear, "int8": Int8Linear, "int4": Int4Linear}[kind].of(weight, bias)
+    return {"fp8": Fp8Linear, "int8": Int8Linear, "int4": Int4Linear}[kind].quantized_from(
+        weight, bias
+    )
 
 
 def relative(got: Tensor, right: Tensor) -> float:
@@ -88,7 +90,9 @@ def test_products_of_integers(kind: str, bound: float, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("kind", [Int8Linear, Int4Linear])
 def test_integer_layers_are_merged_without_rounding_again(kind) -> None:
-    layers = [kind.of(draw(n, 64, dtype=torch.bfloat16, seed=n), None) for n in (32, 16)]
+    layers = [
+        kind.quantized_from(draw(n, 64, dtype=torch.bfloat16, seed=n), None) for n in (32, 16)
+    ]
     x = draw(3, 64).bfloat16()
     merged = kind.merge(layers)
     assert merged is not None

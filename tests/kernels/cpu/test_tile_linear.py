@@ -134,7 +134,7 @@ def test_the_largest_bytes_do_not_clip() -> None:
 @pytest.mark.parametrize("kind", [Int8Linear, Int4Linear])
 @pytest.mark.parametrize("strange", [float("nan"), float("inf")])
 def test_a_broken_row_is_not_hidden_and_harms_no_other(kind, strange) -> None:
-    layer, x = of_bytes(kind.of(normal(64, 96), None)), normal(5, 96)
+    layer, x = of_bytes(kind.quantized_from(normal(64, 96), None)), normal(5, 96)
     whole = layer(x)
     x[2, 7] = strange
     x[4] = 0
@@ -147,7 +147,7 @@ def test_a_broken_row_is_not_hidden_and_harms_no_other(kind, strange) -> None:
 @pytest.mark.parametrize("kind", [Int8Linear, Int4Linear])
 def test_the_smallest_elements_are_zeros(kind) -> None:
     """127 over them is infinite in float32; the rest of the row counts."""
-    plain, x = kind.of(normal(64, 256) * 0.3, None), normal(2, 256)
+    plain, x = kind.quantized_from(normal(64, 256) * 0.3, None), normal(2, 256)
     x[:, :128] = 0
     x[1] = 0
     x[:, 5] = 1e-37
