@@ -17,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from jitney.batch import Row
-from jitney.execution.acceleration import select
+from jitney.execution.acceleration import attention_for
 from jitney.execution.attention import (
     SCALE_BYTES,
     AttentionMetadata,
@@ -147,7 +147,7 @@ def bench(
 
     def chosen(name: str, kept: torch.dtype) -> AttentionFunction:
         each = AttentionShape(device, kept, dtype, head_size, heads, kv_heads)
-        return select(name, each, accelerator)
+        return attention_for(name, each, accelerator)
 
     contenders: dict[str, Callable[..., Tensor]] = {
         "cpu": chosen("cpu", dtype),

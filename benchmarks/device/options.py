@@ -6,7 +6,7 @@ Quantized weights, a float8 cache, batch invariance; each beside the plain step 
 from functools import partial
 
 import torch
-from jitney.execution.weights import missing_package
+from jitney.quantization.packages import missing_package
 
 from benchmarks.device.decode import (
     FULL,

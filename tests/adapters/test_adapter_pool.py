@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jitney.adapters.pool import Adapters
+from jitney.adapters.pool import AdapterPool
 from jitney.engine.engine import Engine
 from jitney.errors import InternalError, InvalidArgumentError
 from jitney.execution.low_rank import LowRank
@@ -20,7 +20,7 @@ from tests.fake_runner import FakeRunner, solo_stream
 
 
 class Files:
-    """Adapters by name, each read when its gate is open."""
+    """AdapterPool by name, each read when its gate is open."""
 
     def __init__(self) -> None:
         self.gates: dict[str, threading.Event] = {}
@@ -47,10 +47,10 @@ class Files:
 class House:
     """An engine over the fake runner."""
 
-    def __init__(self, most: int = 2, patience: float = 10.0, **options: Any) -> None:
+    def __init__(self, most: int = 2, aging_s: float = 10.0, **options: Any) -> None:
         self.now = 0.0
         self.files = Files()
-        self.pool = Adapters(self.files.load, self.files.stamp, most, patience)
+        self.pool = AdapterPool(self.files.load, self.files.stamp, most, aging_s)
         self.runner = FakeRunner(num_blocks=256)
         config = make_config({"model": "fake", "block_size": 4, **options})
         self.engine = Engine(config, self.runner, lambda: self.now, adapters=self.pool)
@@ -144,7 +144,7 @@ def test_adapters_in_use_stay_and_the_oldest_unused_one_goes() -> None:
 
 
 def test_a_request_that_waits_for_room_is_not_passed_for_ever() -> None:
-    house = House(most=1, patience=1.0)
+    house = House(most=1, aging_s=1.0)
     first = house.submit("a", max_tokens=40)
     while not house.streams.get(first):
         house.step()
@@ -273,7 +273,7 @@ def test_hundreds_in_rotation(most: int) -> None:
     assert house.resident <= most
     assert house.loads + house.hits <= 300
     assert not house.engine.pending.waiting
-    assert not house.pool._entry_of
+    assert not house.pool._requests
 
 
 def test_what_is_open_when_the_engine_stops_is_released() -> None:
@@ -306,7 +306,7 @@ def test_what_was_reported_failed_does_not_run() -> None:
         later = house.submit(None)
         house.drain(later)
         assert key not in house.streams
-        assert not house.pool._entry_of
+        assert not house.pool._requests
 
 
 class _Outbox:

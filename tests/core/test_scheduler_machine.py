@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from jitney.adapters.pool import Adapters
+from jitney.adapters.pool import AdapterPool
 from jitney.batch import Batch
 from jitney.core.kv_cache import block_hash, root_hash
 from jitney.core.policy.cost import StepCost, Weights
@@ -148,7 +148,7 @@ class Traffic(RuleBasedStateMachine):
         speculation["max_drafts"] = drafts
         config = make_config(options | {"speculation": speculation if drafts else None})
         self.loading: list[Callable[[], None]] = []
-        pool = Adapters(lambda name: LowRank(name, {}), lambda name: (), most=room, patience=1.0)
+        pool = AdapterPool(lambda name: LowRank(name, {}), lambda name: (), most=room, aging_s=1.0)
         self.engine = Engine(
             config, self.runner, lambda: self.now, compile_grammar=FakeGrammar, adapters=pool
         )
@@ -349,7 +349,7 @@ class Traffic(RuleBasedStateMachine):
         assert self.engine.step() is None
         pool = self.pool
         assert not self.engine.pending
-        assert not any((pool._queue, pool._entry_of, pool._since))
+        assert not any((pool._queue, pool._requests))
         assert not any(entry.users for entry in pool._entries.values())
         assert len(pool._entries) <= pool._most
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from jitney.adapters.pool import Adapters
+from jitney.adapters.pool import AdapterPool
 from jitney.engine.engine import Engine
 from jitney.errors import InvalidArgumentError
 from jitney.execution.low_rank import LowRank
@@ -49,7 +49,7 @@ class House:
 
     def __init__(self, compile_grammar: Callable[[str], FakeGrammar] = FakeGrammar) -> None:
         config = make_config({"model": "fake", "block_size": 4})
-        pool = Adapters(lambda name: LowRank(name, {}), lambda name: (), most=1, patience=1.0)
+        pool = AdapterPool(lambda name: LowRank(name, {}), lambda name: (), most=1, aging_s=1.0)
         self.now = 0.0
         self.engine = Engine(
             config,

@@ -10,10 +10,11 @@ import safetensors.torch
 import torch
 from jitney.engine.assemble import load_model
 from jitney.errors import CheckpointError, UnsupportedModelError
+from jitney.execution import eagle
 from jitney.execution.checkpoint import INDEX, WEIGHTS, check_checkpoint, resolve_model
 from jitney.read_config import make_config
 
-from tests.tiny_models import make_checkpoint
+from tests.tiny_models import make_checkpoint, make_head
 
 
 @pytest.fixture
@@ -176,3 +177,17 @@ def test_weights_in_eight_bits(folder: Path) -> None:
 def test_neither_folder_nor_cached(name: str) -> None:
     with pytest.raises(CheckpointError, match="neither a folder nor in the local hub cache"):
         resolve_model(name)
+
+
+def test_a_broken_head(folder: Path, tmp_path: Path) -> None:
+    head = Path(make_head(tmp_path / "head", folder))
+    path = head / "hidden.safetensors"
+    path.write_bytes(path.read_bytes()[:-9])
+    speculation = {"drafter": "eagle", "model": str(head)}
+    config = make_config({"model": str(folder), "speculation": speculation})
+    model = load(folder)
+    with pytest.raises(
+        CheckpointError, match=r"hidden.safetensors is truncated, corrupt"
+    ) as caught:
+        eagle.read_weight(config, target=model, head=model)
+    assert str(tmp_path) not in str(caught.value)

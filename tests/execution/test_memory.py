@@ -36,10 +36,10 @@ def plan(
     needs = Needs(
         device=device,
         max_model_len=length,
-        weights=GIB,
-        block=block_bytes(LAYERS, config.block_size, torch.bfloat16),
+        weight_bytes=GIB,
+        block_bytes=block_bytes(LAYERS, config.block_size, torch.bfloat16),
         steps=StepMemory(GIB // 2, graphs),
-        adapters=adapters,
+        adapter_bytes=adapters,
     )
     return plan_memory(config, needs, available)
 

@@ -10,7 +10,7 @@ import torch
 import transformers
 from jitney.engine.assemble import load_model
 from jitney.errors import ConfigError, InstallationError, LoadError, UnsupportedModelError
-from jitney.execution import interface, machine
+from jitney.execution import interface, machine, probe
 from jitney.execution.machine import resolve_device, resolve_dtype
 from jitney.execution.probe import check_same, compare_with_eager, probe_logits, record_layers
 from jitney.execution.support import layer_windows
@@ -245,6 +245,32 @@ def test_device_that_is_not_there(name: str) -> None:
         resolve_device(name)
 
 
+def test_a_device_number_may_have_zeros_in_front(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert resolve_device("cuda:01") == torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_memory_that_runs_out_in_the_proof_is_no_fault_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    folder = make_checkpoint(tmp_path / "m")
+    monkeypatch.setattr(probe, "record_layers", fail)
+    with pytest.raises(MemoryError):
+        load(folder)
+
+
 def test_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert resolve_dtype("auto", torch.float32, cpu) == torch.float32
@@ -258,7 +284,10 @@ def test_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=found: found)
         assert resolve_dtype("auto", torch.bfloat16, cpu, widened=widened) == dtype
-        assert resolve_dtype("auto", torch.float32, cpu, widened=widened, rounded=True) == dtype
+        assert (
+            resolve_dtype("auto", torch.float32, cpu, widened=widened, has_quantized_weights=True)
+            == dtype
+        )
     with pytest.raises(ConfigError, match="option dtype is 'float16'"):
         resolve_dtype("float16", torch.float16, cpu)
 

@@ -91,7 +91,7 @@ def test_a_head_counts_with_its_matrix(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(memory, "plan_memory", note)
     assemble.load_runner(config).close()
-    assert (found.weights, found.block) == (needed[0].weights, needed[0].block)
+    assert (found.weights, found.block) == (needed[0].weight_bytes, needed[0].block_bytes)
 
 
 def test_blocks_of_a_gguf_file_count_with_their_scales(tmp_path: Path) -> None:

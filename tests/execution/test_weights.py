@@ -38,3 +38,24 @@ def test_a_layer_that_takes_parts_of_others_counts_them() -> None:
     assert weights.stored_bytes(linear.weight) == 64 * 32 * 4
     quantization.quantize_(linear, quantization.Int8WeightOnlyConfig(set_inductor_config=False))
     assert weights.stored_bytes(linear.weight) == 32 * (64 + 4 + 1)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_memory_that_runs_out_is_no_fault_of_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    folder = make_checkpoint(tmp_path / "m")
+    monkeypatch.setattr(weights, "_from_pretrained", fail)
+    config = AutoConfig.from_pretrained(folder)
+    with pytest.raises(MemoryError):
+        weights.read_weights(check_checkpoint(folder), config, torch.float32)

@@ -35,7 +35,9 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 def make_layer(kind: str, weight: Tensor, bias: Tensor | None = None) -> nn.Module:
     return (
-        Fp8Linear.of(weight, bias) if kind == "fp8" else TorchaoLinear.of(weight, bias, kind)  # type: ignore[arg-type]
+        Fp8Linear.quantized_from(weight, bias)
+        if kind == "fp8"
+        else TorchaoLinear.quantized_from(weight, bias, kind)  # type: ignore[arg-type]
     )
 
 

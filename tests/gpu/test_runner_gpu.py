@@ -70,7 +70,7 @@ def test_graphs_give_what_kernels_give(path: Path, graphs: str) -> None:
     for mode in ("never", graphs):
         runner = load_runner(options(path, cuda_graphs=mode))
         outputs.append(drive(runner, requests(), stagger=2).outputs)
-        assert (len(runner._forward.graphs) > 0) == (mode != "never")
+        assert (len(runner._run_tokens.graphs) > 0) == (mode != "never")
         runner.close()
     assert outputs[0] == outputs[1]
 
@@ -144,7 +144,7 @@ def test_others_of_the_process_capture_graphs_meanwhile(path: Path) -> None:
     """Outside of inference mode, as transformers does: torch keeps one state for all graphs."""
     runner = load_runner(options(path))
     drive(runner, requests(3))
-    assert len(runner._forward.graphs) > 0
+    assert len(runner._run_tokens.graphs) > 0
     x = torch.ones(8, device="cuda")
     y = x + 1
     graph = torch.cuda.CUDAGraph()

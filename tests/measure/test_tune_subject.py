@@ -9,7 +9,7 @@ from google.protobuf import text_format
 from hypothesis import given
 from hypothesis import strategies as st
 from jitney.errors import InvalidArgumentError
-from jitney.execution.options import TOKEN_BUDGET
+from jitney.execution.options import DEFAULT_TOKEN_BUDGET
 from jitney.read_config import load_config
 from jitney_measure.subject import Subject, read_setting, read_subject, serve
 from tritonclient.grpc.model_config_pb2 import ModelConfig
@@ -80,7 +80,7 @@ def test_without_a_token_budget_the_current_one_is_the_engines(tmp_path: Path) -
     for device in ("cpu", "cuda"):
         options = json.dumps({"model": "x", "device": device})
         (folder / "1/model.json").write_text(options, encoding="utf-8")
-        assert read_subject(tmp_path, "m").current()[1] == TOKEN_BUDGET[device]
+        assert read_subject(tmp_path, "m").current()[1] == DEFAULT_TOKEN_BUDGET[device]
 
 
 def test_a_language_model(tmp_path: Path) -> None:

@@ -368,7 +368,7 @@ def test_needed_bytes_of_a_tied_head(tmp_path: Path, device: str) -> None:
     path, right = make_gguf(tmp_path, tie_word_embeddings=True)
     checkpoint = check_checkpoint(path)
     assert checkpoint.gguf
-    form = GgufWeights.of(checkpoint, checkpoint.gguf, torch.float32, torch.device(device))
+    form = GgufWeights.plan(checkpoint, checkpoint.gguf, torch.float32, torch.device(device))
     size = count_bytes(right)
     for layer in form.layers:
         outputs, inputs = checkpoint.tensors[f"{layer}.weight"].shape

@@ -41,7 +41,7 @@ def _int4_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def recipe(kind: torchao.TorchaoKind, in_features: int) -> Any:
         if kind == "int8":
             return real(kind, in_features)
-        groups = quantization.PerGroup(torchao.group_size(in_features))
+        groups = quantization.PerGroup(torchao.choose_group_size(in_features))
         return quantization.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=groups)
 
     monkeypatch.setattr(torchao, "_recipe", recipe)

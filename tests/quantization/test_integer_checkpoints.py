@@ -12,7 +12,7 @@ from jitney.execution.interface import LoadedModel
 from jitney.quantization import devices
 from jitney.quantization.eight_bits import Int8Linear
 from jitney.quantization.four_bits import Int4Linear
-from jitney.quantization.quantized_checkpoint import weight_format
+from jitney.quantization.quantized_checkpoint import choose_weight_format
 from jitney.read_config import make_config
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -202,9 +202,34 @@ def test_configurations_that_are_no_objects(tmp_path: Path, config: object, mess
     (folder / "config.json").write_text(json.dumps({**whole, "quantization_config": config}))
     options = make_config({"model": str(folder), "device": "cpu", "dtype": "bfloat16"})
     with pytest.raises(UnsupportedModelError, match=message):
-        weight_format(
+        choose_weight_format(
             check_checkpoint(folder), options, dtype=torch.bfloat16, device=torch.device("cpu")
         )
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "message"),
+    [
+        (
+            {"dtype": "float64"},
+            UnsupportedModelError,
+            "its dtype is 'float64', but must be",
+        ),
+        (
+            {"quantization_config": {**GPTQ, "group_size": "all"}},
+            CheckpointError,
+            "group_size in quantization_config is 'all', but must be a whole number",
+        ),
+    ],
+)
+def test_values_that_no_quantized_checkpoint_has(
+    tmp_path: Path, more: dict, error: type[Exception], message: str
+) -> None:
+    folder, _ = make_gptq(tmp_path / "m", **GPTQ)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **more}))
+    with pytest.raises(error, match=message):
+        load(folder)
 
 
 def test_an_input_in_a_group_that_is_not_there(tmp_path: Path) -> None:
@@ -253,7 +278,7 @@ def test_memory_that_a_load_asks_for(tmp_path: Path, method: dict, config: dict)
     model = load(folder)
     options = make_config({"model": str(folder), "device": "cpu", "dtype": "bfloat16"})
     checkpoint = check_checkpoint(folder)
-    weights = weight_format(checkpoint, options, model.dtype, model.device)
+    weights = choose_weight_format(checkpoint, options, model.dtype, model.device)
     assert weights is not None
     with torch.device("meta"):
         skeleton = transformers.AutoModelForCausalLM.from_config(model.config)

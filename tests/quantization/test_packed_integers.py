@@ -38,7 +38,7 @@ def gptq(inputs: int, outputs: int, bits: int) -> tuple[dict[str, torch.Tensor],
 
 def test_8_bits_with_a_scale_for_each_output_are_kept() -> None:
     stored, weight = gptq(256, 32, 8)
-    made = make_linear("gptq", stored, 256, BF16)
+    made = make_linear("gptq", stored, 256, BF16, bits=8)
     assert isinstance(made, Int8Linear)
     assert torch.equal(made.dequantized(), weight)
 
@@ -89,3 +89,57 @@ def test_groups_of_inputs_that_are_not_there(g_idx: list[int], message: str) -> 
     }
     with pytest.raises(CheckpointError, match=message):
         make_linear("gptq", stored, 64, BF16)
+
+
+@pytest.mark.parametrize(
+    ("method", "tensors", "message"),
+    [
+        (
+            "gptq",
+            {"qweight": (4, 32), "qzeros": (2, 4), "scales": (2, 32)},
+            r"the shape of qweight is \[4, 32\], but must be \[8, 32\]",
+        ),
+        (
+            "gptq",
+            {"qweight": (8, 32), "qzeros": (2, 3), "scales": (2, 32)},
+            r"the shape of qzeros is \[2, 3\], but must be \[2, 4\]",
+        ),
+        (
+            "gptq",
+            {"qweight": (8, 32), "qzeros": (2, 4), "scales": (32,)},
+            r"the shape of scales is \[32\], but must be of two dimensions",
+        ),
+        ("gptq", {"qweight": (8, 32), "scales": (2, 32)}, "qzeros is missing"),
+        (
+            "awq",
+            {"qweight": (64, 4), "qzeros": (3, 4), "scales": (2, 32)},
+            r"the shape of qzeros is \[3, 4\], but must be \[2, 4\]",
+        ),
+        (
+            "compressed-tensors",
+            {"weight_packed": (32, 7), "weight_scale": (32, 2)},
+            r"the shape of weight_packed is \[32, 7\], but must be \[32, 8\]",
+        ),
+        (
+            "compressed-tensors",
+            {"weight_packed": (32, 8), "weight_scale": (32, 2), "weight_zero_point": (3, 2)},
+            r"the shape of weight_zero_point is \[3, 2\], but must be \[4, 2\]",
+        ),
+    ],
+)
+def test_tensors_of_wrong_shapes(
+    method: str, tensors: dict[str, tuple[int, ...]], message: str
+) -> None:
+    """Of 64 inputs and 32 outputs, in 4 bits and two groups."""
+    stored = {}
+    for name, shape in tensors.items():
+        dtype = torch.float32 if "scale" in name else torch.int32
+        stored[name] = torch.ones(shape, dtype=dtype)
+    with pytest.raises(CheckpointError, match=message):
+        make_linear(method, stored, 64, BF16, group_sizes={32})
+
+
+def test_bits_are_those_of_the_configuration() -> None:
+    stored, _ = gptq(256, 32, 8)
+    with pytest.raises(CheckpointError, match=r"qweight is \[64, 32\], but must be \[32, 32\]"):
+        make_linear("gptq", stored, 256, BF16, bits=4)

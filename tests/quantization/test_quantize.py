@@ -10,10 +10,10 @@ import transformers
 from jitney.engine.assemble import load_model, load_runner
 from jitney.errors import ConfigError, InstallationError, LoadError
 from jitney.execution import interface, load, probe, weights
-from jitney.execution.quantized import QuantizedLinear, coarse_layers
+from jitney.execution.quantized import QuantizedLinear, layers_that_round_inputs
 from jitney.execution.support import layer_windows
 from jitney.execution.weights import count_bytes
-from jitney.quantization import quantize
+from jitney.quantization import packages, quantize
 from jitney.quantization.e4m3 import E4M3, LARGEST, quantize_rows
 from jitney.quantization.eight_bits import Fp8Linear, Int8Linear
 from jitney.quantization.four_bits import Int4Linear
@@ -39,7 +39,9 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tens
 
 
 def make_layer(kind: str, weight: Tensor, bias: Tensor | None = None) -> nn.Module:
-    return {"fp8": Fp8Linear, "int8": Int8Linear, "int4": Int4Linear}[kind].of(weight, bias)
+    return {"fp8": Fp8Linear, "int8": Int8Linear, "int4": Int4Linear}[kind].quantized_from(
+        weight, bias
+    )
 
 
 def relative(got: Tensor, right: Tensor) -> float:
@@ -62,7 +64,7 @@ def test_fp8_product_is_within_the_bound_of_its_roundings(
     x, weight = draw(tokens, inputs, dtype=dtype), draw(outputs, inputs, dtype=dtype, seed=1)
     x *= torch.logspace(-3, 3, tokens)[:, None].to(dtype)
     bias = draw(outputs, dtype=dtype, seed=2)
-    layer = Fp8Linear.of(weight, bias)
+    layer = Fp8Linear.quantized_from(weight, bias)
     got = layer(x)
     assert got.dtype == dtype
     wide, right = x.double(), weight.double()
@@ -89,12 +91,14 @@ def test_products_of_integers(kind: str, bound: float, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("kind", [Int8Linear, Int4Linear])
 def test_integer_layers_are_merged_without_rounding_again(kind) -> None:
-    layers = [kind.of(draw(n, 64, dtype=torch.bfloat16, seed=n), None) for n in (32, 16)]
+    layers = [
+        kind.quantized_from(draw(n, 64, dtype=torch.bfloat16, seed=n), None) for n in (32, 16)
+    ]
     x = draw(3, 64).bfloat16()
     merged = kind.merge(layers)
     assert merged is not None
     assert torch.equal(merged(x), torch.cat([each(x) for each in layers], -1))
-    assert kind.merge([layers[0], Fp8Linear.of(draw(32, 64).bfloat16(), None)]) is None
+    assert kind.merge([layers[0], Fp8Linear.quantized_from(draw(32, 64).bfloat16(), None)]) is None
 
 
 def test_rows_of_zeros_and_rows_that_are_broken() -> None:
@@ -106,7 +110,7 @@ def test_rows_of_zeros_and_rows_that_are_broken() -> None:
     assert quantized.dtype == E4M3
     assert (quantized[0].float().abs().max(), scale[0, 0]) == (LARGEST, x[0].abs().max() / LARGEST)
     assert (quantized[1].float() == 0).all()
-    y = Fp8Linear.of(draw(16, 64, seed=1), None)(x)
+    y = Fp8Linear.quantized_from(draw(16, 64, seed=1), None)(x)
     assert torch.isfinite(y[:2]).all()
     assert (y[1] == 0).all()
     assert y[2:].isnan().all(), "never hidden: the sampler refuses such rows"
@@ -119,7 +123,9 @@ def test_merged_layers_give_what_the_separate_ones_give(
 ) -> None:
     sizes = (96, 32, 16)
     layers = [
-        Fp8Linear.of(draw(n, 128, dtype=dtype, seed=n), draw(n).to(dtype) if with_bias else None)
+        Fp8Linear.quantized_from(
+            draw(n, 128, dtype=dtype, seed=n), draw(n).to(dtype) if with_bias else None
+        )
         for n in sizes
     ]
     x = draw(7, 128, dtype=dtype)
@@ -245,7 +251,7 @@ def test_proof_at_load_holds_and_still_sees_faults(kind: str) -> None:
     module.set_attn_implementation(interface.NAME)
     specs = probe.record_layers(module, layer_windows(module.config))
     probe.compare_with_eager(module, specs)
-    assert not any(each.exact for each in coarse_layers(module))
+    assert not any(each.keeps_inputs for each in layers_that_round_inputs(module))
     inner = module.model.layers[0].mlp.forward
     module.model.layers[0].mlp.forward = lambda hidden: inner(hidden + 0.1 * hidden.roll(1, dims=1))
     with pytest.raises(LoadError, match="away from those of"):
@@ -272,7 +278,7 @@ def test_product_that_is_wrong_beside_right_ones_of_the_same_shape() -> None:
     quantize_linears(module, "int8", CPU)
     module.set_attn_implementation(interface.NAME)
     for layer, weight in zip(module.model.layers, plain, strict=True):
-        layer.mlp.up_proj = Int4Linear.of(weight, None)
+        layer.mlp.up_proj = Int4Linear.quantized_from(weight, None)
     specs = probe.record_layers(module, layer_windows(module.config))
     probe.compare_with_eager(module, specs)
 
@@ -313,13 +319,13 @@ def test_products_that_the_device_lacks(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_torchao_that_is_missing_or_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights.metadata, "version", lambda name: "0.9.1")
+    monkeypatch.setattr(packages.metadata, "version", lambda name: "0.9.1")
     assert "torchao>=0.17 is needed, and 0.9.1 is installed" in refusal("int4")
 
     def missing(name: str) -> str:
-        raise weights.metadata.PackageNotFoundError(name)
+        raise packages.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(weights.metadata, "version", missing)
+    monkeypatch.setattr(packages.metadata, "version", missing)
     assert "torchao>=0.17 is not installed" in refusal("int4")
     for kind in KINDS:
         quantize.check_option(kind, torch.float32, CPU)  # type: ignore[arg-type]

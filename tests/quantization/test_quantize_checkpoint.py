@@ -9,7 +9,7 @@ import torch
 import transformers
 from jitney.engine.supervisor import SupervisedEngine
 from jitney.errors import CheckpointError, ConfigError, UnsupportedModelError
-from jitney.execution import weights
+from jitney.quantization import packages
 from jitney.quantization.e4m3 import E4M3, LARGEST
 from jitney.quantization.eight_bits import Int8Linear
 from jitney.quantization.torchao import TorchaoLinear
@@ -167,9 +167,9 @@ def test_package_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     folder, _ = make_fp8(tmp_path / "m")
 
     def missing(name: str) -> str:
-        raise weights.metadata.PackageNotFoundError(name)
+        raise packages.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(weights.metadata, "version", missing)
+    monkeypatch.setattr(packages.metadata, "version", missing)
     assert all(type(each) is Int8Linear for each in linears(load(folder)))
     write_config(folder, {**FLOATS, "strategy": "channel"})
     with pytest.raises(UnsupportedModelError, match=r"compressed-tensors>=0\.18 is not installed"):

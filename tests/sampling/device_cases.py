@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from jitney.batch import Row
-from jitney.execution.sampler import Sampled, sample
+from jitney.execution.sampler import SampledToken, sample
 from torch import Tensor
 
 from tests.sampling.rows import Allows, make_row, sampled
@@ -85,7 +85,7 @@ def check_agreement(device: torch.device, logits: Tensor, pairs: list[tuple[Row,
     assert others <= 1 + len(pairs) // 100, f"{others} of {len(pairs)} differ"
 
 
-def same(first: Sampled, second: Sampled) -> bool:
+def same(first: SampledToken, second: SampledToken) -> bool:
     """Whether two samples are equal; their log-probabilities but for rounding."""
     if first.token_id != second.token_id or type(first.error) is not type(second.error):
         return False

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jitney.batch import Row
-from jitney.execution.sampler import Sampled, sample
+from jitney.execution.sampler import SampledToken, sample
 from jitney.sampling_params import SamplingParams
 from torch import Tensor
 
@@ -51,6 +51,6 @@ def make_row(
     )
 
 
-def sampled(logits: Tensor, pairs: list[tuple[Row, int]]) -> list[Sampled]:
+def sampled(logits: Tensor, pairs: list[tuple[Row, int]]) -> list[SampledToken]:
     """The next token of each pair, on the host."""
     return sample(logits, pairs).wait()

@@ -38,7 +38,7 @@ def test_plain_greedy_rows_do_no_sampling_work(monkeypatch: pytest.MonkeyPatch) 
     def fail(*_: object) -> None:
         raise AssertionError("sampling work for a greedy batch")
 
-    for name in ("choose_tokens", "process_logits", "measure"):
+    for name in ("choose_tokens", "process_logits", "compute_logprobs"):
         monkeypatch.setattr(sampler, name, fail)
     assert len(sampled(logits_of(3, 50), [(make_row(temperature=0), 0)] * 3)) == 3
 

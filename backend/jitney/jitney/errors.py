@@ -19,6 +19,7 @@ rebuilds them with :func:`from_code`.
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Self
 
 
@@ -144,3 +145,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """`` (did you mean 'x'?)`` for a misspelled name, or an empty string."""
     matches = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {matches[0]!r}?)" if matches else ""
+
+
+def first_line(error: Exception, folder: Path | None = None) -> str:
+    """The class and the first line of a foreign error, without the folder's path."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    message = lines[0] if lines else "no message"
+    text = f"{type(error).__name__}: {message}"
+    if folder is not None:
+        text = text.replace(str(folder), "the checkpoint")
+    return text if len(text) <= 200 else text[:200] + "…"

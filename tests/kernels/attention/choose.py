@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from jitney.engine.assemble import accelerator_for
-from jitney.execution.acceleration import select
+from jitney.execution.acceleration import attention_for
 from jitney.execution.attention import AttentionShape
 from jitney.execution.interface import AttentionFunction, LayerSpec
 from jitney.read_config import make_config
@@ -27,7 +27,7 @@ def choose(
     shape = AttentionShape(
         device, dtype, model_dtype, head_size, num_heads, num_kv_heads, config.batch_invariant
     )
-    return select(name, shape, accelerator_for(config, device))
+    return attention_for(name, shape, accelerator_for(config, device))
 
 
 def for_layers(

@@ -49,7 +49,7 @@ def test_a_tile_unit_multiplies_bfloat16_and_bytes(hidden, monkeypatch) -> None:
 
 
 def of_bytes(plain: Int8Linear | Int4Linear, activation: Activation | None = None) -> ColumnLinear:
-    return ColumnLinear(plain.weight, plain.bias, activation, plain.scale, plain.factors)
+    return ColumnLinear(plain.weight, plain.bias, activation, plain.scale, plain.input_factors)
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -120,7 +120,7 @@ def test_product_of_bytes(shape, rows, with_bias) -> None:
     bfloat16 differs."""
     weight, x = normal(*shape) * 0.2, normal(1, rows, shape[1])
     other = normal(1, rows, shape[0], seed=1)
-    plain = Int8Linear.of(weight, normal(shape[0], seed=2) if with_bias else None)
+    plain = Int8Linear.quantized_from(weight, normal(shape[0], seed=2) if with_bias else None)
     layer = of_bytes(plain)
     assert relative_error(layer(x), plain(x)) < 1e-3
     assert relative_error(layer.plus(x, other), plain(x).float() + other.float()) < 2 * TOLERANCE
@@ -129,7 +129,10 @@ def test_product_of_bytes(shape, rows, with_bias) -> None:
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_gated_bytes(activation) -> None:
-    plain, x = Int8Linear.of(normal(192, 64) * 0.3, normal(192, seed=1)), normal(1, 40, 64)
+    plain, x = (
+        Int8Linear.quantized_from(normal(192, 64) * 0.3, normal(192, seed=1)),
+        normal(1, 40, 64),
+    )
     gate, up = plain(x).float().chunk(2, -1)
     right = ACTIVATIONS[activation](gate) * up
     assert relative_error(of_bytes(plain, activation)(x), right) < 1e-2
@@ -137,7 +140,7 @@ def test_gated_bytes(activation) -> None:
 
 def test_the_largest_bytes_do_not_clip() -> None:
     """Two of them multiplied and added do not fit into 16 bits."""
-    plain = Int8Linear.of(torch.ones(32, 4096).bfloat16(), None)
+    plain = Int8Linear.quantized_from(torch.ones(32, 4096).bfloat16(), None)
     x = torch.ones(3, 4096).bfloat16()
     assert torch.equal(of_bytes(plain)(x), torch.full((3, 32), 4096.0).bfloat16())
     assert torch.equal(of_bytes(plain)(-x), torch.full((3, 32), -4096.0).bfloat16())
@@ -158,7 +161,7 @@ def test_the_widest_layer_of_bytes_does_not_overflow() -> None:
 @pytest.mark.parametrize("kind", [Int8Linear, Int4Linear])
 @pytest.mark.parametrize("strange", [float("nan"), float("inf")])
 def test_a_broken_row_is_not_hidden_and_harms_no_other(kind, strange) -> None:
-    layer, x = of_bytes(kind.of(normal(64, 96), None)), normal(5, 96)
+    layer, x = of_bytes(kind.quantized_from(normal(64, 96), None)), normal(5, 96)
     whole = layer(x)
     x[2, 7] = strange
     x[4] = 0
@@ -171,7 +174,7 @@ def test_a_broken_row_is_not_hidden_and_harms_no_other(kind, strange) -> None:
 @pytest.mark.parametrize("kind", [Int8Linear, Int4Linear])
 def test_the_smallest_elements_are_zeros(kind) -> None:
     """127 over them is infinite in float32; the rest of the row counts."""
-    plain, x = kind.of(normal(64, 256) * 0.3, None), normal(2, 256)
+    plain, x = kind.quantized_from(normal(64, 256) * 0.3, None), normal(2, 256)
     x[:, :128] = 0
     x[1] = 0
     x[:, 5] = 1e-37
@@ -182,7 +185,7 @@ def test_the_smallest_elements_are_zeros(kind) -> None:
 
 
 def test_a_row_of_bytes_is_the_same_in_every_batch() -> None:
-    layer, x = of_bytes(Int8Linear.of(normal(64, 1056), None)), normal(150, 1056)
+    layer, x = of_bytes(Int8Linear.quantized_from(normal(64, 1056), None)), normal(150, 1056)
     together = layer(x)
     for first, last in ((0, 1), (7, 30), (100, 133)):
         assert torch.equal(layer(x[first:last]), together[first:last])
@@ -194,7 +197,7 @@ def test_product_of_four_bits(shape, rows) -> None:
     """In groups of 32, 64 and 128: as the plain layer, but for the order of sums; and a row's bits
     are those of the row alone, which vectors multiply wherever the others go."""
     x, other = normal(rows, shape[1]), normal(rows, shape[0], seed=1)
-    plain = Int4Linear.of(normal(*shape) * 0.2 + 0.3, normal(shape[0], seed=2))
+    plain = Int4Linear.quantized_from(normal(*shape) * 0.2 + 0.3, normal(shape[0], seed=2))
     layer = of_bytes(plain)
     got = layer(x)
     assert relative_error(got, plain(x)) < 1e-3
@@ -205,7 +208,10 @@ def test_product_of_four_bits(shape, rows) -> None:
 
 @pytest.mark.parametrize("rows", [3, 40])
 def test_gated_four_bits(rows) -> None:
-    plain, x = Int4Linear.of(normal(192, 128) * 0.3, normal(192, seed=1)), normal(rows, 128)
+    plain, x = (
+        Int4Linear.quantized_from(normal(192, 128) * 0.3, normal(192, seed=1)),
+        normal(rows, 128),
+    )
     gate, up = plain(x).float().chunk(2, -1)
     got = of_bytes(plain, "silu")(x)
     assert relative_error(got, functional.silu(gate) * up) < 1e-2
@@ -234,7 +240,7 @@ def test_outputs_are_filled_up(outputs) -> None:
     assert layer(x).shape == right.shape
     assert relative_error(layer(x), right) < TOLERANCE
     assert relative_error(layer.plus(x, other), right + other.float()) < 2 * TOLERANCE
-    for plain in (Int8Linear.of(weight, bias), Int4Linear.of(weight, bias)):
+    for plain in (Int8Linear.quantized_from(weight, bias), Int4Linear.quantized_from(weight, bias)):
         assert relative_error(of_bytes(plain)(x), plain(x)) < 1e-3
 
 
@@ -251,7 +257,7 @@ def test_a_sum_with_filled_up_outputs_is_rounded_once() -> None:
 def test_outliers_do_not_coarsen_their_row(planted, most, activation) -> None:
     """Elements a hundred times larger than the rest: what the rest gives is as exact as without
     them, as long as they are few, and the row has the same bits alone."""
-    plain, x = Int8Linear.of(normal(192, 768) * 0.02, None), normal(33, 768, seed=1)
+    plain, x = Int8Linear.quantized_from(normal(192, 768) * 0.02, None), normal(33, 768, seed=1)
     columns = torch.randperm(768, generator=torch.Generator().manual_seed(2))[:planted]
     x[1::2, columns] = x[1::2, columns].sign() * 100
     weight = plain.dequantized()
@@ -272,7 +278,7 @@ def test_outliers_do_not_coarsen_their_row(planted, most, activation) -> None:
 
 def test_what_outliers_give_is_added() -> None:
     """Rows of outliers and zeros alone, at every byte of a unit."""
-    plain, x = Int8Linear.of(normal(96, 80), None), torch.zeros(40, 80).bfloat16()
+    plain, x = Int8Linear.quantized_from(normal(96, 80), None), torch.zeros(40, 80).bfloat16()
     for row in range(40):
         x[row, [row, 79 - row]] = torch.tensor([100.0, -1e-3]).bfloat16()
     right = functional.linear(x.float(), plain.dequantized())
@@ -290,7 +296,9 @@ def test_columns_of_small_weights_count(shrunk) -> None:
     weight, x = normal(192, 768) * 0.02, normal(33, 768, seed=1)
     weight[:, :50] /= shrunk
     x[:, :50] *= min(shrunk, 10_000)
-    layers = [Int8Linear.of(each, None) for each in (weight, weight / 2, normal(64, 768))]
+    layers = [
+        Int8Linear.quantized_from(each, None) for each in (weight, weight / 2, normal(64, 768))
+    ]
     right = functional.linear(x.float(), weight.float())
     assert relative_error(of_bytes(layers[0])(x), right) < 0.02
     assert relative_error(layers[0](x), right) < 0.02

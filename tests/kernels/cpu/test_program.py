@@ -133,7 +133,7 @@ def test_products_of_several_kinds_are_one_call(tmp_path) -> None:
 
 def quantize(parent: torch.nn.Module, kinds: dict[str, type]) -> None:
     for name, kind in kinds.items():
-        setattr(parent, name, kind.of(getattr(parent, name).weight.detach(), None))
+        setattr(parent, name, kind.quantized_from(getattr(parent, name).weight.detach(), None))
 
 
 def test_layers_of_different_widths_run_kernel_by_kernel(tmp_path) -> None:

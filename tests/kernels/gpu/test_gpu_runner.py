@@ -123,7 +123,7 @@ def test_graphs_give_what_kernels_give(path: Path, plain, monkeypatch) -> None:
     ]
     got = drive(runner, requests, stagger=2)
     assert got.outputs == drive(plain, requests, stagger=2).outputs
-    assert set(used) == set(runner._forward.graphs) == {1, 2, 4}
+    assert set(used) == set(runner._run_tokens.graphs) == {1, 2, 4}
     assert capture.replays > 4
     assert capture.captures == 3
     runner.close()
@@ -134,7 +134,7 @@ def test_capture_while_loading(path: Path, plain, monkeypatch) -> None:
     capture = FakeCapture()
     monkeypatch.setattr(load_module, "capture_on", lambda device: capture)
     runner = load_runner(options(path, max_num_seqs=3))
-    runner._forward.capture_all()  # option "load" is refused where kernels are interpreted
+    runner._run_tokens.capture_all()  # option "load" is refused where kernels are interpreted
     assert capture.captures == 3  # 1, 2 and 3 rows
     # The first step has as many tokens as a graph, all of them with logits, and is none of decodes.
     short = replace(GREEDY, max_tokens=3)
@@ -230,14 +230,14 @@ def test_a_failed_launch_leaves_the_runner_usable(path: Path, plain, monkeypatch
     """A step raises; the steps after it are right."""
     runner = load_runner(options(path))
     faults = [True, False, False, True]
-    real = runner._forward
+    real = runner._run_tokens
 
     def forward(*args):
         if faults and faults.pop(0):
             raise RuntimeError("a passing fault")
         return real(*args)
 
-    runner._forward = forward
+    runner._run_tokens = forward
     submits = [
         Submit(key=key, prompt=[7 + key] * 3, params=params, stop_ids=frozenset(), arrival=0.0)
         for key, params in enumerate([replace(GREEDY, max_tokens=2)] * 2)
@@ -256,7 +256,7 @@ def test_a_device_that_does_not_answer_is_lost(path: Path, monkeypatch) -> None:
     def broken(*args):
         raise RuntimeError("an illegal memory access was encountered")
 
-    runner._forward = broken
+    runner._run_tokens = broken
     row = Row(
         key=0, index=0, token_ids=[7, 8], start=0, block_table=[0], sample=(0,), params=GREEDY,
         prompt=[7, 8], output=[], stop_ids=frozenset(), bad_words_ids=[],
@@ -264,10 +264,10 @@ def test_a_device_that_does_not_answer_is_lost(path: Path, monkeypatch) -> None:
     with pytest.raises(RuntimeError, match="illegal memory access"):
         runner.execute(Batch([row]))
     full = torch.OutOfMemoryError("CUDA out of memory")
-    runner._forward = lambda *args: (_ for _ in ()).throw(full)
+    runner._run_tokens = lambda *args: (_ for _ in ()).throw(full)
     with pytest.raises(MemoryError, match="CUDA out of memory"):
         runner.execute(Batch([row]))
-    runner._forward = broken
+    runner._run_tokens = broken
     monkeypatch.setattr("jitney.execution.runner.synchronize", broken)
     with pytest.raises(DeviceLostError):
         runner.execute(Batch([row]))

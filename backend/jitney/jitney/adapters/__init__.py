@@ -14,9 +14,9 @@ product is added to the results of the linear layers that it changes. Who adds i
 step is computed:
 
 - by transformers' modules: hooks on the linear layers;
-- by fused modules: ``kernels/fused/adapted.py``, between them;
-- by one native call: two kernels before the product of each layer. One multiplies x by A, the other
-  multiplies the result by B, and the layer's product adds what they give.
+- by fused modules: ``kernels/fused/adapted.py``, after each fused layer;
+- by one native call: two kernels compute ``x A^T B^T`` into a buffer before a layer's product, and
+  the product's kernel adds the buffer.
 
 A step without spans is computed as if there were no adapters.
 """

@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from jitney.errors import CheckpointError, InvalidArgumentError, nearest, show
-from jitney.execution.checkpoint import first_line, parse_json
+from jitney.errors import CheckpointError, InvalidArgumentError, first_line, nearest, show
+from jitney.execution.checkpoint import parse_json
 from jitney.execution.low_rank import Factors, Site
 
 CONFIG = "adapter_config.json"
@@ -26,42 +26,66 @@ WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _NAME = re.compile(r"(.+)\.lora_([AB])\.weight")
 _LARGEST = 1e308
-"""A number of the configuration is at most this: JSON has integers that no float can hold."""
+"""A number of the configuration is at most this. JSON has larger integers: for one of these,
+``alpha / rank`` would raise OverflowError."""
 _POSITIVE = f"a number above 0 and at most {_LARGEST:g}"
 _WHOLE = f"a whole number above 0 and at most {_LARGEST:g}"
 
-# Field -> the values that it may have. The first one is the default of a field that is absent.
+
+class _Field(NamedTuple):
+    """What a field of the configuration may be."""
+
+    default: object
+    """What it is if it is absent, which is computed."""
+    others: tuple[object, ...] = ()
+    """Other values that are computed."""
+
+
 # PEFT's other fields matter for training alone, or say what the tensors' names and shapes say.
-_ALLOWED: dict[str, tuple[object, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": ("none",),
-    "use_dora": (False,),
-    "lora_bias": (False,),
-    "use_qalora": (False,),
-    "use_bdlora": (None, False),
-    "modules_to_save": (None, []),
-    "target_parameters": (None, []),
-    "trainable_token_indices": (None, [], {}),
-    "alora_invocation_tokens": (None, []),
-    "layer_replication": (None, []),
+_FIELDS = {
+    "peft_type": _Field("LORA"),
+    "bias": _Field("none"),
+    "use_dora": _Field(False),
+    "lora_bias": _Field(False),
+    "use_qalora": _Field(False),
+    "use_bdlora": _Field(None, (False,)),
+    "modules_to_save": _Field(None, ([],)),
+    "target_parameters": _Field(None, ([],)),
+    "trainable_token_indices": _Field(None, ([], {})),
+    "alora_invocation_tokens": _Field(None, ([],)),
+    "layer_replication": _Field(None, ([],)),
     # PEFT's other ways to initialise an adapter change the weights of the model itself.
-    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
+    "init_lora_weights": _Field(True, (False, "gaussian", "eva", "orthogonal")),
 }
 
 
 class _Pair(NamedTuple):
-    """The two tensors of a layer; None if the file lacks one."""
+    """The two tensors of a layer, checked."""
+
+    a: Tensor
+    """``lora_A.weight`` [rank, inputs]"""
+    b: Tensor
+    """``lora_B.weight`` [outputs, rank]"""
+
+
+class _FoundPair(NamedTuple):
+    """The two tensors of a layer as they are in the file; None if it lacks one."""
 
     a: Tensor | None
-    """``lora_A.weight``, [rank, inputs] once it is checked"""
     b: Tensor | None
-    """``lora_B.weight``, [outputs, rank] once it is checked"""
 
 
-def read_adapter(
-    folder: Path, sites: Mapping[str, Site], max_rank: int
-) -> tuple[str, dict[str, Factors]]:
-    """The sha256 of the files, and factors in float32, by the layer's path.
+class AdapterFiles(NamedTuple):
+    """What was read."""
+
+    sha256: str
+    """Of both files together."""
+    factors: dict[str, Factors]
+    """In float32, by the layer's path."""
+
+
+def read_adapter(folder: Path, sites: Mapping[str, Site], max_rank: int) -> AdapterFiles:
+    """Read the adapter in ``folder``, for a model whose layers ``sites`` may have adapters.
 
     Each file is read once. So the sha256 is that of the bytes which became the factors, even if the
     files change meanwhile. Raises InvalidArgumentError for files that are no adapter of this model,
@@ -79,11 +103,11 @@ def read_adapter(
 
     _check_config(config)
     factors = {}
-    for path, pair in _by_layer(tensors, sites).items():
-        rank = int(_by_pattern(config.get("rank_pattern"), path, default=config["r"]))
-        _check_pair(path, pair, rank, sites[path], max_rank)
-        factors[path] = _factors(path, pair, rank, config)
-    return digest.hexdigest(), factors
+    for path, found in _pairs_of_layers(tensors, sites).items():
+        rank = int(_stated_for(path, config.get("rank_pattern"), default=config["r"]))
+        pair = _check_pair(path, found, rank, sites[path], max_rank)
+        factors[path] = _make_factors(path, pair, rank, config)
+    return AdapterFiles(digest.hexdigest(), factors)
 
 
 def _read(folder: Path, name: str) -> bytes:
@@ -109,9 +133,9 @@ def _parse_weights(data: bytes, folder: Path) -> dict[str, Tensor]:
 
 def _check_config(config: Mapping[str, Any]) -> None:
     """Raise InvalidArgumentError for a field with a value that is not computed."""
-    for name, allowed in _ALLOWED.items():
-        default = allowed[0]
-        value = config.get(name, default)
+    for name, field in _FIELDS.items():
+        allowed = (field.default, *field.others)
+        value = config.get(name, field.default)
         if not any(_is_same(value, each) for each in allowed):
             bound = " or ".join(repr(each) for each in allowed)
             raise InvalidArgumentError.of(name, value, bound)
@@ -139,14 +163,14 @@ def _is_positive(value: object) -> TypeGuard[float]:
 
 
 def _is_rank(value: object) -> bool:
-    """Whether it is a whole number above 0. 8.0 is one."""
+    """Whether it is a whole number above 0. 8.0 is one, too."""
     return _is_positive(value) and value % 1 == 0
 
 
-def _by_pattern(pattern: Mapping[str, float] | None, path: str, default: float) -> float:
-    """The value of the first key that matches the end of ``path``, or ``default`` if none does. As
-    in PEFT, a key is a regular expression for one or more whole parts of the path."""
-    for key, value in (pattern or {}).items():
+def _stated_for(path: str, patterns: Mapping[str, float] | None, default: float) -> float:
+    """The value of the first pattern that matches the end of ``path``, or ``default`` if none does.
+    As in PEFT, a pattern is a regular expression for one or more whole parts of the path."""
+    for key, value in (patterns or {}).items():
         try:
             matches = re.match(rf"(.*\.)?({key})$", path)
         except re.error:
@@ -159,7 +183,9 @@ def _by_pattern(pattern: Mapping[str, float] | None, path: str, default: float) 
 # ------------------------------------------------------------------ the tensors
 
 
-def _by_layer(tensors: Mapping[str, Tensor], sites: Mapping[str, Site]) -> dict[str, _Pair]:
+def _pairs_of_layers(
+    tensors: Mapping[str, Tensor], sites: Mapping[str, Site]
+) -> dict[str, _FoundPair]:
     """The pair of each layer that the tensors name, by the layer's path, sorted by that."""
     of_kind: dict[str, dict[str, Tensor]] = {"A": {}, "B": {}}
     for name, tensor in tensors.items():
@@ -176,7 +202,9 @@ def _by_layer(tensors: Mapping[str, Tensor], sites: Mapping[str, Site]) -> dict[
     paths = of_kind["A"].keys() | of_kind["B"].keys()
     if not paths:
         raise InvalidArgumentError(f"{WEIGHTS} holds no tensor")
-    return {path: _Pair(of_kind["A"].get(path), of_kind["B"].get(path)) for path in sorted(paths)}
+    return {
+        path: _FoundPair(of_kind["A"].get(path), of_kind["B"].get(path)) for path in sorted(paths)
+    }
 
 
 def _no_site(path: str, sites: Mapping[str, Site]) -> InvalidArgumentError:
@@ -188,31 +216,33 @@ def _no_site(path: str, sites: Mapping[str, Site]) -> InvalidArgumentError:
     return InvalidArgumentError(f"{show(path)} cannot have an adapter{hint}")
 
 
-def _check_pair(path: str, pair: _Pair, rank: int, site: Site, max_rank: int) -> None:
-    """Raise InvalidArgumentError for a rank out of bounds, or a pair that does not have it."""
+def _check_pair(path: str, found: _FoundPair, rank: int, site: Site, max_rank: int) -> _Pair:
+    """The pair, checked. Raises InvalidArgumentError for a rank out of bounds, or a pair that does
+    not have it."""
     if not 1 <= rank <= max_rank:
         raise InvalidArgumentError.of(f"r of {path}", rank, f"from 1 to {max_rank}")
-    _check_tensor(f"{path}.lora_A.weight", pair.a, (rank, site.inputs))
-    _check_tensor(f"{path}.lora_B.weight", pair.b, (site.outputs, rank))
+    return _Pair(
+        a=_check_tensor(f"{path}.lora_A.weight", found.a, (rank, site.inputs)),
+        b=_check_tensor(f"{path}.lora_B.weight", found.b, (site.outputs, rank)),
+    )
 
 
-def _check_tensor(name: str, tensor: Tensor | None, shape: tuple[int, int]) -> None:
-    """Raise InvalidArgumentError for a tensor that is missing, or has another shape or values that
-    are not finite."""
+def _check_tensor(name: str, tensor: Tensor | None, shape: tuple[int, int]) -> Tensor:
+    """The tensor, checked. Raises InvalidArgumentError for one that is missing, or has another
+    shape or values that are not finite."""
     if tensor is None:
         raise InvalidArgumentError.of(f"the shape of {name}", None, str(shape))
     if tuple(tensor.shape) != shape:
         raise InvalidArgumentError.of(f"the shape of {name}", tuple(tensor.shape), str(shape))
     if not tensor.is_floating_point() or not bool(torch.isfinite(tensor.float()).all()):
         raise InvalidArgumentError(f"{name} must hold finite numbers of floating point")
+    return tensor
 
 
-def _factors(path: str, pair: _Pair, rank: int, config: Mapping[str, Any]) -> Factors:
-    """The factors of a checked pair. B is multiplied by the adapter's scale. Raises
-    InvalidArgumentError if that makes a value infinite."""
-    assert pair.a is not None
-    assert pair.b is not None
-    alpha = _by_pattern(config.get("alpha_pattern"), path, default=config["lora_alpha"])
+def _make_factors(path: str, pair: _Pair, rank: int, config: Mapping[str, Any]) -> Factors:
+    """The factors of a pair. B is multiplied by the adapter's scale, and transposed as
+    :class:`Factors` has it. Raises InvalidArgumentError if that makes a value infinite."""
+    alpha = _stated_for(path, config.get("alpha_pattern"), default=config["lora_alpha"])
     # Rank-stabilized LoRA (Kalajdzievski 2023) divides by the root of the rank.
     divisor = math.sqrt(rank) if config.get("use_rslora") else rank
     scaled_b = pair.b.float() * (alpha / divisor)

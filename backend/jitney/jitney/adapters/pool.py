@@ -3,13 +3,11 @@
 An adapter is in use while a request that names it is open. When there is no room for a new adapter,
 the unused one that was used longest ago is evicted. If all are in use, the request waits for room.
 
-So a request that names an adapter is in one of three states. Its key is found in:
+So a request that names an adapter is in one of three states:
 
-| state | ``_queue`` | ``_entry_of`` | ``_since`` |
-|---|---|---|---|
-| it waits for room | yes | | yes |
-| its adapter is being loaded | | yes | yes |
-| its adapter is in memory, or could not be loaded | | yes | |
+- it waits for room: it has no entry, and its key is in the queue;
+- its adapter is being loaded: it has an entry without a result;
+- its adapter is in memory, or could not be loaded: it has an entry with a result.
 """
 
 import logging
@@ -17,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from jitney.adapters.peft_files import CONFIG, WEIGHTS, read_adapter
 from jitney.config import EngineConfig
@@ -31,115 +30,144 @@ ReadAdapter = Callable[[str], LowRank]
 """Reads the adapter of a name. Raises InvalidArgumentError."""
 Stamp = Callable[[str], tuple[int, ...]]
 """Name of an adapter -> numbers that differ once its files are written anew."""
-_Id = tuple[str, tuple[int, ...]]
-"""A name and its stamp. When files are written anew, the same name stands for another adapter."""
+
+
+class AdapterId(NamedTuple):
+    """What stands for one adapter. When files are written anew, the same name stands for another
+    adapter."""
+
+    name: str
+    stamp: tuple[int, ...]
 
 
 @dataclass(eq=False, slots=True)
 class _Entry:
     """An adapter that is in memory, or is being loaded."""
 
-    id: _Id
+    id: AdapterId
     result: LowRank | JitneyError | None = None
     """None: it is being loaded."""
     users: set[int] = field(default_factory=set)
     """Open requests that name it."""
 
 
-class Adapters:
+@dataclass(slots=True)
+class _Request:
+    """An open request that names an adapter."""
+
+    name: str
+    since: float
+    """When it began to wait, if it waits for room or for a load."""
+    entry: _Entry | None = None
+    """None: it waits for room. An adapter that could not be loaded is no longer among the pool's
+    entries, but its requests still find the error here."""
+
+
+class AdapterPool:
     """See the module's docstring."""
 
-    def __init__(self, load: ReadAdapter, stamp: Stamp, most: int, patience: float) -> None:
-        """Keeps at most ``most`` adapters in memory. A request whose adapter is in memory may pass
-        requests that wait until another one can be removed, but not once the first of these has
-        waited for ``patience`` seconds."""
+    def __init__(self, load: ReadAdapter, stamp: Stamp, most: int, aging_s: float) -> None:
+        """Keeps at most ``most`` adapters in memory.
+
+        Requests wait in a queue while there is no room for their adapters. A new request whose
+        adapter is in memory does not queue, unless the first in the queue has waited for
+        ``aging_s`` seconds: otherwise popular adapters would never be evicted.
+        """
         self._load = load
         self._stamp = stamp
         self._most = most
-        self._patience = patience
+        self._aging_s = aging_s
         # The one used longest ago comes first.
-        self._entries: OrderedDict[_Id, _Entry] = OrderedDict()
-        # Request's key -> its adapter. An adapter that could not be loaded is no longer among
-        # ``_entries``, but its requests still find the error here.
-        self._entry_of: dict[int, _Entry] = {}
-        # Request's key -> name of its adapter, first come first.
-        self._queue: dict[int, str] = {}
-        # Request's key -> when it began to wait, for room or for a load.
-        self._since: dict[int, float] = {}
+        self._entries: OrderedDict[AdapterId, _Entry] = OrderedDict()
+        # By key.
+        self._requests: dict[int, _Request] = {}
+        # Keys of the requests that wait for room, first come first.
+        self._queue: OrderedDict[int, None] = OrderedDict()
         # Adapters to be loaded that :meth:`take_ids_to_make` has not returned yet.
-        self._new: list[_Id] = []
+        self._to_load: list[AdapterId] = []
         # Figures since the last report.
         self._hits = 0
         self._loads = 0
         self._wait_seconds = 0.0
 
+    # ------------------------------------------------------------------ as engine.pending asks
+
     def name_of(self, message: Submit) -> str | None:
-        """See ``engine.pending.Source``, here and below."""
+        """Name of the adapter that a request needs."""
         return message.params.lora_name
 
     def claim(self, key: int, name: str, now: float) -> bool:
+        """The request uses this adapter until :meth:`release`. Returns whether it is in memory; if
+        not, the request waits."""
         entry = None
         if not self._must_queue(now):
             entry = self._find_or_add(name)
+        self._requests[key] = _Request(name, since=now)
         if entry is None:
-            self._queue[key] = name
-            self._since[key] = now
+            self._queue[key] = None
             return False
-
         self._assign(key, entry)
         if entry.result is None:
-            self._since[key] = now
             return False
         self._hits += 1
         return True
 
-    def take_ids_to_make(self) -> Sequence[_Id]:
-        new = self._new
-        self._new = []
-        return new
+    def take_ids_to_make(self) -> Sequence[AdapterId]:
+        """Take the ids of the adapters to load now. Each is returned once."""
+        ids = self._to_load
+        self._to_load = []
+        return ids
 
-    def make(self, id: _Id) -> LowRank:
-        name, _ = id
+    def make(self, id: AdapterId) -> LowRank:
+        """Load an adapter. Called in another thread, so it changes nothing here. Raises a
+        JitneyError."""
         try:
-            return self._load(name)
+            return self._load(id.name)
         except JitneyError as error:
-            refusal = type(error)(f"lora_name {name!r} cannot be loaded: {error}")
+            refusal = type(error)(f"lora_name {id.name!r} cannot be loaded: {error}")
             _log.warning("%s", refusal)
             raise refusal from None
         except Exception:
-            _log.exception("adapter %r cannot be loaded", name)
-            raise InternalError(f"lora_name {name!r} cannot be loaded") from None
+            _log.exception("adapter %r cannot be loaded", id.name)
+            raise InternalError(f"lora_name {id.name!r} cannot be loaded") from None
 
-    def receive(self, id: _Id, result: LowRank | JitneyError, now: float) -> Sequence[int]:
+    def receive(self, id: AdapterId, result: LowRank | JitneyError, now: float) -> Sequence[int]:
+        """The load of ``id`` has ended. Returns the keys of the requests that wait no longer: those
+        that waited for it, and those for which there is room now."""
         entry = self._entries[id]
         entry.result = result
         self._loads += 1
         if isinstance(result, JitneyError):
             # The files may be repaired, so the next request tries again. Those that waited for this
-            # load get the error from ``_entry_of``.
+            # load keep the entry, and get the error from it.
             del self._entries[id]
         ready = sorted(entry.users)
         for key in ready:
             self._end_wait(key, now)
-        return ready + self._assign_room(now)
+        return ready + self._admit_queued(now)
 
     def take(self, key: int) -> LowRank:
-        result = self._entry_of[key].result
-        assert result is not None, "the adapter is still being loaded"
-        if isinstance(result, JitneyError):
-            raise result
-        return result
+        """The adapter of a request that does not wait. Raises the error that :meth:`make` raised
+        for it."""
+        entry = self._requests[key].entry
+        assert entry is not None, "the request waits for room"
+        assert entry.result is not None, "the adapter is still being loaded"
+        if isinstance(entry.result, JitneyError):
+            raise entry.result
+        return entry.result
 
     def release(self, keys: Collection[int], now: float) -> Sequence[int]:
+        """These requests have ended; some of them may name no adapter. Returns the keys of the
+        requests that wait no longer, because there is room now."""
         for key in keys:
-            self._since.pop(key, None)
             self._queue.pop(key, None)
-            entry = self._entry_of.pop(key, None)
-            if entry is not None:
-                entry.users.discard(key)
-        return self._assign_room(now)
+            request = self._requests.pop(key, None)
+            if request is not None and request.entry is not None:
+                request.entry.users.discard(key)
+        return self._admit_queued(now)
 
     def report(self, stats: StepStats) -> None:
+        """Add the figures since the last report."""
         resident = [entry for entry in self._entries.values() if entry.result is not None]
         stats.adapters_resident = len(resident)
         stats.adapter_loads = self._loads
@@ -157,20 +185,20 @@ class Adapters:
         if not self._queue:
             return False
         first = next(iter(self._queue))
-        return now - self._since[first] > self._patience
+        return now - self._requests[first].since > self._aging_s
 
     def _find_or_add(self, name: str) -> _Entry | None:
         """The entry of a name, which now counts as the one used last. A name without an entry gets
         one, which is then to be loaded; an unused adapter may be evicted for it. None: there is no
         room."""
-        id = (name, self._stamp(name))
+        id = AdapterId(name, self._stamp(name))
         entry = self._entries.get(id)
         if entry is None:
             if len(self._entries) >= self._most and not self._evict():
                 return None
             entry = _Entry(id)
             self._entries[id] = entry
-            self._new.append(id)
+            self._to_load.append(id)
         self._entries.move_to_end(id)
         return entry
 
@@ -183,13 +211,13 @@ class Adapters:
                 return True
         return False
 
-    def _assign_room(self, now: float) -> list[int]:
-        """Give the requests that wait for room an entry each, in order, as long as there is room.
-        Returns those whose adapter is in memory already: they wait no longer."""
+    def _admit_queued(self, now: float) -> list[int]:
+        """Give the requests in the queue an entry each, in order, while there is room. Returns the
+        keys of those whose adapter is in memory; the others now wait for its load."""
         ready: list[int] = []
         while self._queue:
-            key, name = next(iter(self._queue.items()))
-            entry = self._find_or_add(name)
+            key = next(iter(self._queue))
+            entry = self._find_or_add(self._requests[key].name)
             if entry is None:
                 break
             del self._queue[key]
@@ -202,21 +230,21 @@ class Adapters:
     def _assign(self, key: int, entry: _Entry) -> None:
         """The request uses this adapter, until it is released."""
         entry.users.add(key)
-        self._entry_of[key] = entry
+        self._requests[key].entry = entry
 
     def _end_wait(self, key: int, now: float) -> None:
         """The request waits no longer. Its wait is counted for the report."""
-        self._wait_seconds += now - self._since.pop(key)
+        self._wait_seconds += now - self._requests[key].since
 
 
-def make_pool(config: EngineConfig, runner: TorchRunner) -> Adapters:
+def make_pool(config: EngineConfig, runner: TorchRunner) -> AdapterPool:
     """The pool of a loaded model. The option ``adapters`` is set."""
     assert config.adapters is not None
     root = Path(config.adapters)
 
     def load(name: str) -> LowRank:
-        digest, factors = read_adapter(root / name, runner.sites, config.max_adapter_rank)
-        return runner.make_adapter(digest, factors)
+        files = read_adapter(root / name, runner.sites, config.max_adapter_rank)
+        return runner.make_adapter(files.sha256, files.factors)
 
     def stamp(name: str) -> tuple[int, ...]:
         found: list[int] = []
@@ -229,4 +257,4 @@ def make_pool(config: EngineConfig, runner: TorchRunner) -> Adapters:
             found += [status.st_mtime_ns, status.st_size, status.st_ino]
         return tuple(found)
 
-    return Adapters(load, stamp, most=config.max_adapters, patience=config.aging_s)
+    return AdapterPool(load, stamp, most=config.max_adapters, aging_s=config.aging_s)

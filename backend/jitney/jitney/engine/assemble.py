@@ -99,12 +99,12 @@ def adapter_pool(config: EngineConfig, runner: TorchRunner) -> Source[Adapter] |
 def quantizer() -> Quantizer | None:
     """What reads and makes quantized weights; None if it is not installed."""
     try:
-        from jitney.quantization.quantized_checkpoint import weight_format
+        from jitney.quantization.quantized_checkpoint import choose_weight_format
     except ModuleNotFoundError as error:
         if not _is_not_installed("jitney.quantization.quantized_checkpoint", error):
             raise
         return None
-    return weight_format
+    return choose_weight_format
 
 
 def grammar_compiler(data: TokenizerData, info: ModelInfo) -> Compile:
@@ -120,8 +120,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
     """The model of ``config`` as the checkpoint has it, not rearranged for speed. (This is no
     :data:`~jitney.engine.loading.LoadModel`: that gives a runner, and what is beside it.)"""
     device = resolve_device(config.device)
-    means = read_model.Means(device, accelerator_for(config, device), quantizer())
-    return read_model.load_model(config, means)
+    tools = read_model.LoadTools(device, accelerator_for(config, device), quantizer())
+    return read_model.load_model(config, tools)
 
 
 def weigh(config: EngineConfig) -> Footprint:

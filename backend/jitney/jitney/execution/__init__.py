@@ -10,15 +10,16 @@ A model that cannot run this way is refused at load, by name and reason. ``check
 dozen tokens and compares the logits with those of transformers' eager attention.
 
 A load, in the order to read: ``load`` (its docstring lists all steps), ``read_model`` and
-``weights`` (the first of them). ``machine``, ``options`` and ``memory`` say what the device has and
-how it is shared. ``weigh`` adds up what a load would take.
+``weights`` (the first of them), ``first_steps`` (the last one, which warms up the kernels).
+``machine``, ``options`` and ``memory`` say what the device has and how it is shared. ``weigh`` adds
+up what a load would take.
 
 A step, in the order to read: ``protocols`` (what the engine asks), ``runner``, ``row_samples``
 (which tokens of a row need logits), ``attention`` (what attention must know of the step),
-``interface`` (how it gets there), ``reference`` (attention that runs on any device), ``sampler`` (a
-pure function of logits, parameters, seed and position) with ``logits_processors``, ``filters`` and
-``philox``. Beside it: ``low_rank`` (adapters), ``quantized`` (layers), ``draft`` and ``eagle``
-(models that propose tokens).
+``interface`` (how it gets there), ``reference`` (attention that runs on any device), ``byte_cache``
+(constants of an int8 cache), ``sampler`` (a pure function of logits, parameters, seed and position)
+with ``logits_processors``, ``filters`` and ``philox``. Beside it: ``low_rank`` (adapters),
+``quantized`` (layers), ``draft`` and ``eagle`` (models that propose tokens).
 
 This room knows no requests: a batch is rows. It declares what can be replaced (``acceleration``),
 and imports neither ``kernels`` nor ``quantization`` nor ``adapters``.

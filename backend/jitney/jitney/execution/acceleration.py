@@ -34,10 +34,10 @@ class Accelerator(Protocol):
     The methods stand in the order in which a load first calls them.
     """
 
-    def widens_bfloat16(self, checkpoint: Checkpoint, *, rounded: bool) -> bool:
-        """Whether this model is as fast in bfloat16 as in float32 even if the processor has no
-        instructions for bfloat16: kernels compute all of its layers, and widen each bfloat16 to
-        float32 as they read it. ``rounded``: the weights are, or will be, of 8 or 4 bits.
+    def widens_bfloat16(self, checkpoint: Checkpoint, *, has_quantized_weights: bool) -> bool:
+        """Whether this model is fast in bfloat16 on a processor without instructions for it. It is
+        if kernels compute every layer: they widen bfloat16 to float32 as they read it, and are as
+        fast as in float32. ``has_quantized_weights``: the weights are, or will be, of 8 or 4 bits.
         """
 
     def attention(self, shape: AttentionShape) -> AttentionFunction:
@@ -72,10 +72,9 @@ class Accelerator(Protocol):
 
 
 class AcceleratorKind(Protocol):
-    """What an entry point of the group ``jitney.accelerators`` names: an accelerator's class.
-
-    So ``self`` is the class here: calling it makes an accelerator, and :meth:`prepare` is a static
-    method of it.
+    """What an entry point of the group ``jitney.accelerators`` names: a class whose instances are
+    :class:`Accelerator`. This Protocol describes the class itself, so that ``__call__`` is how an
+    instance is made, and :meth:`prepare` is a static method of the class.
     """
 
     def __call__(self, config: EngineConfig, device: torch.device) -> Accelerator:
@@ -86,11 +85,11 @@ class AcceleratorKind(Protocol):
         processes that are forked from it need not call it again."""
 
 
-def select_attention(
+def attention_by_layer(
     config: EngineConfig, model: LoadedModel, dtype: torch.dtype, accelerator: Accelerator | None
 ) -> list[AttentionFunction]:
     """Each layer's attention function, by option ``attention``. Layers of one shape share theirs.
-    ``dtype`` is the cache's. Raises ConfigError as :func:`select` does."""
+    ``dtype`` is the cache's. Raises ConfigError as :func:`attention_for` does."""
     functions: dict[AttentionShape, AttentionFunction] = {}
     of_layers = []
     for spec in model.layers:
@@ -104,12 +103,12 @@ def select_attention(
             batch_invariant=config.batch_invariant,
         )
         if shape not in functions:
-            functions[shape] = select(config.attention, shape, accelerator)
+            functions[shape] = attention_for(config.attention, shape, accelerator)
         of_layers.append(functions[shape])
     return of_layers
 
 
-def select(
+def attention_for(
     name: str, shape: AttentionShape, accelerator: Accelerator | None = None
 ) -> AttentionFunction:
     """The attention function of option ``attention`` for layers of this shape.

@@ -221,6 +221,7 @@ class AttentionShape(NamedTuple):
     dtype: torch.dtype
     """The cache's."""
     model_dtype: torch.dtype
+    """Of queries, keys and values."""
     head_size: int
     num_heads: int
     num_kv_heads: int

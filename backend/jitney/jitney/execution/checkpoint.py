@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from jitney.errors import CheckpointError, LoadError, show
+from jitney.errors import CheckpointError, LoadError, first_line, show
 from jitney.execution.gguf_file import FLOATS, SUFFIX, GgufFile
 
 CONFIG = "config.json"
@@ -184,16 +184,6 @@ def _contents_of_gguf(file: Path) -> _Contents:
     )
 
 
-def first_line(error: Exception, folder: Path | None = None) -> str:
-    """The class and the first line of a foreign error, without the folder's path."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    message = lines[0] if lines else "no message"
-    text = f"{type(error).__name__}: {message}"
-    if folder is not None:
-        text = text.replace(str(folder), "the checkpoint")
-    return text if len(text) <= 200 else text[:200] + "…"
-
-
 def read_json(folder: Path, name: str) -> dict[str, Any]:
     """Read a JSON object. Raises CheckpointError if it is missing, malformed or another value."""
     try:
@@ -221,7 +211,7 @@ def _read_gguf(file: Path, config: dict[str, Any] | None) -> GgufFile:
     configuration in the file's own fields."""
     try:
         return GgufFile(file, config)
-    except LoadError:
+    except (LoadError, MemoryError):
         raise
     except Exception as error:  # a broken file can raise anything
         beside = "" if config is None else f", or does not fit the {CONFIG} beside it"

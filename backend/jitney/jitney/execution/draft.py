@@ -9,10 +9,14 @@ asked of it, and a block that sequences share is read once.
 The runner calls it once for each step that was launched. Beside token ids, a draft model may need
 :class:`DraftInputs`; an ordinary one has :class:`NoInputs`.
 
-An *entry* is the K and V of one position of a sequence. An ordinary draft model computes entry p
-from the token at p, and a head (``eagle``) from the token at p + 1: :attr:`DraftInputs.shift` is 0
-or 1. In this module, a row that is made for a pass counts entries: it starts at entry ``start``,
-and its first token is the one at ``start + shift``.
+An *entry* is the K and V of one position in the draft model's caches. An ordinary draft model
+computes entry p from the token at p, and a head (``eagle``) from the token at p + 1:
+:attr:`DraftInputs.shift` is 0 or 1. In this module a ``Row`` always counts positions of tokens, and
+an :class:`_EntryRun` counts entries.
+
+*Forced tokens.* Where a grammar allows only one text, the scheduler appends the tokenizer's tokens
+of that text (``batch.GrammarState.forced``), even if the step sampled another tokenization of it,
+which the mask allows too. So the last token that the draft model has read may be replaced.
 """
 
 import math
@@ -40,12 +44,14 @@ class DraftInputs(Protocol):
         """The model computes this step, after these copies of blocks."""
 
     def begin_pass(self, meta: AttentionMetadata, predicted: Tensor | None) -> None:
-        """The draft model is about to compute these tokens. ``predicted`` is set if they are its
-        own proposals: it is what :meth:`predictions_at` returned for them."""
+        """The draft model is about to compute the tokens of ``meta``. ``predicted`` is None if they
+        are tokens of the sequences. If they are the draft model's own proposals, it is what
+        :meth:`predictions_at` returned after the pass before."""
 
-    def predictions_at(self, tokens: Tensor) -> Tensor | None:
-        """What the last pass predicted at these ``tokens``, as indices among its own. It is given
-        to the pass that computes the tokens behind them."""
+    def predictions_at(self, token_indices: Tensor) -> Tensor | None:
+        """The predictions that the last pass made beside logits, at the tokens with these indices
+        in that pass. The caller hands them to :meth:`begin_pass` of the next pass, which computes
+        the tokens that follow."""
 
 
 class NoInputs:
@@ -59,16 +65,36 @@ class NoInputs:
     def begin_pass(self, meta: AttentionMetadata, predicted: Tensor | None) -> None:
         """Gives nothing."""
 
-    def predictions_at(self, tokens: Tensor) -> None:
-        """Predicts nothing but tokens."""
+    def predictions_at(self, token_indices: Tensor) -> None:
+        """Predicts nothing beside logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class _EntryRun:
+    """Consecutive entries of one sequence, which a pass computes."""
+
+    newest: Row
+    """The row of the sequence's newest token. It counts positions of tokens."""
+    first_entry: int
+    token_ids: list[int]
+    """The tokens from which the entries are computed, one for each."""
+
+    @property
+    def end_entry(self) -> int:
+        """The first entry behind the run."""
+        return self.first_entry + len(self.token_ids)
+
+    def as_row(self) -> Row:
+        """The run as attention sees it: a row whose positions are those of the entries."""
+        return replace(self.newest, token_ids=self.token_ids, start=self.first_entry)
 
 
 @dataclass(slots=True)
 class _Proposal:
     """A proposal in the making."""
 
-    row: Row
-    """The tokens that the next pass computes for it."""
+    run: _EntryRun
+    """What the next pass computes for it."""
     output: RowOutput
     """The output of the model's row: its ``proposal`` grows."""
     length: int
@@ -101,8 +127,8 @@ class DraftModel:
         self._tables = BlockTables()
         num_blocks = caches[0].keys.shape[0]
         self._valid = [0] * num_blocks
-        """By block: how many of its first slots have a valid entry. An entry is valid if it was
-        computed from the sequence whose K and V the model's caches hold there."""
+        """By block: so many of its first entries are valid. An entry is valid if it was computed
+        from the tokens whose K and V the model's caches hold in that block now."""
 
     def follow(
         self, batch: Batch, meta: AttentionMetadata, outputs: Callable[[], list[RowOutput]]
@@ -118,9 +144,9 @@ class DraftModel:
         for row, output in zip(batch.rows, outputs(), strict=True):
             if not row.propose or not output.token_ids:
                 continue
-            to_read = self._plan_reading(row, output)
-            if to_read is not None:
-                proposals.append(_Proposal(to_read, output, row.propose))
+            run = self._plan_reading(row, output)
+            if run is not None:
+                proposals.append(_Proposal(run, output, row.propose))
         next_pass = _Pass(proposals, predicted=None) if proposals else None
         try:
             while next_pass is not None:
@@ -129,42 +155,44 @@ class DraftModel:
             self._valid = [0] * len(self._valid)  # a pass that raised may have written anything
             raise
 
-    def _plan_reading(self, row: Row, output: RowOutput) -> Row | None:
-        """The row of the tokens to read in this step; None if there are none. Sets in ``output``
-        how many they are, and how many are left for later steps."""
-        unread = self._unread(newest(row, output))
+    def _plan_reading(self, row: Row, output: RowOutput) -> _EntryRun | None:
+        """The entries to compute in this step, before the first token of the proposal; None if
+        there are none. Sets in ``output`` how many they are, and how many are left for later
+        steps."""
+        unread = self._unread(row_of_newest_token(row, output))
         output.read = min(len(unread.token_ids), row.most_read)
         output.unread = len(unread.token_ids) - output.read
         if not output.read:
             return None
         to_read = replace(unread, token_ids=unread.token_ids[: output.read])
 
-        valid_end = to_read.end
+        valid_end = to_read.end_entry
         if row.grammar is not None and not output.unread:
-            # The last token to read is the one that the model has just sampled. The grammar may
-            # force another token at its position. If that one was a draft, it is accepted, and the
-            # next row begins behind it: then ``_invalidate`` does not reach its entry.
+            # The last token to read is the newest one, which may be replaced by a forced token (see
+            # the module's docstring). If the forced token was a draft of this row, the model has
+            # computed it already: the sequence's next row begins behind it, and ``_invalidate``
+            # does not reach its entry.
             valid_end -= 1
         # Already now, because later rows of the same pass may share blocks with this one.
         self._count_as_valid(to_read, valid_end)
         return to_read
 
     def _run(self, this_pass: _Pass) -> _Pass | None:
-        """Make a pass: compute the rows, and add a token to each proposal whose row is complete.
+        """Make a pass: compute the entries, and add a token to each proposal whose run is complete.
         Returns the pass for the proposals of which more tokens are asked for; None if there are
         none."""
-        rows = [proposal.row for proposal in this_pass.proposals]
+        runs = [proposal.run for proposal in this_pass.proposals]
         device = self._model.device
         meta = build_metadata(
-            rows,
+            [run.as_row() for run in runs],
             block_size=self._block_size,
             device=device,
             tables=self._tables,
         )
-        ids = to_device([token for row in rows for token in row.token_ids], device)
-        complete = [r for r, row in enumerate(rows) if self._is_complete(row)]
-        # The last token of each complete row. A model computes logits of at least one token: if no
-        # row is complete, those of row 0, which nobody reads.
+        ids = to_device([token for run in runs for token in run.token_ids], device)
+        complete = [r for r, run in enumerate(runs) if self._is_complete(run)]
+        # The last token of each complete run. A model computes logits of at least one token: if no
+        # run is complete, those of run 0, which nobody reads.
         ends = meta.query_start[1:]
         last_tokens = ends[to_device(complete or [0], device)].long() - 1
 
@@ -174,9 +202,13 @@ class DraftModel:
         if not complete:
             return None
 
-        # A row that asks for a proposal samples for one sequence: ``sample`` has one index.
-        pairs = [(self._as_sampled(rows[r]), rows[r].sample[0]) for r in complete]
-        samples = sample(logits, pairs).wait()
+        # The sampler gets the row of the newest token, with the position that this token has in the
+        # model. Random numbers depend on the position. So the draft model draws with the numbers
+        # that the model will use for the same position, and from similar distributions both draw
+        # the same id. A row that asks for a proposal samples for one sequence: ``sample`` has one
+        # index.
+        newest = [runs[r].newest for r in complete]
+        samples = sample(logits, [(row, row.sample[0]) for row in newest]).wait()
         unfinished: list[_Proposal] = []
         tokens_of_unfinished: list[int] = []
         for r, sampled, last_token in zip(complete, samples, last_tokens.tolist(), strict=True):
@@ -186,7 +218,11 @@ class DraftModel:
             tokens = proposal.output.proposal
             tokens.append(sampled.token_id)
             if len(tokens) < proposal.length:
-                proposal.row = behind(proposal.row, sampled.token_id)
+                proposal.run = _EntryRun(
+                    newest=row_of_next_token(proposal.run.newest, sampled.token_id),
+                    first_entry=proposal.run.end_entry,
+                    token_ids=[sampled.token_id],
+                )
                 unfinished.append(proposal)
                 tokens_of_unfinished.append(last_token)
         if not unfinished:
@@ -194,18 +230,9 @@ class DraftModel:
         predicted = self._inputs.predictions_at(to_device(tokens_of_unfinished, device))
         return _Pass(unfinished, predicted)
 
-    def _is_complete(self, row: Row) -> bool:
-        """Whether the row has the last token that is known, so that its logits give a new one."""
-        num_known = len(row.prompt) + len(row.output)
-        return row.end + self._shift == num_known
-
-    def _as_sampled(self, row: Row) -> Row:
-        """The row as the sampler sees it: with positions of tokens, not of entries.
-
-        Random numbers depend on the position. So the draft model draws with the numbers that the
-        model will use for the same position, and from similar distributions both draw the same id.
-        """
-        return replace(row, start=row.start + self._shift)
+    def _is_complete(self, run: _EntryRun) -> bool:
+        """Whether the run ends with the newest token, so that its logits give the next one."""
+        return run.end_entry + self._shift == run.newest.end
 
     # ------------------------------------------------------------------ which entries are valid
 
@@ -218,9 +245,9 @@ class DraftModel:
             self._valid[destination] = 0
         for row in batch.rows:
             if row.grammar is not None:
-                # In the step before, this draft model may have read drafts that the model sampled
-                # too, although the grammar forced other tokens at their positions. The first of
-                # these other tokens is the row's first token.
+                # In the step before, this draft model may have read drafts that were then replaced
+                # by forced tokens. The first token that may be a forced one is the row's first
+                # token. So entries from that token on do not count.
                 number, offset = divmod(max(row.start - self._shift, 0), size)
                 block = row.block_table[number]
                 self._valid[block] = min(self._valid[block], offset)
@@ -231,37 +258,39 @@ class DraftModel:
             for block in row.block_table[first_block:stop_block]:
                 self._valid[block] = 0
 
-    def _unread(self, row: Row) -> Row:
-        """``row`` is one token, the newest of its sequence. Returns the row of all tokens up to it
-        that are not read. The newest is always among them, because its logits are needed.
-
-        ``row`` counts positions of tokens; the row that is returned counts entries.
-        """
+    def _unread(self, newest: Row) -> _EntryRun:
+        """The entries up to that of the sequence's ``newest`` token that are not valid. The newest
+        is always among them, because its logits are needed."""
         size = self._block_size
-        newest_entry = row.start - self._shift
+        newest_entry = newest.start - self._shift
         first_entry = newest_entry
         for number in range(newest_entry // size + 1):
-            num_valid = self._valid[row.block_table[number]]
+            num_valid = self._valid[newest.block_table[number]]
             if num_valid < size:
                 first_missing = number * size + num_valid
                 first_entry = min(first_missing, newest_entry)
                 break
-        # From entries back to positions of tokens.
         first_token = first_entry + self._shift
-        end_token = row.end
-        known = row.prompt + row.output
-        return replace(row, token_ids=known[first_token:end_token], start=first_entry)
+        known = newest.prompt + newest.output
+        return _EntryRun(
+            newest=newest,
+            first_entry=first_entry,
+            token_ids=known[first_token : newest.end],
+        )
 
-    def _count_as_valid(self, row: Row, end: int) -> None:
-        """Count the row's entries up to ``end`` as valid."""
+    def _count_as_valid(self, run: _EntryRun, end: int) -> None:
+        """Count the run's entries before entry ``end`` as valid, and none of those behind it."""
         size = self._block_size
-        for number in range(row.start // size, (end - 1) // size + 1):
-            self._valid[row.block_table[number]] = min(end - number * size, size)
+        # If ``end`` is the run's first entry, a block in the middle of which it lies counts up to
+        # there; at a block's beginning the range is empty.
+        for number in range(run.first_entry // size, (end - 1) // size + 1):
+            block = run.newest.block_table[number]
+            self._valid[block] = min(end - number * size, size)
 
 
-def newest(row: Row, output: RowOutput) -> Row:
-    """The row of the newest token alone: the one that the model sampled behind the last draft that
-    it accepted.
+def row_of_newest_token(row: Row, output: RowOutput) -> Row:
+    """The row of a sequence's newest token alone, once ``row`` gave this ``output``: the token that
+    was sampled behind the last accepted draft.
 
     It has no logprobs, no grammar and no adapter: a draft model has none of these.
     """
@@ -281,9 +310,9 @@ def newest(row: Row, output: RowOutput) -> Row:
         drafts=0,
         output=row.output + drafts[:accepted],
     )
-    return behind(last_accepted, output.token_ids[accepted])
+    return row_of_next_token(last_accepted, output.token_ids[accepted])
 
 
-def behind(row: Row, token: int) -> Row:
+def row_of_next_token(row: Row, token: int) -> Row:
     """The row of one ``token`` that follows those of ``row``."""
     return replace(row, token_ids=[token], start=row.end, output=[*row.output, token])

@@ -13,26 +13,30 @@ Sequences that share a full block may go on with different tokens. The head's en
 last slot was computed from the next token of one of them, and is wrong for the others. That can
 cost them a proposal; an output never depends on it.
 
-Only this module knows of hidden states. With drafter ``eagle`` the loader makes
-:class:`HiddenStates`, which get them out of a model, and into a head, from the outside.
+Only this module knows of hidden states. With drafter ``eagle`` the loader installs a
+:class:`StateTap` in the model and another one in the head: from the outside, they get hidden states
+out of a module and into it.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from jitney.config import EngineConfig
-from jitney.errors import ConfigError
+from jitney.errors import CheckpointError, ConfigError, first_line
 from jitney.execution.attention import AttentionMetadata
 from jitney.execution.checkpoint import resolve_model
 from jitney.execution.interface import LoadedModel, PagedFunction
 
 WEIGHT = "hidden.weight"
+_FILE = "hidden.safetensors"
 
 
 def is_asked_for(config: EngineConfig) -> bool:
@@ -48,7 +52,8 @@ def refuse_on_gpu(config: EngineConfig, device: torch.device) -> None:
 
 def read_weight(config: EngineConfig, target: LoadedModel, head: LoadedModel) -> Tensor:
     """The matrix [hidden size, hidden size] of the head that option ``speculation`` names, from its
-    file ``hidden.safetensors``. Raises ConfigError if it is no head of ``target``."""
+    file ``hidden.safetensors``. Raises ConfigError if it is no head of ``target``, and
+    CheckpointError if the file is broken."""
     assert config.speculation is not None
     name = config.speculation.model
     assert name is not None
@@ -58,33 +63,47 @@ def read_weight(config: EngineConfig, target: LoadedModel, head: LoadedModel) ->
         bound = f"a head of hidden size {size:,}, not {size_of_head:,}"
         raise ConfigError.of("speculation.model", name, bound)
 
-    path = resolve_model(name) / "hidden.safetensors"
-    weight = load_file(path).get(WEIGHT) if path.is_file() else None
+    weight = _read_tensors(resolve_model(name)).get(WEIGHT)
     if weight is None or weight.shape != (size, size):
-        bound = f"a folder with {WEIGHT} [{size}, {size}] in hidden.safetensors"
+        bound = f"a folder with {WEIGHT} [{size}, {size}] in {_FILE}"
         raise ConfigError.of("speculation.model", name, bound)
     return weight.to(target.device, target.dtype)
 
 
-def weight_bytes(hidden_size: int, dtype: torch.dtype) -> int:
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of the head's file; none if there is no such file."""
+    path = folder / _FILE
+    if not path.is_file():
+        return {}
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{_FILE} is truncated, corrupt or not a safetensors file: {first_line(error, folder)}"
+        ) from None
+
+
+def head_matrix_bytes(hidden_size: int, dtype: torch.dtype) -> int:
     """Bytes of a head's matrix."""
     return hidden_size * hidden_size * dtype.itemsize
 
 
-def block_bytes(hidden_size: int, dtype: torch.dtype, block_size: int) -> int:
+def kept_states_bytes(hidden_size: int, dtype: torch.dtype, block_size: int) -> int:
     """Bytes of the hidden states that are kept for a block's slots."""
     return block_size * hidden_size * dtype.itemsize
 
 
-class HiddenStates:
+class StateTap:
     """Gets hidden states out of a model, and into one: reads what the output layer is given, and
     adds to what the embedding gives.
 
-    This object replaces the module's embedding by one of a class that accelerators do not know. So
-    an accelerator does not run a whole step as one native call. That is intended: in such a call
-    the output layer is not called as a module, and its input cannot be read. Therefore the object
-    is made before an accelerator rearranges the module. After that, :meth:`follow` gives the model
-    whose steps are read.
+    It is installed in two parts:
+
+    1. To make it changes the module, before an accelerator rearranges it: the embedding becomes
+       one of a class that accelerators do not know. So an accelerator does not run a whole step as
+       one native call. That is intended, because in such a call the output layer is not called as
+       a module, and its input cannot be read.
+    2. :meth:`wrap` then gives the model whose steps are read, in its rearranged form.
     """
 
     def __init__(self, module: PreTrainedModel) -> None:
@@ -96,7 +115,7 @@ class HiddenStates:
         """While a step runs: the tokens whose logits are asked for."""
         module.set_input_embeddings(self._embedding)
 
-    def follow(self, model: LoadedModel) -> LoadedModel:
+    def wrap(self, model: LoadedModel) -> LoadedModel:
         """The model, its hidden states read in every step.
 
         The output layer gets only the states of tokens whose logits are asked for. So the model is
@@ -124,7 +143,7 @@ class HiddenStates:
         self._embedding.added = states
 
     def _before_output(self, layer: nn.Module, given: tuple[Tensor]) -> tuple[Tensor] | None:
-        """The hook in front of the output layer; see :meth:`follow`."""
+        """The hook in front of the output layer; see :meth:`wrap`."""
         if self._indices is None:
             return None
         (states,) = given
@@ -163,15 +182,15 @@ class HeadInputs:
     def __init__(
         self,
         weight: Tensor,
-        model_states: HiddenStates,
-        head_states: HiddenStates,
+        model_tap: StateTap,
+        head_tap: StateTap,
         num_blocks: int,
         block_size: int,
     ) -> None:
-        """``weight`` is the head's matrix; the states are those of the model and of the head."""
+        """``weight`` is the head's matrix; the taps are in the model and in the head."""
         self._weight = weight
-        self._model_states = model_states
-        self._head_states = head_states
+        self._model_tap = model_tap
+        self._head_tap = head_tap
         shape = (num_blocks, block_size, len(weight))
         self._kept = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
         """By block and slot: the model's hidden state of the token there."""
@@ -182,7 +201,7 @@ class HeadInputs:
             sources = [source for source, _ in copies]
             destinations = [destination for _, destination in copies]
             self._kept[destinations] = self._kept[sources]
-        states = self._model_states.last
+        states = self._model_tap.last
         assert states is not None, "the model's output layer is not called as a module"
         self._kept.flatten(0, 1)[meta.slot_mapping] = states
 
@@ -192,10 +211,10 @@ class HeadInputs:
         states = predicted
         if states is None:
             states = self._kept.flatten(0, 1)[meta.slot_mapping]
-        self._head_states.add(states @ self._weight.T)
+        self._head_tap.add(states @ self._weight.T)
 
-    def predictions_at(self, tokens: Tensor) -> Tensor:
-        """The states that the last pass predicted at these tokens, as indices among its own."""
-        states = self._head_states.last
+    def predictions_at(self, token_indices: Tensor) -> Tensor:
+        """The hidden states that the last pass predicted at these of its tokens."""
+        states = self._head_tap.last
         assert states is not None
-        return states[tokens]
+        return states[token_indices]

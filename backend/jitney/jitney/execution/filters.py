@@ -29,8 +29,12 @@ _FIRST_LOOK = 1024
 """On a CPU a nucleus is first looked for among so many of a row's largest logits. Only if it is
 larger, all of them are sorted."""
 
+SampledRow = tuple[Row, int]
+"""A row as the sampler must see it, and the index of the sequence that gets the token. The index is
+one of ``Row.sample``, and not always ``Row.index``: a prompt's row may begin several sequences."""
 
-def choose_tokens(logits: Tensor, pairs: list[tuple[Row, int]]) -> Tensor:
+
+def choose_tokens(logits: Tensor, pairs: list[SampledRow]) -> Tensor:
     """Token ids [S] (int64) for ``logits`` [S, V] (f32), which are overwritten.
 
     A greedy row's is the argmax. A row without a finite logit gives an arbitrary id.
@@ -47,7 +51,7 @@ def choose_tokens(logits: Tensor, pairs: list[tuple[Row, int]]) -> Tensor:
     return chosen
 
 
-def _sample(logits: Tensor, best: Tensor, pairs: list[tuple[Row, int]]) -> Tensor:
+def _sample(logits: Tensor, best: Tensor, pairs: list[SampledRow]) -> Tensor:
     """Ids [S] drawn from ``logits`` [S, V], which are overwritten; ``best`` [S] are the largest."""
     params = [row.params for row, _ in pairs]
     temperature = to_device([each.temperature for each in params], logits.device, np.float32)
@@ -59,7 +63,7 @@ def _sample(logits: Tensor, best: Tensor, pairs: list[tuple[Row, int]]) -> Tenso
     return ids.clamp_(max=logits.shape[1] - 1)  # a row of NaN may give an index in the padding
 
 
-def _uniforms(pairs: list[tuple[Row, int]], device: torch.device) -> Tensor:
+def _uniforms(pairs: list[SampledRow], device: torch.device) -> Tensor:
     """[S, 2] f64 in [0, 1), keyed by (seed, sequence index, position of the new token)."""
     seeds = [row.params.seed for row, _ in pairs if row.params.seed is not None]
     assert len(seeds) == len(pairs), "a request gets its seed at submission"
@@ -72,8 +76,8 @@ def _uniforms(pairs: list[tuple[Row, int]], device: torch.device) -> Tensor:
 
 
 def _weights(scaled: Tensor, params: list[SamplingParams]) -> Tensor:
-    """Weights of ``scaled`` logits [S, V], 0 for what the filters drop: [S, C, _CHUNK], padded with
-    zeros."""
+    """The weight of each token of ``scaled`` [S, V]; 0 if a filter drops it. Returns
+    [S, chunks, _CHUNK]: the vocabulary in chunks, of which the last one is padded with zeros."""
     rows, vocab = scaled.shape
     chunks = math.ceil(vocab / _CHUNK)
     weights = scaled.new_empty((rows, chunks * _CHUNK))
@@ -89,25 +93,29 @@ def _is_filtered(params: SamplingParams) -> bool:
 
 
 def _drop_below(weights: Tensor, scaled: Tensor, bound: Tensor) -> None:
-    """Set to 0, in place, the weights [R, ≥ V] of the logits [R, V] that are below their row's
-    bound [R]."""
+    """Set to 0, in place, the weights [S, ≥ V] of the logits [S, V] that are below their row's
+    bound [S]."""
     # masked_fill_ would take four times as long.
     weights[:, : scaled.shape[1]].mul_(scaled >= bound.unsqueeze(1))
 
 
 def _lower_bound(scaled: Tensor, weights: Tensor, params: list[SamplingParams]) -> Tensor:
-    """The least scaled logit that each row keeps: [R] f32. ``scaled`` is [R, V], and ``weights``
-    [R, ≥ V] are its weights, padded with zeros."""
+    """The least scaled logit that each row keeps: [S] f32. ``scaled`` is [S, V], and ``weights``
+    [S, ≥ V] are its weights, padded with zeros.
+
+    min_p needs no order of the logits. For top_k and top_p, the largest logits of each row are
+    taken in order: as few as are enough for every row, or all.
+    """
     device = scaled.device
     vocab = scaled.shape[1]
     log_min_p = [math.log(each.min_p) if each.min_p > 0.0 else -math.inf for each in params]
     bound = to_device(log_min_p, device, np.float32)
 
     top_p = [each.top_p for each in params]
-    # 0 where it filters nothing: it is off, or keeps the whole vocabulary.
+    # 0 where top_k filters nothing: it is off, or keeps the whole vocabulary.
     top_k = [each.top_k if 0 < each.top_k < vocab else 0 for each in params]
     num_largest = _count_largest(top_k, top_p, vocab, on_cpu=device.type == "cpu")
-    if num_largest == 0:
+    if num_largest == 0:  # neither top_k nor top_p filters
         return bound
     if num_largest == vocab:
         largest = _descending(scaled)
@@ -143,7 +151,7 @@ def _count_largest(top_k: list[int], top_p: list[float], vocab: int, *, on_cpu: 
 
 
 def _descending(scaled: Tensor) -> Tensor:
-    """Rows [R, V] sorted whole. On a CPU by NumPy, whose vectorized sort is ten times as fast."""
+    """Rows [S, V] sorted whole. On a CPU by NumPy, whose vectorized sort is ten times as fast."""
     if scaled.device.type == "cpu":
         return torch.from_numpy(np.sort(scaled.numpy(), axis=-1)[:, ::-1].copy())
     return scaled.sort(dim=-1, descending=True).values
@@ -152,8 +160,8 @@ def _descending(scaled: Tensor) -> Tensor:
 def _raise_to_nucleus(
     bound: Tensor, scaled: Tensor, weights: Tensor, largest: Tensor, top_p: Tensor
 ) -> Tensor:
-    """``bound`` [R], raised to the smallest logit of the nucleus in rows whose ``top_p`` [R] f64 is
-    below 1. ``largest`` [R, K] are the K largest logits of each row, descending."""
+    """``bound`` [S], raised to the smallest logit of the nucleus in rows whose ``top_p`` [S] f64 is
+    below 1. ``largest`` [S, K] are the K largest logits of each row, descending."""
     kept = weights.clone()
     _drop_below(kept, scaled, bound)
     # As in ``_pick``: the sum of a chunk in f32, the sum of the chunks in f64.
@@ -162,11 +170,12 @@ def _raise_to_nucleus(
     nucleus = _find_nucleus(largest, bound, needed)
     least = nucleus.least
     if largest.shape[1] < scaled.shape[1]:
-        # On a CPU a nucleus may have more tokens than the K.
-        larger = (~nucleus.is_complete & (top_p < 1.0)).nonzero().squeeze(1)
-        if len(larger):
-            all_sorted = _descending(scaled[larger])
-            least[larger] = _find_nucleus(all_sorted, bound[larger], needed[larger]).least
+        # On a CPU a nucleus may have more tokens than the K. Look again among all tokens of these
+        # rows. (On a GPU all were sorted at once.)
+        rows = (~nucleus.is_complete & (top_p < 1.0)).nonzero().squeeze(1)
+        if len(rows):
+            all_sorted = _descending(scaled[rows])
+            least[rows] = _find_nucleus(all_sorted, bound[rows], needed[rows]).least
     return torch.where(top_p < 1.0, torch.maximum(bound, least), bound)
 
 
@@ -174,15 +183,15 @@ class _Nucleus(NamedTuple):
     """What ``top_p`` keeps of each row."""
 
     least: Tensor
-    """[R] f32: the smallest logit in it."""
+    """[S] f32: the smallest logit in it."""
     is_complete: Tensor
-    """bool [R]: whether the logits that were looked at have all of it."""
+    """bool [S]: whether the logits that were looked at have all of it."""
 
 
 def _find_nucleus(largest: Tensor, bound: Tensor, needed: Tensor) -> _Nucleus:
-    """The fewest of the largest logits whose weights together are at least ``needed`` [R] f64.
+    """The fewest of the largest logits whose weights together are at least ``needed`` [S] f64.
 
-    ``largest`` is [R, K], descending. Logits below ``bound`` [R] have no weight. A token belongs to
+    ``largest`` is [S, K], descending. Logits below ``bound`` [S] have no weight. A token belongs to
     the nucleus if those before it have less than the needed weight.
     """
     weights = largest.exp().masked_fill_(largest < bound.unsqueeze(1), 0.0)
@@ -198,8 +207,8 @@ def _find_nucleus(largest: Tensor, bound: Tensor, needed: Tensor) -> _Nucleus:
 
 
 def _pick(weights: Tensor, numbers: Tensor) -> Tensor:
-    """Draw from the weights [S, C, _CHUNK]: ids [S], none of weight 0. Each row has two numbers in
-    [0, 1): ``numbers`` [S, 2] f64.
+    """Draw from the weights [S, chunks, _CHUNK]: ids [S], none of weight 0. Each row has two
+    numbers in [0, 1): ``numbers`` [S, 2] f64.
 
     The first draws a chunk by the chunks' sums, the second a token in the chunk. In both, that is
     the first whose cumulative weight exceeds number × total.

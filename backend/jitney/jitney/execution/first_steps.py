@@ -33,7 +33,7 @@ def first_steps(info: ModelInfo, propose: int) -> list[Batch]:
         return [Batch([decode])]
 
     decode.propose = propose
-    # No fewer than the tokens that there are: the draft model reads them all in this one step.
+    # Enough for the draft model to read every token in this one step.
     decode.most_read = context
     chunk = probe_row(prompt, start=0, count=chunk_len, block_table=table, params=greedy)
     return [Batch([chunk]), Batch([decode])]

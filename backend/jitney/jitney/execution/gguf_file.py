@@ -55,6 +55,17 @@ class GgufTensor(NamedTuple):
     num_bytes: int
 
 
+class _FoundTensors(NamedTuple):
+    """The tensors of a file, and what is needed to read them."""
+
+    processor: Any
+    """What transformers reorders rows with."""
+    stored: dict[str, Any]
+    """Name in transformers' module -> the tensor as the package gguf gives it."""
+    rope_divisors: Tensor | None
+    """What the rotary frequencies are divided by, if the file says so."""
+
+
 class GgufFile:
     """One file, mapped; tensors go by the names that they have in transformers' module."""
 
@@ -75,18 +86,23 @@ class GgufFile:
         self.name = path.name
         self._dequantize = gguf.dequantize
         reader = gguf.GGUFReader(path)
+        # Without the tokenizer's lists, which have an entry for each token.
         fields = {
             key: field.contents()
             for key, field in reader.fields.items()
             if key in (_PRETOKENIZER, *_EOS_FIELDS) or not key.startswith("tokenizer.")
         }
-        self._check_fields(fields, path.parent)
+        has_separate_config = separate_config is not None
+        self._check_fields(fields, path.parent, has_separate_config=has_separate_config)
         self._architecture: str = fields["general.architecture"]
         if separate_config is None:
             self.config = self._read_config(path, fields)
         else:
             self.config = separate_config
-        self._find_tensors(reader, has_separate_config=separate_config is not None)
+        found = self._find_tensors(reader, has_separate_config=has_separate_config)
+        self._processor = found.processor
+        self._stored = found.stored
+        self._rope_divisors = found.rope_divisors
 
     def _read_config(self, path: Path, fields: dict[str, Any]) -> dict[str, Any]:
         """The configuration that the file's fields describe."""
@@ -103,7 +119,7 @@ class GgufFile:
             config["head_dim"] = head_size
         return config
 
-    def _find_tensors(self, reader: Any, *, has_separate_config: bool) -> None:
+    def _find_tensors(self, reader: Any, *, has_separate_config: bool) -> _FoundTensors:
         """For each tensor of the file, find its name in transformers' module. Raises
         UnsupportedModelError for a tensor that the module does not have, and for a type that is not
         read."""
@@ -117,22 +133,22 @@ class GgufFile:
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(hf_config)
         processor_class = TENSOR_PROCESSORS.get(self._architecture, TensorProcessor)
-        self._processor = processor_class(hf_config.to_dict())
-        name_in_module = get_gguf_hf_weights_map(skeleton, self._processor, self._architecture)
-        self._stored: dict[str, Any] = {}
-        """By its name in the module, each tensor as the package gguf gives it."""
-        self._rope_divisors: Tensor | None = None
+        processor = processor_class(hf_config.to_dict())
+        name_in_module = get_gguf_hf_weights_map(skeleton, processor, self._architecture)
+        stored: dict[str, Any] = {}
+        rope_divisors: Tensor | None = None
         for tensor in reader.tensors:
             self._check_type(tensor)
             if tensor.name in name_in_module:
-                self._stored[name_in_module[tensor.name]] = tensor
+                stored[name_in_module[tensor.name]] = tensor
             elif tensor.name != _ROPE_DIVISORS:
                 raise UnsupportedModelError(
                     f"{self.name} has a tensor {show(tensor.name)}, which a {self._architecture} "
                     "of transformers has no place for"
                 )
             elif not has_separate_config:  # a config.json would say itself how to rotate
-                self._rope_divisors = torch.from_numpy(np.array(tensor.data, np.float32))
+                rope_divisors = torch.from_numpy(np.array(tensor.data, np.float32))
+        return _FoundTensors(processor, stored, rope_divisors)
 
     # ------------------------------------------------------------------ checks
 
@@ -148,13 +164,15 @@ class GgufFile:
                 f"{', '.join(known[:-1])} or {known[-1]}"
             )
 
-    def _check_fields(self, fields: dict[str, Any], folder: Path) -> None:
+    def _check_fields(
+        self, fields: dict[str, Any], folder: Path, *, has_separate_config: bool
+    ) -> None:
         """Raise UnsupportedModelError for fields that ask for something that transformers does not
         do, unless a file in ``folder`` replaces them."""
         prefix = fields["general.architecture"]
         self._require("general.architecture", fields, ARCHITECTURES)
         self._require("split.count", fields, (None, 0, 1))
-        if not (folder / "config.json").exists():
+        if not has_separate_config:
             no_scaling = (None, 0, 1)
             replaced_by = "config.json"
             self._require(f"{prefix}.rope.scaling.type", fields, (None, "none"), replaced_by)
@@ -239,7 +257,7 @@ class GgufFile:
 
 
 def _head_size(fields: dict[str, Any]) -> int:
-    """The size of an attention head by the file's fields; at least 1, if they do not tell."""
+    """The size of an attention head by the file's fields; 1 if they do not tell."""
     prefix = fields["general.architecture"]
     stated: int = fields.get(f"{prefix}.attention.key_length", 0)
     if stated:

@@ -5,7 +5,7 @@ Each step is a function that takes the record of the step before and returns its
 =========  =====================  ======================================================
 files      ``check_checkpoint``   :class:`~checkpoint.Checkpoint`: the folder's files, intact
 config     ``judge``              :class:`~read_model.Judged`: can be served; its dtype
-weights    ``read_module``        :class:`~read_model.ReadModule`: on the device
+weights    ``read_module``        :class:`~read_model.ModuleWithWeights`: on the device
 proof      ``prove``              :class:`~interface.LoadedModel`: runs on a paged cache
 speed-up   :func:`speed_up`       :class:`PreparedModel`: the form in which it will run
 memory     :func:`allocate`       :class:`Allocation`: the ledger of the memory, the caches
@@ -31,13 +31,13 @@ from torch import Tensor
 from jitney.config import EngineConfig
 from jitney.errors import ConfigError
 from jitney.execution import eagle, machine, memory, options, probe
-from jitney.execution.acceleration import Accelerator, select_attention
+from jitney.execution.acceleration import Accelerator, attention_by_layer
 from jitney.execution.draft import DraftModel
 from jitney.execution.first_steps import first_steps
 from jitney.execution.interface import AttentionFunction, LayerCache, LoadedModel
 from jitney.execution.low_rank import find_sites
-from jitney.execution.quantized import Quantizer, coarse_layers
-from jitney.execution.read_model import Means, load_model
+from jitney.execution.quantized import Quantizer, layers_that_round_inputs
+from jitney.execution.read_model import LoadTools, load_model
 from jitney.execution.runner import TorchRunner
 from jitney.messages import ModelInfo
 
@@ -53,9 +53,9 @@ class PreparedModel:
     """Of its layers."""
     accelerator: Accelerator | None
     """None if it runs in plain torch."""
-    hidden_states: eagle.HiddenStates | None
-    """Set if a head proposes tokens: in the model, whose hidden states the head reads, and in the
-    head itself."""
+    tap: eagle.StateTap | None
+    """What reads its hidden states. None unless speculation uses a head: then the model has one,
+    and the head has another one."""
 
     def empty_caches(
         self, config: EngineConfig, dtype: torch.dtype, num_blocks: int
@@ -94,19 +94,18 @@ def load_runner(
     """
     started = time.monotonic()
     torch.set_num_threads(config.threads or machine.available_cores())
-    means = Means(machine.resolve_device(config.device), accelerator, quantizer)
-    machine.enter_device(means.device)  # kernels run on the calling thread's device
-    eagle.refuse_on_gpu(config, means.device)
+    tools = LoadTools(machine.resolve_device(config.device), accelerator, quantizer)
+    machine.enter_device(tools.device)  # kernels run on the calling thread's device
+    eagle.refuse_on_gpu(config, tools.device)
     if accelerator is None:
         _refuse_kernel_options(config)
 
-    with_head = eagle.is_asked_for(config)
-    target = load_and_prepare(config, means, reads_states=with_head)
+    target = load_and_prepare(config, tools, taps_states=eagle.is_asked_for(config))
     if target.accelerator is None:  # perhaps because it does not fit this model
         _refuse_kernel_options(config)
     draft = None
     if options.has_draft_model(config):
-        draft = _prepare_draft(config, means, target, is_head=with_head)
+        draft = _prepare_draft(config, tools, target)
     info = _describe(config, target)
     allocation = allocate(config, info, target, draft)
     runner = make_runner(config, info, target, draft, allocation)
@@ -121,45 +120,43 @@ def _refuse_kernel_options(config: EngineConfig) -> None:
     options.refuse_gpu_options(config)
 
 
-def load_and_prepare(config: EngineConfig, means: Means, *, reads_states: bool) -> PreparedModel:
-    """The steps up to speed-up, for a model or its draft model. ``reads_states``: it is a head or
-    the model of one, so that hidden states are read from it."""
-    model = load_model(config, means)
+def load_and_prepare(config: EngineConfig, tools: LoadTools, *, taps_states: bool) -> PreparedModel:
+    """The steps up to speed-up, for a model or its draft model. ``taps_states``: speculation uses a
+    head, so that hidden states are read from this model (from the target and from the head)."""
+    model = load_model(config, tools)
     if config.adapters is not None:
         model = replace(model, sites=find_sites(model.module))
-    return speed_up(config, means, model, reads_states=reads_states)
+    return speed_up(config, tools, model, taps_states=taps_states)
 
 
 # ---------------------------------------------------------------------- speed-up
 
 
 def speed_up(
-    config: EngineConfig, means: Means, model: LoadedModel, *, reads_states: bool
+    config: EngineConfig, tools: LoadTools, model: LoadedModel, *, taps_states: bool
 ) -> PreparedModel:
-    """Choose how layers attend, and let the accelerator rearrange the module. ``reads_states`` is
-    as in :func:`load_and_prepare`."""
-    accelerator = means.accelerator
+    """Choose how layers attend, and let the accelerator rearrange the module. ``taps_states`` is as
+    in :func:`load_and_prepare`."""
+    accelerator = tools.accelerator
     dtype = options.cache_dtype(config, model.dtype, model.device)
-    attention = select_attention(config, model, dtype, accelerator)
+    attention = attention_by_layer(config, model, dtype, accelerator)
     if accelerator is not None and not accelerator.fits(attention):
         accelerator = None
 
-    hidden_states = None
-    if reads_states:
-        hidden_states = eagle.HiddenStates(model.module)
+    tap = eagle.StateTap(model.module) if taps_states else None
     if accelerator is not None:
         model = _rearrange(config, model, accelerator)
-    # A fused model may join layers: it adds each layer's product to the columns of that layer. In
-    # any other model, a layer that adapters may change must still be there.
+    # A fused model adds each adapter's product to the columns of its layer, so layers may be
+    # joined. In any other model the layer itself must still be in the module.
     if not model.fused:
         _check_sites(model)
-    if hidden_states is not None:
-        model = hidden_states.follow(model)
+    if tap is not None:
+        model = tap.wrap(model)
     return PreparedModel(
         model=model,
         attention=attention,
         accelerator=accelerator,
-        hidden_states=hidden_states,
+        tap=tap,
     )
 
 
@@ -169,11 +166,11 @@ def _rearrange(config: EngineConfig, model: LoadedModel, accelerator: Accelerato
     usual_tokens = min(options.token_budget(config, model.device), config.max_num_seqs)
     with machine.threads_for(model.weight_bytes):
         before = probe.probe_logits(model.module, model.layers)
-        coarse = bool(coarse_layers(model.module))
+        rounds_inputs = bool(layers_that_round_inputs(model.module))
         faster = accelerator.speed_up(model, usual_tokens)
     # Attention for a cache of the model's own dtype, as in ``before``. In service the cache's dtype
     # may be another one, whose rounding the comparison is not about.
-    attention = select_attention(config, model, model.dtype, accelerator)
+    attention = attention_by_layer(config, model, model.dtype, accelerator)
     after = probe.probe_logits(
         model.module,
         model.layers,
@@ -181,7 +178,7 @@ def _rearrange(config: EngineConfig, model: LoadedModel, accelerator: Accelerato
         block_size=config.block_size,
         step=faster.forward,
     )
-    probe.check_same(before, after, coarse=coarse)
+    probe.check_same(before, after, rounds_inputs=rounds_inputs)
     return faster
 
 
@@ -191,21 +188,22 @@ def _check_sites(model: LoadedModel) -> None:
     paths = dict(model.module.named_modules())
     for path in model.sites:
         if path not in paths:
-            bound = f"False for adapters to change {path}: not all of this model's parts are fused"
+            bound = (
+                f"False with adapters: kernels joined {path} with other layers, and only a model "
+                "whose parts are all fused can change it alone"
+            )
             raise ConfigError.of("fuse", True, bound)
 
 
-def _prepare_draft(
-    config: EngineConfig, means: Means, target: PreparedModel, *, is_head: bool
-) -> PreparedModel:
+def _prepare_draft(config: EngineConfig, tools: LoadTools, target: PreparedModel) -> PreparedModel:
     """The draft model or head that option ``speculation`` names. It is quantized if the model is.
 
     Raises ConfigError if its vocabulary is not the model's.
     """
     own = options.draft_options(config, target.model.dtype, target.model.max_model_len)
     # If the accelerator does not fit the model, the draft model runs without it, too.
-    means = replace(means, accelerator=target.accelerator)
-    draft = load_and_prepare(own, means, reads_states=is_head)
+    tools = replace(tools, accelerator=target.accelerator)
+    draft = load_and_prepare(own, tools, taps_states=eagle.is_asked_for(config))
     if draft.model.vocab_size != target.model.vocab_size:
         bound = f"a model of {target.model.vocab_size:,} tokens, not {draft.model.vocab_size:,}"
         raise ConfigError.of("speculation.model", own.model, bound)
@@ -216,7 +214,8 @@ def _prepare_draft(
 
 
 def _describe(config: EngineConfig, target: PreparedModel) -> ModelInfo:
-    """What the front must know. The memory is not planned yet: ``num_blocks`` is 1 for now."""
+    """What the front must know. The number of blocks is not planned yet. It is 1 here, as in the
+    caches over which an accelerator measures steps; :func:`make_runner` sets the planned one."""
     model = target.model
     kernels = sorted({attend.name for attend in target.attention})
     return ModelInfo(
@@ -246,7 +245,7 @@ def allocate(
         scales = target.accelerator.kv_scales(model)
 
     head_weight = None
-    if draft is not None and draft.hidden_states is not None:
+    if draft is not None and draft.tap is not None:
         head_weight = eagle.read_weight(config, model, draft.model)
     needs = _needs_of(config, info, target, dtype)
     if draft is not None:
@@ -293,10 +292,10 @@ def _needs_of(
     return memory.Needs(
         device=model.device,
         max_model_len=model.max_model_len,
-        weights=model.weight_bytes,
-        block=memory.block_bytes(model.layers, config.block_size, dtype),
+        weight_bytes=model.weight_bytes,
+        block_bytes=memory.block_bytes(model.layers, config.block_size, dtype),
         steps=steps,
-        adapters=memory.resident_adapters_bytes(config, model, copied_rank),
+        adapter_bytes=memory.resident_adapters_bytes(config, model, copied_rank),
     )
 
 
@@ -308,25 +307,27 @@ def _with_draft(
     head_weight: Tensor | None,
 ) -> memory.Needs:
     """``needs``, and what a draft model adds to them; with ``head_weight`` it is a head."""
-    weights = needs.weights + draft.model.weight_bytes
-    block = needs.block + memory.block_bytes(draft.model.layers, config.block_size, dtype)
+    weight_bytes = needs.weight_bytes + draft.model.weight_bytes
+    block_bytes = needs.block_bytes + memory.block_bytes(
+        draft.model.layers, config.block_size, dtype
+    )
     if head_weight is not None:
         hidden_size = len(head_weight)
-        weights += eagle.weight_bytes(hidden_size, head_weight.dtype)
-        block += eagle.block_bytes(hidden_size, head_weight.dtype, config.block_size)
-    return replace(needs, weights=weights, block=block)
+        weight_bytes += eagle.head_matrix_bytes(hidden_size, head_weight.dtype)
+        block_bytes += eagle.kept_states_bytes(hidden_size, head_weight.dtype, config.block_size)
+    return replace(needs, weight_bytes=weight_bytes, block_bytes=block_bytes)
 
 
 def _head_inputs(
     target: PreparedModel, draft: PreparedModel, weight: Tensor, ledger: memory.Ledger
 ) -> eagle.HeadInputs:
     """Allocates a hidden state for each slot of the cache."""
-    assert target.hidden_states is not None
-    assert draft.hidden_states is not None
+    assert target.tap is not None
+    assert draft.tap is not None
     return eagle.HeadInputs(
         weight=weight,
-        model_states=target.hidden_states,
-        head_states=draft.hidden_states,
+        model_tap=target.tap,
+        head_tap=draft.tap,
         num_blocks=ledger.num_blocks,
         block_size=ledger.block_size,
     )

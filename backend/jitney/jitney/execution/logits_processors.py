@@ -42,7 +42,7 @@ def _is_changed_beside_grammar(row: Row) -> bool:
         return True
     if params.repetition_penalty != 1.0:
         return True
-    return _ends_too_early(row) or _penalizes_output(row)
+    return _must_go_on(row) or _penalizes_output(row)
 
 
 def process_logits(logits: Tensor, rows: list[Row]) -> None:
@@ -99,7 +99,7 @@ def _apply_bad_words_and_min_tokens(logits: Tensor, rows: list[Row]) -> None:
     forbidden = _TokenValues()
     for i, row in enumerate(rows):
         forbidden.add(i, _bad_endings(row.bad_words_ids, row.output), _FORBIDDEN)
-        if _ends_too_early(row):
+        if _must_go_on(row):
             forbidden.add(i, row.stop_ids, _FORBIDDEN)
     if forbidden:
         logits[forbidden.index(logits)] = _FORBIDDEN
@@ -115,8 +115,8 @@ def _bad_endings(bad_words: list[list[int]], output: list[int]) -> list[int]:
     return endings
 
 
-def _ends_too_early(row: Row) -> bool:
-    """Whether a stop id is still forbidden, because the output would have too few tokens."""
+def _must_go_on(row: Row) -> bool:
+    """Whether the output has fewer than ``min_tokens``, so that stop ids are forbidden."""
     if not row.stop_ids:
         return False
     # ``row.output`` may lack a token that the step before is still sampling; ``row.end`` counts it.

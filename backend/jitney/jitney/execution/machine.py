@@ -42,7 +42,7 @@ def resolve_device(name: str) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if index >= count:
         raise ConfigError.of("device", name, f"a device of this machine, which has {count} GPUs")
-    return torch.device("cuda:0" if name == "cuda" else name)
+    return torch.device("cuda", index)
 
 
 def enter_device(device: torch.device) -> None:
@@ -95,32 +95,45 @@ def resolve_dtype(
     key: str = "dtype",
     *,
     widened: bool = False,
-    rounded: bool = False,
+    has_quantized_weights: bool = False,
 ) -> torch.dtype:
     """Choose the dtype for option ``key`` with value ``name``, for a checkpoint in ``stored``.
 
-    ``auto`` keeps ``stored`` on a GPU, and for a float32 checkpoint that is not ``rounded``. All
-    others get bfloat16 on a CPU if that is fast there, else float32.
+    ``auto`` is:
 
-    - ``rounded``: the weights are, or will be, of 8 or 4 bits.
-    - ``widened``: bfloat16 is fast on any CPU, because kernels compute all of the model's layers
-      and widen each bfloat16 to float32 as they read it.
+    - on a GPU: ``stored``;
+    - on a CPU, for float32 weights that stay float32: float32;
+    - on a CPU, for all other weights: bfloat16 if it is fast, else float32.
+
+    ``has_quantized_weights``: the weights are, or will be, of 8 or 4 bits. ``widened``: bfloat16 is
+    fast on any CPU, because kernels compute all of the model's layers and widen each bfloat16 to
+    float32 as they read it.
 
     Raises ConfigError for float16 on a CPU, for which there are no fast kernels.
     """
     if name != "auto":
         dtype = DTYPES[name]
-    elif device.type == "cuda" or (stored == torch.float32 and not rounded):
+    elif device.type == "cuda" or (stored == torch.float32 and not has_quantized_weights):
         dtype = stored
     else:
-        # On a CPU: a checkpoint of 16 bits, or rounded weights, even if they were float32 before.
-        # Kernels of 8 and 4 bits give bfloat16 alone.
+        # On a CPU: weights of 16 bits, or quantized ones, even if they were float32 before. The
+        # kernels of 8 and 4 bits compute in bfloat16 alone: in float32 such layers run in plain
+        # torch.
         is_fast = widened or cpu_has_bfloat16()
         dtype = torch.bfloat16 if is_fast else torch.float32
         _log.info("dtype auto: %s, for weights stored in %s", dtype, stored)
     if device.type == "cpu" and dtype == torch.float16:
         raise ConfigError.of(key, name, "auto, float32 or bfloat16 on a CPU")
     return dtype
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a library raised this error because memory could not be allocated, on a CPU or on a
+    GPU. The memory is at fault then, not the model."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    # torch's allocator for CPUs has no class of its own.
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def cpu_has_bfloat16() -> bool:

@@ -80,75 +80,88 @@ class Needs:
 
     device: torch.device
     max_model_len: int
-    weights: int
-    """Those in memory already, a draft model's included."""
-    block: int
-    """One block in the caches of all layers, a draft model's included."""
+    weight_bytes: int
+    """Of the weights, which are in memory already; a draft model's included."""
+    block_bytes: int
+    """Of one block in the caches of all layers, a draft model's included."""
     steps: StepMemory
-    adapters: int = 0
-    """Those that may be in memory at once."""
+    adapter_bytes: int = 0
+    """Of the adapters that may be in memory at once."""
 
     @property
     def beside_cache(self) -> int:
         """What must stay free for steps and adapters once the cache is allocated."""
-        return self.steps.total + self.adapters
+        return self.steps.total + self.adapter_bytes
 
 
 def plan_memory(config: EngineConfig, needs: Needs, available: int) -> Ledger:
     """Size the cache. ``available`` bytes are free once the weights are loaded.
 
-    A size that an option states is taken as it is; the default never exceeds what ``max_num_seqs``
-    sequences of full length can use. Raises ConfigError, naming the option, for a size that is
-    more than there is, or not enough for one block.
+    Raises ConfigError, naming the option, for a size that is more than there is, or not enough for
+    one block.
     """
     size = _cache_bytes(config, needs, available)
-    num_blocks = size // needs.block
+    num_blocks = size // needs.block_bytes
     if num_blocks < 1:
         raise _too_small(config, needs, size)
-    cache = num_blocks * needs.block
+    cache = num_blocks * needs.block_bytes
     return Ledger(
-        weights=needs.weights,
+        weights=needs.weight_bytes,
         cache=cache,
         steps=needs.steps,
         free=available - cache - needs.beside_cache,
-        adapters=needs.adapters,
+        adapters=needs.adapter_bytes,
         num_blocks=num_blocks,
         block_size=config.block_size,
-        block_bytes=needs.block,
+        block_bytes=needs.block_bytes,
     )
 
 
 def _cache_bytes(config: EngineConfig, needs: Needs, available: int) -> int:
-    """The cache's size by its option, or by default."""
+    """The cache's size.
+
+    - ``kv_cache_bytes`` is taken as it is.
+    - ``kv_cache_fraction`` is a share of what is available, but leaves room for steps, adapters
+      and :data:`_SPARE_SHARE`.
+    - By default the size is a share, too, and not more than can ever be in use.
+    """
     free = max(0, available - needs.beside_cache)
     if config.kv_cache_bytes is not None:
-        if config.kv_cache_bytes > free:
-            users = "a step and adapters" if needs.adapters else "a step"
-            raise ConfigError.of(
-                "kv_cache_bytes",
-                config.kv_cache_bytes,
-                f"at most {free:,}, the free memory less {needs.beside_cache:,} for {users}",
-            )
+        _check_stated_bytes(config.kv_cache_bytes, needs, free)
         return config.kv_cache_bytes
-
     most = max(0, free - int(available * _SPARE_SHARE))
     if config.kv_cache_fraction is not None:
         share = int(available * config.kv_cache_fraction)
         return min(most, share // config.instances)
-    if needs.device.type == "cuda":
-        share = int(available * _GPU_SHARE)
-    else:
-        share = min(int(available * _CPU_SHARE), _CPU_MOST)
-    # More than this is never in use: every sequence at its full length.
+    share = _default_share(needs.device, available)
+    return min(most, share // config.instances, _most_useful_bytes(config, needs))
+
+
+def _check_stated_bytes(stated: int, needs: Needs, free: int) -> None:
+    """Raise ConfigError if option ``kv_cache_bytes`` asks for more than is free."""
+    if stated > free:
+        users = "a step and adapters" if needs.adapter_bytes else "a step"
+        bound = f"at most {free:,}, the free memory less {needs.beside_cache:,} for {users}"
+        raise ConfigError.of("kv_cache_bytes", stated, bound)
+
+
+def _default_share(device: torch.device, available: int) -> int:
+    """What the caches of all instances on a device take by default."""
+    if device.type == "cuda":
+        return int(available * _GPU_SHARE)
+    return min(int(available * _CPU_SHARE), _CPU_MOST)
+
+
+def _most_useful_bytes(config: EngineConfig, needs: Needs) -> int:
+    """The size of a cache that ``max_num_seqs`` sequences of full length fill."""
     sequence_blocks = math.ceil(needs.max_model_len / config.block_size)
-    useful = config.max_num_seqs * sequence_blocks * needs.block
-    return min(most, share // config.instances, useful)
+    return config.max_num_seqs * sequence_blocks * needs.block_bytes
 
 
 def _too_small(config: EngineConfig, needs: Needs, size: int) -> ConfigError:
     """The error for a cache of ``size`` bytes, which holds no block. It names the option that led
     to the size. If neither option is set, it names ``kv_cache_bytes``, which the user can set."""
-    bound = f"enough for one block of {config.block_size}, {needs.block:,} bytes"
+    bound = f"enough for one block of {config.block_size}, {needs.block_bytes:,} bytes"
     if config.kv_cache_bytes is None and config.kv_cache_fraction is not None:
         return ConfigError.of("kv_cache_fraction", config.kv_cache_fraction, bound)
     return ConfigError.of("kv_cache_bytes", size, bound)

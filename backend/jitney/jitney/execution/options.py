@@ -11,7 +11,7 @@ from jitney.errors import ConfigError
 from jitney.execution import machine
 
 FLOAT8 = "float8_e4m3"
-TOKEN_BUDGET = {"cpu": 512, "cuda": 8192}
+DEFAULT_TOKEN_BUDGET = {"cpu": 512, "cuda": 8192}
 """Default of ``max_num_batched_tokens``, by the device's type."""
 _WITHOUT_GPU_KERNELS = "without the attention kernels of a GPU"
 
@@ -42,8 +42,9 @@ def refuse_gpu_options(config: EngineConfig) -> None:
 def cache_dtype(
     config: EngineConfig, model_dtype: torch.dtype, device: torch.device
 ) -> torch.dtype:
-    """The dtype of option ``kv_cache_dtype``. Raises ConfigError for one that caches of the device
-    cannot have."""
+    """The dtype of option ``kv_cache_dtype``. Raises ConfigError for float16 on a CPU. What kernels
+    do not have is refused elsewhere: float8 by :func:`refuse_gpu_options`, int8 by the accelerator
+    of a GPU."""
     if config.kv_cache_dtype == "auto":
         return model_dtype
     if config.kv_cache_dtype == FLOAT8:
@@ -63,7 +64,7 @@ def token_budget(config: EngineConfig, device: torch.device) -> int:
     if config.max_num_batched_tokens is not None:
         return config.max_num_batched_tokens
     # In a step of decodes every sequence has a token.
-    return max(TOKEN_BUDGET[device.type], config.max_num_seqs)
+    return max(DEFAULT_TOKEN_BUDGET[device.type], config.max_num_seqs)
 
 
 def draft_options(config: EngineConfig, dtype: torch.dtype, max_model_len: int) -> EngineConfig:

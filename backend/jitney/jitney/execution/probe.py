@@ -30,9 +30,9 @@ from jitney.execution.interface import (
     forward_module,
 )
 from jitney.execution.memory import make_layer_caches
-from jitney.execution.quantized import QuantizedLinear, coarse_layers, exact_products
+from jitney.execution.quantized import QuantizedLinear, float_inputs, layers_that_round_inputs
 from jitney.execution.reference import ReferenceAttention
-from jitney.execution.support import refuse
+from jitney.execution.support import unservable
 from jitney.sampling_params import SamplingParams
 
 _HARMLESS = frozenset({
@@ -94,7 +94,9 @@ def record_layers(module: PreTrainedModel, windows: list[int | None]) -> list[La
     last = positions[-1:]
     logits = forward_module(module, ids, positions, last, recorder)
     if logits.shape[0] != 1:
-        raise refuse(recorder.model_type, "it does not compute the logits of chosen tokens alone")
+        raise unservable(
+            recorder.model_type, "it does not compute the logits of chosen tokens alone"
+        )
     return recorder.specs()
 
 
@@ -106,7 +108,7 @@ def compare_with_eager(
     Raises UnsupportedModelError if they differ, CheckpointError, naming the file ``weights``, if
     eager attention's own logits are not finite.
     """
-    with exact_products(module), torch.inference_mode():
+    with float_inputs(module), torch.inference_mode():
         paged = probe_logits(module, specs)
         expected = _eager_logits(module)
     if not torch.isfinite(expected).all():
@@ -116,12 +118,12 @@ def compare_with_eager(
         )
     error = _distance(paged, expected)
     if not error <= _TOLERANCE[paged.dtype]:  # also if it is NaN
-        raise refuse(
+        raise unservable(
             module.config.model_type,
             f"over a paged cache its logits are {error:.2g} of their spread away from those of "
             "transformers' own attention",
         )
-    _check_products(coarse_layers(module))
+    _check_products(layers_that_round_inputs(module))
 
 
 def _eager_logits(module: PreTrainedModel) -> Tensor:
@@ -138,12 +140,12 @@ def _eager_logits(module: PreTrainedModel) -> Tensor:
     return torch.cat(logits).float()
 
 
-def check_same(before: Tensor, after: Tensor, *, coarse: bool = False) -> None:
+def check_same(before: Tensor, after: Tensor, *, rounds_inputs: bool = False) -> None:
     """Check that a module gives what it gave before it was rearranged for speed. ``before`` and
-    ``after`` are its :func:`probe_logits`. ``coarse``: some of its layers round their inputs to 8
-    bits. Raises InstallationError, because a kernel went wrong on this machine."""
+    ``after`` are its :func:`probe_logits`. ``rounds_inputs``: some of its layers round their inputs
+    to 8 bits. Raises InstallationError, because a kernel went wrong on this machine."""
     tolerance = _TOLERANCE[after.dtype]
-    if coarse:
+    if rounds_inputs:
         tolerance = max(tolerance, _ROUNDED_INPUTS_TOLERANCE)
     error = _distance(after, before)
     if not error <= tolerance:  # also if it is NaN
@@ -154,20 +156,17 @@ def check_same(before: Tensor, after: Tensor, *, coarse: bool = False) -> None:
 
 
 def _check_products(layers: list[QuantizedLinear]) -> None:
-    """Multiply rows of random numbers by one layer of each kind, with rounded inputs and without.
+    """Multiply rows of random numbers by a layer for each kernel, with rounded inputs and without.
     Raises InstallationError if a product is wrong on this machine, as torch's product of e4m3 may
     be."""
-    # Layers of one kind are multiplied by the same kernel. Which one that is depends on the class
-    # and on the numbers of inputs, of outputs and, in 4 bits, of groups. The shape of the scales
-    # says how many outputs and groups there are.
-    of_each_kind = {(type(each), each.in_features, each.scale.shape): each for each in layers}
+    layer_of_kernel = {_kernel_key(each): each for each in layers}
     generator = torch.Generator().manual_seed(0)
-    for layer in of_each_kind.values():
+    for layer in layer_of_kernel.values():
         x = torch.randn(_NUM_TOKENS, layer.in_features, generator=generator)
         x = x.to(device=layer.weight.device, dtype=layer.dtype)
         with torch.inference_mode():
             got = layer(x).float()
-            with exact_products(layer):
+            with float_inputs(layer):
                 right = layer(x).float()
         error = float((got - right).norm() / right.norm())
         if not error <= _PRODUCT_TOLERANCE:  # also if it is NaN
@@ -175,6 +174,20 @@ def _check_products(layers: list[QuantizedLinear]) -> None:
                 f"a product of 8 bits gives results {error:.2g} away from the right "
                 "ones on this machine: set the option quantization to 'none'"
             )
+
+
+class _KernelKey(NamedTuple):
+    """Layers that agree in these are multiplied by the same kernel."""
+
+    layer_class: type[QuantizedLinear]
+    inputs: int
+    outputs: int
+    scales: torch.Size
+    """The shape of the scales. In 4 bits it says how many groups there are."""
+
+
+def _kernel_key(layer: QuantizedLinear) -> _KernelKey:
+    return _KernelKey(type(layer), layer.in_features, layer.out_features, layer.scale.shape)
 
 
 def _distance(got: Tensor, expected: Tensor) -> float:
@@ -210,7 +223,7 @@ class _Recorder:
     def __call__(self, call: AttentionCall) -> Tensor:
         problem = next(self._problems(call), None)
         if problem is not None:
-            raise refuse(self.model_type, problem)
+            raise unservable(self.model_type, problem)
         self._specs[call.layer] = LayerSpec(
             num_heads=call.query.shape[1],
             num_kv_heads=call.key.shape[1],
@@ -253,7 +266,7 @@ class _Recorder:
         for layer in layers:
             if layer not in self._specs:
                 reason = f"layer {layer} does not attend through our interface"
-                raise refuse(self.model_type, reason)
+                raise unservable(self.model_type, reason)
         return [self._specs[layer] for layer in layers]
 
 
@@ -326,7 +339,8 @@ def probe_row(
     block_table: list[int],
     params: SamplingParams | None = None,
 ) -> Row:
-    """A row that computes ``count`` tokens of a prompt, and samples if there are ``params``."""
+    """A row that computes ``count`` tokens of a prompt. It samples the next one, with these
+    ``params``, if they are given."""
     return Row(
         key=0,
         index=0,

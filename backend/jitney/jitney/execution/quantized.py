@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,11 @@ from jitney.config import EngineConfig
 from jitney.execution.checkpoint import Checkpoint
 
 OUTLIER = 24.0
-"""Where a row of activations is rounded to int8, an element is an outlier if its size is more than
-this times the mean size of the other elements. Outliers stay floats, so that they do not enlarge
-the row's scale."""
+"""Where a row of activations is rounded to int8, elements that are about so many times larger than
+the row's mean are outliers. They stay floats, so that they do not enlarge the row's scale.
+``quantization.eight_bits`` has the definition, which kernels follow."""
 MOST_OUTLIERS = 15
-"""The most that a row may have. While it has more, the bound is doubled."""
+"""The most that a row may have."""
 
 
 class QuantizedLinear(nn.Module):
@@ -29,24 +29,26 @@ class QuantizedLinear(nn.Module):
     in_features: int
     out_features: int
     dtype: torch.dtype
+    """Of x and of the result. Only layers that round their inputs have it."""
     weight: Tensor
     bias: Tensor | None
     rounds_inputs = False
     """Whether it rounds x to 8 bits, as floats or as integers. A difference in the last bit of x
     may then become a large one in the result."""
-    exact = False
-    """Set it to compute without that rounding."""
+    keeps_inputs = False
+    """Whether it leaves that rounding out. Set by :func:`float_inputs` alone."""
     suits_integer_kernels = False
     """Whether a CPU's integer kernels multiply it: its weight has 8 or 4 bits, and x is rounded to
     int8 with a scale for each of its rows."""
     scale: Tensor
-    """Of the weight. In 8 bits it is float32 [1, out_features]; in 4 bits, see ``Int4Linear``."""
-    factors: Tensor | None
+    """Of the weight. In 8 bits it is float32 [1, out_features]. In 4 bits it also holds the least
+    values: see ``Int4Linear``. Only layers that round their inputs have it."""
+    input_factors: Tensor | None
     """float32 [in_features], or None: x is multiplied by them first of all."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("factors", None)
+        self.register_buffer("input_factors", None)
 
     @staticmethod
     def merge(linears: Sequence[nn.Module]) -> "QuantizedLinear | None":
@@ -65,8 +67,9 @@ class WeightFormat(Protocol):
     """Whether the weights can go to the device as they are read."""
 
     @property
-    def packed(self) -> Collection[str]:
-        """Tensors of a GGUF file that it reads itself, in :meth:`after_reading`."""
+    def reads_itself(self) -> Collection[str]:
+        """Names of tensors of a GGUF file that it reads itself, in :meth:`after_reading`.
+        transformers does not read these."""
 
     def needed_bytes(self, skeleton: PreTrainedModel) -> int:
         """The most that the weights take while they are loaded; ``skeleton`` is on ``meta``."""
@@ -95,34 +98,45 @@ def weight_of(linear: Any) -> Tensor:
     return weight.t() if type(linear) is Conv1D else weight
 
 
+class Holder(NamedTuple):
+    """A place where a module hangs."""
+
+    parent: nn.Module
+    attribute: str
+
+    def put(self, module: nn.Module) -> None:
+        """Put ``module`` there instead."""
+        setattr(self.parent, self.attribute, module)
+
+
 def find_children(
     module: nn.Module, fits: Callable[[nn.Module], object]
-) -> dict[Any, list[tuple[nn.Module, str]]]:
-    """The modules below ``module`` that ``fits`` accepts, each with all that hold it: a list of
-    (parent, name of the attribute). To replace the module, set another one at each of these."""
-    found: dict[Any, list[tuple[nn.Module, str]]] = {}
+) -> dict[Any, list[Holder]]:
+    """The modules below ``module`` that ``fits`` accepts -> where each of them hangs. A shared
+    module hangs in several places."""
+    found: dict[Any, list[Holder]] = {}
     for parent in module.modules():
         # Not named_children: it leaves out a child that a parent has under a second name.
         for name, child in parent._modules.items():
             if child is not None and fits(child):
-                found.setdefault(child, []).append((parent, name))
+                found.setdefault(child, []).append(Holder(parent, name))
     return found
 
 
-def coarse_layers(module: nn.Module) -> list[QuantizedLinear]:
-    """``module`` and the layers below it, as far as they round their inputs to 8 bits."""
+def layers_that_round_inputs(module: nn.Module) -> list[QuantizedLinear]:
+    """Those of ``module`` and the layers below it that round their inputs to 8 bits."""
     return [m for m in module.modules() if isinstance(m, QuantizedLinear) and m.rounds_inputs]
 
 
 @contextmanager
-def exact_products(module: nn.Module) -> Iterator[None]:
-    """A context in which none of the :func:`coarse_layers` rounds its inputs. A small change of the
-    input is then a small change of the output, as without quantization."""
-    layers = coarse_layers(module)
+def float_inputs(module: nn.Module) -> Iterator[None]:
+    """A context in which none of the :func:`layers_that_round_inputs` does so. A small change of
+    the input is then a small change of the output, as without quantization."""
+    layers = layers_that_round_inputs(module)
     for each in layers:
-        each.exact = True
+        each.keeps_inputs = True
     try:
         yield
     finally:
         for each in layers:
-            each.exact = False
+            each.keeps_inputs = False

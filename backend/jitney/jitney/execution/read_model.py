@@ -11,18 +11,18 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from jitney.config import EngineConfig
-from jitney.errors import CheckpointError, ConfigError, LoadError
+from jitney.errors import CheckpointError, ConfigError, LoadError, first_line
 from jitney.execution import interface, machine, probe, support
 from jitney.execution.acceleration import Accelerator
-from jitney.execution.checkpoint import Checkpoint, check_checkpoint, first_line, resolve_model
+from jitney.execution.checkpoint import Checkpoint, check_checkpoint, resolve_model
 from jitney.execution.interface import LayerSpec, LoadedModel
 from jitney.execution.quantized import QuantizedLinear, Quantizer, WeightFormat
 from jitney.execution.weights import cache_scales, count_bytes, read_weights, weights_name
 
 
 @dataclass(frozen=True)
-class Means:
-    """What a load works with, beside its options."""
+class LoadTools:
+    """What a load works with, beside its options: where the model goes, and what may be used."""
 
     device: torch.device
     accelerator: Accelerator | None = None
@@ -43,7 +43,7 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class ReadModule:
+class ModuleWithWeights:
     """A checkpoint's module with its weights, on the device."""
 
     judged: Judged
@@ -53,30 +53,34 @@ class ReadModule:
     """The most memory, in bytes, that the weights took while they were read."""
 
 
-def load_model(config: EngineConfig, means: Means) -> LoadedModel:
+def load_model(config: EngineConfig, tools: LoadTools) -> LoadedModel:
     """Load and check the checkpoint of ``config``, and prove that it runs on a paged cache."""
     checkpoint = check_checkpoint(resolve_model(config.model))
-    judged = judge(config, means, checkpoint)
-    read = read_module(config, means, judged)
+    judged = judge(config, tools, checkpoint)
+    read = read_module(config, tools, judged)
     return prove(read)
 
 
 # ---------------------------------------------------------------------- config
 
 
-def judge(config: EngineConfig, means: Means, checkpoint: Checkpoint) -> Judged:
+def judge(config: EngineConfig, tools: LoadTools, checkpoint: Checkpoint) -> Judged:
     """Check what can be checked without the weights, and choose the dtype to load them in."""
     hf_config = support.parse_config(checkpoint)
-    rounded = config.quantization in ("int8", "int4") or _is_quantized_for_kernels(checkpoint)
+    has_quantized_weights = config.quantization in ("int8", "int4")
+    if _is_quantized_for_kernels(checkpoint):
+        has_quantized_weights = True
     widened = False
-    if means.accelerator is not None:
-        widened = means.accelerator.widens_bfloat16(checkpoint, rounded=rounded)
+    if tools.accelerator is not None:
+        widened = tools.accelerator.widens_bfloat16(
+            checkpoint, has_quantized_weights=has_quantized_weights
+        )
     dtype = machine.resolve_dtype(
         config.dtype,
         support.stored_dtype(checkpoint),
-        means.device,
+        tools.device,
         widened=widened,
-        rounded=rounded,
+        has_quantized_weights=has_quantized_weights,
     )
     return Judged(
         checkpoint=checkpoint,
@@ -97,43 +101,50 @@ def _is_quantized_for_kernels(checkpoint: Checkpoint) -> bool:
     return bool(quantization.get("quant_method") != "torchao")
 
 
-# ---------------------------------------------------------------------- weights
+# ---------------------------------------------------------------------- once for each process
 
 
 def import_models() -> None:
-    """Import what all architectures share. Without this, transformers does it at the first load."""
+    """Import what the modules of all architectures share, by importing one of them. Without this,
+    transformers does it at the first load."""
     import transformers.models.llama.modeling_llama  # noqa: F401
 
 
-def read_module(config: EngineConfig, means: Means, judged: Judged) -> ReadModule:
-    """Read the weights. Raises LoadError if they are larger than the free memory."""
-    weight_format = find_weight_format(config, means, judged)
+# ---------------------------------------------------------------------- weights
+
+
+def read_module(config: EngineConfig, tools: LoadTools, judged: Judged) -> ModuleWithWeights:
+    """Read the weights. Raises LoadError if they are larger than the free memory, and MemoryError
+    if memory runs out all the same."""
+    weight_format = find_weight_format(config, tools, judged)
     if weight_format is None:
-        return _read_plain(means, judged)
-    return _read_quantized(means, judged, weight_format)
+        return _read_plain(tools, judged)
+    return _read_quantized(tools, judged, weight_format)
 
 
-def find_weight_format(config: EngineConfig, means: Means, judged: Judged) -> WeightFormat | None:
+def find_weight_format(
+    config: EngineConfig, tools: LoadTools, judged: Judged
+) -> WeightFormat | None:
     """How the weights are quantized; None if they are not. Raises ConfigError or
     UnsupportedModelError if they are and there is no quantizer."""
     checkpoint = judged.checkpoint
-    if means.quantizer is not None:
-        return means.quantizer(checkpoint, config, judged.dtype, means.device)
+    if tools.quantizer is not None:
+        return tools.quantizer(checkpoint, config, judged.dtype, tools.device)
     if config.quantization != "none":
         raise ConfigError.of("quantization", config.quantization, "'none' without a quantizer")
     if checkpoint.config.get("quantization_config"):
-        raise support.refuse(str(checkpoint.config["model_type"]), "its weights are quantized")
+        raise support.unservable(str(checkpoint.config["model_type"]), "its weights are quantized")
     return None
 
 
-def _read_plain(means: Means, judged: Judged) -> ReadModule:
+def _read_plain(tools: LoadTools, judged: Judged) -> ModuleWithWeights:
     """Read weights that are not quantized."""
     checkpoint = judged.checkpoint
     needed = checkpoint.num_values * judged.dtype.itemsize
-    _check_free(needed, means.device)
-    module = read_weights(checkpoint, judged.config, judged.dtype, means.device)
-    _finish_module(module, means.device)
-    return ReadModule(
+    _check_free(needed, tools.device)
+    module = read_weights(checkpoint, judged.config, judged.dtype, tools.device)
+    _finish_module(module, tools.device)
+    return ModuleWithWeights(
         judged=judged,
         module=module,
         num_parameters=module.num_parameters(),
@@ -141,26 +152,28 @@ def _read_plain(means: Means, judged: Judged) -> ReadModule:
     )
 
 
-def _read_quantized(means: Means, judged: Judged, weight_format: WeightFormat) -> ReadModule:
+def _read_quantized(
+    tools: LoadTools, judged: Judged, weight_format: WeightFormat
+) -> ModuleWithWeights:
     """Read weights that are quantized in the checkpoint, or quantize them."""
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(judged.config, dtype=judged.dtype)
     needed = weight_format.needed_bytes(skeleton)
-    _check_free(needed, means.device)
+    _check_free(needed, tools.device)
 
     weight_format.before_reading(judged.config)
     module = read_weights(
         judged.checkpoint,
         judged.config,
         judged.dtype,
-        device=means.device if weight_format.in_place else None,
-        packed=weight_format.packed,
+        device=tools.device if weight_format.in_place else None,
+        skip=weight_format.reads_itself,
     )
     sizes = _linear_sizes(module)
     weight_format.after_reading(module)
     _check_sizes(module, sizes, weights_name(judged.checkpoint))
-    _finish_module(module, means.device)
-    return ReadModule(
+    _finish_module(module, tools.device)
+    return ModuleWithWeights(
         judged=judged,
         module=module,
         num_parameters=skeleton.num_parameters(),
@@ -215,7 +228,7 @@ def _check_sizes(module: nn.Module, sizes: dict[str, _LinearSize], weights: str)
 # ---------------------------------------------------------------------- proof
 
 
-def prove(read: ReadModule) -> LoadedModel:
+def prove(read: ModuleWithWeights) -> LoadedModel:
     """Check with ``probe`` that the module runs on a paged cache. Returns the model, with what the
     checks found out about its layers."""
     judged = read.judged
@@ -244,13 +257,16 @@ def prove(read: ReadModule) -> LoadedModel:
 
 def _probe(module: PreTrainedModel, weights: str) -> list[LayerSpec]:
     """What each layer keeps and how it attends. Raises LoadError if a check fails: whatever is
-    raised within a check means that the architecture cannot be served."""
+    raised within a check means that the architecture cannot be served, except that MemoryError
+    means that memory ran out."""
     try:
         layers = probe.record_layers(module, support.layer_windows(module.config))
         probe.compare_with_eager(module, layers, weights)
     except LoadError:
         raise
     except Exception as error:
+        if machine.is_out_of_memory(error):
+            raise MemoryError(str(error)) from error
         reason = f"a trial step over a paged cache failed ({first_line(error)})"
-        raise support.refuse(module.config.model_type, reason) from error
+        raise support.unservable(module.config.model_type, reason) from error
     return layers

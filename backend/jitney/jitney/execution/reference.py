@@ -50,6 +50,7 @@ def write(new: Tensor, cache: Tensor, meta: AttentionMetadata, scale: Tensor | N
     if cache.dtype == torch.int8:
         new_scales = (new.float().abs().amax(-1) / 127).clamp_min(LEAST_SCALE)
         _scales(cache)[block, :, offset] = new_scales
+        # Times the reciprocal, as the kernels do: a division would give other bits.
         new = (new.float() * (1 / new_scales)[..., None]).round()
     elif scale is not None:
         largest = torch.finfo(cache.dtype).max

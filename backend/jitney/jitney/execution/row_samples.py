@@ -1,5 +1,6 @@
-"""Between a step's rows and its logits: which tokens need logits, as which rows they are sampled,
-and how the samples become outputs. Pure functions, called by the runner.
+"""Between a step's rows and its logits: which tokens of a step need logits; for each sample, the
+row as the sampler must see it; and the rows' outputs, made of the samples. Pure functions, called
+by the runner.
 """
 
 from dataclasses import dataclass, replace
@@ -7,8 +8,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from jitney.batch import Row, RowOutput
+from jitney.execution.filters import SampledRow
 from jitney.execution.logits_processors import needs_processing
-from jitney.execution.sampler import Sampled, prompt_logprobs
+from jitney.execution.sampler import SampledToken, prompt_logprobs
 from jitney.messages import Logprob
 
 RowPromptLogprobs = list[list[Logprob]]
@@ -81,8 +83,8 @@ def logprobs_in_pass(targets: PromptTargets, logits: Tensor, first: int) -> RowP
     return prompt_logprobs(logits[begin - first : end - first], token_ids, targets.num_candidates)
 
 
-def sampled_rows(row: Row) -> list[tuple[Row, int]]:
-    """(row, sequence index) for each token that the row samples, as the sampler takes them.
+def sampled_rows(row: Row) -> list[SampledRow]:
+    """For each token that the row samples, the pair that the sampler takes.
 
     A token behind drafts is sampled as if these drafts were output. So its row is a copy that ends
     with the last of them, and has them in its output.
@@ -96,7 +98,7 @@ def sampled_rows(row: Row) -> list[tuple[Row, int]]:
     reads_output = needs_processing(row)
     pairs = []
     for num_before in range(row.drafts + 1):
-        as_sampled = replace(row, token_ids=row.token_ids[: num_known + num_before])
+        as_sampled = replace(row, token_ids=row.token_ids[: num_known + num_before], drafts=0)
         if reads_output and num_before > 0:
             as_sampled.output = row.output + drafts[:num_before]
             if row.grammar is not None:
@@ -105,7 +107,9 @@ def sampled_rows(row: Row) -> list[tuple[Row, int]]:
     return pairs
 
 
-def row_output(row: Row, samples: list[Sampled], prompt: RowPromptLogprobs | None) -> RowOutput:
+def row_output(
+    row: Row, samples: list[SampledToken], prompt_logprobs: RowPromptLogprobs | None
+) -> RowOutput:
     """The row's output: its samples, or the error of the first that got no token."""
     failed = _first_failed(samples)
     if failed is not None:
@@ -119,10 +123,10 @@ def row_output(row: Row, samples: list[Sampled], prompt: RowPromptLogprobs | Non
     logprobs = None
     if samples and row.params.logprobs is not None:
         logprobs = [each.logprobs or [] for each in samples]
-    return RowOutput(tokens, logprobs, prompt)
+    return RowOutput(tokens, logprobs, prompt_logprobs)
 
 
-def _first_failed(samples: list[Sampled]) -> int | None:
+def _first_failed(samples: list[SampledToken]) -> int | None:
     """Index of the first sample without a token."""
     for index, each in enumerate(samples):
         if each.error is not None:
@@ -130,7 +134,7 @@ def _first_failed(samples: list[Sampled]) -> int | None:
     return None
 
 
-def _is_behind_wrong_draft(row: Row, samples: list[Sampled], index: int) -> bool:
+def _is_behind_wrong_draft(row: Row, samples: list[SampledToken], index: int) -> bool:
     """Whether a draft in front of this sample differs from what was sampled in its place. The
     sequence then goes on without that draft, and the sample means nothing."""
     if not row.drafts:

@@ -29,7 +29,7 @@ from jitney.execution.row_samples import (
     row_output,
     sampled_rows,
 )
-from jitney.execution.sampler import Sampled, Samples, sample
+from jitney.execution.sampler import PendingSamples, SampledToken, sample
 from jitney.messages import ModelInfo
 
 _LOGITS_FLOATS = 1 << 28
@@ -37,8 +37,8 @@ _LOGITS_FLOATS = 1 << 28
 _SAMPLED_FLOATS = 1 << 24
 """Logits that are sampled at once. Bounds the sampler's memory; no token depends on it."""
 
-Forward = Callable[[Tensor, AttentionMetadata, Tensor], Tensor]
-"""Called as ``forward(ids, meta, indices)``: a forward pass over the T flattened tokens of a step.
+RunTokens = Callable[[Tensor, AttentionMetadata, Tensor], Tensor]
+"""Called as ``run_tokens(ids, meta, indices)``: a forward pass over a step's T flattened tokens.
 
 ``ids`` is [T]. ``indices`` says which of the T tokens need logits; there is at least one. Returns
 logits [len(indices), V], which the next call may overwrite."""
@@ -51,7 +51,7 @@ class _StepLogits(NamedTuple):
     """[N, V], of the tokens that are sampled from."""
     sampled_from: list[int]
     """For each sample of the step, in order: its index among the N."""
-    prompt: dict[int, RowPromptLogprobs]
+    prompt_logprobs: dict[int, RowPromptLogprobs]
     """By the row's index."""
 
 
@@ -60,11 +60,11 @@ class PendingStep:
     """A step in flight: a ``protocols.LaunchedStep``."""
 
     rows: list[Row]
-    samples: list[Samples]
+    samples: list[PendingSamples]
     """In slices: together, the samples of all rows in order."""
-    prompt: dict[int, RowPromptLogprobs]
+    prompt_logprobs: dict[int, RowPromptLogprobs]
     """By the row's index."""
-    recover: Callable[[], None]
+    wait_until_idle: Callable[[], None]
     """Called if the step failed; returns when nothing is in flight."""
     output: StepOutput | None = None
     """Set once the device has it. A draft model then adds its proposals."""
@@ -81,18 +81,18 @@ class PendingStep:
 
     def _collect(self) -> StepOutput:
         """Wait for the samples and share them out among the rows."""
-        sampled: list[Sampled] = []
+        sampled: list[SampledToken] = []
         try:
             for part in self.samples:
                 sampled += part.wait()
         except BaseException:
-            self.recover()
+            self.wait_until_idle()
             raise
         outputs = []
         begin = 0
         for r, row in enumerate(self.rows):
             end = begin + row.num_samples
-            outputs.append(row_output(row, sampled[begin:end], self.prompt.get(r)))
+            outputs.append(row_output(row, sampled[begin:end], self.prompt_logprobs.get(r)))
             begin = end
         return StepOutput(rows=outputs)
 
@@ -110,15 +110,15 @@ class TorchRunner:
         model: LoadedModel,
         caches: list[LayerCache],
         info: ModelInfo,
-        forward: Forward | None = None,
+        run_tokens: RunTokens | None = None,
     ) -> None:
-        """``forward``: what runs the model, if not the model's own forward over ``caches``."""
+        """``run_tokens``: what runs the model; by default :meth:`run_model`."""
         self.info = info
         self._model = model
         self._device = model.device
         self._caches = caches
         self._tables = BlockTables()
-        self._forward = forward or self.forward
+        self._run_tokens = run_tokens or self.run_model
         self._most_logits = max(1, _LOGITS_FLOATS // info.vocab_size)
         """How many tokens may have logits in one forward pass."""
         self._sampled: Tensor | None = None
@@ -148,22 +148,22 @@ class TorchRunner:
             try:
                 return self._launch(batch)
             except BaseException as error:
-                self.recover()
+                self.wait_until_idle()
                 if isinstance(error, torch.OutOfMemoryError):
                     raise MemoryError(str(error)) from error
                 raise
 
-    def recover(self) -> None:
-        """Wait, after a step failed, until nothing is in flight. Raises DeviceLostError if the
-        device cannot even do that."""
+    def wait_until_idle(self) -> None:
+        """After a step failed: forget the tokens that it sampled, and wait until nothing is in
+        flight. Raises DeviceLostError if the device cannot even do that."""
         self._sampled = None
         try:
             synchronize(self._device)
         except Exception as fault:
             raise DeviceLostError("the device has failed for good") from fault
 
-    def forward(self, ids: Tensor, meta: AttentionMetadata, indices: Tensor) -> Tensor:
-        """A :data:`Forward`: the model's own."""
+    def run_model(self, ids: Tensor, meta: AttentionMetadata, indices: Tensor) -> Tensor:
+        """A :data:`RunTokens`: the model's own forward, over the runner's caches."""
         step = PagedStep(self._caches, meta)
         return self._model.forward(ids, meta.positions, indices, step)
 
@@ -202,7 +202,7 @@ class TorchRunner:
         self._caches = []
         self._sampled = None
         self._draft = None
-        del self._model, self._forward
+        del self._model, self._run_tokens
         if self._device.type == "cuda":
             # cuBLAS keeps a workspace for every stream it was called on, 32 MiB each on an H100;
             # the stream that graphs are captured on is another one with every load.
@@ -212,10 +212,14 @@ class TorchRunner:
     # ------------------------------------------------------------------ a step
 
     def _launch(self, batch: Batch) -> PendingStep:
+        """Queue a step, without its clean-up in case of an error: see :meth:`launch`."""
         rows = list(batch.rows)
+        # First, because rows read and write the copies.
         self._copy_blocks(batch.copies)
         if not rows:
-            return PendingStep(rows=[], samples=[], prompt={}, recover=self.recover)
+            return PendingStep(
+                rows=[], samples=[], prompt_logprobs={}, wait_until_idle=self.wait_until_idle
+            )
         meta = build_metadata(
             rows,
             block_size=self.info.block_size,
@@ -224,6 +228,7 @@ class TorchRunner:
         )
         ids = to_device([token for row in rows for token in row.token_ids], self._device)
         if self.info.overlap:
+            # Before the model reads the ids, and before this step replaces ``_sampled``.
             self._insert_carried(rows, ids, meta)
         found = self._compute_logits(rows, ids, meta)
         samples = self._sample(rows, found)
@@ -233,10 +238,11 @@ class TorchRunner:
         step = PendingStep(
             rows=rows,
             samples=samples,
-            prompt=found.prompt,
-            recover=self.recover,
+            prompt_logprobs=found.prompt_logprobs,
+            wait_until_idle=self.wait_until_idle,
         )
         if self._draft is not None:
+            # Last, because it waits for the step's outputs if a row asks for a proposal.
             self._draft.follow(batch, meta, step.outputs)
         return step
 
@@ -255,26 +261,26 @@ class TorchRunner:
     def _compute_logits(self, rows: list[Row], ids: Tensor, meta: AttentionMetadata) -> _StepLogits:
         """Run the model once, or in several passes if a row asks for prompt logprobs."""
         plan = plan_logits(rows)
-        # A Forward computes logits of at least one token: if none is needed, those of token 0.
+        # A model computes logits of at least one token: if none is needed, those of token 0.
         tokens = to_device(plan.tokens or [0], self._device)
         if plan.targets:
             return self._run_in_passes(plan, tokens, ids, meta)
-        logits = self._forward(ids, meta, tokens)
-        return _StepLogits(logits, plan.sampled_from, prompt={})
+        logits = self._run_tokens(ids, meta, tokens)
+        return _StepLogits(logits, plan.sampled_from, prompt_logprobs={})
 
     def _run_in_passes(
         self, plan: LogitsPlan, tokens: Tensor, ids: Tensor, meta: AttentionMetadata
     ) -> _StepLogits:
         """Run the model once for every ``_most_logits`` tokens of the plan, because all logits of a
         long prompt would not fit into memory. Each pass writes the same K and V again."""
-        prompt: dict[int, RowPromptLogprobs] = {r: [] for r in plan.targets}
+        prompt_logprobs: dict[int, RowPromptLogprobs] = {r: [] for r in plan.targets}
         kept_indices = sorted(set(plan.sampled_from))  # each once
         kept: list[Tensor] = []
         for begin in range(0, len(tokens), self._most_logits):
-            logits = self._forward(ids, meta, tokens[begin : begin + self._most_logits])
+            logits = self._run_tokens(ids, meta, tokens[begin : begin + self._most_logits])
             end = begin + len(logits)
             for r, targets in plan.targets.items():
-                prompt[r] += logprobs_in_pass(targets, logits, begin)
+                prompt_logprobs[r] += logprobs_in_pass(targets, logits, begin)
             # Only logits that are sampled from are kept: as a copy, because the next pass may
             # overwrite them.
             in_pass = [index - begin for index in kept_indices if begin <= index < end]
@@ -284,9 +290,9 @@ class TorchRunner:
         # the logits that were kept.
         kept_index_of = {index: i for i, index in enumerate(kept_indices)}
         sampled_from = [kept_index_of[index] for index in plan.sampled_from]
-        return _StepLogits(torch.cat(kept), sampled_from, prompt)
+        return _StepLogits(torch.cat(kept), sampled_from, prompt_logprobs)
 
-    def _sample(self, rows: list[Row], found: _StepLogits) -> list[Samples]:
+    def _sample(self, rows: list[Row], found: _StepLogits) -> list[PendingSamples]:
         """Sample each (row, sequence) of the step, in order.
 
         In slices: prompts of n > 1 that end in one step can give a hundred times as many sequences

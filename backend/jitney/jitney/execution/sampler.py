@@ -4,13 +4,12 @@ Every reduction runs along the vocabulary of one row, and chance comes from a co
 generator: a request gives the same tokens alone, in any batch, and after a preemption or a restart.
 
 :func:`sample` waits for nothing on the device: the token ids stay there as the next step's input,
-and :meth:`Samples.wait` brings them to the host. A row that is greedy and asks for nothing else
-costs one argmax. For the others: ``logits_processors``, then ``filters``.
+and :meth:`PendingSamples.wait` brings them to the host. A row that is greedy and asks for nothing
+else costs one argmax. For the others: ``logits_processors``, then ``filters``.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from jitney.batch import Row
 from jitney.errors import InternalError, InvalidArgumentError, JitneyError
-from jitney.execution.filters import choose_tokens
+from jitney.execution.filters import SampledRow, choose_tokens
 from jitney.execution.logits_processors import needs_processing, process_logits, sole_mask
 from jitney.execution.machine import to_device
 from jitney.messages import Logprob
@@ -29,7 +28,7 @@ _SLICE_FLOATS = 1 << 24
 
 
 @dataclass(slots=True)
-class Sampled:
+class SampledToken:
     """One sequence's next token. ``token_id`` means nothing if ``error`` is set."""
 
     token_id: int
@@ -39,52 +38,53 @@ class Sampled:
     """Why this sequence gets no token; the others of the batch are not touched."""
 
 
-class Samples:
+class PendingSamples:
     """The next tokens of a step's sequences, perhaps still being computed."""
 
     def __init__(
         self,
         token_ids: Tensor,
-        finite: Tensor,
-        allowed: Tensor,
+        model_is_finite: Tensor,
+        has_choice: Tensor,
         asked: dict[int, int],
-        measured: "Measured | None",
+        logprobs: "TokenLogprobs | None",
     ) -> None:
-        """``finite`` [S]: whether the largest logit is a finite number; ``allowed`` [S]: whether it
-        still is after the logits processors.
+        """``model_is_finite``, bool [S]: whether the model's largest logit is a finite number.
+        ``has_choice``, bool [S]: whether a token is left to choose, which means that the largest
+        logit after the processors is a finite number.
 
         ``asked``: by index, the sequences that ask for log-probabilities, and for how many of the
-        best tokens. ``measured`` are these sequences' log-probabilities; None if none asks."""
+        best tokens. ``logprobs`` are those of these sequences, in this order; None if none asks."""
         self.token_ids = token_ids
         """int64 [S] on the device: some id of the vocabulary where there is an error."""
         self._asked = asked
         # Copies on the host: on a GPU they are valid only after ``_copied``.
         self._token_ids = _copy_to_host(token_ids)
-        self._finite = _copy_to_host(finite)
-        self._allowed = _copy_to_host(allowed)
-        self._measured: Measured | None = None
-        if measured is not None:
-            self._measured = Measured(*(_copy_to_host(each) for each in measured))
+        self._model_is_finite = _copy_to_host(model_is_finite)
+        self._has_choice = _copy_to_host(has_choice)
+        self._logprobs: TokenLogprobs | None = None
+        if logprobs is not None:
+            self._logprobs = TokenLogprobs(*(_copy_to_host(each) for each in logprobs))
         self._copied: torch.cuda.Event | None = None
         if token_ids.is_cuda:
             self._copied = torch.cuda.Event()
             self._copied.record()
 
-    def wait(self) -> list[Sampled]:
+    def wait(self) -> list[SampledToken]:
         """The samples, parallel to the pairs of :func:`sample`, once the device has them."""
         if self._copied is not None:
             self._copied.synchronize()
         token_ids: list[int] = self._token_ids.tolist()
-        results = [Sampled(token_id) for token_id in token_ids]
-        if self._measured is not None:
+        results = [SampledToken(token_id) for token_id in token_ids]
+        if self._logprobs is not None:
             chosen = [token_ids[i] for i in self._asked]
-            candidates = name_candidates(chosen, self._asked.values(), self._measured)
+            candidates = list_candidates(chosen, list(self._asked.values()), self._logprobs)
             for i, of_sequence in zip(self._asked, candidates, strict=True):
                 results[i].logprobs = of_sequence
-        for i, is_allowed in enumerate(self._allowed.tolist()):
-            if not is_allowed:
-                error = _no_token(finite=bool(self._finite[i]))
-                results[i] = Sampled(-1, error=error)
+        for i, has_choice in enumerate(self._has_choice.tolist()):
+            if not has_choice:
+                error = _no_token(model_is_finite=bool(self._model_is_finite[i]))
+                results[i] = SampledToken(-1, error=error)
         return results
 
 
@@ -93,9 +93,9 @@ def _copy_to_host(tensor: Tensor) -> Tensor:
     return tensor.to("cpu", non_blocking=True)
 
 
-def _no_token(*, finite: bool) -> JitneyError:
-    """Why a sequence gets no token; ``finite``: the model's own logits are."""
-    if not finite:
+def _no_token(*, model_is_finite: bool) -> JitneyError:
+    """Why a sequence gets no token: because of the model's own logits, or of the processors."""
+    if not model_is_finite:
         return InternalError("the model's logits are not finite numbers")
     return InvalidArgumentError(
         "the sampling parameters forbid every token: see allowed_token_ids, bad_words, "
@@ -103,8 +103,8 @@ def _no_token(*, finite: bool) -> JitneyError:
     )
 
 
-def sample(logits: Tensor, pairs: list[tuple[Row, int]]) -> Samples:
-    """Sample the next token of each pair (row, sequence index), of which there is at least one.
+def sample(logits: Tensor, pairs: list[SampledRow]) -> PendingSamples:
+    """Sample the next token of each of these pairs, of which there is at least one.
 
     ``logits`` [S, V], any float dtype, is parallel to ``pairs`` and is left as it is. The position
     of the new token, which its randomness depends on, is ``row.end``.
@@ -113,17 +113,17 @@ def sample(logits: Tensor, pairs: list[tuple[Row, int]]) -> Samples:
     rows = [row for row, _ in pairs]
 
     # A greedy row that asks for nothing else is done with the argmax.
-    chosen, finite = argmax(logits)
-    allowed = finite
+    chosen, model_is_finite = argmax(logits)
     remaining = [i for i, row in enumerate(rows) if not row.params.greedy or needs_processing(row)]
+    has_choice = model_is_finite
     if remaining:
-        allowed = finite.clone()  # to be changed for these rows
+        has_choice = model_is_finite.clone()  # changed below for the remaining rows
 
     # On a CPU, a greedy row of which only a grammar's mask changes logits is done without a mask.
     if remaining and logits.device.type == "cpu":
         masks = _sole_masks(rows, remaining)
         if masks:
-            _choose_allowed(logits, masks, chosen, allowed)
+            _choose_allowed(logits, masks, chosen, has_choice)
             remaining = [i for i in remaining if i not in masks]
 
     # All others need logits of their own, in float32, which processors and filters change.
@@ -133,7 +133,7 @@ def sample(logits: Tensor, pairs: list[tuple[Row, int]]) -> Samples:
         own_rows = [rows[i] for i in remaining]
         if any(needs_processing(row) for row in own_rows):
             process_logits(own_logits, own_rows)
-            allowed[index] = torch.isfinite(own_logits.amax(dim=-1))
+            has_choice[index] = torch.isfinite(own_logits.amax(dim=-1))
         chosen[index] = choose_tokens(own_logits, [pairs[i] for i in remaining])
 
     # Log-probabilities are those of the model's logits, without processors and filters.
@@ -141,17 +141,17 @@ def sample(logits: Tensor, pairs: list[tuple[Row, int]]) -> Samples:
     for i, row in enumerate(rows):
         if row.params.logprobs is not None:
             asked[i] = row.params.logprobs
-    measured = None
+    logprobs = None
     if asked:
         index = to_device(list(asked), logits.device)
         logits_of_asked = logits if len(asked) == len(rows) else logits[index]
-        measured = measure(logits_of_asked, chosen[index], max(asked.values()))
-    return Samples(
+        logprobs = compute_logprobs(logits_of_asked, chosen[index], max(asked.values()))
+    return PendingSamples(
         token_ids=chosen,
-        finite=finite,
-        allowed=allowed,
+        model_is_finite=model_is_finite,
+        has_choice=has_choice,
         asked=asked,
-        measured=measured,
+        logprobs=logprobs,
     )
 
 
@@ -176,7 +176,8 @@ _BITS_OF = {
 
 def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The index of each row's largest logit, int64 [S], and whether that logit is a finite number,
-    bool [S]. ``logits`` is [S, V]. Of equals it is the first; a NaN counts as the largest."""
+    bool [S]. ``logits`` is [S, V]. A NaN counts as the largest. Of equals it is the first, except
+    that on a CPU 0.0 counts as larger than -0.0."""
     indices = None
     if logits.device.type == "cpu" and logits.dtype in _BITS_OF:
         indices = _argmax_on_cpu(logits, _BITS_OF[logits.dtype])
@@ -222,10 +223,10 @@ def _sole_masks(rows: list[Row], indices: list[int]) -> dict[int, bytes]:
 
 
 def _choose_allowed(
-    logits: Tensor, masks: dict[int, bytes], chosen: Tensor, allowed: Tensor
+    logits: Tensor, masks: dict[int, bytes], chosen: Tensor, has_choice: Tensor
 ) -> None:
-    """Choose anew for greedy rows with a grammar's mask: set ``chosen`` and ``allowed`` [S] of the
-    rows in ``masks``. ``chosen`` are the argmaxes of ``logits`` [S, V] without masks.
+    """Choose anew for greedy rows with a grammar's mask: set ``chosen`` and ``has_choice`` [S] of
+    the rows in ``masks``. ``chosen`` are the argmaxes of ``logits`` [S, V] without masks.
 
     It looks at the logits of allowed tokens only, which takes a tenth of the time of masking.
     """
@@ -240,7 +241,7 @@ def _choose_allowed(
         if len(ids_of[mask]):
             candidates[i] = ids_of[mask]
         else:
-            allowed[i] = False
+            has_choice[i] = False
     if not candidates:
         return
 
@@ -248,7 +249,7 @@ def _choose_allowed(
     token_ids = torch.from_numpy(_pad(list(candidates.values())))
     best_column, is_finite = argmax(logits[rows.unsqueeze(1), token_ids])
     chosen[rows] = token_ids.gather(1, best_column.unsqueeze(1)).squeeze(1)
-    allowed[rows] = is_finite
+    has_choice[rows] = is_finite
 
 
 def _pad(lists: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
@@ -282,13 +283,13 @@ def _allowed_ids(mask: bytes, size: int) -> npt.NDArray[np.int64]:
 # ------------------------------------------------------------------ log-probabilities
 
 
-class Measured(NamedTuple):
-    """Log-probabilities of R rows of logits."""
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities of R rows of logits: of one given token of each, and of the W best."""
 
-    chosen: Tensor
-    """[R]: the chosen token's."""
+    given: Tensor
+    """[R]: the given token's."""
     ranks: Tensor
-    """int64 [R]: how many tokens are at least as probable as the chosen one."""
+    """int64 [R]: how many tokens are at least as probable as the given one."""
     best: Tensor
     """[R, W]: those of the W best tokens, best first."""
     best_ids: Tensor
@@ -301,29 +302,34 @@ def prompt_logprobs(logits: Tensor, targets: list[int], k: int) -> list[list[Log
     ``logits`` [P, V]; ``targets`` are the prompt's tokens that these positions predict.
     """
     assert logits.shape[0] == len(targets)
-    measured = measure(logits, to_device(targets, logits.device), k)
-    return name_candidates(targets, [k] * len(targets), measured)
+    logprobs = compute_logprobs(logits, to_device(targets, logits.device), k)
+    return list_candidates(targets, [k] * len(targets), logprobs)
 
 
-def measure(logits: Tensor, chosen: Tensor, width: int) -> Measured:
-    """Log-probabilities of the ``chosen`` tokens [R] and of the ``width`` best ones, or of all if
-    there are fewer. ``logits`` [R, V] are the model's."""
+def compute_logprobs(logits: Tensor, given_ids: Tensor, width: int) -> TokenLogprobs:
+    """Log-probabilities of the given tokens [R] and of the ``width`` best ones, or of all if there
+    are fewer. ``logits`` [R, V] are the model's."""
     width = min(width, logits.shape[1])
     slice_len = max(1, _SLICE_FLOATS // logits.shape[1])
-    slices: list[Measured] = []
-    for part, ids in zip(logits.split(slice_len), chosen.split(slice_len), strict=True):
+    slices: list[TokenLogprobs] = []
+    for part, ids in zip(logits.split(slice_len), given_ids.split(slice_len), strict=True):
         logprobs = torch.log_softmax(part.float(), dim=-1)
-        own = logprobs.gather(1, ids.unsqueeze(1))
+        given = logprobs.gather(1, ids.unsqueeze(1))
         best, best_ids = _best(logprobs, width)
         slices.append(
-            Measured(
-                chosen=own.squeeze(1),
-                ranks=(logprobs >= own).sum(dim=-1),
+            TokenLogprobs(
+                given=given.squeeze(1),
+                ranks=(logprobs >= given).sum(dim=-1),
                 best=best,
                 best_ids=best_ids,
             )
         )
-    return Measured(*(torch.cat(of_slices) for of_slices in zip(*slices, strict=True)))
+    return TokenLogprobs(
+        given=torch.cat([each.given for each in slices]),
+        ranks=torch.cat([each.ranks for each in slices]),
+        best=torch.cat([each.best for each in slices]),
+        best_ids=torch.cat([each.best_ids for each in slices]),
+    )
 
 
 def _best(values: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -346,36 +352,41 @@ def _best(values: Tensor, width: int) -> tuple[Tensor, Tensor]:
     is_candidate = ~(values < best[:, -1:])
     rows, ids = is_candidate.nonzero(as_tuple=True)  # by row, then by index
     found = values[rows, ids]
-    # Order them by row, then by falling value, then by index. They are in order of the index now.
-    # So sort by value first, and then by row: a stable sort leaves equals in the order they had.
+    # Order them by row, then by descending value, then by index. They are in order of the index
+    # now. So sort by value first, and then by row: a stable sort leaves equals in the order they
+    # had.
     by_value = found.argsort(descending=True, stable=True)
     rows_by_value = rows[by_value]
     order = by_value[rows_by_value.argsort(stable=True)]
-    # The first ``width`` of each row.
+    # The first ``width`` of each row. With rows of 3 and 2 candidates, which begin at 0 and 3, and
+    # with width 2, these are [[0, 1], [3, 4]] of ``order``.
     row_sizes = rows.bincount(minlength=len(values))
     row_begins = row_sizes.cumsum(0) - row_sizes
     kept = order[row_begins.unsqueeze(1) + torch.arange(width)]
     return found[kept], ids[kept]
 
 
-def name_candidates(
-    chosen: list[int], counts: Iterable[int], measured: Measured
+def list_candidates(
+    given_ids: list[int], counts: list[int], logprobs: TokenLogprobs
 ) -> list[list[Logprob]]:
-    """For each row: the chosen token, then as many of the best ones as its count says, none twice.
+    """For each row: the given token, then as many of the best ones as its count says, none twice.
 
-    Ranks are vLLM's: of the best tokens, their order; of a chosen token that is not among them, the
+    Ranks are vLLM's: of the best tokens, their order; of a given token that is not among them, the
     number of tokens that are at least as probable.
     """
-    result = []
-    lists: list[list[Any]] = [each.tolist() for each in measured]
-    for token, count, own, rank, best, best_ids in zip(chosen, counts, *lists, strict=True):
-        first = Logprob(token, own, rank)
+    given: list[float] = logprobs.given.tolist()
+    ranks: list[int] = logprobs.ranks.tolist()
+    best: list[list[float]] = logprobs.best.tolist()
+    best_ids: list[list[int]] = logprobs.best_ids.tolist()
+    candidates_of_rows = []
+    for r, given_id in enumerate(given_ids):
+        first = Logprob(given_id, given[r], ranks[r])
         others = []
-        for i in range(min(count, len(best_ids))):
-            candidate = Logprob(best_ids[i], best[i], rank=i + 1)
-            if candidate.token_id == token:
+        for i in range(min(counts[r], len(best_ids[r]))):
+            candidate = Logprob(best_ids[r][i], best[r][i], rank=i + 1)
+            if candidate.token_id == given_id:
                 first = candidate
             else:
                 others.append(candidate)
-        result.append([first, *others])
-    return result
+        candidates_of_rows.append([first, *others])
+    return candidates_of_rows

@@ -14,8 +14,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from jitney.config import EngineConfig
-from jitney.errors import CheckpointError, ConfigError, UnsupportedModelError, show
-from jitney.execution.checkpoint import Checkpoint, first_line
+from jitney.errors import CheckpointError, ConfigError, UnsupportedModelError, first_line, show
+from jitney.execution.checkpoint import Checkpoint
 from jitney.execution.machine import DTYPES
 
 # Rotary scalings whose factors depend on the longest sequence of the whole batch: what a request
@@ -25,8 +25,8 @@ _CHECKPOINT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch
 _PAGED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
-def refuse(model_type: str, reason: str) -> UnsupportedModelError:
-    """The error for an architecture that cannot be served."""
+def unservable(model_type: str, reason: str) -> UnsupportedModelError:
+    """The error for a model that cannot be served, for the caller to raise."""
     return UnsupportedModelError(f"models of type {model_type} cannot be served: {reason}")
 
 
@@ -40,7 +40,7 @@ def parse_config(checkpoint: Checkpoint) -> PreTrainedConfig:
         reason = "config.json asks for code from the checkpoint (auto_map), and none is ever run"
         if not checkpoint.config.get("auto_map"):
             reason = "this version of transformers does not know it"
-        raise refuse(model_type, reason)
+        raise unservable(model_type, reason)
     try:
         if checkpoint.gguf is not None:
             config = AutoConfig.for_model(**checkpoint.gguf.config)
@@ -48,12 +48,14 @@ def parse_config(checkpoint: Checkpoint) -> PreTrainedConfig:
             config = AutoConfig.from_pretrained(
                 checkpoint.folder, local_files_only=True, trust_remote_code=False
             )
+    except MemoryError:
+        raise
     except Exception as error:  # validation errors come in many classes
         reason = first_line(error, checkpoint.folder)
         raise CheckpointError(f"{checkpoint.config_name} cannot be used: {reason}") from error
     obstacle = next(_obstacles(config), None)
     if obstacle is not None:
-        raise refuse(config.model_type, obstacle)
+        raise unservable(config.model_type, obstacle)
     return config
 
 
@@ -77,15 +79,28 @@ def context_length(config: EngineConfig, hf_config: PreTrainedConfig) -> int:
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     """The dtype that most of the weights are stored in. For a quantized checkpoint it is the dtype
-    that they had before. Raises UnsupportedModelError for others than the three that are read."""
+    that they had before, by its configuration; bfloat16, if that states none.
+
+    Raises UnsupportedModelError for others than the three that are read."""
     if checkpoint.config.get("quantization_config"):
-        name = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
-        return DTYPES.get(str(name), torch.bfloat16)
+        return _dtype_before_quantization(checkpoint)
     try:
         return _CHECKPOINT_DTYPES[checkpoint.weights_dtype]
     except KeyError:
         reason = f"its weights are stored as {checkpoint.weights_dtype}, and only F32, BF16 and F16"
-        raise refuse(str(checkpoint.config["model_type"]), f"{reason} are read") from None
+        raise unservable(str(checkpoint.config["model_type"]), f"{reason} are read") from None
+
+
+def _dtype_before_quantization(checkpoint: Checkpoint) -> torch.dtype:
+    """See :func:`stored_dtype`."""
+    name = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+    if name is None:
+        return torch.bfloat16
+    dtype = DTYPES.get(str(name))
+    if dtype is None:
+        reason = f"its dtype is {show(name)}, but must be {' or '.join(DTYPES)}"
+        raise unservable(str(checkpoint.config["model_type"]), reason)
+    return dtype
 
 
 def eos_ids(checkpoint: Checkpoint, vocab_size: int) -> frozenset[int]:

@@ -17,7 +17,7 @@ from jitney.execution.acceleration import Accelerator
 from jitney.execution.checkpoint import Checkpoint, check_checkpoint, resolve_model
 from jitney.execution.interface import LayerSpec, LoadedModel
 from jitney.execution.quantized import Quantizer
-from jitney.execution.read_model import Means, find_weight_format, judge
+from jitney.execution.read_model import LoadTools, find_weight_format, judge
 from jitney.execution.weights import count_bytes
 from jitney.messages import Footprint
 
@@ -36,11 +36,11 @@ def weigh(
     elif config.kv_cache_dtype == "int8":
         raise ConfigError.of("kv_cache_dtype", "int8", "float8_e4m3 or auto on a GPU")
     eagle.refuse_on_gpu(config, device)
-    means = Means(device, accelerator, quantizer)
-    model = _weigh_one(config, means)
+    tools = LoadTools(device, accelerator, quantizer)
+    model = _weigh_one(config, tools)
     if config.speculation is None:
         return model.footprint
-    return _add_drafts(config, means, model)
+    return _add_drafts(config, tools, model)
 
 
 class _Weighed(NamedTuple):
@@ -51,11 +51,11 @@ class _Weighed(NamedTuple):
     dtype: torch.dtype
 
 
-def _weigh_one(config: EngineConfig, means: Means) -> _Weighed:
+def _weigh_one(config: EngineConfig, tools: LoadTools) -> _Weighed:
     """Weigh the checkpoint of ``config``, without regard to option ``speculation``."""
     checkpoint = check_checkpoint(resolve_model(config.model))
-    judged = judge(config, means, checkpoint)
-    weight_format = find_weight_format(config, means, judged)
+    judged = judge(config, tools, checkpoint)
+    weight_format = find_weight_format(config, tools, judged)
     interface.register()
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(
@@ -68,7 +68,7 @@ def _weigh_one(config: EngineConfig, means: Means) -> _Weighed:
         module=module,
         config=judged.config,
         dtype=judged.dtype,
-        device=means.device,
+        device=tools.device,
         layers=_layers(module, judged.config),
         eos_ids=frozenset(),
         max_model_len=judged.max_model_len,
@@ -94,27 +94,27 @@ def _weigh_one(config: EngineConfig, means: Means) -> _Weighed:
 
 
 def _layers(module: PreTrainedModel, config: PreTrainedConfig) -> list[LayerSpec]:
-    """The layers as the probe records them. If it cannot run on the meta device, because the module
-    looks at values of tensors: the layers as the configuration states them."""
+    """The layers as the probe records them or, if it cannot, as the configuration states them."""
     windows = support.layer_windows(config)
     try:
         return probe.record_layers(module, windows)
     except (RuntimeError, NotImplementedError):
-        heads = config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        return [
-            LayerSpec(
-                num_heads=heads,
-                num_kv_heads=kv_heads,
-                head_size=size,
-                window=window,
-            )
-            for window in windows
-        ]
+        # A module that looks at values of tensors cannot run on the meta device.
+        return _stated_layers(config, windows)
 
 
-def _add_drafts(config: EngineConfig, means: Means, model: _Weighed) -> Footprint:
+def _stated_layers(config: PreTrainedConfig, windows: list[int | None]) -> list[LayerSpec]:
+    """The layers as the configuration states them: all alike but for their ``windows``."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return [
+        LayerSpec(num_heads=heads, num_kv_heads=kv_heads, head_size=size, window=window)
+        for window in windows
+    ]
+
+
+def _add_drafts(config: EngineConfig, tools: LoadTools, model: _Weighed) -> Footprint:
     """The model's footprint, and what option ``speculation`` adds to it."""
     assert config.speculation is not None
     footprint = model.footprint
@@ -125,22 +125,27 @@ def _add_drafts(config: EngineConfig, means: Means, model: _Weighed) -> Footprin
     block = footprint.block
     if options.has_draft_model(config):
         own_options = options.draft_options(config, model.dtype, footprint.max_model_len)
-        draft = _weigh_one(own_options, means).footprint
+        draft = _weigh_one(own_options, tools).footprint
         weights += draft.weights
         block += draft.block
     if eagle.is_asked_for(config):
-        weights += eagle.weight_bytes(model.hidden_size, model.dtype)
-        block += eagle.block_bytes(model.hidden_size, model.dtype, config.block_size)
+        weights += eagle.head_matrix_bytes(model.hidden_size, model.dtype)
+        block += eagle.kept_states_bytes(model.hidden_size, model.dtype, config.block_size)
     return replace(footprint, step_row=step_row, weights=weights, block=block)
 
 
 def _tensor_sizes(checkpoint: Checkpoint) -> dict[str, list[int]]:
-    """``Footprint.tensors`` of the checkpoint."""
+    """``Footprint.tensors`` of the checkpoint: for each kind of tensor, how many there are, and
+    their bytes together. Tensors that differ only in the number of their layer are of one kind."""
     found: dict[str, list[int]] = {}
     for name, stored in checkpoint.tensors.items():
         shape = " × ".join(map(str, stored.shape)) or "scalar"
-        of_any_layer = re.sub(r"(?<=[.])[0-9]+(?=[.])", "*", name)
-        key = f"{of_any_layer}, {stored.dtype} {shape}"
-        count, total = found.get(key, [0, 0])
-        found[key] = [count + 1, total + stored.num_bytes]
+        kind = f"{_name_in_any_layer(name)}, {stored.dtype} {shape}"
+        count, total_bytes = found.get(kind, [0, 0])
+        found[kind] = [count + 1, total_bytes + stored.num_bytes]
     return found
+
+
+def _name_in_any_layer(name: str) -> str:
+    """A tensor's name with ``*`` for the numbers in it: ``model.layers.*.mlp.up_proj.weight``."""
+    return re.sub(r"(?<=[.])[0-9]+(?=[.])", "*", name)

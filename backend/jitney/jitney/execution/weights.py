@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import is_accelerate_available
 from transformers.utils import logging as hf_logging
 
-from jitney.errors import CheckpointError, LoadError
+from jitney.errors import CheckpointError, LoadError, first_line
 from jitney.execution import interface
-from jitney.execution.checkpoint import Checkpoint, first_line
+from jitney.execution.checkpoint import Checkpoint
 from jitney.execution.interface import KvScales
+from jitney.execution.machine import is_out_of_memory
 
 _log = logging.getLogger(__name__)
 
@@ -37,8 +37,6 @@ limits the speed, because it handles all page faults and copies all bytes. With 
 threads wait for each other: they share the lock of the process's address space."""
 _AHEAD = 6
 """Tensors sent ahead of the one in use: bounds what the device holds beside the module."""
-_LEAST_VERSIONS = {"torchao": (0, 17), "compressed-tensors": (0, 18)}
-"""As the extra ``quantization`` of the distribution has them."""
 _CACHE_SCALE = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.([kv])_scale$")
 """Name of a tensor with scales of the KV cache; matches its layer's number, and k or v."""
 
@@ -48,13 +46,14 @@ def read_weights(
     hf_config: PreTrainedConfig,
     dtype: torch.dtype,
     device: torch.device | None = None,
-    packed: Collection[str] = (),
+    skip: Collection[str] = (),
 ) -> PreTrainedModel:
-    """The module of ``checkpoint`` in ``dtype``, without the ``packed`` tensors of a GGUF file.
+    """The module of ``checkpoint`` in ``dtype``. ``skip``: tensors of a GGUF file that stay unread.
 
     With a ``device``, transformers moves each tensor there as it reads it, if it can. Else the
     module is on the CPU, for the caller to move. A tensor that the model needs and the files lack
-    is a CheckpointError: transformers would fill it at random.
+    is a CheckpointError: transformers would fill it at random. Raises MemoryError if there is too
+    little memory.
     """
     interface.register()
     name = weights_name(checkpoint)
@@ -73,12 +72,14 @@ def read_weights(
                 checkpoint,
                 hf_config=hf_config,
                 dtype=dtype,
-                packed=packed,
+                skip=skip,
                 options=options,
             )
     except LoadError:
         raise
     except Exception as error:  # shapes that do not fit, headers newer than the library, …
+        if is_out_of_memory(error):
+            raise MemoryError(str(error)) from error
         reason = first_line(error, checkpoint.folder)
         raise CheckpointError(f"{name} cannot be loaded: {reason}") from error
     _refuse_keys(f"{name} lacks", report["missing_keys"])
@@ -92,7 +93,7 @@ def _from_pretrained(
     checkpoint: Checkpoint,
     hf_config: PreTrainedConfig,
     dtype: torch.dtype,
-    packed: Collection[str],
+    skip: Collection[str],
     options: dict[str, Any],
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The module, and transformers' report of tensors that are missing or do not fit."""
@@ -102,7 +103,7 @@ def _from_pretrained(
         # AutoModelForCausalLM would look for a folder; the architecture's own class does not.
         source = None
         cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
-        names = checkpoint.tensors.keys() - packed
+        names = checkpoint.tensors.keys() - skip
         options["state_dict"] = {name: checkpoint.gguf.floats(name, dtype) for name in names}
     loaded: tuple[PreTrainedModel, dict[str, Any]] = cls.from_pretrained(
         source,
@@ -158,20 +159,6 @@ def stream(tensors: Iterable[Tensor], device: torch.device) -> Iterator[Tensor]:
                 yield sent.popleft().result()
         while sent:
             yield sent.popleft().result()
-
-
-def missing_package(name: str) -> str | None:
-    """Why package ``name`` cannot be used, with the version that is needed; None if it can."""
-    major, minor = _LEAST_VERSIONS[name]
-    needed = f"{name}>={major}.{minor}"
-    try:
-        version = metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return f"{needed} is not installed"
-    found = tuple(map(int, re.findall(r"\d+", version)[:2]))
-    if found < (major, minor):
-        return f"{needed} is needed, and {version} is installed"
-    return None
 
 
 def cache_scales(

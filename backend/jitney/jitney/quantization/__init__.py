@@ -4,9 +4,10 @@
   ``torchao`` (``devices`` says which that is).
 - Made at load, from a model that is not quantized: ``quantize``.
 - Read: ``quantized_checkpoint`` chooses how. ``stored_layers`` finds the quantized layers of GPTQ,
-  AWQ and compressed-tensors, ``stored_weights`` puts layers of ours in their place, and
+  AWQ and compressed-tensors, ``weight_formats`` puts layers of ours in their place, and
   ``packed_integers`` unpacks their integers. ``gguf_weights`` does all of this for GGUF.
-  ``transformers_reading`` has transformers read the stored tensors as they are.
+  ``transformers_reading`` has transformers read the stored tensors as they are. ``packages`` says
+  which packages some of this needs.
 
 How a load checks them. Each load proves a model (``execution.probe``): its logits on a paged cache
 must be those of eager attention. Here both sides use the quantized weights, and neither rounds
@@ -17,8 +18,7 @@ difference would be 0.11 of the logits' spread; without the rounding it is 0.02.
 checked afterwards: one product of each shape is compared with a reference.
 
 Outliers of int8 on a CPU. A row of activations is rounded to bytes with one scale, and a few large
-elements would make that scale coarse for all others. So an element larger than 24 times the row's
-mean size, in which other outliers count as zeros, is an outlier: it is not rounded, and its
-products are added in float32. A row has at most 15 outliers; while there are more, the bound is
-doubled. A row's outliers depend on that row alone.
+elements would make that scale coarse for all others. Such an element is an outlier: it is not
+rounded, and its products are added in float32. ``eight_bits`` has the definition
+(``_outlier_bounds``). A row has at most 15 outliers, which depend on that row alone.
 """

@@ -9,8 +9,9 @@ from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max  # 448
-ALIGNMENT = 16
-"""The kernels of scaled products take weights whose two sizes are multiples of it."""
+SIZE_STEP = 16
+"""Kernels multiply a quantized weight only if both of its sizes are multiples of this: torch's of
+e4m3, and ours for CPUs."""
 _LEAST = 1e-30
 """Taken for the largest value of a row if that is smaller: a row of zeros must not get scale 0."""
 

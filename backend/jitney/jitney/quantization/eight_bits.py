@@ -12,7 +12,7 @@ Made by ``quantize`` (options ``fp8`` and ``int8``) and by the readers of quanti
 """
 
 from collections.abc import Sequence
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -38,16 +38,17 @@ class EightBitLinear(QuantizedLinear):
 
     It computes::
 
-        rounded, x_scale = quantize_rows(x * factors)      factors: [in_features]
+        rounded, x_scale = quantize_rows(x * input_factors)
         y = (rounded @ weight.T) * x_scale * scale + bias
 
-    With ``exact``, ``x * factors`` is not rounded. ``factors`` belong to columns of the weight that
-    were enlarged before it was quantized (:meth:`Int8Linear.of`): column k was divided by
-    ``factors[k]``, so input k is multiplied by it. A factor is at most 1. None: all are 1.
+    With ``keeps_inputs``, ``x * input_factors`` is not rounded.
+
+    ``input_factors`` [in_features] undo what was done to columns of the weight before it was
+    quantized (:meth:`Int8Linear.quantized_from`): if column k was multiplied by 2ⁿ, input k is
+    multiplied by 2⁻ⁿ. So a factor is at most 1. None: all are 1.
     """
 
-    kind: torch.dtype
-    """The weight's dtype."""
+    weight_dtype: torch.dtype
     weight: Tensor
     """[out_features, in_features], contiguous: products take its transpose, which must be
     column-major."""
@@ -57,10 +58,10 @@ class EightBitLinear(QuantizedLinear):
     def __init__(
         self, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> None:
-        """``weight`` is [out_features, in_features] in dtype ``kind``. ``scale`` is float32
+        """``weight`` is [out_features, in_features] in ``weight_dtype``. ``scale`` is float32
         [1, out_features]."""
         super().__init__()
-        assert weight.dtype == self.kind
+        assert weight.dtype == self.weight_dtype
         assert weight.is_contiguous()
         assert scale.dtype == torch.float32
         assert scale.shape == (1, len(weight))
@@ -81,24 +82,23 @@ class EightBitLinear(QuantizedLinear):
         raise NotImplementedError
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None) -> Self:
+    def quantized_from(cls, weight: Tensor, bias: Tensor | None) -> Self:
         """Quantize a weight [out_features, in_features]; the layer computes in its dtype."""
         quantized, scale = cls.quantize_rows(weight.detach())
-        return cls(quantized, scale.t(), bias, weight.dtype)
+        return cls(weight=quantized, scale=scale.t(), bias=bias, dtype=weight.dtype)
 
     @staticmethod
     def merge(linears: Sequence[nn.Module]) -> "EightBitLinear | None":
         """One layer that gives the results of all, side by side, for the same input. None if the
         layers do not fit together.
 
-        Every output channel keeps its weights and its scale. Only a layer whose ``factors`` differ
-        from the merged layer's is rounded again.
+        Every output channel keeps its weights and its scale. Only a layer whose ``input_factors``
+        differ from the merged layer's is rounded again.
         """
         layers = [each for each in linears if isinstance(each, EightBitLinear)]
         if len(layers) != len(linears):
             return None
-        kinds = {(type(x), x.in_features, x.dtype, x.bias is None) for x in layers}
-        if len(kinds) != 1:
+        if len({_merge_key(each) for each in layers}) != 1:
             return None
 
         factors = _common_factors(layers)
@@ -107,41 +107,41 @@ class EightBitLinear(QuantizedLinear):
         biases = [each.bias for each in layers if each.bias is not None]
         first = layers[0]
         merged = type(first)(
-            weight=torch.cat(weights).view(first.kind),
+            weight=torch.cat(weights).view(first.weight_dtype),
             scale=torch.cat([each.scale for each in layers], 1),
             bias=torch.cat(biases) if biases else None,
             dtype=first.dtype,
         )
-        merged.factors = factors
+        merged.input_factors = factors
         return merged
 
     def weight_for(self, factors: Tensor | None) -> Tensor:
         """This layer's weight, changed so that inputs are multiplied by ``factors``, not by
-        ``self.factors``. None stands for factors of 1.
+        ``self.input_factors``. None stands for factors of 1.
 
-        Each factor must be at least this layer's. The weights are divided by what the factors grow
-        by: they become no larger, and still fit into 8 bits.
+        Each factor must be at least this layer's. Where a factor doubles, the weights of its column
+        are halved. So no weight becomes larger, and all still fit into 8 bits.
         """
-        if self.factors is None:
+        if self.input_factors is None:
             # No factor is above 1, so the new ones must be 1 as well.
             assert factors is None
             return self.weight
         new_factors = 1.0 if factors is None else factors
-        change = self.factors / new_factors
+        change = self.input_factors / new_factors  # at most 1
         if (change == 1).all():
             return self.weight
-        return (self.weight * change).round().to(self.kind)
+        return (self.weight * change).round().to(self.weight_dtype)
 
     def dequantized(self) -> Tensor:
         """The weight as it acts: float32 [out_features, in_features]."""
         weight = self.weight.float() * self.scale.t()
-        return weight if self.factors is None else weight * self.factors
+        return weight if self.input_factors is None else weight * self.input_factors
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features)
-        if self.factors is not None:
-            rows = rows * self.factors
-        y = self.float_product(rows.float()) if self.exact else self.product(rows)
+        if self.input_factors is not None:
+            rows = rows * self.input_factors
+        y = self.float_product(rows.float()) if self.keeps_inputs else self.product(rows)
         return y.view(*x.shape[:-1], self.out_features)
 
     def float_product(self, x: Tensor) -> Tensor:
@@ -153,9 +153,22 @@ class EightBitLinear(QuantizedLinear):
         return y.to(self.dtype)
 
 
+class _MergeKey(NamedTuple):
+    """Layers can be merged if they agree in these."""
+
+    layer_class: type[EightBitLinear]
+    inputs: int
+    dtype: torch.dtype
+    has_bias: bool
+
+
+def _merge_key(layer: EightBitLinear) -> _MergeKey:
+    return _MergeKey(type(layer), layer.in_features, layer.dtype, layer.bias is not None)
+
+
 def _common_factors(layers: Sequence[EightBitLinear]) -> Tensor | None:
-    """The factors of a merged layer: for each column, the largest of the layers' factors."""
-    given = [each.factors for each in layers if each.factors is not None]
+    """``input_factors`` of a merged layer: for each column, the largest of the layers' factors."""
+    given = [each.input_factors for each in layers if each.input_factors is not None]
     if len(given) < len(layers):
         # One layer has factors of 1, and no factor is larger.
         return None
@@ -165,7 +178,7 @@ def _common_factors(layers: Sequence[EightBitLinear]) -> Tensor | None:
 class Fp8Linear(EightBitLinear):
     """In e4m3."""
 
-    kind = e4m3.E4M3
+    weight_dtype = e4m3.E4M3
     quantize_rows = staticmethod(e4m3.quantize_rows)
 
     def product(self, x: Tensor) -> Tensor:
@@ -188,16 +201,18 @@ class Fp8Linear(EightBitLinear):
 class Int8Linear(EightBitLinear):
     """In int8, for CPUs."""
 
-    kind = torch.int8
+    weight_dtype = torch.int8
     suits_integer_kernels = True
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None) -> Self:
+    def quantized_from(cls, weight: Tensor, bias: Tensor | None) -> Self:
         """Quantize a weight [out_features, in_features]; the layer computes in its dtype.
 
-        A column whose weights are far smaller than those of others would be rounded to zeros,
-        although its inputs are often outliers. So it is enlarged: multiplied by a power of 2. Its
-        factor is one divided by that power, and the layer multiplies the column's input by it.
+        Each row of the weight has one scale, which its largest weight sets. So a column of far
+        smaller weights would be rounded to zeros in every row, and in models such columns often go
+        with inputs that are outliers. Therefore the column is enlarged: multiplied by a power of 2.
+        Its input is multiplied by the inverse of that power: the column's entry in
+        ``input_factors``.
         """
         weight = weight.detach()
         column_sizes = weight.abs().amax(0).float()
@@ -212,9 +227,9 @@ class Int8Linear(EightBitLinear):
 
         enlarged = weight / factors
         quantized, scale = cls.quantize_rows(enlarged)
-        layer = cls(quantized, scale.t(), bias, weight.dtype)
+        layer = cls(weight=quantized, scale=scale.t(), bias=bias, dtype=weight.dtype)
         if is_small.any():
-            layer.factors = factors
+            layer.input_factors = factors
         return layer
 
     @staticmethod
@@ -228,7 +243,8 @@ class Int8Linear(EightBitLinear):
         largest = wide.abs().amax(1, keepdim=True)
         inverse_scale = torch.where(largest > 0, _LARGEST_INT8 / largest, 0.0)
 
-        # 0 * NaN and 0 * infinity are NaN: the sum is 0 in a sound row, and NaN in a broken one.
+        # To make the scale of a broken row NaN, and leave the others as they are: 0 * NaN and
+        # 0 * infinity are NaN, so the sum is NaN in a broken row, and 0 in a sound one.
         zero_or_nan = (wide * 0).sum(1, keepdim=True)
         scale = largest / _LARGEST_INT8 + zero_or_nan
 
@@ -249,18 +265,22 @@ class Int8Linear(EightBitLinear):
 
 
 def _outlier_bounds(sizes: Tensor) -> Tensor:
-    """A bound for each row of ``sizes`` [T, K]: larger values are outliers, of which a row has at
-    most MOST_OUTLIERS. Returns [T, 1]."""
+    """A bound for each row of ``sizes`` [T, K], the absolute values of a row: larger ones are
+    outliers. Returns [T, 1]. This is the definition of an outlier, which the kernels follow:
+
+    1. The bound is OUTLIER times the row's mean.
+    2. The outliers are in that mean, and raise the bound. So twice more, the bound becomes OUTLIER
+       times the mean in which the outliers found so far are zeros. A row that has more than
+       MOST_OUTLIERS keeps its bound: a lower one would add more.
+    3. While a row has more than MOST_OUTLIERS, its bound is doubled.
+    """
     bounds = sizes.mean(1, keepdim=True) * OUTLIER
 
-    # Outliers are in that mean, and raise the bound. So the mean is taken twice more with outliers
-    # as zeros. A row that has too many outliers keeps its bound: a lower one would add more.
     for _ in range(2):
         mean = sizes.where(sizes <= bounds, 0.0).mean(1, keepdim=True)
         has_few = _outlier_counts(sizes, bounds) <= MOST_OUTLIERS
         bounds = (mean * OUTLIER).where(has_few, bounds)
 
-    # Double the bounds of rows that have too many outliers, until none has.
     while True:
         too_many = _outlier_counts(sizes, bounds) > MOST_OUTLIERS
         if not too_many.any():
@@ -271,3 +291,9 @@ def _outlier_bounds(sizes: Tensor) -> Tensor:
 def _outlier_counts(sizes: Tensor, bounds: Tensor) -> Tensor:
     """How many values of each row are above its bound: [T, 1]."""
     return (sizes > bounds).sum(1, keepdim=True)
+
+
+def layer_bytes(out_features: int, in_features: int) -> int:
+    """Bytes of a layer's weight and scales."""
+    scale = torch.float32.itemsize
+    return out_features * (in_features + scale)

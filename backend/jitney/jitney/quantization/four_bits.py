@@ -10,6 +10,7 @@ fused; otherwise ``kernels.cpu`` replaces these layers by its own. Made by ``qua
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,8 @@ from torch.nn import functional
 from jitney.execution.quantized import QuantizedLinear
 from jitney.quantization.eight_bits import Int8Linear
 
-GROUPS = (128, 64, 32)
-"""Sizes of a group. :func:`group_size` chooses one."""
+GROUP_SIZES = (128, 64, 32)
+"""Inputs of a group, largest first. :func:`choose_group_size` chooses one of these."""
 _LARGEST_Q = 15
 _KEPT_RANGE = 0.9
 """Share of a group's range that the first scale covers. Values outside are clipped. In return, the
@@ -35,8 +36,8 @@ class Int4Linear(QuantizedLinear):
     """uint8 [out_features, in_features / 2]: input 2 i in the low half of byte i, input 2 i + 1 in
     its high half."""
     scale: Tensor
-    """bfloat16 [2, out_features, groups]. ``scale[0]`` are the scales, and ``scale[1]`` are the
-    least values."""
+    """bfloat16 [2, out_features, groups]: two tensors in one, because kernels read both.
+    ``scale[0]`` are the scales, and ``scale[1]`` are the least values."""
     rounds_inputs = True
     suits_integer_kernels = True
 
@@ -50,16 +51,16 @@ class Int4Linear(QuantizedLinear):
         self.dtype = dtype
         assert scale.dtype == torch.bfloat16
         assert scale.shape[:2] == (2, self.out_features)
-        self.group = self.in_features // scale.shape[2]
-        assert self.group in GROUPS
+        self.group_size = self.in_features // scale.shape[2]
+        assert self.group_size in GROUP_SIZES
         self.register_buffer("weight", weight)
         self.register_buffer("scale", scale)
         self.register_buffer("bias", None if bias is None else bias.detach().to(dtype))
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None) -> "Int4Linear":
+    def quantized_from(cls, weight: Tensor, bias: Tensor | None) -> "Int4Linear":
         """Quantize a weight [out_features, in_features]; the layer computes in its dtype."""
-        size = group_size(weight.shape[1])
+        size = choose_group_size(weight.shape[1])
         values = weight.detach().float().unflatten(1, (-1, size))  # [outputs, groups, size]
 
         # A first q, by a scale that covers most of each group's range.
@@ -75,10 +76,15 @@ class Int4Linear(QuantizedLinear):
         scale = scale_and_least[0].float()
         least = scale_and_least[1].float()
         q = _nearest(values, scale, least).to(torch.uint8).flatten(1)
-        return cls.stored(q, scale_and_least.squeeze(3), bias, weight.dtype)
+        return cls.from_quantized(
+            q=q,
+            scale_and_least=scale_and_least.squeeze(3),
+            bias=bias,
+            dtype=weight.dtype,
+        )
 
     @classmethod
-    def stored(
+    def from_quantized(
         cls, q: Tensor, scale_and_least: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> "Int4Linear":
         """The layer of a weight that is quantized already. ``q`` is uint8 [out_features,
@@ -86,7 +92,12 @@ class Int4Linear(QuantizedLinear):
         """
         low_halves = q[:, ::2]
         high_halves = q[:, 1::2] << 4
-        return cls(low_halves | high_halves, scale_and_least.contiguous(), bias, dtype)
+        return cls(
+            weight=low_halves | high_halves,
+            scale=scale_and_least.contiguous(),
+            bias=bias,
+            dtype=dtype,
+        )
 
     @staticmethod
     def merge(linears: Sequence[nn.Module]) -> "Int4Linear | None":
@@ -94,13 +105,12 @@ class Int4Linear(QuantizedLinear):
         layers = [each for each in linears if isinstance(each, Int4Linear)]
         if len(layers) != len(linears):
             return None
-        kinds = {(x.in_features, x.group, x.dtype, x.bias is None) for x in layers}
-        if len(kinds) != 1:
+        if len({_merge_key(each) for each in layers}) != 1:
             return None
         biases = [each.bias for each in layers if each.bias is not None]
         return Int4Linear(
             weight=torch.cat([each.weight for each in layers]),
-            scale=torch.cat([each.scale for each in layers], 1),
+            scale=torch.cat([each.scale for each in layers], 1),  # along the outputs
             bias=torch.cat(biases) if biases else None,
             dtype=layers[0].dtype,
         )
@@ -109,18 +119,33 @@ class Int4Linear(QuantizedLinear):
         """The weight as it acts: float32 [out_features, in_features]."""
         low = self.weight & _LARGEST_Q
         high = self.weight >> 4
-        q = torch.stack((low, high), -1).view(self.out_features, -1, self.group)
+        q = torch.stack((low, high), -1).view(self.out_features, -1, self.group_size)
         scale = self.scale[0].float().unsqueeze(2)
         least = self.scale[1].float().unsqueeze(2)
         return (q * scale + least).flatten(1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """As the kernels do: each group of x is rounded, unless ``exact``."""
-        if not self.exact:
-            quantized, scale = Int8Linear.quantize_rows(x.reshape(-1, self.group))
+        """As the kernels do: each group of x is rounded, unless ``keeps_inputs``."""
+        if not self.keeps_inputs:
+            quantized, scale = Int8Linear.quantize_rows(x.reshape(-1, self.group_size))
             x = (quantized * scale).view(x.shape)
         bias = None if self.bias is None else self.bias.float()
         return functional.linear(x.float(), self.dequantized(), bias).to(self.dtype)
+
+
+class _FourBitMergeKey(NamedTuple):
+    """Layers can be merged if they agree in these."""
+
+    inputs: int
+    group_size: int
+    dtype: torch.dtype
+    has_bias: bool
+
+
+def _merge_key(layer: Int4Linear) -> _FourBitMergeKey:
+    return _FourBitMergeKey(
+        layer.in_features, layer.group_size, layer.dtype, layer.bias is not None
+    )
 
 
 def _fit_line(q: Tensor, values: Tensor) -> Tensor:
@@ -141,15 +166,15 @@ def _nearest(values: Tensor, scale: Tensor, least: Tensor) -> Tensor:
     return ((values - least) / scale.clamp_min(_TINY)).round().clamp(0, _LARGEST_Q)
 
 
-def group_size(in_features: int) -> int:
-    """Inputs of a group: the largest of GROUPS that divides ``in_features``. At least the smallest
-    one must."""
-    return next(size for size in GROUPS if in_features % size == 0)
+def choose_group_size(in_features: int) -> int:
+    """Inputs of a group: the largest of GROUP_SIZES that divides ``in_features``. At least the
+    smallest one must."""
+    return next(size for size in GROUP_SIZES if in_features % size == 0)
 
 
-def packed_bytes(out_features: int, in_features: int) -> int:
-    """Bytes of such a layer's weight, scales and least values."""
+def layer_bytes(out_features: int, in_features: int, group_size: int) -> int:
+    """Bytes of a layer's weight, scales and least values."""
     weight_row = in_features // 2
-    groups = in_features // group_size(in_features)
+    groups = in_features // group_size
     scale_and_least = 2 * torch.bfloat16.itemsize
     return out_features * (weight_row + groups * scale_and_least)

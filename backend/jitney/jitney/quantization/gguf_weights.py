@@ -24,7 +24,7 @@ from jitney.execution.checkpoint import Checkpoint
 from jitney.execution.gguf_file import FLOATS, GgufFile
 from jitney.execution.quantized import weight_of
 from jitney.execution.weights import count_bytes
-from jitney.quantization import devices
+from jitney.quantization import devices, eight_bits, four_bits
 from jitney.quantization.eight_bits import Int8Linear
 from jitney.quantization.four_bits import Int4Linear
 from jitney.quantization.transformers_reading import read_as_stored, remove_quantizer_marks
@@ -38,7 +38,8 @@ _EMBEDDING = "model.embed_tokens.weight"
 _FOUR_BIT_GROUP = 32
 """Inputs that share a scale, in all types of ``_FOUR_BITS``."""
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers that kernels multiply as one. They can do so only if all have the same number of bits."""
+"""Layers that kernels multiply as one, in most models (``kernels.fused`` joins them). They can do
+so only if all have the same number of bits."""
 
 
 class _BlockLayout(NamedTuple):
@@ -75,7 +76,7 @@ class GgufWeights:
     in_place = True
 
     @classmethod
-    def of(
+    def plan(
         cls, checkpoint: Checkpoint, file: GgufFile, dtype: torch.dtype, device: torch.device
     ) -> "GgufWeights":
         """How the file is read on ``device``."""
@@ -90,17 +91,17 @@ class GgufWeights:
         return cls(checkpoint, file, dtype, layers)
 
     @property
-    def packed(self) -> list[str]:
+    def reads_itself(self) -> list[str]:
         """See :class:`WeightFormat`, here and below."""
         return [f"{layer}.weight" for layer in self.layers]
 
     def needed_bytes(self, skeleton: PreTrainedModel) -> int:
-        # As if all were read as floats.
+        # All as floats; then quantized layers in place of the floats that are not read.
         needed = count_bytes(skeleton)
         for layer, bits in self.layers.items():
             outputs, inputs = self.checkpoint.tensors[f"{layer}.weight"].shape
             needed -= outputs * inputs * self.dtype.itemsize
-            needed += outputs * _row_bytes(inputs, bits)
+            needed += _layer_bytes(outputs, inputs, bits)
         head = self._tied_head(skeleton)
         if head is not None:
             # Bytes are made for the head, while the embedding keeps the floats that both shared.
@@ -125,13 +126,18 @@ class GgufWeights:
                 made_as["int4"] += 1
             else:
                 rounded = self._round_to_bytes(f"{layer}.weight")
-                made = Int8Linear(rounded.q, rounded.scale, linear.bias, self.dtype)
+                made = Int8Linear(
+                    weight=rounded.q,
+                    scale=rounded.scale,
+                    bias=linear.bias,
+                    dtype=self.dtype,
+                )
                 module.set_submodule(layer, made)
                 made_as["int8"] += 1
                 errors.append(rounded.error)
         head = self._tied_head(module)
         if head is not None:
-            module.set_output_embeddings(Int8Linear.of(head, None))
+            module.set_output_embeddings(Int8Linear.quantized_from(head, None))
             made_as["int8"] += 1
         remove_quantizer_marks(module)
         _log_layers(made_as, errors)
@@ -140,7 +146,7 @@ class GgufWeights:
         name = f"{layer}.weight"
         ggml_type = self.checkpoint.tensors[name].dtype
         q, scale_and_least = _unpack_four_bits(self.file.blocks(name), ggml_type)
-        return Int4Linear.stored(q, scale_and_least, linear.bias, self.dtype)
+        return Int4Linear.from_quantized(q, scale_and_least, linear.bias, self.dtype)
 
     def _round_to_bytes(self, name: str) -> "_Rounded":
         """Read a tensor of blocks and round it to int8, part by part."""
@@ -201,14 +207,11 @@ def _joined_with(name: str) -> tuple[str, ...]:
     return (name,)
 
 
-def _row_bytes(inputs: int, bits: Bits) -> int:
-    """Bytes that the weights and scales of one output take in the layer that is made."""
+def _layer_bytes(outputs: int, inputs: int, bits: Bits) -> int:
+    """Bytes of the layer that is made."""
     if bits == 8:
-        scale = torch.float32.itemsize
-        return inputs + scale
-    groups = inputs // _FOUR_BIT_GROUP
-    scale_and_least = 2 * torch.bfloat16.itemsize
-    return inputs // 2 + groups * scale_and_least
+        return eight_bits.layer_bytes(outputs, inputs)
+    return four_bits.layer_bytes(outputs, inputs, group_size=_FOUR_BIT_GROUP)
 
 
 def _log_layers(made_as: Counter[str], errors: list[float]) -> None:
@@ -222,16 +225,17 @@ def _log_layers(made_as: Counter[str], errors: list[float]) -> None:
 
 
 def _unpack_four_bits(rows: Tensor, ggml_type: str) -> tuple[Tensor, Tensor]:
-    """Unpack blocks, uint8 [outputs, bytes]. Returns what ``Int4Linear.stored`` takes: q, uint8
-    [outputs, inputs], and scales and least values, bfloat16 [2, outputs, groups].
+    """Unpack blocks, uint8 [outputs, bytes]. Returns what ``Int4Linear.from_quantized`` takes: q,
+    uint8 [outputs, inputs], and scales and least values, bfloat16 [2, outputs, groups].
 
     The layouts are those of ggml's ``ggml-common.h``.
     """
     layout = _FOUR_BITS[ggml_type]
-    blocks = rows.unflatten(1, (-1, layout.size))
-    runs = blocks[..., layout.header :].unflatten(2, (-1, layout.run))
+    blocks = rows.unflatten(1, (-1, layout.size))  # [outputs, blocks, bytes]
+    runs = blocks[..., layout.header :].unflatten(2, (-1, layout.run))  # [outputs, blocks, runs, n]
     low_halves = runs & 15
     high_halves = runs >> 4
+    # [outputs, blocks, runs, 2, n]: of each run the low halves, then the high halves.
     q = torch.stack((low_halves, high_halves), 3).flatten(1)
 
     if ggml_type == "Q4_0":
@@ -264,9 +268,9 @@ def _shifted_scales(blocks: Tensor, ggml_type: str) -> tuple[Tensor, Tensor]:
         scale = scale * scale_multipliers
         least = -least * minimum_multipliers
 
-    # The scale will be rounded to bfloat16, which moves each value by q times the rounding error.
-    # The least value is moved the other way, by as much as the middle of the range, q = 7.5, moves:
-    # so no value moves by more than half as much as q = 15 would.
+    # The scale will be rounded to bfloat16. If that takes e off the scale, it takes q * e off a
+    # value, which is up to 15 * e. Adding 7.5 * e to the least value centres the error: a value is
+    # then off by at most 7.5 * e either way.
     rounded_off = scale - scale.bfloat16().float()
     return scale, least + 7.5 * rounded_off
 
@@ -278,16 +282,21 @@ def _as_float16(pairs: Tensor) -> Tensor:
 
 def _six_bit_multipliers(header: Tensor) -> tuple[Tensor, Tensor]:
     """The multipliers of a Q4_K block, of 6 bits: eight for scales and eight for minima, one for
-    each group. ``header`` are the 12 bytes that hold them.
+    each group. ``header`` are the 12 bytes that hold them. For i from 0 to 3:
 
-    Groups 0 to 3 have a byte each: bytes 0 to 3 for scales, 4 to 7 for minima. The multiplier is
-    in the low 6 bits of its byte. Groups 4 to 7 have theirs in two pieces. The high 2 bits of group
-    4 are the high 2 bits of group 0's byte, and so on. The low 4 bits are in bytes 8 to 11: of
-    scales in the low halves, of minima in the high halves.
+    =====  ===================================  =================================
+    byte   its high bits                        its low bits
+    =====  ===================================  =================================
+    i      the 2 high bits of scale 4 + i       the 6 bits of scale i
+    4 + i  the 2 high bits of minimum 4 + i     the 6 bits of minimum i
+    8 + i  the 4 low bits of minimum 4 + i      the 4 low bits of scale 4 + i
+    =====  ===================================  =================================
     """
     for_scales, for_minima, low_pieces = header.split(4, 2)
-    later_scales = (for_scales >> 6 << 4) | (low_pieces & 15)
-    later_minima = (for_minima >> 6 << 4) | (low_pieces >> 4)
+    high_of_scales = (for_scales >> 6) << 4
+    high_of_minima = (for_minima >> 6) << 4
+    later_scales = high_of_scales | (low_pieces & 15)
+    later_minima = high_of_minima | (low_pieces >> 4)
     scales = torch.cat((for_scales & 63, later_scales), 2)
     minima = torch.cat((for_minima & 63, later_minima), 2)
     return scales, minima

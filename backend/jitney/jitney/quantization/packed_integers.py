@@ -2,14 +2,14 @@
 
 What a layer becomes depends on its integers:
 
-- 4 bits in groups of neighbouring inputs, if kernels have groups of that size
+- 4 bits in groups of consecutive inputs, if kernels have groups of that size
   (:func:`has_int4_form`): ``Int4Linear``. The integers stay as they are, and scales are rounded to
   bfloat16.
 - 8 bits with one scale for each output: ``Int8Linear``. The integers stay as they are.
 - All others are rounded once more, to ``Int8Linear``: 8 bits in groups, 4 bits in groups of other
   sizes, groups of scattered inputs, and e4m3.
 
-Called by ``stored_weights``.
+Called by ``weight_formats``.
 """
 
 from collections.abc import Collection
@@ -21,7 +21,7 @@ from torch import Tensor
 from jitney.errors import CheckpointError, show
 from jitney.execution.quantized import QuantizedLinear
 from jitney.quantization.eight_bits import Int8Linear
-from jitney.quantization.four_bits import GROUPS, Int4Linear
+from jitney.quantization.four_bits import GROUP_SIZES, Int4Linear
 
 LayerTensors = dict[str, Tensor]
 """The tensors of a layer, by the last part of their names."""
@@ -42,8 +42,8 @@ class _Grouped(NamedTuple):
     """[outputs, groups]"""
     zero: Tensor
     """float32 [outputs, groups]"""
-    scattered: Tensor | None
-    """[inputs], the group of each input. None if the inputs of each group are neighbours."""
+    group_of_input: Tensor | None
+    """int64 [inputs]. None: the groups are consecutive inputs, the same number in each."""
 
     @property
     def inputs(self) -> int:
@@ -61,31 +61,33 @@ class _Grouped(NamedTuple):
 
 def make_linear(
     method: str,
-    stored: LayerTensors,
+    tensors: LayerTensors,
     inputs: int,
     dtype: torch.dtype,
     *,
+    bits: int = 4,
     plus_one: bool = False,
     group_sizes: Collection[int] = (),
 ) -> QuantizedLinear:
-    """The layer of ``inputs`` inputs that ``stored`` holds.
+    """The layer of ``inputs`` inputs that was quantized by ``method`` and stored in ``tensors``.
 
-    ``plus_one``: the zero points of GPTQ are one more than what is stored. ``group_sizes``: those
-    that the checkpoint's configuration names. Raises CheckpointError if the layer's groups have
-    none of these sizes, or if an input is in a group that the layer does not have.
+    ``group_sizes``: those that the checkpoint's configuration names. Of GPTQ alone: ``bits`` of an
+    integer, and ``plus_one``: zero points are one more than what is stored.
+
+    Raises CheckpointError if a tensor is missing or has a wrong shape, if the layer's groups have
+    none of the sizes, or if an input is in a group that the layer does not have.
     """
-    bias = stored.get("bias")
-    if "weight" in stored:
-        return _of_unpacked_weight(stored, bias, dtype)
-
-    if "weight_packed" in stored:
-        grouped = _compressed_tensors(stored, inputs)
+    bias = tensors.get("bias")
+    if method == "compressed-tensors":
+        if "weight" in tensors:
+            return _of_unpacked_weight(tensors, bias, dtype)
+        grouped = _compressed_tensors(tensors, inputs)
     elif method == "awq":
-        grouped = _awq(stored)
+        grouped = _awq(tensors, inputs)
     else:
-        grouped = _gptq(stored, inputs, plus_one)
+        grouped = _gptq(tensors, inputs, bits, plus_one)
 
-    if grouped.scattered is not None:
+    if grouped.group_of_input is not None:
         return _round_to_int8(_dequantized(grouped), bias, dtype)
 
     _check_groups(grouped, group_sizes)
@@ -100,24 +102,29 @@ def make_linear(
 
 
 def has_int4_form(inputs: int, groups: int) -> bool:
-    """Whether an ``Int4Linear`` can have so many groups of neighbouring inputs: of one of its
-    sizes, or of a multiple of its largest one."""
+    """Whether an ``Int4Linear`` can have so many groups of consecutive inputs: of one of its sizes,
+    or of a multiple of its largest one."""
     if groups == 0 or inputs % groups != 0:
         return False
     size = inputs // groups
-    return size in GROUPS or size % GROUPS[0] == 0
+    return size in GROUP_SIZES or size % GROUP_SIZES[0] == 0
 
 
 def _of_unpacked_weight(
-    stored: LayerTensors, bias: Tensor | None, dtype: torch.dtype
+    tensors: LayerTensors, bias: Tensor | None, dtype: torch.dtype
 ) -> Int8Linear:
     """The layer of a weight [outputs, inputs] in int8 or e4m3, which is not packed into words. It
     has one scale for each output, or one for all."""
-    weight = stored["weight"]
-    scale = stored["weight_scale"].float().reshape(1, -1).expand(1, len(weight))
-    zero = stored.get("weight_zero_point")
+    weight = _matrix(tensors, "weight")
+    outputs = len(weight)
+    scale = _tensor(tensors, "weight_scale").float().reshape(1, -1)
+    if scale.shape[1] not in (1, outputs):
+        bound = f"one for all outputs, or one for each of {outputs}"
+        raise CheckpointError.of("the number of scales in weight_scale", scale.shape[1], bound)
+    scale = scale.expand(1, outputs)
+    zero = tensors.get("weight_zero_point")
     if weight.dtype == torch.int8 and (zero is None or not zero.any()):
-        return Int8Linear(weight, scale, bias, dtype)
+        return Int8Linear(weight=weight, scale=scale, bias=bias, dtype=dtype)
     values = weight.float()
     if zero is not None:
         values = values - zero.float().reshape(-1, 1)
@@ -130,7 +137,7 @@ def _check_groups(grouped: _Grouped, group_sizes: Collection[int]) -> None:
     groups = grouped.groups
     if groups == 1:
         return
-    if inputs % groups == 0 and inputs // groups in group_sizes:
+    if groups != 0 and inputs % groups == 0 and inputs // groups in group_sizes:
         return
     raise CheckpointError(
         f"group_size of the quantized weights is {show(sorted(group_sizes))}, but must divide "
@@ -147,7 +154,7 @@ def _keep_as_int8(grouped: _Grouped, bias: Tensor | None, dtype: torch.dtype) ->
     if shifted.min() < -128 or shifted.max() > 127:
         return None
     weight = shifted.to(torch.int8).contiguous()
-    return Int8Linear(weight, grouped.scale.float().t(), bias, dtype)
+    return Int8Linear(weight=weight, scale=grouped.scale.float().t(), bias=bias, dtype=dtype)
 
 
 def _keep_as_int4(grouped: _Grouped, bias: Tensor | None, dtype: torch.dtype) -> Int4Linear | None:
@@ -162,67 +169,78 @@ def _keep_as_int4(grouped: _Grouped, bias: Tensor | None, dtype: torch.dtype) ->
     scale_and_least = torch.stack((scale, least)).bfloat16()
 
     size = grouped.inputs // grouped.groups
-    largest = GROUPS[0]
+    largest = GROUP_SIZES[0]
     if size > largest:
         # Each group becomes several groups of the largest size, with the same scale.
         scale_and_least = scale_and_least.repeat_interleave(size // largest, 2)
-    return Int4Linear.stored(grouped.q, scale_and_least, bias, dtype)
+    return Int4Linear.from_quantized(
+        q=grouped.q, scale_and_least=scale_and_least, bias=bias, dtype=dtype
+    )
 
 
 def _dequantized(grouped: _Grouped) -> Tensor:
     """The weight as it acts: float32 [outputs, inputs]."""
-    group_of = grouped.scattered
-    if group_of is None:
-        group_of = _neighbours(grouped.inputs, grouped.groups)
-    zero = grouped.zero[:, group_of]
-    scale = grouped.scale.float()[:, group_of]
+    group_of_input = grouped.group_of_input
+    if group_of_input is None:
+        group_of_input = _consecutive_groups(grouped.inputs, grouped.groups)
+    zero = grouped.zero[:, group_of_input]
+    scale = grouped.scale.float()[:, group_of_input]
     return (grouped.q.float() - zero) * scale
 
 
 def _round_to_int8(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Int8Linear:
     """The layer of a weight that was dequantized: float32 [outputs, inputs]."""
     q, scale = Int8Linear.quantize_rows(weight.contiguous())
-    return Int8Linear(q, scale.t(), bias, dtype)
+    return Int8Linear(weight=q, scale=scale.t(), bias=bias, dtype=dtype)
 
 
 # ------------------------------------------------------------------ what the methods store
 
 
-def _compressed_tensors(stored: LayerTensors, inputs: int) -> _Grouped:
+def _compressed_tensors(tensors: LayerTensors, inputs: int) -> _Grouped:
     """A row of words for each output: [outputs, words]. A word holds 4 integers of 8 bits, or 8 of
     4 bits. The last word of a row may be padded.
 
     Zero points are packed along the outputs: [words, groups], where the last word may be padded as
     well. Without zero points, zero is the middle of the range.
     """
-    words = stored["weight_packed"]
-    scale = stored["weight_scale"]
-    outputs = len(scale)
-    # The shape tells the bits. With 8 bits a word has 4 integers, and a row has words for all its
-    # inputs. With 4 bits a row has half as many words: 4 integers in each would not be enough.
-    bits = 8 if words.shape[1] * 4 >= inputs else 4
-    zero_words = stored.get("weight_zero_point")
-    if zero_words is None:
+    words = _matrix(tensors, "weight_packed")
+    scale = _matrix(tensors, "weight_scale")
+    outputs, groups = scale.shape
+    # Each layer may have bits of its own. The shape tells how many: a row of 8 bits has about twice
+    # as many words as one of 4 bits.
+    bits = 8 if words.shape[1] == _count_words(inputs, 8) else 4
+    _check_shape("weight_packed", words, [outputs, _count_words(inputs, bits)])
+    if "weight_zero_point" not in tensors:
         middle = 2.0 ** (bits - 1)
         zero = torch.full(scale.shape, middle)
     else:
+        zero_words = _matrix(tensors, "weight_zero_point")
+        _check_shape("weight_zero_point", zero_words, [_count_words(outputs, bits), groups])
         padded = _unpack(zero_words.t(), bits)  # [groups, outputs and padding]
         zero = padded[:, :outputs].t().float()
     return _Grouped(
         q=_unpack(words, bits)[:, :inputs],
         scale=scale,
         zero=zero,
-        scattered=_scattered(stored, name="weight_g_idx", inputs=inputs, groups=scale.shape[1]),
+        group_of_input=_read_group_index(tensors, "weight_g_idx", inputs, groups),
     )
 
 
-def _awq(stored: LayerTensors) -> _Grouped:
-    """Words [inputs, outputs / 8]: see :data:`_AWQ_ORDER`."""
+def _awq(tensors: LayerTensors, inputs: int) -> _Grouped:
+    """Words [inputs, outputs / 8], and zero points in words [groups, outputs / 8]: see
+    :data:`_AWQ_ORDER`."""
+    words = _matrix(tensors, "qweight")
+    zero_words = _matrix(tensors, "qzeros")
+    scale = _matrix(tensors, "scales")
+    groups, outputs = scale.shape
+    _check_shape("qweight", words, [inputs, outputs // 8])
+    _check_shape("qzeros", zero_words, [groups, outputs // 8])
     return _Grouped(
-        q=_unpack_awq(stored["qweight"]),
-        scale=stored["scales"].t(),
-        zero=_unpack_awq(stored["qzeros"]).float(),
-        scattered=None,
+        q=_unpack_awq(words),
+        scale=scale.t(),
+        zero=_unpack_awq(zero_words).float(),
+        group_of_input=None,
     )
 
 
@@ -232,21 +250,29 @@ def _unpack_awq(words: Tensor) -> Tensor:
     return by_word[..., _AWQ_ORDER].flatten(1).t()
 
 
-def _gptq(stored: LayerTensors, inputs: int, plus_one: bool) -> _Grouped:
+def _gptq(tensors: LayerTensors, inputs: int, bits: int, plus_one: bool) -> _Grouped:
     """A column of words for each output, packed along the inputs: [words, outputs]. Zero points
     are packed along the outputs: [groups, words]."""
-    words = stored["qweight"]
-    bits = len(words) * 32 // inputs
-    scale = stored["scales"].t()
-    zero = _unpack(stored["qzeros"], bits).t().float()
+    words = _matrix(tensors, "qweight")
+    zero_words = _matrix(tensors, "qzeros")
+    scale = _matrix(tensors, "scales")
+    groups, outputs = scale.shape
+    _check_shape("qweight", words, [inputs * bits // 32, outputs])
+    _check_shape("qzeros", zero_words, [groups, outputs * bits // 32])
+    zero = _unpack(zero_words, bits).t().float()
     if plus_one:
         zero = zero + 1
     return _Grouped(
         q=_unpack(words.t(), bits),
-        scale=scale,
+        scale=scale.t(),
         zero=zero,
-        scattered=_scattered(stored, name="g_idx", inputs=inputs, groups=scale.shape[1]),
+        group_of_input=_read_group_index(tensors, "g_idx", inputs, groups),
     )
+
+
+def _count_words(values: int, bits: int) -> int:
+    """Words of 32 bits that hold so many values; the last one may be padded."""
+    return -(-values * bits // 32)
 
 
 def _unpack(words: Tensor, bits: int) -> Tensor:
@@ -259,31 +285,54 @@ def _unpack(words: Tensor, bits: int) -> Tensor:
     return values.to(torch.uint8).flatten(1)
 
 
+def _tensor(tensors: LayerTensors, name: str) -> Tensor:
+    """A tensor that the layer must have. Raises CheckpointError if it is missing."""
+    tensor = tensors.get(name)
+    if tensor is None:
+        raise CheckpointError(f"{name} is missing")
+    return tensor
+
+
+def _matrix(tensors: LayerTensors, name: str) -> Tensor:
+    """A tensor of two dimensions. Raises CheckpointError if it is missing or has others."""
+    tensor = _tensor(tensors, name)
+    if tensor.ndim != 2:
+        raise CheckpointError.of(f"the shape of {name}", list(tensor.shape), "of two dimensions")
+    return tensor
+
+
+def _check_shape(name: str, tensor: Tensor, expected: list[int]) -> None:
+    """Raise CheckpointError if the tensor ``name`` has another shape."""
+    shape = list(tensor.shape)
+    if shape != expected:
+        raise CheckpointError.of(f"the shape of {name}", shape, str(expected))
+
+
 # ------------------------------------------------------------------ groups of inputs
 
 
-def _scattered(stored: LayerTensors, name: str, inputs: int, groups: int) -> Tensor | None:
-    """The group of each input, int64 [inputs], as the tensor ``name`` has them. None if the inputs
-    of each group are neighbours; if there is no such tensor, they are.
+def _read_group_index(tensors: LayerTensors, name: str, inputs: int, groups: int) -> Tensor | None:
+    """``_Grouped.group_of_input``, as the tensor ``name`` has it. Without that tensor, the groups
+    are consecutive inputs.
 
     Raises CheckpointError if the tensor does not have one of ``groups`` groups for each input.
     """
-    if name not in stored:
+    if name not in tensors:
         return None
-    group_of = stored[name].long()
-    if group_of.shape != (inputs,):
-        shape = list(group_of.shape)
-        raise CheckpointError.of(f"the shape of {name}", shape, str([inputs]))
-    for number in (int(group_of.min()), int(group_of.max())):
+    group_of_input = tensors[name].long()
+    _check_shape(name, group_of_input, [inputs])
+    for number in (int(group_of_input.min()), int(group_of_input.max())):
         if not 0 <= number < groups:
             raise CheckpointError.of(f"a group in {name}", number, f"from 0 to {groups - 1}")
-    if inputs % groups == 0 and torch.equal(group_of, _neighbours(inputs, groups)):
+    if inputs % groups != 0:
+        return group_of_input
+    if torch.equal(group_of_input, _consecutive_groups(inputs, groups)):
         return None
-    return group_of
+    return group_of_input
 
 
-def _neighbours(inputs: int, groups: int) -> Tensor:
-    """The group of each input, int64 [inputs], if the inputs of each group are neighbours. The
+def _consecutive_groups(inputs: int, groups: int) -> Tensor:
+    """The group of each input, int64 [inputs], if each group is as many consecutive inputs. The
     groups must divide the inputs."""
     size = inputs // groups
     return torch.arange(inputs) // size

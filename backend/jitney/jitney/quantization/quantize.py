@@ -26,13 +26,20 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from jitney.config import Quantization
 from jitney.errors import ConfigError
 from jitney.execution.checkpoint import Checkpoint
-from jitney.execution.quantized import QuantizedLinear, find_children, is_linear, weight_of
+from jitney.execution.quantized import (
+    Holder,
+    QuantizedLinear,
+    find_children,
+    is_linear,
+    weight_of,
+)
 from jitney.execution.support import stored_dtype
-from jitney.execution.weights import count_bytes, missing_package, stream
-from jitney.quantization import devices, four_bits, torchao
-from jitney.quantization.e4m3 import ALIGNMENT
+from jitney.execution.weights import count_bytes, stream
+from jitney.quantization import devices, eight_bits, four_bits, torchao
+from jitney.quantization.e4m3 import SIZE_STEP
 from jitney.quantization.eight_bits import Fp8Linear, Int8Linear
-from jitney.quantization.four_bits import GROUPS, Int4Linear
+from jitney.quantization.four_bits import GROUP_SIZES, Int4Linear, choose_group_size
+from jitney.quantization.packages import missing_package
 from jitney.quantization.torchao import TorchaoLinear
 
 _log = logging.getLogger(__name__)
@@ -50,7 +57,7 @@ class QuantizeWhileLoading:
     checkpoint: Checkpoint
     dtype: torch.dtype
     device: torch.device
-    packed = ()
+    reads_itself = ()
     # False, as the device would need memory for all weights before they are quantized.
     in_place = False
 
@@ -67,11 +74,11 @@ class QuantizeWhileLoading:
 
     def after_reading(self, module: PreTrainedModel) -> None:
         before = count_bytes(module)
-        layers, kept = quantize_linears(module, self.kind, self.device)
+        outcome = quantize_linears(module, self.kind, self.device)
         saved = (before - count_bytes(module)) / (1 << 20)
-        reasons = "; ".join(f"{count} kept: {reason}" for reason, count in kept.items())
+        reasons = "; ".join(f"{count} kept: {reason}" for reason, count in outcome.kept.items())
         text = "quantized %d linear layers to %s, %.0f MiB less (%s)"
-        _log.info(text, layers, self.kind, saved, reasons)
+        _log.info(text, outcome.num_quantized, self.kind, saved, reasons)
 
 
 # ------------------------------------------------------------------ the option
@@ -121,45 +128,49 @@ def _check_gpu(kind: Quantization, dtype: torch.dtype, device: torch.device) -> 
 # ------------------------------------------------------------------ the layers
 
 
-Holders = list[tuple[nn.Module, str]]
-"""All modules that hold a layer: (the parent, the layer's name in it)."""
-
-
 class _Choice(NamedTuple):
     """Which linear layers of a module are to be quantized."""
 
-    chosen: dict[Any, Holders]
-    """The layers to quantize."""
+    chosen: dict[Any, list[Holder]]
+    """The layers to quantize -> where each of them hangs."""
     kept: Counter[str]
     """Reason why layers stay as they are -> how many."""
 
 
+class Quantized(NamedTuple):
+    """What :func:`quantize_linears` did."""
+
+    num_quantized: int
+    """Layers that were replaced."""
+    kept: Counter[str]
+    """Reason why layers stayed as they were -> how many."""
+
+
 def quantize_linears(
     module: PreTrainedModel, kind: Quantization, device: torch.device
-) -> tuple[int, Counter[str]]:
+) -> Quantized:
     """Replace the linear layers of ``module`` by quantized ones on ``device``, one by one.
 
     A weight is freed as soon as its layer is replaced. So the device holds the quantized layers,
     and only a few weights as they were. The rest of the module stays where it is.
 
-    Returns the number of quantized layers, and the reasons why others stayed as they were, with
-    their numbers. Raises ConfigError if no layer can be quantized.
+    Raises ConfigError if no layer can be quantized.
     """
-    chosen, kept = _choose(module, kind, device)
-    if not chosen:
-        reasons = "; ".join(kept) or "there is none"
+    choice = _choose(module, kind, device)
+    if not choice.chosen:
+        reasons = "; ".join(choice.kept) or "there is none"
         raise ConfigError.of("quantization", kind, f"'none': no linear layer fits ({reasons})")
     head = module.get_output_embeddings()
     # The weights on the device: the next few are sent while one is quantized.
-    weights = stream(map(weight_of, chosen), device)
-    for (layer, holders), weight in zip(chosen.items(), weights, strict=True):
+    weights = stream(map(weight_of, choice.chosen), device)
+    for (layer, holders), weight in zip(choice.chosen.items(), weights, strict=True):
         bias = None if layer.bias is None else layer.bias.detach().to(device)
         quantized = _quantize(weight, bias=bias, kind=_kind_of(layer, head, kind), device=device)
-        for parent, name in holders:
-            setattr(parent, name, quantized)
-        # ``chosen`` holds the layer until all are quantized. This frees its weight now.
+        for holder in holders:
+            holder.put(quantized)
+        # ``choice`` holds the layer until all are quantized. This frees its weight now.
         layer.weight = None
-    return len(chosen), kept
+    return Quantized(len(choice.chosen), choice.kept)
 
 
 def _kind_of(layer: nn.Module, head: nn.Module, kind: Quantization) -> Quantization:
@@ -174,12 +185,12 @@ def _quantize(
     assert kind != "none"
     weight = weight.contiguous()  # those of GPT-2 are transposed views
     if kind == "fp8":
-        return Fp8Linear.of(weight, bias)
+        return Fp8Linear.quantized_from(weight, bias)
     if not devices.has_integer_kernels(device):
-        return TorchaoLinear.of(weight, bias, kind)
+        return TorchaoLinear.quantized_from(weight, bias, kind)
     if kind == "int8":
-        return Int8Linear.of(weight, bias)
-    return Int4Linear.of(weight, bias)
+        return Int8Linear.quantized_from(weight, bias)
+    return Int4Linear.quantized_from(weight, bias)
 
 
 def quantized_bytes(module: PreTrainedModel, kind: Quantization, device: torch.device) -> int:
@@ -201,11 +212,10 @@ def _layer_bytes(weight: Tensor, kind: Quantization, device: torch.device) -> in
     """Bytes that a weight takes as a layer of ``kind``."""
     outputs, inputs = weight.shape
     if kind in ("int8", "int4") and not devices.has_integer_kernels(device):
-        return torchao.packed_bytes(outputs, inputs, kind, weight.dtype)
+        return torchao.layer_bytes(outputs, inputs, kind, weight.dtype)
     if kind == "int4":
-        return four_bits.packed_bytes(outputs, inputs)
-    scale = torch.float32.itemsize
-    return outputs * (inputs + scale)
+        return four_bits.layer_bytes(outputs, inputs, choose_group_size(inputs))
+    return eight_bits.layer_bytes(outputs, inputs)
 
 
 def _choose(module: PreTrainedModel, kind: Quantization, device: torch.device) -> _Choice:
@@ -214,9 +224,9 @@ def _choose(module: PreTrainedModel, kind: Quantization, device: torch.device) -
     choice = _Choice({}, Counter())
     for layer, holders in find_children(module, is_linear).items():
         if layer is head:
-            reason = _why_not_head(layer, kind, device)
+            reason = _reason_to_keep_head(layer, kind, device)
         else:
-            reason = _why_not(layer, holders, kind)
+            reason = _reason_to_keep(layer, holders, kind)
         if reason is None:
             choice.chosen[layer] = holders
         else:
@@ -224,25 +234,27 @@ def _choose(module: PreTrainedModel, kind: Quantization, device: torch.device) -
     return choice
 
 
-def _why_not_head(head: nn.Module, kind: Quantization, device: torch.device) -> str | None:
+def _reason_to_keep_head(head: nn.Module, kind: Quantization, device: torch.device) -> str | None:
     """Why the head stays as it is. None: it gets 8 bits."""
     inputs = weight_of(head).shape[1]
-    has_kernel = kind in ("int8", "int4") and devices.has_integer_kernels(device)
-    if has_kernel and inputs % ALIGNMENT == 0:
-        return None
-    return "the head"
+    is_quantized = kind in ("int8", "int4") and devices.has_integer_kernels(device)
+    if not is_quantized:
+        return "the head"
+    if inputs % SIZE_STEP:
+        return f"the head, whose {inputs} inputs are not in steps of {SIZE_STEP}"
+    return None
 
 
-def _why_not(linear: nn.Module, holders: Holders, kind: Quantization) -> str | None:
+def _reason_to_keep(linear: nn.Module, holders: list[Holder], kind: Quantization) -> str | None:
     """Why a linear layer other than the head stays as it is. None: it is quantized."""
     outputs, inputs = weight_of(linear).shape
-    for parent, name in holders:
+    for holder in holders:
         # A linear layer beside experts chooses among them.
-        if "experts" in parent._modules or "router" in name:
+        if "experts" in holder.parent._modules or "router" in holder.attribute:
             return "a router"
-    if outputs % ALIGNMENT or inputs % ALIGNMENT:
-        return f"{inputs} by {outputs} is not in steps of {ALIGNMENT}"
-    smallest_group = GROUPS[-1]
+    if outputs % SIZE_STEP or inputs % SIZE_STEP:
+        return f"{inputs} by {outputs} is not in steps of {SIZE_STEP}"
+    smallest_group = GROUP_SIZES[-1]
     if kind == "int4" and inputs % smallest_group:
         return f"{inputs} inputs are not in groups of {smallest_group}"
     return None

@@ -1,7 +1,7 @@
 """Chooses how a checkpoint's weights are read.
 
-``engine.assemble`` hands :func:`weight_format` to the loader, as its ``Quantizer``. It chooses by
-the checkpoint, the options and the device:
+``engine.assemble`` hands :func:`choose_weight_format` to the loader, as its ``Quantizer``. It
+chooses by the checkpoint, the options and the device:
 
 | stored | on a CPU | on a GPU |
 |---|---|---|
@@ -24,13 +24,13 @@ from jitney.config import EngineConfig
 from jitney.errors import ConfigError, UnsupportedModelError, show
 from jitney.execution.checkpoint import Checkpoint
 from jitney.execution.quantized import WeightFormat
-from jitney.execution.support import refuse
-from jitney.execution.weights import missing_package
+from jitney.execution.support import unservable
 from jitney.quantization import devices
 from jitney.quantization.gguf_weights import GgufWeights
+from jitney.quantization.packages import missing_package
 from jitney.quantization.quantize import QuantizeWhileLoading, check_option
 from jitney.quantization.stored_layers import e4m3_layers, integer_layers
-from jitney.quantization.stored_weights import (
+from jitney.quantization.weight_formats import (
     DecompressedWeights,
     E4m3Weights,
     IntegerWeights,
@@ -43,7 +43,7 @@ METHODS = ("torchao", "compressed-tensors", "gptq", "awq")
 """The methods whose safetensors are read, as ``quantization_config.quant_method`` names them."""
 
 
-def weight_format(
+def choose_weight_format(
     checkpoint: Checkpoint, config: EngineConfig, dtype: torch.dtype, device: torch.device
 ) -> WeightFormat | None:
     """How the weights are quantized; None if they are not.
@@ -54,74 +54,82 @@ def weight_format(
     - CheckpointError for a missing scale;
     - ConfigError for a value of option ``quantization`` that this device or checkpoint excludes.
     """
-    kind = config.quantization
-    stored = checkpoint.config.get("quantization_config")
-    if not stored:
-        check_option(kind, dtype, device)
-        if kind == "none":
+    option = config.quantization
+    quantization_config = checkpoint.config.get("quantization_config")
+    if not quantization_config:
+        check_option(option, dtype, device)
+        if option == "none":
             return None
-        return QuantizeWhileLoading(kind, checkpoint, dtype, device)
+        return QuantizeWhileLoading(option, checkpoint, dtype, device)
 
     model_type = str(checkpoint.config["model_type"])
-    _check_object(model_type, "quantization_config", stored)
-    method = stored.get("quant_method")
-    if kind != "none":
-        raise ConfigError.of("quantization", kind, f"'none' for weights quantized by {method}")
+    _check_object(model_type, "quantization_config", quantization_config)
+    method = quantization_config.get("quant_method")
+    if option != "none":
+        raise ConfigError.of("quantization", option, f"'none' for weights quantized by {method}")
     if checkpoint.gguf is not None:
-        return GgufWeights.of(checkpoint, checkpoint.gguf, dtype, device)
+        return GgufWeights.plan(checkpoint, checkpoint.gguf, dtype, device)
     if method not in METHODS:
         raise _unknown_method(model_type, method)
-    return _stored_weights(
-        method=str(method), stored=stored, checkpoint=checkpoint, dtype=dtype, device=device
+    return _format_of_safetensors(
+        method=str(method),
+        quantization_config=quantization_config,
+        checkpoint=checkpoint,
+        dtype=dtype,
+        device=device,
     )
 
 
-def _stored_weights(
+def _format_of_safetensors(
     method: str,
-    stored: Mapping[str, Any],
+    quantization_config: Mapping[str, Any],
     checkpoint: Checkpoint,
     dtype: torch.dtype,
     device: torch.device,
 ) -> WeightFormat:
-    """How safetensors are read that one of METHODS quantized. ``stored`` is the checkpoint's
-    ``quantization_config``.
-
-    If the weights can become layers of ours, they do. Otherwise the method's library reads them, if
-    it has one that we use.
-    """
+    """How safetensors are read that one of METHODS quantized: the rows of the module's table, in
+    order."""
     model_type = str(checkpoint.config["model_type"])
-    _check_groups_of_layers(model_type, stored)
+    _check_groups_of_layers(model_type, quantization_config)
     if method in ("gptq", "awq"):
-        _check_packed(model_type, method, stored, device)
+        if not devices.has_integer_kernels(device):
+            reason = f"its weights are quantized by {method}, read on a CPU alone"
+            raise unservable(model_type, reason)
+        _check_gptq_or_awq(model_type, method, quantization_config)
 
+    # Plain e4m3.
     if method == "compressed-tensors":
-        e4m3 = _e4m3_weights(stored, checkpoint, dtype, device)
+        e4m3 = _e4m3_weights(quantization_config, checkpoint, dtype, device)
         if e4m3 is not None:
             return e4m3
 
+    # Integers of 4 or 8 bits: of compressed-tensors on a CPU, and all of GPTQ and AWQ.
     if devices.has_integer_kernels(device):
-        layers = integer_layers(method, stored, checkpoint)
+        layers = integer_layers(method, quantization_config, checkpoint)
         if layers:
             return IntegerWeights(method=method, checkpoint=checkpoint, layers=layers, dtype=dtype)
+        if method in ("gptq", "awq"):
+            found = "none of its linear layers" if layers is not None else "experts as well"
+            raise unservable(model_type, f"{method} quantized {found}")
 
-    # They cannot become layers of ours.
-    if method in ("gptq", "awq"):
-        raise refuse(model_type, f"{method} quantized none of its linear layers")
-
+    # All else is read by the method's own library.
     obstacle = missing_package(method)
     if obstacle is not None:
-        raise refuse(model_type, f"its weights are quantized by {method}: {obstacle}")
+        raise unservable(model_type, f"its weights are quantized by {method}: {obstacle}")
     if method == "torchao":
         return TorchaoWeights(checkpoint, dtype)
     return DecompressedWeights()
 
 
 def _e4m3_weights(
-    stored: Mapping[str, Any], checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+    quantization_config: Mapping[str, Any],
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> WeightFormat | None:
     """How e4m3 is read that becomes layers of ours: ``int8`` ones on a CPU, ``fp8`` ones on a GPU.
     None if the checkpoint has no such layers, or if the device cannot run them."""
-    layers = e4m3_layers(stored, checkpoint)
+    layers = e4m3_layers(quantization_config, checkpoint)
     if not layers:
         return None
     if devices.has_integer_kernels(device):
@@ -141,14 +149,14 @@ def _e4m3_weights(
 def _check_object(model_type: str, name: str, value: object) -> None:
     """Raise UnsupportedModelError if a field of the configuration is not a JSON object."""
     if not isinstance(value, dict):
-        raise refuse(model_type, f"its {name} is {show(value)}, but must be an object")
+        raise unservable(model_type, f"its {name} is {show(value)}, but must be an object")
 
 
-def _check_groups_of_layers(model_type: str, stored: Mapping[str, Any]) -> None:
+def _check_groups_of_layers(model_type: str, quantization_config: Mapping[str, Any]) -> None:
     """Raise UnsupportedModelError unless ``config_groups`` is an object of objects, and each of the
     tensors that these describe is an object, too. It may be absent."""
     groups_name = "quantization_config.config_groups"
-    groups = stored.get("config_groups") or {}
+    groups = quantization_config.get("config_groups") or {}
     _check_object(model_type, groups_name, groups)
     for name, group in groups.items():
         _check_object(model_type, f"{groups_name}.{name}", group)
@@ -156,28 +164,26 @@ def _check_groups_of_layers(model_type: str, stored: Mapping[str, Any]) -> None:
             _check_object(model_type, f"{groups_name}.{name}.{part}", group.get(part) or {})
 
 
-def _check_packed(
-    model_type: str, method: str, stored: Mapping[str, Any], device: torch.device
+def _check_gptq_or_awq(
+    model_type: str, method: str, quantization_config: Mapping[str, Any]
 ) -> None:
     """Raise UnsupportedModelError for a form of GPTQ or AWQ that is not read."""
-    if not devices.has_integer_kernels(device):
-        raise refuse(model_type, f"its weights are quantized by {method}, read on a CPU alone")
     allowed = {
         "bits": (4, 8) if method == "gptq" else (4,),
         # AWQ's layout of words. GPTQ has no such field.
         "version": ("gemm", "GEMM", None),
     }
     for field, values in allowed.items():
-        found = stored.get(field)
+        found = quantization_config.get(field)
         if found not in values:
             expected = " or ".join(map(str, values))
             reason = f"its quantization_config.{field} is {show(found)}, but must be {expected}"
-            raise refuse(model_type, reason)
+            raise unservable(model_type, reason)
 
 
 def _unknown_method(model_type: str, method: object) -> UnsupportedModelError:
     *others, last = METHODS
-    return refuse(
+    return unservable(
         model_type,
         f"its weights are quantized by {show(method)}, and only {', '.join(others)} and {last} are "
         "read; or quantize unquantized ones with the option quantization",

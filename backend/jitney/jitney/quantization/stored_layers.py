@@ -7,7 +7,7 @@ from typing import Any
 
 from jitney.errors import CheckpointError
 from jitney.execution.checkpoint import Checkpoint
-from jitney.quantization.e4m3 import ALIGNMENT
+from jitney.quantization.e4m3 import SIZE_STEP
 from jitney.quantization.transformers_reading import LayerContents
 
 Layers = dict[str, LayerContents]
@@ -17,32 +17,33 @@ Layers = dict[str, LayerContents]
 # ------------------------------------------------------------------ integers
 
 
-def integer_layers(method: str, config: Mapping[str, Any], checkpoint: Checkpoint) -> Layers:
-    """The layers whose integers ``packed_integers`` reads. Empty if it cannot read all quantized
-    layers of the checkpoint."""
+def integer_layers(method: str, config: Mapping[str, Any], checkpoint: Checkpoint) -> Layers | None:
+    """The layers whose integers ``packed_integers`` reads; empty if the checkpoint has none. None
+    if there are quantized layers that it cannot read."""
     if method == "torchao":
-        return {}
-    groups = (config.get("config_groups") or {}).values()
-    if not all(_has_readable_integers(group, config.get("format")) for group in groups):
-        return {}
+        return None
+    if method == "compressed-tensors":
+        groups = (config.get("config_groups") or {}).values()
+        if not all(_has_readable_integers(group, config.get("format")) for group in groups):
+            return None
 
     # A layer is recognised by its weight. Its other tensors may come before the weight: they are
     # collected afterwards.
-    layers = Layers()
-    for name, entry in checkpoint.tensors.items():
-        layer, _, tensor = name.rpartition(".")
-        is_packed = tensor in ("qweight", "weight_packed")
-        is_int8 = tensor == "weight" and entry.dtype == "I8"
+    layers: Layers = {}
+    for name, header in checkpoint.tensors.items():
+        layer_name, _, tensor_name = name.rpartition(".")
+        is_packed = tensor_name in ("qweight", "weight_packed")
+        is_int8 = tensor_name == "weight" and header.dtype == "I8"
         if is_packed or is_int8:
-            layers[layer] = {}
+            layers[layer_name] = {}
     # Experts are merged into one tensor, which is no linear layer.
-    if any(".experts." in layer for layer in layers):
-        return {}
+    if any(".experts." in layer_name for layer_name in layers):
+        return None
 
-    for name, entry in checkpoint.tensors.items():
-        layer, _, tensor = name.rpartition(".")
-        if layer in layers:
-            layers[layer][tensor] = entry
+    for name, header in checkpoint.tensors.items():
+        layer_name, _, tensor_name = name.rpartition(".")
+        if layer_name in layers:
+            layers[layer_name][tensor_name] = header
     return layers
 
 
@@ -65,25 +66,26 @@ def _has_readable_integers(group: Any, checkpoint_format: str | None) -> bool:
 # ------------------------------------------------------------------ e4m3
 
 
-def e4m3_layers(config: Mapping[str, Any], checkpoint: Checkpoint) -> Layers:
-    """The layers that can become e4m3 layers of ours. Empty if not all quantized ones can.
+def e4m3_layers(config: Mapping[str, Any], checkpoint: Checkpoint) -> Layers | None:
+    """The layers that can become e4m3 layers of ours; empty if the checkpoint has none. None if
+    there are quantized layers that cannot.
 
     Raises CheckpointError if a scale is missing.
     """
     _check_scales(checkpoint)
     groups = (config.get("config_groups") or {}).values()
     if not all(_is_plain_e4m3(group) for group in groups):
-        return {}
+        return None
 
-    layers = Layers()
+    layers: Layers = {}
     for name in checkpoint.tensors:
-        layer, _, tensor = name.rpartition(".")
-        if tensor != "weight_scale":
+        layer_name, _, tensor_name = name.rpartition(".")
+        if tensor_name != "weight_scale":
             continue
-        contents = _e4m3_contents(layer, checkpoint)
+        contents = _e4m3_contents(layer_name, checkpoint)
         if contents is None:
-            return {}
-        layers[layer] = contents
+            return None
+        layers[layer_name] = contents
     return layers
 
 
@@ -120,6 +122,6 @@ def _e4m3_contents(layer: str, checkpoint: Checkpoint) -> LayerContents | None:
     if not one_scale and not scale_per_output:
         # There is one for each block or group.
         return None
-    if outputs % ALIGNMENT or inputs % ALIGNMENT:
+    if outputs % SIZE_STEP or inputs % SIZE_STEP:
         return None
     return {"weight": weight, "weight_scale": scale}

@@ -1,7 +1,7 @@
 """Linear layers whose weights are torchao's tensors: weights in int8 or int4, inputs as they are.
 
 torchao chooses the scales, packs the weights and multiplies. No other module imports it. Made by
-``quantize`` (options ``int8`` and ``int4`` on a GPU) and ``stored_weights`` (checkpoints that
+``quantize`` (options ``int8`` and ``int4`` on a GPU) and ``weight_formats`` (checkpoints that
 torchao wrote).
 
 int8 has one scale for each output channel (torchao keeps a zero beside it). int4 has a scale and a
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from jitney.execution.quantized import QuantizedLinear
-from jitney.quantization.four_bits import group_size
+from jitney.quantization.four_bits import choose_group_size
 
 TorchaoKind = Literal["int8", "int4"]
 
@@ -27,7 +27,8 @@ _TILE_INPUTS = 1024
 
 
 class TorchaoLinear(QuantizedLinear):
-    """A :class:`QuantizedLinear` of any of torchao's kinds."""
+    """A :class:`QuantizedLinear` of any of torchao's kinds. Its weight knows its own scales, and it
+    does not round its inputs, so it has neither ``scale`` nor ``dtype``."""
 
     weight: Tensor
     """A tensor of torchao's. It reports the shape [out_features, in_features], and a dtype of
@@ -41,7 +42,9 @@ class TorchaoLinear(QuantizedLinear):
         self.register_buffer("bias", None if bias is None else bias.detach())
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None, kind: TorchaoKind) -> "TorchaoLinear":
+    def quantized_from(
+        cls, weight: Tensor, bias: Tensor | None, kind: TorchaoKind
+    ) -> "TorchaoLinear":
         """Quantize a weight [out_features, in_features] on its device."""
         from torchao.quantization import quantize_
 
@@ -65,14 +68,14 @@ def is_torchao(weight: object) -> bool:
     return any(base.__name__ == "TorchAOBaseTensor" for base in type(weight).__mro__)
 
 
-def packed_bytes(out_features: int, in_features: int, kind: TorchaoKind, dtype: torch.dtype) -> int:
-    """Bytes that a weight of ``dtype`` takes once it is quantized on a GPU."""
+def layer_bytes(out_features: int, in_features: int, kind: TorchaoKind, dtype: torch.dtype) -> int:
+    """Bytes that a layer takes on a GPU, of a weight that had ``dtype`` before."""
     if kind == "int8":
         scale_and_zero = torch.float32.itemsize + torch.int8.itemsize
         return out_features * (in_features + scale_and_zero)
     rows = _round_up(out_features, _TILE_OUTPUTS)
     columns = _round_up(in_features, _TILE_INPUTS)
-    groups = columns // group_size(in_features)
+    groups = columns // choose_group_size(in_features)
     weight = rows * columns // 2
     scales_and_zeros = rows * groups * 2 * dtype.itemsize
     return weight + scales_and_zeros
@@ -90,7 +93,7 @@ def _recipe(kind: TorchaoKind, in_features: int) -> Any:
     if kind == "int8":
         return Int8WeightOnlyConfig(set_inductor_config=False)
     return Int4WeightOnlyConfig(
-        group_size=group_size(in_features),
+        group_size=choose_group_size(in_features),
         set_inductor_config=False,
         int4_packing_format="tile_packed_to_4d",
     )

@@ -4,7 +4,7 @@ transformers gives a linear layer one parameter for its weight. A quantized chec
 tensors in place of the weight: packed integers, scales, zero points. Before a load,
 :func:`read_as_stored` tells transformers which layer has which tensors, through transformers' own
 interface for quantized checkpoints. transformers then reads them as parameters of the layer, under
-the tensors' names. Afterwards ``stored_weights`` makes a layer of ours of these parameters.
+the tensors' names. Afterwards ``weight_formats`` makes a layer of ours of these parameters.
 
 ``gguf_weights`` reads the tensors itself: it names its layers with no tensors, and transformers
 then reads nothing for them.
@@ -21,7 +21,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from jitney.execution.checkpoint import StoredTensor
-from jitney.execution.support import refuse
+from jitney.execution.support import unservable
 from jitney.quantization.e4m3 import E4M3
 
 _NAME = "jitney_stored"
@@ -98,11 +98,11 @@ def _replace_weight(linear: Any, contents: LayerContents) -> None:
     """Give the layer empty parameters for ``contents`` in place of its weight."""
     device = linear.weight.device
     linear.register_parameter("weight", None)
-    for name, stored in contents.items():
+    for name, header in contents.items():
         if name == "bias" and linear.bias is not None:
             # The bias is not quantized, and the layer has its parameter already.
             continue
-        tensor = torch.empty(stored.shape, dtype=_READ_AS[stored.dtype], device=device)
+        tensor = torch.empty(header.shape, dtype=_READ_AS[header.dtype], device=device)
         setattr(linear, name, nn.Parameter(tensor, requires_grad=False))
 
 
@@ -111,8 +111,9 @@ def _refuse_layer(model_type: str, name: str, contents: LayerContents, found: ob
     linear layer."""
     tensors = [each for each in contents if each != "bias"]
     tensor = tensors[0] if tensors else "weight"
-    kind = type(found).__name__
-    raise refuse(
+    found_class = type(found).__name__
+    raise unservable(
         model_type,
-        f"{name}.{tensor} is quantized, but belongs to a {kind}: only a Linear may be quantized",
+        f"{name}.{tensor} is quantized, but belongs to a {found_class}: only a Linear may be "
+        "quantized",
     )

@@ -81,11 +81,11 @@ class CpuAccelerator:
         """See :class:`Accelerator`. Always: a CPU's modules are fused for any such function."""
         return True
 
-    def widens_bfloat16(self, checkpoint: Checkpoint, *, rounded: bool) -> bool:
+    def widens_bfloat16(self, checkpoint: Checkpoint, *, has_quantized_weights: bool) -> bool:
         """See :class:`Accelerator`: whether bfloat16 is as fast as float32, as kernels widen it.
 
         True if all products of the model are those of our kernels, and the processor has AVX2,
-        which they need. ``rounded``: the weights will have 8 or 4 bits."""
+        which they need."""
         if not (self._config.fuse and self._config.prepack):
             return False
         # Experts are no linear layers: their products are torch's. Models that have any say so in
@@ -94,7 +94,7 @@ class CpuAccelerator:
             return False
         if not torch.cpu.get_capabilities().get("avx2") or find_spec("numba") is None:
             return False
-        if rounded:
+        if has_quantized_weights:
             return True
         for stored in checkpoint.tensors.values():
             is_matrix = len(stored.shape) == 2

@@ -124,7 +124,7 @@ def _join(products: Sequence[Any]) -> _Weights:
         joined = first.merge(products)
         if joined is None:
             raise Misfit("its products are quantized in different ways")
-        return _Weights(joined.weight, joined.bias, joined.scale, joined.factors)
+        return _Weights(joined.weight, joined.bias, joined.scale, joined.input_factors)
     # A single one may also be a Conv1D, as GPT-2 has it.
     if len(products) == 1 and is_linear(first):
         return _Weights(weight_of(first), first.bias)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from jitney.execution.interface import LoadedModel
 from jitney.execution.probe import embedding_weight
-from jitney.execution.quantized import coarse_layers, find_children
+from jitney.execution.quantized import find_children, layers_that_round_inputs
 from jitney.kernels.fused.adapted import AdaptedForward
 from jitney.kernels.fused.forms import AttentionForm, FusedNorm, HeadNorms, Misfit, Norm, NormForm
 from jitney.kernels.fused.layers import FusedAttention, FusedDecoderLayer, FusedMLP, LayerNorms
@@ -171,7 +171,7 @@ class _Fuser:
         self._length = length
         # A tensor of the model's dtype and device.
         self._like = embedding_weight(module).new_zeros(1)
-        self._checker = Checker(self._like, coarse=bool(coarse_layers(module)))
+        self._checker = Checker(self._like, coarse=bool(layers_that_round_inputs(module)))
         self._arguments = record_arguments(module, _takes_cos_and_sin)
         # Of the fused layers whose cos and sin a table can give.
         self._rotary_of: dict[FusedDecoderLayer, _LayerRotary] = {}

@@ -61,7 +61,7 @@ class GpuAccelerator:
     def prepare() -> None:
         """See :class:`AcceleratorKind`. Does nothing: to import what a GPU needs would touch it."""
 
-    def widens_bfloat16(self, checkpoint: Checkpoint, *, rounded: bool) -> bool:
+    def widens_bfloat16(self, checkpoint: Checkpoint, *, has_quantized_weights: bool) -> bool:
         """See :class:`Accelerator`, here and below. False: a GPU multiplies bfloat16 itself."""
         return False
 

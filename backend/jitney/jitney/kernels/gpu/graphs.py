@@ -23,7 +23,7 @@ from torch import Tensor
 from jitney.config import EngineConfig
 from jitney.execution.attention import AttentionMetadata
 from jitney.execution.machine import enter_device, synchronize
-from jitney.execution.runner import Forward
+from jitney.execution.runner import RunTokens
 from jitney.messages import ModelInfo
 
 _log = logging.getLogger(__name__)
@@ -125,7 +125,8 @@ def padded_sizes(config: EngineConfig, info: ModelInfo) -> list[int]:
 
 
 class DecodeGraphs:
-    """A ``runner.Forward``: decode steps by graphs, captured at first use, others kernel by kernel.
+    """A ``runner.RunTokens``: decode steps by graphs, captured at first use, others kernel by
+    kernel.
 
     Owns the graphs and the buffers that they read and write. Here a step of 3 rows runs by the
     graph of 4 rows, where buffers have 8::
@@ -139,7 +140,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        forward: Forward,
+        forward: RunTokens,
         sizes: list[int],
         capture: Capture,
         info: ModelInfo,

@@ -18,7 +18,7 @@ from transformers.utils import is_torchao_available
 
 from jitney.errors import CheckpointError
 from jitney.execution.checkpoint import Checkpoint, StoredTensor
-from jitney.execution.quantized import QuantizedLinear
+from jitney.execution.quantized import Holder, QuantizedLinear
 from jitney.execution.weights import count_bytes
 from jitney.quantization.eight_bits import Fp8Linear
 from jitney.quantization.four_bits import Int4Linear
@@ -45,7 +45,7 @@ class E4m3Weights:
     checkpoint: Checkpoint
     layers: Layers
     dtype: torch.dtype
-    packed = ()
+    reads_itself = ()
     in_place = True
 
     def needed_bytes(self, skeleton: PreTrainedModel) -> int:
@@ -79,7 +79,7 @@ class IntegerWeights:
     checkpoint: Checkpoint
     layers: Layers
     dtype: torch.dtype
-    packed = ()
+    reads_itself = ()
     in_place = True
 
     @property
@@ -99,19 +99,19 @@ class IntegerWeights:
         return needed
 
     def _added_bytes(self, contents: LayerContents, linear: nn.Linear) -> int:
-        """By how many bytes the weight of the layer that is made is larger than the stored one. It
-        is larger only where the file has 4 bits and the layer must have 8."""
-        packed = _first_of(contents, "qweight", "weight_packed")
+        """Bytes that the weight of the layer that is made needs more than the stored one: 0, unless
+        integers of 4 bits must become int8, because of scattered or unusual groups."""
+        words = _first_of(contents, "qweight", "weight_packed")
         scales = _first_of(contents, "scales", "weight_scale")
-        if packed is None or scales is None:
+        if words is None or scales is None:
             return 0
         groups = math.prod(scales.shape) // linear.out_features
         may_be_scattered = bool(self._config.get("desc_act")) or "weight_g_idx" in contents
         if has_int4_form(linear.in_features, groups) and not may_be_scattered:
-            return 0  # 4 bits stay 4 bits, and 8 bits stay 8
-        stored_bytes = math.prod(packed.shape) * 4  # words of 32 bits
-        bytes_of_8_bits = linear.in_features * linear.out_features
-        return max(0, bytes_of_8_bits - stored_bytes)
+            return 0  # 4 bits stay 4 bits, and 8 bits become no more than 8
+        word_bytes = math.prod(words.shape) * 4  # words of 32 bits
+        int8_bytes = linear.in_features * linear.out_features
+        return max(0, int8_bytes - word_bytes)
 
     def before_reading(self, hf_config: PreTrainedConfig) -> None:
         read_as_stored(hf_config, self.layers)
@@ -134,9 +134,10 @@ class IntegerWeights:
         """The layer of what was read into the parameters of ``linear``."""
         return make_linear(
             method=self.method,
-            stored={name: tensor.detach() for name, tensor in linear.named_parameters()},
+            tensors={name: tensor.detach() for name, tensor in linear.named_parameters()},
             inputs=linear.in_features,
             dtype=self.dtype,
+            bits=self._config.get("bits", 4),
             # GPTQ stores zero points less one. Its second version stores them as they are.
             plus_one=self._config.get("checkpoint_format") != "gptq_v2",
             group_sizes=group_sizes,
@@ -144,19 +145,27 @@ class IntegerWeights:
 
     def _group_sizes(self) -> set[int]:
         """The sizes of groups that the checkpoint's configuration names, for all layers or for
-        some."""
+        some. Raises CheckpointError for what is no whole number."""
         config = self._config
         stated = [config.get("group_size")]
         for group in (config.get("config_groups") or {}).values():
             weights = group.get("weights") or {}
             stated.append(weights.get("group_size"))
-        return {size for size in stated if size is not None}
+        sizes = set()
+        for size in stated:
+            if size is None:
+                continue
+            if not isinstance(size, int):
+                name = "group_size in quantization_config"
+                raise CheckpointError.of(name, size, "a whole number")
+            sizes.add(size)
+        return sizes
 
 
 class DecompressedWeights:
     """Weights of compressed-tensors, which its own library decompresses to the model's dtype."""
 
-    packed = ()
+    reads_itself = ()
     in_place = True
 
     def needed_bytes(self, skeleton: PreTrainedModel) -> int:
@@ -167,8 +176,8 @@ class DecompressedWeights:
         hf_config.quantization_config = {**hf_config.quantization_config, "dequantize": True}
 
     def after_reading(self, module: PreTrainedModel) -> None:
-        for parent, name, linear in _plain_linears(module):
-            setattr(parent, name, _clean_copy(linear))
+        for holder, linear in _plain_linears(module):
+            holder.put(_clean_copy(linear))
         remove_quantizer_marks(module)
         _log_method("compressed-tensors, decompressed while loading")
 
@@ -180,7 +189,7 @@ class TorchaoWeights:
 
     checkpoint: Checkpoint
     dtype: torch.dtype
-    packed = ()
+    reads_itself = ()
     in_place = True
 
     def needed_bytes(self, skeleton: PreTrainedModel) -> int:
@@ -192,20 +201,20 @@ class TorchaoWeights:
         is_torchao_available.cache_clear()
 
     def after_reading(self, module: PreTrainedModel) -> None:
-        for parent, name, linear in _plain_linears(module):
+        for holder, linear in _plain_linears(module):
             if is_torchao(linear.weight):
                 weight = linear.weight.to(self.dtype)
-                setattr(parent, name, TorchaoLinear(weight, linear.bias))
+                holder.put(TorchaoLinear(weight, linear.bias))
         remove_quantizer_marks(module)
         _log_method("torchao, through torchao")
 
 
-def _plain_linears(module: PreTrainedModel) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    """(parent, name, layer) of each linear layer. The caller may replace the layer at once."""
+def _plain_linears(module: PreTrainedModel) -> Iterator[tuple[Holder, nn.Linear]]:
+    """Each linear layer, and where it hangs. The caller may replace the layer at once."""
     for parent in list(module.modules()):
         for name, child in list(parent._modules.items()):
             if isinstance(child, nn.Linear):
-                yield parent, name, child
+                yield Holder(parent, name), child
 
 
 def _clean_copy(linear: nn.Linear) -> nn.Linear:
