@@ -24,11 +24,15 @@ MALFORMED = (
 
 _LAST_TAG = "</function>"
 _PARAMETER = regex.compile(
-    rf"(?s)\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|{_LAST_TAG}))"
+    rf"""(?sx)
+    \s* <parameter= (?P<name>[^>\n]+) >
+    \n? (?P<value>.*?) \n?
+    </parameter>
+    (?= \s* (?: <parameter= | {_LAST_TAG} ) )
+    """
 )
-"""A parameter between its tags: its name and its value, without the ends of lines around the value.
-A value may hold ``</parameter>``: the tag that ends it is followed by another parameter or the last
-tag."""
+"""A parameter between its tags. The ends of lines around the value are not part of it. A value may
+hold ``</parameter>``: the tag that ends it is followed by another parameter or the last tag."""
 _QUOTES = {"json": '"', "python": "\"'"}
 """Kind of a body -> the characters that can begin a string in it."""
 _JSON_OUTSIDE_STRINGS = frozenset(":,.+-eEtrufalsn0123456789 \t\r\n")
@@ -119,14 +123,18 @@ class CallBody:
 
     def _parse(self, text: str, schemas: Mapping[str, Any]) -> list[ParsedCall]:
         if self._kind == "python":
+            # [find(n=1), find(n=2)]
             return _parse_python(text)
         if self._kind == "xml":
+            # <parameter=n>1</parameter></function>
             assert self._name
             schema = schemas.get(self._name) or {}
             return [ParsedCall(self._name, _parse_tags(text, schema))]
         if self._name:
-            # The body has the arguments alone.
-            return [_NamedArguments(self._name, msgspec.Raw(text.encode())).call()]
+            # {"n": 1}
+            arguments = msgspec.Raw(text.encode())
+            return [_NamedArguments(name=self._name, arguments=arguments).call()]
+        # {"name": "find", "arguments": {"n": 1}}, or a list of such objects
         named = msgspec.json.decode(text, type=list[_NamedArguments] | _NamedArguments)
         if isinstance(named, _NamedArguments):
             return [named.call()]
@@ -188,8 +196,8 @@ def _parse_tags(text: str, schema: Mapping[str, Any]) -> str:
     arguments = {}
     index = 0
     while parameter := _PARAMETER.match(text, index):
-        name, value = parameter.groups()
-        arguments[name] = _typed_value(value, properties.get(name) or {})
+        name = parameter["name"]
+        arguments[name] = _typed_value(parameter["value"], properties.get(name) or {})
         index = parameter.end()
     if text[index:].strip() != _LAST_TAG:
         raise ValueError("text between the parameters")

@@ -181,7 +181,7 @@ class Batches:
                 created_at=int(time.time()),
                 filename=(file.filename or "")[:_FILE_NAME_LENGTH],
                 purpose="batch",
-                owner=request.state.key,
+                owner=request.state.owner,
             )
             pieces = iter(lambda: file.file.read(_PIECE_BYTES), b"")
             await asyncio.to_thread(write_whole, folder.files / made.id, pieces)
@@ -232,7 +232,7 @@ class Batches:
             in_progress_at=int(now),
             expires_at=int(due),
             metadata=body.metadata,
-            owner=request.state.key,
+            owner=request.state.owner,
         )
         with (self._folder.files / source.id).open("rb") as lines:
             faults = check_lines(batch, lines)
@@ -281,7 +281,7 @@ class Batches:
         for name in query:
             raise FieldError(name, f"{name} is unknown or not supported")
         for each in self._folder.all(kind):
-            if each.owner == request.state.key and each.id < after:
+            if each.owner == request.state.owner and each.id < after:
                 yield each
 
     def _page(self, records: Iterable[FileRecord | BatchRecord], limit: int) -> Response:
@@ -300,7 +300,7 @@ class Batches:
     def _load(self, kind: type[R], id_: str, request: Request) -> R:
         """Raises StatusError for what is not the client's."""
         found = self._folder.load(kind, id_)
-        if found.owner != request.state.key:
+        if found.owner != request.state.owner:
             raise StatusError(404, f"{id_!r} does not exist")
         return found
 
