@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 import regex
 
-MALFORMED = (
+_PARSE_ERRORS = (
     ValueError,
     TypeError,
     SyntaxError,
@@ -20,7 +20,7 @@ MALFORMED = (
     MemoryError,
     AttributeError,  # for a tool whose schema is not a JSON schema
 )
-"""What the methods of CallBody raise for a text that is no body of a call."""
+"""What the parsers of JSON and of Python may raise for a text that is no body of a call."""
 
 _LAST_TAG = "</function>"
 _PARAMETER = regex.compile(
@@ -39,6 +39,10 @@ _JSON_OUTSIDE_STRINGS = frozenset(":,.+-eEtrufalsn0123456789 \t\r\n")
 """Besides quotes and brackets: punctuation, numbers, ``true``, ``false``, ``null`` and space."""
 _VALUES_OF_JSON_NAMES = {"true": True, "false": False, "null": None}
 _JSON_OF_PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
+
+
+class MalformedCallError(Exception):
+    """A text is no body of a call."""
 
 
 class ParsedCall(NamedTuple):
@@ -66,7 +70,8 @@ class CallBody:
     def find_end(self, text: str) -> int | None:
         """The index behind the body; None if ``text`` does not hold its end yet.
 
-        From call to call the text may only grow. Raises ValueError once it can be no body.
+        From call to call the text may only grow. Raises MalformedCallError once it can be no
+        body.
         """
         if self._kind == "xml":
             return self._find_end_of_tags(text)
@@ -83,7 +88,7 @@ class CallBody:
                 if self._depth == 0:
                     return self._scanned
             elif self._kind == "json" and character not in _JSON_OUTSIDE_STRINGS:
-                raise ValueError("text outside of strings")
+                raise MalformedCallError("text outside of strings")
         return None
 
     def _scan_in_string(self, character: str) -> None:
@@ -112,13 +117,16 @@ class CallBody:
     def parse(self, text: str, schemas: Mapping[str, Any]) -> list[ParsedCall]:
         """The calls in ``text``, which is the body alone.
 
-        ``schemas`` maps a function's name to the JSON schema of its arguments. Raises one of
-        MALFORMED.
+        ``schemas`` maps a function's name to the JSON schema of its arguments. Raises
+        MalformedCallError.
         """
-        calls = self._parse(text, schemas)
-        for call in calls:
-            # A client must be able to read the arguments: this one raises if it cannot.
-            msgspec.json.decode(call.arguments, type=dict[str, Any])
+        try:
+            calls = self._parse(text, schemas)
+            for call in calls:
+                # A client must be able to read the arguments: this raises if it cannot.
+                msgspec.json.decode(call.arguments, type=dict[str, Any])
+        except _PARSE_ERRORS as error:
+            raise MalformedCallError(str(error)) from None
         return calls
 
     def _parse(self, text: str, schemas: Mapping[str, Any]) -> list[ParsedCall]:

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 # have several groups with one name.
 import regex
 
-from jitney_gateway.call_body import MALFORMED, CallBody
+from jitney_gateway.call_body import CallBody, MalformedCallError
 from jitney_gateway.formats import TOOL_FORMATS, Reasoning, ToolFormat, find_reasoning
 
 _SPACE = r"\s{0,4}"
@@ -184,7 +184,7 @@ class Parser:
             if end is None:
                 return False
             calls = body.parse(self._held[body.start : end], self._schemas)
-        except MALFORMED:
+        except MalformedCallError:
             # It is not a call: its head becomes content. A head without a marker can be the empty
             # text. If that counted again, the same one would be found for ever.
             self._state = _InContent(at_beginning=False)
