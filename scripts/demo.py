@@ -87,7 +87,8 @@ def run(console: Console, live: bool, log_file: Path | None) -> None:
         begin = time.monotonic()
         clean = server.stop()
     if not clean:
-        raise DemoError(f"the stop was not clean: {server.unclean}; its log is {server.log_file}")
+        problem = server.last_stop.problem
+        raise DemoError(f"the stop was not clean: {problem}; its log is {server.log_file}")
     console.print(Rule(style="dim"))
     console.print(f"The server stopped cleanly in {time.monotonic() - begin:.1f} s.")
     if left_out:

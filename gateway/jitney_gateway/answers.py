@@ -16,7 +16,7 @@ from jitney_gateway.refusals import describe
 from jitney_gateway.server_client import Step
 from jitney_gateway.wire import ChatRequest, CompletionRequest, JsonObject, StreamOptions
 
-_MESSAGE_FIELDS = {"text": ("content",), "reasoning": ("reasoning", "reasoning_content")}
+_MESSAGE_FIELDS = {"text": ["content"], "reasoning": ["reasoning", "reasoning_content"]}
 """Kind of a block -> the fields of a message that have its text: vLLM has had two names."""
 _END_OF_STREAM = b"data: [DONE]\n\n"
 
@@ -37,6 +37,7 @@ class Usage:
 
     def add(self, step: Step) -> None:
         """Count a step."""
+        # The same number comes with every step of a prompt.
         self._tokens_of_prompts[step.prompt] = step.num_prompt_tokens
         self.completion_tokens += sum(step.num_tokens)
         self.cached_tokens += step.timing.get("cached_prompt_tokens", 0)
@@ -63,13 +64,13 @@ class ModelAnswer(Protocol):
     def feed(self, step: Step) -> Iterator[JsonObject]:
         """Take a step. Yields the events that it makes."""
 
-    def last(self) -> list[JsonObject]:
+    def closing_events(self) -> list[JsonObject]:
         """The last events of a stream, once every step was fed."""
 
-    def failed(self, error: JitneyError) -> list[JsonObject]:
+    def error_events(self, error: JitneyError) -> list[JsonObject]:
         """The last events of a stream that ends with an error."""
 
-    def whole(self) -> JsonObject:
+    def as_json(self) -> JsonObject:
         """The whole answer, once every step was fed."""
 
 
@@ -100,7 +101,7 @@ class _Envelope:
             chunk["usage"] = self._usage.as_json()
         return chunk
 
-    def last(self) -> list[JsonObject]:
+    def closing_chunks(self) -> list[JsonObject]:
         """A chunk with the usage alone, if the client asks for one."""
         if not self._options.include_usage:
             return []
@@ -145,11 +146,12 @@ class ChatAnswer:
             if sequence.finish_reason is not None:
                 continue
             logprobs = []
-            for position in step.logprobs[index] if step.logprobs else ():
+            for position in step.logprobs_of(index):
                 logprobs.append(chat_logprob(position, self._top_logprobs))
             self._logprobs[index] += logprobs
-            delta = _delta(sequence, text, step.finish_reasons[index])
-            if delta or logprobs or sequence.finish_reason:
+            delta = _push(sequence, text, step.finish_reasons[index])
+            has_ended = sequence.finish_reason is not None
+            if delta or logprobs or has_ended:
                 yield self._envelope.chunk(self._chunk_choice(index, delta, logprobs))
 
     def _chunk_choice(
@@ -172,15 +174,15 @@ class ChatAnswer:
             "finish_reason": reason,
         }
 
-    def last(self) -> list[JsonObject]:
+    def closing_events(self) -> list[JsonObject]:
         """The last chunk of a stream: the usage, if it was asked for."""
-        return self._envelope.last()
+        return self._envelope.closing_chunks()
 
-    def failed(self, error: JitneyError) -> list[JsonObject]:
+    def error_events(self, error: JitneyError) -> list[JsonObject]:
         """The last chunk of a stream that ends with an error."""
         return [describe(error).body]
 
-    def whole(self) -> JsonObject:
+    def as_json(self) -> JsonObject:
         """The whole answer, once every step was fed."""
         choices = []
         for index, sequence in enumerate(self._sequences):
@@ -189,7 +191,7 @@ class ChatAnswer:
         return self._envelope.whole(choices)
 
 
-def _delta(sequence: SequenceContent, text: str, finish_reason: str | None) -> JsonObject:
+def _push(sequence: SequenceContent, text: str, finish_reason: str | None) -> JsonObject:
     """Push the next text of a sequence. Returns what it adds to the message."""
     delta: JsonObject = {}
     for event in sequence.push(text, finish_reason):
@@ -281,26 +283,28 @@ class CompletionAnswer:
             if sequence.finish_reason is not None:
                 continue
             logprobs = None
-            if step.logprobs and step.logprobs[number]:
-                logprobs = self._logprobs[index].add(step.logprobs[number])
+            new_logprobs = step.logprobs_of(number)
+            if new_logprobs:
+                logprobs = self._logprobs[index].add(new_logprobs)
             events = sequence.push(text, step.finish_reasons[number])
             added = "".join(event.text for event in events if event.what == "delta")
-            if added or logprobs or sequence.finish_reason:
+            has_ended = sequence.finish_reason is not None
+            if added or logprobs or has_ended:
                 yield self._envelope.chunk(self._choice(index, added, logprobs))
 
     def _choice(self, index: int, text: str, logprobs: JsonObject | None) -> JsonObject:
         reason = self._sequences[index].finish_reason
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
-    def last(self) -> list[JsonObject]:
+    def closing_events(self) -> list[JsonObject]:
         """The last chunk of a stream: the usage, if it was asked for."""
-        return self._envelope.last()
+        return self._envelope.closing_chunks()
 
-    def failed(self, error: JitneyError) -> list[JsonObject]:
+    def error_events(self, error: JitneyError) -> list[JsonObject]:
         """The last chunk of a stream that ends with an error."""
         return [describe(error).body]
 
-    def whole(self) -> JsonObject:
+    def as_json(self) -> JsonObject:
         """The whole answer, once every step was fed."""
         choices = []
         for index, sequence in enumerate(self._sequences):

@@ -50,8 +50,8 @@ from jitney_gateway.wire import (
 
 _LOG = logging.getLogger(__name__)
 
-_WITHOUT_KEY = ("/health", "/metrics")
-"""Paths that need no key and get no span."""
+_OPERATIONAL_PATHS = ("/health", "/metrics")
+"""Paths that those who run the gateway ask: they need no key and get no span."""
 _MAX_ID_LENGTH = 40
 """Of the id that a client gives its request."""
 
@@ -89,7 +89,7 @@ def make_app(
     _add_routes(app, gateway, endpoints)
     app.add_exception_handler(HTTPException, _answer_unknown_route)
     if tracing is not None:
-        app.add_middleware(TracingMiddleware, tracing=tracing, without=_WITHOUT_KEY)
+        app.add_middleware(TracingMiddleware, tracing=tracing, without=_OPERATIONAL_PATHS)
     return app
 
 
@@ -239,9 +239,9 @@ class Gateway:
         state = request.state
         _set_state(request, path)
         try:
-            if path not in _WITHOUT_KEY:
-                state.key = self._owner_of_key(request.headers)
-                state.limits = self._keys.limits(state.key)
+            if path not in _OPERATIONAL_PATHS:
+                state.owner = self._owner_of_key(request.headers)
+                state.limits = self._keys.limits(state.owner)
             response = await handler(request)
         except ClientDisconnect:
             response = error_response(CancelledError("the client has gone"), describe_error)
@@ -323,7 +323,7 @@ def _set_state(request: Request, path: str) -> None:
     state.id = _id_of(request.headers)
     # The next three become known later, or never: a refusal is counted with what is known by then.
     state.model = ""
-    state.key = ""  # the name of the key's owner
+    state.owner = ""  # the name of the key's owner
     state.limits = ""  # the limits of that owner, as text
 
 

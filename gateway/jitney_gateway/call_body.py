@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 import regex
 
-MALFORMED = (
+_PARSE_ERRORS = (
     ValueError,
     TypeError,
     SyntaxError,
@@ -20,21 +20,29 @@ MALFORMED = (
     MemoryError,
     AttributeError,  # for a tool whose schema is not a JSON schema
 )
-"""What the methods of CallBody raise for a text that is no body of a call."""
+"""What the parsers of JSON and of Python may raise for a text that is no body of a call."""
 
 _LAST_TAG = "</function>"
 _PARAMETER = regex.compile(
-    rf"(?s)\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|{_LAST_TAG}))"
+    rf"""(?sx)
+    \s* <parameter= (?P<name>[^>\n]+) >
+    \n? (?P<value>.*?) \n?
+    </parameter>
+    (?= \s* (?: <parameter= | {_LAST_TAG} ) )
+    """
 )
-"""A parameter between its tags: its name and its value, without the ends of lines around the value.
-A value may hold ``</parameter>``: the tag that ends it is followed by another parameter or the last
-tag."""
+"""A parameter between its tags. The ends of lines around the value are not part of it. A value may
+hold ``</parameter>``: the tag that ends it is followed by another parameter or the last tag."""
 _QUOTES = {"json": '"', "python": "\"'"}
 """Kind of a body -> the characters that can begin a string in it."""
 _JSON_OUTSIDE_STRINGS = frozenset(":,.+-eEtrufalsn0123456789 \t\r\n")
 """Besides quotes and brackets: punctuation, numbers, ``true``, ``false``, ``null`` and space."""
 _VALUES_OF_JSON_NAMES = {"true": True, "false": False, "null": None}
 _JSON_OF_PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
+
+
+class MalformedCallError(Exception):
+    """A text is no body of a call."""
 
 
 class ParsedCall(NamedTuple):
@@ -62,7 +70,8 @@ class CallBody:
     def find_end(self, text: str) -> int | None:
         """The index behind the body; None if ``text`` does not hold its end yet.
 
-        From call to call the text may only grow. Raises ValueError once it can be no body.
+        From call to call the text may only grow. Raises MalformedCallError once it can be no
+        body.
         """
         if self._kind == "xml":
             return self._find_end_of_tags(text)
@@ -79,7 +88,7 @@ class CallBody:
                 if self._depth == 0:
                     return self._scanned
             elif self._kind == "json" and character not in _JSON_OUTSIDE_STRINGS:
-                raise ValueError("text outside of strings")
+                raise MalformedCallError("text outside of strings")
         return None
 
     def _scan_in_string(self, character: str) -> None:
@@ -108,25 +117,32 @@ class CallBody:
     def parse(self, text: str, schemas: Mapping[str, Any]) -> list[ParsedCall]:
         """The calls in ``text``, which is the body alone.
 
-        ``schemas`` maps a function's name to the JSON schema of its arguments. Raises one of
-        MALFORMED.
+        ``schemas`` maps a function's name to the JSON schema of its arguments. Raises
+        MalformedCallError.
         """
-        calls = self._parse(text, schemas)
-        for call in calls:
-            # A client must be able to read the arguments: this one raises if it cannot.
-            msgspec.json.decode(call.arguments, type=dict[str, Any])
+        try:
+            calls = self._parse(text, schemas)
+            for call in calls:
+                # A client must be able to read the arguments: this raises if it cannot.
+                msgspec.json.decode(call.arguments, type=dict[str, Any])
+        except _PARSE_ERRORS as error:
+            raise MalformedCallError(str(error)) from None
         return calls
 
     def _parse(self, text: str, schemas: Mapping[str, Any]) -> list[ParsedCall]:
         if self._kind == "python":
+            # [find(n=1), find(n=2)]
             return _parse_python(text)
         if self._kind == "xml":
+            # <parameter=n>1</parameter></function>
             assert self._name
             schema = schemas.get(self._name) or {}
             return [ParsedCall(self._name, _parse_tags(text, schema))]
         if self._name:
-            # The body has the arguments alone.
-            return [_NamedArguments(self._name, msgspec.Raw(text.encode())).call()]
+            # {"n": 1}
+            arguments = msgspec.Raw(text.encode())
+            return [_NamedArguments(name=self._name, arguments=arguments).call()]
+        # {"name": "find", "arguments": {"n": 1}}, or a list of such objects
         named = msgspec.json.decode(text, type=list[_NamedArguments] | _NamedArguments)
         if isinstance(named, _NamedArguments):
             return [named.call()]
@@ -188,8 +204,8 @@ def _parse_tags(text: str, schema: Mapping[str, Any]) -> str:
     arguments = {}
     index = 0
     while parameter := _PARAMETER.match(text, index):
-        name, value = parameter.groups()
-        arguments[name] = _typed_value(value, properties.get(name) or {})
+        name = parameter["name"]
+        arguments[name] = _typed_value(parameter["value"], properties.get(name) or {})
         index = parameter.end()
     if text[index:].strip() != _LAST_TAG:
         raise ValueError("text between the parameters")

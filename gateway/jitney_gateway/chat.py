@@ -8,9 +8,6 @@ import msgspec
 from jitney_gateway.refusals import FieldError
 from jitney_gateway.wire import ContentPart, Message, Tool
 
-Tensor = bytes | list[int] | bool
-"""An input of the contract: text or JSON, token ids, a flag."""
-
 
 def chat_input(
     messages: Sequence[Message],
@@ -21,8 +18,8 @@ def chat_input(
     """The input ``messages``.
 
     The chat template gets ``template_parameters`` and those of ``more_parameters`` that are not
-    None; of two with the same name the first counts. The model refuses a parameter that it does not
-    know. Raises FieldError.
+    None. Where both have a name, ``template_parameters`` win. The model refuses a parameter that it
+    does not know. Raises FieldError.
     """
     chat: dict[str, Any] = {"messages": []}
     for index, message in enumerate(messages):

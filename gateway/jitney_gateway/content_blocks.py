@@ -63,8 +63,11 @@ class SequenceContent:
         return "".join(block.text for block in self.blocks if block.kind == kind)
 
     def push(self, text: str, finish_reason: str | None) -> Iterator[BlockEvent]:
-        """Take the next text of the sequence. Yields what that changes; a ``finish_reason`` ends
-        the sequence."""
+        """Take the next text of the sequence; a ``finish_reason`` ends the sequence.
+
+        Yields what that changes, while it changes: the block of an event is as it was at that
+        moment only until the next event is asked for. A caller must ask for all of them.
+        """
         pieces = self._parser.push(self._echo + text)
         self._echo = ""
         if finish_reason is not None:

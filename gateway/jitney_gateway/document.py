@@ -25,8 +25,8 @@ _TEXT_OR_NULL: Schema = {"type": ["string", "null"]}
 class Endpoint:
     """One method of one path.
 
-    A request has a JSON ``body``, an HTML ``form`` or neither. A response is a JSON object, of
-    which ``fields`` tells the fields, or what ``content`` tells.
+    A request has a JSON ``body``, an HTML ``form`` or neither. A response is a JSON object that has
+    at least ``fields``. If ``fields`` is empty, it is of one of the media types in ``content``.
     """
 
     method: str

@@ -5,7 +5,6 @@ of a format. The text of an answer must keep its special tokens: in some tokeniz
 special tokens.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -28,9 +27,9 @@ class CallSyntax(NamedTuple):
 class ToolFormat(NamedTuple):
     """How the calls in an answer look. A call is a head, a body and closing markers.
 
-    A head is a regular expression that ends in a lookahead at the first character of the body. The
-    lookahead fixes where a head ends, whatever space stands before the body. And a text that is no
-    call stops to match at the first character that cannot belong to one.
+    A head is a regular expression that ends in a lookahead at the beginning of the body. It keeps
+    the body out of the match. And while only a part of a head has come, it rejects a text as soon
+    as one character cannot continue a call.
     """
 
     body: str
@@ -43,15 +42,19 @@ class ToolFormat(NamedTuple):
     closing: tuple[str, ...]
     """Markers that may follow a body. They are dropped."""
     syntax: CallSyntax
+    markers: tuple[str, ...]
+    """Markers in ``syntax`` that are single tokens in many tokenizers."""
     hints: tuple[str, ...]
     """A model has this format if all of them stand in its chat template."""
 
 
-class ReasoningMarkers(NamedTuple):
-    """The texts between which a model reasons."""
+class Reasoning(NamedTuple):
+    """How a model reasons: between two markers."""
 
     begin: str
     end: str
+    is_open: bool = False
+    """Whether the prompt ends with the begin marker: then the answer begins with reasoning."""
 
 
 class AnswerFormats(NamedTuple):
@@ -60,7 +63,7 @@ class AnswerFormats(NamedTuple):
     tool: str | None
     """A key of TOOL_FORMATS. None: it calls no tools."""
     reasoning: str | None
-    """One of REASONING_FORMATS. None, like ``none``: it does not reason."""
+    """A key of REASONING_FORMATS. None: it does not reason."""
 
 
 _NAME = r"(?P<name>[\w.:/-]{1,128})"
@@ -85,6 +88,13 @@ _DEEPSEEK = ToolFormat(
         after_call=f"\n```{_DEEPSEEK_CALL_END}",
         between_calls="\n",
         after_all=_DEEPSEEK_CALLS_END,
+    ),
+    markers=(
+        _DEEPSEEK_CALLS_BEGIN,
+        _DEEPSEEK_CALLS_END,
+        _DEEPSEEK_CALL_BEGIN,
+        _DEEPSEEK_CALL_END,
+        _DEEPSEEK_SEPARATOR,
     ),
     hints=(_DEEPSEEK_CALL_BEGIN, "```json"),
 )
@@ -111,6 +121,7 @@ _MISTRAL = ToolFormat(
         between_calls=", ",
         after_all="]",
     ),
+    markers=("[TOOL_CALLS]",),
     hints=("[TOOL_CALLS]",),
 )
 _MISTRAL_ARGS = _MISTRAL._replace(
@@ -121,6 +132,7 @@ _MISTRAL_ARGS = _MISTRAL._replace(
         between_calls="",
         after_all="",
     ),
+    markers=("[TOOL_CALLS]", "[ARGS]"),
     hints=("[TOOL_CALLS]", "[ARGS]"),
 )
 _QWEN_XML = ToolFormat(
@@ -135,6 +147,7 @@ _QWEN_XML = ToolFormat(
         between_calls="\n",
         after_all="",
     ),
+    markers=("<tool_call>", "</function>", "</tool_call>"),
     hints=("<tool_call>", "<function=", "<parameter="),
 )
 _HERMES = ToolFormat(
@@ -149,6 +162,7 @@ _HERMES = ToolFormat(
         between_calls="\n",
         after_all="",
     ),
+    markers=("<tool_call>", "</tool_call>"),
     hints=("<tool_call>", '"name":'),
 )
 _PYTHONIC = ToolFormat(
@@ -163,6 +177,7 @@ _PYTHONIC = ToolFormat(
         between_calls=", ",
         after_all="]",
     ),
+    markers=(),
     hints=("[func_name1(",),
 )
 _LLAMA3_JSON = ToolFormat(
@@ -177,6 +192,7 @@ _LLAMA3_JSON = ToolFormat(
         between_calls="; ",
         after_all="",
     ),
+    markers=(),
     hints=('{"name": function name, "parameters":',),
 )
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
@@ -193,36 +209,42 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
 that has only some of them."""
 
 _REASONING = {
-    "think": ReasoningMarkers("<think>", "</think>"),
-    "mistral": ReasoningMarkers("[THINK]", "[/THINK]"),
-    "seed_oss": ReasoningMarkers("<seed:think>", "</seed:think>"),
-    "cohere": ReasoningMarkers("<|START_THINKING|>", "<|END_THINKING|>"),
+    "think": Reasoning("<think>", "</think>"),
+    "mistral": Reasoning("[THINK]", "[/THINK]"),
+    "seed_oss": Reasoning("<seed:think>", "</seed:think>"),
+    "cohere": Reasoning("<|START_THINKING|>", "<|END_THINKING|>"),
 }
-_OPENED = "_opened"
-"""The end of a reasoning format's name, such as ``think_opened``, if the prompt ends with the begin
-marker: then the answer begins with reasoning."""
-REASONING_FORMATS = ("none", *_REASONING, *(f"{name}{_OPENED}" for name in _REASONING))
 
 
-def reasoning_markers(reasoning_format: str | None) -> ReasoningMarkers | None:
-    """The markers of a format; None for a model that does not reason."""
-    if reasoning_format is None or reasoning_format == "none":
-        return None
-    return _REASONING[reasoning_format.removesuffix(_OPENED)]
+def _name_if_open(reasoning_format: str) -> str:
+    """The name of the same format, such as ``think_opened``, if the reasoning is open."""
+    return f"{reasoning_format}_opened"
 
 
-def begins_with_reasoning(reasoning_format: str | None) -> bool:
-    """Whether an answer begins with reasoning, because the prompt ends with the begin marker."""
-    return reasoning_format is not None and reasoning_format.endswith(_OPENED)
+def _reasoning_formats() -> dict[str, Reasoning | None]:
+    formats: dict[str, Reasoning | None] = {"none": None, **_REASONING}
+    for name, reasoning in _REASONING.items():
+        formats[_name_if_open(name)] = reasoning._replace(is_open=True)
+    return formats
+
+
+REASONING_FORMATS: Mapping[str, Reasoning | None] = _reasoning_formats()
+"""By the names that the option ``reasoning_format`` takes. None: the model does not reason."""
+
+
+def find_reasoning(reasoning_format: str | None) -> Reasoning | None:
+    """The format of that name; None for a model that does not reason."""
+    return None if reasoning_format is None else REASONING_FORMATS[reasoning_format]
 
 
 def special_markers(formats: AnswerFormats) -> list[str]:
     """Those markers of the formats that are single tokens in many tokenizers."""
-    markers = set(reasoning_markers(formats.reasoning) or ())
+    markers: list[str] = []
+    reasoning = find_reasoning(formats.reasoning)
+    if reasoning is not None:
+        markers += [reasoning.begin, reasoning.end]
     if formats.tool is not None:
-        syntax = "".join(TOOL_FORMATS[formats.tool].syntax)
-        # `<tool_call>`, `</tool_call>`, `<｜tool▁sep｜>` and `[TOOL_CALLS]`, but not `<function=`.
-        markers.update(re.findall(r"</?[\w|｜▁]+>|\[[A-Z_]+\]", syntax))
+        markers += TOOL_FORMATS[formats.tool].markers
     return sorted(markers)
 
 
@@ -239,9 +261,10 @@ def detect(
     reasoning = _detect_reasoning(plain)
     if reasoning is not None:
         prompt = _render_prompt(chat_template, template_parameters or {})
-        begin, end = _REASONING[reasoning]
-        if prompt.rfind(begin) > prompt.rfind(end):
-            reasoning += _OPENED
+        begin = prompt.rfind(_REASONING[reasoning].begin)
+        end = prompt.rfind(_REASONING[reasoning].end)
+        if begin > end:
+            reasoning = _name_if_open(reasoning)
     return AnswerFormats(_detect_tool(plain), reasoning)
 
 
@@ -253,8 +276,8 @@ def _detect_tool(template: str) -> str | None:
 
 
 def _detect_reasoning(template: str) -> str | None:
-    for name, markers in _REASONING.items():
-        if markers.end in template:
+    for name, reasoning in _REASONING.items():
+        if reasoning.end in template:
             return name
     return None
 

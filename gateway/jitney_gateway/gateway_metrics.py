@@ -68,9 +68,8 @@ class AnswerTimer:
         latency = self._metrics.inter_token_latency.labels(self._model)
         for index, count in enumerate(step.num_tokens):
             sequence = (step.prompt, index)
-            # The first step of a sequence has none before it, and gives no latency.
-            last = self._last_at.get(sequence, now)
-            if last < now:
+            last = self._last_at.get(sequence)
+            if last is not None:
                 # The tokens of a step share the time since the step before.
                 for _ in range(count):
                     latency.observe((now - last) / count)

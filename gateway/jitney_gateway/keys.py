@@ -61,7 +61,7 @@ class FixedKeys:
         return self._owners
 
     def limits(self, owner: str) -> str:
-        """None."""
+        """Always empty: no owner has limits."""
         return ""
 
 
@@ -73,7 +73,9 @@ class FileKeys:
         self._file = file
         self._services = services
         self._state_read = self._state()
-        """The file's state when it was last read. None: it is read again next time."""
+        """The file's state when it was last read. None: there was no file."""
+        self._must_read_again = False
+        """A service had no key for an owner when the file was last read."""
         self._known = self._read()
 
     def limits(self, owner: str) -> str:
@@ -84,7 +86,7 @@ class FileKeys:
         """Each key and its owner's name. Reads the file if it has changed; if it cannot be used
         then, the keys stay as they were."""
         state = self._state()
-        if state != self._state_read:
+        if state != self._state_read or self._must_read_again:
             self._state_read = state
             try:
                 self._known = self._read()
@@ -101,6 +103,7 @@ class FileKeys:
 
     def _read(self) -> KeyFile:
         """The file's keys, and the services' keys for the owners in it."""
+        self._must_read_again = False
         known = read_keys(self._file)
         for owner in set(known.owners.values()):
             for service in self._services:
@@ -114,7 +117,7 @@ class FileKeys:
             # A service may be unable to write a key, for example on a full disk. The file is still
             # taken as it is: a key that was taken away from it must not go on working.
             _LOG.warning("what is mounted has no key for %s yet: %s", owner, error)
-            self._state_read = None
+            self._must_read_again = True
 
 
 def read_keys(file: Path) -> KeyFile:

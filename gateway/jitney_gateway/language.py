@@ -18,14 +18,13 @@ from jitney.tracing import HEADERS
 from starlette.types import Receive, Scope, Send
 
 from jitney_gateway.answers import ChatAnswer, CompletionAnswer, ModelAnswer
-from jitney_gateway.chat import Tensor
 from jitney_gateway.content_blocks import SequenceContent
 from jitney_gateway.document import Endpoint, Handler
 from jitney_gateway.gateway_metrics import AnswerTimer, GatewayMetrics
 from jitney_gateway.messages_answer import MessageAnswer
 from jitney_gateway.messages_request import (
+    CountTokensRequest,
     MessageRequest,
-    PromptRequest,
     chat_of_message,
     chat_of_prompt,
 )
@@ -35,6 +34,7 @@ from jitney_gateway.responses_answer import ResponseAnswer
 from jitney_gateway.responses_request import ResponseRequest, chat_of_response
 from jitney_gateway.server_client import ServerClient, Step
 from jitney_gateway.server_request import (
+    InputValue,
     ModelDescription,
     ServerRequest,
     formats_of_answer,
@@ -113,7 +113,7 @@ class LanguageEndpoints:
             streams=True,
         )
         count_tokens = _endpoint(
-            "/v1/messages/count_tokens", self.count_tokens, PromptRequest, ("input_tokens",)
+            "/v1/messages/count_tokens", self.count_tokens, CountTokensRequest, ("input_tokens",)
         )
         tokenize = _endpoint(
             "/tokenize", self.tokenize, TokenizeRequest, ("count", "max_model_len", "tokens")
@@ -168,7 +168,7 @@ class LanguageEndpoints:
         headers = {name: request.headers[name] for name in HEADERS if name in request.headers}
         if state.limits:
             headers[LIMITS_HEADER] = state.limits
-        timer = AnswerTimer(self._metrics, body.model, state.key, bool(body.stream))
+        timer = AnswerTimer(self._metrics, body.model, state.owner, bool(body.stream))
         steps = self._server.generate(server_requests, headers)
         events = _events_of_steps(steps, answer, timer, state.id)
         if body.stream:
@@ -177,7 +177,7 @@ class LanguageEndpoints:
             stream = _server_sent_events(first, events, answer)
             return _EventStream(stream, media_type="text/event-stream")
         await _unless_gone(request.receive, _exhaust(events))
-        return as_json(answer.whole())
+        return as_json(answer.as_json())
 
     async def tokenize(self, request: Request, body: TokenizeRequest) -> Response:
         """The token ids of a text or of a chat."""
@@ -187,12 +187,12 @@ class LanguageEndpoints:
         answer = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids}
         return as_json(answer)
 
-    async def count_tokens(self, request: Request, body: PromptRequest) -> Response:
+    async def count_tokens(self, request: Request, body: CountTokensRequest) -> Response:
         """The number of tokens in a chat's prompt."""
         model = await self._find_model(request, body.model)
-        chat = chat_of_prompt(body, model)
-        # The whole request is made, so that what it refuses is refused here too.
-        messages = request_of_chat(chat, model, request.state.id).inputs["messages"]
+        # A request to generate is made, and not sent: so this refuses what `/v1/messages` refuses.
+        unsent = request_of_chat(chat_of_prompt(body, model), model, request.state.id)
+        messages = unsent.inputs["messages"]
         outputs = await self._infer_task(body.model, "tokenize", messages=messages)
         return as_json({"input_tokens": len(outputs["output_ids"])})
 
@@ -209,12 +209,12 @@ class LanguageEndpoints:
             return text.decode()
         return await self._text_of_ids(server_request.model, server_request.inputs["input_ids"])
 
-    async def _text_of_ids(self, model: str, ids: Tensor) -> str:
+    async def _text_of_ids(self, model: str, ids: InputValue) -> str:
         outputs = await self._infer_task(model, "detokenize", input_ids=ids)
         text: bytes = outputs["text_output"][0]
         return text.decode()
 
-    async def _infer_task(self, model: str, task: str, **inputs: Tensor) -> Mapping[str, Any]:
+    async def _infer_task(self, model: str, task: str, **inputs: InputValue) -> Mapping[str, Any]:
         inputs["task"] = task.encode()
         return await self._server.infer_task(ServerRequest(model=model, inputs=inputs))
 
@@ -245,13 +245,19 @@ def _endpoint(
 
 
 # ------------------------------------------------------------------------------- streams
+#
+# When a client leaves, the requests to the model must end at once. Each generator below closes the
+# one that it reads: `_server_sent_events` closes `_events_of_steps`, which closes the steps of
+# `ServerClient.generate`, and that cancels the requests. What closes the outermost one:
+#
+# - before the first step, and for an answer that is no stream: `_unless_gone`, by a cancellation;
+# - during a stream and after it: `_EventStream`.
 
 
 async def _events_of_steps(
     steps: AsyncGenerator[Step], answer: ModelAnswer, timer: AnswerTimer, request_id: str
 ) -> AsyncGenerator[list[JsonObject]]:
-    """The events that the answer makes of each step. A caller that leaves it ends the
-    requests."""
+    """The events that the answer makes of each step."""
     try:
         async for step in steps:
             timer.add_step(step)
@@ -281,9 +287,9 @@ async def _server_sent_events(
         async for events in more:
             if events:
                 yield _encoded(events)
-        last = answer.last()
+        last = answer.closing_events()
     except JitneyError as error:
-        last = answer.failed(error)
+        last = answer.error_events(error)
     finally:
         await more.aclose()
     yield _encoded(last) + answer.end_of_stream

@@ -55,7 +55,7 @@ class MessageAnswer:
         self.usage.add(step)
         if not self._has_begun:
             self._has_begun = True
-            yield {"type": "message_start", "message": self.whole()}
+            yield {"type": "message_start", "message": self.as_json()}
         if self._sequence.finish_reason is not None:
             return
         if step.stop_strings:
@@ -63,7 +63,7 @@ class MessageAnswer:
         for event in self._sequence.push(step.texts[0], step.finish_reasons[0]):
             yield _event_of_block(event)
 
-    def last(self) -> list[JsonObject]:
+    def closing_events(self) -> list[JsonObject]:
         """The last events of a stream."""
         end = {
             "type": "message_delta",
@@ -72,11 +72,11 @@ class MessageAnswer:
         }
         return [end, {"type": "message_stop"}]
 
-    def failed(self, error: JitneyError) -> list[JsonObject]:
+    def error_events(self, error: JitneyError) -> list[JsonObject]:
         """The last event of a stream that ends with an error."""
         return [describe_for_messages(error).body]
 
-    def whole(self) -> JsonObject:
+    def as_json(self) -> JsonObject:
         """The answer to the steps so far."""
         return {
             **self._head,

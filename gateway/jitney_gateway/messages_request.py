@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from jitney_gateway.content_blocks import AssistantPart, join_assistant_parts
-from jitney_gateway.formats import reasoning_markers
+from jitney_gateway.formats import find_reasoning
 from jitney_gateway.refusals import FieldError
 from jitney_gateway.server_request import ModelDescription, formats_of_answer
 from jitney_gateway.wire import (
@@ -36,6 +36,12 @@ _FIELDS_OF_BLOCKS = {
     "tool_result": FieldsOfType(required=("tool_use_id",), optional=("content", "is_error")),
 }
 """Type of a block of a turn -> its fields."""
+_BLOCKS_OF_ROLES = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "tool_use"),
+    "system": ("text",),
+}
+"""Role of a turn -> the types of its blocks."""
 _FIELDS_OF_FORMATS = {"json_schema": FieldsOfType(required=("schema",))}
 """Type of ``output_config.format`` -> its fields."""
 _FIELDS_OF_CHOICES = {
@@ -106,8 +112,8 @@ class OutputConfig(WireRecord):
     format: TextFormat | None = None
 
 
-class PromptRequest(WireRecord, kw_only=True):
-    """The body of ``/v1/messages/count_tokens``."""
+class PromptFields(WireRecord, kw_only=True):
+    """The fields of a body that make the prompt."""
 
     model: str
     messages: Annotated[list[InputTurn], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -120,7 +126,11 @@ class PromptRequest(WireRecord, kw_only=True):
     cache_control: dict[str, Any] | None = None
 
 
-class MessageRequest(PromptRequest, kw_only=True):
+class CountTokensRequest(PromptFields, kw_only=True):
+    """The body of ``/v1/messages/count_tokens``."""
+
+
+class MessageRequest(PromptFields, kw_only=True):
     """The body of ``/v1/messages``."""
 
     refused_params: ClassVar[tuple[str, ...]] = (
@@ -149,7 +159,7 @@ def chat_of_message(body: MessageRequest, model: ModelDescription) -> ChatReques
     return chat
 
 
-def chat_of_prompt(body: PromptRequest, model: ModelDescription) -> ChatRequest:
+def chat_of_prompt(body: PromptFields, model: ModelDescription) -> ChatRequest:
     """The chat with what makes its prompt: all that ``/v1/messages/count_tokens`` needs. Raises
     FieldError."""
     if body.messages[-1].role == "assistant":
@@ -177,11 +187,16 @@ def chat_of_prompt(body: PromptRequest, model: ModelDescription) -> ChatRequest:
     return chat
 
 
-def _messages(body: PromptRequest) -> list[Message]:
+def _messages(body: PromptFields) -> list[Message]:
     """The messages of the chat."""
     history: list[Message | AssistantPart] = []
     for index, turn in enumerate(body.messages):
-        history += _messages_and_parts(f"messages[{index}]", turn)
+        path = f"messages[{index}]"
+        blocks = _checked_blocks(path, turn)
+        if turn.role == "assistant":
+            history += _parts_of_assistant(blocks)
+        else:
+            history += _messages_of_turn(turn.role, blocks)
     messages = list(_join_user_messages(join_assistant_parts(history)))
     if body.system:
         messages.insert(0, Message(role="system", content=joined_text(body.system)))
@@ -209,38 +224,55 @@ def _set_thinking(chat: ChatRequest, thinking: Thinking, model: ModelDescription
         chat.chat_template_kwargs = {"enable_thinking": is_wanted, **kwargs}
         return
     formats = formats_of_answer(chat, model)
-    always_reasons = reasoning_markers(formats.reasoning) is not None
+    always_reasons = find_reasoning(formats.reasoning) is not None
     if is_wanted != always_reasons:
         reason = f"thinking is {thinking.type!r}, but model {chat.model!r} has no choice"
         raise FieldError("thinking", reason)
 
 
-def _messages_and_parts(path: str, turn: InputTurn) -> Iterator[Message | AssistantPart]:
-    """A turn: messages, and parts of what the model said. ``path`` leads to the turn in the body.
+def _checked_blocks(path: str, turn: InputTurn) -> list[InputBlock]:
+    """The blocks of a turn, to which ``path`` leads in the body. Raises FieldError for a block that
+    lacks a field or has one of another type, and for one that the turn's role cannot have."""
+    if isinstance(turn.content, str):
+        return [InputBlock(type="text", text=turn.content)]
+    # An answer of the model may be empty, and comes back as it was.
+    if not turn.content and turn.role != "assistant":
+        raise FieldError(f"{path}.content", f"{path}.content is empty")
+    types = _BLOCKS_OF_ROLES[turn.role]
+    for index, block in enumerate(turn.content):
+        block_path = f"{path}.content[{index}]"
+        check_fields(block_path, block, _FIELDS_OF_BLOCKS)
+        if block.type not in types:
+            field = f"{block_path}.type"
+            reason = f"must be {' or '.join(types)} in a turn of the {turn.role}"
+            raise FieldError(field, f"{field} is {block.type!r}, but {reason}")
+    return turn.content
 
-    The text of a turn that is not the model's becomes one message, which follows the results of
-    tools in that turn.
-    """
-    blocks = turn.content
-    if isinstance(blocks, str):
-        blocks = [InputBlock(type="text", text=blocks)]
-    texts = []
-    for index, block in enumerate(blocks):
-        check_fields(f"{path}.content[{index}]", block, _FIELDS_OF_BLOCKS)
-        if block.type == "tool_result":
-            yield _tool_message(block)
+
+def _parts_of_assistant(blocks: Iterable[InputBlock]) -> Iterator[AssistantPart]:
+    """What the model said in a turn."""
+    for block in blocks:
+        if block.type == "thinking":
+            yield AssistantPart(reasoning=block.thinking)
         elif block.type == "tool_use":
             arguments = msgspec.json.encode(block.input).decode()
             called = Called(name=str(block.name), arguments=arguments)
             yield AssistantPart(call=Call(type="function", id=block.id, function=called))
-        elif block.type == "thinking":
-            yield AssistantPart(reasoning=block.thinking)
-        elif turn.role == "assistant":
+        else:
             yield AssistantPart(text=block.text)
+
+
+def _messages_of_turn(
+    role: Literal["user", "system"], blocks: Iterable[InputBlock]
+) -> Iterator[Message]:
+    """The results of tools in a turn that is not the model's, and then its text as one message."""
+    texts = []
+    for block in blocks:
+        if block.type == "tool_result":
+            yield _tool_message(block)
         else:
             texts.append(str(block.text))
     if texts:
-        role: Literal["user", "system"] = "user" if turn.role == "user" else "system"
         yield Message(role=role, content="\n".join(texts))
 
 

@@ -82,26 +82,42 @@ async def _vectors(
 ) -> Sequence[np.ndarray]:
     """The output vector of each text."""
     texts = _encoded_texts("input", [given] if isinstance(given, str) else given)
-    input_name = model.config["input"][0]["name"]
     max_batch_size = int(model.config.get("max_batch_size", 0))
     if max_batch_size > 0:
-        # Inputs and outputs have a batch dimension in front.
-        starts = range(0, len(texts), max_batch_size)
-        inputs = [texts[start : start + max_batch_size, None] for start in starts]
+        vectors = await _vectors_of_batches(server, model, texts, max_batch_size)
     else:
-        inputs = [texts[index : index + 1] for index in range(len(texts))]
-    requests = [server.infer(model.name, {input_name: array}) for array in inputs]
-
-    vectors: list[np.ndarray] = []
-    for outputs in await asyncio.gather(*requests):
-        (output,) = outputs.values()
-        if max_batch_size > 0:
-            vectors += list(output)
-        else:
-            vectors.append(output)
+        # Each text is a request of its own: its input is [1], and its output is the vector.
+        vectors = await _outputs(server, model, [texts[i : i + 1] for i in range(len(texts))])
     if any(vector.ndim != 1 for vector in vectors):
         raise InternalError(f"model {model.name!r} gives no vector for a text")
     return vectors
+
+
+async def _vectors_of_batches(
+    server: ServerClient, model: ServedModel, texts: np.ndarray, max_batch_size: int
+) -> list[np.ndarray]:
+    """The vectors from requests of several texts: the input is [texts, 1], and the output has a
+    vector for each text."""
+    column = texts.reshape(-1, 1)
+    starts = range(0, len(texts), max_batch_size)
+    inputs = [column[start : start + max_batch_size] for start in starts]
+    vectors: list[np.ndarray] = []
+    for output in await _outputs(server, model, inputs):
+        vectors += list(output)
+    return vectors
+
+
+async def _outputs(
+    server: ServerClient, model: ServedModel, inputs: Sequence[np.ndarray]
+) -> list[np.ndarray]:
+    """The output of one request for each of ``inputs``."""
+    input_name = model.config["input"][0]["name"]
+    requests = [server.infer(model.name, {input_name: array}) for array in inputs]
+    arrays = []
+    for outputs in await asyncio.gather(*requests):
+        (output,) = outputs.values()
+        arrays.append(output)
+    return arrays
 
 
 def _encoded_texts(field: str, texts: list[str]) -> np.ndarray:

@@ -130,7 +130,7 @@ def name_clients_field(error: InvalidArgumentError, body: msgspec.Struct) -> Inv
         client_fields = _CLIENT_FIELDS.get(name, ())
     for field in client_fields:
         if field in body.__struct_fields__ and getattr(body, field) is not None:
-            # What the model writes below the name, such as `structured_outputs.regex`, goes too.
+            # `structured_outputs.regex is …` becomes `guided_regex is …`, without `.regex`.
             renamed = re.sub(rf"{name}(\.\w+)?", field, text, count=1)
             return FieldError(field, renamed)
     return error

@@ -26,18 +26,34 @@ _DEFAULTS: JsonObject = {
 class ItemForm(NamedTuple):
     """How events and items of the output have one kind of content block."""
 
-    event: str
-    """The first part of an event's type, as in ``response.output_text.delta``. It is also the type
-    of the part that holds the text."""
+    event_prefix: str
+    """Of an event's type, such as ``output_text`` in ``response.output_text.delta``."""
+    part_type: str | None
+    """The type of the item's part that has the text. None: the item has it itself."""
     whole_field: str
     """The field of the event ``….done`` that has the whole text."""
     id_prefix: str
 
 
 _ITEM_FORMS: dict[PieceKind, ItemForm] = {
-    "text": ItemForm(event="output_text", whole_field="text", id_prefix="msg"),
-    "reasoning": ItemForm(event="reasoning_text", whole_field="text", id_prefix="rs"),
-    "call": ItemForm(event="function_call_arguments", whole_field="arguments", id_prefix="fc"),
+    "text": ItemForm(
+        event_prefix="output_text",
+        part_type="output_text",
+        whole_field="text",
+        id_prefix="msg",
+    ),
+    "reasoning": ItemForm(
+        event_prefix="reasoning_text",
+        part_type="reasoning_text",
+        whole_field="text",
+        id_prefix="rs",
+    ),
+    "call": ItemForm(
+        event_prefix="function_call_arguments",
+        part_type=None,
+        whole_field="arguments",
+        id_prefix="fc",
+    ),
 }
 _ITEM_STATUS = {"open": "in_progress", "complete": "completed", "incomplete": "incomplete"}
 
@@ -69,7 +85,7 @@ class ResponseAnswer:
             yield self._event("in_progress", response=self._response("in_progress"))
         if self._sequence.finish_reason is not None:
             return
-        for position in step.logprobs[0] if step.logprobs else ():
+        for position in step.logprobs_of(0):
             logprob = chat_logprob(position, self._top_logprobs)
             self._unsent_logprobs.append(logprob)
             self._logprobs.append(logprob)
@@ -79,47 +95,52 @@ class ResponseAnswer:
     def _events_of_block(self, event: BlockEvent) -> Iterator[JsonObject]:
         block = event.block
         form = _ITEM_FORMS[block.kind]
-        # Text and reasoning are parts of their item, and have events of their own; calls are not.
-        has_part = block.kind != "call"
-        item_place: JsonObject = {"output_index": block.index}
-        text_place: JsonObject = {**item_place, "item_id": _id_of_item(block)}
+        has_part = form.part_type is not None  # parts have events of their own
+        item_fields: JsonObject = {"output_index": block.index}
+        text_fields: JsonObject = {**item_fields, "item_id": _id_of_item(block)}
         if has_part:
-            text_place["content_index"] = 0
+            text_fields["content_index"] = 0
 
         if event.what == "start":
-            yield self._event("output_item.added", **item_place, item=self._item(block))
+            yield self._event("output_item.added", **item_fields, item=self._item(block))
             if has_part:
-                yield self._event("content_part.added", **text_place, part=self._part(block))
+                yield self._event("content_part.added", **text_fields, part=self._part(block))
         elif event.what == "delta":
-            yield self._delta_event(block, text_place, event.text)
+            yield self._delta_event(block, text_fields, event.text)
         else:
             if self._unsent_logprobs:
                 # They are of tokens without text at the end, such as the one that ends a sequence.
-                yield self._delta_event(block, text_place, "")
+                yield self._delta_event(block, text_fields, "")
             whole: JsonObject = {form.whole_field: block.text}
             if block.kind == "text":
                 whole = {"logprobs": self._logprobs, **whole}
-            yield self._event(f"{form.event}.done", **text_place, **whole)
+            yield self._event(f"{form.event_prefix}.done", **text_fields, **whole)
             if has_part:
-                yield self._event("content_part.done", **text_place, part=self._part(block))
-            yield self._event("output_item.done", **item_place, item=self._item(block))
+                yield self._event("content_part.done", **text_fields, part=self._part(block))
+            yield self._event("output_item.done", **item_fields, item=self._item(block))
 
-    def _delta_event(self, block: ContentBlock, text_place: JsonObject, text: str) -> JsonObject:
+    def _delta_event(self, block: ContentBlock, text_fields: JsonObject, text: str) -> JsonObject:
         logprobs: JsonObject = {}
         if block.kind == "text":
             logprobs["logprobs"] = self._unsent_logprobs
         self._unsent_logprobs = []
-        name = f"{_ITEM_FORMS[block.kind].event}.delta"
-        return self._event(name, **text_place, **logprobs, delta=text)
+        name = f"{_ITEM_FORMS[block.kind].event_prefix}.delta"
+        return self._event(name, **text_fields, **logprobs, delta=text)
 
     def _event(self, type_: str, **fields: Any) -> JsonObject:
+        """An event whose type has ``response.`` before it."""
+        return self._numbered_event(f"response.{type_}", **fields)
+
+    def _numbered_event(self, type_: str, **fields: Any) -> JsonObject:
+        """An event with the next number: events must be made in the order in which they are
+        sent."""
         number = self._num_events
         self._num_events += 1
-        return {"type": f"response.{type_}", "sequence_number": number, **fields}
+        return {"type": type_, "sequence_number": number, **fields}
 
     def _part(self, block: ContentBlock) -> JsonObject:
         """The part of an item that has its text."""
-        part: JsonObject = {"type": _ITEM_FORMS[block.kind].event, "text": block.text}
+        part: JsonObject = {"type": _ITEM_FORMS[block.kind].part_type, "text": block.text}
         if block.kind == "text":
             part["annotations"] = []
             # Logprobs exclude tools and reasoning: there is one block, and all of them are its own.
@@ -142,17 +163,16 @@ class ResponseAnswer:
             return {**item, "type": "reasoning", "summary": []}
         return {**item, "type": "message", "role": "assistant"}
 
-    def last(self) -> list[JsonObject]:
+    def closing_events(self) -> list[JsonObject]:
         """The last event of a stream."""
-        whole = self.whole()
+        whole = self.as_json()
         return [self._event(whole["status"], response=whole)]
 
-    def failed(self, error: JitneyError) -> list[JsonObject]:
+    def error_events(self, error: JitneyError) -> list[JsonObject]:
         """The last events of a stream that ends with an error."""
         described = describe(error).body["error"]
         fields = {name: described[name] for name in ("code", "message", "param")}
-        # The type of this event has no `response.` before it.
-        error_event = {**self._event("error", **fields), "type": "error"}
+        error_event = self._numbered_event("error", **fields)
         blocks = self._sequence.blocks
         if blocks and blocks[-1].state == "open":
             blocks[-1].state = "incomplete"
@@ -160,7 +180,7 @@ class ResponseAnswer:
         response = self._response("failed", error=fault)
         return [error_event, self._event("failed", response=response)]
 
-    def whole(self) -> JsonObject:
+    def as_json(self) -> JsonObject:
         """The whole answer, once every step was fed."""
         reason = self._sequence.finish_reason
         if reason == "stop":

@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from jitney_gateway.chat import parsed_arguments
 from jitney_gateway.content_blocks import AssistantPart, join_assistant_parts
-from jitney_gateway.formats import reasoning_markers
+from jitney_gateway.formats import find_reasoning
 from jitney_gateway.refusals import FieldError
 from jitney_gateway.server_request import ModelDescription, formats_of_answer
 from jitney_gateway.wire import (
@@ -161,7 +161,7 @@ def chat_of_response(body: ResponseRequest, model: ModelDescription) -> ChatRequ
 def _check_logprobs(body: ResponseRequest, chat: ChatRequest, model: ModelDescription) -> None:
     """Logprobs belong to the text in this API: every token must be one of the text's."""
     formats = formats_of_answer(chat, model)
-    if formats.tool is None and reasoning_markers(formats.reasoning) is None:
+    if formats.tool is None and find_reasoning(formats.reasoning) is None:
         return
     field = "include" if body.include else "top_logprobs"
     reason = "goes without tools, and with a model that does not reason"

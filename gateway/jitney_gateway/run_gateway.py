@@ -64,6 +64,7 @@ def run_gateway(
         log_level="warning",
         timeout_graceful_shutdown=grace_s,
     )
+    # The only line on stdout: `jitney serve` waits for it, and reads no further.
     print(f"OpenAI   http://{host}:{bound_port}/v1", flush=True)
     # When uvicorn has stopped for a signal, it restores the handlers of before and sends itself the
     # signal once more. These handlers ignore it, so the process ends normally.

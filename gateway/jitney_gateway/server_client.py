@@ -19,12 +19,12 @@ from jitney.errors import CancelledError, JitneyError, UnavailableError, from_co
 from tritonclient.grpc import aio
 from tritonclient.utils import InferenceServerException
 
-from jitney_gateway.chat import Tensor
 from jitney_gateway.refusals import UnknownModelError
-from jitney_gateway.server_request import ModelDescription, ServerRequest
+from jitney_gateway.server_request import InputValue, ModelDescription, ServerRequest
 
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-"""Endpoints that every language model serves."""
+"""The endpoints of language models that a batch may name. The gateway serves these and more
+(``language.py``) from every language model."""
 MAX_WAITING = 4096
 """Steps of one answer that may wait for a slow client."""
 _FRESH_S = 30.0
@@ -60,6 +60,10 @@ class Step(msgspec.Struct):
     stop_strings: list[str | None] = []
     """The stop string that ended each sequence, if that was asked for."""
 
+    def logprobs_of(self, index: int) -> list[dict[str, dict[str, Any]]]:
+        """Those of the new tokens of one sequence; empty if none were asked for."""
+        return self.logprobs[index] if self.logprobs else []
+
 
 class ServedModel(msgspec.Struct):
     """What the gateway knows of a model."""
@@ -90,8 +94,9 @@ class ServerClient:
     def __init__(self, address: str) -> None:
         self._client = aio.InferenceServerClient(address, channel_args=_CHANNEL_OPTIONS)
         self._models: dict[str, ServedModel] = {}
-        self._drains: set[asyncio.Task[None]] = set()
-        """They read streams to their end. The set keeps them from being collected."""
+        self._draining: set[asyncio.Task[None]] = set()
+        """Tasks that read ended streams to their end. They are held here because the event loop
+        does not keep them from being collected."""
 
     async def close(self) -> None:
         """End all requests in flight."""
@@ -141,8 +146,8 @@ class ServerClient:
         except UnknownModelError:
             adapter = await self._find_adapter(name)
             if adapter is None:
-                # What was known of the name stays. A request that has found it looks it up once
-                # more when it is sent (`_with_adapter`).
+                # The old entry stays. A request in progress may have been taken under this name,
+                # and `_with_adapter` needs the entry to send it.
                 raise
             model = adapter
         self._models[name] = model
@@ -270,10 +275,11 @@ class ServerClient:
     async def _responses(
         self, request: ServerRequest, headers: Mapping[str, str] | None
     ) -> AsyncGenerator[dict[str, Any]]:
-        """The outputs of each response to one request.
+        """The outputs of each response to one request. It ends in one of three ways:
 
-        A caller that leaves in the middle cancels the stream. After the final response it is read
-        to its end.
+        - with the final response, or with an error: then the stream is read to its end;
+        - the stream breaks off before: UnavailableError, and the stream is cancelled;
+        - the caller leaves in the middle: the stream is cancelled.
         """
 
         async def sent_requests() -> AsyncIterator[dict[str, Any]]:
@@ -289,15 +295,15 @@ class ServerClient:
             has_ended = False
             try:
                 async for result, error in stream:
-                    outputs = {} if result is None else _output_arrays(result)
-                    has_ended = _is_final(outputs)  # an error is final too
                     if error is not None:
+                        has_ended = True
                         raise error
+                    outputs = _output_arrays(result)
+                    has_ended = _is_last(outputs)
                     yield outputs
                     if has_ended:
-                        break
-                if not has_ended:
-                    raise UnavailableError("the answer broke off")
+                        return
+                raise UnavailableError("the answer broke off")
             finally:
                 if has_ended:
                     self._drain(stream)
@@ -307,14 +313,14 @@ class ServerClient:
     def _drain(self, stream: Any) -> None:
         """Read a stream to its end, beside whatever comes next."""
         drain = asyncio.create_task(_read_to_end(stream))
-        self._drains.add(drain)
-        drain.add_done_callback(self._drains.discard)
+        self._draining.add(drain)
+        drain.add_done_callback(self._draining.discard)
 
 
-def _is_final(outputs: Mapping[str, Any]) -> bool:
-    """Whether a response is the last one. The last of a generation has ``timing``. An error and the
-    response of a task have no ``finish_reason``, and are the only response."""
-    return "timing" in outputs or "finish_reason" not in outputs
+def _is_last(outputs: Mapping[str, Any]) -> bool:
+    """Whether a response is the last one of its request."""
+    is_of_task = "finish_reason" not in outputs  # a task has one response
+    return is_of_task or "timing" in outputs
 
 
 async def _read_to_end(stream: Any) -> None:
@@ -371,7 +377,7 @@ def _step(prompt: int, outputs: Mapping[str, Any]) -> Step:
     )
 
 
-def _array(value: Tensor) -> np.ndarray:
+def _array(value: InputValue) -> np.ndarray:
     if isinstance(value, list):
         return np.array(value, np.int32)
     if isinstance(value, bytes):

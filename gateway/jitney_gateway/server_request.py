@@ -14,7 +14,7 @@ import msgspec
 from jitney.errors import ConfigError, show
 from jitney.sampling_params import Limits
 
-from jitney_gateway.chat import Tensor, chat_input, encoded
+from jitney_gateway.chat import chat_input, encoded
 from jitney_gateway.formats import (
     REASONING_FORMATS,
     TOOL_FORMATS,
@@ -56,11 +56,15 @@ class ModelDescription(msgspec.Struct):
     """The values of ``tier``, the most urgent first."""
 
 
+InputValue = bytes | list[int] | bool
+"""The value of an input: text or JSON, token ids, or a flag."""
+
+
 class ServerRequest(msgspec.Struct, kw_only=True):
     """One request to a model of the server."""
 
     model: str
-    inputs: dict[str, Tensor]
+    inputs: dict[str, InputValue]
     """Name of an input in the contract -> its value."""
     request_id: str = ""
 
@@ -87,7 +91,7 @@ def request_of_chat(
     if formats.tool or formats.reasoning:
         # A parser's markers may be special tokens: then the text must keep them.
         params.setdefault("skip_special_tokens", False)
-    return _server_request(
+    return _complete_request(
         body,
         model,
         inputs={"messages": messages},
@@ -206,7 +210,7 @@ def requests_of_completions(
     constraint = constraint_of_body(body)
     requests = []
     for inputs in _inputs_of_prompts(body):
-        request = _server_request(
+        request = _complete_request(
             body,
             model,
             inputs=inputs,
@@ -218,7 +222,7 @@ def requests_of_completions(
     return requests
 
 
-def _inputs_of_prompts(body: CompletionRequest) -> list[dict[str, Tensor]]:
+def _inputs_of_prompts(body: CompletionRequest) -> list[dict[str, InputValue]]:
     """The inputs for each prompt, which is a text or a list of token ids."""
     prompts = _list_of_prompts(body.prompt)
     if len(prompts) > MAX_PROMPTS:
@@ -249,22 +253,37 @@ def _params_of_service_tier(
     service_tier: str | None, tiers: Sequence[str], limits: Limits
 ) -> dict[str, Any]:
     """The parameter ``tier`` or ``priority`` for OpenAI's field ``service_tier``. ``tiers`` are the
-    model's. Raises FieldError for a service tier that is unknown."""
+    model's, which may have none:
+
+    =====================  ================  =============================================
+    service tier           no tiers          tiers
+    =====================  ================  =============================================
+    ``auto``, ``default``  the model's own   the tier of that name, or the model's default
+    ``flex``               priority 10       the lowest tier that the key may ask for
+    ``priority``           priority -10      the most urgent tier
+    any other              FieldError        the tier of that name, or FieldError
+    =====================  ================  =============================================
+    """
     if service_tier is None:
         return {}
     if service_tier in ("auto", "default") and service_tier not in tiers:
-        return {}  # the model's own default
+        return {}
     names = dict.fromkeys((*_PRIORITIES, *tiers))
     if service_tier not in names:
         reason = f"service_tier is {show(service_tier)}, but must be one of {', '.join(names)}"
         raise FieldError("service_tier", reason)
-    if not tiers:
-        return {"priority": _PRIORITIES[service_tier]}
+    if tiers:
+        return {"tier": _tier_of(service_tier, tiers, limits)}
+    return {"priority": _PRIORITIES[service_tier]}
+
+
+def _tier_of(service_tier: str, tiers: Sequence[str], limits: Limits) -> str:
+    """The tier of a model that has tiers, for a service tier that is known."""
     if service_tier == "priority":
-        return {"tier": tiers[0]}
+        return tiers[0]
     if service_tier == "flex":
-        return {"tier": _lowest_tier(tiers, limits)}
-    return {"tier": service_tier}
+        return _lowest_tier(tiers, limits)
+    return service_tier
 
 
 def _lowest_tier(tiers: Sequence[str], limits: Limits) -> str:
@@ -272,16 +291,15 @@ def _lowest_tier(tiers: Sequence[str], limits: Limits) -> str:
     allowed = [name for name in tiers if name in limits.tiers]
     if allowed:
         return allowed[-1]
-    # The key has no limits. Or it may ask for none of the model's tiers: then the model refuses
-    # this one.
+    # The key has no limits. Or it may ask for none of these tiers: then the model refuses any.
     return tiers[-1]
 
 
-def _server_request(
+def _complete_request(
     body: Generation,
     model: ModelDescription,
     *,
-    inputs: dict[str, Tensor],
+    inputs: dict[str, InputValue],
     params: dict[str, Any],
     request_id: str,
     constraint: OutputConstraint | None,
@@ -331,7 +349,7 @@ def request_of_token_ids(body: TokenizeRequest) -> ServerRequest:
     """The request for the token ids of a prompt or of a chat. Raises FieldError."""
     if (body.prompt is None) == (body.messages is None):
         raise FieldError("prompt", "either prompt or messages must be given")
-    inputs: dict[str, Tensor] = {"task": b"tokenize"}
+    inputs: dict[str, InputValue] = {"task": b"tokenize"}
     if body.messages is not None:
         inputs["messages"] = chat_input(
             body.messages,

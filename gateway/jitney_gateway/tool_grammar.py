@@ -13,16 +13,18 @@ import contextlib
 import json
 import keyword
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jitney.errors import InvalidArgumentError
 
-from jitney_gateway.call_body import MALFORMED, types_of
-from jitney_gateway.formats import TOOL_FORMATS, begins_with_reasoning, reasoning_markers
+from jitney_gateway.call_body import types_of
+from jitney_gateway.formats import TOOL_FORMATS, find_reasoning
 
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Space only where chat templates write it: small models lose themselves in free space."""
+_WRONG_SCHEMA = (ValueError, TypeError, AttributeError, RecursionError)
+"""What reading a value that is no JSON schema may raise."""
 
 
 # ------------------------------------------------------------------------------- forced calls
@@ -76,7 +78,7 @@ def _checked_arguments(function: Mapping[str, Any], body: str) -> str:
     """The arguments of a function in Lark. Raises InvalidArgumentError."""
     try:
         return _arguments(function, body)
-    except MALFORMED:
+    except _WRONG_SCHEMA:
         reason = f"tools: the parameters of {function['name']!r} are no JSON schema"
         raise InvalidArgumentError(reason) from None
 
@@ -85,29 +87,39 @@ def _arguments(function: Mapping[str, Any], body: str) -> str:
     schema = {"type": "object", **(function.get("parameters") or {})}
     if body == "json":
         return _json_value(schema, schema)
-    properties = schema.get("properties", {})
-    separator = ""
-    write: Callable[[str, Any, Mapping[str, Any]], str] = _xml_argument
+    arguments = {}
     if body == "python":
-        separator = '", "'
-        write = _python_argument
-        for name in (function["name"], *properties):
+        _check_python_name(function["name"])
+        for name, value in schema.get("properties", {}).items():
             _check_python_name(name)
-    arguments = {name: write(name, value, schema) for name, value in properties.items()}
-    required = [arguments.pop(name) for name in schema.get("required", ()) if name in arguments]
-    return _argument_list(required, list(arguments.values()), separator)
+            arguments[name] = _python_argument(name, value, schema)
+        return _argument_list(arguments, schema, separator='", "')
+    for name, value in schema.get("properties", {}).items():
+        arguments[name] = _xml_argument(name, value, schema)
+    return _argument_list(arguments, schema, separator="")
 
 
-def _argument_list(required: Sequence[str], optional: Sequence[str], separator: str) -> str:
-    """Arguments that are written one by one: the required ones first, then any of the optional
-    ones in their order."""
-    more = [f"({separator} {argument})?" for argument in optional]
+def _argument_list(
+    arguments: Mapping[str, str], schema: Mapping[str, Any], *, separator: str
+) -> str:
+    """Arguments that are written one by one, from their names and what each looks like.
+
+    Those that ``schema`` requires come first, then any of the others in their order. With ``,`` as
+    the separator and two arguments ``a`` and ``b`` this gives:
+
+    - both required: ``a , b``
+    - ``a`` required: ``a (, b)?``
+    - none required: ``(a (, b)? | b)?``, because the first one has no separator before it
+    """
+    required = [name for name in dict.fromkeys(schema.get("required", ())) if name in arguments]
+    optional = [name for name in arguments if name not in required]
+    more = [f"({separator} {arguments[name]})?" for name in optional]
     if required:
-        return " ".join([f" {separator} ".join(required), *more])
-    # The first argument has no separator before it, and each of them can be the first.
+        begin = f" {separator} ".join(arguments[name] for name in required)
+        return " ".join([begin, *more])
     lists = []
-    for index, argument in enumerate(optional):
-        lists.append(" ".join([argument, *more[index + 1 :]]))
+    for index, name in enumerate(optional):
+        lists.append(" ".join([arguments[name], *more[index + 1 :]]))
     return f"({' | '.join(lists)})?" if lists else ""
 
 
@@ -145,24 +157,24 @@ def after_reasoning(
 ) -> Mapping[str, Any]:
     """The same constraint for a model that may reason first: what follows its reasoning must keep
     to it."""
-    markers = reasoning_markers(reasoning_format)
-    if markers is None:
+    reasoning = find_reasoning(reasoning_format)
+    if reasoning is None:
         return constraint
     ids = token_ids or {}
-    end = _spelt(markers.end, ids)
-    if markers.end in ids:
+    end = _spelt(reasoning.end, ids)
+    if reasoning.end in ids:
         # No text can spell a special token: any text is reasoning, and the token ends it.
-        reasoning = f"thoughts {end} SPACE?"
+        before_answer = f"thoughts {end} SPACE?"
         thoughts_rule = "thoughts: /(?s:.*)/"
     else:
         # The marker is text: reasoning goes up to its first occurrence.
-        reasoning = "thoughts SPACE?"
+        before_answer = "thoughts SPACE?"
         thoughts_rule = f"thoughts[suffix={end}]: /(?s:.*)/"
-    if not begins_with_reasoning(reasoning_format):
-        reasoning = f"({_spelt(markers.begin, ids)} {reasoning})?"
-    ((kind, value),) = constraint.items()
+    if not reasoning.is_open:
+        before_answer = f"({_spelt(reasoning.begin, ids)} {before_answer})?"
+    ((kind, value),) = constraint.items()  # it has one key
     rules = [
-        f"start: {reasoning} answer",
+        f"start: {before_answer} answer",
         thoughts_rule,
         r"SPACE: /\s{1,4}/",
         f"answer: {_constrained_answer(kind, value)}",

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 _ATTRIBUTES = {
     "model": "gen_ai.request.model",
     "id": "jitney.request_id",
-    "key": "jitney.key",
+    "owner": "jitney.key",
 }
 """Field of the request's state, which ``app.py`` sets -> attribute of the span."""
 

@@ -319,7 +319,8 @@ def check_fields(path: str, record: Any, types: Mapping[str, FieldsOfType]) -> N
     """
     own = types.get(record.type)
     if own is None:
-        raise FieldError(f"{path}.type", f"{path}.type is {record.type!r}: {' or '.join(types)}")
+        bound = " or ".join(types)
+        raise FieldError(f"{path}.type", f"{path}.type is {record.type!r}, but must be {bound}")
     names_of_all_types = set[str]()
     for fields in types.values():
         names_of_all_types.update(fields.required, fields.optional)
@@ -354,7 +355,7 @@ def body_schemas(types: Sequence[type[WireRecord]]) -> BodySchemas:
     """The schemas of bodies. Sampling parameters that a body takes in ``params`` stand among its
     properties, as clients send them."""
     # The schemas of sampling parameters come from the record that the engine checks them with.
-    schemas, components = schema_components(
+    (_, *schemas), components = schema_components(
         [SamplingParams, *types], ref_template="#/components/schemas/{name}"
     )
     of_params = components.pop("SamplingParams")["properties"]
@@ -366,5 +367,5 @@ def body_schemas(types: Sequence[type[WireRecord]]) -> BodySchemas:
         for name in ("params", *type_.refused_params):
             properties.pop(name, None)
         component["properties"] = properties
-    of_type = dict(zip(types, list(schemas)[1:], strict=True))
+    of_type = dict(zip(types, schemas, strict=True))
     return BodySchemas(of_type, components)

@@ -1,8 +1,11 @@
 """The embedded server's HTTP endpoints as its owner uses them: readiness, models, metrics.
 
 Each call has a connection of its own, which is closed after it: an idle connection would hold up
-the server's stop. A call raises one of ``NO_ANSWER``: InternalError if the server answers with an
-error, and the others if no answer comes within ``TIMEOUT_S``.
+the server's stop. A call that fails raises one of these::
+
+    CallError
+    ├── NoAnswerError     no answer within ``TIMEOUT_S``, or no connection
+    └── RefusedCallError  the server answered with an error
 """
 
 import contextlib
@@ -13,11 +16,22 @@ from typing import Any, NamedTuple
 
 from jitney.errors import InternalError
 
-from jitney_server.log import readable
 from jitney_server.ports import ServerPorts
+from jitney_server.start_failure import without_frames_and_repetitions
 
 TIMEOUT_S = 10.0
-NO_ANSWER = (OSError, http.client.HTTPException, InternalError)
+
+
+class CallError(InternalError):
+    """A call to the server failed."""
+
+
+class NoAnswerError(CallError):
+    """The server gave no answer."""
+
+
+class RefusedCallError(CallError):
+    """The server answered with an error; the text has it."""
 
 
 class ModelState(NamedTuple):
@@ -45,7 +59,7 @@ class Admin:
         """Whether ``path`` answers 200; False too while nothing listens yet."""
         try:
             self._call("GET", path)
-        except NO_ANSWER:
+        except CallError:
             return False
         return True
 
@@ -53,7 +67,7 @@ class Admin:
         """Model name -> its state."""
         states = {}
         for entry in json.loads(self._call("POST", "/v2/repository/index")):
-            reason = readable(entry.get("reason", ""))
+            reason = without_frames_and_repetitions(entry.get("reason", ""))
             states[entry["name"]] = ModelState(entry.get("state", ""), reason)
         return states
 
@@ -67,7 +81,7 @@ class Admin:
 
     def load(self, name: str, timeout_s: float) -> None:
         """Load a model and, if it is an ensemble, its parts. Does nothing for a model that is
-        loaded. Raises InternalError with the model's reason if it cannot be loaded."""
+        loaded. Raises RefusedCallError with the model's reason if it cannot be loaded."""
         self._call("POST", f"/v2/repository/models/{name}/load", timeout_s=timeout_s)
 
     def infer(self, name: str, inputs: list[dict[str, Any]]) -> Any:
@@ -83,9 +97,9 @@ class Admin:
         """
         try:
             self._call("POST", f"/v2/models/{name}/generate", '{"text_input": ""}')
-        except TimeoutError:
+        except NoAnswerError:
             return False
-        except InternalError as error:
+        except RefusedCallError as error:
             return "is not healthy" not in str(error)
         return True
 
@@ -105,11 +119,14 @@ class Admin:
         """The text of a response; ``port`` is that of HTTP by default."""
         port = port or self.ports.http
         connection = http.client.HTTPConnection(self.host, port, timeout=timeout_s)
-        with contextlib.closing(connection):
-            connection.request(method, path, body, self._headers)
-            response = connection.getresponse()
-            text = response.read().decode(errors="replace")
+        try:
+            with contextlib.closing(connection):
+                connection.request(method, path, body, self._headers)
+                response = connection.getresponse()
+                text = response.read().decode(errors="replace")
+        except (OSError, http.client.HTTPException) as error:
+            raise NoAnswerError(f"the server did not answer {method} {path}: {error!r}") from None
         if response.status != 200:
             answer = f"HTTP {response.status}: {text[:400]}"
-            raise InternalError(f"the server answered {method} {path} with {answer}")
+            raise RefusedCallError(f"the server answered {method} {path} with {answer}")
         return text

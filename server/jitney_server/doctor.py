@@ -76,8 +76,29 @@ def run_doctor(ports: Sequence[int], *, start: bool) -> bool:
 def examine(ports: Sequence[int]) -> dict[str, Finding]:
     """Run every check. Returns name -> finding, in the order in which a newcomer would repair what
     they find."""
-    checks = {**_CHECKS, "ports": lambda: _check_ports(ports)}
-    return {name: run_check(check) for name, check in checks.items()}
+    return {name: run_check(check) for name, check in checks(ports).items()}
+
+
+def checks(ports: Sequence[int]) -> dict[str, Check]:
+    """Every check by its name. ``ports``: those that a server is to listen on."""
+    return {
+        "Python": _check_python,
+        "numpy": _check_numpy,
+        "torch": _check_torch,
+        "transformers": _check_transformers,
+        "imports": _check_imports,
+        "numba": _check_numba,
+        "onnxruntime": _check_onnxruntime,
+        "server": _check_server,
+        "libraries": _check_libraries,
+        "backends": _check_backends,
+        "client": _check_client,
+        "shared memory": _check_shared_memory,
+        "memory": _check_memory,
+        "processor": _check_processor,
+        "GPU": _check_gpu,
+        "ports": lambda: _check_ports(ports),
+    }
 
 
 def run_check(check: Check) -> Finding:
@@ -313,23 +334,3 @@ def _cpu_flags(path: Path) -> set[str]:
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     match = re.search(r"^flags\s*:(.*)$", text, re.M)
     return set() if match is None else set(match[1].split())
-
-
-_CHECKS: dict[str, Check] = {
-    "Python": _check_python,
-    "numpy": _check_numpy,
-    "torch": _check_torch,
-    "transformers": _check_transformers,
-    "imports": _check_imports,
-    "numba": _check_numba,
-    "onnxruntime": _check_onnxruntime,
-    "server": _check_server,
-    "libraries": _check_libraries,
-    "backends": _check_backends,
-    "client": _check_client,
-    "shared memory": _check_shared_memory,
-    "memory": _check_memory,
-    "processor": _check_processor,
-    "GPU": _check_gpu,
-}
-"""All checks that need no argument."""

@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 RESTRICTED = ("shared-memory", "model-repository", "trace", "logging")
 """Endpoints that a client reaches only with the server's random key."""
@@ -27,12 +27,17 @@ _LOG = logging.getLogger(__name__)
 
 _PTRACE_DETACH = 17
 
-# A small Python program becomes the real one with `exec`. Its arguments are the signal for its
-# parent's end, and the real program with its arguments. It does what a function between `fork` and
-# `exec` could do as well, but that would run in this process, whose other threads may hold locks.
+# What is started is a small Python program, put together from the parts below:
+#
+#     ask the kernel for the signal argv[1] when the thread ends that started this process
+#     ask to be traced by it (without hidden arguments: not)
+#     become the real program, which is argv[2], with the arguments that follow it
+#
+# A function between `fork` and `exec` could do the same. But it would run in a copy of this
+# process, where locks of other threads may be held for ever.
 _BIND_TO_PARENT = """
 import ctypes, os, sys
-PR_SET_PDEATHSIG = 1  # the kernel sends the signal when the thread ends that started this process
+PR_SET_PDEATHSIG = 1
 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(sys.argv[1]))
 """
 _ASK_TO_BE_TRACED = """
@@ -48,11 +53,15 @@ _UNTRACED = _BIND_TO_PARENT + _EXEC
 _SIGKILL = "9"
 _NO_SIGNAL = "0"
 
-# Fields of /proc/PID/stat, counted from the one behind the program's name.
-_START_STACK = 25
-"""Where the stack begins."""
-_BOUNDS = slice(45, 49)
-"""Begin and end of the command line, begin and end of the environment."""
+
+class _Memory(NamedTuple):
+    """Where things begin and end in the memory of a program that has not run yet."""
+
+    stack: int
+    arguments: int
+    arguments_end: int
+    variables: int
+    variables_end: int
 
 
 def restrict(key: str) -> list[str]:
@@ -118,22 +127,41 @@ def _launch_hidden(
 def _redirect_arguments(pid: int, names: Sequence[str]) -> None:
     """Let each argument in ``names`` of a program that has not run yet point to the value of the
     variable of that name. Raises OSError and ValueError."""
+    memory = _read_layout(pid)
+    with open(f"/proc/{pid}/mem", "r+b", buffering=0) as file:
+        descriptor = file.fileno()
+        arguments = _read(descriptor, memory.arguments, memory.arguments_end)
+        variables = _read(descriptor, memory.variables, memory.variables_end)
+        # The stack begins with the number of arguments and the pointers to them.
+        stack = _read(descriptor, memory.stack, memory.arguments)
+        for name in names:
+            argument = memory.arguments + _find_text(arguments, f"{name}\0")
+            variable = memory.variables + _find_text(variables, f"{name}=")
+            value = variable + len(f"{name}=")
+            pointer = memory.stack + stack.index(struct.pack("@P", argument))
+            os.pwrite(descriptor, struct.pack("@P", value), pointer)
+
+
+def _read_layout(pid: int) -> _Memory:
     # The program's name, in parentheses, may hold spaces: the fields are counted behind it.
     stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-    fields = stat.rpartition(")")[2].split()
-    stack_start = int(fields[_START_STACK])
-    arguments_start, arguments_end, variables_start, variables_end = map(int, fields[_BOUNDS])
-    with open(f"/proc/{pid}/mem", "r+b", buffering=0) as file:
-        memory = file.fileno()
-        # With a zero in front, each text in these bytes has a zero on both sides. The index of the
-        # zero before a text is then the offset of the text itself in memory.
-        arguments = b"\0" + os.pread(memory, arguments_end - arguments_start, arguments_start)
-        variables = b"\0" + os.pread(memory, variables_end - variables_start, variables_start)
-        # The stack begins with the number of arguments and the pointers to them.
-        stack = os.pread(memory, arguments_start - stack_start, stack_start)
-        for name in names:
-            argument_address = arguments_start + arguments.index(f"\0{name}\0".encode())
-            variable_address = variables_start + variables.index(f"\0{name}=".encode())
-            value_address = variable_address + len(f"{name}=")
-            pointer_address = stack_start + stack.index(struct.pack("@P", argument_address))
-            os.pwrite(memory, struct.pack("@P", value_address), pointer_address)
+    fields = [int(field) for field in stat.rpartition(")")[2].split()[1:]]
+    return _Memory(
+        stack=fields[24],
+        arguments=fields[44],
+        arguments_end=fields[45],
+        variables=fields[46],
+        variables_end=fields[47],
+    )
+
+
+def _read(descriptor: int, begin: int, end: int) -> bytes:
+    return os.pread(descriptor, end - begin, begin)
+
+
+def _find_text(texts: bytes, beginning: str) -> int:
+    """The index of the text with this beginning. Each of ``texts`` ends in a zero. Raises
+    ValueError if there is none."""
+    # With a zero in front of all, each text has a zero before it. The index of that zero is the
+    # index that the text has without the zero in front.
+    return (b"\0" + texts).index(f"\0{beginning}".encode())

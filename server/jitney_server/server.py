@@ -27,8 +27,8 @@ from jitney.errors import InvalidArgumentError, LoadError
 from jitney_server.admin import Admin
 from jitney_server.installation import backend_folder, find_installation, link_backends
 from jitney_server.launch import launch, restrict
-from jitney_server.log import explain_failure
 from jitney_server.ports import ServerPorts, choose_ports
+from jitney_server.start_failure import explain_failure, is_port_taken
 from jitney_server.stopping import StopOutcome, stop
 from jitney_server.supervision import LOAD_S
 
@@ -36,7 +36,8 @@ EXIT_TIMEOUT_S = 10
 """Seconds that the server gives to requests in flight once it was told to stop."""
 
 LOAD_THREADS = 16
-"""Models that load at a time. The server only waits for at least a second in each load."""
+"""Models that load at a time. In each load the server waits for at least a second without using a
+core: so more threads than cores pay."""
 FORWARDED_HEADERS = "(?i)traceparent|tracestate|jitney-limits"
 """Headers that models get as parameters of the request: those of traces, and the limits of an API
 key."""
@@ -82,8 +83,8 @@ class TritonServer:
         self._requested_ports = ServerPorts(http_port, grpc_port, metrics_port)
         self.log_file = log_file
         self._has_temporary_log = log_file is None
-        self._appends_to_log = False
-        """After a restart: what was logged before stays."""
+        self._log_start = 0
+        """Where the log of the last start begins in the file: a restart keeps what was there."""
         self._extra_args = list(extra_args)
         self._installation = find_installation()
         self._exit_timeout_s = exit_timeout_s
@@ -91,16 +92,14 @@ class TritonServer:
         self._open_endpoints = open_endpoints
         self._key = secrets.token_hex(16)
         self.admin = Admin(host, self._requested_ports, self.admin_headers)
+        """Each start makes another one, for its ports. So do not keep it."""
         self._process: subprocess.Popen[bytes] | None = None
         self._runtime: Path | None = None
         """The folder of links, while there is a process. Its name is in the names of the shared
         memory."""
         self.exit_status: int | None = None
         """That of the last process that has ended. A negative one is the signal that ended it."""
-        self.unclean: str | None = None
-        """Why the last stop was not clean; None if it was."""
-        self.cut_requests = False
-        """Whether the last stop may have cut requests off."""
+        self.last_stop = StopOutcome()
 
     @property
     def http_url(self) -> str:
@@ -144,6 +143,14 @@ class TritonServer:
         text = self.log_file.read_text(encoding="utf-8", errors="replace")
         return "\n".join(text.splitlines()[-lines:])
 
+    def log_of_last_start(self) -> str:
+        """What was logged since the last start; empty before the first one."""
+        if self.log_file is None or not self.log_file.exists():
+            return ""
+        with self.log_file.open("rb") as log:
+            log.seek(self._log_start)
+            return log.read().decode(errors="replace")
+
     def __enter__(self) -> "TritonServer":
         self.start()
         return self
@@ -159,12 +166,15 @@ class TritonServer:
         Raises LoadError with the reason of each model that failed, or if the server is not ready in
         ``timeout_s``. Then nothing is left running, and the log is kept.
         """
+        self._start(self._requested_ports, timeout_s, append_to_log=False)
+
+    def _start(self, ports: ServerPorts, timeout_s: float, *, append_to_log: bool) -> None:
         assert self._process is None, "started twice"
-        attempts_left = _PORT_ATTEMPTS if 0 in self._requested_ports else 1
+        attempts_left = _PORT_ATTEMPTS if 0 in ports else 1
         while True:
             attempts_left -= 1
             try:
-                self._launch()
+                self._launch(ports, append_to_log=append_to_log)
                 self._wait_until_ready(timeout_s)
                 return
             except _PortTakenError:
@@ -189,8 +199,7 @@ class TritonServer:
             if grace_s is None:
                 grace_s = float(self._exit_timeout_s)
             outcome = stop(self.admin, self._process, grace_s)
-        self.unclean = outcome.problem
-        self.cut_requests = outcome.cut_requests
+        self.last_stop = outcome
         is_clean = outcome.problem is None
         self._clean_up(keep_log=not is_clean)
         return is_clean
@@ -199,19 +208,20 @@ class TritonServer:
         """Start again after the process has ended, on the same ports, with the same key and log.
         What is left of it is killed first. Raises as :meth:`start`."""
         self._clean_up(keep_log=True)
-        self._requested_ports = self.admin.ports
-        self._appends_to_log = True
-        self.start(timeout_s)
+        self._start(self.admin.ports, timeout_s, append_to_log=True)
 
-    def _launch(self) -> None:
-        ports = ServerPorts(*choose_ports(self.host, self._requested_ports))
+    def _launch(self, requested: ServerPorts, *, append_to_log: bool) -> None:
+        ports = ServerPorts(*choose_ports(self.host, requested))
         self.admin = Admin(self.host, ports, self.admin_headers)
         runtime = Path(tempfile.mkdtemp(prefix="jitney-server-"))
         self._runtime = runtime
         link_backends(runtime / "backends", self._installation, backend_folder())
+        if self._has_temporary_log and not append_to_log:
+            self.log_file = None
         log_file = self._prepare_log_file()
         secret_arguments = [] if self._open_endpoints else restrict(self._key)
-        with log_file.open("ab" if self._appends_to_log else "wb") as log:
+        with log_file.open("ab" if append_to_log else "wb") as log:
+            self._log_start = log.tell()
             self._process = launch(
                 self._command(runtime),
                 secret_arguments,
@@ -225,8 +235,6 @@ class TritonServer:
 
     def _prepare_log_file(self) -> Path:
         """The log of this start, whose folder exists."""
-        if self._has_temporary_log and not self._appends_to_log:
-            self.log_file = None
         if self.log_file is None:
             handle, name = tempfile.mkstemp(prefix="jitney-server-", suffix=".log")
             os.close(handle)
@@ -300,8 +308,8 @@ class TritonServer:
 
     def _start_error(self, status: int) -> LoadError:
         """Why the server exited with ``status`` instead of becoming ready."""
-        text = self.log_tail(5000)
-        if "already in use" in text:
+        text = self.log_of_last_start()
+        if is_port_taken(text):
             ports = "/".join(map(str, self.admin.ports))
             return _PortTakenError(
                 f"one of the ports {ports} on {self.host} is in use by another server"

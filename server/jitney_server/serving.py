@@ -1,8 +1,11 @@
 """``jitney serve``: runs a server until it is told to stop, and repairs it meanwhile."""
 
 import json
+import select
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import NamedTuple
@@ -13,9 +16,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from jitney_server.admin import ModelState
-from jitney_server.log import failed_models
 from jitney_server.ports import choose_ports
 from jitney_server.server import TritonServer
+from jitney_server.start_failure import failed_models
 from jitney_server.stopping import interruptible
 from jitney_server.supervision import Supervisor
 
@@ -23,6 +26,11 @@ _OUT = Console(highlight=False)
 _ERR = Console(stderr=True, highlight=False)
 _PAUSE_S = 0.5
 """Between two looks at the server and the gateway."""
+_GATEWAY_START_S = 60.0
+"""Seconds after which a gateway must listen."""
+_LONGEST_PAUSE_S = 60.0
+"""Between the end of a gateway and its next start. A gateway that runs for longer than this has
+stayed: after its end the pauses begin anew."""
 _RUN_GATEWAY = """
 import ctypes, signal
 PR_SET_PDEATHSIG = 1  # the kernel sends SIGTERM when `jitney serve` ends, however it ends
@@ -46,66 +54,113 @@ def serve_until_stopped(
     """Start ``server``, print its addresses, keep it going until a signal comes, and stop it.
 
     With ``openai_port`` a gateway with ``gateway_options`` runs beside it; 0 is a free port.
-    Returns the exit status: 0 or NOT_UNLOADED. Raises JitneyError if the server does not start, or
-    if the stop may have cut requests off.
+    Returns the exit status: 0 or NOT_UNLOADED. Raises JitneyError if the server or the gateway does
+    not start, or if the stop may have cut requests off.
     """
-    what = ", ".join(server.models or ()) or f"all of {server.model_repository.name}"
     gateway: GatewayProcess | None = None
+    if openai_port is not None:
+        gateway = GatewayProcess(server, openai_port, gateway_options)
     with interruptible() as asked_to_stop:
         try:
-            with _ERR.status(f"Loading {what} …"):
-                server.start(start_timeout_s)
-            supervisor = Supervisor(server, _say)
-            _print_welcome(server)
-            if openai_port is not None:
-                gateway = GatewayProcess(server, openai_port, gateway_options)
-            while not asked_to_stop.wait(_PAUSE_S):
-                supervisor.turn()
-                if gateway is not None:
-                    gateway.restart_if_ended()
-        except KeyboardInterrupt:
-            pass  # the signal
-        except JitneyError:
-            server.stop()
-            raise
-        finally:
+            _run(server, gateway, asked_to_stop, start_timeout_s)
             if gateway is not None:
                 gateway.begin_to_stop()
-        status = _stop(server, grace_s)
+            return _stop(server, grace_s)
+        finally:
+            if gateway is not None:
+                gateway.kill()
+
+
+def _run(
+    server: TritonServer,
+    gateway: "GatewayProcess | None",
+    asked_to_stop: threading.Event,
+    start_timeout_s: float,
+) -> None:
+    """Start the server and the gateway, and keep them going. Returns at a signal. Raises
+    JitneyError if one of them does not start; then the server is stopped."""
+    what = ", ".join(server.models or ()) or f"all of {server.model_repository.name}"
+    try:
+        with _ERR.status(f"Loading {what} …"):
+            server.start(start_timeout_s)
+        supervisor = Supervisor(server, _say)
+        _print_welcome(server)
         if gateway is not None:
-            gateway.kill()
-        return status
+            gateway.start()
+        while not asked_to_stop.wait(_PAUSE_S):
+            supervisor.turn()
+            if gateway is not None:
+                gateway.turn()
+    except KeyboardInterrupt:
+        pass  # the signal: `interruptible` raises it wherever we are
+    except JitneyError:
+        server.stop()
+        raise
 
 
 class GatewayProcess:
     """A gateway beside the server, as a process."""
 
     def __init__(self, server: TritonServer, port: int, options: Sequence[str]) -> None:
-        """Starts it; 0 is a free port. Raises JitneyError if it ends at once."""
-        (self._port,) = choose_ports(server.host, [port])
+        """Does not start it. ``port``: 0 is a free one."""
         self._server = server
+        self._port = port
         self._options = options
-        self._process = self._start()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started_at = 0.0
+        self._pause_s = 0.0
+        """Seconds between the next end of the process and its next start."""
+        self._start_again_at: float | None = None
+        """When it must be started again. None: it has not ended."""
 
-    def restart_if_ended(self) -> None:
-        """Start the gateway again, on the same port, if it has ended. Raises JitneyError if it ends
-        at once."""
+    def start(self) -> None:
+        """Start it and wait until it listens. Raises JitneyError if it ends before, or does not
+        listen within ``_GATEWAY_START_S``. It has printed why itself."""
+        (self._port,) = choose_ports(self._server.host, [self._port])
+        self._process = self._launch()
+        assert self._process.stdout is not None
+        # The gateway prints one line, its address, when it listens (`run_gateway`).
+        has_line = select.select([self._process.stdout], [], [], _GATEWAY_START_S)[0]
+        if not has_line:
+            raise JitneyError(f"the gateway does not listen after {_GATEWAY_START_S:.0f} s")
+        address = self._process.stdout.readline().decode().strip()
+        if not address:
+            raise JitneyError(f"the gateway ended at once, with status {self._process.wait()}")
+        _OUT.print(address)
+
+    def turn(self) -> None:
+        """Start it again, on the same port, if it has ended.
+
+        Each start doubles the pause before the next one, so long as the gateway does not stay. This
+        does not wait until the gateway listens: the server must be watched meanwhile.
+        """
+        assert self._process is not None
         status = self._process.poll()
-        if status is not None:
+        if status is None:
+            return
+        now = time.monotonic()
+        if self._start_again_at is None:
             _say(f"the gateway ended by itself, with status {status}")
-            self._process = self._start()
+            if now - self._started_at > _LONGEST_PAUSE_S:
+                self._pause_s = 0.0
+            self._start_again_at = now + self._pause_s
+            self._pause_s = min(max(1.0, 2 * self._pause_s), _LONGEST_PAUSE_S)
+        if now >= self._start_again_at:
+            self._start_again_at = None
+            self._process = self._launch()
 
     def begin_to_stop(self) -> None:
         """Let it take no new requests. Its streams go on while the server still answers them."""
-        self._process.terminate()
+        if self._process is not None:
+            self._process.terminate()
 
     def kill(self) -> None:
         """End it at once."""
-        self._process.kill()
-        self._process.wait()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
 
-    def _start(self) -> "subprocess.Popen[bytes]":
-        """Returns when it listens. If it ends at once, it has printed why itself."""
+    def _launch(self) -> "subprocess.Popen[bytes]":
         server = self._server
         command = [
             sys.executable,
@@ -118,14 +173,9 @@ class GatewayProcess:
             f"--metrics-url={server.metrics_url}",
             *self._options,
         ]
+        self._started_at = time.monotonic()
         # A group of its own: the terminal sends Ctrl-C to ours, and we decide what ends when.
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
-        assert process.stdout is not None
-        address = process.stdout.readline().decode().strip()
-        if not address:
-            raise JitneyError(f"the gateway ended at once, with status {process.wait()}")
-        _OUT.print(address)
-        return process
+        return subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
 
 
 def _say(text: str) -> None:
@@ -140,11 +190,12 @@ def _stop(server: TritonServer, grace_s: int) -> int:
         server.stop()
     except KeyboardInterrupt:
         server.stop(0)
-    if server.unclean is None:
+    outcome = server.last_stop
+    if outcome.problem is None:
         _ERR.print("Stopped.")
         return 0
-    problem = f"{server.unclean}; its log is {server.log_file}"
-    if server.cut_requests:
+    problem = f"{outcome.problem}; its log is {server.log_file}"
+    if outcome.cut_requests:
         raise JitneyError(f"the stop was not clean: {problem}")
     _say(f"Stopped; no request was left, but the server had to be killed: {problem}")
     return NOT_UNLOADED
@@ -175,7 +226,7 @@ def _listed_models(server: TritonServer) -> Iterator[ListedModel]:
     if not expected:
         folders = [entry.name for entry in server.model_repository.iterdir() if entry.is_dir()]
         expected = [name for name in folders if not name.startswith(".")]
-    failures = failed_models(server.log_tail(5000))
+    failures = failed_models(server.log_of_last_start())
     for name in sorted({*states, *expected}):
         found = states.get(name, ModelState(state="", reason=""))
         reason = found.reason or failures.get(name, "the log says why")

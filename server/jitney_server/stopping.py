@@ -14,6 +14,7 @@ stream open that has carried a request to the model, even if the stream is idle 
 
 import contextlib
 import ctypes
+import errno
 import logging
 import os
 import re
@@ -26,9 +27,8 @@ from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 import psutil
-from jitney.errors import InternalError
 
-from jitney_server.admin import NO_ANSWER, Admin
+from jitney_server.admin import Admin, CallError, RefusedCallError
 
 _LOG = logging.getLogger(__name__)
 
@@ -46,12 +46,13 @@ _UNLOAD_S = 30.0
 """Seconds, after the grace, that models without requests have to end. A process that has imported
 torch needs two seconds of a core to end, and many of them end at once."""
 _STUCK_S = 3.0
-"""The same, in place of ``_UNLOAD_S``, if a model that is unloading still has metrics. A model
-withdraws its metrics when the server tells it to end. One that still has them was not told: the
-server has lost count of the model's requests, and never tells it (docs/troubleshooting.md)."""
+"""Seconds, after the grace, if a model was never told to end, which is a fault of this server
+(docs/troubleshooting.md). Its metrics show it: a model that was told to end withdraws them."""
 _EXIT_S = 2.0
 """Seconds that the server has to exit once its models are unloaded."""
 _PAUSE_S = 0.05
+_CLOSED_ERRORS = (errno.EBADF, errno.ENOTSOCK, errno.ENOTCONN)
+"""What the system says of a connection that has been closed since it was listed."""
 
 _IN_FLIGHT = re.compile(
     r'^jitney_(?:running|waiting)_requests{.*?\bmodel="([^"]*)".*} (\S+)$', re.M
@@ -96,12 +97,13 @@ def stop(admin: Admin, process: "subprocess.Popen[bytes]", grace_s: float) -> St
     ours ends its requests with an error after its option ``drain_s``. If the process has not ended
     when this returns, the caller kills it with its group.
     """
-    for stub in children(process.pid):
+    for stub in model_processes(process.pid):
         with contextlib.suppress(psutil.NoSuchProcess):
             # Our models take it as the sign to refuse requests. The stub itself ignores it.
             stub.send_signal(signal.SIGTERM)
     if process.poll() is not None:
-        return StopOutcome(f"the server had ended before, with status {process.poll()}", True)
+        problem = f"the server had ended before, with status {process.poll()}"
+        return StopOutcome(problem, cut_requests=True)
     outcome = unload_all(admin, process.pid, grace_s)
     hang_up(process.pid, admin.ports)
     process.send_signal(signal.SIGTERM)
@@ -110,12 +112,12 @@ def stop(admin: Admin, process: "subprocess.Popen[bytes]", grace_s: float) -> St
     return outcome
 
 
-def children(pid: int | None) -> list[psutil.Process]:
-    """The processes of the models of the server ``pid``. There are none if that has ended."""
-    if pid is None:
+def model_processes(server_pid: int | None) -> list[psutil.Process]:
+    """The processes of a server's models. There are none if the server has ended."""
+    if server_pid is None:
         return []
     try:
-        return psutil.Process(pid).children()
+        return psutil.Process(server_pid).children()
     except psutil.NoSuchProcess:
         return []
 
@@ -136,8 +138,12 @@ def requests_in_flight(metrics: str) -> dict[str, float]:
 
 
 def unload_all(admin: Admin, pid: int, grace_s: float) -> StopOutcome:
-    """Unload every model of the server ``pid``. Requests in flight have ``grace_s`` seconds to end;
-    models that show no request may take longer."""
+    """Unload every model of the server ``pid``. It ends in one of three ways:
+
+    - no model is left: this is a clean stop;
+    - the time is over that the models have (``_Unloading.allowed_s``), and some are left;
+    - a call to the server fails: then only signals are left.
+    """
     unloading = _Unloading(admin)
     began = time.monotonic()
     quiet_since = began
@@ -150,11 +156,7 @@ def unload_all(admin: Admin, pid: int, grace_s: float) -> StopOutcome:
             unloading.ask_to_unload(now)
             unloading.look_at_requests()
             is_quiet = unloading.is_quiet()
-            extra_s = 0.0
-            if is_quiet:
-                # No request is lost by a longer wait.
-                extra_s = _STUCK_S if unloading.is_stuck() else _UNLOAD_S
-            if now > began + grace_s + extra_s:
+            if now - began > unloading.allowed_s(grace_s):
                 problem = f"after {now - began:.1f} s {unloading.describe()}"
                 return StopOutcome(problem, cut_requests=not is_quiet)
             if not is_quiet:
@@ -163,9 +165,8 @@ def unload_all(admin: Admin, pid: int, grace_s: float) -> StopOutcome:
                 # Only an idle stream can still hold a model now.
                 hang_up(pid, [admin.ports.grpc])
             time.sleep(_PAUSE_S)
-    except NO_ANSWER as error:
-        # Nothing is left but to send signals.
-        return StopOutcome(f"the server does not answer: {error}", cut_requests=True)
+    except CallError as error:
+        return StopOutcome(str(error), cut_requests=True)
 
 
 class _Unloading:
@@ -184,7 +185,7 @@ class _Unloading:
         """Model -> why the server refused to unload it, when it was asked last."""
 
     def look_at_models(self) -> None:
-        """Note the states of the models. Raises one of NO_ANSWER."""
+        """Note the states of the models. Raises CallError."""
         states = self._admin.model_states()
         self.live = {name: entry.state for name, entry in states.items() if entry.state in _LIVE}
 
@@ -192,7 +193,7 @@ class _Unloading:
         """Note the requests that the metrics show."""
         try:
             shown = requests_in_flight(self._admin.metrics())
-        except NO_ANSWER:
+        except CallError:
             # The server may have been told to have no metrics.
             self._requests = {}
             self._with_metrics = set()
@@ -213,12 +214,24 @@ class _Unloading:
             self._refusals.pop(name, None)
             try:
                 self._admin.unload(name)
-            except InternalError as error:
+            except RefusedCallError as error:
                 self._refusals[name] = str(error)
 
+    def allowed_s(self, grace_s: float) -> float:
+        """Seconds from the begin of the stop that the models have, by what was noted last."""
+        if not self.is_quiet():
+            return grace_s
+        # No request is lost by a longer wait.
+        if self.is_stuck():
+            return grace_s + _STUCK_S
+        return grace_s + _UNLOAD_S
+
     def is_quiet(self) -> bool:
-        """Whether the metrics show that no live model has a request. They cannot show that of a
-        model of another backend."""
+        """Whether the metrics show that no live model has a request.
+
+        They cannot show that of a model of another backend. While such a model is live, the server
+        is never quiet: no connection is closed early, and the stop may have cut requests off.
+        """
         return all(self._requests.get(name) == 0 for name in self.live)
 
     def is_stuck(self) -> bool:
@@ -243,26 +256,48 @@ class _Unloading:
 # ------------------------------------------------------------------------------- connections
 
 
-def hang_up(pid: int, ports: Collection[int]) -> int:
+class HangUp(NamedTuple):
+    """What :func:`hang_up` did."""
+
+    closed: int
+    """Connections that it closed."""
+    was_allowed: bool
+    """False: this system does not let a process take the sockets of another one."""
+
+
+def hang_up(pid: int, ports: Collection[int]) -> HangUp:
     """Close the clients' connections to ``ports`` of the process ``pid``, one of our children.
 
-    The process gets the end of the connection to read, as if the client had closed it. Returns the
-    number of connections. Where the system does not allow to take another process's sockets (some
-    containers), nothing is done but a line in the log. Needs Linux 5.6 or later.
+    The process gets the end of the connection to read, as if the client had closed it. Where the
+    system does not allow to take another process's sockets (some containers), nothing is done but a
+    line in the log. Needs Linux 5.6 or later.
     """
     closed = 0
     try:
         with _opened_pidfd(pid) as pidfd:
             for connection in psutil.Process(pid).net_connections(kind="tcp"):
-                if connection.status != psutil.CONN_ESTABLISHED:
+                is_established = connection.status == psutil.CONN_ESTABLISHED
+                if not is_established or connection.laddr.port not in ports:
                     continue
-                if connection.laddr.port in ports:
-                    with _copied_socket(pidfd, connection.fd) as copy:
-                        copy.shutdown(socket.SHUT_RD)
+                if _close(pidfd, connection.fd):
                     closed += 1
     except (OSError, psutil.Error) as error:
         _LOG.info("open connections cannot be closed from outside: %s", error)
-    return closed
+        return HangUp(closed, was_allowed=False)
+    return HangUp(closed, was_allowed=True)
+
+
+def _close(pidfd: int, descriptor: int) -> bool:
+    """Close another process's connection. False: its client has closed it already. Raises OSError
+    if the system does not allow it."""
+    try:
+        with _copied_socket(pidfd, descriptor) as copy:
+            copy.shutdown(socket.SHUT_RD)
+    except OSError as error:
+        if error.errno in _CLOSED_ERRORS:
+            return False
+        raise
+    return True
 
 
 @contextlib.contextmanager

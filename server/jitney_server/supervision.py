@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import psutil
-from jitney.errors import InternalError, JitneyError
+from jitney.errors import JitneyError
 
-from jitney_server.admin import NO_ANSWER, Admin
-from jitney_server.stopping import children, hang_up, requests_in_flight
+from jitney_server.admin import Admin, CallError, NoAnswerError, RefusedCallError
+from jitney_server.stopping import hang_up, model_processes, requests_in_flight
 
 LOAD_S = 600.0
 """Seconds that the load of a model, or the start of a server, may take."""
@@ -29,8 +29,10 @@ _PROBE_S = 5.0
 _MOST_UNANSWERED = 3
 """A model that leaves so many of them without an answer, one after the other, is killed."""
 _COUNTED_S = 600.0
-"""Repairs are counted over these seconds: the second one waits for 1 s, the third for 2 s, …"""
-_LONGEST_WAIT_S = 60.0
+"""Only the repairs within so many seconds count: for the pause between repairs, and for the most
+that are allowed."""
+_LONGEST_PAUSE_S = 60.0
+"""Between two repairs."""
 
 
 class Supervised(Protocol):
@@ -50,6 +52,15 @@ class Supervised(Protocol):
         same key; returns when it is ready. Raises JitneyError if that does not succeed."""
 
 
+class _Processes(NamedTuple):
+    """The processes of a server's models at one look."""
+
+    model_of_pid: dict[int, str]
+    """Process id -> its model. Zombies are there if they were seen alive before."""
+    zombies: set[int]
+    """The ids of those that are zombies."""
+
+
 @dataclass
 class _Observations:
     """What the supervisor has seen since the server was last started."""
@@ -58,12 +69,10 @@ class _Observations:
     """When the server was last seen ready."""
     probed_at: float
     """When models were last asked whether they answer."""
-    models: dict[int, str] = field(default_factory=dict)
-    """Process id -> its model: of processes that live, and of those that are zombies now."""
-    zombies: set[int] = field(default_factory=set)
-    """Those of them that were zombies at the last look."""
-    unloaded: set[str] = field(default_factory=set)
-    """Models that the supervisor has unloaded and must load again."""
+    processes: _Processes
+    """The models' processes at the last look."""
+    unloaded: list[str] = field(default_factory=list)
+    """Models that the supervisor has unloaded and must load again. The first one is next."""
     unanswered: Counter[str] = field(default_factory=Counter)
     """Model -> probes without an answer, one after the other."""
     fault: str | None = None
@@ -99,8 +108,8 @@ class Supervisor:
     def _begin(self) -> None:
         """The server has just become ready: what was seen before does not count."""
         now = self._clock()
-        self._seen = _Observations(ready_at=now, probed_at=now)
-        self._note_processes()
+        processes = _find_processes(self._server.pid, known={})
+        self._seen = _Observations(ready_at=now, probed_at=now, processes=processes)
 
     def turn(self) -> str | None:
         """Look once, and make one repair if one is due. Returns why the supervisor gives up; None
@@ -120,44 +129,48 @@ class Supervisor:
         if seen.fault is not None:
             self._restart()
         else:
-            self._load(min(seen.unloaded))
+            self._load(seen.unloaded[0])
         self._repaired_at.append(self._clock())
         return None
 
     def _is_repair_due(self, now: float) -> bool:
-        """Whether the pause since the last repair is over. Each repair doubles the pause."""
+        """Whether the pause since the last repair is over: 1 s after one repair, 2 s after two, 4 s
+        after three, and so on."""
         if not self._repaired_at:
             return True
         pause_s = 2.0 ** (len(self._repaired_at) - 1)
-        return now - self._repaired_at[-1] >= min(pause_s, _LONGEST_WAIT_S)
+        return now - self._repaired_at[-1] >= min(pause_s, _LONGEST_PAUSE_S)
 
     # ------------------------------------------------------------------ what is wrong
 
     def _look(self) -> None:
+        """Note a fault of the server, or look at its models."""
         server = self._server
         seen = self._seen
         now = self._clock()
         if not server.is_alive():
             self._note_fault("the server ended by itself")
-        elif seen.unloaded or server.admin.is_ready():
-            # A server whose model we have unloaded is not ready, and need not be.
+            return
+        # A server of which we have unloaded a model is not ready, and need not be.
+        is_unready_by_us = bool(seen.unloaded)
+        if is_unready_by_us or server.admin.is_ready():
             seen.ready_at = now
-            with contextlib.suppress(*NO_ANSWER, psutil.Error):
-                self._look_at_models()  # the next turn asks again
+            with contextlib.suppress(CallError, psutil.Error):  # the next turn looks again
+                self._look_at_models()
         elif now - seen.ready_at > self._unready_s:
             self._note_fault(f"the server has not been ready for {self._unready_s:.0f} s")
 
     def _look_at_models(self) -> None:
         """Unload the models whose process was killed, and probe the others now and then."""
         seen = self._seen
-        zombies = self._note_processes()
+        zombies_before = seen.processes.zombies
+        seen.processes = _find_processes(self._server.pid, seen.processes.model_of_pid)
         # The server ends a process itself when a model is unloaded. That one is a zombie for a
         # moment only, and its model is not ready. A process that was killed stays a zombie, and
         # the server goes on calling its model ready.
-        lasting = zombies & seen.zombies
+        lasting = seen.processes.zombies & zombies_before
         if lasting:
             self._unload_models_of(lasting)
-        seen.zombies = zombies
         if self._clock() - seen.probed_at >= _PROBE_S:
             self._probe()
             seen.probed_at = self._clock()
@@ -169,50 +182,34 @@ class Supervisor:
         states = self._server.admin.model_states()
         names = set()
         for pid in zombies:
-            names.add(seen.models.pop(pid))
-        for name in sorted(names - seen.unloaded):
+            names.add(seen.processes.model_of_pid.pop(pid))
+        for name in sorted(names.difference(seen.unloaded)):
             if name in states and states[name].state == "READY":
                 self._say(f"the process of model {name} has ended by itself")
                 self._unload(name)
 
-    def _note_processes(self) -> set[int]:
-        """Note which process is which model's. Returns the ids of those that are zombies now, and
-        were seen alive before."""
-        known = self._seen.models
-        models = {}
-        zombies = set()
-        for process in children(self._server.pid):
-            name = model_of(process)
-            if name is None and process.pid in known:
-                name = known[process.pid]
-                zombies.add(process.pid)
-            if name is not None:
-                models[process.pid] = name
-        self._seen.models = models
-        return zombies
-
     def _probe(self) -> None:
         """Ask every language model for an answer; kill the processes of one that gives none."""
+        seen = self._seen
         admin = self._server.admin
-        unanswered = self._seen.unanswered
-        for name in requests_in_flight(admin.metrics()).keys() - self._seen.unloaded:
-            # Counted before the call, and taken back after an answer. If the call raises, this look
-            # ends, and the probe had no answer either.
-            unanswered[name] += 1
+        names = requests_in_flight(admin.metrics()).keys()
+        for name in names - set(seen.unloaded):
             if admin.is_answering(name):
-                del unanswered[name]
-            elif unanswered[name] == _MOST_UNANSWERED:
-                del unanswered[name]
+                seen.unanswered.pop(name, None)
+                continue
+            seen.unanswered[name] += 1
+            if seen.unanswered[name] == _MOST_UNANSWERED:
+                del seen.unanswered[name]
                 self._say(f"model {name} does not answer")
                 self._kill(name)
                 self._unload(name)
 
     def _kill(self, name: str) -> None:
         """Kill the processes of a model."""
-        for process in children(self._server.pid):
+        for process in model_processes(self._server.pid):
             if model_of(process) == name:
                 process.kill()
-                self._seen.models.pop(process.pid, None)
+                self._seen.processes.model_of_pid.pop(process.pid, None)
 
     def _note_fault(self, fault: str) -> None:
         self._seen.fault = fault
@@ -225,37 +222,45 @@ class Supervisor:
 
         A repair loads it again, even if the server still calls it UNLOADING: that lasts as long as
         a client keeps a stream open.
-
-        If the process was killed while it sent a response, that stream would never end. Nobody can
-        tell which stream it is: so all clients are hung up on, if it was a language model.
         """
-        self._seen.unloaded.add(name)
-        admin = self._server.admin
+        self._seen.unloaded.append(name)
         try:
-            admin.unload(name)
-            requests = requests_in_flight(admin.metrics())
-            if self._server.pid is not None and name in requests:
-                closed = hang_up(self._server.pid, [admin.ports.http, admin.ports.grpc])
-                self._say(f"{closed} connections are closed: streams of model {name} may be stuck")
-                # A request has a connection: if none was closed, this system does not allow that.
-                is_allowed = closed > 0
-                if requests[name] and not is_allowed:
-                    self._note_fault("the server is ended instead")
-        except NO_ANSWER as error:
-            self._note_fault(f"model {name} cannot be replaced: {error!r}")
+            self._server.admin.unload(name)
+            self._end_streams_of(name)
+        except CallError as error:
+            self._note_fault(f"model {name} cannot be replaced: {error}")
+
+    def _end_streams_of(self, name: str) -> None:
+        """Hang up on all clients if the model is a language model. Raises CallError.
+
+        If its process was killed while it sent a response, that stream would never end, and nobody
+        can tell which stream it is.
+        """
+        admin = self._server.admin
+        requests = requests_in_flight(admin.metrics())
+        if self._server.pid is None or name not in requests:
+            return
+        hung_up = hang_up(self._server.pid, [admin.ports.http, admin.ports.grpc])
+        self._say(f"{hung_up.closed} connections are closed: streams of model {name} may be stuck")
+        if requests[name] > 0 and not hung_up.was_allowed:
+            self._note_fault("the server is ended instead")
 
     def _load(self, name: str) -> None:
+        seen = self._seen
         began = self._clock()
         try:
             self._server.admin.load(name, LOAD_S)
-        except InternalError as error:
-            # The model's own reason: another server would hear the same.
+        except RefusedCallError as error:
+            # The model's own reason: another server would hear the same. The next repair loads
+            # another model, if there is one.
+            seen.unloaded.remove(name)
+            seen.unloaded.append(name)
             self._say(f"model {name} cannot be loaded again: {error}")
-        except NO_ANSWER as error:
-            self._note_fault(f"model {name} cannot be loaded again: {error!r}")
+        except NoAnswerError as error:
+            self._note_fault(f"model {name} cannot be loaded again: {error}")
         else:
-            self._seen.unloaded.discard(name)
-            self._note_processes()
+            seen.unloaded.remove(name)
+            seen.processes = _find_processes(self._server.pid, seen.processes.model_of_pid)
             self._say(f"model {name} is loaded again, after {self._clock() - began:.1f} s")
 
     def _restart(self) -> None:
@@ -267,6 +272,21 @@ class Supervisor:
         else:
             self._begin()
             self._say(f"the server is ready again, after {self._clock() - began:.1f} s")
+
+
+def _find_processes(server_pid: int | None, known: dict[int, str]) -> _Processes:
+    """The processes of the server's models now. ``known``: process id -> model, at the last
+    look."""
+    model_of_pid = {}
+    zombies = set()
+    for process in model_processes(server_pid):
+        name = model_of(process)
+        if name is None and process.pid in known:
+            name = known[process.pid]
+            zombies.add(process.pid)
+        if name is not None:
+            model_of_pid[process.pid] = name
+    return _Processes(model_of_pid, zombies)
 
 
 def model_of(process: psutil.Process) -> str | None:

@@ -43,7 +43,7 @@ def try_server() -> None:
         write_trial(repository)
         with TritonServer(repository) as server:
             (y,) = server.admin.infer("plus_one", [x])
-        if server.unclean is not None:
-            raise JitneyError(f"the stop was not clean: {server.unclean}")
+        if server.last_stop.problem is not None:
+            raise JitneyError(f"the stop was not clean: {server.last_stop.problem}")
         if y["data"] != [2, 3, 4]:
             raise JitneyError(f"the server answered {y['data']} where [2, 3, 4] is right")

@@ -67,7 +67,7 @@ def test_the_deltas_of_a_chat_make_the_whole(text: str, size: int) -> None:
         end = "stop" if number == len(pieces) - 1 else None
         chunks += list(answer.feed(step(piece, piece[::-1], end=end)))
     assert all(chunk["object"] == "chat.completion.chunk" for chunk in chunks)
-    for index, choice in enumerate(answer.whole()["choices"]):
+    for index, choice in enumerate(answer.as_json()["choices"]):
         streamed, message = joined(chunks, index), choice["message"]
         assert streamed["role"] == "assistant"
         assert streamed["content"] == (message["content"] or "")
@@ -81,7 +81,7 @@ def test_the_deltas_of_a_chat_make_the_whole(text: str, size: int) -> None:
             (each["id"], each["function"]["name"], each["function"]["arguments"]) for each in calls
         ]
         assert streamed["finish_reason"] == choice["finish_reason"]
-    first = answer.whole()["choices"][0]
+    first = answer.as_json()["choices"][0]
     assert first["finish_reason"] == ("tool_calls" if text == CALLING else "stop")
     if text == CALLING:
         calls = first["message"]["tool_calls"]
@@ -92,7 +92,7 @@ def test_without_parallel_calls_there_is_one() -> None:
     answer = chat([Parser("hermes", None, [TOOL])], parallel_tool_calls=False)
     chunks = list(answer.feed(step(CALLING, end="stop")))
     assert len(joined(chunks, 0)["calls"]) == 1
-    assert len(answer.whole()["choices"][0]["message"]["tool_calls"]) == 1
+    assert len(answer.as_json()["choices"][0]["message"]["tool_calls"]) == 1
 
 
 def test_usage_counts_every_prompt_once() -> None:
@@ -100,14 +100,14 @@ def test_usage_counts_every_prompt_once() -> None:
     for prompt in (0, 1):
         list(answer.feed(step("ab", "c", prompt=prompt)))
         list(answer.feed(step("d", "e", prompt=prompt, end="length")))
-    assert answer.whole()["usage"] == {
+    assert answer.as_json()["usage"] == {
         "prompt_tokens": 6,
         "completion_tokens": 10,
         "total_tokens": 16,
         "prompt_tokens_details": {"cached_tokens": 2},
     }
-    assert answer.last() == [], "a stream's usage is told if it was asked for"
-    texts = [choice["text"] for choice in answer.whole()["choices"]]
+    assert answer.closing_events() == [], "a stream's usage is told if it was asked for"
+    texts = [choice["text"] for choice in answer.as_json()["choices"]]
     assert texts == ["abd", "ce", "abd", "ce"]
 
 
@@ -127,7 +127,7 @@ def test_logprobs_of_a_chat() -> None:
     assert [(each["token"], each["bytes"]) for each in token["top_logprobs"]] == [
         ("é", [195, 169]), ("\ufffd", None),
     ]  # fmt: skip
-    assert answer.whole()["choices"][0]["logprobs"] == {"content": [token]}
+    assert answer.as_json()["choices"][0]["logprobs"] == {"content": [token]}
 
 
 def test_logprobs_of_completions() -> None:
@@ -138,8 +138,8 @@ def test_logprobs_of_completions() -> None:
     assert [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks] == [[0], [2]]
     at_once = completion(1, logprobs=1)
     list(at_once.feed(step("abab", logprobs=[[best, best]], end="stop")))
-    whole = answer.whole()["choices"][0]["logprobs"]
-    assert at_once.whole()["choices"][0]["logprobs"] == whole
+    whole = answer.as_json()["choices"][0]["logprobs"]
+    assert at_once.as_json()["choices"][0]["logprobs"] == whole
     assert whole == {
         "tokens": ["ab", "ab"],
         "token_logprobs": [-0.1, -0.1],
@@ -152,7 +152,7 @@ def test_an_echo_comes_before_each_text() -> None:
     answer = completion(1, echo="the bus ", n=2)
     chunks = list(answer.feed(step("a", "b", end="stop")))
     assert [chunk["choices"][0]["text"] for chunk in chunks] == ["the bus a", "the bus b"]
-    assert [each["text"] for each in answer.whole()["choices"]] == ["the bus a", "the bus b"]
+    assert [each["text"] for each in answer.as_json()["choices"]] == ["the bus a", "the bus b"]
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from jitney.errors import InvalidArgumentError, UnavailableError
 from jitney_gateway.content_blocks import SequenceContent
 from jitney_gateway.messages_answer import MessageAnswer
 from jitney_gateway.messages_request import (
+    CountTokensRequest,
     MessageRequest,
-    PromptRequest,
     chat_of_message,
     chat_of_prompt,
 )
@@ -29,6 +29,7 @@ TOOL: Any = {"name": "stop", "input_schema": {"type": "object"}}
 USER: Any = {"role": "user", "content": "hi"}
 BODY: dict[str, Any] = {"model": "m", "max_tokens": 5, "messages": [USER]}
 MARK = {"cache_control": {"type": "ephemeral"}}
+RESULT = {"type": "tool_result", "tool_use_id": "1", "content": "done"}
 TALK: list[Any] = [
     {"role": "user", "content": [
         {"type": "text", "text": "a", **MARK}, {"type": "text", "text": "b"}]},
@@ -72,7 +73,7 @@ def params_of(body: dict[str, Any], known: ModelDescription = KNOWN) -> Any:
 
 def test_each_field_changes_the_request() -> None:
     assert {*MessageRequest.__struct_fields__} - {"params"} == {*CHANGES, *ELSEWHERE}
-    assert {*PromptRequest.__struct_fields__} == {*PROMPT, "tool_choice", "cache_control"}
+    assert {*CountTokensRequest.__struct_fields__} == {*PROMPT, "tool_choice", "cache_control"}
     for name, value in CHANGES.items():
         assert ask(BODY | {name: value}) != ask(BODY), name
     for name in PARAMS.keys() - {"stop", "max_tokens"}:
@@ -117,6 +118,13 @@ def block(**fields: Any) -> dict[str, Any]:
         ({"messages": [USER, {"role": "assistant", "content": "So"}]}, "messages"),
         (block(type="image", source={}), "messages[0].content[0].type"),
         (block(type="document"), "messages[0].content[0].type"),
+        (block(type="tool_use", id="1", name="stop", input={}), "messages[0].content[0].type"),
+        (block(type="thinking", thinking="Hm."), "messages[0].content[0].type"),
+        ({"messages": [{"role": "assistant", "content": [RESULT]}, USER]},
+         "messages[0].content[0].type"),
+        ({"messages": [{"role": "system", "content": [RESULT]}, USER]},
+         "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
         (block(type="text"), "messages[0].content[0].text"),
         (block(type="text", text="a", is_error=True), "messages[0].content[0].is_error"),
         (block(type="text", text="a", citations=[]), "messages[0].content[0].citations"),
@@ -132,6 +140,17 @@ def test_what_cannot_be_served_is_refused_by_name(more: dict[str, Any], field: s
     with pytest.raises(FieldError) as caught:
         ask(BODY | more)
     assert describe(caught.value)[1]["error"]["param"] == field
+
+
+def test_an_empty_answer_may_come_back() -> None:
+    """Its own answer is a list without blocks if the model ended at once."""
+    said = [USER, {"role": "assistant", "content": []}, USER]
+    assert [each["role"] for each in chat(BODY | {"messages": said})["messages"]] == ["user"]
+
+
+def test_a_wrong_type_is_refused_with_the_right_ones() -> None:
+    with pytest.raises(FieldError, match="is 'text', but must be json_schema"):
+        ask(BODY | {"output_config": {"format": {"type": "text"}}})
 
 
 def test_the_messages_become_a_chat() -> None:
@@ -152,7 +171,7 @@ def test_the_messages_become_a_chat() -> None:
         BODY | {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}
     )
     assert made["structured_outputs"]["json"]["type"] == "object"
-    counted = decode(json.dumps({"model": "m", "messages": TALK}).encode(), PromptRequest)
+    counted = decode(json.dumps({"model": "m", "messages": TALK}).encode(), CountTokensRequest)
     same = request_of_chat(chat_of_prompt(counted, KNOWN), KNOWN, "").inputs["messages"]
     assert json.loads(same) == chat(BODY | {"messages": TALK})  # type: ignore[arg-type]
 
@@ -215,9 +234,9 @@ def test_the_events_make_the_whole_at_every_split(text: str) -> None:
         for number, piece in enumerate(pieces):
             end = "stop" if number == len(pieces) - 1 else None
             events += list(answer.feed(step(piece, end=end)))
-        events += answer.last()
-        assert joined(json.loads(json.dumps(events))) == answer.whole()
-        made = answer.whole()["content"]
+        events += answer.closing_events()
+        assert joined(json.loads(json.dumps(events))) == answer.as_json()
+        made = answer.as_json()["content"]
         return [{name: each[name] for name in each if name != "id"} for each in made]
 
     whole = content([text])
@@ -243,8 +262,8 @@ def test_the_events_make_the_whole_at_every_split(text: str) -> None:
 def test_why_a_message_ended(text: str, end: str, stop: str | None, wanted: Any) -> None:
     answer = answer_of(Parser("hermes", None, [CHAT_TOOL]))
     last = msgspec.structs.replace(step(text, end=end), stop_strings=[stop])
-    events = [*answer.feed(step("b")), *answer.feed(last), *answer.last()]
-    whole = answer.whole()
+    events = [*answer.feed(step("b")), *answer.feed(last), *answer.closing_events()]
+    whole = answer.as_json()
     assert (whole["stop_reason"], whole["stop_sequence"]) == wanted
     assert events[0]["message"]["stop_reason"] is None
     assert whole["usage"] == {
@@ -264,7 +283,7 @@ def test_errors_are_of_its_form() -> None:
         (StatusError(413, "no"), "request_too_large"),
     ):
         assert told(error)[1]["error"] == {"type": wanted, "message": str(error)}
-    (event,) = answer_of(Parser(None, None)).failed(UnavailableError("no server"))
+    (event,) = answer_of(Parser(None, None)).error_events(UnavailableError("no server"))
     assert event["type"] == "error"
 
 
@@ -280,7 +299,7 @@ def test_a_call_that_no_client_could_read_is_text(number: str) -> None:
         tool = {"function": {"name": "stop", "parameters": {"properties": {"at": {"type": "n"}}}}}
         answer = answer_of(Parser(tool_format, None, [tool]))
         list(answer.feed(step(said, end="stop")))
-        (made,) = answer.whole()["content"]
+        (made,) = answer.as_json()["content"]
         if tool_format == "qwen_xml":
             assert made["input"] == {"at": number}
         else:

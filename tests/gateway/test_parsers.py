@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jitney_gateway.formats import REASONING_FORMATS, TOOL_FORMATS, detect, reasoning_markers
+from jitney_gateway.formats import REASONING_FORMATS, TOOL_FORMATS, detect
 from jitney_gateway.parsers import Parser
 
 TOOLS = [
@@ -337,11 +337,12 @@ def test_whether_the_prompt_opens_the_reasoning_hangs_on_the_request() -> None:
 
 
 def test_every_reasoning_format_is_read() -> None:
-    for name in REASONING_FORMATS:
-        begin, end = reasoning_markers(name) or ("", "")
-        opened = name.endswith("_opened")
-        text = f"{'' if opened else begin}a{end}b"
-        assert read(None, name, text) == (Read("b", (), "a") if end else Read("ab")), name
+    for name, reasoning in REASONING_FORMATS.items():
+        if reasoning is None:
+            assert read(None, name, "ab") == Read("ab")
+            continue
+        begin = "" if reasoning.is_open else reasoning.begin
+        assert read(None, name, f"{begin}a{reasoning.end}b") == Read("b", (), "a"), name
 
 
 def test_the_page_names_every_format() -> None:

@@ -184,7 +184,7 @@ def fed(answer: ResponseAnswer, pieces: list[str], end: str = "stop") -> list[Js
     for number, piece in enumerate(pieces):
         last = number == len(pieces) - 1
         events += list(answer.feed(step(piece, end=end if last else None)))
-    return events + answer.last()
+    return events + answer.closing_events()
 
 
 def plain(output: list[JsonObject]) -> list[JsonObject]:
@@ -201,10 +201,10 @@ def test_the_events_make_the_whole_at_every_split(text: str, end: str) -> None:
     def output(pieces: list[str]) -> list[JsonObject]:
         answer = answer_of(Parser("hermes", "think", [CHAT_TOOL]))
         events = fed(answer, pieces, end)
-        assert joined(events) == answer.whole()["output"] == events[-1]["response"]["output"]
+        assert joined(events) == answer.as_json()["output"] == events[-1]["response"]["output"]
         final = "response.completed" if end == "stop" else "response.incomplete"
         assert events[-1]["type"] == final
-        return plain(answer.whole()["output"])
+        return plain(answer.as_json()["output"])
 
     whole = output([text])
     for at in range(1, len(text)):
@@ -224,7 +224,7 @@ def test_the_whole_answer() -> None:
     answer = answer_of(Parser("hermes", None, [CHAT_TOOL]), metadata={"a": "b"}, temperature=0.5,
                        parallel_tool_calls=False, tools=[TOOL])  # fmt: skip
     fed(answer, [CALLING])
-    whole = json.loads(msgspec.json.encode(answer.whole()))
+    whole = json.loads(msgspec.json.encode(answer.as_json()))
     assert [item["type"] for item in whole["output"]] == ["message", "function_call", "message"]
     assert whole["status"] == "completed"
     assert whole["usage"] == {
@@ -241,8 +241,8 @@ def test_the_whole_answer() -> None:
         assert whole[name] == value
     answer = answer_of(Parser(None, "think"))
     fed(answer, ["<think>Hm"], "length")
-    assert answer.whole()["incomplete_details"] == {"reason": "max_output_tokens"}
-    assert answer.whole()["usage"]["output_tokens_details"] == {"reasoning_tokens": None}
+    assert answer.as_json()["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert answer.as_json()["usage"]["output_tokens_details"] == {"reasoning_tokens": None}
 
 
 def test_logprobs_come_with_the_text() -> None:
@@ -250,7 +250,7 @@ def test_logprobs_come_with_the_text() -> None:
     answer = answer_of(Parser(None, None), top_logprobs=1)
     events = [*answer.feed(step("a", logprobs=[[a]])), *answer.feed(step("", logprobs=[[none]]))]
     events += [*answer.feed(step("b", logprobs=[[b]])), *answer.feed(step("", logprobs=[[none]],
-               end="stop")), *answer.last()]  # fmt: skip
+               end="stop")), *answer.closing_events()]  # fmt: skip
     (item,) = joined(events)
     tokens = [each["token"] for each in item["content"][0]["logprobs"]]
     assert tokens == ["a", "", "b", ""]
@@ -259,7 +259,7 @@ def test_logprobs_come_with_the_text() -> None:
 
 def test_a_stream_that_fails_says_so() -> None:
     answer = answer_of(Parser(None, None))
-    events = list(answer.feed(step("ab"))) + answer.failed(UnavailableError("no server"))
+    events = list(answer.feed(step("ab"))) + answer.error_events(UnavailableError("no server"))
     error, failed = events[-2:]
     assert (error["type"], error["message"]) == ("error", "no server")
     assert failed["type"] == "response.failed"
@@ -271,6 +271,6 @@ def test_a_stream_that_fails_says_so() -> None:
 def test_what_was_open_when_it_failed_is_incomplete() -> None:
     answer = answer_of(Parser(None, None))
     list(answer.feed(step("abc")))
-    failed = answer.failed(UnavailableError("no server"))[-1]["response"]
+    failed = answer.error_events(UnavailableError("no server"))[-1]["response"]
     assert failed["status"] == "failed"
     assert [item["status"] for item in failed["output"]] == ["incomplete"]

@@ -104,7 +104,7 @@ def server(
     started.start(START_S)
     try:
         yield started
-        assert started.stop(), f"not a clean stop: {started.unclean}\n{started.log_tail(40)}"
+        assert started.stop(), f"{started.last_stop.problem}\n{started.log_tail(40)}"
     finally:
         started.stop()
 
@@ -135,7 +135,7 @@ def models_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonSe
     config.write_text(text, encoding="utf-8")
     with TritonServer(repository, open_endpoints=True) as started:
         yield started
-        assert started.stop(), started.unclean
+        assert started.stop(), started.last_stop.problem
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,7 @@ def stormy(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     write_model(repository, "busy", options)
     with TritonServer(repository, exit_timeout_s=60) as started:
         yield started
-        assert started.stop(), f"{started.unclean}\n{started.log_tail(40)}"
+        assert started.stop(), f"{started.last_stop.problem}\n{started.log_tail(40)}"
 
 
 def open_long(server: TritonServer) -> Stream:

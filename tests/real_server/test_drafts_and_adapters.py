@@ -48,7 +48,7 @@ def drafts(
     write_model(repository, "drafts", options)
     with TritonServer(repository, exit_timeout_s=60) as started:
         yield started
-        assert started.stop(), f"not a clean stop: {started.unclean}\n{started.log_tail(40)}"
+        assert started.stop(), f"{started.last_stop.problem}\n{started.log_tail(40)}"
 
 
 def ask(server: TritonServer, model: str, params: dict[str, Any]) -> Reply:

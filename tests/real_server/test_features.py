@@ -133,7 +133,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     onnx_models.write_model(repository, "doubled", onnx_models.doubled(), config)
     with TritonServer(repository, open_endpoints=True, extra_args=FLAGS) as started:
         yield started
-        assert started.stop(), started.unclean
+        assert started.stop(), started.last_stop.problem
 
 
 class Recorder:

@@ -86,7 +86,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     write_good(repository)
     with TritonServer(repository, exit_timeout_s=60) as started:
         yield started
-        assert started.stop(), started.unclean
+        assert started.stop(), started.last_stop.problem
 
 
 def infer(

@@ -41,7 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
         models.write_model(repository, name, made, config + ONE, filename)
     with TritonServer(repository, keep_going=True, exit_timeout_s=60) as started:
         yield started
-        assert started.stop(), started.unclean
+        assert started.stop(), started.last_stop.problem
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -31,7 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     flags = ["--grpc-infer-response-compression-level=high"]
     with TritonServer(repository, open_endpoints=True, extra_args=flags) as started:
         yield started
-        assert started.stop(), started.unclean
+        assert started.stop(), started.last_stop.problem
 
 
 TENSOR = np.tile(np.arange(8, dtype=np.float32), (8, 1000))

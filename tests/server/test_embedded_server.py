@@ -5,14 +5,17 @@ import http.client
 import json
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from jitney.errors import LoadError
+from jitney_server import server as module
 from jitney_server.server import TritonServer
 
 from tests.real_server.client import wait_until
@@ -243,3 +246,27 @@ def test_a_start_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="not ready within 2 s"):
         server.start(timeout_s=2)
     assert not server.is_alive()
+
+
+def test_a_restart_that_fails_is_not_explained_by_an_earlier_start(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log of the earlier start stays in the file."""
+
+    def start_that_prints(line: str) -> None:
+        def launch(
+            command: object, secret: object, environment: object, **options: Any
+        ) -> "subprocess.Popen[bytes]":
+            return subprocess.Popen(["/bin/sh", "-c", 'echo "$1"; exit 1', "sh", line], **options)
+
+        monkeypatch.setattr(module, "launch", launch)
+
+    server = TritonServer(repository, log_file=tmp_path / "log")
+    start_that_prints("failed to load 'old' version 1: Internal: no")
+    with pytest.raises(LoadError, match="old: Internal: no"):
+        server.start()
+    start_that_prints("error: creating server: out of memory")
+    with pytest.raises(LoadError, match="creating server: out of memory") as caught:
+        server.restart()
+    assert "old" not in str(caught.value)
+    assert "failed to load 'old'" in (tmp_path / "log").read_text(encoding="utf-8")

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 
 import pytest
 from jitney import cli
+from jitney.errors import JitneyError
+from jitney_server import serving
 from jitney_server.admin import Admin
 from jitney_server.doctor import Finding
 from jitney_server.ports import ServerPorts, choose_ports
@@ -273,7 +276,7 @@ from jitney_server import serving
 server = types.SimpleNamespace(
     grpc_url="127.0.0.1:1", host="127.0.0.1", metrics_url="http://127.0.0.1:2/metrics"
 )
-serving.GatewayProcess(server, int(sys.argv[1]), ())
+serving.GatewayProcess(server, int(sys.argv[1]), ()).start()
 signal.pause()
 """
 
@@ -295,3 +298,48 @@ def test_a_gateway_ends_when_who_started_it_is_killed() -> None:
         assert not is_free()
         process.kill()
     wait_until(is_free)
+
+
+def gateway_that_runs(code: str, monkeypatch: pytest.MonkeyPatch) -> serving.GatewayProcess:
+    monkeypatch.setattr(serving, "_RUN_GATEWAY", code)
+    server = types.SimpleNamespace(grpc_url="", host="127.0.0.1", metrics_url="")
+    return serving.GatewayProcess(server, 0, ())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("raise SystemExit(3)", "the gateway ended at once, with status 3"),
+        ("import signal; signal.pause()", "the gateway does not listen after 0 s"),
+    ],
+)
+def test_a_gateway_that_does_not_start_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, code: str, error: str
+) -> None:
+    if "pause" in code:
+        monkeypatch.setattr(serving, "_GATEWAY_START_S", 0.1)
+    gateway = gateway_that_runs(code, monkeypatch)
+    try:
+        with pytest.raises(JitneyError, match=error):
+            gateway.start()
+    finally:
+        gateway.kill()
+
+
+def test_a_gateway_that_cannot_be_started_again_is_tried_again_after_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It does not stop the server, and no turn waits for it."""
+    gateway = gateway_that_runs("print('address', flush=True)", monkeypatch)
+    gateway.start()
+    monkeypatch.setattr(serving, "_RUN_GATEWAY", "raise SystemExit(3)")
+    said: list[str] = []
+    monkeypatch.setattr(serving, "_say", said.append)
+    try:
+        wait_until(lambda: gateway.turn() or len(said) == 2)
+        assert said == [f"the gateway ended by itself, with status {n}" for n in (0, 3)]
+        began = time.monotonic()
+        wait_until(lambda: gateway.turn() or len(said) == 3)
+        assert time.monotonic() - began > 0.9, "the second start waits for a second"
+    finally:
+        gateway.kill()

@@ -1,5 +1,6 @@
 """What a stop reads from the metrics, and how it hangs up on clients of a child process."""
 
+import errno
 import os
 import re
 import socket
@@ -9,11 +10,10 @@ import time
 from typing import cast
 
 import pytest
-from jitney.errors import InternalError
 from jitney_server import stopping
-from jitney_server.admin import Admin, ModelState
+from jitney_server.admin import Admin, ModelState, RefusedCallError
 from jitney_server.ports import ServerPorts
-from jitney_server.stopping import hang_up, requests_in_flight, unload_all
+from jitney_server.stopping import HangUp, hang_up, requests_in_flight, unload_all
 
 METRICS = """
 # HELP jitney_running_requests Requests accepted and not waiting
@@ -51,9 +51,43 @@ def test_a_child_takes_it_for_the_clients_going() -> None:
         port = int(child.stdout.readline())
         with socket.create_connection(("127.0.0.1", port)):
             assert child.stdout.readline() == "accepted\n"
-            assert hang_up(child.pid, [port + 1]) == 0
-            assert hang_up(child.pid, [port]) == 1
+            assert hang_up(child.pid, [port + 1]) == HangUp(closed=0, was_allowed=True)
+            assert hang_up(child.pid, [port]) == HangUp(closed=1, was_allowed=True)
             assert child.stdout.readline() == "b''\n"
+
+
+def closing_two(monkeypatch: pytest.MonkeyPatch, first_error: int) -> HangUp:
+    """What becomes of two connections to this process if the system refuses the first one."""
+    refused: list[int] = []
+    really_copied = stopping._copied_socket
+
+    def copied(pidfd: int, descriptor: int) -> socket.socket:
+        if not refused:
+            refused.append(descriptor)
+            raise OSError(first_error, os.strerror(first_error))
+        return really_copied(pidfd, descriptor)
+
+    monkeypatch.setattr(stopping, "_copied_socket", copied)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+        with socket.create_connection(address), socket.create_connection(address):
+            accepted = [listener.accept()[0], listener.accept()[0]]
+            outcome = hang_up(os.getpid(), [address[1]])
+            for connection in accepted:
+                connection.close()
+    assert refused
+    return outcome
+
+
+@pytest.mark.parametrize("number", [errno.EBADF, errno.ENOTCONN])
+def test_a_connection_that_its_client_has_closed_does_not_save_the_others(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    assert closing_two(monkeypatch, number) == HangUp(closed=1, was_allowed=True)
+
+
+def test_a_system_that_does_not_allow_it_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert closing_two(monkeypatch, errno.EPERM) == HangUp(closed=0, was_allowed=False)
 
 
 class FakeAdmin:
@@ -74,7 +108,7 @@ class FakeAdmin:
         assert name == "chat"
         self.asked += 1
         if self.asked <= self.refusals:
-            raise InternalError("busy with something else")
+            raise RefusedCallError("busy with something else")
         self.state = "UNLOADING" if self.stuck else "UNAVAILABLE"
 
     def metrics(self) -> str:

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import cast
 
 import pytest
-from jitney.errors import InternalError, LoadError
+from jitney.errors import LoadError
 from jitney_server import supervision
-from jitney_server.admin import Admin, ModelState
+from jitney_server.admin import Admin, ModelState, NoAnswerError, RefusedCallError
 from jitney_server.ports import ServerPorts
+from jitney_server.stopping import HangUp
 from jitney_server.supervision import Supervisor
 
 
@@ -41,11 +42,14 @@ class FakeServer:
         self.states = {"chat": "READY", "embed": "READY"}
         self.alive = self.ready = self.answers = True
         self.load_error: Exception | None = None
+        self.broken = ""
+        """A model that cannot be loaded, whatever is tried."""
         self.unload_error: Exception | None = None
         self.starts = 0
         self.loads: list[str] = []
         self.hung_up = self.requests = 0
         self.connections = 5
+        self.may_hang_up = True
 
     @property
     def admin(self) -> Admin:
@@ -75,6 +79,8 @@ class FakeServer:
         self.loads.append(name)
         if self.load_error:
             raise self.load_error
+        if name == self.broken:
+            raise RefusedCallError("weights.bin is truncated")
         self.states[name] = "READY"
         self.processes.append(FakeProcess(20 + len(self.loads), name))
 
@@ -91,12 +97,12 @@ Run = Callable[[float], str]
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
     made = FakeServer()
-    monkeypatch.setattr(supervision, "children", lambda pid: made.processes)
+    monkeypatch.setattr(supervision, "model_processes", lambda pid: made.processes)
 
-    def hang_up(pid: int, ports: list[int]) -> int:
+    def hang_up(pid: int, ports: list[int]) -> HangUp:
         assert (pid, ports) == (1, [8000, 8001])
         made.hung_up += 1
-        return made.connections
+        return HangUp(made.connections, made.may_hang_up)
 
     monkeypatch.setattr(supervision, "hang_up", hang_up)
     return made
@@ -157,10 +163,33 @@ def test_clients_of_a_language_model_are_hung_up_on(server, clock, said) -> None
 
 def test_where_nobody_may_be_hung_up_on_the_server_is_started_again(server, clock, said) -> None:
     run = supervise(server, clock, said)
-    server.connections, server.requests = 0, 2
+    server.may_hang_up = False
+    server.requests = 2
     server.processes[0].kill()
     run(2)
     assert (server.loads, server.starts) == ([], 1)
+
+
+def test_clients_that_have_all_gone_are_no_reason_to_start_the_server_again(
+    server, clock, said
+) -> None:
+    run = supervise(server, clock, said)
+    server.connections = 0
+    server.requests = 2
+    server.processes[0].kill()
+    run(2)
+    assert (server.loads, server.starts) == (["chat"], 0)
+
+
+def test_a_model_that_cannot_be_loaded_holds_up_no_other(server, clock, said) -> None:
+    run = supervise(server, clock, said)
+    server.broken = "chat"
+    server.processes[0].kill()
+    server.processes[1].kill()
+    run(10)
+    assert server.loads[:2] == ["chat", "embed"]
+    assert server.states["embed"] == "READY"
+    assert server.loads.count("chat") > 1, "it is tried again"
 
 
 def test_what_somebody_unloads_stays_unloaded(server, clock, said) -> None:
@@ -189,7 +218,7 @@ def test_a_model_that_does_not_answer_is_killed_and_loaded_again(server, clock, 
 
 def test_repairs_have_growing_pauses(server, clock, said) -> None:
     run = supervise(server, clock, said)
-    server.load_error = InternalError("weights.bin is truncated")
+    server.load_error = RefusedCallError("weights.bin is truncated")
     server.processes[0].kill()
     run(1)
     assert server.states["chat"] == "UNAVAILABLE", "its readiness is withdrawn at once"
@@ -209,7 +238,7 @@ def test_repairs_have_growing_pauses(server, clock, said) -> None:
     assert server.states["chat"] == "READY"
 
 
-@pytest.mark.parametrize("error", [TimeoutError("timed out"), InternalError("HTTP 403")])
+@pytest.mark.parametrize("error", [NoAnswerError("timed out"), RefusedCallError("HTTP 403")])
 def test_a_server_that_does_not_unload_is_started_again(server, clock, said, error) -> None:
     run = supervise(server, clock, said)
     server.unload_error = error

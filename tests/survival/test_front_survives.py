@@ -220,4 +220,4 @@ def test_a_stop_while_finished_results_wait_to_be_sent(server: TritonServer, fol
     assert [len(reply.text) for reply in replies] == [1] * 20
     assert endless.read(PATIENCE_S).error.startswith("UNAVAILABLE: the server is shutting down")
     stopping.join(PATIENCE_S)
-    assert clean == [True], server.unclean
+    assert clean == [True], server.last_stop.problem

@@ -183,7 +183,7 @@ class Batches:
                 created_at=int(time.time()),
                 filename=(file.filename or "")[:_FILE_NAME_LENGTH],
                 purpose="batch",
-                owner=request.state.key,
+                owner=request.state.owner,
             )
             pieces = iter(lambda: file.file.read(_PIECE_BYTES), b"")
             await asyncio.to_thread(write_whole, folder.files / record.id, pieces)
@@ -235,7 +235,7 @@ class Batches:
             in_progress_at=int(now),
             expires_at=int(due),
             metadata=body.metadata,
-            owner=request.state.key,
+            owner=request.state.owner,
         )
         with (self._folder.files / source.id).open("rb") as lines:
             faults = check_lines(batch, lines)
@@ -284,7 +284,7 @@ class Batches:
         after = request.query_params.get("after")
         for record in self._folder.all(kind):
             comes_after = after is None or record.id < after
-            if record.owner == request.state.key and comes_after:
+            if record.owner == request.state.owner and comes_after:
                 yield record
 
     def _page(self, records: Iterable[FileRecord | BatchRecord], limit: int) -> Response:
@@ -303,7 +303,7 @@ class Batches:
     def _load(self, kind: type[R], id_: str, request: Request) -> R:
         """Raises StatusError for what is not the client's."""
         found = self._folder.load(kind, id_)
-        if found.owner != request.state.key:
+        if found.owner != request.state.owner:
             raise StatusError(404, f"{id_!r} does not exist")
         return found
 

@@ -29,7 +29,7 @@ class OnDevice(Protocol):
 
 
 Arrays = dict[str, "np.ndarray | OnDevice"]
-Run = Callable[[Arrays, Sequence[str]], "list[np.ndarray | OnDevice]"]
+RunModel = Callable[[Arrays, Sequence[str]], "list[np.ndarray | OnDevice]"]
 """Runs the model: takes the inputs by name and the names of the requested outputs, and returns
 these outputs. They are on a device only if an input is. Raises JitneyError."""
 
@@ -65,7 +65,7 @@ class ModelRequest:
 class Batcher:
     """Answers whole batches of one model."""
 
-    run: Run
+    run: RunModel
     signature: Signature
     batching: bool
     """Whether dimension 0 is the batch (``max_batch_size`` above 0)."""
@@ -131,6 +131,7 @@ class Batcher:
             return [error]
         answers: list[Arrays | JitneyError] = []
         for request in requests:
+            # A call with one request cannot come back here: it ends above.
             answers += self._run_together([request])
         return answers
 
@@ -143,19 +144,18 @@ class Batcher:
         answer: Arrays = {}
         for name in request.outputs:
             info = infos[name]
-            symbols = info.symbols or (None,) * len(info.dims)
-            shape = []
-            for dim, symbol in zip(info.dims, symbols, strict=True):
+            shape = [0]  # the batch, which has no rows
+            for axis in range(1, len(info.dims)):
+                dim = info.dims[axis]
                 if dim < 0:
-                    dim = 0 if symbol is None else sizes.get(symbol, 0)
+                    dim = sizes.get(info.symbol(axis), 0)
                 shape.append(dim)
-            # The first dimension is the batch, which has no rows.
-            answer[name] = np.empty((0, *shape[1:]), NUMPY_TYPES[info.data_type])
+            answer[name] = np.empty(shape, NUMPY_TYPES[info.data_type])
         return answer
 
-    def _sizes_of_symbols(self, request: ModelRequest) -> dict[str, int]:
+    def _sizes_of_symbols(self, request: ModelRequest) -> dict[str | None, int]:
         """Name of a variable dimension -> its size in the request's inputs."""
-        sizes = {}
+        sizes: dict[str | None, int] = {}
         for info in self.signature.inputs:
             if info.name not in request.inputs:
                 continue

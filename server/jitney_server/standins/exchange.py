@@ -1,7 +1,7 @@
 """Between the server's requests and responses and the plain arrays of :mod:`batch`.
 
-The server's module ``triton_python_backend_utils`` comes in as an argument ``server``, because only
-a ``model.py`` may import it.
+The server's module ``triton_python_backend_utils`` comes in as the argument ``pb_utils``, because
+only a ``model.py`` may import it.
 """
 
 import logging
@@ -18,16 +18,16 @@ _LOG = logging.getLogger(__name__)
 _FAILED = InternalError("the model failed; the server's log says why")
 """What a client is told of an error that nobody foresaw. It tells nothing of this machine."""
 
-Adopt = Callable[[str, Any], OnDevice]
+ToDeviceTensor = Callable[[str, Any], OnDevice]
 """Takes the name of an input and the server's tensor for it, which is in a GPU's memory. Returns it
 in the form in which the model's runtime takes it."""
 
 
 def answer(
-    server: Any,
+    pb_utils: Any,
     requests: Sequence[Any],
     execute: Callable[[Sequence[ModelRequest]], list[Arrays | JitneyError]],
-    adopt: Adopt,
+    to_device_tensor: ToDeviceTensor,
 ) -> list[Any]:
     """One response for each request.
 
@@ -38,7 +38,7 @@ def answer(
     readable: dict[int, ModelRequest] = {}
     for index, request in enumerate(requests):
         try:
-            readable[index] = _model_request(request, adopt)
+            readable[index] = _model_request(request, to_device_tensor)
         except Exception:
             _LOG.exception("the inputs of a request cannot be read")
     try:
@@ -47,33 +47,36 @@ def answer(
             results[index] = result
     except Exception:
         _LOG.exception("a batch of %d requests failed", len(readable))
-    return [_response(server, result) for result in results]
+    return [_response(pb_utils, result) for result in results]
 
 
-def _model_request(request: Any, adopt: Adopt) -> ModelRequest:
+def _model_request(request: Any, to_device_tensor: ToDeviceTensor) -> ModelRequest:
     inputs: Arrays = {}
     for tensor in request.inputs():
         name = tensor.name()
-        inputs[name] = tensor.as_numpy() if tensor.is_cpu() else adopt(name, tensor)
+        if tensor.is_cpu():
+            inputs[name] = tensor.as_numpy()
+        else:
+            inputs[name] = to_device_tensor(name, tensor)
     return ModelRequest(inputs, tuple(request.requested_output_names()))
 
 
-def _response(server: Any, result: Arrays | JitneyError) -> Any:
+def _response(pb_utils: Any, result: Arrays | JitneyError) -> Any:
     if isinstance(result, JitneyError):
-        code = getattr(server.TritonError, result.server_code)
-        return server.InferenceResponse(error=server.TritonError(result.client_message, code))
+        code = getattr(pb_utils.TritonError, result.server_code)
+        return pb_utils.InferenceResponse(error=pb_utils.TritonError(result.client_message, code))
     try:
-        tensors = [_tensor(server, name, array) for name, array in result.items()]
-        return server.InferenceResponse(output_tensors=tensors)
+        tensors = [_tensor(pb_utils, name, array) for name, array in result.items()]
+        return pb_utils.InferenceResponse(output_tensors=tensors)
     except Exception:
         _LOG.exception("the outputs of a request cannot be sent")
-        return _response(server, _FAILED)
+        return _response(pb_utils, _FAILED)
 
 
-def _tensor(server: Any, name: str, array: np.ndarray | OnDevice) -> Any:
+def _tensor(pb_utils: Any, name: str, array: np.ndarray | OnDevice) -> Any:
     if isinstance(array, np.ndarray):
-        return server.Tensor(name, array)
-    return server.Tensor.from_dlpack(name, array)
+        return pb_utils.Tensor(name, array)
+    return pb_utils.Tensor.from_dlpack(name, array)
 
 
 def model_path(version_folder: Path, filename: str) -> Path:
@@ -88,7 +91,7 @@ def model_path(version_folder: Path, filename: str) -> Path:
     return path
 
 
-def refusal(server: Any, error: JitneyError) -> Exception:
+def refusal(pb_utils: Any, error: JitneyError) -> Exception:
     """``error`` as the exception that makes the server refuse the model."""
-    exception: Exception = server.TritonModelException(error.client_message)
+    exception: Exception = pb_utils.TritonModelException(error.client_message)
     return exception

@@ -91,8 +91,8 @@ _PARAMETERS = (
 )
 _PARAMETERS_OF_SERVER = ("FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH")
 """Parameters that the server itself reads."""
-_NATIVE_SESSION_ENTRY = "session.use_device_allocator_for_initializers"
-"""The native backend honours this one alone of the parameters ``session.…``, which are entries of
+_SESSION_ENTRIES_OF_NATIVE = ("session.use_device_allocator_for_initializers",)
+"""The parameters ``session.…`` that have an effect with the native backend too. They are entries of
 ONNX Runtime's session configuration."""
 _SPINNING = "session.intra_op.allow_spinning"
 """Off unless the model asks for it: between two batches a thread that spins takes the core that the
@@ -158,9 +158,9 @@ def read_options(config: Config, device_id: int | None) -> OnnxOptions:
         graph_level=GRAPH_LEVELS[level],
         intra_op_threads=_count(parameters, "intra_op_thread_count"),
         inter_op_threads=_count(parameters, "inter_op_thread_count"),
-        parallel=_choice(parameters, "execution_mode", ("0", "1"), "0") == "1",
-        mem_arena=_flag(parameters, "enable_mem_arena"),
-        mem_pattern=_flag(parameters, "enable_mem_pattern"),
+        parallel=_choice(parameters, "execution_mode", ("0", "1"), default="0") == "1",
+        mem_arena=_optional_bool(parameters, "enable_mem_arena"),
+        mem_pattern=_optional_bool(parameters, "enable_mem_pattern"),
         session_entries=_session_entries(parameters),
         run_entries=_run_entries(parameters),
         providers=tuple(providers),
@@ -193,8 +193,8 @@ def _parameter_notes(parameters: Mapping[str, str]) -> list[str]:
         if name == "share_session_between_instances":
             notes.append(f"{name} is ignored: each instance here is a process of its own")
         elif name.startswith("session."):
-            if name != _NATIVE_SESSION_ENTRY:
-                notes.append(f"{name} is honoured here, but ignored by the native backend")
+            if name not in _SESSION_ENTRIES_OF_NATIVE:
+                notes.append(f"{name} is honoured here only: the native backend ignores it")
         elif name not in known:
             notes.append(f"parameter {name} is unknown and ignored{nearest(name, known)}")
     return notes
@@ -253,7 +253,7 @@ def _cuda_options(given: Mapping[str, Any]) -> dict[str, str]:
     """The options of the accelerator ``cuda``."""
     options = {}
     for key, value in given.items():
-        options[key] = _truth(f"cuda {key}", value) if key in _CUDA_BOOLS else str(value)
+        options[key] = _bool_text(f"cuda {key}", value) if key in _CUDA_BOOLS else str(value)
     return options
 
 
@@ -267,7 +267,7 @@ def _cuda_options_of_parameters(parameters: Mapping[str, str]) -> dict[str, str]
         if key in _CUDA_CHOICES:
             names = _CUDA_CHOICES[key]
             numbers = tuple(str(number) for number in range(len(names)))
-            options[key] = names[int(_choice(parameters, key, numbers, "0"))]
+            options[key] = names[int(_choice(parameters, key, numbers, default="0"))]
     return options
 
 
@@ -286,9 +286,9 @@ def _tensorrt_options(given: Mapping[str, Any]) -> dict[str, str]:
         elif key == "int8_calibration_table_name":
             options["trt_int8_calibration_table_name"] = str(value)
         elif key == "int8_use_native_calibration_table":
-            options["trt_int8_use_native_calibration_table"] = _truth(field, value)
+            options["trt_int8_use_native_calibration_table"] = _bool_text(field, value)
         elif key in _TENSORRT_BOOLS:
-            options[key] = _truth(field, value)
+            options[key] = _bool_text(field, value)
         elif key in _TENSORRT_INTS:
             options[key] = str(_integer(field, value))
         elif key in _TENSORRT_TEXTS:
@@ -327,7 +327,7 @@ def _count(parameters: Mapping[str, str], name: str) -> int:
 
 
 def _choice(
-    parameters: Mapping[str, str], name: str, choices: tuple[str, ...], default: str
+    parameters: Mapping[str, str], name: str, choices: tuple[str, ...], *, default: str
 ) -> str:
     value = parameters.get(name, default)
     if value not in choices:
@@ -335,7 +335,7 @@ def _choice(
     return value
 
 
-def _truth(field: str, value: object) -> str:
+def _bool_text(field: str, value: object) -> str:
     """``1`` or ``0``, as ONNX Runtime reads it."""
     text = str(value).lower()
     if text not in ("0", "1", "true", "false"):
@@ -343,8 +343,8 @@ def _truth(field: str, value: object) -> str:
     return "1" if text in ("1", "true") else "0"
 
 
-def _flag(parameters: Mapping[str, str], name: str) -> bool | None:
+def _optional_bool(parameters: Mapping[str, str], name: str) -> bool | None:
     """None if it is not given."""
     if name not in parameters:
         return None
-    return _truth(name, parameters[name]) == "1"
+    return _bool_text(name, parameters[name]) == "1"

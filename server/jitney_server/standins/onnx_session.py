@@ -66,8 +66,8 @@ _REPAIR = {
 }
 _PREFIX = re.compile(r"^\[ONNXRuntimeError\] : \d+ : (\w+) : ")
 """The beginning of an error's text. The group is the kind of error."""
-_NODE_OR_PATH = re.compile(r"(Name:'[^']*')|(?:[A-Za-z]:)?(?:/[\w.+@-]+){2,}(?::\d+)?")
-"""The name of a node, which is the group, or a path: of this machine, or of the one that built ONNX
+_NODE_OR_PATH = re.compile(r"(?P<node>Name:'[^']*')|(?:[A-Za-z]:)?(?:/[\w.+@-]+){2,}(?::\d+)?")
+"""The name of a node, or a path: of this machine, or of the one that built ONNX
 Runtime. Names are matched first, because one may look like a path: torch names nodes after modules.
 """
 _LOG_ERRORS = 3
@@ -136,7 +136,7 @@ class OnnxSession:
         for key, value in options.run_entries.items():
             self._run_options.add_run_config_entry(key, value)
         self.signature = _signature_of(self._session)
-        inputs = (*self.signature.inputs, *self.signature.optional)
+        inputs = (*self.signature.inputs, *self.signature.with_default)
         self._text_inputs = _names_of_type(inputs, "TYPE_STRING")
         self._boolean_inputs = _names_of_type(inputs, "TYPE_BOOL")
         self._scalar_inputs = {info.name for info in inputs if not info.dims}
@@ -276,7 +276,7 @@ def _signature_of(session: Any) -> Signature:
     return Signature(
         inputs=tuple(map(_info, session.get_inputs())),
         outputs=tuple(map(_info, session.get_outputs())),
-        optional=tuple(map(_info, session.get_overridable_initializers())),
+        with_default=tuple(map(_info, session.get_overridable_initializers())),
     )
 
 
@@ -304,9 +304,14 @@ def _reason(error: Exception) -> str:
     return _PREFIX.sub("", str(error)).strip()
 
 
+def _node_without_path(match: re.Match[str]) -> str:
+    """What stays of a match of _NODE_OR_PATH: the name of a node does, a path does not."""
+    return match["node"] or ""
+
+
 def _run_error(error: Exception) -> JitneyError:
     """An error of a run for the client: in one line, and without paths."""
-    without_paths = _NODE_OR_PATH.sub(lambda match: match[1] or "", _reason(error))
+    without_paths = _NODE_OR_PATH.sub(_node_without_path, _reason(error))
     line = " ".join(without_paths.split())
     text = f"the model failed: {line[:500]}"
     if _kind(error) == "INVALID_ARGUMENT":

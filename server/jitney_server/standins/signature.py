@@ -18,7 +18,8 @@ _CONTROL_VALUES = {
     "fp32_false_true": "TYPE_FP32",
     "int32_false_true": "TYPE_INT32",
 }
-"""A sequence control such as START has two values. The key that gives them -> their type."""
+"""A sequence control such as START has two values. The key in the configuration that gives them ->
+their type."""
 
 
 class TensorInfo(NamedTuple):
@@ -33,6 +34,10 @@ class TensorInfo(NamedTuple):
     """The name of each variable dimension that has one in the file, and None for the others.
     Dimensions with the same name have the same size. Empty if the file has no names."""
 
+    def symbol(self, axis: int) -> str | None:
+        """The name of a dimension; None if it has none."""
+        return self.symbols[axis] if self.symbols else None
+
     @property
     def has_variable_rows(self) -> bool:
         """Whether the first dimension is variable."""
@@ -45,7 +50,7 @@ class Signature:
 
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]
-    optional: tuple[TensorInfo, ...] = ()
+    with_default: tuple[TensorInfo, ...] = ()
     """Inputs with a value in the file. A request may give another one."""
 
     @property
@@ -68,8 +73,16 @@ def complete_config(config: Config, signature: Signature, max_batch_size: int) -
     """Fill in what ``config`` leaves open, as the native backends do: the batch size and the
     scheduler, and the inputs and outputs.
 
-    The batch size of a configuration that lists both inputs and outputs stays as it is. Otherwise
-    a model that can batch gets ``max_batch_size``, if the configuration does not say another one.
+    The batch size of a model that can batch:
+
+    ====================  ==================  =========================
+    lists inputs/outputs  says a batch size   result
+    ====================  ==================  =========================
+    both                  whether or not      stays as it is
+    one or none           above 0             stays as it is
+    one or none           0 or none           ``max_batch_size``
+    ====================  ==================  =========================
+
     Unlike with the native backends, a tensor that is listed may lack its ``dims`` or ``data_type``.
     """
     inputs = config.setdefault("input", [])
@@ -84,7 +97,7 @@ def complete_config(config: Config, signature: Signature, max_batch_size: int) -
                 inputs.append(_entry(info, batching))
     if not outputs:
         outputs += [_entry(info, batching) for info in signature.outputs]
-    _complete_entries(inputs, (*signature.inputs, *signature.optional), batching)
+    _complete_entries(inputs, (*signature.inputs, *signature.with_default), batching)
     _complete_entries(outputs, signature.outputs, batching)
 
 
@@ -157,7 +170,7 @@ def check_config(config: Config, signature: Signature) -> None:
 def _check_inputs(config: Config, signature: Signature, batching: bool) -> None:
     """Every input of the model must be listed, or be a control of the sequence batcher."""
     needed = {info.name for info in signature.inputs}
-    known = {info.name: info for info in (*signature.inputs, *signature.optional)}
+    known = {info.name: info for info in (*signature.inputs, *signature.with_default)}
     controls = _controls(config)
     listed = set(controls)
     for entry in config["input"]:
@@ -213,11 +226,9 @@ def _check_tensor(entry: Config, info: TensorInfo, batching: bool, *, is_output:
             f"tensor {name!r}: max_batch_size is above 0, but the first dimension of the model's "
             f"{show_dims(info.dims)} is not variable"
         )
-    # The model gets the shape of `reshape`, if there is one.
-    reshape = entry.get("reshape")
-    given = _integers(entry["dims"] if reshape is None else reshape.get("shape", []))
-    is_scalar = not info.dims and set(given) <= {1}  # declared as [1]
-    if is_scalar:
+    given = _dims_for_model(entry)
+    is_scalar = not info.dims
+    if is_scalar and given in ((), (1,)):
         return
     expected = info.dims[1:] if batching else info.dims
     if not _dims_fit(given, expected, is_output=is_output):
@@ -226,6 +237,14 @@ def _check_tensor(entry: Config, info: TensorInfo, batching: bool, *, is_output:
             f"tensor {name!r}: the configuration has dims {show_dims(given)}, "
             f"but the model has {show_dims(info.dims)}{batch}"
         )
+
+
+def _dims_for_model(entry: Config) -> tuple[int, ...]:
+    """The dimensions in which the model gets a tensor: those of ``reshape``, if there is one."""
+    reshape = entry.get("reshape")
+    dims = entry["dims"] if reshape is None else reshape.get("shape", [])
+    # The server's JSON has 64-bit integers as text now and then.
+    return tuple(int(dim) for dim in dims)
 
 
 def _dims_fit(given: Sequence[int], expected: Sequence[int], *, is_output: bool) -> bool:
@@ -250,14 +269,15 @@ def _controls(config: Config) -> dict[str, Config]:
 def _check_control(entry: Config, info: TensorInfo, batching: bool) -> None:
     """A control is one value for each request, and the type of its values is the model's."""
     name = info.name
-    expected = (-1, 1) if batching else (1,)
     dims_of_request = info.dims[1:] if batching else info.dims
     if dims_of_request != (1,):
+        expected = (-1, 1) if batching else (1,)
         raise ConfigError(
             f"sequence control {name!r}: the model has {show_dims(info.dims)}, "
             f"but a control is {show_dims(expected)}"
         )
     for control in entry.get("control", []):
+        # One of the keys is given, or none.
         types = {type_ for key, type_ in _CONTROL_VALUES.items() if control.get(key)}
         if not types:
             # A control without two values, such as a correlation id, names its type.
@@ -267,11 +287,6 @@ def _check_control(entry: Config, info: TensorInfo, batching: bool) -> None:
                 f"sequence control {name!r}: the configuration has {', '.join(sorted(types))}, "
                 f"but the model has {info.data_type}"
             )
-
-
-def _integers(dims: Iterable[Any]) -> tuple[int, ...]:
-    """Dimensions as numbers: the server's JSON has 64-bit integers as text now and then."""
-    return tuple(int(dim) for dim in dims)
 
 
 def show_dims(dims: Sequence[int]) -> str:

@@ -168,15 +168,22 @@ class ShapeBounds(NamedTuple):
 def profile_of(config: Config, instance: str) -> int:
     """The optimization profile of the instance of that name: the first one that its group names,
     else 0. Raises ConfigError."""
+    groups = []
     for group in config.get("instance_group", []):
-        # An instance has the name of its group, and numbers behind it.
-        is_of_group = instance.startswith(str(group.get("name", "")))
-        if is_of_group and group.get("profile"):
-            value = str(group["profile"][0])
-            if not value.isdigit():
-                raise ConfigError.of("instance_group.profile", value, "a number")
-            return int(value)
-    return 0
+        # An instance has the name of its group, and numbers behind it. A group need not have one.
+        name = str(group.get("name", ""))
+        if not name or instance.startswith(f"{name}_"):
+            groups.append(group)
+    if not groups:
+        return 0
+    # An instance of the group `g_x` seems to be one of `g` as well: the longest name counts.
+    group = max(groups, key=lambda group: len(str(group.get("name", ""))))
+    if not group.get("profile"):
+        return 0
+    value = str(group["profile"][0])
+    if not value.isdigit():
+        raise ConfigError.of("instance_group.profile", value, "a number")
+    return int(value)
 
 
 def _deserialize(trt: Any, path: Path) -> Any:

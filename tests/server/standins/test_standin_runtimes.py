@@ -23,7 +23,7 @@ from jitney_server.standins import onnx_session
 from jitney_server.standins.exchange import model_path
 from jitney_server.standins.onnx_options import read_options
 from jitney_server.standins.onnx_session import DeviceTensor, OnnxSession, read_signature
-from jitney_server.standins.trt_engine import TensorRtEngine
+from jitney_server.standins.trt_engine import TensorRtEngine, profile_of
 
 from tests.server.standins import onnx_models as models
 
@@ -39,7 +39,7 @@ def test_what_a_file_declares(tmp_path: Path) -> None:
     assert [(i.name, i.data_type, i.dims, i.symbols) for i in signature.inputs] == [
         ("x", "TYPE_FP32", (-1, 2), ("n", None))
     ]
-    assert [i.name for i in signature.optional] == ["b"]
+    assert [i.name for i in signature.with_default] == ["b"]
     assert [i.name for i in signature.outputs] == ["y"]
     assert signature.can_batch
 
@@ -226,6 +226,15 @@ def tensorrt(engine: FakeEngine | None) -> Any:
 @pytest.fixture
 def plan(tmp_path: Path) -> Path:
     return models.write_model(tmp_path, "m", b"plan", filename="model.plan")
+
+
+def test_an_instance_has_the_profile_of_its_own_group() -> None:
+    groups = [{"name": "g", "profile": ["1"]}, {"name": "g_x", "profile": ["2"]}, {"name": "h"}]
+    config = {"instance_group": groups}
+    assert profile_of(config, "g_0") == 1
+    assert profile_of(config, "g_x_0") == 2
+    assert profile_of(config, "h_0") == 0
+    assert profile_of(config, "other_0") == 0
 
 
 def test_an_engine_runs_within_its_profile(plan: Path) -> None:

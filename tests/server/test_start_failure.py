@@ -1,9 +1,10 @@
 """A failed start is explained in a few lines, taken from the server's own log."""
 
-from jitney_server.log import (
+from jitney_server.start_failure import (
     explain_failure,
     failed_models,
-    readable,
+    is_port_taken,
+    without_frames_and_repetitions,
 )
 
 # ruff: noqa: E501 - lines of a real log
@@ -66,5 +67,12 @@ def test_models_that_were_never_tried_have_a_reason_too() -> None:
 def test_a_warm_up_says_an_error_once() -> None:
     assert explain_failure(UNTRIED, 1).count("idx=9") == 1
     sample = "warmup sample 'w': "
-    assert readable(f"{sample}a; b; a; b; c") == f"{sample}a; b; c"
-    assert readable("") == ""
+    assert without_frames_and_repetitions(f"{sample}a; b; a; b; c") == f"{sample}a; b; c"
+    assert without_frames_and_repetitions("") == ""
+
+
+def test_only_the_server_itself_says_that_a_port_is_taken() -> None:
+    """A model may print what it likes."""
+    line = """E1120 18:39:00.1 1 main.cc:355] "failed to start HTTP service: Unavailable - """
+    assert is_port_taken(f"{line}Socket '127.0.0.1:8000' already in use \"")
+    assert not is_port_taken("the cache is already in use")

@@ -1,6 +1,6 @@
-"""What the embedded server's log says about a start that failed, in a few readable lines.
+"""Why a start of the embedded server failed, in a few readable lines, from the text of its log.
 
-Pure text; ``server`` calls it. The log itself is kept whole for whoever needs more.
+Pure. ``server`` and ``serving`` call it.
 """
 
 import re
@@ -18,6 +18,7 @@ _FAILED_MODEL = re.compile(
 _FAILED_ENSEMBLE = re.compile(r"(?P<why>ensemble '?(?P<model>[^' ]+)'? (?:depends on|contains) .*)")
 # A line of the log of the level error or fatal, and a line of the server's own.
 _ERROR = re.compile(r"^[EF]\d{4} [\d:.]+ \d+ \S+\] (?P<text>.*)|^error: (?P<plain>.*)")
+_PORT_TAKEN = re.compile(r"Socket '[^']*' already in use")
 _MOST_LINES = 5
 
 
@@ -29,12 +30,12 @@ def failed_models(text: str) -> dict[str, str]:
         if match is None or match["model"] in failures:
             continue
         # A record of the log is one line: the newlines inside are escaped.
-        reason = readable(match["why"].replace("\\n", "\n"))
+        reason = without_frames_and_repetitions(match["why"].replace("\\n", "\n"))
         failures[match["model"]] = reason.replace("\n", "\n    ")
     return failures
 
 
-def readable(reason: str) -> str:
+def without_frames_and_repetitions(reason: str) -> str:
     """The server's reason for a failed load, without the Python frames that it appends and without
     repetitions.
 
@@ -48,6 +49,11 @@ def readable(reason: str) -> str:
         if not is_repeated:
             errors.append(error)
     return "; ".join(errors)
+
+
+def is_port_taken(text: str) -> bool:
+    """Whether the server says that another process listens on one of its ports."""
+    return _PORT_TAKEN.search(text) is not None
 
 
 def explain_failure(text: str, status: int) -> str:
