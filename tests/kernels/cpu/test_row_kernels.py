@@ -82,7 +82,7 @@ def test_rotation(dtype, kernels, head_size, rotary, tokens, norms) -> None:
     scales = [normal(size, seed=3 + i) for i, size in enumerate(sizes)]
     forms = None if norms == "none" else HeadNorms(*(NormForm(scale, 1e-5) for scale in scales))
     form = AttentionForm(0, query_heads, key_heads, head_size, 1.0, None, None, None, forms)
-    rotate = kernels.attention(form).rotate
+    rotate = kernels.attention(form).norm_and_rotate
     heads = query_heads + 2 * key_heads
     x = normal(tokens, heads * head_size).to(dtype)
     angles = normal(tokens, rotary // 2, seed=2).repeat(1, 2)
