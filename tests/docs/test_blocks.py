@@ -38,6 +38,7 @@ def test_what_no_machine_of_ours_can_run_is_listed_here() -> None:
     never = [b for b in BLOCKS if b.marks.get("needs") in ("gpu", "nvidia-image", "package-index")]
     assert Counter((b.marks["needs"], str(b.page)) for b in never) == {
         ("gpu", "docs/gpu.md"): 2,
+        ("gpu", "docs/benchmarks.md"): 1,
         ("nvidia-image", "docs/deploying.md"): 1,
     }
 

@@ -176,7 +176,7 @@ def test_quantized_products_and_others_are_not_fused(quantized_first: bool) -> N
     from jitney.kernels.cpu.layer_kernels import CpuLayerKernels
 
     plain = nn.Linear(64, 32, bias=False).bfloat16()
-    products = [plain, Int8Linear.of(plain.weight.detach(), None)]
+    products = [plain, Int8Linear.quantized_from(plain.weight.detach(), None)]
     if quantized_first:
         products.reverse()
     with pytest.raises(Misfit, match="quantized products and others"):
