@@ -205,18 +205,18 @@ def _parse_tags(text: str, schema: Mapping[str, Any]) -> str:
     index = 0
     while parameter := _PARAMETER.match(text, index):
         name = parameter["name"]
-        arguments[name] = _typed_value(parameter["value"], properties.get(name) or {})
+        arguments[name] = _typed_value(parameter["value"], properties.get(name) or {}, schema)
         index = parameter.end()
     if text[index:].strip() != _LAST_TAG:
         raise ValueError("text between the parameters")
     return msgspec.json.encode(arguments).decode()
 
 
-def _typed_value(text: str, schema: Any) -> str | msgspec.Raw:
+def _typed_value(text: str, schema: Any, whole: Mapping[str, Any]) -> str | msgspec.Raw:
     """The value of a parameter: JSON if its schema allows no string, and text if it allows one or
-    if the text is no JSON."""
-    if _allows_text(text, schema):
-        if text == "null" and "null" in types_of(schema):
+    if the text is no JSON. ``whole``: see :func:`may_be_string`."""
+    if _allows_text(text, schema, whole):
+        if text == "null" and "null" in _types_of(schema):
             return msgspec.Raw(b"null")
         return text
     text = _JSON_OF_PYTHON_NAMES.get(text, text)
@@ -227,18 +227,52 @@ def _typed_value(text: str, schema: Any) -> str | msgspec.Raw:
         return text
 
 
-def _allows_text(text: str, schema: Any) -> bool:
+def _allows_text(text: str, schema: Any, whole: Mapping[str, Any]) -> bool:
     """Whether a value of ``schema`` may be the string ``text``."""
-    if schema in ({}, True):
-        return True  # any value
-    return "string" in types_of(schema) or text in schema.get("enum", ())
+    if isinstance(schema, Mapping) and "type" not in schema and "enum" in schema:
+        return text in schema["enum"]  # it may list numbers too
+    return may_be_string(schema, whole)
 
 
-def types_of(schema: Any) -> set[str]:
+def may_be_string(schema: Any, whole: Mapping[str, Any]) -> bool:
+    """Whether a value of ``schema`` may be a string, unless the schema says otherwise.
+
+    ``schema`` is a part of ``whole``, whose definitions it may refer to.
+    """
+    if not isinstance(schema, Mapping):
+        return True  # ``true``: any value
+    if "type" in schema:
+        named = schema["type"]
+        return named == "string" or (not isinstance(named, str) and "string" in named)
+    if "enum" in schema:
+        return any(isinstance(value, str) for value in schema["enum"])
+    if "const" in schema:
+        return isinstance(schema["const"], str)
+    for key in ("anyOf", "oneOf"):
+        if key in schema:
+            return any(may_be_string(part, whole) for part in schema[key])
+    if "allOf" in schema:
+        return all(may_be_string(part, whole) for part in schema["allOf"])
+    if "$ref" in schema:
+        return may_be_string(_definition(schema["$ref"], whole), whole)
+    return True
+
+
+def _definition(reference: str, whole: Mapping[str, Any]) -> Any:
+    """What a reference such as ``#/$defs/Color`` leads to; ``True``, any value, if to nothing."""
+    found: Any = whole
+    for name in reference.removeprefix("#/").split("/"):
+        if not isinstance(found, Mapping) or name not in found:
+            return True
+        found = found[name]
+    return found
+
+
+def _types_of(schema: Any) -> set[str]:
     """The types that a JSON schema and its alternatives name; empty if they name none."""
     if not isinstance(schema, Mapping):
         return set()
     named = schema.get("type", [])
     types = {named} if isinstance(named, str) else set(named)
     alternatives = [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
-    return types.union(*map(types_of, alternatives))
+    return types.union(*map(_types_of, alternatives))

@@ -65,8 +65,8 @@ class SequenceContent:
     def push(self, text: str, finish_reason: str | None) -> Iterator[BlockEvent]:
         """Take the next text of the sequence; a ``finish_reason`` ends the sequence.
 
-        Yields what that changes, while it changes: the block of an event is as it was at that
-        moment only until the next event is asked for. A caller must ask for all of them.
+        Yields what that changes. Events share their block with this object: read it before asking
+        for the next event. Exhaust the iterator: the state changes only as it is read.
         """
         pieces = self._parser.push(self._echo + text)
         self._echo = ""

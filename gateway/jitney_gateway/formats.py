@@ -27,9 +27,9 @@ class CallSyntax(NamedTuple):
 class ToolFormat(NamedTuple):
     """How the calls in an answer look. A call is a head, a body and closing markers.
 
-    A head is a regular expression that ends in a lookahead at the beginning of the body. It keeps
-    the body out of the match. And while only a part of a head has come, it rejects a text as soon
-    as one character cannot continue a call.
+    A head is a regular expression that ends in a lookahead at the beginning of the body. The
+    lookahead keeps the body out of the match. The whole expression is matched partially as text
+    comes: it fails at the first character that cannot continue a head.
     """
 
     body: str

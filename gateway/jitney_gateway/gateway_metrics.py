@@ -58,15 +58,17 @@ class AnswerTimer:
         self._streamed = streamed
         self._began = time.monotonic()
         self._last_at: dict[tuple[int, int], float] = {}
-        """Prompt and sequence -> when their last step came."""
+        """Prompt and sequence -> when their last step with a token came."""
 
     def add_step(self, step: Step) -> None:
         """A step has come."""
         now = time.monotonic()
-        if not self._last_at:
+        if not self._last_at and any(step.num_tokens):
             self._observe_first_token(step, now)
         latency = self._metrics.inter_token_latency.labels(self._model)
         for index, count in enumerate(step.num_tokens):
+            if count == 0:
+                continue
             sequence = (step.prompt, index)
             last = self._last_at.get(sequence)
             if last is not None:

@@ -170,9 +170,9 @@ class Parser:
         if not text or any(marker.startswith(text) for marker in state.markers):
             return False
         before_reasoning = isinstance(state.following, _InReasoning)
+        # Space after a call is kept if content follows content: it divides the two.
         if before_reasoning or not self._has_content:
             self._held = text
-        # Otherwise the space is kept: it divides this content from the content before the call.
         self._state = state.following
         return True
 

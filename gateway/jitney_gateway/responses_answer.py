@@ -20,7 +20,7 @@ _DEFAULTS: JsonObject = {
     "background": False, "store": False, "truncation": "disabled", "error": None,
     "incomplete_details": None, "usage": None,
 }  # fmt: skip
-"""Fields of an answer that neither the request nor the model's output sets."""
+"""What these fields have if neither the request nor the model's output sets them."""
 
 
 class ItemForm(NamedTuple):

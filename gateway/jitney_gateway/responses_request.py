@@ -56,8 +56,8 @@ _FIELDS_OF_FORMATS = {
 
 
 class InputItem(WireRecord, kw_only=True):
-    """One item of the input. A client sends items of earlier answers back as it got them: that is
-    what the fields are for that must be null or that change nothing."""
+    """One item of the input. A client sends items of earlier answers back as it got them.
+    Fields that must be null, or that change nothing, are there for that."""
 
     type: Literal["message", "reasoning", "function_call", "function_call_output"] | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -195,7 +195,8 @@ def _message_or_part(path: str, item: InputItem) -> Message | AssistantPart:
     text = joined_text(item.content)
     if item.type == "reasoning":
         return AssistantPart(reasoning=text)
-    if item.role is None or item.role == "assistant":
+    assert item.role is not None  # `check_fields` has seen it
+    if item.role == "assistant":
         return AssistantPart(text=text)
     return Message(role=item.role, content=text)
 

@@ -23,8 +23,9 @@ from jitney_gateway.refusals import UnknownModelError
 from jitney_gateway.server_request import InputValue, ModelDescription, ServerRequest
 
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-"""The endpoints of language models that a batch may name. The gateway serves these and more
-(``language.py``) from every language model."""
+"""The endpoints of language models that a batch may name. Only batches call ``find_model_for`` with
+one of these. The gateway itself serves them and more in ``language.py``, from every language
+model."""
 MAX_WAITING = 4096
 """Steps of one answer that may wait for a slow client."""
 _FRESH_S = 30.0
@@ -165,13 +166,16 @@ class ServerClient:
         return None
 
     async def _find_base(self, name: str, *, adapter: str) -> ServedModel:
-        """The model ``name``, fetched again if it may have got the adapter meanwhile."""
-        model = await self.find_model(name)
-        if model.description is None or model.has_adapter(adapter):
-            return model
-        if time.monotonic() - model.fetched_at > _ADAPTERS_FRESH_S:
-            model = await self._fetch_model(name)
-            self._models[name] = model
+        """The model ``name``, fetched again if it may have got the adapter meanwhile. No adapter is
+        looked for under this name. Raises UnknownModelError if the model is not ready."""
+        known = self._models.get(name)
+        if known is not None:
+            may_get_it = known.description is not None and not known.has_adapter(adapter)
+            fresh_s = _ADAPTERS_FRESH_S if may_get_it else _FRESH_S
+            if time.monotonic() - known.fetched_at <= fresh_s:
+                return known
+        model = await self._fetch_model(name)
+        self._models[name] = model
         return model
 
     async def _fetch_model(self, name: str) -> ServedModel:

@@ -159,7 +159,7 @@ def _constraint_of_forced_call(
 
 
 def formats_of_answer(body: ChatRequest, model: ModelDescription) -> AnswerFormats:
-    """The formats in which the answer writes calls, if the body lets it call, and reasoning.
+    """The format of calls (if the body allows calls) and the format of reasoning in the answer.
 
     The model's options name them; else its chat template tells. Raises FieldError if the answer may
     call and the format of calls is not known, and ConfigError for an option that names no format.

@@ -18,7 +18,7 @@ from typing import Any
 
 from jitney.errors import InvalidArgumentError
 
-from jitney_gateway.call_body import types_of
+from jitney_gateway.call_body import may_be_string
 from jitney_gateway.formats import TOOL_FORMATS, find_reasoning
 
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -135,11 +135,10 @@ def _python_argument(name: str, schema: Any, whole: Mapping[str, Any]) -> str:
 def _xml_argument(name: str, schema: Any, whole: Mapping[str, Any]) -> str:
     """A parameter between its tags. A value that may be a string is any text up to the first
     ``</parameter>``."""
-    types = types_of(schema)
     choices = schema.get("enum", ()) if isinstance(schema, Mapping) else ()
     if choices and all(isinstance(choice, str) for choice in choices):
         value = f'({" | ".join(map(json.dumps, choices))}) "\\n</parameter>"'
-    elif types and "string" not in types:
+    elif not may_be_string(schema, whole):
         value = f'{_json_value(schema, whole)} "\\n</parameter>"'
     else:
         value = "text"  # the rule of that name, which ends with the tag

@@ -60,7 +60,7 @@ def run_doctor(ports: Sequence[int], *, start: bool) -> bool:
     if start and can_serve(findings):
         with Console(stderr=True).status("Starting a server …"):
             findings["trial"] = run_check(_check_trial)
-    out = Console(highlight=False, soft_wrap=True)
+    out = Console(highlight=False, soft_wrap=True, emoji=False)
     for name, finding in findings.items():
         out.print(f"{_MARKS[finding.state]} {name:<{_NAME_WIDTH}}{escape(finding.text)}")
         if finding.repair is not None:

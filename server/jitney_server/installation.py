@@ -48,6 +48,7 @@ class ServerInstallation:
     python_backend: Path
     """Folder of ``libtriton_python.so`` and ``triton_python_backend_utils.py``."""
     caches: Path
+    """Folder of the server's response-cache implementations (``--cache-directory``)."""
     libraries: Path
     """Folder of the wheel's bundled shared libraries."""
     libpython: Path

@@ -30,7 +30,7 @@ _PTRACE_DETACH = 17
 # What is started is a small Python program, put together from the parts below:
 #
 #     ask the kernel for the signal argv[1] when the thread ends that started this process
-#     ask to be traced by it (without hidden arguments: not)
+#     ask to be traced by it (left out where the system does not allow that)
 #     become the real program, which is argv[2], with the arguments that follow it
 #
 # A function between `fork` and `exec` could do the same. But it would run in a copy of this
@@ -162,6 +162,6 @@ def _read(descriptor: int, begin: int, end: int) -> bytes:
 def _find_text(texts: bytes, beginning: str) -> int:
     """The index of the text with this beginning. Each of ``texts`` ends in a zero. Raises
     ValueError if there is none."""
-    # With a zero in front of all, each text has a zero before it. The index of that zero is the
-    # index that the text has without the zero in front.
+    # The zero found here stands at the text's own index in ``texts``, because the added zero shifts
+    # everything by one.
     return (b"\0" + texts).index(f"\0{beginning}".encode())

@@ -22,8 +22,8 @@ from jitney_server.start_failure import failed_models
 from jitney_server.stopping import interruptible
 from jitney_server.supervision import Supervisor
 
-_OUT = Console(highlight=False)
-_ERR = Console(stderr=True, highlight=False)
+_OUT = Console(highlight=False, emoji=False)
+_ERR = Console(stderr=True, highlight=False, emoji=False)
 _PAUSE_S = 0.5
 """Between two looks at the server and the gateway."""
 _GATEWAY_START_S = 60.0
@@ -109,7 +109,7 @@ class GatewayProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._started_at = 0.0
         self._pause_s = 0.0
-        """Seconds between the next end of the process and its next start."""
+        """Seconds to wait, when the process ends the next time, before it is started again."""
         self._start_again_at: float | None = None
         """When it must be started again. None: it has not ended."""
 

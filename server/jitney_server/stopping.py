@@ -229,8 +229,8 @@ class _Unloading:
     def is_quiet(self) -> bool:
         """Whether the metrics show that no live model has a request.
 
-        They cannot show that of a model of another backend. While such a model is live, the server
-        is never quiet: no connection is closed early, and the stop may have cut requests off.
+        Models of other backends have no such metrics. While such a model is live, the server is
+        never quiet: no connection is closed early, and the stop may have cut requests off.
         """
         return all(self._requests.get(name) == 0 for name in self.live)
 

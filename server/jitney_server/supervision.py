@@ -243,6 +243,7 @@ class Supervisor:
         hung_up = hang_up(self._server.pid, [admin.ports.http, admin.ports.grpc])
         self._say(f"{hung_up.closed} connections are closed: streams of model {name} may be stuck")
         if requests[name] > 0 and not hung_up.was_allowed:
+            # The stuck streams cannot be closed here: only a restart of the server ends them.
             self._note_fault("the server is ended instead")
 
     def _load(self, name: str) -> None:
@@ -282,6 +283,7 @@ def _find_processes(server_pid: int | None, known: dict[int, str]) -> _Processes
     for process in model_processes(server_pid):
         name = model_of(process)
         if name is None and process.pid in known:
+            # It had a command line at the last look and has none now: it has ended.
             name = known[process.pid]
             zombies.add(process.pid)
         if name is not None:

@@ -40,6 +40,36 @@ class Read(NamedTuple):
     reasoning: str = ""
 
 
+DEFINITIONS = {"Code": {"enum": ["5", "6"]}, "Place": {"type": "object"}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"description": "any"}, "5", "5"),
+        ({"const": "5"}, "5", "5"),
+        ({"const": 5}, "5", 5),
+        ({"enum": ["a", 5]}, "5", 5),
+        ({"allOf": [{"type": "string"}, {"minLength": 1}]}, "5", "5"),
+        ({"anyOf": [{"description": "any"}, {"type": "null"}]}, "5", "5"),
+        ({"anyOf": [{"$ref": "#/$defs/Code"}, {"type": "null"}]}, "null", None),
+        ({"$ref": "#/$defs/Code"}, "5", "5"),
+        ({"$ref": "#/$defs/Unknown"}, "5", "5"),
+        ({"$ref": "#/$defs/Place"}, '{"x": 1}', {"x": 1}),
+        ({"allOf": [{"$ref": "#/$defs/Place"}]}, '{"x": 1}', {"x": 1}),
+    ],
+)
+def test_a_parameter_between_tags_is_text_unless_its_schema_says_otherwise(
+    schema: Any, text: str, value: Any
+) -> None:
+    parameters = {"properties": {"v": schema}, "$defs": DEFINITIONS}
+    tools = [{"type": "function", "function": {"name": "find", "parameters": parameters}}]
+    parser = Parser("qwen_xml", None, tools)
+    answer = f"<function=find>\n<parameter=v>\n{text}\n</parameter>\n</function>"
+    (call,) = parser.push(answer) + parser.finish()
+    assert json.loads(call.text) == {"v": value}
+
+
 def read(tool_format: str | None, reasoning_format: str | None, pieces: Iterable[str]) -> Read:
     parser = Parser(tool_format, reasoning_format, TOOLS)
     made = [each for piece in pieces for each in parser.push(piece)] + parser.finish()

@@ -224,6 +224,24 @@ def test_an_adapter_is_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asyncio.run(backend.find_model("tax")).base == "m"
 
 
+def test_a_listed_model_that_is_not_ready_has_no_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = backend_of(monkeypatch)
+    asked = []
+
+    async def names() -> list[str]:
+        return ["m"]
+
+    async def ask(name: str) -> ServedModel:
+        asked.append(name)
+        raise translated(name, "", f"Request for unknown model: {name!r} is not found")
+
+    monkeypatch.setattr(backend, "ready_models", names)
+    monkeypatch.setattr(backend, "_fetch_model", ask)
+    with pytest.raises(UnknownModelError, match="'law'"):
+        asyncio.run(backend.find_model("law"))
+    assert asked == ["law", "m"]
+
+
 def test_a_list_of_adapters_asks_each_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
     backend, looked = backend_of(monkeypatch), []
     known = ModelDescription(64, 1, frozenset(), adapters=[f"a{n}" for n in range(256)])

@@ -182,6 +182,22 @@ def test_a_model_reasons_before_what_is_forced(
     assert after_reasoning(constraint, None) == constraint
 
 
+def test_what_a_definition_allows_is_written_as_it_is_read() -> None:
+    optional = {"anyOf": [{"$ref": "#/$defs/Code"}, {"type": "null"}]}
+    definitions = {"Code": {"type": "string", "enum": ["5"]}, "Number": {"type": "integer"}}
+    properties = {"a": optional, "b": {"$ref": "#/$defs/Number"}}
+    schema = {"properties": properties, "required": ["a", "b"], "$defs": definitions}
+    tool = {"function": {"name": "g", "parameters": schema}}
+    constraint = grammar_of_calls([tool], "required", False, "qwen_xml")
+
+    def call(a: str, b: str) -> str:
+        parameters = f"<parameter=a>\n{a}\n</parameter>\n<parameter=b>\n{b}\n</parameter>\n"
+        return f"<tool_call>\n<function=g>\n{parameters}</function>\n</tool_call>"
+
+    assert accepts(constraint, tokenizer([]), call("5", "5"))
+    assert not accepts(constraint, tokenizer([]), call("5", "x"))
+
+
 def test_json_after_reasoning_is_written_as_without() -> None:
     for constraint in ({"json": {"type": "object"}}, {"json": "{}"}, {"json_object": True}):
         rules = after_reasoning(constraint, "think")

@@ -126,7 +126,10 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         ({"tiers": "fast"}, "tiers is 'fast', but must be a list of objects"),
         ({"tiers": ["fast"]}, "tiers[0] is 'fast', but must be an object"),
         ({"tiers": [{}]}, "tiers[0].name is missing"),
-        ({"tiers": [{"name": ""}]}, "tiers[0].name is ''"),
+        (
+            {"tiers": [{"name": ""}]},
+            "tiers[0].name is '', but must be a string of 1 to 64 characters",
+        ),
         ({"tiers": [{"name": "a", "gap": 1}]}, "'tiers[0].gap' is unknown (did you mean 'gap_ms'"),
         ({"tiers": [{"name": "a", "gap_ms": 0}]}, "tiers[0].gap_ms is 0, but must be above 0"),
         ({"tiers": [{"name": "a", "share": 0}]}, "tiers[0].share is 0, but must be from 0.01 to 1"),

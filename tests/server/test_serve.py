@@ -64,7 +64,7 @@ def test_an_unknown_model_is_named(tmp_path: Path) -> None:
 def test_doctor_prints_findings_and_sets_the_status(
     monkeypatch: pytest.MonkeyPatch, state: str, status: int
 ) -> None:
-    findings = {"thing": Finding(state, "is [so]", "do that")}  # type: ignore[arg-type]
+    findings = {"thing": Finding(state, "is [so:b:2]", "do that")}  # type: ignore[arg-type]
     asked: list[list[int]] = []
     monkeypatch.setattr(
         "jitney_server.doctor.examine", lambda ports: asked.append(ports) or findings
@@ -72,7 +72,7 @@ def test_doctor_prints_findings_and_sets_the_status(
     result = invoke(["doctor", "--http-port", "1234"])
     assert result.exit_code == status
     assert asked == [[1234, 8001, 8002]]
-    assert "is [so]" in result.output
+    assert "is [so:b:2]" in result.output
     assert "do that" in result.output
 
 

@@ -58,6 +58,15 @@ def test_renders_as_transformers_does(tmp_path: Path, name: str, prompts: bool) 
         assert template.render(CHAT, {"add_generation_prompt": prompts}, tools) == wanted
 
 
+def test_reasoning_stands_under_each_key_even_if_one_is_null() -> None:
+    template = ChatTemplate(TEMPLATES["reasoning"], {})
+    message = {"role": "assistant", "content": "a", "reasoning": "x"}
+    for key in ("thinking", "reasoning_content"):
+        assert template.render([{**message, key: None}], {}) == "x|x;"
+    differing = {**message, "reasoning_content": "y", "thinking": "z"}
+    assert template.render([differing], {}) == "y|z;"
+
+
 @pytest.mark.parametrize(
     "source",
     [

@@ -107,6 +107,28 @@ def test_an_answer_that_is_not_streamed_is_bounded(
         assert part in str(caught.value)
 
 
+def test_as_many_tokens_as_fit_leave_room_for_the_logprobs_of_the_prompt(
+    tokenizer: Tokenizer,
+) -> None:
+    def make(prompt: list[int]) -> Submit:
+        return make_submit(
+            key=1,
+            prompt_ids=prompt,
+            params=SamplingParams(n=2, max_tokens=-1, logprobs=2, prompt_logprobs=1),
+            tokenizer=tokenizer,
+            info=INFO,
+            config=EngineConfig(model="m", max_answer_entries=60),
+            now=0.0,
+            check_grammar=str,
+            stream=False,
+        )
+
+    # Of 60 entries the prompt has 10 × 2. A token of both sequences has 2 × 3.
+    assert make([5] * 10).params.max_tokens == 40 // 6
+    with pytest.raises(InvalidArgumentError, match="31 prompt tokens"):
+        make([5] * 31)
+
+
 def test_what_the_output_must_be_is_checked(tokenizer: Tokenizer) -> None:
     made = submit(tokenizer, structured_outputs=StructuredOutputs(regex="a*"))
     assert (made.grammar, made.params.structured_outputs) == ("checked a*", None)

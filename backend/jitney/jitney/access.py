@@ -125,7 +125,6 @@ def _first_key(path: Path) -> str:
     stands after the last colon, so it has none itself."""
     lines = [line for line in _read_lines("api_key_file", path) if not line.startswith("#")]
     first = lines[0] if lines else ""
-    # Without the limits first, because the name of a tier may have a colon, too.
     without_limits = _LIMIT.sub("", first)
     _, _, key = without_limits.rpartition(":")
     key = key.strip()

@@ -86,8 +86,9 @@ class Row:
     prompt: list[int]
     output: list[int]
     """Tokens generated so far; empty when ``sample`` has more than one index. If ``carried`` is
-    set, the newest token is not in it yet. So a row that samples counts its output tokens by
-    ``end - len(prompt)``, which has the carried token and the drafts too."""
+    set, the newest token is not in it yet. In a row that samples, do not use ``len(output)`` as the
+    number of output tokens: it lacks the carried token and the drafts. ``end - len(prompt)`` has
+    both."""
     stop_ids: frozenset[int]
     bad_words_ids: list[list[int]]
     carried: int | None = None
@@ -106,7 +107,7 @@ class Row:
     set, ``sample`` has one index, and the block table has slots for so many more."""
     most_read: int = 0
     """How many tokens of prompt and output the draft model may compute in this step before it
-    proposes. If that leaves any that it has not computed, it proposes nothing."""
+    proposes. If tokens are left uncomputed after so many, it proposes nothing."""
     adapter: Adapter | None = None
 
     @property

@@ -64,7 +64,8 @@ def _load_command(point: EntryPoint) -> Any:
 
 
 def _print_to_stderr(markup: str, text: str) -> None:
-    console = Console(stderr=True, highlight=False)
+    # Without ``emoji=False`` rich would replace codes in the text, such as ``:b:``.
+    console = Console(stderr=True, highlight=False, emoji=False)
     console.print(f"{markup} {escape(text)}", soft_wrap=True)
 
 

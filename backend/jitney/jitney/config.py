@@ -224,8 +224,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     @property
     def most_samples(self) -> int:
         """Most rows of logits that a step has, unless its token budget allows fewer: one for each
-        running sequence, and one for each of its drafts. From one row a prompt's ``n`` sequences
-        are sampled."""
+        running sequence, and one for each of its drafts. (A prompt's ``n`` first tokens all
+        come from one row.)"""
         drafts = 0 if self.speculation is None else self.speculation.max_drafts
         return self.max_num_seqs * (1 + drafts)
 

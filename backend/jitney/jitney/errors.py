@@ -136,7 +136,8 @@ def show(value: object, limit: int = 60) -> str:
     if isinstance(value, (list, tuple, dict)) and len(value) > 16:
         return f"a {type(value).__name__} of {len(value):,}"
     text = repr(value)
-    # This is no long text, but a short list, say. More of it may be shown: it has several values.
+    # Not a str here (those were cut above): a short list or dict may show more, because it has
+    # several values.
     most = 4 * limit
     return text if len(text) <= most else text[:most] + "…"
 

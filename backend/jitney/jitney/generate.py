@@ -82,7 +82,7 @@ def complete_on_terminal(
     """Print the prompt and its continuation, token by token. The prompt ``-`` stands for what is
     read from standard input. ``options`` are those of LLM; one that is None keeps its default."""
     from rich.console import Console
-    from rich.markup import escape
+    from rich.text import Text
     from transformers.utils import logging as transformers_logging  # slow to import
 
     from jitney.llm import LLM
@@ -91,10 +91,11 @@ def complete_on_terminal(
     transformers_logging.disable_progress_bar()  # it would write between our lines
     given = {name: value for name, value in options.items() if value is not None}
     note = f"Loading {model} (the first time, kernels are compiled) …"
-    with Console(stderr=True, highlight=False).status(note):
+    # As a Text: rich would replace markup and codes such as ``:b:`` in a str.
+    with Console(stderr=True, highlight=False).status(Text(note)):
         llm = LLM(model, **given)
     with llm:
-        Console(highlight=False).print(escape(text), style="dim", end="", soft_wrap=True)
+        Console(highlight=False).print(Text(text), style="dim", end="", soft_wrap=True)
         for piece in llm.stream(text, params):
             print(piece.text, end="", flush=True)
         print()

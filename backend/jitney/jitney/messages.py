@@ -236,7 +236,8 @@ class StepStats(msgspec.Struct, array_like=True, kw_only=True):
     """Gauges and counts of each tier, in the order of option ``tiers``; empty without it."""
 
     def without_counts(self) -> "StepStats":
-        """The gauges alone, all that the list above has, for a report that belongs to no step."""
+        """A copy with all gauges listed above and every count 0, for a report that belongs to no
+        step."""
         tiers = [msgspec.structs.replace(tier, held_back=0, overdue=0) for tier in self.tiers]
         return StepStats(
             waiting=self.waiting,

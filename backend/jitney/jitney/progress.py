@@ -24,17 +24,19 @@ class State:
     """Where a job or a call of LLM stands. Times are seconds since 1970."""
 
     figures: Mapping[str, float]
-    """The figures of this run, by name. Only some must be there: ``done`` and ``seconds`` for
-    :meth:`Progress.line`; ``taken`` where ``position`` is; ``rows_in_steps`` where ``steps`` is;
-    ``at`` for :attr:`end_at`.
+    """The figures of this run, by name. Any may be missing, unless it says otherwise here:
 
-    - ``done``, ``bad``: rows that have ended, and the bad ones of them;
-    - ``taken``: rows that this run has read;
+    - ``done``: rows that have ended (needed by :meth:`Progress.line`);
+    - ``bad``: the bad ones of them;
+    - ``taken``: rows that this run has read (needed with ``position``);
     - ``position``: the share of the input that all runs together have read;
-    - ``seconds``, ``at``: how long the run has taken, and when that was;
+    - ``seconds``: how long the run has taken (needed by :meth:`Progress.line`, and with ``done``
+      and ``position``);
+    - ``at``: when that was (needed by :attr:`end_at`);
     - ``tokens``: tokens that were generated;
-    - ``steps``, ``rows_in_steps``, ``most_rows``: the engine's steps, the rows in all of them, and
-      how many rows fit into one.
+    - ``steps``: the engine's steps;
+    - ``rows_in_steps``: the rows in all of them (needed with ``steps`` and ``most_rows``);
+    - ``most_rows``: how many rows fit into one.
     """
     done_before: int = 0
     """Rows that had ended before this run."""
@@ -63,6 +65,8 @@ class State:
         share_read = self.figures.get("position")
         if not share_read:
             return None
+        # Rows that earlier runs read, but that had not ended, are read again by this run: they are
+        # in ``taken``.
         return (self.done_before + self.figures["taken"]) / share_read
 
     @property
@@ -97,7 +101,7 @@ class Progress:
 
     def __init__(self, rows: str = "rows", shown: bool = True) -> None:
         """``rows``: what the rows are called. Unless ``shown``, :meth:`show` does nothing."""
-        self._console = Console(stderr=True, highlight=False)
+        self._console = Console(stderr=True, highlight=False, markup=False, emoji=False)
         self._live = Live(console=self._console, refresh_per_second=4, transient=True)
         self._rows = rows
         self._is_shown = shown

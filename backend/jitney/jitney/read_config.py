@@ -59,7 +59,8 @@ def load_config(path: Path, parameters: Mapping[str, str] | None = None) -> Engi
 
 def from_text(key: str, text: str) -> object:
     """The value of an option that is written as text: a string as it stands, all else as in JSON
-    (``64``, ``true``, ``[1, 2]``, ``null`` for the default). :func:`make_config` checks it."""
+    (``64``, ``true``, ``[1, 2]``; ``null`` for an option whose default is None).
+    :func:`make_config` checks it."""
     if key not in EngineConfig.__struct_fields__:
         return text  # make_config() refuses the key
     if isinstance(kind_of(EngineConfig, key), (inspect.StrType, inspect.LiteralType)):
@@ -179,8 +180,9 @@ def _convert(options: Mapping[str, object], struct: type[S], prefix: str = "") -
     except msgspec.ValidationError as error:
         key = field_at_fault(error)
         bound = describe_type(struct, key)
-        # msgspec's text for a value of the right type that is out of range: "Expected `int` >= 1".
-        if re.search("` [<>]", str(error)):
+        # msgspec's text for a value of the right type that is out of range: "Expected `int` >= 1",
+        # "Expected `str` of length >= 1".
+        if re.search("` (of length )?[<>]", str(error)):
             bound = describe_range(struct, key)
         raise ConfigError.of(prefix + key, options.get(key), bound) from None
 

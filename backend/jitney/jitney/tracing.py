@@ -32,8 +32,8 @@ class Span:
     """A part of a request's time that has begun. All times are seconds of the monotonic clock."""
 
     def __init__(self, tracer: Any, span: Any, offset_ns: int) -> None:
-        """``tracer`` and ``span`` are OpenTelemetry's. ``offset_ns`` is what their clock is ahead
-        of the monotonic one."""
+        """``tracer`` and ``span`` are OpenTelemetry's. ``offset_ns`` is by how much their clock
+        is ahead of the monotonic one, in nanoseconds."""
         self._tracer = tracer
         self._span = span
         self._offset_ns = offset_ns

@@ -131,7 +131,8 @@ class Batcher:
             return [error]
         answers: list[Arrays | JitneyError] = []
         for request in requests:
-            # A call with one request cannot come back here: it ends above.
+            # ``_run_together`` of one request calls this again, which returns the error at once
+            # (above).
             answers += self._run_together([request])
         return answers
 

@@ -1,8 +1,8 @@
 """The keys of ``config.pbtxt`` that the native ONNX Runtime backend knows, as session options.
 
 Reads the server's JSON form of the configuration; imports nothing of ONNX Runtime. A wrong value is
-a ConfigError. What cannot be honoured is a note, which the model writes to the server's log: what
-the native backend ignores silently as well as what only it can do. ``docs/standins.md`` has the
+a ConfigError. Two things become notes, which the model writes to the server's log: keys that the
+native backend ignores silently, and keys that only it can honour. ``docs/standins.md`` has the
 table.
 """
 
@@ -92,8 +92,8 @@ _PARAMETERS = (
 _PARAMETERS_OF_SERVER = ("FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH")
 """Parameters that the server itself reads."""
 _SESSION_ENTRIES_OF_NATIVE = ("session.use_device_allocator_for_initializers",)
-"""The parameters ``session.…`` that have an effect with the native backend too. They are entries of
-ONNX Runtime's session configuration."""
+"""Every parameter ``session.…`` is an entry of ONNX Runtime's session configuration. Only these
+have an effect with the native backend too."""
 _SPINNING = "session.intra_op.allow_spinning"
 """Off unless the model asks for it: between two batches a thread that spins takes the core that the
 server needs to put the next one together. The native backend's threads spin."""

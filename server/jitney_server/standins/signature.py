@@ -18,8 +18,8 @@ _CONTROL_VALUES = {
     "fp32_false_true": "TYPE_FP32",
     "int32_false_true": "TYPE_INT32",
 }
-"""A sequence control such as START has two values. The key in the configuration that gives them ->
-their type."""
+"""A sequence control such as START has a false and a true value. Key of a control's ``control``
+entry that lists them -> tensor type."""
 
 
 class TensorInfo(NamedTuple):
@@ -75,13 +75,13 @@ def complete_config(config: Config, signature: Signature, max_batch_size: int) -
 
     The batch size of a model that can batch:
 
-    ====================  ==================  =========================
-    lists inputs/outputs  says a batch size   result
-    ====================  ==================  =========================
-    both                  whether or not      stays as it is
-    one or none           above 0             stays as it is
-    one or none           0 or none           ``max_batch_size``
-    ====================  ==================  =========================
+    ====================  =========================  ==================
+    config lists          config's max_batch_size    result
+    ====================  =========================  ==================
+    inputs and outputs    any                        stays as it is
+    one or none           above 0                    stays as it is
+    one or none           0 or none                  ``max_batch_size``
+    ====================  =========================  ==================
 
     Unlike with the native backends, a tensor that is listed may lack its ``dims`` or ``data_type``.
     """
@@ -123,8 +123,11 @@ def _complete_batching(config: Config, signature: Signature, max_batch_size: int
 
 
 def _entry(info: TensorInfo, batching: bool) -> Config:
-    """The configuration of one tensor. It must have a dimension beside the batch: if the model's
-    has none, [1] is declared. The server reshapes it in a batch; without one the stand-in does."""
+    """The configuration of one tensor.
+
+    The server takes no tensor without dimensions. If the model's has none beside the batch, [1] is
+    declared. With batching a ``reshape`` makes the server drop it; without, the stand-in does.
+    """
     dims = list(info.dims[1:] if batching else info.dims)
     entry: Config = {"name": info.name, "data_type": info.data_type, "dims": dims or [1]}
     if batching and not dims:
@@ -277,14 +280,12 @@ def _check_control(entry: Config, info: TensorInfo, batching: bool) -> None:
             f"but a control is {show_dims(expected)}"
         )
     for control in entry.get("control", []):
-        # One of the keys is given, or none.
-        types = {type_ for key, type_ in _CONTROL_VALUES.items() if control.get(key)}
-        if not types:
-            # A control without two values, such as a correlation id, names its type.
-            types = {control.get("data_type", info.data_type)}
-        if info.data_type not in types:
+        # A control without two values, such as a correlation id, names its type.
+        named = control.get("data_type", info.data_type)
+        type_ = next((type_ for key, type_ in _CONTROL_VALUES.items() if control.get(key)), named)
+        if type_ != info.data_type:
             raise ConfigError(
-                f"sequence control {name!r}: the configuration has {', '.join(sorted(types))}, "
+                f"sequence control {name!r}: the configuration has {type_}, "
                 f"but the model has {info.data_type}"
             )
 

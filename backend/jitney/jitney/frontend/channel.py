@@ -1,8 +1,8 @@
 """One request's responses: the server's response sender, closed exactly once.
 
-Owned by the responder once the request is accepted. Only :meth:`Channel.is_cancelled` may be called
-from another thread at the same time. A send is a round trip of 0.2 to 0.4 ms to the server,
-whatever its size, and never waits for the client.
+Owned by the responder once the request is accepted. Only :meth:`Channel.is_cancelled` and
+:attr:`Channel.closed` may be used by another thread at the same time. A send is a round trip of
+0.2 to 0.4 ms to the server, whatever its size, and never waits for the client.
 
 The server takes no response after the final one, even if sending the final one has failed. And a
 send may fail although the client is there: if the server's shared memory is full. So large data

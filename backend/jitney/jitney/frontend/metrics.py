@@ -46,7 +46,7 @@ _LOG = logging.getLogger(__name__)
 
 _EDGES = {name: edges_of(name) for name in HISTOGRAMS}
 _WITHOUT_LABEL = (None,)
-"""The values of a label that a family does not have: each of its metrics is without."""
+"""Stands for a label's values where a family has no such label: the one value None."""
 
 
 class _Key(NamedTuple):
@@ -151,7 +151,7 @@ class ModelMetrics:
         stats = self.stats
         total = stats.blocks_total
         unused = total - stats.blocks_used
-        # Not below 0: the counts are of now and the waiting ones of the last step, and a request
+        # Not below 0: ``counts`` is of now and ``stats.waiting`` of the last step, and a request
         # with n > 1 may wait as several sequences.
         running = max(0, counts.submitted - stats.waiting)
         values: dict[str, float] = {

@@ -89,6 +89,7 @@ def assign_device(config: EngineConfig, args: dict[str, str]) -> EngineConfig:
     device = config.device
     if on_gpu and device == "auto":
         device = f"cuda:{gpu}"
+    # ``count`` of a group is the number of its instances on each of its devices.
     counts = [int(group.get("count", 1)) for group in groups if _is_on_device(group, gpu)]
     # The option may name more instances, if other models share the device. And if config.pbtxt
     # names no group, there is this instance all the same.
@@ -97,8 +98,7 @@ def assign_device(config: EngineConfig, args: dict[str, str]) -> EngineConfig:
 
 
 def _is_on_device(group: dict[str, Any], gpu: int | None) -> bool:
-    """Whether the instances of a group run on this GPU; None: on the CPU. ``count`` of a group is
-    the number of its instances on each of its devices."""
+    """Whether a group's instances run on GPU number ``gpu``, or, if that is None, on the CPU."""
     if gpu is None:
         return group.get("kind") != "KIND_GPU"
     return group.get("kind") == "KIND_GPU" and gpu in group.get("gpus", [])

@@ -166,9 +166,9 @@ def _split_parameters(text: str) -> tuple[dict[str, Any], dict[str, str]]:
     """Split the request's parameters (JSON) into the client's own and headers. The server hands
     headers of a call on as parameters: those of a trace, and the limits that a gateway sets. Their
     names are returned in small letters, because a client of HTTP may send capitals."""
-    # The proxy adds this header to the client's parameters. If the client has sent a parameter of
-    # the same name, the decoder would keep one of the two: perhaps the client's, which would then
-    # replace the limits that bind it.
+    # Over HTTP, deploy/proxy writes the limits into the request's JSON, beside the client's own
+    # parameters. If the client has sent a parameter of the same name, the decoder would keep one of
+    # the two: perhaps the client's, which would then replace the limits that bind it.
     if text.lower().count(f'"{LIMITS_HEADER}"') > 1:
         raise InvalidArgumentError(f"{LIMITS_HEADER} is given twice, but is no request's parameter")
     given = decode_sampling_json(text)
@@ -273,7 +273,7 @@ class ResponseWriter:
         self._encoder = encoder
         self._no_logprobs = b"null" if params.logprobs is None else b"[]"
         self.max_tokens_per_response = _max_positions(params.logprobs)
-        """Of a stream; those of all sequences together."""
+        """Most new tokens in one response of a stream, all sequences together."""
         self._max_prompt_positions = _max_positions(params.prompt_logprobs)
 
     def begin_prompt_logprobs(

@@ -99,8 +99,8 @@ class Responder:
         )
 
     def put(self, report: StepReport) -> None:
-        """Apply a report of the engine, whose outbox this object is. While ``MAX_REPORTS`` wait for
-        that, this waits too, for ``MAX_HOLD_S`` at most."""
+        """Apply a report of the engine, whose outbox this object is. While ``MAX_REPORTS``
+        reports are unread, this waits, for ``MAX_HOLD_S`` at most."""
         at = time.monotonic()
         with self._report_was_read:
             self._report_was_read.wait_for(lambda: self._backlog < MAX_REPORTS, MAX_HOLD_S)
@@ -255,6 +255,7 @@ class Responder:
         """Send the final responses of requests that the engine has finished, for a bounded time.
         All other requests end with an error."""
         until = time.monotonic() + LAST_SENDS_S
+        # Urgent: those with a terminal event, and streams that have had no response yet.
         while self._send_queue.has_urgent and time.monotonic() < until:
             self._handle_next_reply()
         for arrival in self._open():
@@ -286,8 +287,9 @@ class Responder:
         if reply.has_response:
             self._send_queue.put(reply)
         else:
-            # It may have had one. If all its texts have ended at stop strings since, the response
-            # waits for the engine's report of the end.
+            # It may be in the queue from an earlier event: that event gave it a response, and this
+            # one ended its last text at a stop string, or got it cancelled. Then it waits for the
+            # engine's report of the end.
             self._send_queue.remove(reply.key)
 
     def _observe_latency(self, reply: Reply, tokens: Tokens, at: float) -> None:

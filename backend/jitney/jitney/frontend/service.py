@@ -91,7 +91,8 @@ class Service:
         self._keys = itertools.count()
         self._refusal: str | None = None  # set once no request is accepted any more: why
         # The bytes of the open requests are this number minus the responder's ``ended_bytes``. Both
-        # count all requests that there ever were, so that one thread writes each of them.
+        # only grow: this one is written by the server's thread alone, that one by the responder's
+        # alone.
         self._accepted_bytes = 0
         self._logprobs = LogprobsEncoder(tokenizer.token_text)
         self._short = ThreadPoolExecutor(2, "jitney-encode")
@@ -341,7 +342,8 @@ class Service:
         """Look for requests that are to end: by their deadline, or because their client has gone.
         In a thread of its own, because the server is asked about each request in a round trip."""
         if self._responder.counts.encoding:
-            # The engine keeps the deadlines of the other requests.
+            # Only requests whose prompt is being encoded have their deadline kept here; the engine
+            # keeps the others'.
             self._responder.expire()
         began = time.monotonic()
         for key in sweep(self._watched):

@@ -114,10 +114,13 @@ def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
     for key in REASONING_KEYS:
         reasoning = message.get(key)
         if reasoning is not None:
-            # A "thinking" that the message has stays, because it may differ. A "reasoning_content"
-            # that it has is this very reasoning, or None, because that key is looked for first.
+            # In transformers' order of keys, which a template may print.
             completed = {"thinking": reasoning, **message}
+            # ``reasoning_content`` can be overwritten: it is the first key tried, so it is this
+            # reasoning or None. A ``thinking`` may differ, and stays.
             completed["reasoning_content"] = reasoning
+            if completed["thinking"] is None:
+                completed["thinking"] = reasoning
             return completed
     return dict(message)
 

@@ -50,8 +50,8 @@ class SequenceDelta:
 
 @dataclass(slots=True)
 class _Pending:
-    """What was fed of one sequence and not taken yet. Each list has an entry for each token, unless
-    it is said to be empty in :class:`SequenceDelta`."""
+    """What was fed of one sequence and not taken yet. ``ids`` and ``texts`` have an entry for each
+    token. So has one of ``logprobs`` and ``encoded``, if logprobs were asked for."""
 
     ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -219,8 +219,8 @@ class Completion:
     def take(self, most: int = sys.maxsize) -> list[SequenceDelta]:
         """What is new since the last call: a delta of each sequence, in order.
 
-        The deltas have ``most`` tokens together, or one each if that is more. What is left is
-        pending. A finish reason comes when nothing of its sequence is left.
+        The deltas have at most ``most`` tokens together, but up to one each even if that is more.
+        What is left is pending. A finish reason comes when nothing of its sequence is left.
         """
         most_of_each = max(1, most // len(self._sequences))
         self.pending_tokens = 0

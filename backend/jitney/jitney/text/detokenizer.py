@@ -69,10 +69,10 @@ class DecodingRules:
                 if match:
                     self.byte_values[token_id] = int(match[1], 16)
         self.stand_in: list[int] = []
-        """One token with a text that bytes cannot continue. It stands for a prompt that has nothing
-        but byte tokens, which no output may be decoded with. Without any token before it, the
-        output would lose the space at its beginning. Empty if the tokenizer has no byte tokens, or
-        no such token."""
+        """One token with a text. Used as the context in place of a prompt of byte tokens only.
+        Those cannot be the context, because output bytes could join them in a character; and
+        without any context the output would lose its first space. Empty if the tokenizer has no
+        byte tokens, or no such token."""
         if self.byte_values:
             self.stand_in = self._find_word()
         self._bytes: dict[int, bytes] = {}
@@ -209,8 +209,8 @@ class WindowDecoder:
         context, text = self._find_context(tokens)
         self._context = context
         self._context_text = text
-        # Without a context no token has a text. They stay before the next ones, because the first
-        # token with a text is decoded as the first of the sequence.
+        # If no context was found, none of ``tokens`` has a text. They stay pending, because the
+        # first token with a text is decoded as the first of the sequence.
         self._pending = [] if context else tokens.copy()
 
     def _find_context(self, tokens: list[int]) -> tuple[list[int], str]:

@@ -30,12 +30,12 @@ _ADAPTER = "adapter_config.json"
 _MOST_NAME_BYTES = 255  # of a folder
 _LEAST_PROMPT_BYTES = 65_536
 _BYTES_PER_TOKEN = 32
-"""A prompt with more bytes for each token of the context is refused, unless the option
+"""A prompt may have so many bytes times the tokens of the context, unless the option
 ``max_prompt_bytes`` is set. Ordinary tokens have far fewer."""
 _MOST_BYTES_PER_CHARACTER = 4
 _FEW_IDS = 8
-"""A prompt with fewer ids may have none of its own, but only those that the tokenizer puts around
-it."""
+"""With fewer ids than this, all of them may be special tokens that the tokenizer added: then the
+text alone is encoded once more."""
 
 
 class EncodedPrompt(NamedTuple):
@@ -91,7 +91,6 @@ def encode_prompt(
     check_text("text_input", text)
     ids = tokenizer.encode(text)
     if len(ids) < _FEW_IDS:
-        # They may all be special tokens that the tokenizer has added: then the prompt is empty.
         own_ids = tokenizer.encode(text, add_special_tokens=False)
         if not own_ids:
             raise InvalidArgumentError.of("text_input", text, "a text of at least one token")
@@ -175,15 +174,24 @@ def _most_tokens(
     cache_tokens = info.num_blocks * info.block_size
     most = min(info.max_model_len, cache_tokens) - num_prompt
     if not stream:
+        left = config.max_answer_entries - _prompt_entries(params, num_prompt)
         entries_per_step = params.n * _entries_per_token(params)
-        most = min(most, config.max_answer_entries // entries_per_step)
-    # Below 1 for a prompt that is too long: _check_length refuses that one.
+        most = min(most, left // entries_per_step)
+    # Below 1 if the prompt is too long, or its logprobs are too many for the limit. _check_length
+    # and _check_answer refuse that.
     return max(1, most)
 
 
 def _entries_per_token(params: SamplingParams) -> int:
     """Entries of an answer for each token of its output: the token, and its logprobs."""
     return 1 + (params.logprobs or 0)
+
+
+def _prompt_entries(params: SamplingParams, num_prompt: int) -> int:
+    """Entries of an answer for its prompt: each token and its logprobs, if they were asked for."""
+    if params.prompt_logprobs is None:
+        return 0
+    return num_prompt * (1 + params.prompt_logprobs)
 
 
 def _stop_ids(params: SamplingParams, tokenizer: Tokenizer, info: ModelInfo) -> frozenset[int]:
@@ -253,11 +261,11 @@ def _check_length(num_prompt: int, max_tokens: int, max_model_len: int) -> None:
 def _check_answer(num_prompt: int, params: SamplingParams, limit: int) -> None:
     """Raise InvalidArgumentError if an answer that is not streamed could have too many entries."""
     entries = params.n * params.max_tokens * _entries_per_token(params)
+    entries += _prompt_entries(params, num_prompt)
     formula = (
         f"n {params.n} × max_tokens {params.max_tokens:,} × (logprobs {params.logprobs or 0} + 1)"
     )
     if params.prompt_logprobs is not None:
-        entries += num_prompt * (1 + params.prompt_logprobs)
         formula += (
             f" + {num_prompt:,} prompt tokens × (prompt_logprobs {params.prompt_logprobs} + 1)"
         )

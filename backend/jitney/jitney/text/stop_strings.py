@@ -24,7 +24,8 @@ class StopStrings:
         # State -> the longer beginnings of stop strings, by their last character.
         self._next: list[dict[str, int]] = [{}]
         # State -> its failure link: the state of the next shorter beginning of a stop string with
-        # which the text ends. For "abab" that is "ab", if a stop string begins with "ab".
+        # which the text ends. For "xab" that is "ab", if some stop string begins with "ab"; else
+        # "b", if one begins with that; else the empty one.
         self._fail = [0]
         self.depth = [0]
         """State -> its length in characters: so many at the end of the text are held back."""
@@ -73,8 +74,8 @@ class StopStrings:
             state = self._fail[state]
 
     def beyond(self, state: int) -> int:
-        """The state after a match that is ignored: of the longest end of the text that can still
-        grow into a stop string. Only that is held back."""
+        """The state to go on from after an ignored match: the longest end of the text that can
+        still grow into a stop string. Only that is held back."""
         while state and not self._next[state]:
             # No stop string goes on from here. A shorter end of the text may.
             state = self._fail[state]

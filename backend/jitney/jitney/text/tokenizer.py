@@ -1,6 +1,7 @@
 """A checkpoint's tokenizer: text to ids, chats to text, and decoders from ids to text.
 
-Made once for each model, then used by any thread; nothing in it changes.
+Made once for each model, then used by any thread; nothing in it changes but
+caches, which any thread may fill.
 
 transformers reads a checkpoint's tokenizer, from local files only and without remote code, and
 :class:`TokenizerData` holds what we need of it. In a server the engine's process does this. The
