@@ -22,9 +22,9 @@ _TOKENS = 7
 
 # The most that two results may differ: the norm of the difference over the norm of the right one.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-# The same, where products round their input to 8 bits. A value halfway between two 8-bit numbers is
-# rounded to one of them, and to the other one if its last bit differs. In e4m3 these two differ by
-# up to 1/8 of the value.
+# The same, where products round their input to 8 bits. For a value about halfway between two 8-bit
+# numbers, its last bit decides to which one it is rounded. In e4m3 these two differ by up to 1/8 of
+# the value.
 _COARSE_TOLERANCE = 1e-1
 
 # Random input is multiplied by each of these factors. Large input shows whether a module clamps
@@ -126,7 +126,7 @@ def run_module(
     say.
     """
     stand_in = StandIn()
-    if arguments:
+    if arguments:  # a norm or an MLP is called with its input alone
         arguments = {**arguments, "paged": stand_in}
     try:
         result = module(x, **arguments)
