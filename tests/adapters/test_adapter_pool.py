@@ -143,6 +143,20 @@ def test_adapters_in_use_stay_and_the_oldest_unused_one_goes() -> None:
     house.check()
 
 
+def test_an_adapter_counts_as_used_until_its_last_request_ends() -> None:
+    house = House(most=2)
+    house.drain(house.submit("a"), house.submit("b"))
+    long = house.submit("a", max_tokens=30)
+    house.step()
+    house.drain(house.submit("b"))
+    assert long not in house.ends
+    house.drain(long)
+    house.drain(house.submit("c"))  # in b's place: a was claimed before b, but used longer
+    house.drain(house.submit("a"))
+    assert house.files.loads == ["a", "b", "c"]
+    house.check()
+
+
 def test_a_request_that_waits_for_room_is_not_passed_for_ever() -> None:
     house = House(most=1, aging_s=1.0)
     first = house.submit("a", max_tokens=40)

@@ -12,10 +12,11 @@ from jitney.execution.probe import embedding_weight
 from jitney.kernels.cpu.linear import prepack_linears
 from jitney.kernels.fused import fuse as search
 from jitney.kernels.fused import rotary
+from jitney.kernels.fused.forms import Misfit
 from jitney.kernels.fused.fuse import FuseReport
 from jitney.kernels.fused.layers import FusedDecoderLayer, FusedMLP
 from jitney.kernels.fused.recognise import known_activation
-from jitney.kernels.fused.trial import relative_error
+from jitney.kernels.fused.trial import Checker, relative_error, run_module
 from jitney.read_config import make_config
 from torch import nn
 
@@ -219,6 +220,42 @@ def test_a_layer_that_needs_more_than_its_arguments_is_kept(tmp_path) -> None:
     assert fused.counts[0] == 1
     assert fused.report.reasons["layer: it cannot be run alone (IndexError)"] == 1
     assert fused.error < TOLERANCE["float32"]
+
+
+def test_a_module_whose_size_does_not_fit_cannot_be_run_alone() -> None:
+    with pytest.raises(Misfit, match=r"^it cannot be run alone \(RuntimeError\)$"):
+        run_module(nn.Linear(8, 8), torch.ones(1, 2, 9), {})
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_a_fault_of_the_machine_is_no_misfit(error: type[RuntimeError]) -> None:
+    class Failing(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise error("not the module's fault")
+
+    with pytest.raises(error):
+        run_module(Failing(), torch.ones(1, 2, 8), {})
+
+
+class Attending(nn.Module):
+    """Attends so many times, and returns its input."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+
+    def forward(self, x: torch.Tensor, paged: Any) -> torch.Tensor:
+        heads = x.view(-1, 2, 4)
+        for _ in range(self.times):
+            paged(interface.AttentionCall(0, heads, heads, heads, scale=1.0))
+        return x
+
+
+def test_a_module_that_attends_another_number_of_times_is_a_misfit() -> None:
+    checker = Checker(torch.zeros(1), coarse=False)
+    with pytest.raises(Misfit, match=r"^it attends another number of times$"):
+        checker.check(Attending(2), Attending(1), width=8, scales=(1.0,), arguments={"paged": None})
+    checker.check(Attending(1), Attending(1), width=8, scales=(1.0,), arguments={"paged": None})
 
 
 def test_some_projections_with_a_bias(tmp_path) -> None:

@@ -20,6 +20,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "top_k all": {"top_k": 1 << 30},
     "top_p": {"top_p": 0.9},
     "top_p tiny": {"top_p": 1e-300},
+    "top_k and top_p": {"top_k": 20, "top_p": 0.7},
     "wide nucleus": {"top_p": 0.999, "temperature": 3.0},
     "hot nucleus": {"top_p": 0.5, "temperature": 1e4},
     "min_p": {"min_p": 0.02},

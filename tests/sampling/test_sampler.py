@@ -3,14 +3,16 @@
 import math
 import random
 from collections import Counter
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jitney.batch import Row
 from jitney.errors import InternalError, InvalidArgumentError
-from jitney.execution import sampler
+from jitney.execution import filters, sampler
 from jitney.execution.filters import _weights
 from jitney.execution.logits_processors import process_logits
 from jitney.execution.philox import uniforms
@@ -321,6 +323,34 @@ def test_top_p_wider_than_the_sorted_part() -> None:
     assert probabilities[kept].sum() >= 0.9
     assert probabilities[kept].sum() - probabilities[kept].min() < 0.9
     assert kept.nonzero().min() == 5000 - kept.sum()
+
+
+@pytest.mark.parametrize("other", [{}, {"top_p": 0.9}, {"top_k": 300}, {"min_p": 0.1}])
+def test_off_the_cpu_no_filter_waits_for_the_device(
+    monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
+) -> None:
+    """Device ``meta`` has no values: to read one, or to ask for the indices of those that are not
+    0, raises."""
+
+    def to_device(values: list[object], device: torch.device, dtype: Any = None) -> torch.Tensor:
+        return torch.from_numpy(np.array(values, dtype)).to(device)
+
+    monkeypatch.setattr(filters, "to_device", to_device)
+    scaled = torch.empty(2, 5000, device="meta")
+    params = [SamplingParams(top_k=20, top_p=0.7), SamplingParams(**other)]
+    assert _weights(scaled, params).shape == (2, 40, 128)
+
+
+def test_top_k_bounds_the_search_for_a_nucleus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 5,000 equals top_k keeps all, as ties of the fifth. Their nucleus has more than the five
+    that are looked at, but to sort the others would not change the bound."""
+
+    def fail(scaled: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("all tokens are sorted")
+
+    monkeypatch.setattr(filters, "_descending", fail)
+    weights = _weights(torch.zeros(1, 5000), [SamplingParams(top_k=5, top_p=0.9)])
+    assert (weights.flatten()[:5000] > 0).all()
 
 
 def test_ties_with_the_last_kept_are_kept() -> None:

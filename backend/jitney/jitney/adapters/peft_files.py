@@ -36,9 +36,9 @@ class _Field(NamedTuple):
     """What a field of the configuration may be."""
 
     default: object
-    """What it is if it is absent, which is computed."""
+    """Its value if it is absent. Jitney can compute adapters with it."""
     others: tuple[object, ...] = ()
-    """Other values that are computed."""
+    """Other values with which it can."""
 
 
 # PEFT's other fields matter for training alone, or say what the tensors' names and shapes say.

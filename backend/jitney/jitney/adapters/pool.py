@@ -77,7 +77,8 @@ class AdapterPool:
         self._stamp = stamp
         self._most = most
         self._aging_s = aging_s
-        # The one used longest ago comes first.
+        # Of the unused ones, the one used longest ago comes first. An adapter goes to the end when
+        # a request claims it, and when the last request that uses it ends.
         self._entries: OrderedDict[AdapterId, _Entry] = OrderedDict()
         # By key.
         self._requests: dict[int, _Request] = {}
@@ -163,7 +164,7 @@ class AdapterPool:
             self._queue.pop(key, None)
             request = self._requests.pop(key, None)
             if request is not None and request.entry is not None:
-                request.entry.users.discard(key)
+                self._end_use(key, request.entry)
         return self._admit_queued(now)
 
     def report(self, stats: StepStats) -> None:
@@ -231,6 +232,15 @@ class AdapterPool:
         """The request uses this adapter, until it is released."""
         entry.users.add(key)
         self._requests[key].entry = entry
+
+    def _end_use(self, key: int, entry: _Entry) -> None:
+        """The request uses this adapter no longer."""
+        entry.users.discard(key)
+        # An adapter that could not be loaded is not among the entries. Another attempt at it may
+        # be, under the same id.
+        is_kept = self._entries.get(entry.id) is entry
+        if is_kept and not entry.users:
+            self._entries.move_to_end(entry.id)
 
     def _end_wait(self, key: int, now: float) -> None:
         """The request waits no longer. Its wait is counted for the report."""

@@ -35,9 +35,9 @@ class Accelerator(Protocol):
     """
 
     def widens_bfloat16(self, checkpoint: Checkpoint, *, has_quantized_weights: bool) -> bool:
-        """Whether this model is fast in bfloat16 on a processor without instructions for it. It is
-        if kernels compute every layer: they widen bfloat16 to float32 as they read it, and are as
-        fast as in float32. ``has_quantized_weights``: the weights are, or will be, of 8 or 4 bits.
+        """Whether kernels compute every layer of this model, widening bfloat16 to float32 as they
+        read it. Then bfloat16 is as fast as float32 even on a processor without instructions for
+        it. ``has_quantized_weights``: the weights are, or will be, of 8 or 4 bits.
         """
 
     def attention(self, shape: AttentionShape) -> AttentionFunction:

@@ -2,8 +2,8 @@
 
 Owns the way from the option ``model`` to a folder whose ``config.json`` is JSON and whose weights
 are complete safetensors, or to a GGUF file. Everything wrong with a file is a CheckpointError that
-names the file, never its path. Called by ``read_model`` and ``weigh``, and by the
-readers of other files: of tokenizers, adapters and heads.
+names the file, never its path. Called by ``read_model`` and ``weigh``, and by the readers of other
+files: of tokenizers, adapters and EAGLE heads (``eagle``).
 """
 
 import json

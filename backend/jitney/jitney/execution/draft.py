@@ -11,8 +11,8 @@ The runner calls it once for each step that was launched. Beside token ids, a dr
 
 An *entry* is the K and V of one position in the draft model's caches. An ordinary draft model
 computes entry p from the token at p, and a head (``eagle``) from the token at p + 1:
-:attr:`DraftInputs.shift` is 0 or 1. In this module a ``Row`` always counts positions of tokens, and
-an :class:`_EntryRun` counts entries.
+:attr:`DraftInputs.shift` is 0 or 1. In this module an :class:`_EntryRun` counts entries. A ``Row``
+counts positions of tokens, except the one that ``as_row`` makes for attention.
 
 *Forced tokens.* Where a grammar allows only one text, the scheduler appends the tokenizer's tokens
 of that text (``batch.GrammarState.forced``), even if the step sampled another tokenization of it,
@@ -169,9 +169,9 @@ class DraftModel:
         valid_end = to_read.end_entry
         if row.grammar is not None and not output.unread:
             # The last token to read is the newest one, which may be replaced by a forced token (see
-            # the module's docstring). If the forced token was a draft of this row, the model has
-            # computed it already: the sequence's next row begins behind it, and ``_invalidate``
-            # does not reach its entry.
+            # the module's docstring). ``_invalidate`` forgets such an entry when the next row
+            # begins at the forced token. It does not if that token was already computed, as a draft
+            # of this row. So the entry is not counted in the first place.
             valid_end -= 1
         # Already now, because later rows of the same pass may share blocks with this one.
         self._count_as_valid(to_read, valid_end)
@@ -245,9 +245,9 @@ class DraftModel:
             self._valid[destination] = 0
         for row in batch.rows:
             if row.grammar is not None:
-                # In the step before, this draft model may have read drafts that were then replaced
-                # by forced tokens. The first token that may be a forced one is the row's first
-                # token. So entries from that token on do not count.
+                # What this draft model read last in the step before may have been replaced by
+                # forced tokens since. The first token that may be a forced one is this row's first
+                # token: entries from there on do not count.
                 number, offset = divmod(max(row.start - self._shift, 0), size)
                 block = row.block_table[number]
                 self._valid[block] = min(self._valid[block], offset)
@@ -281,8 +281,8 @@ class DraftModel:
     def _count_as_valid(self, run: _EntryRun, end: int) -> None:
         """Count the run's entries before entry ``end`` as valid, and none of those behind it."""
         size = self._block_size
-        # If ``end`` is the run's first entry, a block in the middle of which it lies counts up to
-        # there; at a block's beginning the range is empty.
+        # ``end`` may be the run's first entry. If that is inside a block, this block then counts up
+        # to ``end``. If it is a block's first entry, nothing is set.
         for number in range(run.first_entry // size, (end - 1) // size + 1):
             block = run.newest.block_table[number]
             self._valid[block] = min(end - number * size, size)

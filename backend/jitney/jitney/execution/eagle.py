@@ -99,10 +99,10 @@ class StateTap:
 
     It is installed in two parts:
 
-    1. To make it changes the module, before an accelerator rearranges it: the embedding becomes
-       one of a class that accelerators do not know. So an accelerator does not run a whole step as
-       one native call. That is intended, because in such a call the output layer is not called as
-       a module, and its input cannot be read.
+    1. Creating the tap changes the module. It is done before an accelerator rearranges it: the
+       embedding becomes one of a class that accelerators do not know. So an accelerator does not
+       run a whole step as one native call. That is intended, because in such a call the output
+       layer is not called as a module, and its input cannot be read.
     2. :meth:`wrap` then gives the model whose steps are read, in its rearranged form.
     """
 

@@ -132,6 +132,7 @@ def _lower_bound(scaled: Tensor, weights: Tensor, params: list[SamplingParams]) 
         scaled=scaled,
         weights=weights,
         largest=largest,
+        top_k=k,
         top_p=to_device(top_p, device, np.float64),
     )
 
@@ -158,10 +159,16 @@ def _descending(scaled: Tensor) -> Tensor:
 
 
 def _raise_to_nucleus(
-    bound: Tensor, scaled: Tensor, weights: Tensor, largest: Tensor, top_p: Tensor
+    bound: Tensor,
+    scaled: Tensor,
+    weights: Tensor,
+    largest: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
 ) -> Tensor:
     """``bound`` [S], raised to the smallest logit of the nucleus in rows whose ``top_p`` [S] f64 is
-    below 1. ``largest`` [S, K] are the K largest logits of each row, descending."""
+    below 1. ``largest`` [S, K] are the K largest logits of each row, descending. ``top_k`` [S]
+    int64 is 0 in rows where it filters nothing, and at most K in the others."""
     kept = weights.clone()
     _drop_below(kept, scaled, bound)
     # As in ``_pick``: the sum of a chunk in f32, the sum of the chunks in f64.
@@ -169,10 +176,12 @@ def _raise_to_nucleus(
     needed = top_p * kept_weight
     nucleus = _find_nucleus(largest, bound, needed)
     least = nucleus.least
-    if largest.shape[1] < scaled.shape[1]:
-        # On a CPU a nucleus may have more tokens than the K. Look again among all tokens of these
-        # rows. (On a GPU all were sorted at once.)
-        rows = (~nucleus.is_complete & (top_p < 1.0)).nonzero().squeeze(1)
+    # On a GPU there is no second look: the host would have to wait, to learn which rows need one.
+    # None does: if any row has top_p without top_k, the K are the whole vocabulary.
+    if scaled.device.type == "cpu" and largest.shape[1] < scaled.shape[1]:
+        # A nucleus may have more tokens than the K. Look again among all tokens of these rows. With
+        # top_k there is no need: the bound is the k-th largest logit at least, and k is at most K.
+        rows = (~nucleus.is_complete & (top_p < 1.0) & (top_k == 0)).nonzero().squeeze(1)
         if len(rows):
             all_sorted = _descending(scaled[rows])
             least[rows] = _find_nucleus(all_sorted, bound[rows], needed[rows]).least

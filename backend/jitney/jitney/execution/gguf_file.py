@@ -18,8 +18,8 @@ from jitney.errors import CheckpointError, UnsupportedModelError, show
 
 SUFFIX = ".gguf"
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-"""As ``general.architecture`` names them: those that transformers reads whole, and tests compare.
-Mistral's models are llamas there."""
+"""As ``general.architecture`` names them: those that transformers reads whole. Tests compare our
+load of each with transformers' own. Mistral's models are llamas there."""
 FLOATS = ("F32", "F16", "BF16")
 """Types that store each value as a float; all others store blocks of integers with scales."""
 

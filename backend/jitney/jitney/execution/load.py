@@ -122,7 +122,7 @@ def _refuse_kernel_options(config: EngineConfig) -> None:
 
 def load_and_prepare(config: EngineConfig, tools: LoadTools, *, taps_states: bool) -> PreparedModel:
     """The steps up to speed-up, for a model or its draft model. ``taps_states``: speculation uses a
-    head, so that hidden states are read from this model (from the target and from the head)."""
+    head. Then hidden states are read from both models, so also from this one."""
     model = load_model(config, tools)
     if config.adapters is not None:
         model = replace(model, sites=find_sites(model.module))
@@ -146,8 +146,8 @@ def speed_up(
     tap = eagle.StateTap(model.module) if taps_states else None
     if accelerator is not None:
         model = _rearrange(config, model, accelerator)
-    # A fused model adds each adapter's product to the columns of its layer, so layers may be
-    # joined. In any other model the layer itself must still be in the module.
+    # A fused model knows which columns of a joined result are whose (``low_rank.Part``), so layers
+    # may be joined. In any other model the layer itself must still be in the module.
     if not model.fused:
         _check_sites(model)
     if tap is not None:

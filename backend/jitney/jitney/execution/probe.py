@@ -156,9 +156,9 @@ def check_same(before: Tensor, after: Tensor, *, rounds_inputs: bool = False) ->
 
 
 def _check_products(layers: list[QuantizedLinear]) -> None:
-    """Multiply rows of random numbers by a layer for each kernel, with rounded inputs and without.
-    Raises InstallationError if a product is wrong on this machine, as torch's product of e4m3 may
-    be."""
+    """For each kernel, take one layer, and multiply random rows by it, with rounded inputs and
+    without. Raises InstallationError if a product is wrong on this machine, as torch's product of
+    e4m3 may be."""
     layer_of_kernel = {_kernel_key(each): each for each in layers}
     generator = torch.Generator().manual_seed(0)
     for layer in layer_of_kernel.values():
@@ -194,9 +194,9 @@ def _distance(got: Tensor, expected: Tensor) -> float:
     """How far these logits [T, vocabulary] are apart, relative to the spread of those expected: the
     median over all tokens.
 
-    A token's spread is the norm of its logits less their mean. With the mean, a large number that
-    all logits share would make any difference look small. The difference is taken of whole logits:
-    both computations must give that number alike.
+    A token's spread is the norm of its logits less their mean. If the mean were left in, a large
+    number common to all logits would make any difference look small. No mean is taken off the
+    difference itself: both computations must agree in that common number too.
     """
     right = expected.float()
     difference = (got.float() - right).norm(dim=-1)

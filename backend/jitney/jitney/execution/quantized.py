@@ -52,8 +52,8 @@ class QuantizedLinear(nn.Module):
 
     @staticmethod
     def merge(linears: Sequence[nn.Module]) -> "QuantizedLinear | None":
-        """One layer that gives the results of all, one after the other, for the same input. None
-        if they are not of one class or cannot be joined without rounding again."""
+        """One layer that gives the results of all, side by side, for the same input. None if they
+        are not of one class, or cannot be joined."""
         return None
 
     def extra_repr(self) -> str:

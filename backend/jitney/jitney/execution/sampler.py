@@ -119,7 +119,8 @@ def sample(logits: Tensor, pairs: list[SampledRow]) -> PendingSamples:
     if remaining:
         has_choice = model_is_finite.clone()  # changed below for the remaining rows
 
-    # On a CPU, a greedy row of which only a grammar's mask changes logits is done without a mask.
+    # On a CPU, the token of a greedy row whose logits only a grammar's mask changes is chosen
+    # without masking them.
     if remaining and logits.device.type == "cpu":
         masks = _sole_masks(rows, remaining)
         if masks:
@@ -196,8 +197,9 @@ def _argmax_on_cpu(logits: Tensor, form: _FloatBits) -> Tensor | None:
     negative and in the reverse order. So the largest integer is the argmax, unless all are
     negative; then the smallest one is.
 
-    None if a NaN has its sign set. A NaN counts as the largest float, but the integer of this one
-    is negative, and larger than those of negative floats: neither rule would find it.
+    None if a NaN has its sign set. A NaN counts as the largest float, but neither rule would find
+    this one. Its integer is negative, so beside a positive float it is not the largest. It is above
+    those of all negative floats, so among these it is not the smallest.
     """
     signed = logits.view(form.signed).numpy()
     if signed.view(form.unsigned).max(initial=0) > form.minus_infinity:

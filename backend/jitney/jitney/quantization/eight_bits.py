@@ -269,9 +269,9 @@ def _outlier_bounds(sizes: Tensor) -> Tensor:
     outliers. Returns [T, 1]. This is the definition of an outlier, which the kernels follow:
 
     1. The bound is OUTLIER times the row's mean.
-    2. The outliers are in that mean, and raise the bound. So twice more, the bound becomes OUTLIER
-       times the mean in which the outliers found so far are zeros. A row that has more than
-       MOST_OUTLIERS keeps its bound: a lower one would add more.
+    2. The outliers are in that mean, and raise the bound. So the following is done twice: take the
+       mean again with the outliers found so far as zeros; the bound is OUTLIER times that. A row
+       that already has more than MOST_OUTLIERS keeps its bound: a lower one would add more.
     3. While a row has more than MOST_OUTLIERS, its bound is doubled.
     """
     bounds = sizes.mean(1, keepdim=True) * OUTLIER

@@ -104,7 +104,8 @@ class GgufWeights:
             needed += _layer_bytes(outputs, inputs, bits)
         head = self._tied_head(skeleton)
         if head is not None:
-            # Bytes are made for the head, while the embedding keeps the floats that both shared.
+            # An ``Int8Linear`` is made for the head, while the embedding keeps the floats that both
+            # shared.
             needed += head.numel()
         return needed
 
@@ -165,7 +166,7 @@ class GgufWeights:
 
     def _tied_head(self, module: PreTrainedModel) -> Tensor | None:
         """The weight of a head that is tied to an embedding stored in blocks. The file has no
-        tensor for it, and still a layer of bytes is made of it. None if there is no such head."""
+        tensor for it, and still an ``Int8Linear`` is made of it. None if there is no such head."""
         if not self.layers:  # all of the file is read as floats
             return None
         embedding = self.checkpoint.tensors.get(_EMBEDDING)

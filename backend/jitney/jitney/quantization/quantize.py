@@ -67,6 +67,7 @@ class QuantizeWhileLoading:
             # The cast makes a copy of all weights: more than the quantized ones, which then replace
             # it.
             return self.checkpoint.num_values * self.dtype.itemsize
+        # Without a cast, weights are views of the mapped file (``execution.weights``).
         return quantized_bytes(skeleton, self.kind, self.device)
 
     def before_reading(self, hf_config: PreTrainedConfig) -> None:

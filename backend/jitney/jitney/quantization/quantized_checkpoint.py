@@ -109,6 +109,7 @@ def _format_of_safetensors(
         if layers:
             return IntegerWeights(method=method, checkpoint=checkpoint, layers=layers, dtype=dtype)
         if method in ("gptq", "awq"):
+            # None, for these two methods, means that there are experts.
             found = "none of its linear layers" if layers is not None else "experts as well"
             raise unservable(model_type, f"{method} quantized {found}")
 

@@ -99,8 +99,8 @@ class IntegerWeights:
         return needed
 
     def _added_bytes(self, contents: LayerContents, linear: nn.Linear) -> int:
-        """Bytes that the weight of the layer that is made needs more than the stored one: 0, unless
-        integers of 4 bits must become int8, because of scattered or unusual groups."""
+        """How many bytes more the new layer's weight takes than the stored one. 0, unless integers
+        of 4 bits must become int8, because of scattered or unusual groups."""
         words = _first_of(contents, "qweight", "weight_packed")
         scales = _first_of(contents, "scales", "weight_scale")
         if words is None or scales is None:

@@ -355,7 +355,7 @@ def _can_run(layer: FusedDecoderLayer) -> bool:
     # One norm before each branch, and none behind.
     if norms.attention is None or norms.mlp is None:
         return False
-    if norms.attended is not None or norms.mixed is not None:
+    if norms.after_attention is not None or norms.after_mlp is not None:
         return False
     if not isinstance(layer.mlp, FusedMLP):
         return False

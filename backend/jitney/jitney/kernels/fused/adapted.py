@@ -119,14 +119,14 @@ def _run_layer(
     norms = layer.norms
     x = _normed(norms.attention, residual)
     attended = _attend(layer.self_attn, x=x, cos_sin=cos_sin, paged=paged, places=places, add=add)
-    residual = residual + _normed(norms.attended, attended)
+    residual = residual + _normed(norms.after_attention, attended)
 
     x = _normed(norms.mlp, residual)
     if isinstance(layer.mlp, FusedMLP):
         out = _run_mlp(layer.mlp, x=x, places=places, add=add)
     else:
         out = call_mlp(layer.mlp, x)
-    return residual + _normed(norms.mixed, out)
+    return residual + _normed(norms.after_mlp, out)
 
 
 def _normed(norm: Norm, x: Tensor) -> Tensor:

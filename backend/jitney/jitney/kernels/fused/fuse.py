@@ -228,9 +228,9 @@ class _Fuser:
         mlp = self._build_mlp_if_possible(children.mlp)
         norms = LayerNorms(
             attention=self._build_norm_if_any(children.attention_norm),
-            attended=self._build_norm_if_any(children.attended_norm),
+            after_attention=self._build_norm_if_any(children.after_attention_norm),
             mlp=self._build_norm_if_any(children.mlp_norm),
-            mixed=self._build_norm_if_any(children.mixed_norm),
+            after_mlp=self._build_norm_if_any(children.after_mlp_norm),
         )
         fused = FusedDecoderLayer(attention, mlp, norms, self._kernels).eval()
         self._checker.check(

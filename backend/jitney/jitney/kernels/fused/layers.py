@@ -2,8 +2,8 @@
 
 A decoder layer adds two branches to the residual, attention and the MLP::
 
-    residual += attended_norm(attention(attention_norm(residual)))
-    residual += mixed_norm(mlp(mlp_norm(residual)))
+    residual += after_attention_norm(attention(attention_norm(residual)))
+    residual += after_mlp_norm(mlp(mlp_norm(residual)))
 
 Most models have two of the four norms (:class:`LayerNorms`). Four things are fused:
 
@@ -119,11 +119,11 @@ class LayerNorms(NamedTuple):
 
     attention: Norm
     """Of the input of attention."""
-    attended: Norm
+    after_attention: Norm
     """Of the output of attention, before it is added to the residual."""
     mlp: Norm
     """Of the input of the MLP."""
-    mixed: Norm
+    after_mlp: Norm
     """Of the output of the MLP, before it is added to the residual."""
 
 
@@ -140,7 +140,7 @@ class FusedDecoderLayer(nn.Module):
         self._kernels = kernels
         self._attend = attention.attend
         self._end_attention = kernels.end_branch(
-            product=attention.output, branch_norm=norms.attended, norm=norms.mlp
+            product=attention.output, branch_norm=norms.after_attention, norm=norms.mlp
         )
 
         # The branch of the MLP ends with a product. What comes before that product is the MLP's
@@ -156,7 +156,7 @@ class FusedDecoderLayer(nn.Module):
         """A function for the end of this layer, together with the norm that begins the next one. It
         takes what :meth:`run` returns."""
         return self._kernels.end_branch(
-            product=self._last_product, branch_norm=self.norms.mixed, norm=next_norm
+            product=self._last_product, branch_norm=self.norms.after_mlp, norm=next_norm
         )
 
     def forward(

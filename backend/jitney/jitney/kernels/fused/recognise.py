@@ -31,9 +31,9 @@ class _NormNames(NamedTuple):
     those of :class:`layers.LayerNorms`."""
 
     attention: str | None = None
-    attended: str | None = None
+    after_attention: str | None = None
     mlp: str | None = None
-    mixed: str | None = None
+    after_mlp: str | None = None
 
 
 _NORM_NAMES = (
@@ -42,12 +42,12 @@ _NORM_NAMES = (
     # Norms before and after them, as in Gemma 2.
     _NormNames(
         attention="input_layernorm",
-        attended="post_attention_layernorm",
+        after_attention="post_attention_layernorm",
         mlp="pre_feedforward_layernorm",
-        mixed="post_feedforward_layernorm",
+        after_mlp="post_feedforward_layernorm",
     ),
     # Norms after them, as in OLMo 2.
-    _NormNames(attended="post_attention_layernorm", mixed="post_feedforward_layernorm"),
+    _NormNames(after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm"),
 )
 
 
@@ -85,9 +85,9 @@ class LayerChildren:
     mlp: nn.Module
     """Of any kind."""
     attention_norm: nn.Module | None
-    attended_norm: nn.Module | None
+    after_attention_norm: nn.Module | None
     mlp_norm: nn.Module | None
-    mixed_norm: nn.Module | None
+    after_mlp_norm: nn.Module | None
 
 
 def attention_children(module: nn.Module) -> AttentionChildren | None:
@@ -140,9 +140,9 @@ def layer_children(module: nn.Module) -> LayerChildren | None:
             attention=attention,
             mlp=children["mlp"],
             attention_norm=_child(children, names.attention),
-            attended_norm=_child(children, names.attended),
+            after_attention_norm=_child(children, names.after_attention),
             mlp_norm=_child(children, names.mlp),
-            mixed_norm=_child(children, names.mixed),
+            after_mlp_norm=_child(children, names.after_mlp),
         )
     return None
 

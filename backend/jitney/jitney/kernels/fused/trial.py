@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from jitney.execution.interface import AttentionCall, StepFunction, forward_module
+from jitney.execution.machine import is_out_of_memory
 from jitney.kernels.fused.forms import Misfit
 from jitney.kernels.fused.rotary import CosSin, Rotary
 
@@ -22,9 +23,9 @@ _TOKENS = 7
 
 # The most that two results may differ: the norm of the difference over the norm of the right one.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-# The same, where products round their input to 8 bits. A value halfway between two 8-bit numbers is
-# rounded to one of them, and to the other one if its last bit differs. In e4m3 these two differ by
-# up to 1/8 of the value.
+# The same, where products round their input to 8 bits. For a value about halfway between two 8-bit
+# numbers, its last bit decides to which one it is rounded. In e4m3 these two differ by up to 1/8 of
+# the value.
 _COARSE_TOLERANCE = 1e-1
 
 # Random input is multiplied by each of these factors. Large input shows whether a module clamps
@@ -33,6 +34,10 @@ _COARSE_TOLERANCE = 1e-1
 MODULE_SCALES = (1.0, 2.0**8)
 NORM_SCALES = (1.0, 2.0**-10, 2.0**10)
 LAYER_SCALES = (2.0**-8, 2.0**8)
+
+_MISFITS = (TypeError, LookupError, AttributeError, ValueError, AssertionError, RuntimeError)
+"""What a module may raise that is called with other arguments or sizes than it expects. For sizes
+that do not fit, torch raises RuntimeError."""
 
 Arguments = dict[str, Any]
 """The keyword arguments with which transformers calls a module, beside its input. A module that is
@@ -123,14 +128,17 @@ def run_module(
     """The result of ``module`` for x, and its calls of attention.
 
     Raises Misfit if the module cannot be run alone: it may need what another layer leaves for it,
-    say.
+    or x may have another size than its weights. A lack of memory is no Misfit, nor is a
+    fault of the device.
     """
     stand_in = StandIn()
-    if arguments:
+    if arguments:  # a norm or an MLP is called with its input alone
         arguments = {**arguments, "paged": stand_in}
     try:
         result = module(x, **arguments)
-    except (TypeError, LookupError, AttributeError, ValueError, AssertionError) as error:
+    except _MISFITS as error:
+        if is_out_of_memory(error) or isinstance(error, torch.AcceleratorError):
+            raise
         raise Misfit(f"it cannot be run alone ({type(error).__name__})") from error
     # Attention of transformers returns (result, attention weights). Ours gives None for those.
     if isinstance(result, tuple) and not any(isinstance(each, Tensor) for each in result[1:]):
@@ -186,6 +194,8 @@ class Checker:
                 right, right_calls = run_module(module, x, arguments)
             got, got_calls = run_module(fused, x, arguments)
             self.check_same("its result", got, right)
+            if len(got_calls) != len(right_calls):
+                raise Misfit("it attends another number of times")
             for got_call, right_call in zip(got_calls, right_calls, strict=True):
                 self.check_same("its query", got_call.query, right_call.query)
                 self.check_same("its key", got_call.key, right_call.key)

@@ -152,7 +152,7 @@ class GroupedProducts:
 def shrink_kernel(
     out,  # [T, parts * rank_tiles * RANKS]: x A^T of each part
     x,  # [T, inputs]
-    blocks,  # see ``_Work``, as rank_tiles
+    blocks,  # see ``_Work``, which also has ``rank_tiles``
     first_entry,  # the table's entry of the first part
     rank_tiles,
     inputs,
@@ -192,7 +192,7 @@ def shrink_kernel(
 def expand_kernel(
     out,  # [T, outputs of all parts], rows ``stride`` apart
     shrunk,  # [T, parts * rank_tiles * RANKS]: what ``shrink_kernel`` gave
-    blocks,  # as in ``shrink_kernel``, as the next two
+    blocks,  # as in ``shrink_kernel``; likewise the next two
     first_entry,
     rank_tiles,
     stride,

@@ -24,14 +24,15 @@ def _row_of_tile(tile, query_start, num_rows, TOKENS: tl.constexpr):
     """Which row of the batch a tile belongs to.
 
     Row r, whose first new token is token t of the step, begins with tile t // TOKENS + r. So a
-    launch needs to know no lengths: the numbers of rows and of tokens give the number of tiles. The
-    1 for each row makes up for rounding down: a row has as many tiles as its tokens fill, or one
-    more, which has no work. Here of rows with 6, 1 and 9 tokens, with TOKENS = 4::
+    launch needs to know no lengths: the numbers of rows and of tokens give the number of tiles.
+    ``+ r`` gives every row before one tile more than rounding down would: so each has as many tiles
+    as its tokens fill, or one more, which has no work. Here of rows with 6, 1 and 9 tokens, with
+    TOKENS = 4::
 
         row 0: t = 0, tiles 0 and 1       row 1: t = 6, tile 2
         row 2: t = 7, tiles 3 to 6, of which 3, 4 and 5 have tokens
     """
-    # By bisection: the last row whose first tile is ``tile`` or one before.
+    # By bisection: the last row whose first tile is at most ``tile``.
     row = num_rows * 0  # 0 of the type that the loop gives
     upper = num_rows
     while upper - row > 1:
@@ -49,20 +50,20 @@ def _row_of_tile(tile, query_start, num_rows, TOKENS: tl.constexpr):
 )
 def attention_kernel(
     out,  # [T, HEADS, HEAD_SIZE]
-    part_results,  # written where a context is cut into several parts, as the next two
+    part_results,  # written where a context is cut into several parts; likewise the next two
     part_tops,
     part_totals,
     query,  # [T, HEADS, HEAD_SIZE]; elements of a head are neighbours
-    keys,  # [blocks, KV_HEADS, BLOCK_SIZE, PADDED], as ``values``
+    keys,  # [blocks, KV_HEADS, BLOCK_SIZE, PADDED]; so is ``values``
     values,
-    key_scale,  # of a float8 cache: float32 [KV_HEADS], as ``value_scale``; else None
+    key_scale,  # of a float8 cache: float32 [KV_HEADS]; else None. So is ``value_scale``
     value_scale,
     sinks,  # [HEADS] or None
     block_table,  # int32 [rows of the batch, table_stride]
     context_len,  # int32 [rows of the batch]
     query_start,  # int32 [rows of the batch + 1]
     scale,  # in units of log2, without the scale of the cache
-    softcap,  # or None, as ``window``
+    softcap,  # or None; so is ``window``
     window,
     num_rows,  # rows of the batch
     num_parts,

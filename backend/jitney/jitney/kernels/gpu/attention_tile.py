@@ -12,8 +12,8 @@ A tile meets BLOCK_N keys at a time, a *key tile*. Key tiles begin at multiples 
 the queries are: so a query meets the same key tiles in every chunk.
 
 Query heads, causality, window, cap and sinks are those of
-:class:`execution.attention.AttentionFunction`. Scores are in units of log2, so that one exponential
-of base 2 does; maxima, sums and results are float32.
+:class:`execution.interface.AttentionCall`. Scores are in units of log2, so that one exponential of
+base 2 does; maxima, sums and results are float32.
 
 | name | meaning |
 |---|---|
@@ -121,7 +121,7 @@ def _load_tile(
 @triton.jit
 def _attend(
     query,  # [ROWS, HEAD_TILE]
-    top,  # of the keys before, as the next two
+    top,  # of the keys before; likewise the next two
     total,
     result,
     keys,  # the layer's caches

@@ -45,11 +45,11 @@ class HeadTransform(NamedTuple):
     is one, then the rotary embedding. In the order of the kernel's arguments."""
 
     cos: Tensor | None = None
-    """[T, R], as ``sin``: the first R elements of a head are rotated. Elements e and e + R / 2 are
-    a pair. None, as ``sin``: there is no transform."""
+    """[T, R], and so is ``sin``: the first R elements of a head are rotated. Elements e and
+    e + R / 2 are a pair. Both are None if there is no transform."""
     sin: Tensor | None = None
     query_norm: Tensor | None = None
-    """[head size]: the scale of the norm; None: there is no norm. As ``key_norm``."""
+    """[head size]: the scale of the norm; None: there is no norm. So is ``key_norm``."""
     key_norm: Tensor | None = None
     epsilon: float = 0.0
     """Of both norms."""
@@ -87,8 +87,8 @@ class GpuAttention:
         batch_invariant: bool = False,
         tiles: Tiles | None = None,
     ) -> None:
-        """For caches of ``dtype`` on ``device``. ``tiles`` are for tests and benchmarks: for all
-        steps, in place of the table's."""
+        """For caches of ``dtype`` on ``device``. Tests and benchmarks give ``tiles``: all steps
+        then use these, not the table's."""
         self.batch_invariant = batch_invariant
         self._dtype = dtype
         self._heads = num_heads

@@ -38,7 +38,8 @@ def fuse_for_gpu(module: PreTrainedModel, config: EngineConfig, length: int) -> 
         _replace_variant_layers(module, config, report)
         check_invariant(module, report.forward, on_gpu=True)
     if module.device.type == "cuda":
-        # The weights that were joined are free now, but between others: so nothing else may fit in.
+        # The memory of the joined weights is free now, but torch keeps it, in pieces into which
+        # nothing else may fit: give it back to the device.
         torch.cuda.empty_cache()
     return report
 

@@ -93,8 +93,9 @@ class CudaCapture:
             graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"
         )
         # With the first graph of the process torch makes a random state, a tensor, for all graphs.
-        # A tensor made in inference mode cannot be changed outside of it: nobody could capture
-        # there any more. So inference mode is off while a capture begins and ends, and on within.
+        # A tensor made in inference mode cannot be changed outside of it, so no later capture
+        # outside inference mode would work. So inference mode is off while a capture begins and
+        # ends, and on within.
         with torch.inference_mode(False), capturing, torch.inference_mode():
             launch()
 

@@ -31,8 +31,8 @@ class InvariantTiles(NamedTuple):
     """Steps whose inputs are in shared memory or on their way there, the one in use among them."""
 
 
-# A step of few rows waits for the weight. So many programs should read it, each with much on its
-# way. A weight of few outputs is cut into smaller tiles, with more inputs at once.
+# A step of few rows waits for the weight. Therefore many programs should read it, each with many
+# loads under way. A weight of few outputs is cut into smaller tiles, with more inputs at once.
 _MANY_OUTPUTS = InvariantTiles(rows=64, outputs=128, inputs=64, warps=4, stages=4)
 _FEW_OUTPUTS = InvariantTiles(rows=64, outputs=64, inputs=128, warps=4, stages=4)
 _FROM_OUTPUTS = 12288
@@ -40,7 +40,8 @@ _FROM_OUTPUTS = 12288
 _FLOAT32 = InvariantTiles(rows=32, outputs=64, inputs=32, warps=4, stages=2)
 """Not for the matrix units, which would round the operands to fewer bits."""
 _GROUP = 16
-"""Tiles of rows whose programs run one after another, so that they share a part of the weight."""
+"""Tiles of rows whose programs have consecutive numbers, and so run at about the same time: they
+share a part of the weight."""
 _ALIGNMENT = 16
 """Bytes. The compiler makes other code for an address that is no multiple of it."""
 
@@ -110,7 +111,7 @@ def product_kernel(
     rows,
     N: tl.constexpr,
     K: tl.constexpr,
-    STRIDE_N: tl.constexpr,  # of the weight, as the next
+    STRIDE_N: tl.constexpr,  # of the weight; likewise the next
     STRIDE_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,

@@ -91,7 +91,7 @@ def _launch(
     if indices is not None:
         indices = indices.contiguous()
     if sums is None:
-        sums = branch  # the kernel does not touch it
+        sums = branch  # any tensor will do: not written without a residual
     block = triton.next_power_of_2(width)
     # By position, as in the kernel's signature: a launch with keywords takes the host longer.
     add_norm_kernel[(rows,)](

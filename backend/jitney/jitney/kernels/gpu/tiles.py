@@ -118,10 +118,12 @@ def look_up(
 
     - A step of decodes waits for memory. On a multiprocessor there is room for three programs. Each
       loads up to two stages, of 16 or 32 KiB, while it computes a third one. Together 100 to 190
-      KiB are on their way at any time. A third of that would do to keep the memory busy: its
-      latency times its bandwidth.
+      KiB are on their way at any time. A third of that would keep the memory busy: as many bytes
+      as its latency times its bandwidth.
     - In a mixed step one program of 8 warps computes 128 rows, so each K and V that comes from the
       L2 cache is used 128 times.
+    - On an H100 other sizes made decodes, and the first chunk of a prompt, at most 7 % faster
+      (docs/benchmarks.md).
     """
     head_tile = max(64, _power_of_2(head_size))
     decode_rows = max(16, _power_of_2(group))

@@ -51,7 +51,7 @@ def _load_heads(
     real,  # [heads, elements]
     norm_scale,  # [HEAD_SIZE]: the heads are normed. None: they are not
     epsilon,  # of the norm
-    cos,  # the token's [ROTARY], as ``sin``; not read if ROTARY is 0
+    cos,  # the token's [ROTARY]; not read if ROTARY is 0. So is ``sin``
     sin,
     HEAD_SIZE: tl.constexpr,
     ROTARY: tl.constexpr,  # elements of a head that are rotated: the first ones
@@ -88,17 +88,17 @@ def _load_heads(
 def write_kernel(
     query_out,  # [T, HEADS, HEAD_SIZE]: the transformed Q. None: there is no transform
     query,  # [T, HEADS, HEAD_SIZE]; elements of a head are neighbours
-    key,  # [T, KV_HEADS, HEAD_SIZE], as ``value``; elements of a head are neighbours
+    key,  # [T, KV_HEADS, HEAD_SIZE]; elements of a head are neighbours. So is ``value``
     value,
-    key_cache,  # [blocks, KV_HEADS, BLOCK_SIZE, PADDED], as ``value_cache``
+    key_cache,  # [blocks, KV_HEADS, BLOCK_SIZE, PADDED]; so is ``value_cache``
     value_cache,
     slots,  # int64 [T]; K and V of a token whose slot is -1 are not written
-    cos,  # [T, ROTARY], rows cos_stride apart. None, as ``sin``, if ROTARY is 0
+    cos,  # [T, ROTARY], rows cos_stride apart. None if ROTARY is 0; so is ``sin``
     sin,
-    query_norm,  # [HEAD_SIZE]: scale of the norm of Q's heads; None: no norm. As ``key_norm``
+    query_norm,  # [HEAD_SIZE]: scale of the norm of Q's heads; None: no norm. So is ``key_norm``
     key_norm,
     epsilon,  # of both norms
-    key_scale,  # float32 [KV_HEADS], as ``value_scale``, or None
+    key_scale,  # float32 [KV_HEADS], or None; so is ``value_scale``
     value_scale,
     query_token_stride,
     query_head_stride,
