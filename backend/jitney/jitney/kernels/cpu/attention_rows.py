@@ -59,8 +59,8 @@ from jitney.kernels.cpu.simd import (
     right_bytes,
 )
 from jitney.kernels.cpu.softmax import (
+    hide_and_raise_maximum,
     prepare_scores,
-    raise_maximum,
     scale_outputs,
     state_bytes,
     weigh_row,
@@ -337,14 +337,18 @@ def weigh_rows(
             cache_tag,
             scores,
             groups=groups,
-            first_seen=window_begin - first_key if call.window > 0 else 0,
-            seen_end=position + 1 - first_key,
             scale=call.scale,
             softcap=call.softcap,
             key_scales=scratch.key_scales + scales_offset,
         )
-        outputs_end = states + r * state_bytes(call.padded) + call.padded * F32_BYTES
-        raise_maximum(scores, groups, factor, outputs_end)
+        hide_and_raise_maximum(
+            scores,
+            groups=groups,
+            first_seen=window_begin - first_key if call.window > 0 else 0,
+            seen_end=position + 1 - first_key,
+            factor=factor,
+            outputs_end=states + r * state_bytes(call.padded) + call.padded * F32_BYTES,
+        )
     for r in range(rows):
         state = states + r * state_bytes(call.padded)
         rescale = weigh_row(
