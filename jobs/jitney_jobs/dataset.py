@@ -54,7 +54,7 @@ _PLAIN = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
 """Arrow cannot take single rows from columns of these types. They are read as the types that stand
 beside them."""
 _CHUNK_BYTES = 8 << 20
-"""A chunk has no more rows than this, but at least one."""
+"""A chunk ends when its rows have so many bytes. It has one row at least."""
 
 
 class RowId(NamedTuple):
@@ -385,7 +385,7 @@ def _line_batches(
     first = 0
     while data := _next_of(lines, size):
         end = first + len(data)
-        # The reader of CSV closes the file when it has read the last record.
+        # At the end of a CSV file its TextIOWrapper is dropped, which closes the file.
         share = 1.0 if raw.closed else source.tell() / file.size
         yield _Batch(first, end, data, share)
         first = end

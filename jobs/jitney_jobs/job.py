@@ -270,6 +270,9 @@ def _check_together(job: Job) -> None:
         if has_scheme != is_openai:
             bound = "HOST:PORT, or http://HOST:PORT for openai lines and no others"
             raise InvalidArgumentError.of("server", job.server, bound)
+        if is_openai and job.task not in ("generate", "map"):
+            bound = "generate, for openai lines that a server answers"
+            raise InvalidArgumentError.of("task", job.task, bound)
 
 
 def due_at(finish_by: str | int | None, within: str | None, now: float) -> float | None:

@@ -32,7 +32,10 @@ FAMILIES: dict[str, tuple[str, Callable[[State], float | None]]] = {
     "run_seconds_total": ("The model at work", lambda s: s.figures.get("run_s")),
     "write_seconds_total": ("Parts and journal written", lambda s: s.figures.get("write_s")),
     "progress_timestamp_seconds": ("When a row last ended", lambda s: s.figures["moved_at"]),
-    "expected_end_timestamp_seconds": ("At the rate of this run, or past", lambda s: s.end_at),
+    "expected_end_timestamp_seconds": (
+        "When it will end at the rate of this run, or has ended",
+        lambda s: s.end_at,
+    ),
     "due_timestamp_seconds": ("When it is to have ended", lambda s: s.due),
     "late": ("1 if it will end later than that, or did", lambda s: s.late),
     "complete": ("1 when every row is in the output", lambda s: s.complete),

@@ -19,7 +19,8 @@ _ROWS = (8, 16, 32, 64, 128)
 _ELEMENTS = (512, 1024, 2048, 4096)
 """And if a size counts elements: of all inputs of all rows."""
 _MEASURED = 3
-"""Full batches of each size whose best rate counts: the first ones allocate."""
+"""So many full batches of each size are timed, and the fastest counts, as the first ones also
+allocate."""
 
 
 class _Batch(NamedTuple):

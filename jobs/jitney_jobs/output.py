@@ -115,9 +115,9 @@ class Output:
         return there
 
     def set_columns(self, of_result: pa.Schema | None) -> None:
-        """The result's columns with their types; None if only its rows tell. Call it before the
-        first :meth:`write`. Raises InvalidArgumentError if one of them is a column of the input
-        too."""
+        """The result's columns with their types; None if they are known only once there are rows.
+        Call it before the first :meth:`write`. Raises InvalidArgumentError if one of them is a
+        column of the input too."""
         of_result = of_result or pa.schema([])
         of_input = self._dataset.read_schema() or pa.schema([])
         keep = self._job.keep
@@ -190,13 +190,17 @@ class Output:
 
     def _set_schema(self, part: list[EndedRow]) -> bytes | None:
         """Have the first good rows set the columns of Parquet. Returns the schema for the journal;
-        None if there is no new one."""
-        if not self._parquet or self._schema is not None:
+        None if there is none, or if the journal has it."""
+        if not self._parquet:
             return None
-        rows = [ended.value for ended in part if not isinstance(ended.value, BadRow)]
-        if not rows:
+        if self._schema is None:
+            rows = [ended.value for ended in part if not isinstance(ended.value, BadRow)]
+            if not rows:
+                return None
+            self._schema = _infer_schema(rows, self._known)
+        # The part that set the columns may not have been committed.
+        if self._journal.record.schema is not None:
             return None
-        self._schema = _infer_schema(rows, self._known)
         return self._schema.serialize().to_pybytes()
 
     def _encode(self, rows: list[EndedRow], good: list[Any], bad: list[BadRow]) -> None:

@@ -287,7 +287,7 @@ class Budget:
     A chunk is read while it fits into so many rows, and while two estimates are under 128 MiB: the
     bytes read of the rows in flight; and the number of these rows, times the bytes of a row as it
     was read and prepared. The second is known once a chunk has been prepared; until then at most
-    two chunks are.
+    two chunks are being prepared.
     """
 
     def __init__(self, most_rows: int, chunk_rows: int) -> None:

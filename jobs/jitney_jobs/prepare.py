@@ -84,7 +84,7 @@ class Context(msgspec.Struct, frozen=True):
 
 class Task(Protocol):
     fields: pa.Schema | None
-    """The result's columns. None if only its rows tell."""
+    """The result's columns. None if they are known only once there are rows."""
 
     def prepare(self, row: Row) -> Any:
         """What the executor takes. Raises for a bad row, UnavailableError if the storage fails."""
@@ -279,7 +279,8 @@ class _Process:
             self._process = spawn.Process(target=_serve, args=(theirs,))
             self._process.start()
             theirs.close()  # so that an end of the process is an end of the pipe
-        # Not as an argument of the process: `start` would wait for ever if that has died.
+        # Sent now, not given to Process(): `start` would then write it, and wait for ever if the
+        # child has died.
         self._pipe.send(self._context)
 
     def close(self) -> None:

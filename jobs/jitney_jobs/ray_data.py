@@ -62,9 +62,10 @@ _READ_TASKS = 500
 _CHUNK_ROWS = 64
 _BATCH_ROWS = 16
 """Rows that an engine's actor takes and gives back together."""
-_TASKS = 4
-"""Ray calls an engine's actor from so many tasks at a time. Each task gives it a few batches, and
-waits for the slowest row. Meanwhile the rows of the other tasks keep the engine full."""
+_CALLS_AT_ONCE = 4
+"""So many calls of an engine's actor are under way at a time (max_concurrency). Each gives it a few
+batches, and waits for the slowest row. Meanwhile the rows of the other calls keep the engine full.
+"""
 _BLOCK_BYTES = 1 << 17
 """Bytes of messages that Ray moves together, and makes again together if they are lost: those of
 some hundred prompts."""
@@ -91,6 +92,7 @@ class RayPipeline(Gathering):
             raise _cause(error) from None
         super().__init__(job, journal, output, make_task(context))
         self._sizes = dataset.sizes
+        self._figures.position = self._share_read()
         self._batches = _stream(job, dataset, journal.record, context, gpus)
         self._pulling: Future[Batch | None] | None = None
         self._seen: dict[int, bytearray] = {}
@@ -125,12 +127,17 @@ class RayPipeline(Gathering):
                 self._take_row(message)
             case FileRows():
                 self._note(message)
-                share = self._sizes[message.file] / max(1, sum(self._sizes))
-                self._figures.position += share
+                self._figures.position = self._share_read()
             case ActorFigures():
                 self._figures_of_actors[message.actor] = message.figures
             case Chunk():
                 raise AssertionError("chunks are prepared on the cluster")
+
+    def _share_read(self) -> float:
+        """The share of the input in files that this run or an earlier one has read to their end. A
+        file counts once, though Ray may read it again."""
+        read = sum(self._sizes[file] for file in self._journal.record.row_counts)
+        return read / max(1, sum(self._sizes))
 
     def _take_row(self, item: Item) -> None:
         """Unless it has come before."""
@@ -209,7 +216,7 @@ def _stream(
     cores = int(ray.cluster_resources().get("CPU", 1))
     preparers = max(1, cores // 2 if job.workers is None else job.workers)
     rows = _apply(chunks, _Preparer, context, size=1, most=preparers)
-    needs = {"num_gpus": min(1, gpus), "max_concurrency": _TASKS}
+    needs = {"num_gpus": min(1, gpus), "max_concurrency": _CALLS_AT_ONCE}
     rows = _apply(rows, _Engine, job, size=_BATCH_ROWS, most=gpus or nodes, **needs)
     return iter(rows.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=1))
 

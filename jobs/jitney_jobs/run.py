@@ -51,6 +51,7 @@ def run_job(
             output.recover()
         if journal.record.end is not None:
             return True
+        # Of a run that has done nothing: no figure `run`, but metrics ask when a row last ended.
         figures = {"moved_at": time.time()}
         observer = _Observer(job, journal, _state(journal.record, job, figures), closing)
         pipeline: Gathering
@@ -112,8 +113,8 @@ def read_record(output: str, journal: str | None) -> Record:
 
 
 def _state(record: Record, job: Job, figures: dict[str, float]) -> State:
-    """Where a job stands. ``figures`` are those of one run; the journal's parts of all other runs
-    count as before it. A run is known by the figure ``run``; one without it has no parts yet."""
+    """Where a job stands. ``figures`` are those of one run. Parts whose figure ``run`` differs are
+    those of earlier runs. A run that has committed nothing may lack that figure."""
     parts_before = [part for part in record.parts if part.figures["run"] != figures.get("run")]
     bad_before = sum(part.failed for part in parts_before)
     written_before = sum(part.written for part in parts_before)

@@ -104,7 +104,9 @@ def worker(
         "metrics_host": metrics_host,
         "push_gateway": push_gateway,
     }
-    with contextlib.closing(Models()) as models:  # so that it waits for no server when stopped
+    # Closing aborts requests to a server for openai lines, for which a stopped process would wait.
+    # (Those to a Triton server cannot be aborted: it waits for them.)
+    with contextlib.closing(Models()) as models:
         queue = _Queue(folder, defaults, tries, backoff, models)
         failed = queue.run(until_empty)
     raise typer.Exit(int(failed > 0))

@@ -62,6 +62,8 @@ def choose_setting(trials: Sequence[Trial]) -> Choice | None:
         return None
     current, *others = standing(trials)
     meeting = [trial for trial in (current, *others) if trial.best is not None]
+    # If the best was measured again, unrepeated settings drop out, unless no repeated one meets the
+    # bounds.
     best_was_repeated = any(trial.phase == "final" for trial in others)
     if best_was_repeated and any(trial.phase == "final" for trial in meeting):
         meeting = [

@@ -65,7 +65,9 @@ def _quantiles(source: Source, count: int) -> Counts:
         variance = math.log1p((deviation / mean) ** 2)
         normal = NormalDist()
         # Distributions share the requests evenly. The first ones get what is left over.
-        requests_of_part = len(range(number, count, len(source)))
+        requests_of_part = count // len(source)
+        if number < count % len(source):
+            requests_of_part += 1
         z = np.array([normal.inv_cdf(rank) for rank in _middles(requests_of_part)])
         lengths.append(mean * np.exp(math.sqrt(variance) * z - variance / 2))
     return np.maximum(1, np.rint(np.concatenate(lengths))).astype(np.int64)

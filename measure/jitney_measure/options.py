@@ -67,8 +67,13 @@ class Shared:
         return {
             name: printable(" ".join(value) if isinstance(value, list) else str(value))
             for name, value in asdict(self).items()
-            if name not in _UNREPORTED and value not in (None, "", False, "{}")
+            if name not in _UNREPORTED and _is_given(value)
         }
+
+
+def _is_given(value: Any) -> bool:
+    """Whether it says anything. 0 does, though it equals False."""
+    return value is not False and value not in (None, "", "{}")
 
 
 def with_shared(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:

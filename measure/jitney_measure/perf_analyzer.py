@@ -146,7 +146,8 @@ class Driver:
     tool: PerfAnalyzer
     whole_batches: int = 1
     """The batch of a model that answers only full ones: the number of requests is a multiple of it,
-    and no fewer are in flight. 1 for any other model."""
+    and no fewer may be in flight. The caller gives no load with fewer; the warm-up is raised here.
+    1 for any other model."""
     more: tuple[str, ...] = ()
     """Further arguments of perf_analyzer."""
 

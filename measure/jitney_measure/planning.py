@@ -216,9 +216,8 @@ class Comparison:
 
 
 def compare(sizes: Sizes, limits: EngineLimits) -> Comparison:
-    """If so many sequences run that a simulation would take long, it has smaller limits. Its
-    sequences are then multiplied by the ratio of those that are expected with all limits and with
-    the smaller ones."""
+    """A large batch is simulated in small: limits times ``share``. The result is scaled up by
+    expected(all limits) / expected(small limits)."""
     config = sizes.config
     requests = sizes.requests
     expected = expect(config, requests, limits)
@@ -229,9 +228,9 @@ def compare(sizes: Sizes, limits: EngineLimits) -> Comparison:
     share_for_longest = 2 * longest / config.block_size / limits.num_blocks
     share = max(share_for_sequences, share_for_longest)
     simulated = limits.scaled(share) if share < 1 else limits
-    expected_of_it = expect(config, requests, simulated)
-    observed = simulate(config, requests, simulated, round(expected_of_it.running))
-    scale = expected.running / expected_of_it.running
+    expected_in_small = expect(config, requests, simulated)
+    observed = simulate(config, requests, simulated, round(expected_in_small.running))
+    scale = expected.running / expected_in_small.running
     return Comparison(expected, observed, observed.running * scale)
 
 

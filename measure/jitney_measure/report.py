@@ -190,13 +190,13 @@ def write_tuning(tuning: Tuning, folder: Path) -> Path:
     ]
     if tuning.lines:
         blocks += [Text(choose.instruction(tuning, "config.pbtxt")), Text(tuning.lines, tag="pre")]
-    # A text alone is a heading, a mapping a list of terms.
     titles = {}
     for letter, (name, result) in zip("AB", results.items(), strict=False):
         titles[f"{letter}, {name}"] = result.title
     options = {name: ", ".join(map(str, values)) for name, values in tuning.axes.items()}
     if tuning.beside:
         options["beside"] = ", ".join(tuning.beside)
+    # A text alone is a heading, a mapping a list of terms.
     blocks += [
         _settings_table(tuning),
         "Latency and throughput of the current setting and the best",

@@ -52,6 +52,7 @@ def simulate(
         max_model_len=int((lengths.prompt + lengths.output).max()),
         max_num_batched_tokens=limits.budget,
     )
+    # None is a queue without end: more requests than can run.
     streams = limits.streams or 2 * at_first + 32
     rng = np.random.default_rng(0)
     prompts = lengths.prompt.tolist()

@@ -21,6 +21,9 @@ _GROWN = 0.1
 """About the share of its output that a sequence has made when it is preempted."""
 _ROUNDS = 4
 """Rounds of the loop that balances preemptions and running sequences."""
+_NEARLY_ALL = 0.9
+"""If a larger share of the streams' requests runs, the streams are the limit: there are no more
+requests to run."""
 _NORMAL = NormalDist()
 
 Limit = Literal["the cache", "the token budget", "max_num_seqs", "streams"]
@@ -78,7 +81,8 @@ def expect(config: EngineConfig, lengths: Lengths, limits: EngineLimits) -> Expe
     blocks = _blocks(lengths, config.block_size, preempts=preempts)
     in_cache = _sequences_in_cache(blocks, limits.num_blocks, watermark)
     # Sequences need blocks independently of each other, so the variance of the blocks of all is the
-    # sum of their variances. In units of a mean sequence it says how the number that fits varies.
+    # sum of their variances. Divided by the blocks of a mean sequence, its root is the deviation of
+    # the number of sequences that fit.
     deviation = math.sqrt(blocks.variance * in_cache) / blocks.allocated
     most_preemptions = 0.0
     if preempts:
@@ -215,7 +219,8 @@ def _without_cache(limits: EngineLimits, work: float, output: float, variation: 
     value analysis of a closed network with a queue and a delay (Reiser and Lavenberg, 1980).
     ``variation``: of the prompts, the square of deviation over mean.
     """
-    # Decodes whose prompts take all that they leave of the budget, and one sequence in prefill.
+    # With d decodes a step has d tokens of output and d * work of prompts: d * (1 + work) = budget.
+    # One more sequence is in prefill.
     most = limits.budget / (1 + work) + 1
     if limits.streams is None or limits.streams > limits.max_num_seqs:
         if most < limits.max_num_seqs:
@@ -223,7 +228,7 @@ def _without_cache(limits: EngineLimits, work: float, output: float, variation: 
         return _Bounded(float(limits.max_num_seqs), "max_num_seqs")
     waiting = _waiting_for_prefill(limits.budget, limits.streams, work, output, variation)
     running = min(most, limits.streams - waiting)
-    if running > 0.9 * limits.streams:
+    if running > _NEARLY_ALL * limits.streams:
         return _Bounded(running, "streams")
     return _Bounded(running, "the token budget")
 
@@ -239,7 +244,8 @@ def _waiting_for_prefill(
     for requests in range(1, streams + 1):
         # Time to compute a prompt with the budget that the decodes leave.
         service = work * output / max(1.0, budget - rate * output)
-        # The same with the wait for the prompts before it, of which one is computed already.
+        # The same with the wait for the prompts before it, of which one is under way: what is left
+        # of it is (1 + variation) / 2 of a service on average.
         residence = service * (1 + max(0.0, queue - load * (1 - variation) / 2))
         # Little's law, for the whole loop and for the queue.
         rate = requests / (output + residence)

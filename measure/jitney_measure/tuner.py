@@ -39,7 +39,8 @@ class _Attempt:
     setting: Setting
     phase: Phase
     reserve: int
-    """Settings for which time is kept: no load is added in the time that they need."""
+    """How many more settings must still fit into the time after this one: loads are added only
+    while they do."""
 
 
 class Tuner:

@@ -1,5 +1,6 @@
 """Each row is written once, whatever ends a job: kills, stops, a full disk, a second run."""
 
+import contextlib
 import os
 import random
 import re
@@ -18,7 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jitney.errors import InvalidArgumentError, UnavailableError
 from jitney_jobs import executors
+from jitney_jobs.dataset import Dataset, RowId
 from jitney_jobs.journal import Interval, JobJournal, OutputPart, Ranges, Record
+from jitney_jobs.output import EndedRow, Output
 from jitney_jobs.run import read_record
 
 from tests.jobs.job_rows import bad, fail_at_part, ids, job_of, read, run, write_lines
@@ -318,6 +321,29 @@ def test_the_order_is_kept_although_a_part_could_not_be_written(
     monkeypatch.undo()
     assert run(source, output, ordered=True, part_rows=10)
     assert [row["id"] for row in read(output)] == list(range(20, 60))
+
+
+def test_the_journal_has_the_columns_although_the_first_part_could_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next part of the run, the first one of Parquet, brings them."""
+    source = write_lines(tmp_path / "in.jsonl", ids(20, 22))
+    job = job_of(source, tmp_path / "out", output_format="parquet")
+    with contextlib.closing(JobJournal(job)) as journal:
+        dataset = Dataset(job)
+        output = Output(job, dataset, journal)
+        journal.begin_or_resume(job, dataset.files, dataset.whole)
+        output.set_columns(None)
+        lost = EndedRow(RowId(0, 0), {"id": 20}, read_bytes=9)
+        committed = EndedRow(RowId(0, 1), {"id": 21}, read_bytes=9)
+        with monkeypatch.context() as patched:
+            fail_at_part(patched, 0)
+            with pytest.raises(OSError, match="No space left"):
+                output.write([lost], {"run": 0.0})
+        output.write([committed], {"run": 0.0})
+    schema = read_record(job.output, None).schema
+    assert schema is not None
+    assert pa.ipc.read_schema(pa.py_buffer(schema)).names == ["id"]
 
 
 def test_an_error_of_the_system_that_is_not_of_the_output_is_not_called_so(

@@ -149,6 +149,10 @@ def test_a_line_of_progress() -> None:
             "server is 'h:1', but",
         ),
         (
+            {"task": "embed", "server": "http://h:1", "model": "m", "input_format": "openai"},
+            "task is 'embed', but must be generate, for openai lines",
+        ),
+        (
             {"input": "/a/b", "output": "/a/b/c"},
             "must be outside of the input",
         ),

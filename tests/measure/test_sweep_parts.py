@@ -43,6 +43,14 @@ def test_made_prompts_differ_between_loads_and_repeat_with_the_seed(tmp_path: Pa
     assert "return_num_input_tokens" not in first[0], "the model has no such input"
 
 
+def test_options_of_zero_are_reported() -> None:
+    reported = Shared(seed=0, stability=0.0).reported()
+    assert reported["seed"] == "0"
+    assert reported["stability"] == "0.0"
+    assert "natural_end" not in reported
+    assert "sampling" not in reported
+
+
 def test_given_prompts(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("one\n\nanother\n", encoding="utf-8")
     options = Shared(prompts=tmp_path / "p.txt", output_tokens="7", natural_end=True)

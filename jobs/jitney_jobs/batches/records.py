@@ -2,8 +2,9 @@
 
 files/ID, files/ID.json     a file, and what is known of it
 batches/ID.json             a batch; written once when it is made, then by ``work.py`` alone
-work/ID/                    of a batch that has not ended: its lines, its job until that is in the
-                            queue, and the file ``cancel`` once it is to be cancelled
+work/ID/                    of a batch that has not ended: ``input.jsonl``; ``job.yaml``, until it
+                            is moved into the queue; ``cancel``, once the batch is to be
+                            cancelled; ``out/``, the job's output
 queue/                      job files: ``jitney_jobs/worker.py``
 keys/NAME.key               the key with which jobs ask for an owner of batches
 """

@@ -56,9 +56,9 @@ _JOB = {
 }
 """Settings of a batch's job."""
 _BACKGROUND = {"service_tier": "flex"}
-"""Parameters of lines that name no service tier: clients who wait go first. The gateway makes a
-tier or a priority of it when a line is asked, by the model and by the limits of the batch's owner
-at that time."""
+"""Lines that name no service tier get this one, so that interactive clients go first. The gateway
+turns it into a tier or priority for each line when the job sends it, by the model and by the limits
+of the batch's owner at that time."""
 _OPTIONS = ("--until-empty", "--tries=8", "--backoff=5")
 # The kernel sends SIGTERM (15) to the worker when the thread ends that started it, however it does.
 _WORKER = "import ctypes; ctypes.CDLL(None).prctl(1, 15); from jitney.cli import main; main()"

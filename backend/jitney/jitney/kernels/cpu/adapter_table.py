@@ -152,6 +152,7 @@ def _pack_product(
         a_factors.append(functional.pad(a, (0, 0, 0, filling)))
         b_factor = _columns(functional.pad(b, (0, filling)))
         memory.append(b_factor)
+        # A Part's ``last`` is not in it, unlike elsewhere in this folder. Nor is a span's, below.
         segment = Segment(
             first_column=part.first // LANES,
             end_column=part.last // LANES,
@@ -187,7 +188,8 @@ def list_tokens(array: np.ndarray, spans: Sequence[AdapterSpan], tokens: int) ->
     """Write all of a step's tokens, those without an adapter too, to int64 [most, 3]: an
     :class:`AdapterTokens` in each row. Returns how many rows are written.
 
-    (An ``AdapterSpan`` is neighbouring tokens, and has nothing to do with a span of attention.)
+    (An ``AdapterSpan`` is neighbouring tokens, and has nothing to do with a span of attention. Its
+    ``last`` is not in it.)
     """
     count = 0
     listed_end = 0  # the first token that is not listed yet

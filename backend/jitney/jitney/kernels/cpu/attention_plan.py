@@ -127,8 +127,8 @@ def _cut_rows(query_start, context_len, piece_tokens, reach, split_tokens, group
     pieces are not sorted here, and they are written field by field.
     """
     # The array is made before the pieces are counted, so it must be large enough for any number.
-    # All tokens of the step fill so many pieces at most. Beside full pieces, a row has one that
-    # is not full; or it has its splits, of which the first and the last may be shorter.
+    # Full pieces of tokens: the whole step has so many at most. And of each row: one piece that is
+    # not full, or its splits: context // split_tokens, and a shorter one at either end.
     most_pieces = query_start[-1] // piece_tokens
     for context in context_len:
         most_pieces += context // split_tokens + 2

@@ -59,8 +59,8 @@ from jitney.kernels.cpu.simd import (
     right_bytes,
 )
 from jitney.kernels.cpu.softmax import (
+    hide_and_raise_maximum,
     prepare_scores,
-    raise_maximum,
     scale_outputs,
     state_bytes,
     weigh_row,
@@ -93,11 +93,11 @@ def attend_split(cache_tag, product_tag, call, piece, split_begin, rows, scratch
     use_tiles = call.use_tiles != 0
     rows_at_once = MAX_ROWS_AMX if use_tiles else MAX_ROWS
     passes = ceil_div(rows, rows_at_once)
-    # Whether this function prefetches the next span. Others do so:
-    # - in a cache of bytes, what widens groups;
-    # - by vectors, and by tiles with few rows, the micro-kernel.
-    # With several passes nobody need: the first pass alone waits for memory, and the others find
-    # the span in the second-level cache.
+    # This function prefetches the next span only if nobody else does and all rows take one pass:
+    # - in a cache of bytes, ``widen_groups`` does;
+    # - by vectors, and by tiles with few rows, the micro-kernel does;
+    # - with several passes there is no need: the first pass alone waits for memory, and the others
+    #   find the span in the second-level cache.
     prefetches = not has_scales(cache_tag) and use_tiles and rows >= MAX_ROWS and passes == 1
     # Spans begin at multiples of SPAN_TOKENS, whatever the piece is, so that a row's sums are
     # always added up in the same order.
@@ -337,14 +337,18 @@ def weigh_rows(
             cache_tag,
             scores,
             groups=groups,
-            first_seen=window_begin - first_key if call.window > 0 else 0,
-            seen_end=position + 1 - first_key,
             scale=call.scale,
             softcap=call.softcap,
             key_scales=scratch.key_scales + scales_offset,
         )
-        outputs_end = states + r * state_bytes(call.padded) + call.padded * F32_BYTES
-        raise_maximum(scores, groups, factor, outputs_end)
+        hide_and_raise_maximum(
+            scores,
+            groups=groups,
+            first_seen=window_begin - first_key if call.window > 0 else 0,
+            seen_end=position + 1 - first_key,
+            factor=factor,
+            outputs_end=states + r * state_bytes(call.padded) + call.padded * F32_BYTES,
+        )
     for r in range(rows):
         state = states + r * state_bytes(call.padded)
         rescale = weigh_row(

@@ -225,8 +225,8 @@ def widen_groups(product_tag, groups, count, target, padded, line_bytes):
     """Widen ``count`` groups of bytes, which are listed at ``groups``, to what products read, and
     prefetch the groups that follow in the list.
 
-    ``line_bytes`` is the length of a line of the drawing above: 16 for keys, where a line has one
-    byte for each token; ``padded`` for values, where it has one for each element.
+    ``line_bytes`` is the length of a line of the last drawing in the module's docstring (a cache of
+    bytes): 16 bytes for keys, ``padded`` for values.
     """
     widened_bytes = GROUP_TOKENS * padded * right_bytes(product_tag)
     for g in range(count):

@@ -19,7 +19,7 @@ to a run::
                 return
             ...
 
-    version = source_version()
+    version = source_version()              # "if version": see Kernel
     kernel = Kernel(lambda address: scale_body(F32, address) if version else None)
     kernel.run(ScaleCall(count=rows, x=x.data_ptr(), factor=0.5), threads=2)
 

@@ -1,8 +1,8 @@
 """Rows of x, which are bfloat16, in the form that a product reads, as a Numba kernel.
 
-What products of a tag read::
+The tag of a conversion, and what it writes::
 
-    F32   (for products of WIDE) the same numbers as float32
+    F32   the same numbers as float32, which products of WIDE read
 
     I8    | K bytes: 128 + x / scale | gap | scale | number of outliers | (index, value) ... |
                                            ^ the row's "tail"

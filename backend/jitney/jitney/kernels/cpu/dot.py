@@ -12,7 +12,8 @@ elements are, and which instructions multiply them, depends on the tag's type (`
                                                          bits: two products of int16
     I4     4 bytes, -127 to 127   4 bytes, 0 to 15       VNNI: one. Else one, with sums of 16 bits
 
-    (*) of adapters alone: for all other products the host then picks WIDE (``must_widen_bf16``)
+    (*) only adapters come here: for all other products the host then picks WIDE
+        (``must_widen_bf16``)
 
 The sums of I8 and I4 are int32, and exact: those of I8 up to MOST_BYTE_INPUTS inputs, those of I4
 because they are over a few inputs, which share a scale.
@@ -148,9 +149,9 @@ def multiply_nibbles(builder, run_sum, nibbles, signed):
     """IR: run_sum + nibbles . signed per lane, exactly. ``nibbles`` holds four bytes of 0 to 15 in
     each lane, ``signed`` four of -127 to 127.
 
-    ``run_sum`` begins as 0. Where the processor has no instruction that adds up in 32 bits, it is
-    two sums of 16 bits in each lane. So after at most eight calls :func:`add_run` must add it to a
-    sum of 32 bits.
+    A *run* is up to eight calls, whose products may be summed up in 16 bits. ``run_sum`` begins as
+    0. Where the processor has no instruction that adds up in 32 bits, it is two sums of 16 bits in
+    each lane. So at the end of the run :func:`add_run` must add it to a sum of 32 bits.
     """
     if multiplies_bytes():
         return multiply_bytes(builder, run_sum, unsigned=nibbles, signed=signed)

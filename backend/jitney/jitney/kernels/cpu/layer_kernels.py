@@ -90,6 +90,7 @@ class CpuLayerKernels:
         add = _sum_of(product, branch_norm)
 
         def end(x: Tensor, residual: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+            """(norm(sum), sum); without a norm, the sum twice."""
             total = add(x, residual)
             if rows is not None:
                 total = total[rows]

@@ -121,9 +121,10 @@ def make_micro_kernel(width: int, *, source_per_vector: bool, ahead: int) -> Any
     or values. The arguments, after the tag, are ``use_tiles``, which chooses the way to compute it,
     and the fields of :class:`_Arguments`, by their names.
 
-    With ``source_per_vector``, vector n is in source n of the list. ``num_sources`` is then 1, as
-    each vector is summed up over one source, ``offset`` is 0, and ``out`` is overwritten. Example:
-    the scores of ``width`` groups of keys, 16 scores from each group.
+    With ``source_per_vector``, vector n is in source n of the list, so that ``width`` sources are
+    used. ``num_sources`` says over how many sources each vector is summed up: 1. ``offset`` is 0,
+    and ``out`` is overwritten. Example: the scores of ``width`` groups of keys, 16 scores from each
+    group.
 
     Otherwise each source holds all vectors, side by side, and the products of all sources are added
     to what ``out`` holds. Example: ``width`` times 16 elements of the head, summed up over all
@@ -189,7 +190,7 @@ class _Arguments(NamedTuple):
     sources: Any
     """Address of a list, int64: the address of each source."""
     num_sources: Any
-    """How many of the list to use."""
+    """Over how many sources each vector is summed up."""
     units: Any
     """Units of each source."""
     unit_stride: Any

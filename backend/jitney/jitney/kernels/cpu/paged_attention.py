@@ -238,7 +238,7 @@ class CpuAttention:
             longest=shape.longest,
         )
         thread_bytes = round_up(sum(area_sizes), _PAGE)
-        # NumPy's memory need not begin at a page. So there is more by one thread's share, and the
+        # NumPy's memory need not begin at a page. So one thread's share more is reserved, and the
         # first thread's areas begin at the first page within.
         needed = (shape.threads + 1) * thread_bytes
         if self._scratch.size < needed:

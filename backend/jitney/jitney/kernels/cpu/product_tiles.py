@@ -43,8 +43,9 @@ from jitney.kernels.cpu.product_call import PAIR_ROW_BYTES
 from jitney.kernels.cpu.simd import F32_TYPE, I4_TYPE, I8_TYPE, WIDE_TYPE, inner
 
 _TILES_AHEAD = 6
-"""If a column comes from memory, it is prefetched so many tiles ahead. Each turn of the loop loads
-its tiles first: without prefetching, nothing would arrive from memory during its products."""
+"""If a column comes from memory, it is prefetched so many tiles ahead. A turn of the loop loads its
+tiles and then multiplies. During the products no load is under way, so memory would be idle:
+prefetches fill that time."""
 _HALF_TILE = TILE_BYTES // 2
 
 # --------------------------------------------------------------------------- tile registers

@@ -201,15 +201,18 @@ def _element_access(numba_type, to: _Types) -> tuple[Any, Any]:
 
     @emitted(types.void, TAG, types.intp, numba_type)
     def store(builder, tag, address, value):
-        if tag == BF16_TYPE and is_vector and host_has("avx512bf16"):
-            value = builder.fptrunc(value, ir.VectorType(bf16, LANES))
-        elif tag == BF16_TYPE:
-            value = round_to_bf16(builder, value)
+        # The bytes of an element, also of a vector: its address is no multiple of more.
+        align = 4
+        if tag == BF16_TYPE:
+            align = 2
+            if is_vector and host_has("avx512bf16"):
+                value = builder.fptrunc(value, ir.VectorType(bf16, LANES))
+            else:
+                value = round_to_bf16(builder, value)
         elif tag == I8_TYPE:
+            align = 1
             whole = call_llvm(builder, rint, to.f32, [value])
             value = builder.fptosi(whole, to.i8)
-        # Addresses are multiples of at least so much; that is all LLVM may rely on.
-        align = 1 if tag == I8_TYPE else 2
         builder.store(value, pointer(builder, address, value.type), align=align)
 
     return load, store

@@ -19,9 +19,10 @@ the model's scale times log2(e). With a softcap :func:`cap_row` turns scores int
 
 A span of keys is added to a state in four steps, of which the first three are here:
 
-1. :func:`prepare_scores` multiplies the scores by the keys' scales, if the cache has any, caps them
-   if there is a softcap, and hides the keys that the row does not see.
-2. :func:`raise_maximum` raises the maximum to the largest exponent.
+1. :func:`prepare_scores` multiplies the scores by the keys' scales, if the cache has any, and caps
+   them, if there is a softcap.
+2. :func:`hide_and_raise_maximum` hides the keys that the row does not see, and raises the maximum
+   to the largest exponent.
 3. :func:`weigh_row` turns the scores into weights, adds these to the sum, and returns what the
    outputs so far must be multiplied by.
 4. The product of weights and values is added to the outputs (``attention_rows``).
@@ -49,6 +50,7 @@ from jitney.kernels.cpu.simd import (
     first_lane,
     fma,
     has_scales,
+    inlined,
     inner,
     keep_between,
     lane_max,
@@ -143,24 +145,34 @@ def merge_states(call, rows, totals, states):
 # --------------------------------------------------------------------------- a span of keys
 
 
-@inner
-def prepare_scores(cache_tag, scores, groups, first_seen, seen_end, scale, softcap, key_scales):
-    """Prepare a row's ``scores`` of so many groups of keys: see the module's docstring.
-
-    The row sees keys [first_seen, seen_end), counted from the first key of these groups. The scores
-    of all other keys become -inf. With a softcap the scores become exponents.
-    """
+@inlined
+def prepare_scores(cache_tag, scores, groups, scale, softcap, key_scales):
+    """Prepare a row's ``scores`` of so many groups of keys: see the module's docstring. With a
+    softcap the scores become exponents."""
     if has_scales(cache_tag):
         # So far the scores are products with bytes.
         for offset in range(0, groups * VECTOR_BYTES, VECTOR_BYTES):
             store(scores + offset, load(scores + offset) * load(key_scales + offset))
     if softcap != ZERO:
         cap_row(scores, groups, scale, softcap)
+
+
+@inner
+def hide_and_raise_maximum(scores, groups, first_seen, seen_end, factor, outputs_end):
+    """Hide the keys that a row does not see, and raise its maximum to the largest exponent of its
+    ``scores`` of so many groups of keys. (One loop does both.) The maximum that the row had is kept
+    beside it as the maximum before.
+
+    The row sees keys [first_seen, seen_end), counted from the first key of these groups. The scores
+    of all other keys become -inf. ``outputs_end`` is where the outputs of the row's state end.
+    """
+    largest = splat(_NEGATIVE_INFINITY)
     # A row sees all keys of most spans. Not of the span where its window begins, and not of the one
     # that it stands in itself.
-    if first_seen > 0 or seen_end < groups * GROUP_TOKENS:
-        for g in range(groups):
-            group_scores = scores + g * VECTOR_BYTES
+    some_hidden = first_seen > 0 or seen_end < groups * GROUP_TOKENS
+    for g in range(groups):
+        group_scores = scores + g * VECTOR_BYTES
+        if some_hidden:
             group_begin = g * GROUP_TOKENS
             seen = keep_between(
                 load(group_scores),
@@ -169,19 +181,8 @@ def prepare_scores(cache_tag, scores, groups, first_seen, seen_end, scale, softc
                 _NEGATIVE_INFINITY,
             )
             store(group_scores, seen)
-
-
-@inner
-def raise_maximum(scores, groups, factor, outputs_end):
-    """Raise a row's maximum to the largest exponent of its ``scores`` of so many groups of keys.
-    The maximum that it had is kept beside it as the maximum before.
-
-    ``outputs_end`` is where the outputs of the row's state end.
-    """
-    largest = splat(_NEGATIVE_INFINITY)
-    for g in range(groups):
         # (The order matters: ``larger`` drops a NaN score.)
-        largest = larger(load(scores + g * VECTOR_BYTES), largest)
+        largest = larger(load(group_scores), largest)
     before = load_f32(outputs_end + _MAXIMUM)
     # The factor is positive: the largest score is that of the largest exponent.
     store_f32(outputs_end + _MAXIMUM, max(before, lane_max(largest) * factor))
