@@ -199,6 +199,14 @@ class TierLimits:
         return sequence.request.tier > self._limit.top
 
     def may_decode(self, sequence: Sequence) -> bool:
+        """A decode is held back if all of this holds:
+
+        - Its tier is below the top one.
+        - The tier has a row already, or seconds are reserved for a block of its first prompt.
+        - The predicted seconds of the decode exceed what is left of the limit beside the taken
+          seconds and the prompts of the tiers that are not limited.
+        - They also exceed the rest of the tier's own share.
+        """
         if not self.is_limited(sequence):
             return True
         tier = sequence.request.tier
@@ -311,9 +319,9 @@ class TierLimits:
         choice.most_read = read
 
     def note_step(self, target: float | None, now: float) -> None:
-        """Learn from the seconds since the step before was complete. If only one of the two steps
-        has a target, these may be no inter-token latency of the top tier: it may not have decoded
-        in the other step. Then nothing is learned."""
+        """Learn from the seconds since the step before was complete. Without a target in both
+        steps, the top tier may have skipped one of them. Then the time between is not its
+        inter-token latency, and nothing is learned."""
         seconds = now - self._last_at
         last_target = self._last_target
         self._last_at = now
