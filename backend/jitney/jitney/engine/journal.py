@@ -263,7 +263,7 @@ class Journal:
         if key == self._alone:
             self._alone = self._next_suspect()
 
-    # ------------------------------------------------------------------ figures for the log
+    # ------------------------------------------------------------------ figures for log and metrics
 
     def names(self, most: int) -> str:
         """The open requests, at most so many, for the log: by the client's id or by their key."""
@@ -274,6 +274,10 @@ class Journal:
         if len(self._open) > most:
             names.append("…")
         return ", ".join(names)
+
+    def num_sent(self) -> int:
+        """Open requests that any engine has got."""
+        return len([entry for entry in self._open.values() if entry.was_sent])
 
     def num_emitted(self) -> int:
         """Tokens that the open requests have emitted."""

@@ -397,7 +397,7 @@ class SupervisedEngine:
         with self._lock:
             self._connection = connection
             self.health.up = True
-            self.health.replayed_requests += len(self._journal)
+            self.health.replayed_requests += self._journal.num_sent()
             self.health.replayed_tokens += self._journal.num_emitted()
             self._send_due()
             if self._stopped.is_set():
