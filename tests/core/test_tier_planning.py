@@ -255,6 +255,30 @@ def test_the_target_of_a_lower_tier_does_not_lift_that_of_the_first(
 
 
 @OVERLAP
+def test_who_has_a_gap_target_decodes_though_a_first_token_above_allows_less(overlap: bool) -> None:
+    """Only its prompts, and the tiers below it, are limited by that."""
+    tiers = [{"name": "fast", "ttft_ms": 60}, {"name": "chat", "gap_ms": 200}, BULK]
+    play = Timed(tiers=tiers, overlap=overlap)
+    bulk = [play.bulk([key], max_tokens=200) for key in range(4)]
+    play.step(4)
+    chats = [play.submit([key], tier="chat", max_tokens=60) for key in range(16)]
+    while len(play.order) < len(bulk) + len(chats):
+        play.step()
+    begin = len(play.batches)
+    long = play.submit([1] * 200, tier="chat", max_tokens=2)
+    for _ in range(20):
+        report = play.step()
+        keys = {row.key for row in play.batches[-1].rows}
+        assert keys.issuperset(chats)
+        assert 0 < report.stats.tiers[2].held_back < 4
+        assert len(keys.intersection(bulk)) == 4 - report.stats.tiers[2].held_back
+    parts = [row for batch in play.batches[begin:] for row in batch.rows if row.key == long]
+    assert max(len(row.token_ids) for row in parts) <= 8, "its prompt is cut"
+    play.drain()
+    check_streams(play, *bulk, *chats, long)
+
+
+@OVERLAP
 @pytest.mark.parametrize("ttft_ms", [None, 1000])
 def test_bulk_makes_way_for_a_tier_with_a_target_for_its_first_token(
     ttft_ms: int | None, overlap: bool
