@@ -3,6 +3,7 @@
 The clock is the steps' own: each takes what a linear cost says, which the scheduler has to learn.
 """
 
+import itertools
 import random
 from itertools import pairwise
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from jitney.batch import Batch, StepOutput
 from jitney.core.policy.cost import StepCost, StepShape
 from jitney.core.policy.plain import NoCosts
+from jitney.core.policy.speculation import NO_DRAFTS, Prices
 from jitney.core.policy.tier_limits import TierLimits
 from jitney.messages import Cancel, Failed
 from jitney.read_config import make_config
@@ -673,6 +675,33 @@ def test_what_a_draft_model_reads_stops_at_the_target(overlap: bool) -> None:
     assert sum(row.drafts for row in rows) > 40
     play.drain()
     check_streams(play, fast, *crowd)
+
+
+def test_a_step_that_is_planned_again_counts_once_what_it_holds_back() -> None:
+    """With overlap a step that asks a draft model is planned again after the step in flight."""
+    model = {"drafter": "draft_model", "model": "m", "max_drafts": 4}
+    play = Timed(overlap=True, speculation=model, num_blocks=1024)
+    play.draft(1.0)
+    # Only after a step that asks nothing is one in flight when the next is planned.
+    prices = itertools.cycle([NO_DRAFTS, Prices(0.0), Prices(0.0), Prices(0.0)])
+    play.scheduler.policies.drafts._prices = lambda some: next(prices)  # type: ignore
+    for key in range(24):
+        play.bulk([key], max_tokens=200)
+    play.step(3)
+    fast = play.fast([1] * 20, max_tokens=60)
+    while fast not in play.order:
+        play.step()
+    reverted: list[Batch] = []
+    revert = play.scheduler.revert
+    play.scheduler.revert = lambda batch: (reverted.append(batch), revert(batch))  # type: ignore
+    held_back = 0
+    while fast not in play.ends:
+        reverted.clear()
+        report = play.step()
+        if reverted:
+            held_back = report.stats.tiers[1].held_back
+            assert held_back == 24 - len(play.bulk_rows(play.batches[-1]))
+    assert held_back > 0
 
 
 def test_who_may_not_ask_loses_no_step_by_waiting_for_it() -> None:

@@ -149,7 +149,8 @@ class StepLimits(Protocol):
     """Whether anything is ever limited. If not, the planner skips the questions about decodes."""
 
     held_back: list[int]
-    """By tier: how often a decode was left out or a chunk was cut, since :meth:`reset_counts`."""
+    """By tier: how often a decode was left out or a chunk was cut in the latest plan since
+    :meth:`reset_counts`. So a step that is reverted and planned again counts once."""
 
     @property
     def target(self) -> float | None:

@@ -128,7 +128,7 @@ class TierLimits:
         self._tiers = tiers
         self._cost = cost
         self._block_size = block_size
-        # By tier, since reset_counts(): decodes left out and chunks cut.
+        # By tier: decodes left out and chunks cut, of the latest plan since reset_counts().
         self.held_back = [0] * len(tiers)
         self.aim = 1.0
         # When the last step was complete, and its target.
@@ -163,6 +163,7 @@ class TierLimits:
             decoding = {sequence.request.tier for sequence in decodes}
             self._limit = limit_of(self._tiers, decoding, self.aim)
             self._weights = self._cost.weights
+        self.reset_counts()  # a step that was reverted and is planned again counts once
         self._any_chunk = False
         self._passes = 0
         self._taken_by_tier = [0.0] * len(self._tiers)
