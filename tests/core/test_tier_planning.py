@@ -3,6 +3,7 @@
 The clock is the steps' own: each takes what a linear cost says, which the scheduler has to learn.
 """
 
+import itertools
 import random
 from itertools import pairwise
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from jitney.batch import Batch, StepOutput
 from jitney.core.policy.cost import StepCost, StepShape
 from jitney.core.policy.plain import NoCosts
+from jitney.core.policy.speculation import NO_DRAFTS, Prices
 from jitney.core.policy.tier_limits import TierLimits
 from jitney.messages import Cancel, Failed
 from jitney.read_config import make_config
@@ -252,6 +254,30 @@ def test_the_target_of_a_lower_tier_does_not_lift_that_of_the_first(
     play.drain()
     assert max(1e3 * seconds_of(batch) for batch in play.batches[begin:]) <= 60 * 1.01
     check_streams(play, fast, *chats)
+
+
+@OVERLAP
+def test_who_has_a_gap_target_decodes_though_a_first_token_above_allows_less(overlap: bool) -> None:
+    """Only its prompts, and the tiers below it, are limited by that."""
+    tiers = [{"name": "fast", "ttft_ms": 60}, {"name": "chat", "gap_ms": 200}, BULK]
+    play = Timed(tiers=tiers, overlap=overlap)
+    bulk = [play.bulk([key], max_tokens=200) for key in range(4)]
+    play.step(4)
+    chats = [play.submit([key], tier="chat", max_tokens=60) for key in range(16)]
+    while len(play.order) < len(bulk) + len(chats):
+        play.step()
+    begin = len(play.batches)
+    long = play.submit([1] * 200, tier="chat", max_tokens=2)
+    for _ in range(20):
+        report = play.step()
+        keys = {row.key for row in play.batches[-1].rows}
+        assert keys.issuperset(chats)
+        assert 0 < report.stats.tiers[2].held_back < 4
+        assert len(keys.intersection(bulk)) == 4 - report.stats.tiers[2].held_back
+    parts = [row for batch in play.batches[begin:] for row in batch.rows if row.key == long]
+    assert max(len(row.token_ids) for row in parts) <= 8, "its prompt is cut"
+    play.drain()
+    check_streams(play, *bulk, *chats, long)
 
 
 @OVERLAP
@@ -649,6 +675,33 @@ def test_what_a_draft_model_reads_stops_at_the_target(overlap: bool) -> None:
     assert sum(row.drafts for row in rows) > 40
     play.drain()
     check_streams(play, fast, *crowd)
+
+
+def test_a_step_that_is_planned_again_counts_once_what_it_holds_back() -> None:
+    """With overlap a step that asks a draft model is planned again after the step in flight."""
+    model = {"drafter": "draft_model", "model": "m", "max_drafts": 4}
+    play = Timed(overlap=True, speculation=model, num_blocks=1024)
+    play.draft(1.0)
+    # Only after a step that asks nothing is one in flight when the next is planned.
+    prices = itertools.cycle([NO_DRAFTS, Prices(0.0), Prices(0.0), Prices(0.0)])
+    play.scheduler.policies.drafts._prices = lambda some: next(prices)  # type: ignore
+    for key in range(24):
+        play.bulk([key], max_tokens=200)
+    play.step(3)
+    fast = play.fast([1] * 20, max_tokens=60)
+    while fast not in play.order:
+        play.step()
+    reverted: list[Batch] = []
+    revert = play.scheduler.revert
+    play.scheduler.revert = lambda batch: (reverted.append(batch), revert(batch))  # type: ignore
+    held_back = 0
+    while fast not in play.ends:
+        reverted.clear()
+        report = play.step()
+        if reverted:
+            held_back = report.stats.tiers[1].held_back
+            assert held_back == 24 - len(play.bulk_rows(play.batches[-1]))
+    assert held_back > 0
 
 
 def test_who_may_not_ask_loses_no_step_by_waiting_for_it() -> None:

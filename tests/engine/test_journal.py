@@ -456,3 +456,13 @@ def test_counts_that_are_lost_with_an_engine_are_not_invented() -> None:
     assert isinstance(end, Finished)
     assert end.timing.queue_s is None
     assert (end.timing.cached_prompt_tokens, end.timing.computed_prompt_tokens) == (0, 0)
+
+
+def test_only_requests_that_an_engine_has_got_count_as_sent() -> None:
+    journal = Journal()
+    params = SamplingParams()
+    journal.note_message(Submit(key=0, prompt=[1], params=params, arrival=0.0))
+    journal.take_unsent()
+    journal.note_death([])
+    journal.note_message(Submit(key=1, prompt=[1], params=params, arrival=0.0))
+    assert (len(journal), journal.num_sent()) == (2, 1)

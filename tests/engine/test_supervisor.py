@@ -6,6 +6,7 @@ import os
 import queue
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,9 +15,9 @@ from typing import Any
 
 import psutil
 import pytest
-from jitney.engine import supervisor
+from jitney.engine import process, supervisor
 from jitney.engine.supervisor import SupervisedEngine
-from jitney.engine.wire import Ready, RowRange, Start, StepBegun
+from jitney.engine.wire import Frames, Ready, RowRange, Start, StepBegun, ToEngine
 from jitney.errors import CheckpointError, LoadError, UnavailableError
 from jitney.messages import (
     Cancel,
@@ -316,6 +317,7 @@ def test_the_queue_s_limit_holds_for_what_came_while_the_engine_was_down(
     assert isinstance(end, Failed)
     assert (end.code, "and at most 2 may (max_queued)" in end.message) == ("UNAVAILABLE", True)
     front.finish(*keys)
+    assert front.engine.health.replayed_requests == 1, "no engine had got the others"
 
 
 def test_the_queue_s_limit_holds_in_the_engine_too(make_front: Callable[..., Front]) -> None:
@@ -433,3 +435,23 @@ def test_rows_are_blamed_while_their_step_is_in_flight() -> None:
     engine._take(StepReport([], StepStats()))
     assert engine._rows == []
     engine.kill()
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "logged"), [(None, 0, 0), (b"\0\0\0\0" * 4, 1, 1)], ids=["gone", "garbage"]
+)
+def test_an_engine_that_cannot_read_its_front_says_why(
+    monkeypatch: pytest.MonkeyPatch, sent: bytes | None, status: int, logged: int
+) -> None:
+    """An engine whose front is gone just ends."""
+    statuses: list[int] = []
+    said: list[str] = []
+    monkeypatch.setattr(process.os, "_exit", statuses.append)
+    monkeypatch.setattr(process._log, "exception", said.append)
+    ours, theirs = socket.socketpair()
+    with theirs:
+        if sent is not None:
+            ours.sendall(sent)
+        ours.close()
+        process._read(Frames[ToEngine](theirs, ToEngine), engine=None)  # type: ignore[arg-type]
+    assert (statuses, len(said)) == ([status], logged)

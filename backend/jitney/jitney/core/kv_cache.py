@@ -251,7 +251,8 @@ class KvCache:
             assert len(set(table)) == len(table), "a table names a block twice"
             owners.update(table)
             for block in table[num_written // self.block_size :]:
-                # A pending copy holds its source, but does not make the table's block shared.
+                # A reference held for a pending copy does not count: the table may still write to
+                # the block that is its source.
                 num_tables = self._refs[block] - sources[block]
                 assert num_tables == 1, f"writable block {block} is shared"
                 assert self._hash_of[block] is None, f"writable block {block} has a hash"

@@ -51,6 +51,7 @@ class Lookahead:
         )
         if choice.is_empty:
             return choice
+        # Both calls cut `choice` down in place.
         self._limits.take_drafts(choice)
         self._allocate_slots(sequence, choice, after)
         if choice.is_empty:

@@ -60,7 +60,8 @@ class OutputApplier:
                 self._count_drafts(row, accepted)
             if row.propose:
                 # What the draft model could read: all tokens up to the last accepted draft, and one
-                # more, the sample after it. Of these it has yet to compute the last `unread`.
+                # more, the sample after it. The last `result.unread` of these it has not computed
+                # yet.
                 num_readable = row.start + num_known + accepted + 1
                 sequence.num_read = num_readable - result.unread
             # The runner proposes what may follow its own samples: the first one, and the one after
@@ -144,7 +145,7 @@ class OutputApplier:
         ids: list[int] = []
         num_drafts = len(drafts)
         # Index of the sample for the next position; the draft for that position has the same index.
-        # So this many drafts are accepted. `has_sample`: the samples are of use up to there.
+        # So this many drafts are accepted. `has_sample`: whether `sampled[position]` may be used.
         position = 0
         has_sample = True
         forced: list[int] = []  # the next tokens, if the grammar forces any

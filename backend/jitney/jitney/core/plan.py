@@ -108,16 +108,16 @@ class Planner:
         preemptions_before = live.preemptions
         self._admission.begin_step(live.running, now)
         self._admit_urgent(plan)
-        # No sequence is admitted until the chunks of all running ones are planned. So it can be
-        # counted now how many tokens decodes and drafts must leave to prompts.
+        # No further sequence is admitted until the chunks of all running ones are planned. So it
+        # can be counted now how many tokens decodes and drafts must leave to prompts.
         plan.min_prefill_tokens = self._min_prefill_tokens()
         if self._drafts.is_active:
             self._lookahead.begin(self._max_tokens)
         self._limits.begin(live.running)
         self._drafts.begin(live.running, self._limits)
         prefills = self._plan_decodes(plan)
-        # All of these still run. A decode that needed a block has preempted only sequences that
-        # come after those that were looked at before it.
+        # All of these still run. Preemption takes from the end of `running`, never a sequence
+        # before the decode that needs the block.
         for sequence in prefills:
             self._plan_chunk(plan, sequence, plan.tokens_left)
         # A step that preempts admits no sequence, because blocks are short. But if a sequence that
@@ -160,7 +160,8 @@ class Planner:
         running = self._live.running
         share = self._prefill_share
         # With so few sequences the decodes leave at least the share, at one token each. (Drafts are
-        # limited by `lookahead`. Forced tokens may take a part of the share: that is accepted.)
+        # limited by `lookahead`. Forced tokens may take a part of the share, because `_plan_forced`
+        # leaves what is returned here, and that is 0: this is accepted.)
         if len(running) <= self._max_tokens - share:
             return 0
         return min(share, sum(sequence.num_to_prefill for sequence in running))
@@ -236,8 +237,9 @@ class Planner:
         plan.add_row(sequence, tokens, (sequence.index,), choice=choice)
 
     def _plan_forced(self, plan: StepPlan, sequence: Sequence, next_index: int) -> None:
-        """Plan a decode of several known tokens, which a grammar forced: as many as have slots, and
-        as leave one token to each running sequence from ``next_index`` on."""
+        """Plan a decode of several known tokens, which a grammar forced: at most as many as it has
+        slots for, and so few that one token is left for each running sequence from ``next_index``
+        on."""
         num_after = len(self._live.running) - next_index
         budget = max(plan.tokens_left - plan.min_prefill_tokens - num_after, 1)
         slots = len(sequence.table) * self._block_size - sequence.num_planned
@@ -269,7 +271,8 @@ class Planner:
         when the sequence was admitted."""
         start = sequence.num_planned
         count = min(sequence.num_tokens - start, most)
-        # A sequence that was just admitted may lack its last token alone. That is no chunk.
+        # A sequence that was just admitted may have only its last token left to compute: that is a
+        # decode.
         if start < sequence.decodes_from:
             count = self._limits.take_chunk(sequence, count)
         if count:

@@ -48,7 +48,8 @@ class Request:
     num_live: int = field(init=False)
     """Its sequences that have not ended, forks that it has yet to make included."""
     reads_output: bool = field(init=False)
-    """Whether sampling a token depends on the output before it, which the host must know then."""
+    """Whether sampling a token depends on the output before it. Then the host must know all of
+    that output before it plans the row."""
     takes_forced: bool = field(init=False)
     """Whether tokens that its grammar forces are appended without being sampled."""
     root: bytes = field(init=False)
@@ -100,7 +101,7 @@ class Request:
 
     @property
     def slots_needed(self) -> int:
-        """How many free slots for running sequences a waiting sequence of this request needs to be
+        """How many more sequences must be allowed to run before a waiting one of this request is
         admitted."""
         if not self.waits_for_all_forks:
             return 1
@@ -201,8 +202,8 @@ class Drafting:
     propose: int = 0
     """How many tokens a draft model is to propose in that step, for the next one."""
     no_wait_steps: int = 0
-    """For how many more steps the sequence does not wait for a pending token. Set when a step has
-    no budget or blocks for its drafts."""
+    """For how many more steps the sequence does not wait for a pending token (see
+    ``DraftPolicy.waits_for_sample``). Set when a step has no budget or blocks for its drafts."""
     ngrams: dict[int, int] = field(default_factory=dict)
     """Hash of an n-gram -> the position after its latest occurrence in the first ``indexed``
     tokens. The hash alone, to save memory: a collision costs a wrong draft."""
@@ -251,9 +252,8 @@ class Sequence:
     the last token, which is only sampled. So it may have ``max_computed + 1`` tokens."""
     decodes_from: int = field(default=0, init=False)
     """From this ``num_planned`` on the sequence decodes; before, it has a prompt or a recomputation
-    to compute. These are all tokens that it had when it was admitted, except the last one if that
-    was output. That one is computed by the last chunk or, if the budget cuts it off, by a decode.
-    So a sequence that lacks this token alone counts as decoding."""
+    to compute. It is the number of tokens at admission, less one if the sequence had output. So a
+    sequence with output that has only its last token left to compute counts as decoding."""
     sample_index: int = field(default=0, init=False)
     """Index of the first sample of its latest row among all samples of that step. A row that
     carries the token refers to it by this index."""

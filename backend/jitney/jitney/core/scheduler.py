@@ -221,7 +221,7 @@ class Scheduler:
                 events.append(_failed_by_deadline(message, "in the queue"))
             else:
                 # A resumed request has output, and ends with that. Once it is submitted, it is
-                # live, and the loop below ends it. It never runs, so it needs no resource.
+                # live. It is ended below before it could run, so it needs no resource.
                 events += self.submit(message)
         for key in self.live.deadlines.reached(now):
             request = self.live.requests[key]
@@ -286,8 +286,8 @@ class Scheduler:
         have ended are left out, and every pending copy is made. No step may be in flight."""
         live = self.live
         assert not live.in_flight
-        # What was saved to ask a draft model is spent by a step that failed, too. update() will
-        # not tell the policy, because the repeated rows ask for nothing.
+        # The policy saves up for its next try of a draft model. If the failed step asked the model,
+        # that saving is spent. update() will not say so: the repeated rows have propose = 0.
         self.policies.drafts.note_rows(rows)
         plain_rows: list[Row] = []
         for row in rows:
@@ -316,7 +316,7 @@ class Scheduler:
         )
         if message.key in self._held:
             return needs
-        # A request with entries here was accepted by an engine that has ended.
+        # A request with entries in ``emitted`` was accepted by an engine that has ended.
         if not message.emitted:
             self._admission.check_queue(message, self.live.running)
         self._admission.count_queued(message)

@@ -22,7 +22,7 @@ class StepPlan:
     tokens_left: int
     """What is left of the token budget."""
     min_prefill_tokens: int = 0
-    """How many of ``tokens_left`` decodes must leave to chunks."""
+    """Decodes must leave this many of ``tokens_left`` to chunks."""
     num_samples: int = 0
     """Samples of all rows so far."""
     step: PlannedStep = field(default_factory=lambda: PlannedStep(Batch([])))

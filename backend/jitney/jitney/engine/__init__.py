@@ -17,13 +17,13 @@ In the order in which they are read:
 
 The engine lives in a process of its own, so that a fault of the device or of a native library takes
 no stream with it. The supervisor submits every open request to the next engine with what it has
-emitted; it resumes there as a preempted request does. In bfloat16 a prefill and the decodes that it
-replaces round differently. So after a resumption, as after a preemption, another token may be
-sampled where two were almost equally likely.
+emitted; the request resumes there as a preempted one does. In bfloat16 a prefill and the decodes
+that it replaces round differently. So after a resumption, as after a preemption, another token may
+be sampled where two were almost equally likely.
 
 The cache keeps its size: the next engine gets as many bytes as the first one, because the requests
 that the first one admitted must fit into the next.
 
 When the front dies, fork server and engine end too. The kernel sends them SIGKILL when their parent
-ends. If that does not reach one, it ends when its socket closes.
+ends. A process that the signal does not reach ends when its socket closes.
 """

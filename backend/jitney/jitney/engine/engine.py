@@ -132,8 +132,8 @@ class Engine:
         Then the report is empty.
 
         With overlap the events are those of the step before, so the first step has none.
-        ``step_seconds`` is the time of this call: in steady state what a step on the device takes,
-        because the call waits for the end of one.
+        ``step_seconds`` is the time of this call. In steady state it equals the time of one step on
+        the device, because each call waits for one step to end.
         """
         self.scheduler.reset_counts()
         self._steps.reset_counts()
@@ -141,7 +141,7 @@ class Engine:
         now = self._clock()
         self._events += self.scheduler.expire(now)
         if self._events or self.scheduler.has_work or self._steps.num_in_flight:
-            # If there are only events, this makes no step, and the events are reported.
+            # If there are only events, _make_step() does nothing, and the events are reported.
             self._make_step(now)
         elif self.pending:
             self._wait_for_resource(now)  # the next call applies what has come
@@ -235,8 +235,8 @@ class Engine:
             assert isinstance(message, Cancel)
             events = self.scheduler.cancel(message.key)
             self._events += events
-            # Noted now, not at the end of the step: a request that waits for a resource, which may
-            # be there already, would begin in this step.
+            # Noted now, not at the end of the step: else take_ready() would begin the cancelled
+            # request in this step, if its resource has come.
             self._note_ended(_ended_by(events), now)
 
     def _accept(self, message: Submit, now: float) -> list[Event]:

@@ -63,8 +63,8 @@ class ForkServer:
     has died."""
 
     def __init__(self, plan: ForkPlan, stopped: threading.Event) -> None:
-        """Once ``stopped`` is set, a thread that waits for an answer of the fork server kills it
-        instead."""
+        """Once ``stopped`` is set, a thread that waits for an answer of the fork server kills the
+        fork server instead of waiting on."""
         self._plan = plan
         self._stopped = stopped
         self._process: subprocess.Popen[bytes] | None = None
@@ -121,9 +121,9 @@ class ForkServer:
         # heap and make nothing faster.
         for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
             environment.setdefault(name, "16")
-        # The one that stops a server may send the signal to all its processes. But the front
-        # decides when its engine ends. This blocks the signals in the present thread; a child
-        # inherits it.
+        # Whoever stops a server, such as tritonserver, may send the signal to all processes of it.
+        # But the front decides when its engine ends. This blocks the signals in the present thread;
+        # a child inherits it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
         command = [python_executable(), "-X", "faulthandler", "-m", "jitney.engine.process"]
         return subprocess.Popen(

@@ -36,6 +36,7 @@ class Health:
     deaths: deque[Death] = field(default_factory=lambda: deque(maxlen=64))
     """The last deaths of an engine, the oldest first."""
     replayed_requests: int = 0
+    """Requests that an engine had got before it died, and that were sent to the next one."""
     replayed_tokens: int = 0
     """Tokens that had been emitted, and whose K and V were computed again."""
 

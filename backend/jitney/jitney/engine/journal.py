@@ -54,8 +54,8 @@ class _Sequence:
 
     emitted: Emitted = field(default_factory=Emitted)
     tokens_since_death: int = 0
-    """Tokens emitted since an engine last died at the request: so far the place of the next death
-    may have moved."""
+    """Tokens emitted since the last death of an engine that was computing this request. The next
+    death may be that many positions further on."""
     samples_by_engine: int = 0
     """Samples by the present engine: enough of them prove that it has got past that place. Tokens
     that a grammar forces, and accepted drafts, come with the sample before them and do not count.
@@ -78,8 +78,8 @@ class _Entry:
     later: list[Finish | Cancel] = field(default_factory=list)
     """The messages that followed its Submit. Every new engine gets them again."""
     died_at: list[RowRange] = field(default_factory=list)
-    """Rows of this request at the last death of an engine that was computing any. The row of a
-    sequence is removed once the sequence has got past it."""
+    """Rows of this request at the last death of an engine that was computing rows of it. The row of
+    a sequence is removed once the sequence has got past it."""
     deaths: int = 0
     """Engines in a row that died at the same tokens of it. Back to 0 once it is proved innocent:
     once all its sequences have got past the tokens."""
@@ -263,7 +263,7 @@ class Journal:
         if key == self._alone:
             self._alone = self._next_suspect()
 
-    # ------------------------------------------------------------------ figures for the log
+    # ------------------------------------------------------------------ figures for log and metrics
 
     def names(self, most: int) -> str:
         """The open requests, at most so many, for the log: by the client's id or by their key."""
@@ -274,6 +274,10 @@ class Journal:
         if len(self._open) > most:
             names.append("…")
         return ", ".join(names)
+
+    def num_sent(self) -> int:
+        """Open requests that any engine has got."""
+        return len([entry for entry in self._open.values() if entry.was_sent])
 
     def num_emitted(self) -> int:
         """Tokens that the open requests have emitted."""
@@ -298,10 +302,13 @@ def _is_same_place(before: RowRange, now: RowRange, tokens_between: int) -> bool
     They do if the gap between them, in either direction, has fewer positions than these tokens.
     Without tokens between, the rows must overlap. Two examples:
 
-    - ``now`` comes after ``before``: a resumed sequence samples a token in its prefill, and a fault
-      of decoding strikes in its first decode, one position further on.
-    - ``now`` comes before ``before``: after it had emitted the tokens, the sequence was computed
-      again from the start, because it was preempted, or by a further engine.
+    - ``now`` comes after ``before``: [100, 101), then [101, 102) with 1 token between: a gap of 0.
+      A resumed sequence samples a token in its prefill, and a fault of decoding strikes in its
+      first decode, one position further on.
+    - ``now`` comes before ``before``: [100, 101), then [0, 96) with 8 tokens between (a sample, and
+      7 that a grammar forced): a gap of 4. After it had emitted the tokens, the sequence was
+      computed again from the start, because it was preempted, or by a further engine. Its first
+      chunk counts, because it ends fewer than 8 positions before 100; [0, 92) would not.
     """
     gap = max(now.start - before.end, before.start - now.end)  # negative if they overlap
     return gap < tokens_between

@@ -66,8 +66,8 @@ class Source(Protocol[T_co]):
         that :meth:`make` raised."""
 
     def release(self, keys: Collection[int], now: float) -> Sequence[int]:
-        """These requests have ended; some of them may have claimed nothing. Returns the keys of the
-        requests whose wait ends, because what the ended ones used has made room."""
+        """These requests have ended; some of them may have claimed nothing. Returns the keys of
+        waiting requests that can go on, now that the ended ones have freed room."""
 
     def report(self, stats: StepStats) -> None:
         """Add this kind's figures since the last report."""

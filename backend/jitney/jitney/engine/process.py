@@ -209,8 +209,9 @@ def _refuse(frames: Frames[ToEngine], error: JitneyError) -> int:
 
 
 def _read(frames: Frames[ToEngine], engine: Engine) -> None:
-    """In a thread: hand the front's messages to the engine. Once the front is gone, or if this
-    fails, end the process at once, even in the middle of a step: nobody receives its reports."""
+    """In a thread: hand the front's messages to the engine. Once the front is gone, which is no
+    error, or if this fails, end the process at once, even in the middle of a step."""
+    status = 1
     try:
         while True:
             message = frames.receive()
@@ -218,8 +219,12 @@ def _read(frames: Frames[ToEngine], engine: Engine) -> None:
                 engine.stop()
             elif isinstance(message, Submit | Finish | Cancel):
                 engine.send(message)
+    except EOFError:
+        status = 0
+    except Exception:
+        _log.exception("the engine cannot read what the front sends")
     finally:
-        os._exit(0)
+        os._exit(status)
 
 
 def _end_only_with_parent() -> None:

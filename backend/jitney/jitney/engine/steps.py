@@ -162,7 +162,8 @@ class Steps:
         if output is not None:
             began = self._busy_since
             ended = self._clock()
-            self._busy_since = ended  # with the next step, if one is in flight
+            # From now on the device is busy with the next step, if there is one.
+            self._busy_since = ended
             self._events += self._scheduler.update(batch, output, now=ended, seconds=ended - began)
             return
         # A later step continues what this one should have sampled: it computes nothing of use. Drop

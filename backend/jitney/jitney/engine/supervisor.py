@@ -94,17 +94,18 @@ class SupervisedEngine:
         self._journal = Journal()
         self._connection: EngineConnection | None = None  # None: no engine is loaded
         self._refusal: str | None = None  # why new requests are refused; None: they are not
-        # When an engine that was told to stop is killed; before stop(), never.
+        # Time at which to kill an engine that does not stop; inf before stop().
         self._kill_at = math.inf
         # The caller's, from run() on.
         self._outbox: Outbox = queue.SimpleQueue()
         # Rows of the steps in flight: if the engine dies now, they were being computed.
         self._rows: list[RowRange] = []
         self._latest_rows: list[RowRange] = []  # those of the step that was launched last
-        # Of the last report. Before the first one of an engine: its cache is empty.
+        # Stats of the last report. Until an engine's first one: those of an empty cache.
         self._stats = StepStats()
         # When the engine last sent something. An idle engine sends nothing, so its silence counts
-        # only while a request is open: until then this is set to the present time.
+        # only while a request is open: until then this is set to the present time (by _receive and
+        # send).
         self._heard = 0.0
         # Times of the deaths since an engine last completed a step.
         self._deaths_without_step: list[float] = []
@@ -228,7 +229,8 @@ class SupervisedEngine:
         """Hand reports on until the engine ends. Returns why it ended: one of ``CAUSES``."""
         self._heard = self._clock()
         killed_for: str | None = None
-        # An EOFError says that it has ended, and that everything that it sent has been received.
+        # An EOFError says that it has ended, and that everything that it sent has been received. If
+        # it ended by itself, the first call raises that, and `killed_for` stays None.
         with contextlib.suppress(EOFError):
             killed_for = self._read_until_killed(connection)
             self._read_rest(connection)
@@ -241,6 +243,8 @@ class SupervisedEngine:
         while True:
             message = self._receive(connection)
             reason = self._reason_to_kill()
+            # First of all, because handing a message on may take time. The message was received
+            # before the engine was killed, so it is handed on in any case.
             if reason is not None:
                 connection.kill()
             self._take(message)
@@ -275,7 +279,7 @@ class SupervisedEngine:
 
     def _receive(self, connection: EngineConnection) -> ToFront | None:
         """The next message; None if none comes within ``TICK_S``. Raises EOFError. Also does what
-        is due between two messages, while a model is loaded, too."""
+        is due between two messages, also while a model is still loading."""
         message = connection.frames.receive(TICK_S)
         now = self._clock()
         if message is not None or not self._journal:
@@ -301,7 +305,7 @@ class SupervisedEngine:
         """Note a report in the journal and hand it on."""
         if report.stats.batch_sequences:
             self._deaths_without_step.clear()
-        # Of the steps before, only the latest can still be in flight.
+        # This report completed every step but possibly the one that was launched last.
         self._rows = self._latest_rows if report.stats.steps_in_flight else []
         self._stats = report.stats
         with self._lock:
@@ -389,11 +393,11 @@ class SupervisedEngine:
         except BaseException:
             connection.close()
             raise
-        # Under one hold of the lock: no message may pass between the replay and the first send().
+        # Under one hold of the lock: else a new message could overtake the replay.
         with self._lock:
             self._connection = connection
             self.health.up = True
-            self.health.replayed_requests += len(self._journal)
+            self.health.replayed_requests += self._journal.num_sent()
             self.health.replayed_tokens += self._journal.num_emitted()
             self._send_due()
             if self._stopped.is_set():

@@ -222,8 +222,10 @@ class _Fitted:
         ]
         # The importance makes the error of a step relative to its seconds. The precision penalizes
         # the change of a weight by what it changes in a step whose field has its typical size,
-        # relative to the seconds of the first step. So fields that always grow together share new
-        # seconds in proportion to (field / typical size) ** 2.
+        # relative to the seconds of the first step:
+        #     penalty = _PRECISION * (change * typical size / first seconds) ** 2
+        # So fields that always grow together share new seconds in proportion to
+        # (field / typical size) ** 2.
         seconds = self._first_seconds
         precision = [_PRECISION * (size / seconds) ** 2 for size in self._typical]
         self.weights = fit(points, prior=self.weights, precision=precision)

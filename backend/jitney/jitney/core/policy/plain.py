@@ -33,8 +33,8 @@ class ByRank:
     def check_queue(self, message: Submit, running: list[Sequence]) -> None:
         if len(self._queued) < self._max_queued:
             return
-        # If the last step left sequences waiting that still wait, blocks or budget are short, and
-        # the next step may admit none.
+        # If sequences waited after the last step was planned, and some still wait, blocks or budget
+        # are short, and the next step may admit none.
         still_short = self._left_waiting and bool(self._queue)
         free_slots = 0 if still_short else self.num_free_slots(running)
         check_queue_limit(self._queued.values(), self._max_queued, free_slots=free_slots)

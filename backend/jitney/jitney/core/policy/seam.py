@@ -7,8 +7,9 @@
 
 Without options, ``plain`` answers: one queue by rank, no limits, no drafts. All methods are called
 from the engine's thread. Lists of running sequences are the scheduler's own, in order: a policy
-reads them, and only :meth:`Admission.begin_step` changes their order. Methods named ``take_…``,
-``count_…`` and ``note_…`` change what the policy knows; the others are queries.
+reads them, and only :meth:`Admission.begin_step` changes their order. These change what a policy
+knows: ``add``, ``remove``, ``reset_counts``, :meth:`DraftPolicy.choice_of`, and the methods named
+``begin…``, ``take_…``, ``count_…`` and ``note_…``. The others are queries.
 """
 
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ class TierTerms:
     tier: int = 0
     """Index among the option ``tiers``; 0 without."""
     delay_s: float = 0.0
-    """Seconds by which its sequences rank later than by priority and arrival alone."""
+    """Added to the rank, in seconds."""
 
 
 class Admission(Protocol):
@@ -145,10 +146,11 @@ class StepLimits(Protocol):
     far take."""
 
     is_active: bool
-    """Whether anything is ever limited. If not, the planner does not ask for each row."""
+    """Whether anything is ever limited. If not, the planner skips the questions about decodes."""
 
     held_back: list[int]
-    """By tier: how often a decode was left out or a chunk was cut, since :meth:`reset_counts`."""
+    """By tier: how often a decode was left out or a chunk was cut in the latest plan since
+    :meth:`reset_counts`. So a step that is reverted and planned again counts once."""
 
     @property
     def target(self) -> float | None:
@@ -188,7 +190,7 @@ class DraftPolicy(Protocol):
     """Which tokens are drafted."""
 
     is_active: bool
-    """Whether any sequence ever has drafts. If not, the planner does not ask for each row."""
+    """Whether any sequence ever has drafts. If not, the planner skips the questions about them."""
 
     def begin(self, running: list[Sequence], limits: StepLimits) -> None:
         """A step of these sequences is to be planned: choose which of them may have drafts."""

@@ -7,10 +7,11 @@ would have made, and ``outcome`` keeps them as far as the drafts are right.
 
 A draft is taken if the probability that it is accepted, times the value of a token, exceeds the
 seconds that it adds to the step. The value of a token is the time of a step without drafts, divided
-by its rows. ``cost`` predicts these seconds. The probability is the sequence's own as far as it is
-known, else that of all sequences. It is learned by comparing proposals with the output, including
-proposals that no step computed. So a full batch takes no drafts, and n-grams show at no cost when
-drafts begin to pay again.
+by its rows. ``cost`` predicts these seconds. So a full batch takes no drafts.
+
+The probability is the sequence's own as far as it is known, else that of all sequences. It is
+learned by comparing proposals with the output. Proposals of n-grams are compared even if no step
+computes them, which costs nothing. So it shows when drafts pay again.
 
 A draft model must read a sequence before it can propose. It is asked for as many tokens as would be
 taken as drafts, if the gain until the sequence ends is greater than the cost of reading. In each
@@ -48,8 +49,8 @@ _TRIED = 4  # tokens that are asked for in a try
 _TRIES = 0.03
 # Tokens that a draft model may read beside those that it has not read yet:
 # - the token that this step samples;
-# - a token that it read before, if this step writes the first slot of that token's block: the model
-#   forgets such a block (see `execution.draft`);
+# - one token that it read before, and whose block it had to forget, because this step begins to
+#   fill that block (see `execution.draft`);
 # - with a grammar, the last sample: another token may have been forced in its place.
 _REREAD = 3
 # Drafts must gain so many times what they cost, for two reasons. Sequences whose average is high

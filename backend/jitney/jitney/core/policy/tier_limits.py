@@ -23,7 +23,7 @@ part of the target, the *aim*. It shrinks with each step that exceeds the target
 with each step that does not. Both balance if one step in a hundred exceeds the target.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from jitney.config import TierConfig
@@ -49,8 +49,13 @@ class SecondsLimit:
     """The limit of one step."""
 
     top: int
-    """The tier whose target it is. The tiers below it are limited. If nothing limits the step, this
-    is the number of tiers, so that none is below."""
+    """The top tier. The tiers below it are limited. If nothing limits the step, this is the number
+    of tiers, so that none is below."""
+    first_cut: int
+    """Chunks of this tier and of those below it are cut. If the limit is a target for the
+    inter-token latency, this is the top tier. If it is one for first tokens, this is the tier after
+    the first that has such a target, whose own prompts it does not limit. If nothing limits the
+    step: the number of tiers."""
     seconds: float = _NO_LIMIT
     """What the step may take by the learned cost."""
     inter_token_target: float | None = None
@@ -79,17 +84,24 @@ def limit_of(tiers: tuple[TierConfig, ...], decoding: set[int], aim: float) -> S
     """The limit of a step in which these tiers decode."""
     for index, tier in enumerate(tiers):
         if index in decoding and tier.gap_ms is not None:
-            # This tier is the top one, or one above it. The targets of those below do not count.
-            by_first_tokens = _limit_by_first_tokens(tiers[:index], no_top=len(tiers))
+            # This tier is the top one, whichever limit is smaller: its decodes are always in the
+            # step. The targets of the tiers below do not count.
+            by_first_tokens = _limit_by_first_tokens(tiers[:index])
             target = tier.gap_ms / 1e3
             seconds = target * aim
             if seconds < by_first_tokens.seconds:
-                return SecondsLimit(top=index, seconds=seconds, inter_token_target=target)
-            return by_first_tokens
-    return _limit_by_first_tokens(tiers, no_top=len(tiers))
+                return SecondsLimit(
+                    top=index, first_cut=index, seconds=seconds, inter_token_target=target
+                )
+            return replace(by_first_tokens, top=index)
+    return _limit_by_first_tokens(tiers)
 
 
-def _limit_by_first_tokens(tiers: tuple[TierConfig, ...], no_top: int) -> SecondsLimit:
+def _no_limit(tiers: tuple[TierConfig, ...]) -> SecondsLimit:
+    return SecondsLimit(top=len(tiers), first_cut=len(tiers))
+
+
+def _limit_by_first_tokens(tiers: tuple[TierConfig, ...]) -> SecondsLimit:
     """The limit that the targets for first tokens of these tiers set. The first tier that has one
     is the top tier, even if the smaller target of another tier sets the seconds."""
     limits: dict[int, float] = {}
@@ -97,8 +109,9 @@ def _limit_by_first_tokens(tiers: tuple[TierConfig, ...], no_top: int) -> Second
         if tier.ttft_ms is not None:
             limits[index] = tier.ttft_ms / 1e3 / _STEPS_TO_FIRST
     if not limits:
-        return SecondsLimit(top=no_top)
-    return SecondsLimit(top=min(limits), seconds=min(limits.values()))
+        return _no_limit(tiers)
+    top = min(limits)
+    return SecondsLimit(top=top, first_cut=top + 1, seconds=min(limits.values()))
 
 
 class TierLimits:
@@ -115,14 +128,14 @@ class TierLimits:
         self._tiers = tiers
         self._cost = cost
         self._block_size = block_size
-        # By tier, since reset_counts(): decodes left out and chunks cut.
+        # By tier: decodes left out and chunks cut, of the latest plan since reset_counts().
         self.held_back = [0] * len(tiers)
         self.aim = 1.0
         # When the last step was complete, and its target.
         self._last_at = 0.0
         self._last_target: float | None = None
         # All that follows is of the step that is being planned. begin() sets it anew.
-        self._limit = SecondsLimit(top=len(tiers))
+        self._limit = _no_limit(tiers)
         self._weights = _NO_WEIGHTS
         self._any_chunk = False  # whether any row has more than one token
         self._passes = 0  # of a draft model
@@ -144,12 +157,13 @@ class TierLimits:
     def begin(self, running: list[Sequence]) -> None:
         decodes = [sequence for sequence in running if not sequence.num_to_prefill]
         if self._cost.weights is None:  # no step was measured yet: nothing is limited
-            self._limit = SecondsLimit(top=len(self._tiers))
+            self._limit = _no_limit(self._tiers)
             self._weights = _NO_WEIGHTS
         else:
             decoding = {sequence.request.tier for sequence in decodes}
             self._limit = limit_of(self._tiers, decoding, self.aim)
             self._weights = self._cost.weights
+        self.reset_counts()  # a step that was reverted and is planned again counts once
         self._any_chunk = False
         self._passes = 0
         self._taken_by_tier = [0.0] * len(self._tiers)
@@ -199,6 +213,14 @@ class TierLimits:
         return sequence.request.tier > self._limit.top
 
     def may_decode(self, sequence: Sequence) -> bool:
+        """A decode is held back if all of this holds:
+
+        - Its tier is below the top one.
+        - The tier has a row already, or seconds are reserved for a block of its first prompt.
+        - The predicted seconds of the decode exceed what is left of the limit beside the taken
+          seconds and the prompts of the tiers that are not limited.
+        - They also exceed the rest of the tier's own share.
+        """
         if not self.is_limited(sequence):
             return True
         tier = sequence.request.tier
@@ -210,20 +232,18 @@ class TierLimits:
     def _seconds_for(self, tier: int) -> float:
         """Seconds that a row of a tier may take, if it can be left out or cut:
 
-        - of a tier above the top one: any. The top tier's prompts, too, if the limit is one for
-          first tokens: that does not limit the prompts of its own tier.
-        - of the top tier otherwise: what is left of the step beside the shares of the lower tiers.
-        - of a tier below: what is left beside the prompts of the tiers that are not limited.
+        - above ``first_cut``: no limit;
+        - from there to the top tier, which is included: what is left of the step beside the shares
+          of the lower tiers;
+        - below the top tier: what is left beside the prompts of the tiers that are not limited.
 
         If the rest of the tier's own share is more than that, it may take that rest.
         """
         limit = self._limit
-        if tier < limit.top:
-            return _NO_LIMIT
-        if tier == limit.top and limit.inter_token_target is None:
+        if tier < limit.first_cut:
             return _NO_LIMIT
         kept = self._prompt_seconds_due
-        if tier == limit.top:
+        if tier <= limit.top:
             kept = self._sum_of_rests()
         left = limit.seconds - self._taken - kept
         return max(left, self._rest_of_share(tier))
@@ -311,9 +331,9 @@ class TierLimits:
         choice.most_read = read
 
     def note_step(self, target: float | None, now: float) -> None:
-        """Learn from the seconds since the step before was complete. If only one of the two steps
-        has a target, these may be no inter-token latency of the top tier: it may not have decoded
-        in the other step. Then nothing is learned."""
+        """Learn from the seconds since the step before was complete. Without a target in both
+        steps, the top tier may have skipped one of them. Then the time between is not its
+        inter-token latency, and nothing is learned."""
         seconds = now - self._last_at
         last_target = self._last_target
         self._last_at = now

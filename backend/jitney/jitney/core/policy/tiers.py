@@ -4,15 +4,15 @@ is preempted for whom. How much of a step each tier gets is in ``tier_limits``.
 Each tier has a queue and, if the option says so, a limit for it and a cap of running sequences. A
 full tier does not hold up another one. Tiers are ordered by level: the level of a sequence is the
 index of its tier until it has *aged*. The aging time of a tier is the sum of ``aging_s`` of that
-tier and of all tiers between it and the first. A sequence ages at the time ``rank_s`` of its
-request, which is also what it is ranked by: arrival, plus the aging time of its tier, plus what its
-priority adds. From then on its level is 0, that of the first tier, as long as the sequences of its
+tier and of all tiers between it and the first. ``rank_s`` of a request is a point in time: arrival,
+plus the aging time of its tier, plus what its priority adds. A sequence ages at that time, and is
+ranked by it. From then on its level is 0, that of the first tier, as long as the sequences of its
 tier stay within the tier's share of running sequences and blocks. So a backlog that has aged
 neither starves nor takes everything.
 
-The next waiting sequence to admit is *urgent* if a running sequence of a lower tier ranks lower. It
-is admitted before the running sequences are planned. Only if its tier has a target for its
-first token (``ttft_ms``), running sequences of lower tiers are preempted for it.
+The next waiting sequence to admit is *urgent* if a running sequence of a lower tier comes after it
+in order. It is admitted before the running sequences are planned. Only if its tier has a target for
+its first token (``ttft_ms``), running sequences of lower tiers are preempted for it.
 """
 
 import itertools
@@ -47,7 +47,7 @@ class TierAdmission:
         # time of their tier.
         self._overdue = [0] * len(tiers)
         self.max_running = max_running
-        # Of each tier; None if only the engine's limit applies, which is lower or the only one.
+        # By tier: its `max_running` if that is below the engine's; else None.
         self._caps: list[int | None] = []
         for tier in tiers:
             has_cap = tier.max_running is not None and tier.max_running < max_running
@@ -168,7 +168,8 @@ class TierAdmission:
         return self.max_running - self._num_counted(self._admitted(running))
 
     def num_forks_due(self, running: list[Sequence]) -> int:
-        # All running sequences count, because no tier runs more of them than its cap.
+        # `_num_counted` counts all running sequences, because no tier runs more of them than its
+        # cap, and some of the forks that are due. The difference is these forks.
         return self._num_counted(self._admitted(running)) - len(running)
 
     def _num_free_slots_of(self, tier: int, running: list[Sequence]) -> int:
@@ -255,7 +256,8 @@ class TierAdmission:
     # ------------------------------------------------------------------ urgent sequences
 
     def urgent(self, running: list[Sequence]) -> Sequence | None:
-        """The first to be admitted, if a running sequence of a lower tier ranks lower."""
+        """The first to be admitted, if a running sequence of a lower tier comes after it in
+        order."""
         first = self.first(running)
         if first is None:
             return None
@@ -292,10 +294,11 @@ class TierAdmission:
         return []  # not even all of them would do
 
     def _lower_than(self, urgent: Sequence, running: list[Sequence]) -> Iterator[Sequence]:
-        """The running sequences of lower tiers that also rank lower, the last one first."""
+        """The running sequences of lower tiers that also come after ``urgent`` in order, the last
+        one first."""
         for sequence in reversed(running):
             if order(sequence) < order(urgent):
-                return  # so do all that are left
+                return  # it comes before the urgent one, and so do all that are left
             if sequence.request.tier > urgent.request.tier:
                 yield sequence
 
