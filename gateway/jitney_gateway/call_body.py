@@ -234,10 +234,13 @@ def _allows_text(text: str, schema: Any, whole: Mapping[str, Any]) -> bool:
     return may_be_string(schema, whole)
 
 
-def may_be_string(schema: Any, whole: Mapping[str, Any]) -> bool:
+def may_be_string(
+    schema: Any, whole: Mapping[str, Any], passed: frozenset[str] = frozenset()
+) -> bool:
     """Whether a value of ``schema`` may be a string, unless the schema says otherwise.
 
-    ``schema`` is a part of ``whole``, whose definitions it may refer to.
+    ``schema`` is a part of ``whole``, whose definitions it may refer to. ``passed``: the references
+    that led to it; one that leads back to itself allows any value.
     """
     if not isinstance(schema, Mapping):
         return True  # ``true``: any value
@@ -250,11 +253,14 @@ def may_be_string(schema: Any, whole: Mapping[str, Any]) -> bool:
         return isinstance(schema["const"], str)
     for key in ("anyOf", "oneOf"):
         if key in schema:
-            return any(may_be_string(part, whole) for part in schema[key])
+            return any(may_be_string(part, whole, passed) for part in schema[key])
     if "allOf" in schema:
-        return all(may_be_string(part, whole) for part in schema["allOf"])
+        return all(may_be_string(part, whole, passed) for part in schema["allOf"])
     if "$ref" in schema:
-        return may_be_string(_definition(schema["$ref"], whole), whole)
+        reference = schema["$ref"]
+        if reference in passed:
+            return True
+        return may_be_string(_definition(reference, whole), whole, passed | {reference})
     return True
 
 

@@ -329,6 +329,8 @@ def read_job(path: Path) -> dict[str, Any]:
 
 def differences(before: Job, now: Job) -> list[str]:
     """The settings that shape the output and differ: ``prompt was 'a', is 'b'``."""
+    # Journals of earlier versions have the tokenizer's path as it was given.
+    before = msgspec.structs.replace(before, **_absolute_paths(before))
     old = before.fields_that_shape_output
     new = now.fields_that_shape_output
     return [

@@ -40,7 +40,11 @@ class Read(NamedTuple):
     reasoning: str = ""
 
 
-DEFINITIONS = {"Code": {"enum": ["5", "6"]}, "Place": {"type": "object"}}
+DEFINITIONS = {
+    "Code": {"enum": ["5", "6"]},
+    "Place": {"type": "object"},
+    "Circle": {"allOf": [{"$ref": "#/$defs/Circle"}]},
+}
 
 
 @pytest.mark.parametrize(
@@ -55,6 +59,7 @@ DEFINITIONS = {"Code": {"enum": ["5", "6"]}, "Place": {"type": "object"}}
         ({"anyOf": [{"$ref": "#/$defs/Code"}, {"type": "null"}]}, "null", None),
         ({"$ref": "#/$defs/Code"}, "5", "5"),
         ({"$ref": "#/$defs/Unknown"}, "5", "5"),
+        ({"$ref": "#/$defs/Circle"}, "5", "5"),
         ({"$ref": "#/$defs/Place"}, '{"x": 1}', {"x": 1}),
         ({"allOf": [{"$ref": "#/$defs/Place"}]}, '{"x": 1}', {"x": 1}),
     ],

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -13,7 +14,7 @@ from jitney.errors import InternalError, InvalidArgumentError, JitneyError, Unav
 from jitney.progress import Progress, State
 from jitney_jobs import executors, feeder
 from jitney_jobs.dataset import Chunk
-from jitney_jobs.job import make_job
+from jitney_jobs.job import differences, make_job
 from jitney_jobs.prepare import Context, Workers
 from jitney_jobs.run import read_record, run_job
 from typer.testing import CliRunner
@@ -176,6 +177,8 @@ def test_paths_are_known_from_everywhere(tmp_path: Path, monkeypatch: pytest.Mon
     assert {name: getattr(job, name) for name in names} == {
         name: f"{tmp_path}/{path}" for name, path in names.items()
     }
+    earlier = msgspec.structs.replace(job, tokenizer="tokenizer.json")  # as journals had it
+    assert differences(earlier, job) == []
 
 
 def test_a_server_that_is_not_there(tmp_path: Path) -> None:

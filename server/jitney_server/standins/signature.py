@@ -231,7 +231,7 @@ def _check_tensor(entry: Config, info: TensorInfo, batching: bool, *, is_output:
         )
     given = _dims_for_model(entry)
     is_scalar = not info.dims
-    if is_scalar and given in ((), (1,)):
+    if is_scalar and set(given) <= {1}:
         return
     expected = info.dims[1:] if batching else info.dims
     if not _dims_fit(given, expected, is_output=is_output):

@@ -151,8 +151,7 @@ class ModelMetrics:
         stats = self.stats
         total = stats.blocks_total
         unused = total - stats.blocks_used
-        # Not below 0: ``counts`` is of now and ``stats.waiting`` of the last step, and a request
-        # with n > 1 may wait as several sequences.
+        # Not below 0: ``counts`` is of now, and ``stats.waiting`` of the last step.
         running = max(0, counts.submitted - stats.waiting)
         values: dict[str, float] = {
             "jitney_waiting_requests": stats.waiting + counts.encoding,

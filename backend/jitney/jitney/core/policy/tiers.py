@@ -78,25 +78,24 @@ class TierAdmission:
         tier = self._tier_of(message)
         # The limit of the engine counts the requests of this tier and of those above it, because
         # lower tiers do not delay it. The limit of the tier counts its own requests alone.
-        not_below: list[int] = []
-        for queued in self._queued[: tier + 1]:
-            not_below += queued.values()
+        not_below = self._queued[: tier + 1]
         self._check_limit(tier, not_below, self._config.max_queued, running)
         own_limit = self._config.tiers[tier].max_queued
         if own_limit is not None:
-            own = list(self._queued[tier].values())
-            self._check_limit(tier, own, own_limit, running)
+            self._check_limit(tier, [self._queued[tier]], own_limit, running)
 
     def _check_limit(
-        self, tier: int, queued: list[int], limit: int, running: list[Sequence]
+        self, tier: int, counting: list[dict[int, int]], limit: int, running: list[Sequence]
     ) -> None:
-        """``queued``: the number of sequences of each queued request that counts."""
-        if len(queued) < limit:
+        """``counting``: for each tier that counts, the number of sequences of each of its queued
+        requests, by key."""
+        if sum(map(len, counting)) < limit:
             return
         # If the last step left sequences of the tier waiting that still wait, the next step may
         # admit none.
         still_short = self._left_waiting[tier] and bool(self._queues[tier])
         free_slots = 0 if still_short else self._num_free_slots_of(tier, running)
+        queued = itertools.chain.from_iterable(each.values() for each in counting)
         check_queue_limit(queued, limit, free_slots=free_slots)
 
     def count_queued(self, message: Submit) -> None:
