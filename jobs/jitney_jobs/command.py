@@ -50,7 +50,7 @@ def run(
 
 def _option(field: msgspec.structs.FieldInfo) -> inspect.Parameter:
     """A setting's option."""
-    # Count and others bring a Meta of their own into the metadata.
+    # A type such as ``job.Count`` is itself Annotated, with a Meta: that is in the metadata, too.
     kind, *metadata = get_args(field.type)
     (help_text,) = [item for item in metadata if isinstance(item, str)]
     option_type: Any = _option_type(kind)

@@ -49,9 +49,9 @@ class Executor(Protocol):
         """How many rows it may hold now, counting those that it holds already."""
 
     def rank(self, prepared: Any, is_last: bool) -> Any:
-        """By this key the rows of a generation are sorted, ascending or descending
-        (:class:`~jitney_jobs.feeder.Feeder`). ``is_last``: it is the last generation, which always
-        ascends."""
+        """The key by which rows are sorted. A :class:`~jitney_jobs.feeder.Feeder` sorts rows by
+        batches that it calls generations, ascending or descending. ``is_last``: it is the last
+        generation, which always ascends."""
 
     def submit(self, key: int, prepared: Any) -> None:
         """Take a row. Raises InvalidArgumentError for one that cannot be run."""

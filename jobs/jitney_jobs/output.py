@@ -198,13 +198,15 @@ class Output:
             if not rows:
                 return None
             self._schema = _infer_schema(rows, self._known)
-        # The part that set the columns may not have been committed.
+        # The journal has the schema once a part with it is committed. Until then each part brings
+        # it: the one that set the columns may have been lost.
         if self._journal.record.schema is not None:
             return None
         return self._schema.serialize().to_pybytes()
 
     def _encode(self, rows: list[EndedRow], good: list[Any], bad: list[BadRow]) -> None:
-        """Append rows to ``good`` as a record batch or as lines, or each that raises to ``bad``."""
+        """Append rows to ``good``, as a record batch or as lines. Those that cannot be encoded go
+        to ``bad``."""
         if not rows:
             return
         try:

@@ -284,10 +284,10 @@ class Gathering(ABC):
 class Budget:
     """How much may be in flight: between reading and a part.
 
-    A chunk is read while it fits into so many rows, and while two estimates are under 128 MiB: the
-    bytes read of the rows in flight; and the number of these rows, times the bytes of a row as it
-    was read and prepared. The second is known once a chunk has been prepared; until then at most
-    two chunks are being prepared.
+    A chunk is read while there are at most ``most_rows`` rows in flight with it, and while two
+    estimates are under 128 MiB: the bytes read of the rows in flight; and the number of these rows,
+    times the bytes of a row as it was read and prepared. The second is known once a chunk has been
+    prepared; until then at most two chunks are being prepared.
     """
 
     def __init__(self, most_rows: int, chunk_rows: int) -> None:

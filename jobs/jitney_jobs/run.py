@@ -51,7 +51,8 @@ def run_job(
             output.recover()
         if journal.record.end is not None:
             return True
-        # Of a run that has done nothing: no figure `run`, but metrics ask when a row last ended.
+        # This run has done nothing yet. Without a figure ``run`` all parts count as those of
+        # earlier runs (``_state``). Metrics ask when a row last ended.
         figures = {"moved_at": time.time()}
         observer = _Observer(job, journal, _state(journal.record, job, figures), closing)
         pipeline: Gathering

@@ -81,7 +81,8 @@ class Tensors:
     def _array(self, info: TensorInfo, value: Any) -> np.ndarray:
         """A row of an input: a text, an image, or numbers."""
         if info.data_type == "TYPE_STRING":
-            return np.array([str(value).encode()], np.object_)
+            data = value if isinstance(value, bytes) else str(value).encode()
+            return np.array([data], np.object_)
         if isinstance(value, (str, bytes)):
             return self._image(info, value)
         try:

@@ -104,8 +104,8 @@ def worker(
         "metrics_host": metrics_host,
         "push_gateway": push_gateway,
     }
-    # Closing aborts requests to a server for openai lines, for which a stopped process would wait.
-    # (Those to a Triton server cannot be aborted: it waits for them.)
+    # Closing aborts requests for openai lines: otherwise a process that is stopped would wait for
+    # their answers. (Those to a Triton server cannot be aborted: it waits for them.)
     with contextlib.closing(Models()) as models:
         queue = _Queue(folder, defaults, tries, backoff, models)
         failed = queue.run(until_empty)

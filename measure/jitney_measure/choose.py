@@ -106,8 +106,8 @@ def _cautions(chosen: Trial, current: Trial, trials: Sequence[Trial]) -> Iterato
 
 
 def standing(trials: Sequence[Trial]) -> list[Trial]:
-    """What counts of each setting, that of the current setting first: its last measurement that was
-    not cut short, else its first trial."""
+    """For each setting the trial that counts: the last one that was measured and not cut short,
+    else the first. The current setting comes first."""
     by_setting: dict[tuple[int, ...], Trial] = {}
     for trial in trials:
         setting = tuple(trial.values.values())

@@ -36,8 +36,8 @@ _MIN_BUDGET = 256
 """The smallest token budget that is suggested, if its activations fit."""
 _MAX_SEQS = 65536
 _SEQS_MARGIN = 1.1
-"""Suggested ``max_num_seqs`` over the sequences that the cache holds on average. At times the
-sequences are young and more of them fit."""
+"""The suggested ``max_num_seqs`` is so many times the number of sequences that the cache holds on
+average. At times the sequences are young and more of them fit."""
 _CHOICE_ROUNDS = 4
 
 _SIMULATED_OUTPUT_TOKENS = 600_000

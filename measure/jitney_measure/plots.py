@@ -101,8 +101,9 @@ def _curve(axis: Axes, result: Result, statistic: Statistic, kind: str, **line: 
 def _rounded(value: float) -> float:
     """To four digits, more than a plot shows.
 
-    Equal times may differ in their last bits, which depend on the processor. Then they have one
-    logarithm, and matplotlib, which widens an axis for equal values alone, divides by zero.
+    Times that are the same may differ in their last bits, which depend on the processor, and still
+    have the same logarithm. matplotlib widens an axis only where the values themselves are equal:
+    here it would divide by zero.
     """
     return float(f"{value:.4g}")
 

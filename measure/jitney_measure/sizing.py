@@ -199,8 +199,8 @@ def _preemptions_in_full_cache(*, growth: float, prompt: float, watermark: int) 
     # A request needs `growth` blocks that are not free. A preempted sequence gives back those of
     # its prompt and of the output that it has made. So this many are preempted for each request:
     without_watermark = growth / (prompt + _GROWN * growth)
-    # The watermark's blocks are taken first. That more are needed before another sequence ends
-    # becomes less likely with each block, as e^(-blocks / growth).
+    # Blocks of the watermark are used first. The chance that they run out before another sequence
+    # ends falls with each of them: it is e^(-watermark / growth).
     return math.exp(-watermark / growth) * without_watermark
 
 
@@ -242,11 +242,13 @@ def _waiting_for_prefill(
     load = 0.0  # the share of the time in which a prompt is computed
     # The analysis starts with one request at a time, and takes one more in each round.
     for requests in range(1, streams + 1):
-        # Time to compute a prompt with the budget that the decodes leave.
+        # ``work * output`` are the tokens of a prompt. By Little's law ``rate * output`` requests
+        # decode, a token each; the rest of the budget is for prompts.
         service = work * output / max(1.0, budget - rate * output)
         # The same with the wait for the prompts before it, of which one is under way: what is left
         # of it is (1 + variation) / 2 of a service on average.
-        residence = service * (1 + max(0.0, queue - load * (1 - variation) / 2))
+        under_way = load * (1 + variation) / 2
+        residence = service * (1 + max(0.0, queue - load + under_way))
         # Little's law, for the whole loop and for the queue.
         rate = requests / (output + residence)
         queue = rate * residence

@@ -213,8 +213,8 @@ class Snapshot:
     """All that is read at one time; only differences mean anything."""
 
     models: dict[str, Counter[str]] = field(default_factory=dict)  # the server's statistics
-    engine: Counter[str] = field(default_factory=Counter)
-    """The engine's metrics; empty if there are none."""
+    engine: Counter[str] | None = None
+    """The engine's metrics; None if they could not be read, or it is no language model."""
     missing: list[str] = field(default_factory=list)  # what could not be read and why
 
 
@@ -276,7 +276,10 @@ def stages(before: Snapshot, after: Snapshot) -> tuple[Stage, ...]:
 
 
 def engine_work(before: Snapshot, after: Snapshot) -> EngineWork | None:
-    """What our engine did between the two; None if the model has no metrics of ours."""
+    """What our engine did between the two; None if the model has no metrics of ours, or if one of
+    the readings failed."""
+    if before.engine is None or after.engine is None:
+        return None
     gained = after.engine - before.engine
     if not gained["batch_sequences_count"]:
         return None

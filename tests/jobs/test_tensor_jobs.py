@@ -181,3 +181,13 @@ def test_a_model_or_a_file_of_labels_that_does_not_fit(tmp_path: Path) -> None:
     inputs = tuple(TensorInfo(name, "TYPE_INT64", (-1,)) for name in ("input_ids", "position_ids"))
     with pytest.raises(InvalidArgumentError, match="input of the model is 'position_ids', but"):
         Tensors(job, Signature(inputs, outputs), str(tmp_path / "tokenizer.json"))
+
+
+def test_a_text_may_come_as_bytes() -> None:
+    """As a binary column of Parquet or Arrow gives it."""
+    job = make_job({"input": "in", "output": "out", "task": "embed", "model": "m"})
+    inputs = (TensorInfo("text", "TYPE_STRING", (1,)),)
+    outputs = (TensorInfo("embedding", "TYPE_FP32", (3,)),)
+    tensors = Tensors(job, Signature(inputs, outputs), None)
+    for value in ("Zürich", "Zürich".encode()):
+        assert tensors.prepare({"text": value})["text"].tolist() == ["Zürich".encode()]

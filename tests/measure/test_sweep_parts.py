@@ -167,6 +167,18 @@ def test_the_engines_metrics_are_differences_over_instances() -> None:
     assert work.preemptions == 10
 
 
+def test_no_work_of_the_engine_is_shown_where_a_reading_failed() -> None:
+    """Else a load would have all the work since the engine was started."""
+    read = Snapshot({}, read_metrics(metrics(10), "m"))
+    failed = Snapshot()
+    assert engine_work(failed, read) is None
+    assert engine_work(read, failed) is None
+    idle = Snapshot({}, read_metrics("", "m"))  # it was read, and had no counts yet
+    work = engine_work(idle, read)
+    assert work is not None
+    assert work.steps == 2 * 4 * 10
+
+
 def test_addresses() -> None:
     target = Target.of("box:9001", None, None)
     assert (target.http, target.metrics) == ("box:8000", "http://box:8002/metrics")

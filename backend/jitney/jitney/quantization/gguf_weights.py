@@ -65,7 +65,7 @@ _FOUR_BITS = {
 
 @dataclass(frozen=True)
 class GgufWeights:
-    """A ``WeightFormat``."""
+    """A ``WeightFormat``: ``execution.quantized`` explains its methods and attributes."""
 
     checkpoint: Checkpoint
     file: GgufFile

@@ -109,7 +109,8 @@ def _format_of_safetensors(
         if layers:
             return IntegerWeights(method=method, checkpoint=checkpoint, layers=layers, dtype=dtype)
         if method in ("gptq", "awq"):
-            # None, for these two methods, means that there are experts.
+            # ``layers`` is empty, or the value None. For these two methods the latter means that
+            # there are experts.
             found = "none of its linear layers" if layers is not None else "experts as well"
             raise unservable(model_type, f"{method} quantized {found}")
 

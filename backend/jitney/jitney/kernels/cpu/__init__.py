@@ -35,8 +35,9 @@ padded       the head size in the cache: the model's, filled up with zeros to a 
 use_tiles    whether the tile unit is to be used, where there is one
 shaped       for how many rows this thread's tile registers are set at the moment; 0: they are not.
              A function that may set them anew takes it as an argument and returns its new value
-first, end   a range, as of rows: ``end`` is not in it. ``last`` is in it, but for those of a
-             ``low_rank.Part`` and an ``AdapterSpan`` (``adapter_table``)
+first, end   a range, as of rows: ``end`` is not in it, ``last`` is. The exceptions are a
+             ``low_rank.Part`` and an ``AdapterSpan``, whose ``last`` is not in it
+             (``adapter_table``)
 spare        memory that the caller lends: what it holds is overwritten
 ..._body     the function that each thread of a kernel runs: it takes items until none is left
 ===========  ======================================================================================

@@ -94,6 +94,8 @@ class CpuAccelerator:
             return False
         if not torch.cpu.get_capabilities().get("avx2") or find_spec("numba") is None:
             return False
+        # Quantized weights are of sizes that kernels have. Layers that stay floats are taken to be
+        # so, too: what is stored may have other shapes than the weights.
         if has_quantized_weights:
             return True
         for stored in checkpoint.tensors.values():

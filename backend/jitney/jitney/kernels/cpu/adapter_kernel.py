@@ -14,8 +14,8 @@ Loops, from outer to inner::
         multiply_tokens    all tokens of the item at once, the factor A or B is streamed
         rounding           of the 16 numbers of each token, which are on the thread's stack
 
-Ranks are filled up to whole columns, whatever other adapters have. A row's result depends on that
-row and its adapter alone.
+An adapter's ranks are filled up to whole columns; they do not depend on the ranks of other
+adapters. A row's result depends on that row and its adapter alone.
 
 ``adapter_table`` says how factors are packed. Called by ``program``.
 """

@@ -155,8 +155,8 @@ def scratch_sizes(*, element_size: int, rows: int, padded: int, longest: int) ->
     ``longest`` the longest context in tokens.
     """
     filled_rows = round_up(rows, MAX_ROWS_AMX)  # see ``copy_queries``
-    # One more than there can be. Native code writes this list, and what it would overwrite, if a
-    # count were ever wrong by one, is another list.
+    # One more than there can be: native code writes this list, and a count that is wrong by one
+    # would overwrite the list behind it.
     most_groups = ceil_div(longest, GROUP_TOKENS) + 1
     list_of_groups = (most_groups + LIST_MARGIN) * I64_BYTES
     # Products read float32 or bfloat16. Memory is reserved for the larger one.

@@ -72,8 +72,9 @@ def fits_columns(weight: Tensor, activation: Activation | None = None) -> bool:
     if weight.dtype == torch.int8 and weight.shape[1] > MOST_BYTE_INPUTS:
         return False
     # Outputs are filled up to whole pairs of columns. Not those of a gate and up: between the two
-    # there would be a gap. So gate and up must have whole pairs each. (A column each would make
-    # whole pairs, too; but the next product, if it is of bfloat16, needs a multiple of 32 inputs.)
+    # there would be a gap. So gate and up must have whole pairs each. (For this product, whole
+    # columns of gate and of up would do: one of each is a pair. But the next product, if it is of
+    # bfloat16, needs a multiple of 32 inputs.)
     return activation is None or weight.shape[0] % (2 * PAIR_OUTPUTS) == 0
 
 

@@ -9,9 +9,9 @@ from jitney.kernels.cpu.emit import VECTOR_BYTES
 from jitney.kernels.fused.forms import Activation
 
 ITEMS_PER_WEIGHT = 64
-"""``column_linear`` gives an item pairs // 64 pairs, and at least one: 64 to 127 items, or fewer if
-there are fewer pairs. That is enough to share out among threads, and few enough that the counter
-costs nothing."""
+"""An item has ``pairs // 64`` pairs, at least one (``column_linear``). So a weight of 64 pairs or
+more has 64 to 127 items, and a smaller one has as many as it has pairs. That is enough to share out
+among threads, and few enough that the counter costs nothing."""
 ROWS_PER_ITEM = 128
 ROWS_BY_TILES = 2 * TILE_ROWS
 """Rows of x that the tile unit multiplies at once: two tiles of them."""

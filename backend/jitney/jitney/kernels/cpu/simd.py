@@ -201,7 +201,7 @@ def _element_access(numba_type, to: _Types) -> tuple[Any, Any]:
 
     @emitted(types.void, TAG, types.intp, numba_type)
     def store(builder, tag, address, value):
-        # The bytes of an element, also of a vector: its address is no multiple of more.
+        # Also for a vector the alignment is that of one element: no more is known of its address.
         align = 4
         if tag == BF16_TYPE:
             align = 2

@@ -146,7 +146,8 @@ class _LayerRotary(NamedTuple):
     """Where a layer's cos and sin come from. Layers for which these are equal share a table."""
 
     rotary: Rotary
-    """That of :class:`MarkedCosSin`: one object for all layers that were given the same tuple."""
+    """Calls the model's rotary module (``trial.MarkedCosSin``). Layers that transformers gives the
+    same cos and sin have the same object here."""
     half: bool
     """Whether it gives half of cos and sin: see ``rotary``."""
 

@@ -184,8 +184,8 @@ def _refuse_where_interpreted(config: EngineConfig) -> None:
 
 
 def _with_adapters(model: LoadedModel) -> LoadedModel:
-    """The model with our kernels for adapters, where its layers are called one by one, as
-    transformers does: each is a fused layer of one part."""
+    """The model with our kernels for adapters, where transformers calls its linear layers one by
+    one. For the kernels each of them counts as a fused layer with one part."""
     from jitney.kernels.gpu.adapter_products import GroupedProducts
 
     layers = [[Part(path, first=0, last=site.outputs)] for path, site in model.sites.items()]
