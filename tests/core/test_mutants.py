@@ -71,7 +71,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     ),
     "decodes leave nothing to chunks": ("plan", "return min(share, sum", "return min(0, sum"),
     "a wrong draft is accepted": (
-        "outcome", " and drafts[position] == token", "",
+        "outcome", " and drafts[accepted] == token", "",
     ),
     "a draft too many is accepted": (
         "outcome", "return event, accepted", "return event, min(accepted + 1, len(drafts))",

@@ -26,9 +26,10 @@ run yet wait in the queue by their rank. When such a fork is admitted, it comput
 prompt that is no longer in the prefix cache.
 
 A request may be admitted although not all of its forks may run. Then no other one is admitted until
-fewer than ``max_num_seqs`` sequences run or are yet to be forked. So whatever is queued, a step
-samples for at most ``max_num_seqs`` running sequences, plus the forks of one request that are made
-in it (with tiers, of one request of each tier).
+the running sequences and the forks that are yet to be made are together fewer than
+``max_num_seqs``. So whatever is queued, a step samples for at most ``max_num_seqs`` running
+sequences, plus the forks of one request that are made in it (with tiers, of one request of each
+tier).
 
 When no block is free, the running sequence of the highest rank is preempted: its blocks are freed
 tail first, it goes back to the queue, and is computed again over prompt *and* output, with whatever

@@ -127,13 +127,14 @@ def _check_sequences_in_flight(live: LiveRequests) -> None:
         # The table has no blocks beyond those for known tokens and lookahead.
         end = max(sequence.num_planned + lookahead[key], sequence.num_tokens)
         assert len(sequence.table) <= live.kv.blocks_for(end), "a block is not needed"
-        # The docstring of Sequence says why.
+        # Tokens at [num_tokens, num_planned + 1): sampled by steps in flight, not known yet (see
+        # Sequence).
         pending = max(sequence.num_planned + 1 - sequence.num_tokens, 0)
         assert pending == samples[key], f"{pending} samples pending, {samples[key]} in flight"
 
 
 def _check_copies_in_flight(live: LiveRequests) -> None:
-    """Each pending copy is made by exactly one step in flight, if there is any."""
+    """If steps are in flight, each pending copy is made by exactly one of them."""
     copies = set(live.kv.pending_copies())
     for step in live.in_flight:
         assert copies.issuperset(step.batch.copies), "a copy in flight is not pending any more"

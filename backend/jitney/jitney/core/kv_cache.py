@@ -104,8 +104,9 @@ class KvCache:
         blocks = list(table)
         for block in table:
             source = self._pending_copies.get(block)
-            # The destination of a pending copy is in this table alone. So the copy would not be
-            # made, and would no longer hold its source.
+            # Such a block is the destination of a pending copy, and in no other table. If this
+            # table is given up, the copy is cancelled, and its reference to the source is given up
+            # with it.
             if source is not None:
                 blocks.append(source)
         return blocks
@@ -177,7 +178,7 @@ class KvCache:
     def cache_block(self, block: int, key: bytes) -> None:
         """From now on the full ``block`` can be found by ``key``, the hash of its chain.
 
-        If another block with that content is already known, it stays the one that is found.
+        If another block can be found by that key already, this one is not noted.
         """
         assert self._refs[block] > 0, "a block was cached that nobody holds"
         assert self._hash_of[block] is None, "a block was cached twice"

@@ -168,9 +168,10 @@ class LiveRequests:
         if not self.in_flight:
             self.kv.release(table)
             return
-        # Even with overlap at most one step is in flight when a table is given up. Messages, which
-        # may end a sequence, are passed on only while that is so. update() has taken its own step
-        # out before it ends a sequence. And preemption happens only while no step is in flight.
+        # Even with overlap at most one step is in flight when a table is given up. There are three
+        # ways to get here: a message (passed on only while at most one step is in flight), update()
+        # (which has taken its own step out by then), and preemption (only while no step is in
+        # flight).
         assert len(self.in_flight) == 1, "a table is given up while two steps are in flight"
         step = self.in_flight[0]
         is_computed = sequence.num_planned > sequence.num_computed

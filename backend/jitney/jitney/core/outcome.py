@@ -43,9 +43,9 @@ class OutputApplier:
         accepted = 0
         reason: FinishReason | None = None
         if row.sample:
-            # The first sample comes after the known tokens, each further one after a draft. The
-            # runner may leave out the samples after a wrong draft. The drafts after that one are of
-            # no use anyway.
+            # The first sample comes after the known tokens, each further one after a draft. A draft
+            # is of use only with the sample after it. The runner may leave out the samples after a
+            # wrong draft: then that draft and those after it are not looked at.
             sampled = result.token_ids
             num_checkable = len(sampled) - 1
             event, accepted = self._append(
@@ -144,9 +144,9 @@ class OutputApplier:
         """
         ids: list[int] = []
         num_drafts = len(drafts)
-        # Index of the sample for the next position; the draft for that position has the same index.
-        # So this many drafts are accepted. `has_sample`: whether `sampled[position]` may be used.
-        position = 0
+        # How many drafts are accepted so far. The next sample and the next draft have this index.
+        # `has_sample`: whether `sampled[accepted]` may be used.
+        accepted = 0
         has_sample = True
         forced: list[int] = []  # the next tokens, if the grammar forces any
         num_forced = 0
@@ -156,7 +156,7 @@ class OutputApplier:
                 num_forced += 1
                 is_sampled = False
             else:
-                token = sampled[position]
+                token = sampled[accepted]
                 is_sampled = True
             ids.append(token)
             reason, stop_id = _add_token(sequence, token)
@@ -164,12 +164,11 @@ class OutputApplier:
                 break
             if is_sampled and sequence.grammar is not None:
                 forced = _forced_tokens(sequence)  # all that it forces after this sample
-            is_draft = has_sample and position < num_drafts and drafts[position] == token
+            is_draft = has_sample and accepted < num_drafts and drafts[accepted] == token
             if is_draft:
-                position += 1
+                accepted += 1
             else:
                 has_sample = False
-        accepted = position
         self.counts.generated_tokens += len(ids)
         self.counts.forced_tokens += num_forced
         message = sequence.request.message

@@ -159,9 +159,9 @@ class Planner:
         """Tokens of the step that decodes leave to running sequences with chunks."""
         running = self._live.running
         share = self._prefill_share
-        # With so few sequences the decodes leave at least the share, at one token each. (Drafts are
-        # limited by `lookahead`. Forced tokens may take a part of the share, because `_plan_forced`
-        # leaves what is returned here, and that is 0: this is accepted.)
+        # So few sequences leave the share free by themselves, at one token each. (Drafts leave it
+        # free, too: see `lookahead`. Tokens that a grammar forces may take a part of it. That is
+        # accepted.)
         if len(running) <= self._max_tokens - share:
             return 0
         return min(share, sum(sequence.num_to_prefill for sequence in running))

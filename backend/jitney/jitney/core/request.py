@@ -225,6 +225,7 @@ class Sequence:
     num_tokens`` samples are pending (none, if that is negative): they will be the tokens at the
     positions [num_tokens, num_planned + 1). These are
 
+    - none, if no step in flight samples for it: ``num_planned < num_tokens``;
     - one, if a step without drafts is in flight: ``num_planned == num_tokens``;
     - two, if two such steps are: ``num_planned == num_tokens + 1``;
     - d + 1, if a step with d drafts is: ``num_planned == num_tokens + d``.

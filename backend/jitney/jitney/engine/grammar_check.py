@@ -25,8 +25,8 @@ _START_S = 60.0
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """A line from the process, in which ``text.grammar_process`` makes it: a grammar, or why what
-    was asked for is refused. The other one is empty."""
+    """A line from the process, written by ``text.grammar_process``, which runs there. One field is
+    set: a grammar, or why what was asked for is refused."""
 
     grammar: str = ""
     refusal: str = ""
@@ -100,7 +100,7 @@ class GrammarChecker:
         answer = _exchange(process, asked + b"\n", self._config.grammar_timeout_s)
         if answer is None:
             self._end_process()
-            if self._is_closed:  # which has killed it
+            if self._is_closed:  # close() has killed it
                 raise UnavailableError(UNLOADED)
             raise InvalidArgumentError(
                 "structured_outputs is too complex: its check took more than "

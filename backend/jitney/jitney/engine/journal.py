@@ -90,7 +90,8 @@ class _Entry:
     def messages(self) -> list[Message]:
         """What brings an engine to where this request is."""
         emitted: list[Emitted] = []
-        if self.was_sent:  # with ``emitted`` it is resumed, not admitted anew
+        # Entries, even empty ones, say that it was accepted: a full queue does not refuse it.
+        if self.was_sent:
             emitted = [sequence.emitted for sequence in self.sequences]
         submit = msgspec.structs.replace(self.submit, emitted=emitted, first_token=self.first_token)
         return [submit, *self.later]
@@ -299,7 +300,7 @@ def _is_same_place(before: RowRange, now: RowRange, tokens_between: int) -> bool
     """Whether two rows of one sequence, which engines were computing at two deaths, count as the
     same tokens. ``tokens_between``: how many tokens the sequence emitted between the deaths.
 
-    They do if the gap between them, in either direction, has fewer positions than these tokens.
+    They do if fewer than ``tokens_between`` positions lie between them, whichever comes first.
     Without tokens between, the rows must overlap. Two examples:
 
     - ``now`` comes after ``before``: [100, 101), then [101, 102) with 1 token between: a gap of 0.

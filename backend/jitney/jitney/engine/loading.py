@@ -1,5 +1,5 @@
-"""What loading a model gives to an engine's process. The one form for the real loader, in
-:mod:`jitney.engine.assemble`, and for those of tests.
+"""What loading a model gives to an engine's process, whether the real loader
+(:mod:`jitney.engine.assemble`) or one of the tests loads it.
 """
 
 from collections.abc import Callable

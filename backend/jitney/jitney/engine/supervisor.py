@@ -103,9 +103,8 @@ class SupervisedEngine:
         self._latest_rows: list[RowRange] = []  # those of the step that was launched last
         # Stats of the last report. Until an engine's first one: those of an empty cache.
         self._stats = StepStats()
-        # When the engine last sent something. An idle engine sends nothing, so its silence counts
-        # only while a request is open: until then this is set to the present time (by _receive and
-        # send).
+        # Silence of the engine counts from here: when it last sent something, or when last no
+        # request was open, because an idle engine sends nothing. Set by _read, _receive and send.
         self._heard = 0.0
         # Times of the deaths since an engine last completed a step.
         self._deaths_without_step: list[float] = []
@@ -305,7 +304,8 @@ class SupervisedEngine:
         """Note a report in the journal and hand it on."""
         if report.stats.batch_sequences:
             self._deaths_without_step.clear()
-        # This report completed every step but possibly the one that was launched last.
+        # A step may be in flight after a report: at most one, the one launched last (see
+        # `Steps.make`).
         self._rows = self._latest_rows if report.stats.steps_in_flight else []
         self._stats = report.stats
         with self._lock:

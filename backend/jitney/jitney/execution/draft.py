@@ -16,7 +16,8 @@ counts positions of tokens, except the one that ``as_row`` makes for attention.
 
 *Forced tokens.* Where a grammar allows only one text, the scheduler appends the tokenizer's tokens
 of that text (``batch.GrammarState.forced``), even if the step sampled another tokenization of it,
-which the mask allows too. So the last token that the draft model has read may be replaced.
+which the mask allows too. The draft model reads a sample within its step, before the scheduler can
+force another token in its place. So the last token that it has read may be replaced.
 """
 
 import math
@@ -169,9 +170,10 @@ class DraftModel:
         valid_end = to_read.end_entry
         if row.grammar is not None and not output.unread:
             # The last token to read is the newest one, which may be replaced by a forced token (see
-            # the module's docstring). ``_invalidate`` forgets such an entry when the next row
-            # begins at the forced token. It does not if that token was already computed, as a draft
-            # of this row. So the entry is not counted in the first place.
+            # the module's docstring). Usually the next row begins at the forced token, and
+            # `_invalidate` forgets the entry. But a draft of this row may be the forced token while
+            # the sample is not. Then the forced token is computed already, and the next row begins
+            # behind it. So the entry is not counted in the first place.
             valid_end -= 1
         # Already now, because later rows of the same pass may share blocks with this one.
         self._count_as_valid(to_read, valid_end)
@@ -231,7 +233,8 @@ class DraftModel:
         return _Pass(unfinished, predicted)
 
     def _is_complete(self, run: _EntryRun) -> bool:
-        """Whether the run ends with the newest token, so that its logits give the next one."""
+        """Whether the run's last entry is computed from the newest token (at ``newest.end - 1``;
+        that entry is ``newest.end - 1 - shift``), so that its logits give the next one."""
         return run.end_entry + self._shift == run.newest.end
 
     # ------------------------------------------------------------------ which entries are valid
@@ -282,7 +285,8 @@ class DraftModel:
         """Count the run's entries before entry ``end`` as valid, and none of those behind it."""
         size = self._block_size
         # ``end`` may be the run's first entry. If that is inside a block, this block then counts up
-        # to ``end``. If it is a block's first entry, nothing is set.
+        # to ``end``. If it is a block's first entry, nothing is set. That is safe: `_invalidate`
+        # sets a block to 0 when a row begins to fill it.
         for number in range(run.first_entry // size, (end - 1) // size + 1):
             block = run.newest.block_table[number]
             self._valid[block] = min(end - number * size, size)

@@ -180,7 +180,8 @@ def _raise_to_nucleus(
     # None does: if any row has top_p without top_k, the K are the whole vocabulary.
     if scaled.device.type == "cpu" and largest.shape[1] < scaled.shape[1]:
         # A nucleus may have more tokens than the K. Look again among all tokens of these rows. With
-        # top_k there is no need: the bound is the k-th largest logit at least, and k is at most K.
+        # top_k there is no need: nothing below the k-th largest logit is kept, and that is among
+        # the K.
         rows = (~nucleus.is_complete & (top_p < 1.0) & (top_k == 0)).nonzero().squeeze(1)
         if len(rows):
             all_sorted = _descending(scaled[rows])

@@ -54,8 +54,8 @@ class PreparedModel:
     accelerator: Accelerator | None
     """None if it runs in plain torch."""
     tap: eagle.StateTap | None
-    """What reads its hidden states. None unless speculation uses a head: then the model has one,
-    and the head has another one."""
+    """What reads its hidden states, if speculation uses a head: then the model and the head have a
+    tap each."""
 
     def empty_caches(
         self, config: EngineConfig, dtype: torch.dtype, num_blocks: int

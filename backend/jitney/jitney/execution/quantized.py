@@ -41,8 +41,9 @@ class QuantizedLinear(nn.Module):
     """Whether a CPU's integer kernels multiply it: its weight has 8 or 4 bits, and x is rounded to
     int8 with a scale for each of its rows."""
     scale: Tensor
-    """Of the weight. In 8 bits it is float32 [1, out_features]. In 4 bits it also holds the least
-    values: see ``Int4Linear``. Only layers that round their inputs have it."""
+    """Of the weight. In 8 bits it is float32 [1, out_features]. In 4 bits it is bfloat16 [2,
+    out_features, groups]: the scale and the least value of each group of a row. Only layers that
+    round their inputs have it."""
     input_factors: Tensor | None
     """float32 [in_features], or None: x is multiplied by them first of all."""
 

@@ -73,8 +73,8 @@ def plan_logits(rows: list[Row]) -> LogitsPlan:
 
 
 def logprobs_in_pass(targets: PromptTargets, logits: Tensor, first: int) -> RowPromptLogprobs:
-    """The candidates of those targets that are predicted by ``logits``: these are of consecutive
-    tokens of the plan, from the one with index ``first`` on."""
+    """The candidates of the targets that ``logits`` predict. The logits are of consecutive tokens
+    of the plan, from the one with index ``first`` on."""
     begin = max(targets.first, first)
     end = min(targets.first + len(targets.token_ids), first + len(logits))
     if begin >= end:

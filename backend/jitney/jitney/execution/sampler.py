@@ -199,7 +199,8 @@ def _argmax_on_cpu(logits: Tensor, form: _FloatBits) -> Tensor | None:
 
     None if a NaN has its sign set. A NaN counts as the largest float, but neither rule would find
     this one. Its integer is negative, so beside a positive float it is not the largest. It is above
-    those of all negative floats, so among these it is not the smallest.
+    those of all negative floats, so among these it is not the smallest. In bfloat16: -0.0 is
+    -32768, -inf is -128, these NaN are -127 to -1, and 0.0 is 0.
     """
     signed = logits.view(form.signed).numpy()
     if signed.view(form.unsigned).max(initial=0) > form.minus_infinity:

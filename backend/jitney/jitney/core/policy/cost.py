@@ -99,10 +99,11 @@ _NUM_PLAIN = 5
 _NUM_FADING = 2
 """How many weights of drafting fade: ``drafting_row`` and ``draft``, the first two. What a draft
 model costs does not fade: it must not look cheaper with each step in which it is not asked."""
-# Scales of the fields. `_fit` uses them to share seconds between fields that always grow together:
-# in proportion to (field / typical size) ** 2. An example: one row asks a draft model, which reads
-# 1,000 tokens first. Then `tokens_read` is 10 times its typical size, `asking_rows` a tenth of its
-# own, and nearly all of the new seconds go to `tokens_read`.
+# Scales of the fields. Where fields always grow together, the points tell only what they take
+# together. `_fit` shares the seconds that the old weights do not explain among them, in proportion
+# to (field / typical size) ** 2. An example: one row asks a draft model, which reads 1,000 tokens
+# first. Then `tokens_read` is 10 times its typical size, `asking_rows` a tenth of its own, and
+# nearly all of these seconds go to `tokens_read`.
 _TYPICAL = StepShape(
     steps=1.0,
     any_chunk=1.0,
@@ -224,8 +225,8 @@ class _Fitted:
         # the change of a weight by what it changes in a step whose field has its typical size,
         # relative to the seconds of the first step:
         #     penalty = _PRECISION * (change * typical size / first seconds) ** 2
-        # So fields that always grow together share new seconds in proportion to
-        # (field / typical size) ** 2.
+        # So fields that always grow together share the seconds that the old weights do not explain
+        # in proportion to (field / typical size) ** 2.
         seconds = self._first_seconds
         precision = [_PRECISION * (size / seconds) ** 2 for size in self._typical]
         self.weights = fit(points, prior=self.weights, precision=precision)

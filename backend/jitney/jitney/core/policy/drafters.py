@@ -21,7 +21,8 @@ class Drafter(Protocol):
 
 
 class NgramDrafter:
-    """Proposes what has followed the last tokens before, in prompt or output ("prompt lookup")."""
+    """Looks for the last tokens earlier in prompt or output, and proposes what followed them there
+    ("prompt lookup")."""
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._longest = longest

@@ -149,8 +149,9 @@ class StepLimits(Protocol):
     """Whether anything is ever limited. If not, the planner skips the questions about decodes."""
 
     held_back: list[int]
-    """By tier: how often a decode was left out or a chunk was cut in the latest plan since
-    :meth:`reset_counts`. So a step that is reverted and planned again counts once."""
+    """By tier: how many decodes the latest plan left out, plus how many chunks it cut. 0 after
+    :meth:`reset_counts`. :meth:`begin` counts from zero too, so a step that is planned again counts
+    once."""
 
     @property
     def target(self) -> float | None:
@@ -176,8 +177,8 @@ class StepLimits(Protocol):
         have. Called once for each chunk."""
 
     def take_drafts(self, choice: DraftChoice) -> None:
-        """Cut the drafts of a decode down to what the step has seconds left for, and take the
-        seconds of what remains."""
+        """Cut the drafts of a decode, which is not limited itself, down to what the step has
+        seconds left for, and take the seconds of what remains."""
 
     def note_step(self, target: float | None, now: float) -> None:
         """A step with this :attr:`target` is complete."""

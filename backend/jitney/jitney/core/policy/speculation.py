@@ -49,8 +49,8 @@ _TRIED = 4  # tokens that are asked for in a try
 _TRIES = 0.03
 # Tokens that a draft model may read beside those that it has not read yet:
 # - the token that this step samples;
-# - one token that it read before, and whose block it had to forget, because this step begins to
-#   fill that block (see `execution.draft`);
+# - one token that it read before, as the first of a block: when a step begins to fill a block, all
+#   that the draft model had in it counts as unread (see `execution.draft`);
 # - with a grammar, the last sample: another token may have been forced in its place.
 _REREAD = 3
 # Drafts must gain so many times what they cost, for two reasons. Sequences whose average is high
@@ -165,7 +165,8 @@ class Speculation:
         drafts = self._good_drafts(sequence, drafting)
         any_chosen = bool(drafts or drafting.propose)
         del drafts[most:]
-        # Positions that the sequence may compute after this row: more is not proposed.
+        # To propose k tokens, the draft model writes k positions behind the row: that of the row's
+        # sample first. It writes none that the sequence may not compute.
         left = sequence.max_computed - sequence.num_planned - 1 - len(drafts)
         choice = DraftChoice(drafts, propose=min(drafting.propose, left))
         if choice.propose:

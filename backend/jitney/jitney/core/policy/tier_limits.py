@@ -12,7 +12,7 @@ smallest such target, because a new request may have to wait for three steps: th
 with overlap the next one, and its own. So there are two kinds of limits:
 
     who decodes                     top tier                    limit of the step
-    a tier with a target for its    the first such tier         its target; or, if that is less, a
+    a tier with a target for its    the first such tier         the lesser of its target, and a
     inter-token latency                                         third of the smallest target for
                                                                 first tokens of the tiers above it
     no such tier                    the first with a target     a third of the smallest target for
@@ -53,9 +53,9 @@ class SecondsLimit:
     of tiers, so that none is below."""
     first_cut: int
     """Chunks of this tier and of those below it are cut. If the limit is a target for the
-    inter-token latency, this is the top tier. If it is one for first tokens, this is the tier after
-    the first that has such a target, whose own prompts it does not limit. If nothing limits the
-    step: the number of tiers."""
+    inter-token latency, this is the top tier. If it is one for first tokens: the first tier that
+    has such a target is not cut, this is the next one. If nothing limits the step: the number of
+    tiers."""
     seconds: float = _NO_LIMIT
     """What the step may take by the learned cost."""
     inter_token_target: float | None = None
@@ -139,8 +139,8 @@ class TierLimits:
         self._weights = _NO_WEIGHTS
         self._any_chunk = False  # whether any row has more than one token
         self._passes = 0  # of a draft model
-        # Seconds that are taken: by the step itself, by the decodes that are not limited (all of
-        # them from the beginning), and by each other row once it is planned.
+        # Seconds that are taken. From the beginning: by the step itself, and by all decodes that
+        # are not limited. Then by each other row, once it is planned.
         self._taken = 0.0
         # By tier: the part of the taken seconds that its chunks and its limited decodes took, and
         # how many of these rows there are.

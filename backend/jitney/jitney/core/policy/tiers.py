@@ -167,8 +167,8 @@ class TierAdmission:
         return self.max_running - self._num_counted(self._admitted(running))
 
     def num_forks_due(self, running: list[Sequence]) -> int:
-        # `_num_counted` counts all running sequences, because no tier runs more of them than its
-        # cap, and some of the forks that are due. The difference is these forks.
+        # `_num_counted` is all running sequences (no tier runs more than its cap) plus the forks
+        # that count.
         return self._num_counted(self._admitted(running)) - len(running)
 
     def _num_free_slots_of(self, tier: int, running: list[Sequence]) -> int:
@@ -260,6 +260,7 @@ class TierAdmission:
         first = self.first(running)
         if first is None:
             return None
+        # A waiting sequence has the level of its tier here, even if it has aged: see `add`.
         for sequence in running:
             is_lower = sequence.request.tier > first.request.tier
             if is_lower and order(sequence) > order(first):
