@@ -166,8 +166,9 @@ class ServerClient:
         return None
 
     async def _find_base(self, name: str, *, adapter: str) -> ServedModel:
-        """The model ``name``, fetched again if it may have got the adapter meanwhile. No adapter is
-        looked for under this name. Raises UnknownModelError if the model is not ready."""
+        """The model ``name``, fetched again if it may have got the adapter meanwhile. Unlike
+        :meth:`find_model`, this does not take ``name`` for an adapter's. Raises UnknownModelError
+        if the model is not ready."""
         known = self._models.get(name)
         if known is not None:
             may_get_it = known.description is not None and not known.has_adapter(adapter)
