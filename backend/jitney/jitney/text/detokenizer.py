@@ -233,10 +233,14 @@ class WindowDecoder:
         data = bytes(self._rules.byte_values[token_id] for token_id in self._run)
         cut = len(self._pending) - _num_incomplete(data)
         text = self._rules.decode(self._context + self._pending[:cut])
-        # The context stays: later tokens are decoded as if they came right behind the context.
+        new_text = text[len(self._context_text) :]
+        # A context stays: later tokens are decoded as if they came right behind it. Without one,
+        # they would be decoded as the first ones of the sequence.
+        if not self._context:
+            self._begin_window(self._rules.stand_in)
         self._pending = self._pending[cut:]
         self._run = self._pending.copy()
-        return text[len(self._context_text) :]
+        return new_text
 
 
 def _num_incomplete(data: bytes) -> int:
