@@ -8,6 +8,7 @@ response, this server (2.51) may never be able to unload the model.
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ from tritonclient.utils import InferenceServerException
 
 from jitney_gateway.refusals import UnknownModelError
 from jitney_gateway.server_request import InputValue, ModelDescription, ServerRequest
+
+_LOG = logging.getLogger(__name__)
 
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 """The endpoints of language models that a batch may name. Only batches call ``find_model_for`` with
@@ -155,12 +158,19 @@ class ServerClient:
         return model
 
     async def _find_adapter(self, name: str) -> ServedModel | None:
-        """The adapter of that name, of the first model that has one."""
+        """The adapter of that name, of the first model that has one. A model that does not answer
+        is passed over, unless it is known to have the adapter: then its error is raised."""
         for base in await self.ready_models():
             try:
                 model = await self._find_base(base, adapter=name)
             except UnknownModelError:
                 continue  # it has just been unloaded
+            except JitneyError as error:
+                known = self._models.get(base)
+                if known is not None and known.has_adapter(name):
+                    raise
+                _LOG.warning("adapter %r is not looked for in model %r: %s", name, base, error)
+                continue
             if model.has_adapter(name):
                 return model.adapter(name)
         return None

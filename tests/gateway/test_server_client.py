@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jitney.errors import CancelledError, InvalidArgumentError, UnavailableError
+from jitney.errors import CancelledError, InternalError, InvalidArgumentError, UnavailableError
 from jitney_gateway import server_client as module
 from jitney_gateway.app import Gateway
 from jitney_gateway.keys import FixedKeys
@@ -240,6 +240,40 @@ def test_a_listed_model_that_is_not_ready_has_no_adapter(monkeypatch: pytest.Mon
     with pytest.raises(UnknownModelError, match="'law'"):
         asyncio.run(backend.find_model("law"))
     assert asked == ["law", "m"]
+
+
+def test_a_dead_model_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = backend_of(monkeypatch)
+    dead: list[str] = []
+
+    async def names() -> list[str]:
+        return ["a", "m"]
+
+    async def ask(name: str) -> ServedModel:
+        if name in dead:
+            raise translated(name, "", "Stub process is not healthy")
+        if name not in ("a", "m"):
+            raise translated(name, "", f"Request for unknown model: {name!r} is not found")
+        known = ModelDescription(64, 1, frozenset(), adapters=[f"{name}-law"])
+        return ServedModel(name, "", {}, known, time.monotonic())
+
+    monkeypatch.setattr(backend, "ready_models", names)
+    monkeypatch.setattr(backend, "_fetch_model", ask)
+    monkeypatch.setattr(module, "_FRESH_S", 0.0)
+    monkeypatch.setattr(module, "_ADAPTERS_FRESH_S", 0.0)
+
+    async def play() -> Any:
+        await backend.find_model("a")
+        dead.append("a")
+        assert (await backend.find_model("m-law")).base == "m"
+        with pytest.raises(UnknownModelError, match="'misspelt'"):
+            await backend.find_model("misspelt")
+        with pytest.raises(InternalError, match="not healthy"):
+            await backend.find_model("a-law")
+        return await Gateway(backend, FixedKeys({}), None).models(Request({"type": "http"}))
+
+    listed = json.loads(bytes(asyncio.run(play()).body))["data"]
+    assert [each["id"] for each in listed] == ["m", "m-law"]
 
 
 def test_a_list_of_adapters_asks_each_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
