@@ -254,7 +254,9 @@ class Gateway:
         response.headers["x-request-id"] = state.id
         load_form = request.headers.get(REQUEST_HEADER)
         if load_form and self._load is not None:
-            response.headers.update(await self._load.header(load_form, state.model))
+            # An adapter has no load of its own. No model is named if the request was refused early.
+            model = self._server.base_of(state.model)
+            response.headers.update(await self._load.header(load_form, model))
         self._metrics.count_request(path, state.model, response.status_code)
         return response
 

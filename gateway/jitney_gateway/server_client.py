@@ -157,6 +157,14 @@ class ServerClient:
         self._models[name] = model
         return model
 
+    def base_of(self, name: str) -> str:
+        """The model that the adapter ``name`` belongs to, as far as it was asked for. Else
+        ``name``."""
+        known = self._models.get(name)
+        if known is None or known.base is None:
+            return name
+        return known.base
+
     async def _find_adapter(self, name: str) -> ServedModel | None:
         """The adapter of that name, of the first model that has one. A model that does not answer
         is passed over, unless it is known to have the adapter: then its error is raised."""
@@ -278,14 +286,14 @@ class ServerClient:
 
     def _with_adapter(self, request: ServerRequest) -> ServerRequest:
         """The request as the server understands it: an adapter is a parameter of its model."""
-        known = self._models.get(request.model)
-        if known is None or known.base is None:
+        base = self.base_of(request.model)
+        if base == request.model:
             return request
         text = request.inputs.get("sampling_parameters", b"{}")
         assert isinstance(text, bytes)
         params = msgspec.json.decode(text) | {"lora_name": request.model}
         inputs = request.inputs | {"sampling_parameters": msgspec.json.encode(params)}
-        return msgspec.structs.replace(request, model=known.base, inputs=inputs)
+        return msgspec.structs.replace(request, model=base, inputs=inputs)
 
     async def _responses(
         self, request: ServerRequest, headers: Mapping[str, str] | None

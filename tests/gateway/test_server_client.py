@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 from jitney.errors import CancelledError, InternalError, InvalidArgumentError, UnavailableError
 from jitney_gateway import server_client as module
-from jitney_gateway.app import Gateway
+from jitney_gateway.app import Gateway, make_app
 from jitney_gateway.keys import FixedKeys
 from jitney_gateway.refusals import UnknownModelError
 from jitney_gateway.server_client import ServedModel, ServerClient, Step, translated
+from jitney_gateway.server_load import REQUEST_HEADER, RESPONSE_HEADER
 from jitney_gateway.server_request import ModelDescription, ServerRequest
 from starlette.requests import Request
+from starlette.testclient import TestClient
 from tritonclient.utils import InferenceServerException
 
 STEPS = 5
@@ -222,6 +224,23 @@ def test_an_adapter_is_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     adapters.append("tax")
     monkeypatch.setattr(module, "_ADAPTERS_FRESH_S", 0.0)
     assert asyncio.run(backend.find_model("tax")).base == "m"
+
+
+def test_an_adapters_load_is_that_of_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Load:
+        async def header(self, form: str, model: str) -> dict[str, str]:
+            return {RESPONSE_HEADER: f"{form} {model}"}
+
+    backend = backend_of(monkeypatch, FakeStream(steps=1), FakeStream(steps=1))
+    known = ModelDescription(64, 1, frozenset(), adapters=["law"])
+    model = ServedModel("m", "", {}, known, time.monotonic())
+    backend._models = {"m": model, "law": model.adapter("law")}
+    client = TestClient(make_app(backend, FixedKeys({}), load=Load()))  # type: ignore[arg-type]
+    for name in ("m", "law"):
+        body = {"model": name, "prompt": "hi"}
+        answer = client.post("/v1/completions", json=body, headers={REQUEST_HEADER: "text"})
+        assert answer.status_code == 200
+        assert answer.headers[RESPONSE_HEADER] == "text m"
 
 
 def test_a_listed_model_that_is_not_ready_has_no_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
