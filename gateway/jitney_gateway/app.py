@@ -254,7 +254,9 @@ class Gateway:
         response.headers["x-request-id"] = state.id
         load_form = request.headers.get(REQUEST_HEADER)
         if load_form and self._load is not None:
-            response.headers.update(await self._load.header(load_form, state.model))
+            # An adapter has no load of its own. No model is named if the request was refused early.
+            model = self._server.base_of(state.model)
+            response.headers.update(await self._load.header(load_form, model))
         self._metrics.count_request(path, state.model, response.status_code)
         return response
 
@@ -281,11 +283,16 @@ class Gateway:
         return as_json(await function(self._server, model, body))
 
     async def models(self, request: Request) -> Response:
-        """The models and adapters that serve one of the endpoints."""
+        """The models and adapters that serve one of the endpoints. A model that does not answer is
+        left out."""
         models: dict[str, ServedModel] = {}
         for name in await self._server.ready_models():
-            with contextlib.suppress(UnknownModelError):  # it has just been unloaded
+            try:
                 models[name] = await self._server.find_model(name)
+            except UnknownModelError:
+                continue  # it has just been unloaded
+            except JitneyError as error:
+                _LOG.warning("model %r is not listed: %s", name, error)
         for base in list(models.values()):
             adapters = [] if base.description is None else base.description.adapters
             for name in adapters:

@@ -237,7 +237,7 @@ def _allows_text(text: str, schema: Any, whole: Mapping[str, Any]) -> bool:
 def may_be_string(
     schema: Any, whole: Mapping[str, Any], passed: frozenset[str] = frozenset()
 ) -> bool:
-    """Whether a value of ``schema`` may be a string, unless the schema says otherwise.
+    """Whether a value of ``schema`` may be a string. It may, if the schema does not say what it is.
 
     ``schema`` is a part of ``whole``, whose definitions it may refer to. ``passed``: the references
     that led to it; one that leads back to itself allows any value.

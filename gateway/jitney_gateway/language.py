@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 
 class ChatApi(NamedTuple):
-    """An API in which clients send chats: its body, how that is made a chat, and its answer."""
+    """An API in which clients send chats: its body, what makes a chat of a body, and its answer."""
 
     body: type[WireRecord]
     chat_of_body: Callable[[Any, ModelDescription], ChatRequest]

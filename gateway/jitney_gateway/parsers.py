@@ -170,7 +170,8 @@ class Parser:
         if not text or any(marker.startswith(text) for marker in state.markers):
             return False
         before_reasoning = isinstance(state.following, _InReasoning)
-        # Space after a call is kept if content follows content: it divides the two.
+        # Space is dropped. But between earlier content and content that comes now it stays, to
+        # divide the two.
         if before_reasoning or not self._has_content:
             self._held = text
         self._state = state.following
@@ -227,8 +228,8 @@ def _head_pattern(tool_format: ToolFormat | None) -> regex.Pattern[str]:
 def _head_pattern_at_beginning(
     tool_format: ToolFormat | None, reasoning: Reasoning | None
 ) -> regex.Pattern[str]:
-    """What can end content while there is none: what stands at the very beginning, with any space
-    before it, or a head that stands anywhere."""
+    """What can begin a call or reasoning where no content has come yet: a head or a marker at the
+    very beginning, with any space before it, or a head with a marker anywhere."""
     alternatives = []
     if reasoning is not None:
         alternatives.append(rf"\A\s*(?P<think>{regex.escape(reasoning.begin)})")

@@ -127,6 +127,8 @@ def name_clients_field(error: InvalidArgumentError, body: msgspec.Struct) -> Inv
         client_fields = _CLIENT_FIELDS_OF_CHAT.get(name, ())
     else:
         name = _first_word(text)
+        if name in msgspec.structs.asdict(body).get("params", {}):
+            return error  # the client has set it under this very name, and that value was sent
         client_fields = _CLIENT_FIELDS.get(name, ())
     for field in client_fields:
         if field in body.__struct_fields__ and getattr(body, field) is not None:

@@ -143,7 +143,9 @@ class ResponseAnswer:
         part: JsonObject = {"type": _ITEM_FORMS[block.kind].part_type, "text": block.text}
         if block.kind == "text":
             part["annotations"] = []
-            # Logprobs exclude tools and reasoning: there is one block, and all of them are its own.
+            # A request for logprobs with tools or reasoning is refused
+            # (`responses_request._check_logprobs`). So this block is the only one, and all logprobs
+            # are its own.
             part["logprobs"] = self._logprobs if block.text else []
         return part
 

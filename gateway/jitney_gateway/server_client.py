@@ -8,6 +8,7 @@ response, this server (2.51) may never be able to unload the model.
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ from tritonclient.utils import InferenceServerException
 
 from jitney_gateway.refusals import UnknownModelError
 from jitney_gateway.server_request import InputValue, ModelDescription, ServerRequest
+
+_LOG = logging.getLogger(__name__)
 
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 """The endpoints of language models that a batch may name. Only batches call ``find_model_for`` with
@@ -154,20 +157,36 @@ class ServerClient:
         self._models[name] = model
         return model
 
+    def base_of(self, name: str) -> str:
+        """The model that the adapter ``name`` belongs to, as far as it was asked for. Else
+        ``name``."""
+        known = self._models.get(name)
+        if known is None or known.base is None:
+            return name
+        return known.base
+
     async def _find_adapter(self, name: str) -> ServedModel | None:
-        """The adapter of that name, of the first model that has one."""
+        """The adapter of that name, of the first model that has one. A model that does not answer
+        is passed over, unless it is known to have the adapter: then its error is raised."""
         for base in await self.ready_models():
             try:
                 model = await self._find_base(base, adapter=name)
             except UnknownModelError:
                 continue  # it has just been unloaded
+            except JitneyError as error:
+                known = self._models.get(base)
+                if known is not None and known.has_adapter(name):
+                    raise
+                _LOG.warning("adapter %r is not looked for in model %r: %s", name, base, error)
+                continue
             if model.has_adapter(name):
                 return model.adapter(name)
         return None
 
     async def _find_base(self, name: str, *, adapter: str) -> ServedModel:
-        """The model ``name``, fetched again if it may have got the adapter meanwhile. No adapter is
-        looked for under this name. Raises UnknownModelError if the model is not ready."""
+        """The model ``name``, fetched again if it may have got the adapter meanwhile. Unlike
+        :meth:`find_model`, this does not take ``name`` for an adapter's. Raises UnknownModelError
+        if the model is not ready."""
         known = self._models.get(name)
         if known is not None:
             may_get_it = known.description is not None and not known.has_adapter(adapter)
@@ -267,14 +286,14 @@ class ServerClient:
 
     def _with_adapter(self, request: ServerRequest) -> ServerRequest:
         """The request as the server understands it: an adapter is a parameter of its model."""
-        known = self._models.get(request.model)
-        if known is None or known.base is None:
+        base = self.base_of(request.model)
+        if base == request.model:
             return request
         text = request.inputs.get("sampling_parameters", b"{}")
         assert isinstance(text, bytes)
         params = msgspec.json.decode(text) | {"lora_name": request.model}
         inputs = request.inputs | {"sampling_parameters": msgspec.json.encode(params)}
-        return msgspec.structs.replace(request, model=known.base, inputs=inputs)
+        return msgspec.structs.replace(request, model=base, inputs=inputs)
 
     async def _responses(
         self, request: ServerRequest, headers: Mapping[str, str] | None

@@ -29,7 +29,7 @@ _PTRACE_DETACH = 17
 
 # What is started is a small Python program, put together from the parts below:
 #
-#     ask the kernel for the signal argv[1] when the thread ends that started this process
+#     ask the kernel to send us the signal argv[1] once the thread that started us has ended
 #     ask to be traced by it (left out where the system does not allow that)
 #     become the real program, which is argv[2], with the arguments that follow it
 #
@@ -145,6 +145,7 @@ def _redirect_arguments(pid: int, names: Sequence[str]) -> None:
 def _read_layout(pid: int) -> _Memory:
     # The program's name, in parentheses, may hold spaces: the fields are counted behind it.
     stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    # ``fields[0]`` is field 4 of proc_pid_stat(5): startstack is 28, arg_start 48, and so on.
     fields = [int(field) for field in stat.rpartition(")")[2].split()[1:]]
     return _Memory(
         stack=fields[24],
@@ -162,6 +163,6 @@ def _read(descriptor: int, begin: int, end: int) -> bytes:
 def _find_text(texts: bytes, beginning: str) -> int:
     """The index of the text with this beginning. Each of ``texts`` ends in a zero. Raises
     ValueError if there is none."""
-    # The zero found here stands at the text's own index in ``texts``, because the added zero shifts
-    # everything by one.
+    # A zero is put before ``texts``, so every text has one before it. With it, the zero before a
+    # text has the index that the text has in ``texts`` itself.
     return (b"\0" + texts).index(f"\0{beginning}".encode())

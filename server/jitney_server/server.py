@@ -49,7 +49,7 @@ class TritonServer:
     """One ``tritonserver`` process over ``model_repository``.
 
     - ``http_port``, ``grpc_port``, ``metrics_port``: 0 picks a free one.
-    - ``models``: the models of the repository to load, which may be none; None loads all of them.
+    - ``models``: the models of the repository to load, perhaps an empty list; None: all of them.
     - ``log_file`` gets everything that the server and the models print. None: a temporary file,
       which a clean stop removes.
     - ``extra_args`` go to the server as they are, behind ours.

@@ -29,8 +29,8 @@ _PAUSE_S = 0.5
 _GATEWAY_START_S = 60.0
 """Seconds after which a gateway must listen."""
 _LONGEST_PAUSE_S = 60.0
-"""Between the end of a gateway and its next start. A gateway that runs for longer than this has
-stayed: after its end the pauses begin anew."""
+"""Longest pause between the end of a gateway and its next start. After a run that was longer than
+this, the pauses begin anew."""
 _RUN_GATEWAY = """
 import ctypes, signal
 PR_SET_PDEATHSIG = 1  # the kernel sends SIGTERM when `jitney serve` ends, however it ends
@@ -131,8 +131,9 @@ class GatewayProcess:
     def turn(self) -> None:
         """Start it again, on the same port, if it has ended.
 
-        Each start doubles the pause before the next one, so long as the gateway does not stay. This
-        does not wait until the gateway listens: the server must be watched meanwhile.
+        Each start doubles the pause before the next one, unless the gateway ran for longer than
+        _LONGEST_PAUSE_S. This does not wait until the gateway listens: the server must be watched
+        meanwhile.
         """
         assert self._process is not None
         status = self._process.poll()

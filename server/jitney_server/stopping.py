@@ -46,8 +46,9 @@ _UNLOAD_S = 30.0
 """Seconds, after the grace, that models without requests have to end. A process that has imported
 torch needs two seconds of a core to end, and many of them end at once."""
 _STUCK_S = 3.0
-"""Seconds, after the grace, if a model was never told to end, which is a fault of this server
-(docs/troubleshooting.md). Its metrics show it: a model that was told to end withdraws them."""
+"""The same, if the server has never told one of these models to end, which is a fault of this
+server (docs/troubleshooting.md): to wait longer is of no use. Its metrics show it: a model that was
+told to end withdraws them."""
 _EXIT_S = 2.0
 """Seconds that the server has to exit once its models are unloaded."""
 _PAUSE_S = 0.05

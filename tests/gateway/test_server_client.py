@@ -10,14 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jitney.errors import CancelledError, InvalidArgumentError, UnavailableError
+from jitney.errors import CancelledError, InternalError, InvalidArgumentError, UnavailableError
 from jitney_gateway import server_client as module
-from jitney_gateway.app import Gateway
+from jitney_gateway.app import Gateway, make_app
 from jitney_gateway.keys import FixedKeys
 from jitney_gateway.refusals import UnknownModelError
 from jitney_gateway.server_client import ServedModel, ServerClient, Step, translated
+from jitney_gateway.server_load import REQUEST_HEADER, RESPONSE_HEADER
 from jitney_gateway.server_request import ModelDescription, ServerRequest
 from starlette.requests import Request
+from starlette.testclient import TestClient
 from tritonclient.utils import InferenceServerException
 
 STEPS = 5
@@ -224,6 +226,23 @@ def test_an_adapter_is_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asyncio.run(backend.find_model("tax")).base == "m"
 
 
+def test_an_adapters_load_is_that_of_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Load:
+        async def header(self, form: str, model: str) -> dict[str, str]:
+            return {RESPONSE_HEADER: f"{form} {model}"}
+
+    backend = backend_of(monkeypatch, FakeStream(steps=1), FakeStream(steps=1))
+    known = ModelDescription(64, 1, frozenset(), adapters=["law"])
+    model = ServedModel("m", "", {}, known, time.monotonic())
+    backend._models = {"m": model, "law": model.adapter("law")}
+    client = TestClient(make_app(backend, FixedKeys({}), load=Load()))  # type: ignore[arg-type]
+    for name in ("m", "law"):
+        body = {"model": name, "prompt": "hi"}
+        answer = client.post("/v1/completions", json=body, headers={REQUEST_HEADER: "text"})
+        assert answer.status_code == 200
+        assert answer.headers[RESPONSE_HEADER] == "text m"
+
+
 def test_a_listed_model_that_is_not_ready_has_no_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = backend_of(monkeypatch)
     asked = []
@@ -240,6 +259,40 @@ def test_a_listed_model_that_is_not_ready_has_no_adapter(monkeypatch: pytest.Mon
     with pytest.raises(UnknownModelError, match="'law'"):
         asyncio.run(backend.find_model("law"))
     assert asked == ["law", "m"]
+
+
+def test_a_dead_model_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = backend_of(monkeypatch)
+    dead: list[str] = []
+
+    async def names() -> list[str]:
+        return ["a", "m"]
+
+    async def ask(name: str) -> ServedModel:
+        if name in dead:
+            raise translated(name, "", "Stub process is not healthy")
+        if name not in ("a", "m"):
+            raise translated(name, "", f"Request for unknown model: {name!r} is not found")
+        known = ModelDescription(64, 1, frozenset(), adapters=[f"{name}-law"])
+        return ServedModel(name, "", {}, known, time.monotonic())
+
+    monkeypatch.setattr(backend, "ready_models", names)
+    monkeypatch.setattr(backend, "_fetch_model", ask)
+    monkeypatch.setattr(module, "_FRESH_S", 0.0)
+    monkeypatch.setattr(module, "_ADAPTERS_FRESH_S", 0.0)
+
+    async def play() -> Any:
+        await backend.find_model("a")
+        dead.append("a")
+        assert (await backend.find_model("m-law")).base == "m"
+        with pytest.raises(UnknownModelError, match="'misspelt'"):
+            await backend.find_model("misspelt")
+        with pytest.raises(InternalError, match="not healthy"):
+            await backend.find_model("a-law")
+        return await Gateway(backend, FixedKeys({}), None).models(Request({"type": "http"}))
+
+    listed = json.loads(bytes(asyncio.run(play()).body))["data"]
+    assert [each["id"] for each in listed] == ["m", "m-law"]
 
 
 def test_a_list_of_adapters_asks_each_model_once(monkeypatch: pytest.MonkeyPatch) -> None:

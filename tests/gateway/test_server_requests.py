@@ -300,6 +300,8 @@ def test_a_model_that_reasons_is_bound_only_afterwards() -> None:
         ("max_tokens is 0", {"max_completion_tokens": 0}, "max_completion_tokens is 0"),
         ("max_tokens is 0", {"max_tokens": 0}, None),
         ("cache_salt is", {"prompt_cache_key": "a"}, "prompt_cache_key is"),
+        ("cache_salt is", {"prompt_cache_key": "a", "cache_salt": "b"}, None),
+        ("priority is", {"service_tier": "auto", "priority": -2000}, None),
         ("chat_template_parameters has", {"reasoning_effort": "a"}, "reasoning_effort has"),
         (
             "structured_outputs.json: #/a",

@@ -143,6 +143,17 @@ def test_long_run_of_bytes_is_not_held_for_ever() -> None:
     assert broken == "\ufffd" * 200
 
 
+def test_word_after_a_long_run_at_the_beginning_keeps_its_space() -> None:
+    rules = rules_of("llama_style")
+    token = {value: token_id for token_id, value in rules.byte_values.items()}
+    word = rules.tokenizer.encode("fox", add_special_tokens=False).ids
+    for length in (RUN_LIMIT, RUN_LIMIT + 1):
+        output = [token[ord("a")]] * length + word
+        sent = "".join(stream(rules, [], output))
+        assert sent == rules.decode(output)
+        assert sent.endswith("a fox")
+
+
 def test_byte_alphabet_is_the_tokenizers_own() -> None:
     from jitney.text.detokenizer import _BYTE_OF
     from tokenizers import pre_tokenizers

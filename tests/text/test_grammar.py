@@ -64,7 +64,7 @@ def prove(**given: object) -> str:
         ({"grammar": 'start: "a" start "b"*'}, "no finite text fits the rule start"),
         ({"grammar": 'start: "a" b\nb: "b" [start] b+'}, "no finite text fits the rule start"),
         ({"grammar": 'start: ("a" | "b") (start)  // | "c"'}, "no finite text fits"),
-        ({"grammar": 'start: %json {"items": {"not": {}}}'}, "#/items/not is not supported"),
+        ({"grammar": 'start: %json {"items": {"not": {}}}'}, ".grammar: %json: #/items/not is not"),
         ({"grammar": "start: %json {]"}, ".grammar: %json: Expecting property name"),
         ({"grammar": 'start: <nobody> "a"'}, 'unknown special token: "<nobody>"'),
         ({"grammar": 'start: "ab" B\nB: /[a]/ & /[b]/'}, "allows nothing after 'ab'"),

@@ -87,8 +87,8 @@ class Row:
     output: list[int]
     """Tokens generated so far; empty when ``sample`` has more than one index. If ``carried`` is
     set, the newest token is not in it yet. In a row that samples, do not use ``len(output)`` as the
-    number of output tokens: it lacks the carried token and the drafts. ``end - len(prompt)`` has
-    both."""
+    number of output tokens: it lacks the carried token and the drafts. With both, the output has
+    ``end - len(prompt)`` tokens."""
     stop_ids: frozenset[int]
     bad_words_ids: list[list[int]]
     carried: int | None = None
@@ -147,7 +147,8 @@ class RowOutput:
     """Per sampled token, if ``params.logprobs`` is set: the candidates at its position."""
     prompt_logprobs: list[list[Logprob]] | None = None
     """If ``params.prompt_logprobs`` is set and the row computed prompt tokens: the candidates for
-    prompt[q], for each prompt position q with start < q <= end and q < len(prompt)."""
+    prompt[q], for each q with start < q <= end and q < len(prompt). (The row computes positions
+    start to end - 1, and the logits of each are for the position after it.)"""
     proposal: list[int] = field(default_factory=list)
     """What a draft model proposes after the newest token: at most ``Row.propose`` tokens."""
     read: int = 0

@@ -26,10 +26,10 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     max_drafts: Annotated[int, Meta(ge=1, le=64)] = 8
     """Most drafts of a sequence in one step."""
     ngram_min: Annotated[int, Meta(ge=1, le=32)] = 2
-    """For ``ngram``: fewest last tokens that must match."""
+    """For ``ngram``: at least so many of the last tokens must match."""
     ngram_max: Annotated[int, Meta(ge=1, le=32)] = 3
-    """For ``ngram``: most last tokens that are compared. The longest match is taken; of several
-    that are equally long, the latest."""
+    """For ``ngram``: at most so many of the last tokens are compared. The longest match is taken;
+    of several that are equally long, the latest."""
 
 
 class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,7 +49,8 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Most of its requests that may wait. None: only the option ``max_queued`` limits them."""
     aging_s: Annotated[float, Meta(ge=0.001, le=1e6)] = 60.0
     """A request counts as one of the first tier once it has waited for the sum of ``aging_s`` of
-    its tier and of all tiers between. So none starves. Without effect in the first tier."""
+    its own tier and of all tiers between that and the first. So none starves. Without effect in the
+    first tier."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -38,7 +38,8 @@ def describe_range(struct: type[msgspec.Struct], name: str) -> str:
 
 
 def kind_of(struct: type[msgspec.Struct], name: str) -> inspect.Type:
-    """The type of a field; of ``T | None``, T. The field must not be of several types."""
+    """The type of a field, without None: T for ``T | None``. Otherwise it must not be of several
+    types."""
     (field,) = (field for field in msgspec.structs.fields(struct) if field.encode_name == name)
     kind = inspect.type_info(field.type)
     if isinstance(kind, inspect.UnionType):

@@ -179,8 +179,8 @@ class StepStats(msgspec.Struct, array_like=True, kw_only=True):
     within it, and the front adds them up. During a step the scheduler keeps its counts in an object
     of this class, and increments them there.
 
-    Rows and tokens count in the call of ``step()`` that applied their output. With overlap that is
-    the call after the one that launched them.
+    Rows and tokens are counted by the call of ``step()`` that applied their output. With overlap
+    that is the call after the one that launched them.
     """
 
     # Gauges.

@@ -30,8 +30,8 @@ class State:
     - ``bad``: the bad ones of them;
     - ``taken``: rows that this run has read (needed with ``position``);
     - ``position``: the share of the input that all runs together have read;
-    - ``seconds``: how long the run has taken (needed by :meth:`Progress.line`, and with ``done``
-      and ``position``);
+    - ``seconds``: how long the run has taken (needed by :meth:`Progress.line`, and by
+      :attr:`left_s` once ``done`` and ``position`` are there);
     - ``at``: when that was (needed by :attr:`end_at`);
     - ``tokens``: tokens that were generated;
     - ``steps``: the engine's steps;

@@ -201,7 +201,7 @@ def _check_pairs(config: EngineConfig) -> None:
 
 
 def _check_token_budget(config: EngineConfig) -> None:
-    """Every running sequence may get a token in one step."""
+    """The budget must allow a token for every running sequence in one step."""
     tokens = config.max_num_batched_tokens
     if tokens is not None and tokens < config.max_num_seqs:
         bound = f"at least max_num_seqs, {config.max_num_seqs}"

@@ -18,8 +18,8 @@ _CONTROL_VALUES = {
     "fp32_false_true": "TYPE_FP32",
     "int32_false_true": "TYPE_INT32",
 }
-"""A sequence control such as START has a false and a true value. Key of a control's ``control``
-entry that lists them -> tensor type."""
+"""In a control's entry, the key under which its false and true value are listed -> the type of the
+control's tensor. (A control such as START has two values.)"""
 
 
 class TensorInfo(NamedTuple):
@@ -281,8 +281,10 @@ def _check_control(entry: Config, info: TensorInfo, batching: bool) -> None:
         )
     for control in entry.get("control", []):
         # A control without two values, such as a correlation id, names its type.
-        named = control.get("data_type", info.data_type)
-        type_ = next((type_ for key, type_ in _CONTROL_VALUES.items() if control.get(key)), named)
+        type_ = control.get("data_type", info.data_type)
+        for key, type_of_values in _CONTROL_VALUES.items():
+            if control.get(key):
+                type_ = type_of_values
         if type_ != info.data_type:
             raise ConfigError(
                 f"sequence control {name!r}: the configuration has {type_}, "

@@ -58,8 +58,9 @@ TIER_GAUGES = {
     "jitney_tier_oldest_wait_seconds": "How long the tier's longest waiting sequence has waited",
 }
 TIER_COUNTERS = {
-    "jitney_tier_held_back_total": "Times that a running sequence of the tier got no row, or a "
-    "smaller chunk than the token budget allowed, so that the step met a tier's latency target",
+    "jitney_tier_held_back_total": "Times that a running sequence of the tier was left out of a "
+    "step, or got a smaller chunk than the token budget allowed, so that the step met a tier's "
+    "latency target",
     "jitney_tier_overdue_requests_total": "Requests of the tier that had aged fully and were still "
     "not admitted, also if they left the queue later",
 }
@@ -90,7 +91,8 @@ HISTOGRAMS_WITHOUT_TIER = ("jitney_step_seconds", "jitney_batch_sequences")
 REQUESTS = "jitney_requests_total"
 OUTCOMES = ("stop", "length", "deadline", "cancelled", "refused", "unavailable", "failed")
 """How a request ended. The first three are finish reasons; ``deadline`` also stands for a deadline
-that passed before the first token. Of a request with ``n`` > 1 the last sequence's counts."""
+that passed before the first token. A request with ``n`` > 1 is counted once, by the end of its last
+sequence."""
 _OUTCOME_OF_CODE = {
     "INVALID_ARGUMENT": "refused",
     "UNAVAILABLE": "unavailable",

@@ -46,7 +46,8 @@ _LOG = logging.getLogger(__name__)
 
 _EDGES = {name: edges_of(name) for name in HISTOGRAMS}
 _WITHOUT_LABEL = (None,)
-"""Stands for a label's values where a family has no such label: the one value None."""
+"""The values of a label that a family does not have. There is one, None, so that
+:meth:`ModelMetrics._add` makes one metric, and leaves the label out of it."""
 
 
 class _Key(NamedTuple):

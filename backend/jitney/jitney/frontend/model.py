@@ -91,8 +91,8 @@ def assign_device(config: EngineConfig, args: dict[str, str]) -> EngineConfig:
         device = f"cuda:{gpu}"
     # ``count`` of a group is the number of its instances on each of its devices.
     counts = [int(group.get("count", 1)) for group in groups if _is_on_device(group, gpu)]
-    # The option may name more instances, if other models share the device. And if config.pbtxt
-    # names no group, there is this instance all the same.
+    # Option ``instances`` may be larger: other models may share the device. And without any group
+    # in config.pbtxt there is still this instance.
     num_instances = max(config.instances, sum(counts), 1)
     return msgspec.structs.replace(config, instances=num_instances, device=device)
 

@@ -265,7 +265,7 @@ class ResponseWriter:
         self, request: ClientRequest, echo_text: str, num_prompt: int, encoder: LogprobsEncoder
     ) -> None:
         """``echo_text`` goes before each sequence's first text. The prompt has ``num_prompt``
-        tokens. ``encoder`` is for its logprobs; those of the output come encoded."""
+        tokens. ``encoder`` is for the prompt's logprobs; the output's come encoded."""
         params = request.params
         self._returns = request.returns
         self._echo_text = echo_text  # empty once it has been written
@@ -315,7 +315,7 @@ class ResponseWriter:
 
 
 def _max_positions(logprobs: int | None) -> int:
-    """How many positions are encoded in one go, if each has so many alternatives."""
+    """How many positions are encoded in one go, if each has ``logprobs`` alternatives."""
     return max(1, MAX_CANDIDATES // (1 + (logprobs or 0)))
 
 

@@ -287,9 +287,9 @@ class Responder:
         if reply.has_response:
             self._send_queue.put(reply)
         else:
-            # It may be in the queue from an earlier event: that event gave it a response, and this
-            # one ended its last text at a stop string, or got it cancelled. Then it waits for the
-            # engine's report of the end.
+            # An earlier event may have put it into the queue. This one has taken its response away
+            # again: it ended the last text at a stop string, or too many tokens wait and the reply
+            # was cancelled above. Then it waits for the engine's report of the end.
             self._send_queue.remove(reply.key)
 
     def _observe_latency(self, reply: Reply, tokens: Tokens, at: float) -> None:

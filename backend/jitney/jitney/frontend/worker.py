@@ -84,8 +84,8 @@ def on_sigterm(callback: Callable[[], None], count_error: Callable[[], None]) ->
 
     Nothing else tells us that the server is about to exit. It calls ``finalize`` only once every
     response has been sent, and it exits after its timeout in any case, so a long stream would be
-    cut without an error. What stops the server signals its stubs too: our launcher,
-    systemd, or ``docker stop`` with an init that forwards signals to the group.
+    cut without an error. Whatever stops the server sends the signal to its stubs too:
+    our launcher, systemd, or ``docker stop`` with an init that forwards signals to the group.
 
     The stub's main thread is in C++, where Python never runs a signal handler. But Python's handler
     in C writes the signal's number to the wake-up descriptor at once, and a thread reads it there.

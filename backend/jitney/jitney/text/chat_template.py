@@ -95,7 +95,8 @@ class _Namespace(jinja2.utils.Namespace):
         self, *positional = args
         given = dict(*positional, **kwargs)
         for name in given:
-            # Not ``self._check``: an attribute of a namespace is a variable of the template.
+            # Not ``self._check``: a namespace looks an attribute up among the template's variables,
+            # not in the class.
             _Namespace._check(name)
         jinja2.utils.Namespace.__init__(self, given)
 
@@ -114,11 +115,13 @@ def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
     for key in REASONING_KEYS:
         reasoning = message.get(key)
         if reasoning is not None:
-            # In transformers' order of keys, which a template may print.
+            # "thinking" comes first, as in transformers: a template may print the keys in their
+            # order.
             completed = {"thinking": reasoning, **message}
-            # ``reasoning_content`` can be overwritten: it is the first key tried, so it is this
-            # reasoning or None. A ``thinking`` may differ, and stays.
+            # Overwrites nothing else: a ``reasoning_content`` that is not None is the one that was
+            # found.
             completed["reasoning_content"] = reasoning
+            # A message may have another text as its ``thinking``: that one stays.
             if completed["thinking"] is None:
                 completed["thinking"] = reasoning
             return completed

@@ -51,7 +51,8 @@ class SequenceDelta:
 @dataclass(slots=True)
 class _Pending:
     """What was fed of one sequence and not taken yet. ``ids`` and ``texts`` have an entry for each
-    token. So has one of ``logprobs`` and ``encoded``, if logprobs were asked for."""
+    token. If logprobs were asked for, either ``logprobs`` or ``encoded`` has one too, and the other
+    is empty."""
 
     ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)

@@ -69,9 +69,9 @@ class DecodingRules:
                 if match:
                     self.byte_values[token_id] = int(match[1], 16)
         self.stand_in: list[int] = []
-        """One token with a text. Used as the context in place of a prompt of byte tokens only.
-        Those cannot be the context, because output bytes could join them in a character; and
-        without any context the output would lose its first space. Empty if the tokenizer has no
+        """One token with a text: the context after a prompt that is made of byte tokens only. The
+        byte tokens themselves cannot be it, because output bytes could join them in a character.
+        And without a context the output would lose its first space. Empty if the tokenizer has no
         byte tokens, or no such token."""
         if self.byte_values:
             self.stand_in = self._find_word()
@@ -209,8 +209,9 @@ class WindowDecoder:
         context, text = self._find_context(tokens)
         self._context = context
         self._context_text = text
-        # If no context was found, none of ``tokens`` has a text. They stay pending, because the
-        # first token with a text is decoded as the first of the sequence.
+        # Without a context, none of ``tokens`` has a text. They stay pending, so that the next
+        # decode begins where the whole decode does: there too, the first token with a text is
+        # decoded as the first one.
         self._pending = [] if context else tokens.copy()
 
     def _find_context(self, tokens: list[int]) -> tuple[list[int], str]:
@@ -232,10 +233,14 @@ class WindowDecoder:
         data = bytes(self._rules.byte_values[token_id] for token_id in self._run)
         cut = len(self._pending) - _num_incomplete(data)
         text = self._rules.decode(self._context + self._pending[:cut])
-        # The context stays: later tokens are decoded as if they came right behind the context.
+        new_text = text[len(self._context_text) :]
+        # A context stays: later tokens are decoded as if they came right behind it. Without one,
+        # they would be decoded as the first ones of the sequence.
+        if not self._context:
+            self._begin_window(self._rules.stand_in)
         self._pending = self._pending[cut:]
         self._run = self._pending.copy()
-        return text[len(self._context_text) :]
+        return new_text
 
 
 def _num_incomplete(data: bytes) -> int:

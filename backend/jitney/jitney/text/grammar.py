@@ -85,7 +85,7 @@ def _grammar(name: str, value: Any, field: str) -> str:
         case "choice":
             choices = " | ".join(json.dumps(each, ensure_ascii=False) for each in value)
             return LLMatcher.grammar_from_lark(f"start: {choices}")
-    return LLMatcher.grammar_from_lark(_with_checked_schemas(value))
+    return LLMatcher.grammar_from_lark(_with_checked_schemas(value, field))
 
 
 def _json_grammar(value: Any, field: str) -> str:
@@ -98,7 +98,7 @@ def _json_grammar(value: Any, field: str) -> str:
             raise InvalidArgumentError(f"{field} is not JSON: {error}") from None
     if not isinstance(schema, dict):
         raise InvalidArgumentError.of(field, value, "a JSON schema that is an object")
-    prepare_schema(schema)
+    prepare_schema(schema, field)
     return LLMatcher.grammar_from_json_schema(
         schema,
         overrides={
@@ -109,7 +109,7 @@ def _json_grammar(value: Any, field: str) -> str:
     )
 
 
-def _with_checked_schemas(rules: str) -> str:
+def _with_checked_schemas(rules: str, field: str) -> str:
     """Lark with its ``%json`` schemas checked like the others. Their ``x-guidance`` is kept."""
     parts: list[str] = []
     copied = 0  # so many characters of ``rules`` are in ``parts``
@@ -120,13 +120,13 @@ def _with_checked_schemas(rules: str) -> str:
         try:
             schema, end = json.JSONDecoder().raw_decode(rules, begin)
         except ValueError as error:
-            raise InvalidArgumentError(f"structured_outputs.grammar: %json: {error}") from None
+            raise InvalidArgumentError(f"{field}: %json: {error}") from None
         # prepare_schema refuses "x-guidance": clients must not change how a schema is read. In a
         # grammar in Lark it is allowed, so it is taken out for the check.
         style: dict[str, Any] = {}
         if "x-guidance" in schema:
             style["x-guidance"] = schema.pop("x-guidance")
-        prepare_schema(schema)
+        prepare_schema(schema, f"{field}: %json")
         checked = json.dumps(style | schema)
         parts.append(f"{rules[copied:begin]} {checked}")
         copied = end

@@ -30,7 +30,7 @@ _ADAPTER = "adapter_config.json"
 _MOST_NAME_BYTES = 255  # of a folder
 _LEAST_PROMPT_BYTES = 65_536
 _BYTES_PER_TOKEN = 32
-"""A prompt may have so many bytes times the tokens of the context, unless the option
+"""For each token of the context, a prompt may have so many bytes, unless the option
 ``max_prompt_bytes`` is set. Ordinary tokens have far fewer."""
 _MOST_BYTES_PER_CHARACTER = 4
 _FEW_IDS = 8

@@ -36,22 +36,23 @@ _MAX_REFERENCES = 8
 """References in a row that are followed. They may form a circle."""
 
 
-def prepare_schema(schema: Any) -> None:
+def prepare_schema(schema: Any, field: str) -> None:
     """Raise InvalidArgumentError for what cannot be enforced, and for a schema without a finite
-    instance. Changes ``schema``: a ``oneOf`` whose branches exclude each other becomes an
-    ``anyOf``, which llguidance can enforce."""
-    checker = _Checker(schema)
+    instance. It names ``field``, which has the schema. Changes ``schema``: a ``oneOf`` whose
+    branches exclude each other becomes an ``anyOf``, which llguidance can enforce."""
+    checker = _Checker(schema, field)
     checker.check(schema, "#")
     if not checker.is_finite(schema, frozenset()):
-        raise InvalidArgumentError("structured_outputs.json: no finite JSON fits the schema")
+        raise InvalidArgumentError(f"{field}: no finite JSON fits the schema")
 
 
 class _Checker:
     """Checks one schema, and changes it. ``path`` is the JSON pointer of what is checked, for
     refusals."""
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: Any, field: str) -> None:
         self._root = root
+        self._field = field
         # Schemas that are known to be finite, by id(): they are dictionaries, which no set can
         # hold, and the root keeps all of them alive.
         self._finite: set[int] = set()
@@ -61,16 +62,16 @@ class _Checker:
         if isinstance(schema, bool):
             return
         if not isinstance(schema, dict):
-            raise _refusal(path, "is no schema: it must be an object or a boolean")
+            raise self._refusal(path, "is no schema: it must be an object or a boolean")
         for keyword, value in list(schema.items()):
             at = f"{path}/{_escaped(keyword)}"
             if keyword in _WITH_SCHEMA:
                 self.check(value, at)
             elif keyword in _WITH_LIST:
-                for index, each in enumerate(_typed(list, value, at)):
+                for index, each in enumerate(self._typed(list, value, at)):
                     self.check(each, f"{at}/{index}")
             elif keyword in _WITH_OBJECT:
-                for name, each in _typed(dict, value, at).items():
+                for name, each in self._typed(dict, value, at).items():
                     self.check(each, f"{at}/{_escaped(name)}")
             elif path == "#" and keyword in _ROOT_KEYWORDS:
                 continue
@@ -83,27 +84,37 @@ class _Checker:
         # x-guidance would change how llguidance reads the schema.
         is_annotation = keyword.startswith("x-") and keyword != "x-guidance"
         if keyword not in _KEYWORDS and not is_annotation:
-            raise _refusal(at, f"is not supported{nearest(keyword, _KEYWORDS)}")
+            raise self._refusal(at, f"is not supported{nearest(keyword, _KEYWORDS)}")
         if keyword == "$ref":
             self._target(value, at)
         if keyword == "format" and value not in _FORMATS:
-            raise _refusal(at, f"is {value!r}, but must be one of {', '.join(_FORMATS)}")
+            raise self._refusal(at, f"is {value!r}, but must be one of {', '.join(_FORMATS)}")
         if keyword == "minProperties":
             # A grammar cannot count properties. It knows which ones are required, and whether
             # there is at least one. So 1 is supported, and as many as are required.
             num_required = len(schema.get("required", ()))
             if value > max(1, num_required):
-                raise _refusal(at, "above 1 is not supported, unless as many names are required")
+                raise self._refusal(
+                    at, "above 1 is not supported unless as many names are required"
+                )
 
     def _target(self, reference: Any, at: str = "$ref") -> Any:
         """What a reference points to. Raises InvalidArgumentError if that is nothing in here."""
-        start, *parts = _typed(str, reference, at).split("/")
+        start, *parts = self._typed(str, reference, at).split("/")
         found = self._root
         for part in parts:
             found = _part_of(found, unquote(part).replace("~1", "/").replace("~0", "~"))
         if start != "#" or found is None:
-            raise _refusal(at, f"is {reference[:64]!r}, but must point into the schema: #/…")
+            raise self._refusal(at, f"is {reference[:64]!r}, but must point into the schema: #/…")
         return found
+
+    def _typed(self, kind: type, value: Any, at: str) -> Any:
+        if not isinstance(value, kind):
+            raise self._refusal(at, f"must be {_TYPE_NAMES[kind.__name__]}")
+        return value
+
+    def _refusal(self, path: str, reason: str) -> InvalidArgumentError:
+        return InvalidArgumentError(f"{self._field}: {path[:512]} {reason}")
 
     def is_finite(self, schema: Any, references: frozenset[str]) -> bool:
         """Whether some finite instance may fit. False if references lead in circles, or to the
@@ -226,15 +237,5 @@ def _schema_of_unnamed(schema: dict[str, Any]) -> Any:
     return schema.get("additionalProperties", True)
 
 
-def _typed(kind: type, value: Any, at: str) -> Any:
-    if not isinstance(value, kind):
-        raise _refusal(at, f"must be {_TYPE_NAMES[kind.__name__]}")
-    return value
-
-
 def _escaped(name: str) -> str:
     return name[:64].replace("~", "~0").replace("/", "~1")
-
-
-def _refusal(path: str, reason: str) -> InvalidArgumentError:
-    return InvalidArgumentError(f"structured_outputs.json: {path[:512]} {reason}")

@@ -74,8 +74,9 @@ class StopStrings:
             state = self._fail[state]
 
     def beyond(self, state: int) -> int:
-        """The state to go on from after an ignored match: the longest end of the text that can
-        still grow into a stop string. Only that is held back."""
+        """The state to go on from after an ignored match. After one that cannot grow any more, that
+        is the longest shorter end of the text that can still grow into a stop string: only that is
+        held back."""
         while state and not self._next[state]:
             # No stop string goes on from here. A shorter end of the text may.
             state = self._fail[state]
