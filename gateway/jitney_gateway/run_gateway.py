@@ -3,6 +3,7 @@
 import signal
 import socket
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
@@ -64,13 +65,19 @@ def run_gateway(
         log_level="warning",
         timeout_graceful_shutdown=grace_s,
     )
+    server = uvicorn.Server(config)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        server.should_exit = True
+
+    # For a signal that comes before uvicorn has handlers of its own. When uvicorn has stopped for a
+    # signal, it restores these and sends itself the signal once more: then they change nothing, and
+    # the process ends normally.
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
     # The only line on stdout: `jitney serve` waits for it, and reads no further.
     print(f"OpenAI   http://{host}:{bound_port}/v1", flush=True)
-    # When uvicorn has stopped for a signal, it restores the handlers of before and sends itself the
-    # signal once more. These handlers ignore it, so the process ends normally.
-    signal.signal(signal.SIGINT, lambda number, frame: None)
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
-    uvicorn.Server(config).run([listener])
+    server.run([listener])
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -1,42 +1,28 @@
-"""How the gateway listens."""
+"""What a gateway does with a signal that comes at its start."""
 
 import signal
 import socket
-from typing import Any
 
 import pytest
 import uvicorn
-from jitney.cli import make_app
-from jitney.errors import InstallationError
-from jitney_gateway.mounting import open_service
-from jitney_gateway.run_gateway import listen
-from typer.testing import CliRunner
+from jitney_gateway.run_gateway import run_gateway
 
 
-def test_connections_send_small_pieces_at_once() -> None:
-    """Else the kernel holds each event of a stream back until its client confirms the one before,
-    which takes 40 ms."""
-    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
-        connection, _ = listener.accept()
-        with connection:
-            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+def test_a_signal_before_it_serves_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """uvicorn has no handlers yet, but the launcher may have ended already."""
+    wants_to_exit = []
 
+    def run(server: uvicorn.Server, sockets: list[socket.socket]) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        wants_to_exit.append(server.should_exit)
+        for each in sockets:
+            each.close()
 
-@pytest.mark.parametrize(("words", "seconds"), [([], 10), (["--grace", "31"], 31)])
-def test_streams_get_the_grace_at_a_stop(
-    monkeypatch: pytest.MonkeyPatch, words: list[str], seconds: int
-) -> None:
-    def run(server: Any, sockets: list[socket.socket]) -> None:
-        given.append(server.config.timeout_graceful_shutdown)
-        sockets[0].close()
-
-    given: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     monkeypatch.setattr(uvicorn.Server, "run", run)
-    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
-    done = CliRunner().invoke(make_app(), ["gateway", "--port", "0", *words])
-    assert (done.exit_code, given) == (0, [seconds])
-
-
-def test_no_service_by_that_name_is_an_incomplete_installation() -> None:
-    with pytest.raises(InstallationError, match="no installed package offers pictures"):
-        open_service("pictures", None)
+    try:
+        run_gateway("127.0.0.1:1", "127.0.0.1", 0)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert wants_to_exit == [True]
