@@ -1,7 +1,7 @@
 """A copy of the repository with an environment of its own, for commands to do what they will in.
 
 The environment costs nothing to make: it sees the packages of the one that runs the tests, but has
-the copy's `jitney`, its own scripts and its own stamp, so that `make` takes it for complete and
+the copy's packages, its own scripts and its own stamp, so that `make` takes it for complete and
 `pip install` writes nothing outside of it.
 """
 
@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -59,9 +60,11 @@ def _make_environment(folder: Path) -> None:
     # Read first: what pip writes beside it imports from there.
     shared = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     (site / "000_shared.pth").write_text("\n".join(shared) + "\n", encoding="utf-8")
-    # A link, and no path: beside the package stands the backend's model.py, which no other
+    # Links, and no paths: beside the engine's package stands the backend's model.py, which no other
     # backend's stub may import.
-    (site / "jitney").symlink_to(folder / "backend" / "jitney" / "jitney")
+    project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
+    for package in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]:
+        (site / Path(package).name).symlink_to(folder / package)
     for entry in entry_points(group="console_scripts"):
         script = venv / "bin" / entry.name
         if not script.exists():
