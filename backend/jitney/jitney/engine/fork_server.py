@@ -121,7 +121,7 @@ class ForkServer:
         # heap and make nothing faster.
         for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
             environment.setdefault(name, "16")
-        # Whoever stops a server, such as tritonserver, may send the signal to all processes of it.
+        # A server that is stopped, tritonserver for one, may get the signal with all its processes.
         # But the front decides when its engine ends. This blocks the signals in the present thread;
         # a child inherits it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
