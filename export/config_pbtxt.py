@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from export.errors import CheckError
-from export.onnx_model import Port
+from export.onnx_model import GraphTensor
 from export.publish import MARK
 from export.recipe import SERVER_TYPES, Recipe
 
@@ -20,7 +20,7 @@ ENGINE_CACHE = "/tmp/onnxruntime_tensorrt_cache"
 
 
 @dataclass(frozen=True)
-class Target:
+class ExportTarget:
     """One folder to write: which model, for which runtime, in which precision."""
 
     folder: str
@@ -34,7 +34,10 @@ class Target:
 
 
 def config_text(
-    recipe: Recipe, target: Target, inputs: Sequence[Port], outputs: Sequence[Port]
+    recipe: Recipe,
+    target: ExportTarget,
+    inputs: Sequence[GraphTensor],
+    outputs: Sequence[GraphTensor],
 ) -> str:
     """``config.pbtxt`` of one target."""
     kind = 'platform: "tensorrt_plan"' if target.runtime == "tensorrt" else 'backend: "onnxruntime"'
@@ -56,7 +59,7 @@ def config_text(
     return "\n".join(lines) + "\n"
 
 
-def _ports(kind: str, ports: Sequence[Port]) -> Iterator[str]:
+def _ports(kind: str, ports: Sequence[GraphTensor]) -> Iterator[str]:
     yield f"{kind} ["
     for position, port in enumerate(ports):
         if port.type not in SERVER_TYPES:
@@ -83,7 +86,7 @@ def _ports(kind: str, ports: Sequence[Port]) -> Iterator[str]:
     yield "]"
 
 
-def _instances(target: Target) -> Iterator[str]:
+def _instances(target: ExportTarget) -> Iterator[str]:
     yield "instance_group ["
     yield "  {"
     yield "    count: 1"
@@ -93,7 +96,7 @@ def _instances(target: Target) -> Iterator[str]:
     yield "]"
 
 
-def _accelerator(recipe: Recipe, target: Target) -> Iterator[str]:
+def _accelerator(recipe: Recipe, target: ExportTarget) -> Iterator[str]:
     """TensorRT inside ONNX Runtime, where the instance has a GPU. Its engines are kept on disk."""
     if target.runtime != "onnx" or target.precision == "int8":
         return

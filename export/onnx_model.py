@@ -27,7 +27,7 @@ LARGEST_INLINE_BYTES = 1_500_000_000
 
 
 @dataclass(frozen=True)
-class Port:
+class GraphTensor:
     """An input or output of the graph: its numpy type and its shape, None where it varies."""
 
     name: str
@@ -143,15 +143,15 @@ def check_onnx(recipe: Recipe, path: Path) -> None:
             )
 
 
-def ports(path: Path) -> tuple[list[Port], list[Port]]:
+def ports(path: Path) -> tuple[list[GraphTensor], list[GraphTensor]]:
     """The inputs and the outputs of the graph, in its order."""
     graph = onnx.load(str(path), load_external_data=False).graph
     return [_port(each) for each in graph.input], [_port(each) for each in graph.output]
 
 
-def _port(info: onnx.ValueInfoProto) -> Port:
+def _port(info: onnx.ValueInfoProto) -> GraphTensor:
     tensor = info.type.tensor_type
-    return Port(
+    return GraphTensor(
         info.name,
         str(helper.tensor_dtype_to_np_dtype(tensor.elem_type)),
         tuple(

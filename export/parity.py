@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from export.errors import CheckError, ExportError, RecipeError
-from export.recipe import Arrays, Recipe, Sizes
+from export.recipe import DimensionSizes, NamedArrays, Recipe
 
 # Other batch sizes use other kernels, which round the same row differently.
 ROW_TOLERANCE = 1e-4
-Run = Callable[[Arrays], dict[str, np.ndarray]]  # inputs by name -> outputs by name
+Run = Callable[[NamedArrays], dict[str, np.ndarray]]  # inputs by name -> outputs by name
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Difference:
     """The largest |difference| / max(1, |expected|) of one output at one combination of sizes."""
 
     output: str
-    sizes: Sizes
+    sizes: DimensionSizes
     value: float
 
 
@@ -48,7 +48,7 @@ def torch_run(recipe: Recipe, module: torch.nn.Module | None = None) -> Run:
     """The module itself: the reference for everything exported from it."""
     judged = recipe.module if module is None else module
 
-    def run(inputs: Arrays) -> dict[str, np.ndarray]:
+    def run(inputs: NamedArrays) -> dict[str, np.ndarray]:
         with torch.no_grad():
             result = judged(**{name: torch.from_numpy(each) for name, each in inputs.items()})
         tensors = flatten(result)
@@ -77,7 +77,7 @@ def onnx_run(path: Path, *, threads: int = 0) -> Run:
         raise CheckError(f"ONNX Runtime does not load the exported model: {error}") from error
     names = [each.name for each in session.get_outputs()]
 
-    def run(inputs: Arrays) -> dict[str, np.ndarray]:
+    def run(inputs: NamedArrays) -> dict[str, np.ndarray]:
         return dict(zip(names, session.run(names, dict(inputs)), strict=True))
 
     return run
@@ -145,7 +145,7 @@ def compare(
     output: str,
     expected: np.ndarray,
     actual: np.ndarray,
-    sizes: Sizes,
+    sizes: DimensionSizes,
     tolerance: float | None,
     runtime: str,
 ) -> Difference:
@@ -180,12 +180,12 @@ def compare(
     return Difference(output, sizes, float(difference[worst]))
 
 
-def at(sizes: Sizes) -> str:
+def at(sizes: DimensionSizes) -> str:
     """Sizes for a message."""
     return ", ".join(f"{name}={size}" for name, size in sizes.items())
 
 
-def _check_batch(recipe: Recipe, sizes: Sizes, expected: Mapping[str, np.ndarray]) -> None:
+def _check_batch(recipe: Recipe, sizes: DimensionSizes, expected: Mapping[str, np.ndarray]) -> None:
     """The server splits every output along its first dimension, a row per row of the inputs."""
     batch = sizes[recipe.batch.name]
     for name, array in expected.items():

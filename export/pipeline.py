@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from rich.progress import Progress
 
-from export.config_pbtxt import Precision, Target, config_text
+from export.config_pbtxt import ExportTarget, Precision, config_text
 from export.errors import RecipeError
 from export.onnx_model import export_onnx, ports
 from export.parity import Run, check_parity, check_rows, onnx_run, torch_run
@@ -27,13 +27,13 @@ from export.tensorrt_run import engine_run, require_gpu
 
 
 @dataclass(frozen=True)
-class Made:
+class CheckedModel:
     """One target, checked but not yet written; ``folder`` becomes its version folder.
 
     ``difference`` is the largest difference from the torch module.
     """
 
-    target: Target
+    target: ExportTarget
     folder: Path
     config: str
     difference: float
@@ -44,7 +44,7 @@ class Made:
 
 def plan(
     name: str, *, onnx: bool, tensorrt: bool, int8: bool, fp16: bool, bf16: bool
-) -> list[Target]:
+) -> list[ExportTarget]:
     """The folders that the command's options ask for; none means ``--onnx``."""
     if bf16 and not tensorrt:
         raise RecipeError("--bf16 is a precision of engines: add --tensorrt")
@@ -52,21 +52,21 @@ def plan(
         raise RecipeError("--fp16 and --bf16 exclude each other")
     targets = []
     if onnx or not (tensorrt or int8 or fp16):
-        targets.append(Target(name, "onnx", "fp32"))
+        targets.append(ExportTarget(name, "onnx", "fp32"))
     if int8:
-        targets.append(Target(f"{name}_int8", "onnx", "int8"))
+        targets.append(ExportTarget(f"{name}_int8", "onnx", "int8"))
     if fp16 and not tensorrt:
-        targets.append(Target(f"{name}_fp16", "onnx", "fp16"))
+        targets.append(ExportTarget(f"{name}_fp16", "onnx", "fp16"))
     if tensorrt:
         # Without an ONNX model beside it, the engine has the model's name.
         folder = f"{name}_tensorrt" if onnx else name
         precision: Precision = "fp16" if fp16 else "bf16" if bf16 else "fp32"
         suffix = "" if precision == "fp32" else f"_{precision}"
-        targets.append(Target(f"{folder}{suffix}", "tensorrt", precision))
+        targets.append(ExportTarget(f"{folder}{suffix}", "tensorrt", precision))
     return targets
 
 
-def require(targets: Sequence[Target], repository: Path) -> Any:
+def require(targets: Sequence[ExportTarget], repository: Path) -> Any:
     """Check what the targets need, before minutes are spent.
 
     Returns the TensorRT module if a target needs it. Raises ExportError.
@@ -81,13 +81,13 @@ def require(targets: Sequence[Target], repository: Path) -> Any:
 
 def export(
     recipe: Recipe,
-    targets: Sequence[Target],
+    targets: Sequence[ExportTarget],
     repository: Path,
     progress: Progress,
     *,
     timing_cache: Path | None = None,
     overwrite: bool = False,
-) -> list[Made]:
+) -> list[CheckedModel]:
     """Make and check every target, then write all of them. Raises ExportError before writing.
 
     ``overwrite`` also replaces models that no export has written.
@@ -109,12 +109,12 @@ def export(
 
 def _make(
     recipe: Recipe,
-    target: Target,
+    target: ExportTarget,
     folder: Path,
     progress: Progress,
     trt: Any,
     timing_cache: Path | None,
-) -> Made:
+) -> CheckedModel:
     """One target in ``folder``, which is new and becomes its version folder."""
     started = time.monotonic()
     folder.mkdir()
@@ -133,7 +133,7 @@ def _make(
         run = engine_run(trt, plan)
         difference, figure = _judged(recipe, target, run, "TensorRT", progress)
         (folder / target.file).write_bytes(plan)
-    return Made(
+    return CheckedModel(
         target,
         folder,
         config_text(recipe, target, inputs, outputs),
@@ -145,7 +145,7 @@ def _make(
 
 
 def _make_onnx(
-    recipe: Recipe, target: Target, path: Path, progress: Progress
+    recipe: Recipe, target: ExportTarget, path: Path, progress: Progress
 ) -> tuple[float, Figure | None]:
     """The ONNX file of a target, or of the engine to be built from it, checked."""
     label = f"{target.folder}: "
@@ -167,7 +167,7 @@ def _make_onnx(
 
 
 def _judged(
-    recipe: Recipe, target: Target, run: Run, runtime: str, progress: Progress
+    recipe: Recipe, target: ExportTarget, run: Run, runtime: str, progress: Progress
 ) -> tuple[float, Figure | None]:
     """The largest difference from the torch module, and the quality of a reduced precision."""
     difference = _compared(recipe, target, run, runtime, progress)
@@ -187,7 +187,9 @@ def _traced(
         export_onnx(recipe, module, path)
 
 
-def _compared(recipe: Recipe, target: Target, run: Run, runtime: str, progress: Progress) -> float:
+def _compared(
+    recipe: Recipe, target: ExportTarget, run: Run, runtime: str, progress: Progress
+) -> float:
     """Run at every combination of sizes; a reduced precision must agree in shapes and types."""
     tolerance = recipe.tolerance if target.precision == "fp32" else None
     task = progress.add_task(

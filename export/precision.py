@@ -21,7 +21,7 @@ from onnx import numpy_helper
 from export.errors import CheckError, ExportError, RecipeError
 from export.onnx_model import LARGEST_INLINE_BYTES
 from export.parity import Run, torch_run
-from export.recipe import Arrays, Quality, Recipe
+from export.recipe import NamedArrays, Quality, Recipe
 from export.smoothing import save, smooth
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -72,7 +72,11 @@ class Figure:
 
 
 def to_int8(
-    source: Path, destination: Path, example: Arrays, *, largest_inline: int = LARGEST_INLINE_BYTES
+    source: Path,
+    destination: Path,
+    example: NamedArrays,
+    *,
+    largest_inline: int = LARGEST_INLINE_BYTES,
 ) -> None:
     """Quantize the products with constant factors in an ONNX file. Changes ``source`` as well."""
     from onnxruntime.quantization import QuantType, quantize_dynamic

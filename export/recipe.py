@@ -17,8 +17,8 @@ from jitney.errors import nearest, show
 
 from export.errors import RecipeError
 
-Arrays = Mapping[str, np.ndarray]
-Sizes = Mapping[str, int]  # by the name of a dynamic dimension
+NamedArrays = Mapping[str, np.ndarray]
+DimensionSizes = Mapping[str, int]  # by the name of a dynamic dimension
 
 # numpy's name of an element type -> the server's, for all types of inputs and outputs.
 SERVER_TYPES = {
@@ -81,7 +81,7 @@ class Quality:
     """
 
     metric: Literal["cosine", "accuracy"]
-    inputs: Arrays
+    inputs: NamedArrays
     output: str
     least: Mapping[str, float]
     labels: np.ndarray | None = None
@@ -114,7 +114,7 @@ class Recipe:
     dimensions: Mapping[str, Dimension]
     outputs: Sequence[str]
     tolerance: float = 1e-4
-    inputs_at: Callable[[Sizes], Arrays] | None = None
+    inputs_at: Callable[[DimensionSizes], NamedArrays] | None = None
     quality: Callable[[], Quality] | None = None
     max_queue_delay_us: int = 1000
     note: str = ""
@@ -128,7 +128,7 @@ class Recipe:
         """The dimension that the server batches over."""
         return self.dimensions[next(iter(self.dynamic.values()))[0]]
 
-    def check_sizes(self) -> list[Sizes]:
+    def check_sizes(self) -> list[DimensionSizes]:
         """The sizes at which the exported model is compared with the original."""
         names = list(self.dimensions)
         combinations = itertools.product(*(self.dimensions[name].checks for name in names))
@@ -138,7 +138,7 @@ class Recipe:
         kept = np.unique(np.linspace(0, len(every) - 1, MOST_CHECKS).round().astype(int))
         return [every[index] for index in kept]
 
-    def make_inputs(self, sizes: Sizes) -> dict[str, np.ndarray]:
+    def make_inputs(self, sizes: DimensionSizes) -> dict[str, np.ndarray]:
         """Inputs in which every dynamic dimension has the given size."""
         if self.inputs_at is not None:
             return {name: np.asarray(array) for name, array in self.inputs_at(sizes).items()}
@@ -152,7 +152,7 @@ class Recipe:
         """The example of one input as an array."""
         return self.inputs[name].detach().cpu().numpy()
 
-    def shape_at(self, name: str, sizes: Sizes) -> tuple[int, ...]:
+    def shape_at(self, name: str, sizes: DimensionSizes) -> tuple[int, ...]:
         """The shape of an input, batch included, at given sizes."""
         dynamic = self.dynamic[name]
         return tuple(
@@ -171,7 +171,7 @@ class Recipe:
 
 
 def _resized(
-    example: np.ndarray, dynamic: Mapping[int, str], sizes: Sizes, rng: np.random.Generator
+    example: np.ndarray, dynamic: Mapping[int, str], sizes: DimensionSizes, rng: np.random.Generator
 ) -> np.ndarray:
     """The example cut or repeated; real numbers get noise, so that repeated rows differ."""
     array = example

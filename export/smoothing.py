@@ -15,14 +15,14 @@ import onnx
 import onnxruntime
 from onnx import helper, numpy_helper
 
-from export.recipe import Arrays
+from export.recipe import NamedArrays
 
 # How much of a channel's range goes to the weight: 0.5 shares it evenly, 1 moves all of it.
 SHARE = 0.6
 SMALLEST = 1e-5  # of a range or factor, so that a silent channel divides by no zero
 
 
-def smooth(path: Path, example: Arrays, *, largest_inline: int) -> int:
+def smooth(path: Path, example: NamedArrays, *, largest_inline: int) -> int:
     """Rewrite the ONNX file at ``path``; returns how many activations were smoothed.
 
     Only products of a layer normalization with a constant are concerned; a graph without them
@@ -89,7 +89,7 @@ def _products(
     return groups
 
 
-def _ranges(path: Path, names: list[str], example: Arrays) -> dict[str, np.ndarray]:
+def _ranges(path: Path, names: list[str], example: NamedArrays) -> dict[str, np.ndarray]:
     """The largest |value| of each channel of some activations on the example."""
     probe = onnx.load(str(path), load_external_data=False)
     for name in names:

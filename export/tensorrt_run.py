@@ -10,7 +10,7 @@ import torch
 
 from export.errors import CheckError, MissingToolError
 from export.parity import Run
-from export.recipe import Arrays
+from export.recipe import NamedArrays
 
 
 def require_gpu() -> None:
@@ -36,7 +36,7 @@ def engine_run(trt: Any, plan: bytes) -> Run:
     outputs = [n for n in names if engine.get_tensor_mode(n) == trt.TensorIOMode.OUTPUT]
     stream = torch.cuda.Stream()
 
-    def run(inputs: Arrays) -> dict[str, np.ndarray]:
+    def run(inputs: NamedArrays) -> dict[str, np.ndarray]:
         with torch.cuda.stream(stream):
             # Kept in a variable: the engine reads their memory until the stream is done.
             given = {name: torch.from_numpy(array).cuda() for name, array in inputs.items()}

@@ -23,7 +23,7 @@ PACKAGE = ("backend", "jitney", "jitney")
 LOWER = "python scripts/tuples.py --lower"
 NOT_OURS = (".venv", "build", "shared", "dist")
 
-Places = dict[str, list[str]]
+Statements = dict[str, list[str]]
 """Room -> where, as an editor opens it."""
 
 
@@ -48,9 +48,9 @@ def room_of(path: Path) -> str:
     return f"jitney/{inside[0]}" if len(inside) > 1 else "jitney"
 
 
-def find(root: Path) -> Places:
+def find(root: Path) -> Statements:
     """Every such statement of the project."""
-    found: Places = {}
+    found: Statements = {}
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
         if name.parts[0] in NOT_OURS or any(part.startswith(".") for part in name.parts):
@@ -67,13 +67,13 @@ def read_table(path: Path) -> dict[str, int]:
     return {room: int(number) for room, number in rows}
 
 
-def lowered(allowed: Mapping[str, int], found: Places) -> dict[str, int]:
+def lowered(allowed: Mapping[str, int], found: Statements) -> dict[str, int]:
     """The table with the numbers that have fallen; a room without any is left out."""
     table = {room: min(number, len(found.get(room, ()))) for room, number in allowed.items()}
     return {room: number for room, number in sorted(table.items()) if number}
 
 
-def complaints(allowed: Mapping[str, int], found: Places) -> list[str]:
+def complaints(allowed: Mapping[str, int], found: Statements) -> list[str]:
     """One a room that differs from the table; empty if there is none."""
     lines = []
     for room in sorted(allowed.keys() | found.keys()):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from export.errors import MissingToolError
-from export.recipe import Arrays, Dimension, Quality, Recipe, Sizes
+from export.recipe import Dimension, DimensionSizes, NamedArrays, Quality, Recipe
 
 SEED = 0
 # The positions that the model was trained with; the tokenizer cuts texts at 256, as published.
@@ -93,7 +93,7 @@ def tokenize(texts: Sequence[str]) -> dict[str, np.ndarray]:
     }
 
 
-def inputs_at(sizes: Sizes) -> Arrays:
+def inputs_at(sizes: DimensionSizes) -> NamedArrays:
     """Random tokens; the first row is full, the others end early and are padded."""
     rng = np.random.default_rng(SEED)
     shape = (sizes["batch"], sizes["length"])

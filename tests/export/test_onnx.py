@@ -9,9 +9,9 @@ import torch
 from onnx import numpy_helper
 from torch import nn
 
-from export.config_pbtxt import Target
+from export.config_pbtxt import ExportTarget
 from export.errors import CheckError, ExportError, RecipeError
-from export.onnx_model import Port, check_onnx, export_onnx, ports
+from export.onnx_model import GraphTensor, check_onnx, export_onnx, ports
 from export.parity import check_parity, check_rows, compare, onnx_run, torch_run
 from export.pipeline import export
 from export.recipe import Dimension, Recipe
@@ -25,8 +25,8 @@ def test_the_export_equals_the_module_at_every_size(traced: Path) -> None:
     assert {each.output for differences in found for each in differences} == {"scores", "count"}
     assert all(each.value <= 1e-5 for differences in found for each in differences)
     assert ports(traced) == (
-        [Port("tokens", "int64", (None, None)), Port("scale", "float32", (None,))],
-        [Port("scores", "float32", (None, 4)), Port("count", "int64", (None, 1))],
+        [GraphTensor("tokens", "int64", (None, None)), GraphTensor("scale", "float32", (None,))],
+        [GraphTensor("scores", "float32", (None, 4)), GraphTensor("count", "int64", (None, 1))],
     )
 
 
@@ -95,7 +95,7 @@ def test_rows_that_depend_on_their_neighbours_are_refused(
     """Torch and the export agree on them; the server's clients would not."""
     recipe = of(module, image=torch.rand(3, 4))
     with pytest.raises(CheckError, match="output 'made' of a row depends on the rows beside it"):
-        export(recipe, [Target("own", "onnx", "fp32")], tmp_path, silent())
+        export(recipe, [ExportTarget("own", "onnx", "fp32")], tmp_path, silent())
     assert not list(tmp_path.iterdir())
     check_rows(pooled())
 

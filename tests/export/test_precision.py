@@ -14,7 +14,7 @@ from export.errors import CheckError, RecipeError
 from export.onnx_model import export_onnx, ports
 from export.parity import Run, check_parity, onnx_run, torch_run
 from export.precision import InPrecision, check_quality, quality_of, to_int8
-from export.recipe import Arrays, Quality, Recipe
+from export.recipe import NamedArrays, Quality, Recipe
 from export.resolve import from_parts
 from export.smoothing import smooth
 from tests.export.emulated import emulated_run
@@ -23,7 +23,7 @@ from tests.export.tiny import Pooled, pooled
 SLOW = pytest.mark.slow
 
 
-def example(recipe: Recipe) -> Arrays:
+def example(recipe: Recipe) -> NamedArrays:
     return {name: recipe.example(name) for name in recipe.inputs}
 
 
@@ -132,7 +132,7 @@ def test_a_quality_below_its_bound_is_an_error(tmp_path: Path) -> None:
     recipe = pooled()
     expected = torch_run(recipe)(example(recipe))
 
-    def distorted(inputs: Arrays) -> dict[str, np.ndarray]:
+    def distorted(inputs: NamedArrays) -> dict[str, np.ndarray]:
         made = torch_run(recipe)(inputs)
         made["scores"] = made["scores"] + np.abs(made["scores"]).max() * np.eye(3, 4)
         return made

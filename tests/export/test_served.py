@@ -10,10 +10,10 @@ import tritonclient.grpc as grpc
 from jitney_server.server import TritonServer
 from tritonclient.utils import np_to_triton_dtype
 
-from export.config_pbtxt import Target
+from export.config_pbtxt import ExportTarget
 from export.parity import torch_run
 from export.pipeline import export
-from export.recipe import Arrays, Recipe
+from export.recipe import NamedArrays, Recipe
 from export.recipes import digits
 from export.resolve import resolve
 from tests.export.tiny import pooled, silent
@@ -75,13 +75,15 @@ def server(
 ) -> Iterator[TritonServer]:
     repository = tmp_path_factory.mktemp("repository")
     for recipe in recipes.values():
-        export(recipe, [Target(recipe.name, "onnx", "fp32")], repository, silent())
+        export(recipe, [ExportTarget(recipe.name, "onnx", "fp32")], repository, silent())
     with TritonServer(repository) as started:
         yield started
         assert started.stop()
 
 
-def infer(client: grpc.InferenceServerClient, recipe: Recipe, model: str, given: Arrays) -> Arrays:
+def infer(
+    client: grpc.InferenceServerClient, recipe: Recipe, model: str, given: NamedArrays
+) -> NamedArrays:
     inputs = []
     for name, array in given.items():
         tensor = grpc.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
@@ -109,7 +111,7 @@ def test_the_server_answers_as_torch_does(
     whole = {each: as_served(array) for each, array in rows.items()}
     with grpc.InferenceServerClient(server.grpc_url) as client, ThreadPoolExecutor(8) as pool:
 
-        def one(row: int) -> Arrays:
+        def one(row: int) -> NamedArrays:
             given = {each: array[row : row + 1] for each, array in whole.items()}
             return infer(client, recipe, name, given)
 

@@ -46,7 +46,7 @@ class Evidence:
         return np.exp(log_softmax(self.log_probabilities)).astype(np.float32)
 
 
-class Ledger:
+class OpenSequences:
     """The evidence of every sequence that has begun and not ended. Safe between threads."""
 
     def __init__(self, forget_after_s: float) -> None:
@@ -106,7 +106,7 @@ class TritonPythonModel:
         """Start the thread that forgets silent sequences and keeps the gauge."""
         config = json.loads(args["model_config"])
         limit_s = int(config["sequence_batching"]["max_sequence_idle_microseconds"]) / 1e6
-        self._ledger = Ledger(2 * limit_s)
+        self._ledger = OpenSequences(2 * limit_s)
         self._family = pb_utils.MetricFamily(
             name="jitney_digit_stream_sequences",
             description="Sequences whose evidence is kept",
