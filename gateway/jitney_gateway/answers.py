@@ -236,7 +236,7 @@ def chat_logprob(position: JsonObject, top: int) -> JsonObject:
     best = []
     for candidate in position.values():
         text = candidate["decoded_token"]
-        # Other tokens are parts of a character, whose bytes are not known here.
+        # A token with U+FFFD is a part of a character, whose bytes are not known here.
         is_whole_text = "\ufffd" not in text
         entry = {
             "token": text,

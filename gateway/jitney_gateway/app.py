@@ -343,7 +343,7 @@ def _id_of(headers: Mapping[str, str]) -> str:
 
 
 def _entry(model: ServedModel) -> dict[str, Any] | None:
-    """What the list of models says of one. None: it serves none of the endpoints."""
+    """A model's entry in the list of models. None: it serves none of the endpoints."""
     if model.description is None and not model.endpoint:
         return None
     entry: dict[str, Any] = {

@@ -13,7 +13,7 @@ import msgspec
 import regex
 
 _PARSE_ERRORS = (
-    ValueError,
+    ValueError,  # msgspec.DecodeError is one
     TypeError,
     SyntaxError,
     RecursionError,
@@ -70,7 +70,7 @@ class CallBody:
     def find_end(self, text: str) -> int | None:
         """The index behind the body; None if ``text`` does not hold its end yet.
 
-        From call to call the text may only grow. Raises MalformedCallError once it can be no
+        Each ``text`` must begin with the one before. Raises MalformedCallError once it can be no
         body.
         """
         if self._kind == "xml":
@@ -165,7 +165,7 @@ class _NamedArguments(msgspec.Struct):
 
 
 def _parse_python(text: str) -> list[ParsedCall]:
-    """The calls in a call, or in a list of calls, as Python writes them."""
+    """The calls in an expression of Python: a call, or a list of calls."""
     expression = ast.parse(text, mode="eval").body
     if isinstance(expression, ast.List):
         return [_parse_python_call(item) for item in expression.elts]

@@ -63,7 +63,7 @@ class AnswerFormats(NamedTuple):
     tool: str | None
     """A key of TOOL_FORMATS. None: it calls no tools."""
     reasoning: str | None
-    """A key of REASONING_FORMATS. None: it does not reason."""
+    """A key of REASONING_FORMATS. None: it does not reason, as with the key ``none``."""
 
 
 _NAME = r"(?P<name>[\w.:/-]{1,128})"

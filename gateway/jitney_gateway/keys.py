@@ -35,6 +35,7 @@ class FileState(NamedTuple):
     """A file has changed if its state differs."""
 
     changed_ns: int
+    """When its text, mode or owner changed: a file that could not be read may be readable now."""
     size: int
 
 
@@ -99,7 +100,7 @@ class FileKeys:
             status = self._file.stat()
         except OSError:
             return None
-        return FileState(status.st_mtime_ns, status.st_size)
+        return FileState(status.st_ctime_ns, status.st_size)
 
     def _read(self) -> KeyFile:
         """The file's keys, and the services' keys for the owners in it."""
@@ -121,7 +122,8 @@ class FileKeys:
 
 
 def read_keys(file: Path) -> KeyFile:
-    """Read lines ``NAME:KEY LIMITS``; the proxy reads the same file. Raises ConfigError."""
+    """Read lines ``NAME:KEY LIMITS``; ``deploy/proxy/reload-keys`` reads the same file. Raises
+    ConfigError."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -16,7 +16,7 @@ from jitney_gateway.wire import JsonObject
 
 
 class DeltaForm(NamedTuple):
-    """How a delta event has one kind of content block."""
+    """The form of a delta event for one kind of content block."""
 
     type: str
     text_field: str

@@ -265,7 +265,7 @@ def _parts_of_assistant(blocks: Iterable[InputBlock]) -> Iterator[AssistantPart]
 def _messages_of_turn(
     role: Literal["user", "system"], blocks: Iterable[InputBlock]
 ) -> Iterator[Message]:
-    """The results of tools in a turn that is not the model's, and then its text as one message."""
+    """The messages of a turn that is not the model's: results of tools, then one with its text."""
     texts = []
     for block in blocks:
         if block.type == "tool_result":

@@ -187,7 +187,7 @@ class Parser:
             calls = body.parse(self._held[body.start : end], self._schemas)
         except MalformedCallError:
             # It is not a call: its head becomes content. A head without a marker can be the empty
-            # text. If that counted again, the same one would be found for ever.
+            # text, and would be found for ever: so it does not count here again.
             self._state = _InContent(at_beginning=False)
             self._send_content(body.start)
             return True

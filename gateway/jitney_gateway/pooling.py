@@ -41,7 +41,8 @@ async def embed(server: ServerClient, model: ServedModel, body: EmbeddingRequest
 async def classify(server: ServerClient, model: ServedModel, body: ClassifyRequest) -> JsonObject:
     """The answer of ``/v1/classify``. The model's parameter ``openai_labels`` names the classes,
     with commas between them. Without it a class is called by its index."""
-    labels = _parameter(model.config, "openai_labels").split(",")
+    names = _parameter(model.config, "openai_labels")
+    labels = names.split(",") if names else []
     data = []
     for index, vector in enumerate(await _vectors(server, model, body.input)):
         best = int(vector.argmax())

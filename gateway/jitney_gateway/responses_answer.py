@@ -24,7 +24,7 @@ _DEFAULTS: JsonObject = {
 
 
 class ItemForm(NamedTuple):
-    """How events and items of the output have one kind of content block."""
+    """The form of events and of output items for one kind of content block."""
 
     event_prefix: str
     """Of an event's type, such as ``output_text`` in ``response.output_text.delta``."""
@@ -191,7 +191,8 @@ class ResponseAnswer:
         return self._response("incomplete", usage=self._usage(), incomplete_details={"reason": why})
 
     def _usage(self) -> JsonObject:
-        """The model does not tell which tokens are reasoning: null, or zero if there is none."""
+        """``reasoning_tokens`` is null if there is reasoning: the model does not tell which tokens
+        it is."""
         reasons = any(block.kind == "reasoning" for block in self._sequence.blocks)
         return {
             "input_tokens": self.usage.prompt_tokens,

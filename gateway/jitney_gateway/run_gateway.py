@@ -36,8 +36,8 @@ def run_gateway(
     - ``batches``: the folder in which files and batches are kept.
     - ``grace_s``: seconds that streams get to end at the stop.
 
-    Raises ConfigError for a key file, an address or a folder that cannot be used, and for packages
-    that one of the options needs.
+    Raises ConfigError for a key file, an address or a folder that cannot be used. A package that an
+    option needs and that is missing is a ConfigError or an InstallationError.
     """
     tracing = None if otlp_endpoint is None else Tracing(otlp_endpoint, "jitney-gateway")
     load = None if metrics_url is None else ServerLoad(metrics_url)

@@ -26,16 +26,14 @@ from jitney_gateway.server_request import InputValue, ModelDescription, ServerRe
 _LOG = logging.getLogger(__name__)
 
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-"""The endpoints of language models that a batch may name. Only batches call ``find_model_for`` with
-one of these. The gateway itself serves them and more in ``language.py``, from every language
-model."""
+"""The endpoints of language models that a batch may name. Only the batches of ``jobs`` ask
+:meth:`ServerClient.find_model_for` for one of them: ``language.py`` serves them without it."""
 MAX_WAITING = 4096
 """Steps of one answer that may wait for a slow client."""
 _FRESH_S = 30.0
 """Seconds for which the gateway trusts what it knows of a model."""
 _ADAPTERS_FRESH_S = 1.0
-"""Seconds after which a model's list of adapters may lack a new one: then the model is asked
-again."""
+"""Seconds for which the gateway trusts that a model lacks an adapter that a client asks for."""
 _CODES = ("INVALID_ARGUMENT", "UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "INTERNAL")
 _CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),

@@ -20,6 +20,7 @@ from jitney_gateway.formats import (
     TOOL_FORMATS,
     AnswerFormats,
     detect,
+    find_reasoning,
     special_markers,
 )
 from jitney_gateway.refusals import FieldError
@@ -36,6 +37,9 @@ from jitney_gateway.wire import (
 _PRIORITIES = {"auto": 0, "default": 0, "flex": 10, "priority": -10}
 """Service tier -> priority, for a model without tiers of its own. A lower priority goes first."""
 _NO_LIMITS = Limits()
+_LARGEST_CACHED_KWARGS = 4096
+"""Bytes of JSON. The cache keeps a client's ``chat_template_kwargs``, which may be as large as a
+body, before the model has refused unknown names."""
 
 
 class ModelDescription(msgspec.Struct):
@@ -88,7 +92,7 @@ def request_of_chat(
         verbosity=body.verbosity,
     )
     formats = formats_of_answer(body, model)
-    if formats.tool or formats.reasoning:
+    if formats.tool is not None or find_reasoning(formats.reasoning) is not None:
         # A parser's markers may be special tokens: then the text must keep them.
         params.setdefault("skip_special_tokens", False)
     return _complete_request(
@@ -189,8 +193,14 @@ def _check_option(option: str, value: str | None, names: Collection[str]) -> Non
     raise ConfigError(f"the model's option {option} is {show(value)}, but must be one of {listed}")
 
 
-@lru_cache(256)
 def _detected_formats(chat_template: str, kwargs: bytes) -> AnswerFormats:
+    if len(kwargs) > _LARGEST_CACHED_KWARGS:
+        return detect(chat_template, msgspec.json.decode(kwargs))
+    return _cached_formats(chat_template, kwargs)
+
+
+@lru_cache(256)
+def _cached_formats(chat_template: str, kwargs: bytes) -> AnswerFormats:
     return detect(chat_template, msgspec.json.decode(kwargs))
 
 

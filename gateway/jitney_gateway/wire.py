@@ -314,8 +314,8 @@ class FieldsOfType(NamedTuple):
 def check_fields(path: str, record: Any, types: Mapping[str, FieldsOfType]) -> None:
     """Check that a record has the fields of its type and none of those of other types.
 
-    ``path`` leads to the record in the body. Fields that no type names may always be there. Raises
-    FieldError.
+    ``path`` leads to the record in the body. A field that belongs to no type is always allowed.
+    Raises FieldError.
     """
     own = types.get(record.type)
     if own is None:

@@ -4,7 +4,7 @@ Each call has a connection of its own, which is closed after it: an idle connect
 the server's stop. A call that fails raises one of these::
 
     CallError
-    ├── NoAnswerError     no answer within ``TIMEOUT_S``, or no connection
+    ├── NoAnswerError     no answer in time, or no connection
     └── RefusedCallError  the server answered with an error
 """
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from jitney.errors import InvalidArgumentError
 
 
 def serve(
@@ -30,7 +31,8 @@ def serve(
         typer.Option(help="Also run `jitney gateway` there. 0 picks a free one.", min=0, max=65535),
     ] = None,
     api_key_file: Annotated[
-        Path | None, typer.Option(help="Of the gateway: lines NAME:KEY, one of which clients send.")
+        Path | None,
+        typer.Option(help="Of the gateway: lines NAME:KEY; clients must send one of the keys."),
     ] = None,
     otlp_endpoint: Annotated[
         str | None,
@@ -78,6 +80,15 @@ def serve(
     from jitney_server.server import TritonServer
     from jitney_server.serving import serve_until_stopped
 
+    of_gateway = {
+        "--api-key-file": api_key_file,
+        "--otlp-endpoint": otlp_endpoint,
+        "--batches": batches,
+    }
+    given = {name: value for name, value in of_gateway.items() if value is not None}
+    if given and openai_port is None:
+        name = next(iter(given))
+        raise InvalidArgumentError(f"{name} belongs to the gateway: give --openai-port too")
     server = TritonServer(
         repository,
         models=model or None,
@@ -91,18 +102,12 @@ def serve(
         extra_args=server_arg or (),
         exit_timeout_s=grace,
     )
-    of_gateway = {
-        "--api-key-file": api_key_file,
-        "--otlp-endpoint": otlp_endpoint,
-        "--batches": batches,
-    }
-    given = [f"{name}={value}" for name, value in of_gateway.items() if value is not None]
     status = serve_until_stopped(
         server,
         start_timeout_s=start_timeout,
         grace_s=grace,
         openai_port=openai_port,
-        gateway_options=given,
+        gateway_options=[f"{name}={value}" for name, value in given.items()],
     )
     raise typer.Exit(status)
 

@@ -36,6 +36,14 @@ _CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "a
 """Those that our kernels use, as /proc/cpuinfo names them."""
 _MARKS = {"ok": "[green]ok   [/]", "warns": "[yellow]warns[/]", "fails": "[red]FAILS[/]"}
 _NAME_WIDTH = 14
+_PRINT_GPUS = """
+import torch
+print(torch.__version__)
+if torch.cuda.is_available():
+    for index in range(torch.cuda.device_count()):
+        print(torch.cuda.get_device_name(index))
+"""
+"""Prints torch's version, and then the name of each GPU that torch sees, one on a line."""
 
 
 class Finding(NamedTuple):
@@ -142,10 +150,9 @@ def _check_imports() -> Finding:
     """Whether torch and transformers import together.
 
     If not, the reason is often a torchvision of another build, a missing library or an old
-    processor. The import may crash, so another process tries it.
+    processor.
     """
-    command = [sys.executable, "-c", "import torch, transformers.modeling_utils"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = _run_in_child("import torch, transformers.modeling_utils")
     if result.returncode == 0:
         return Finding("ok", "torch and transformers import together")
     lines = result.stderr.strip().splitlines()
@@ -155,6 +162,12 @@ def _check_imports() -> Finding:
         f"torch and transformers do not import together: {last}",
         "in a fresh virtual environment, or: pip uninstall torchvision torchaudio",
     )
+
+
+def _run_in_child(code: str) -> "subprocess.CompletedProcess[str]":
+    """Run ``code`` in another process, because what it imports may crash."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def _check_numba() -> Finding:
@@ -314,17 +327,16 @@ def _kind_of_kernels(flags: set[str]) -> str:
 
 
 def _check_gpu() -> Finding:
-    try:
-        import torch  # only here: it takes a second
-    except (ImportError, OSError):
+    result = _run_in_child(_PRINT_GPUS)
+    if result.returncode != 0:
         return Finding("ok", "unknown: torch cannot be imported")
-    if torch.cuda.is_available():
-        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    torch_version, *names = result.stdout.splitlines()
+    if names:
         return Finding("ok", ", ".join(names))
     if Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None:
         return Finding(
             "warns",
-            f"there seems to be one, but torch {torch.__version__} does not see it",
+            f"there seems to be one, but torch {torch_version} does not see it",
             "install a CUDA build of torch that fits the driver (nvidia-smi shows its version)",
         )
     return Finding("ok", "none; the CPU is used")

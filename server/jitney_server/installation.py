@@ -40,7 +40,7 @@ _INSTALL = "pip install 'triton-jitney[server]'"
 
 @dataclass(frozen=True)
 class ServerInstallation:
-    """The parts that the launcher links together into one run-time backend directory."""
+    """The parts of the server that are on this machine."""
 
     binary: Path
     stub: Path

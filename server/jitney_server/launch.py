@@ -163,6 +163,6 @@ def _read(descriptor: int, begin: int, end: int) -> bytes:
 def _find_text(texts: bytes, beginning: str) -> int:
     """The index of the text with this beginning. Each of ``texts`` ends in a zero. Raises
     ValueError if there is none."""
-    # A zero is put before ``texts``, so every text has one before it. With it, the zero before a
-    # text has the index that the text has in ``texts`` itself.
+    # The zero put before ``texts`` shifts each text by one. So the zero before a text has the index
+    # that the text has in ``texts``.
     return (b"\0" + texts).index(f"\0{beginning}".encode())

@@ -9,7 +9,7 @@ from jitney.errors import InstallationError
 
 
 class ServerPorts(NamedTuple):
-    """On which a server listens. Before it starts, 0 stands for a free one."""
+    """The ports on which a server listens. Before it starts, 0 stands for a free one."""
 
     http: int
     grpc: int

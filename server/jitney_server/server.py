@@ -95,8 +95,8 @@ class TritonServer:
         """Each start makes another one, for its ports. So do not keep it."""
         self._process: subprocess.Popen[bytes] | None = None
         self._runtime: Path | None = None
-        """The folder of links, while there is a process. Its name is in the names of the shared
-        memory."""
+        """The folder of links, while there is a process. The names of the shared-memory regions
+        begin with its name."""
         self.exit_status: int | None = None
         """That of the last process that has ended. A negative one is the signal that ended it."""
         self.last_stop = StopOutcome()
@@ -269,8 +269,8 @@ class TritonServer:
     def _environment(self, runtime: Path) -> dict[str, str]:
         """The server's environment. Its stubs find our virtual environment by it.
 
-        A stub embeds Python. That looks for an executable ``python3`` on PATH, and takes the
-        virtual environment that this one belongs to. So the folder of our own Python comes first.
+        The Python in a stub looks for ``python3`` on PATH and uses the virtual environment to which
+        that belongs. So the folder of our own Python comes first.
         """
         environment = dict(os.environ)
         environment.pop("PYTHONHOME", None)  # it would hide the virtual environment
@@ -282,7 +282,7 @@ class TritonServer:
         python3 = folder / "python3"
         is_ours = python3.exists() and python3.samefile(sys.executable)
         if not is_ours:
-            # The folder's `python3` is of another version: a link stands in for it.
+            # The folder's `python3` is missing or of another version: a link stands in for it.
             folder = runtime / "bin"
             folder.mkdir()
             (folder / "python3").symlink_to(sys.executable)

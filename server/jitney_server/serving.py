@@ -215,9 +215,9 @@ class ListedModel(NamedTuple):
 def _listed_models(server: TritonServer) -> Iterator[ListedModel]:
     """Every model that was asked for, or that was loaded for another one.
 
-    Some models the server does not even try to load: an ensemble without its parts, or one whose
-    configuration cannot be read. Its index has no state for them, or has them not at all; but its
-    log has the reason.
+    The server does not even try to load some models: an ensemble without its parts, or one whose
+    configuration cannot be read. Its index has no state for them or does not list them, but its log
+    has the reason.
     """
     states = {}
     for name, found in server.admin.model_states().items():

@@ -16,7 +16,8 @@ _FAILED_MODEL = re.compile(
 # "Invalid argument: ensemble 'embed' depends on 'minilm' which …"
 # "… ensemble embed contains models that are not available …"
 _FAILED_ENSEMBLE = re.compile(r"(?P<why>ensemble '?(?P<model>[^' ]+)'? (?:depends on|contains) .*)")
-# A line of the log of the level error or fatal, and a line of the server's own.
+# A line of the log of the level error or fatal, and a line that the server prints without its
+# logger.
 _ERROR = re.compile(r"^[EF]\d{4} [\d:.]+ \d+ \S+\] (?P<text>.*)|^error: (?P<plain>.*)")
 _PORT_TAKEN = re.compile(r"Socket '[^']*' already in use")
 _MOST_LINES = 5

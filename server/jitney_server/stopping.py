@@ -46,9 +46,9 @@ _UNLOAD_S = 30.0
 """Seconds, after the grace, that models without requests have to end. A process that has imported
 torch needs two seconds of a core to end, and many of them end at once."""
 _STUCK_S = 3.0
-"""The same, if the server has never told one of these models to end, which is a fault of this
-server (docs/troubleshooting.md): to wait longer is of no use. Its metrics show it: a model that was
-told to end withdraws them."""
+"""The same if one of these models is unloading and still has metrics. A model withdraws them when
+the server tells it to end. Sometimes this server never does (docs/troubleshooting.md): then a
+longer wait is of no use."""
 _EXIT_S = 2.0
 """Seconds that the server has to exit once its models are unloaded."""
 _PAUSE_S = 0.05
@@ -269,9 +269,9 @@ class HangUp(NamedTuple):
 def hang_up(pid: int, ports: Collection[int]) -> HangUp:
     """Close the clients' connections to ``ports`` of the process ``pid``, one of our children.
 
-    The process gets the end of the connection to read, as if the client had closed it. Where the
-    system does not allow to take another process's sockets (some containers), nothing is done but a
-    line in the log. Needs Linux 5.6 or later.
+    The process reads the end of the connection, as if the client had closed it. Where the system
+    does not allow to take another process's sockets (some containers), this only writes a line to
+    the log. Needs Linux 5.6 or later.
     """
     closed = 0
     try:

@@ -1,6 +1,5 @@
 """API keys of a gateway: a file that changes."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -22,9 +21,10 @@ class NoModels:
 
 def write(file: Path, text: str) -> None:
     """In place, at another time than before."""
-    at = file.stat().st_mtime_ns + 1_000_000 if file.exists() else 0
+    before = file.stat().st_ctime_ns if file.exists() else 0
     file.write_text(text, encoding="utf-8")
-    os.utime(file, ns=(at, at))
+    while file.stat().st_ctime_ns == before:
+        file.touch()
 
 
 def test_a_key_that_is_taken_away_is_refused_from_then_on(tmp_path: Path) -> None:
@@ -58,6 +58,28 @@ def test_keys_stay_while_the_file_cannot_be_used(
     file.unlink()
     assert dict(keys.refreshed_owners()) == {OLD: "alice"}
     write(file, f"alice:{NEW}\n")
+    assert dict(keys.refreshed_owners()) == {NEW: "alice"}
+
+
+def test_a_file_is_read_once_its_mode_lets_the_gateway_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "keys"
+    write(file, f"alice:{OLD}\n")
+    keys = FileKeys(file)
+    write(file, f"alice:{NEW}\n")
+
+    def refuse(path: Path, encoding: str) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patched:
+        # The mode does not keep root, who may run this test, from reading.
+        patched.setattr(Path, "read_text", refuse)
+        assert dict(keys.refreshed_owners()) == {OLD: "alice"}
+    before = file.stat()
+    while file.stat().st_ctime_ns == before.st_ctime_ns:
+        file.chmod(0o644)
+    assert file.stat().st_mtime_ns == before.st_mtime_ns
     assert dict(keys.refreshed_owners()) == {NEW: "alice"}
 
 

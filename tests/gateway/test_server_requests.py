@@ -15,6 +15,7 @@ from jitney_gateway.responses_request import ResponseRequest
 from jitney_gateway.server_request import (
     ModelDescription,
     ServerRequest,
+    _cached_formats,
     request_of_chat,
     request_of_token_ids,
     requests_of_completions,
@@ -291,6 +292,27 @@ def test_a_model_that_reasons_is_bound_only_afterwards() -> None:
     params = json.loads(request_of_chat(body, known, "id").inputs["sampling_parameters"])  # type: ignore
     assert "<[7]>" in params["structured_outputs"]["grammar"]
     assert params["skip_special_tokens"] is False, "the marker must be in the text"
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "tools", "keeps"),
+    [(None, None, False), ("none", None, False), ("none", [TOOL], True), ("think", None, True)],
+)
+def test_only_a_parser_needs_special_tokens(
+    reasoning: str | None, tools: list[Any] | None, keeps: bool
+) -> None:
+    known = msgspec.structs.replace(KNOWN, reasoning_format=reasoning)
+    body = decode(json.dumps(CHAT | {"tools": tools}).encode(), ChatRequest)
+    params = json.loads(request_of_chat(body, known, "id").inputs["sampling_parameters"])  # type: ignore
+    assert params.get("skip_special_tokens", True) is not keeps
+
+
+def test_large_template_parameters_are_not_kept() -> None:
+    """The model has yet to refuse them."""
+    _cached_formats.cache_clear()
+    for text in ("small", "large" * 1000):
+        ask(CHAT | {"chat_template_kwargs": {"a": text}})
+        assert _cached_formats.cache_info().currsize == 1
 
 
 @pytest.mark.parametrize(

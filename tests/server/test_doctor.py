@@ -3,7 +3,6 @@
 import importlib.metadata
 import shutil
 import subprocess
-import sys
 from collections import namedtuple
 from pathlib import Path
 
@@ -69,11 +68,60 @@ def test_broken_imports_show_the_reason(monkeypatch: pytest.MonkeyPatch) -> None
     assert "torchvision" in found.repair
 
 
+def replace_torch(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str) -> None:
+    """In the processes that the doctor starts."""
+    (folder / "torch.py").write_text(code, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "raise ImportError",
+        "raise RuntimeError",
+        "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)",
+    ],
+)
 def test_a_torch_that_cannot_be_imported_does_not_end_the_look(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)
-    assert "cannot be imported" in finding("GPU").text
+    replace_torch(monkeypatch, tmp_path, code)
+    assert finding("GPU") == ("ok", "unknown: torch cannot be imported", None)
+
+
+TORCH = """
+import types
+__version__ = "2.11.0+cpu"
+names = {names}
+cuda = types.SimpleNamespace(
+    is_available=lambda: bool(names),
+    device_count=lambda: len(names),
+    get_device_name=lambda index: names[index],
+)
+"""
+
+
+@pytest.mark.parametrize(
+    ("names", "driver", "state", "text"),
+    [
+        (["NVIDIA H100", "NVIDIA L4"], "/bin/nvidia-smi", "ok", "NVIDIA H100, NVIDIA L4"),
+        ([], "/bin/nvidia-smi", "warns", "torch 2.11.0+cpu does not see it"),
+        ([], None, "ok", "none; the CPU is used"),
+    ],
+)
+def test_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    names: list[str],
+    driver: str | None,
+    state: str,
+    text: str,
+) -> None:
+    replace_torch(monkeypatch, tmp_path, TORCH.format(names=names))
+    monkeypatch.setattr(shutil, "which", lambda program: driver)
+    found = finding("GPU")
+    assert found.state == state
+    assert text in found.text
 
 
 @pytest.mark.parametrize(("free_mib", "state"), [(8, "fails"), (64, "warns"), (512, "ok")])

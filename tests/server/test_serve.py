@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from jitney import cli
-from jitney.errors import JitneyError
+from jitney.errors import InvalidArgumentError, JitneyError
 from jitney_server import serving
 from jitney_server.admin import Admin
 from jitney_server.doctor import Finding
@@ -58,6 +58,15 @@ def test_an_unknown_model_is_named(tmp_path: Path) -> None:
     result = run("serve", str(tmp_path), "--model", "[bold]not[/]")
     assert result.returncode == 1
     assert "'[bold]not[/]' is not in" in result.stderr, "text from outside is never markup"
+
+
+@pytest.mark.parametrize("option", ["--api-key-file", "--otlp-endpoint", "--batches"])
+def test_an_option_of_the_gateway_needs_a_gateway(tmp_path: Path, option: str) -> None:
+    result = invoke(["serve", str(tmp_path / "nowhere"), option, "x"])
+    assert isinstance(result.exception, InvalidArgumentError)
+    assert str(result.exception) == (f"{option} belongs to the gateway: give --openai-port too")
+    result = invoke(["serve", str(tmp_path / "nowhere"), option, "x", "--openai-port", "0"])
+    assert "is not a folder" in str(result.exception)
 
 
 @pytest.mark.parametrize(("state", "status"), [("ok", 0), ("warns", 0), ("fails", 1)])

@@ -28,8 +28,8 @@ class OnDevice(Protocol):
         """A copy on the host."""
 
 
-Arrays = dict[str, "np.ndarray | OnDevice"]
-RunModel = Callable[[Arrays, Sequence[str]], "list[np.ndarray | OnDevice]"]
+BatchArrays = dict[str, "np.ndarray | OnDevice"]
+RunModel = Callable[[BatchArrays, Sequence[str]], "list[np.ndarray | OnDevice]"]
 """Runs the model: takes the inputs by name and the names of the requested outputs, and returns
 these outputs. They are on a device only if an input is. Raises JitneyError."""
 
@@ -56,7 +56,7 @@ nor the native ONNX Runtime backend has an array."""
 class ModelRequest:
     """One request."""
 
-    inputs: Arrays
+    inputs: BatchArrays
     outputs: tuple[str, ...]
     """The outputs that it asks for. Others are not sent, and not computed for it."""
 
@@ -70,32 +70,32 @@ class Batcher:
     batching: bool
     """Whether dimension 0 is the batch (``max_batch_size`` above 0)."""
 
-    def execute(self, requests: Sequence[ModelRequest]) -> list[Arrays | JitneyError]:
+    def execute(self, requests: Sequence[ModelRequest]) -> list[BatchArrays | JitneyError]:
         """One answer each, in order: the outputs asked for, or what went wrong."""
         if not self.batching:
             return [self._run_without_batch(request) for request in requests]
         if len(requests) == 1:
             return self._run_together(requests)
-        answers: dict[int, Arrays | JitneyError] = {}
+        answers: dict[int, BatchArrays | JitneyError] = {}
         for group in _groups(requests):
             of_group = self._run_together([requests[index] for index in group])
             answers.update(zip(group, of_group, strict=True))
         return [answers[index] for index in range(len(requests))]
 
-    def _run_without_batch(self, request: ModelRequest) -> Arrays | JitneyError:
+    def _run_without_batch(self, request: ModelRequest) -> BatchArrays | JitneyError:
         """The answer of a model whose tensors have no batch dimension."""
         try:
             outputs = self.run(request.inputs, request.outputs)
         except JitneyError as error:
             return error
-        answer: Arrays = {}
+        answer: BatchArrays = {}
         for name, output in zip(request.outputs, outputs, strict=True):
-            if isinstance(output, np.ndarray) and output.shape == ():
-                output = output.reshape(1)  # the server has no scalars
+            if output.shape == ():
+                output = _on_host(output).reshape(1)  # the server has no scalars
             answer[name] = output
         return answer
 
-    def _run_together(self, requests: Sequence[ModelRequest]) -> list[Arrays | JitneyError]:
+    def _run_together(self, requests: Sequence[ModelRequest]) -> list[BatchArrays | JitneyError]:
         """The answers of requests whose inputs can be joined. If they fail together, each of them
         is run alone."""
         try:
@@ -125,24 +125,23 @@ class Batcher:
 
     def _run_each_alone(
         self, requests: Sequence[ModelRequest], error: JitneyError
-    ) -> list[Arrays | JitneyError]:
+    ) -> list[BatchArrays | JitneyError]:
         """The answers of requests that failed together with ``error``."""
         if len(requests) == 1:
             return [error]
-        answers: list[Arrays | JitneyError] = []
+        answers: list[BatchArrays | JitneyError] = []
         for request in requests:
-            # ``_run_together`` of one request calls this again, which returns the error at once
-            # (above).
+            # If the request fails again, ``_run_together`` gets its error from the branch above.
             answers += self._run_together([request])
         return answers
 
-    def _empty_answer(self, request: ModelRequest) -> Arrays:
+    def _empty_answer(self, request: ModelRequest) -> BatchArrays:
         """The answer to a request without rows. The model is not run: kernels may not survive an
         empty batch. A variable dimension is as long as the one of the same name in an input, or
         0."""
         sizes = self._sizes_of_symbols(request)
         infos = {info.name: info for info in self.signature.outputs}
-        answer: Arrays = {}
+        answer: BatchArrays = {}
         for name in request.outputs:
             info = infos[name]
             shape = [0]  # the batch, which has no rows
@@ -194,12 +193,12 @@ def _count_rows(request: ModelRequest) -> int:
     return counts.pop()
 
 
-def _joined(requests: Sequence[ModelRequest]) -> Arrays:
+def _joined(requests: Sequence[ModelRequest]) -> BatchArrays:
     """The inputs of all requests as one. Those of several requests are joined on the host, even if
     they are on a device."""
     if len(requests) == 1:
         return requests[0].inputs
-    joined: Arrays = {}
+    joined: BatchArrays = {}
     for name in requests[0].inputs:
         arrays = [_on_host(request.inputs[name]) for request in requests]
         joined[name] = np.concatenate(arrays)
@@ -221,12 +220,12 @@ def _check_rows(name: str, array: np.ndarray | OnDevice, rows: int) -> None:
 
 
 def _divided(
-    requests: Sequence[ModelRequest], rows: Sequence[int], arrays: Arrays
-) -> list[Arrays | JitneyError]:
+    requests: Sequence[ModelRequest], rows: Sequence[int], arrays: BatchArrays
+) -> list[BatchArrays | JitneyError]:
     """The answer of each request: its rows of the outputs that it asks for."""
     if len(requests) == 1:
         return [{name: arrays[name] for name in requests[0].outputs}]
-    answers: list[Arrays | JitneyError] = []
+    answers: list[BatchArrays | JitneyError] = []
     start = 0
     for request, count in zip(requests, rows, strict=True):
         end = start + count

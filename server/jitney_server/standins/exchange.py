@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jitney.errors import CheckpointError, InternalError, JitneyError
 
-from jitney_server.standins.batch import Arrays, ModelRequest, OnDevice
+from jitney_server.standins.batch import BatchArrays, ModelRequest, OnDevice
 
 _LOG = logging.getLogger(__name__)
 _FAILED = InternalError("the model failed; the server's log says why")
@@ -26,7 +26,7 @@ in the form in which the model's runtime takes it."""
 def answer(
     pb_utils: Any,
     requests: Sequence[Any],
-    execute: Callable[[Sequence[ModelRequest]], list[Arrays | JitneyError]],
+    execute: Callable[[Sequence[ModelRequest]], list[BatchArrays | JitneyError]],
     to_device_tensor: ToDeviceTensor,
 ) -> list[Any]:
     """One response for each request.
@@ -34,7 +34,7 @@ def answer(
     Never raises: an error that nobody foresaw is logged in full. A request that cannot be read
     fails alone, and so does one whose answer cannot be sent.
     """
-    results: list[Arrays | JitneyError] = [_FAILED] * len(requests)
+    results: list[BatchArrays | JitneyError] = [_FAILED] * len(requests)
     readable: dict[int, ModelRequest] = {}
     for index, request in enumerate(requests):
         try:
@@ -51,7 +51,7 @@ def answer(
 
 
 def _model_request(request: Any, to_device_tensor: ToDeviceTensor) -> ModelRequest:
-    inputs: Arrays = {}
+    inputs: BatchArrays = {}
     for tensor in request.inputs():
         name = tensor.name()
         if tensor.is_cpu():
@@ -61,7 +61,7 @@ def _model_request(request: Any, to_device_tensor: ToDeviceTensor) -> ModelReque
     return ModelRequest(inputs, tuple(request.requested_output_names()))
 
 
-def _response(pb_utils: Any, result: Arrays | JitneyError) -> Any:
+def _response(pb_utils: Any, result: BatchArrays | JitneyError) -> Any:
     if isinstance(result, JitneyError):
         code = getattr(pb_utils.TritonError, result.server_code)
         return pb_utils.InferenceResponse(error=pb_utils.TritonError(result.client_message, code))

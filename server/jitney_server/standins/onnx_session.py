@@ -22,7 +22,7 @@ from jitney.errors import (
 )
 from onnxruntime.capi.onnxruntime_pybind11_state import OrtValue as _OrtValue
 
-from jitney_server.standins.batch import Arrays, OnDevice
+from jitney_server.standins.batch import BatchArrays, OnDevice
 from jitney_server.standins.onnx_options import (
     CPU,
     CUDA,
@@ -152,15 +152,19 @@ class OnnxSession:
         """An input in this GPU's memory, from the server's tensor and without a copy."""
         return DeviceTensor.adopt(tensor, is_boolean=name in self._boolean_inputs)
 
-    def run(self, inputs: Arrays, outputs: Sequence[str]) -> list[np.ndarray | OnDevice]:
-        """The requested outputs; on the device if an input is.
+    def run(self, inputs: BatchArrays, outputs: Sequence[str]) -> list[np.ndarray | OnDevice]:
+        """The requested outputs; on the device if an input is, unless another input is text.
 
         Raises InvalidArgumentError or InternalError with a text for the client: the operator that
         failed and why, but no path of a file.
         """
-        feeds: Arrays = {}
+        feeds: BatchArrays = {}
         is_on_host = True
+        # ONNX Runtime binds no texts. So if an input is text, the others are copied to the host.
+        has_text = not self._text_inputs.isdisjoint(inputs)
         for name, array in inputs.items():
+            if has_text and isinstance(array, DeviceTensor):
+                array = array.numpy()
             if isinstance(array, np.ndarray):
                 array = self._prepared(name, array)
             else:
@@ -174,7 +178,9 @@ class OnnxSession:
         except Exception as error:  # onnxruntime's errors share no base but Exception
             raise _run_error(error) from None
 
-    def _run_on_device(self, inputs: Arrays, outputs: Sequence[str]) -> list[np.ndarray | OnDevice]:
+    def _run_on_device(
+        self, inputs: BatchArrays, outputs: Sequence[str]
+    ) -> list[np.ndarray | OnDevice]:
         """A run whose inputs and outputs are bound to memory: so they are not copied."""
         binding = self._session.io_binding()
         for name, array in inputs.items():

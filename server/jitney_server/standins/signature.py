@@ -18,8 +18,7 @@ _CONTROL_VALUES = {
     "fp32_false_true": "TYPE_FP32",
     "int32_false_true": "TYPE_INT32",
 }
-"""In a control's entry, the key under which its false and true value are listed -> the type of the
-control's tensor. (A control such as START has two values.)"""
+"""Key of a control that lists its false and its true value -> the type of the control's tensor."""
 
 
 class TensorInfo(NamedTuple):

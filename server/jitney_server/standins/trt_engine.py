@@ -19,7 +19,7 @@ from jitney.errors import (
     UnsupportedModelError,
 )
 
-from jitney_server.standins.batch import NUMPY_TYPES, Arrays, OnDevice
+from jitney_server.standins.batch import NUMPY_TYPES, BatchArrays, OnDevice
 from jitney_server.standins.signature import Config, Signature, TensorInfo, data_type_of, show_dims
 
 TYPES = {
@@ -82,7 +82,7 @@ class TensorRtEngine:
             return 0
         return min(self._bounds(info.name).most[0] for info in self.signature.inputs)
 
-    def run(self, inputs: Arrays, outputs: Sequence[str]) -> list[np.ndarray | OnDevice]:
+    def run(self, inputs: BatchArrays, outputs: Sequence[str]) -> list[np.ndarray | OnDevice]:
         """The requested outputs, on the host.
 
         Raises InvalidArgumentError if a shape is outside the profile, naming the tensor and the

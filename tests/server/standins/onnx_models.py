@@ -87,6 +87,18 @@ def two_inputs() -> onnx.ModelProto:
     return model(nodes, tensors[:2], tensors[2:])
 
 
+def labelled() -> onnx.ModelProto:
+    """``y = x`` and ``text_out = text``."""
+    return model(
+        [
+            helper.make_node("Identity", ["x"], ["y"]),
+            helper.make_node("Identity", ["text"], ["text_out"]),
+        ],
+        [_tensor("x", "FLOAT", ("n", "m")), _tensor("text", "STRING", ("n", "m"))],
+        [_tensor("y", "FLOAT", ("n", "m")), _tensor("text_out", "STRING", ("n", "m"))],
+    )
+
+
 def lookup() -> onnx.ModelProto:
     """``y`` is row ``index`` of a table of 4 rows: an index of 4 fails at run time."""
     return model(

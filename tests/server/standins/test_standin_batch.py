@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from jitney.errors import InternalError, InvalidArgumentError, JitneyError
-from jitney_server.standins.batch import Arrays, Batcher, ModelRequest
+from jitney_server.standins.batch import BatchArrays, Batcher, ModelRequest, OnDevice
 from jitney_server.standins.signature import Signature, TensorInfo
 
 SIGNATURE = Signature(
@@ -21,10 +21,10 @@ class Model:
     """Doubles ``x`` and remembers its calls. Refuses any batch with a NaN in it."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[Arrays, list[str]]] = []
+        self.calls: list[tuple[BatchArrays, list[str]]] = []
         self.rows = 0  # more rows than there should be
 
-    def __call__(self, inputs: Arrays, outputs: Sequence[str]) -> list[np.ndarray]:
+    def __call__(self, inputs: BatchArrays, outputs: Sequence[str]) -> list[np.ndarray]:
         self.calls.append((inputs, list(outputs)))
         x = inputs["x"]
         assert isinstance(x, np.ndarray)
@@ -44,7 +44,7 @@ def work(*rows: list[float], outputs: tuple[str, ...] = ("twice",)) -> ModelRequ
     return ModelRequest({"x": np.array(rows, np.float32)}, outputs)
 
 
-def arrays(answer: Arrays | JitneyError) -> dict[str, list[object]]:
+def arrays(answer: BatchArrays | JitneyError) -> dict[str, list[object]]:
     assert isinstance(answer, dict), answer
     return {name: np.asarray(array).tolist() for name, array in answer.items()}
 
@@ -88,6 +88,33 @@ def test_an_output_of_other_rows_is_named(model: Model) -> None:
     made = Batcher(model, SIGNATURE, True).execute([work([1]), work([2])])
     assert all(isinstance(answer, InternalError) for answer in made)
     assert "output 'twice' has shape [3, 1] for a batch of 2 rows" in str(made[0])
+
+
+class OnFakeDevice:
+    """A tensor that is not on the host."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._array.shape
+
+    def numpy(self) -> np.ndarray:
+        return self._array
+
+
+def test_a_scalar_is_a_vector_of_one_wherever_it_is() -> None:
+    vector = OnFakeDevice(np.ones(2))
+
+    def run(inputs: BatchArrays, outputs: Sequence[str]) -> list[np.ndarray | OnDevice]:
+        return [np.array(3), OnFakeDevice(np.array(4)), vector]
+
+    request = ModelRequest({}, ("on_host", "on_device", "vector"))
+    (answer,) = Batcher(run, SIGNATURE, False).execute([request])
+    assert isinstance(answer, dict)
+    assert answer.pop("vector") is vector, "what is no scalar stays on the device"
+    assert arrays(answer) == {"on_host": [3], "on_device": [4]}
 
 
 def test_no_rows_at_all_need_no_run(model: Model) -> None:

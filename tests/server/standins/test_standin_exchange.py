@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from jitney.errors import InvalidArgumentError, JitneyError
-from jitney_server.standins.batch import Arrays, ModelRequest
+from jitney_server.standins.batch import BatchArrays, ModelRequest
 from jitney_server.standins.exchange import answer
 
 from tests.backend_utils import InferenceResponse, Tensor, TritonError, put_into
@@ -54,12 +54,12 @@ def run(execute: Callable[[Sequence[ModelRequest]], list[Any]], asked: list[Any]
     return said(answer(SERVER, asked, execute, adopt))
 
 
-def double(works: Sequence[ModelRequest]) -> list[Arrays | JitneyError]:
+def double(works: Sequence[ModelRequest]) -> list[BatchArrays | JitneyError]:
     return [{"y": 2 * np.asarray(work.inputs["x"])} for work in works]
 
 
 def test_answers_keep_the_order_and_errors_their_code() -> None:
-    def execute(works: Sequence[ModelRequest]) -> list[Arrays | JitneyError]:
+    def execute(works: Sequence[ModelRequest]) -> list[BatchArrays | JitneyError]:
         made = double(works)
         return [made[0], InvalidArgumentError("x is odd"), *made[2:]]
 
@@ -78,7 +78,7 @@ def test_a_request_that_cannot_be_read_fails_alone(caplog: pytest.LogCaptureFixt
 
 
 def test_an_answer_that_cannot_be_sent_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
-    def execute(works: Sequence[ModelRequest]) -> list[Arrays | JitneyError]:
+    def execute(works: Sequence[ModelRequest]) -> list[BatchArrays | JitneyError]:
         return [{"y": np.zeros(1, np.complex64)}, *double(works)[1:]]
 
     assert run(execute, requests(1, 2)) == [FAILED, [4]]
@@ -89,7 +89,7 @@ def test_an_answer_that_cannot_be_sent_fails_alone(caplog: pytest.LogCaptureFixt
 def test_a_bug_of_ours_tells_nothing_of_this_machine(
     wrong: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def execute(works: Sequence[ModelRequest]) -> list[Arrays | JitneyError]:
+    def execute(works: Sequence[ModelRequest]) -> list[BatchArrays | JitneyError]:
         if wrong == "raises":
             raise RuntimeError("in /srv/secret")
         return []

@@ -91,22 +91,36 @@ def test_a_provider_that_falls_back_silently(
         OnnxSession(path, read_options({}, 0), 0)
 
 
+class Source:
+    """The server's tensor on a device, here the CPU."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array
+
+    def to_dlpack(self) -> Any:
+        return self._array.__dlpack__()
+
+
 def test_device_tensors_stay_where_they_are(tmp_path: Path) -> None:
     """With the CPU as the device: what comes in as DLPack is bound and not copied."""
     session = load(tmp_path, models.two_inputs())
     a = np.array([[1, 2]], np.float32)
-
-    class Source:
-        def to_dlpack(self) -> Any:
-            return a.__dlpack__()
-
-    adopted = session.adopt("a", Source())
+    adopted = session.adopt("a", Source(a))
     assert adopted.shape == (1, 2)
     assert adopted.value.data_ptr() == a.ctypes.data
     made = session.run({"a": adopted, "b": np.array([[3, 4]], np.float32)}, ["product", "sum"])
     assert all(isinstance(tensor, DeviceTensor) for tensor in made)
     assert [tensor.numpy().tolist() for tensor in made] == [[[3, 8]], [[4, 6]]]  # type: ignore[union-attr]
     np.testing.assert_array_equal(np.from_dlpack(made[0]), [[3, 8]])  # type: ignore[arg-type]
+
+
+def test_a_text_beside_a_device_tensor(tmp_path: Path) -> None:
+    """ONNX Runtime refuses to bind a text, on any device."""
+    session = load(tmp_path, models.labelled())
+    adopted = session.adopt("x", Source(np.array([[1, 2]], np.float32)))
+    text = np.array([[b"a", b"b"]], object)
+    made = session.run({"x": adopted, "text": text}, ["text_out", "y"])
+    assert [np.asarray(array).tolist() for array in made] == [[["a", "b"]], [[1, 2]]]
 
 
 def test_no_path_in_an_error_for_the_client() -> None:
