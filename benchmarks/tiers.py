@@ -4,6 +4,7 @@
     python -m benchmarks.tiers --picture docs/pictures/tiers.svg
     python -m benchmarks.tiers --simulate                       # seconds: steps of a linear cost
     python -m benchmarks.tiers --loads 0.3 0.5 0.7 0.9          # goodput as the highest of these
+    python -m benchmarks.tiers --ways tiers --gap-ms 30 --capacity 1.2    # to compare two versions
 
 Requests come at random (Poisson), at ``--load`` of what one engine can serve if all are there at
 once. Of five one is interactive: a prompt of 16 to 64 tokens, 24 to 64 tokens of output, a target
@@ -14,6 +15,9 @@ that is alone. The others are bulk: prompts of 64 to 512 tokens, outputs of 32 t
 engine has a process of its own, and all get the same requests at the same times. An interactive
 request is good if its first token and all its gaps but one in twenty are within the targets; a bulk
 request always is. Bulk throughput is output tokens a second until the last one has ended.
+
+The target for gaps and the capacity are measured first. ``--gap-ms`` and ``--capacity`` give them
+instead, so that two runs have the same requests and targets.
 
 With ``--loads``, goodput is DistServe's (Zhong et al. 2024): the highest rate of requests at which
 nine of ten interactive requests are good.
@@ -26,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -346,13 +350,18 @@ def find_scale(machine: Machine | SimulatedMachine) -> Scale:
 
 
 def measure(
-    machine: Machine | SimulatedMachine, scale: Scale, load: float, seconds: float, ttft: float
+    machine: Machine | SimulatedMachine,
+    scale: Scale,
+    ways: Sequence[str],
+    load: float,
+    seconds: float,
+    ttft: float,
 ) -> dict[str, Figures]:
-    """Run the three ways."""
+    """Serve the same requests in each of these ways."""
     asked = requests_at(load * scale.capacity, seconds)
     kinds = [[one for one in asked if one.tier == tier] for tier in PROMPTS]
     figures = {}
-    for way in WAYS:
+    for way in ways:
         jobs = [Job(asked)]
         if way == "tiers":
             jobs = [Job(asked, (ttft, scale.gap))]
@@ -367,7 +376,7 @@ def show_loads(of_loads: dict[float, dict[str, Figures]]) -> None:
     """Print the share of good interactive requests by load, and the highest load that counts."""
     print("| interactive good | " + " | ".join(f"{load:g}" for load in of_loads) + " | goodput |")
     print("|---|" + "---:|" * (len(of_loads) + 1))
-    for way in WAYS:
+    for way in next(iter(of_loads.values())):
         good = {load: figures[way].good for load, figures in of_loads.items()}
         highest = max((load for load, share in good.items() if share >= ATTAINED), default=None)
         shares = " | ".join(f"{share:.0%}" for share in good.values())
@@ -376,9 +385,9 @@ def show_loads(of_loads: dict[float, dict[str, Figures]]) -> None:
 
 def show(figures: dict[str, Figures], gap: float) -> None:
     """Print the table."""
-    first = figures[WAYS[0]]
+    first = next(iter(figures.values()))
     print(f"| {1e3 * gap:.1f} ms between tokens | gap p50 | gap p99 | TTFT p99 | interactive good |"
-          " bulk tok/s | of FCFS | good/s | of FCFS |")  # fmt: skip
+          " bulk tok/s | of row 1 | good/s | of row 1 |")  # fmt: skip
     print("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
     for way, one in figures.items():
         p50, p99 = np.quantile(one.gaps, [0.5, 0.99])
@@ -423,10 +432,15 @@ def main() -> int:
     parser.add_argument("--loads", type=float, nargs="+", help="several, in place of --load")
     parser.add_argument("--seconds", type=float, default=60.0, help="in which requests come")
     parser.add_argument("--ttft-ms", type=float, default=300.0, help="target of interactive ones")
+    parser.add_argument("--ways", choices=WAYS, nargs="+", default=WAYS, metavar="WAY")
+    parser.add_argument("--gap-ms", type=float, help="target between two tokens, with --capacity")
+    parser.add_argument("--capacity", type=float, help="requests a second, with --gap-ms")
     parser.add_argument("--simulate", action="store_true")
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--serve", type=int, nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if (arguments.gap_ms is None) != (arguments.capacity is None):
+        parser.error("--gap-ms and --capacity belong together")
     if arguments.serve:
         threads, *cores = arguments.serve
         serve_jobs(arguments.model, threads, cores)
@@ -435,9 +449,13 @@ def main() -> int:
         machine: Machine | SimulatedMachine = SimulatedMachine()
         if not arguments.simulate:
             machine = Machine(arguments.model or str(MODELS["m100"](Path(folder) / "m100")))
-        scale, ttft = find_scale(machine), arguments.ttft_ms / 1e3
+        if arguments.gap_ms is None:
+            scale = find_scale(machine)
+        else:
+            scale = Scale(arguments.gap_ms / 1e3, arguments.capacity)
+        ttft = arguments.ttft_ms / 1e3
         of_loads = {
-            load: measure(machine, scale, load, arguments.seconds, ttft)
+            load: measure(machine, scale, arguments.ways, load, arguments.seconds, ttft)
             for load in arguments.loads or [arguments.load]
         }
         machine.close()

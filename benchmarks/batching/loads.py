@@ -14,7 +14,7 @@ from pathlib import Path
 from jitney_measure.inputs import Inputs
 from jitney_measure.options import Shared
 from jitney_measure.perf_analyzer import Driver, PerfAnalyzer
-from jitney_measure.record import Load, Point, Result, now
+from jitney_measure.record import Load, LoadPoint, Result, now
 from jitney_measure.target import Model, Target
 
 from benchmarks.batching.subjects import ROOT
@@ -51,7 +51,7 @@ class Bench:
         subprocess.run([sys.executable, str(fetch)], check=True, stdout=subprocess.DEVNULL)
         self._tool = PerfAnalyzer.find()
 
-    def run(self, mode: Mode, load: Load, seconds: float) -> Point:
+    def run(self, mode: Mode, load: Load, seconds: float) -> LoadPoint:
         """One load, after a warm-up. Raises InternalError if it failed."""
         driver = self._driver(mode, seconds)
         point = driver.run(mode.target, mode.model, load)
@@ -65,7 +65,7 @@ class Bench:
     ) -> dict[str, Result]:
         """Every load on every mode. A mode that falls behind one rate gets no greater one, for it
         would only wait longer."""
-        points: dict[str, list[Point]] = {name: [] for name in modes}
+        points: dict[str, list[LoadPoint]] = {name: [] for name in modes}
         behind = set[str]()
         began = now()
         for load in loads:

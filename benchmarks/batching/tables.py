@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from jitney_measure.record import Load, Point, Result
+from jitney_measure.record import Load, LoadPoint, Result
 
 ABSENT = "–"
 
@@ -25,7 +25,7 @@ def loads_of(results: Mapping[str, Result], kind: str) -> list[Load]:
     return sorted((load for load in found if load.kind == kind), key=lambda load: load.level)
 
 
-def cell(point: Point | None) -> str:
+def cell(point: LoadPoint | None) -> str:
     """Requests a second, p50 / p95 / p99 of the latency in ms, and rows of an execution. In
     brackets if the mode was behind its load."""
     if point is None or point.measured is None:
@@ -40,14 +40,14 @@ def cell(point: Point | None) -> str:
     return f"({text})" if point.state == "behind" else text
 
 
-def latency(point: Point) -> str:
+def latency(point: LoadPoint) -> str:
     """p50 / p95 / p99 in ms."""
     assert point.measured is not None
     found = point.measured.latency
     return " / ".join(number(1e3 * found.at(percent)) for percent in (50, 95, 99))
 
 
-def mean_batch(point: Point) -> float | None:
+def mean_batch(point: LoadPoint) -> float | None:
     """Rows, or sequences, of an execution; None if the server counted none."""
     if point.engine is not None:
         return point.engine.mean_batch

@@ -21,7 +21,7 @@ class Score(NamedTuple):
     """How good a setting is. A higher level is better, and within a level a higher value."""
 
     level: int
-    """2: some load is within the bounds; 1: loads have figures; 0: no load has any."""
+    """2: some load is within the bounds; 1: some load has an excess over them; 0: none has."""
     value: float
     """On level 2 the throughput; on level 1 how near it came to the bounds, the excess negated; on
     level 0 how many loads were tried."""

@@ -114,7 +114,7 @@ def _sweep(driver: "Driver", target: "Target", model: "Model", title: str) -> "R
     """
     from jitney_measure import record, slo
 
-    points: list[record.Point] = []
+    points: list[record.LoadPoint] = []
     server = target.server()
     began = record.now()
     with _out.status("") as status:

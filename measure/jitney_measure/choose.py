@@ -1,7 +1,8 @@
 """How good a setting was under its loads, which is the best, and how both are said.
 
 A setting counts by its highest throughput within the bounds. One that breaks them at every load
-counts less, by how near it came; one without any figure counts least.
+counts less, by how near it came. One that did not load, or whose load failed or fell behind, counts
+least.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,8 @@ from jitney_measure.slo import point_line, show_time
 
 _NOISE = 0.05
 """Two runs of one setting may differ by this much."""
+RESULT_NAMES = ("current", "best", "nearest")
+"""The names that :func:`shown` gives to results."""
 HEAD = ("setting", "loaded in", "throughput", "at", "remarks")
 
 
@@ -26,7 +29,7 @@ def score(trial: Trial) -> Score:
     near = nearest([trial])
     if near is not None:
         return Score(1, -near.excess)
-    # Nothing was measured. One that got through more loads before it failed is still better.
+    # It did not load, or its only load failed or fell behind. The latter is still better.
     return Score(0, float(len(trial.points)))
 
 
@@ -41,7 +44,7 @@ class Nearest:
 
 
 def nearest(trials: Sequence[Trial]) -> Nearest | None:
-    """The load that broke the bounds least; None if no load has figures."""
+    """The load that broke the bounds least; None if no load has an excess."""
     found = []
     for trial in trials:
         if trial.result is None:
@@ -94,7 +97,7 @@ def _cautions(chosen: Trial, current: Trial, trials: Sequence[Trial]) -> Iterato
         if failed:
             yield f"{label(failed[0].values)} did not load when it was to be measured again"
         else:
-            yield "there was no time to measure it and the current setting again"
+            yield "it and the current setting were not measured again"
     # If a setting was measured twice, the difference says how much two runs of it may differ.
     noise = _NOISE
     for counting in (chosen, current):

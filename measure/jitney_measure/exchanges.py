@@ -99,7 +99,7 @@ def measure(exchanges: Sequence[Exchange], *, language: bool, rows: int = 1) -> 
         requests=len(exchanges),
         failed=len(exchanges) - len(answered),
         window_s=window.seconds,
-        # What counts is an int in some versions of numpy and a scalar of numpy's in others.
+        # count_nonzero returns an int in some versions of numpy, a scalar of numpy's in others.
         sent_per_s=float(np.count_nonzero(all_sent < window.end) / window.seconds),
         requests_per_s=float(np.count_nonzero(ended <= window.end) / window.seconds),
         throughput=float(output.amounts[inside].sum()) / window.seconds,

@@ -10,6 +10,7 @@ import json
 import random
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,20 @@ from jitney_measure.options import Shared
 from jitney_measure.slo import span
 from jitney_measure.target import Model, Target, Tensor, model_path
 
-_RANDOM_PROMPTS = 1024
+_LEAST_PROMPTS = 1024
+"""The least number of random prompts in a file."""
 _ROWS = 16
 _WORDS = re.findall(
     r"\w+", "the bus stops at every corner of this long street and people board or leave with books"
 )
 _PROBE_WORDS = 200
+
+
+@dataclass(frozen=True)
+class _InputFile:
+    path: Path
+    count: int
+    """So many entries may be sent without a random prompt twice."""
 
 
 class Inputs:
@@ -47,28 +56,37 @@ class Inputs:
         except msgspec.MsgspecError:
             raise InvalidArgumentError.of("sampling", options.sampling, "a JSON object") from None
         self._words_per_token: float | None = None  # until the server is asked
-        self._files: dict[str, Path] = {}
+        self._files: dict[str, _InputFile] = {}
+        """By their salts."""
 
-    def file(self, target: Target, model: Model, salt: str) -> Path:
-        """Another ``salt`` gives other random prompts. Raises InvalidArgumentError for a model
-        whose inputs cannot be made up."""
+    def file(self, target: Target, model: Model, salt: str, count: int) -> Path:
+        """``count``: how many entries are sent. There are at least as many random prompts, so that
+        none is sent twice; those of a smaller ``count`` come first. Another ``salt`` gives other
+        random prompts. Raises InvalidArgumentError for a model whose inputs cannot be made up."""
         if self._options.data is not None:
             return self._options.data
-        if salt not in self._files:
-            if model.language:
-                if self._words_per_token is None:
-                    self._words_per_token = words_per_token(target, model)
-                entries = self.prompts(model, self._words_per_token, salt)
-            else:
-                entries = rows(model, self._shapes, self._options.seed)
-            self._files[salt] = self._folder / f"{len(self._files)}.json"
-            self._files[salt].write_text(json.dumps({"data": entries}), encoding="utf-8")
-        return self._files[salt]
+        known = self._files.get(salt)
+        if known is not None and known.count >= count:
+            return known.path
+        count = max(count, _LEAST_PROMPTS)
+        if model.language:
+            if self._words_per_token is None:
+                self._words_per_token = words_per_token(target, model)
+            entries = self.prompts(model, self._words_per_token, salt=salt, count=count)
+        else:
+            entries = rows(model, self._shapes, self._options.seed)
+        path = self._folder / f"{len(self._files)}.json" if known is None else known.path
+        path.write_text(json.dumps({"data": entries}), encoding="utf-8")
+        self._files[salt] = _InputFile(path, count)
+        return path
 
-    def prompts(self, model: Model, words_per_token: float, salt: str) -> list[dict[str, Any]]:
-        """The requests to a language model, for one load."""
+    def prompts(
+        self, model: Model, words_per_token: float, *, salt: str, count: int
+    ) -> list[dict[str, Any]]:
+        """The requests to a language model, for one load: the given prompts, or ``count`` random
+        ones."""
         rng = random.Random(f"{self._options.seed} {salt}")
-        texts: list[str] | list[None] = self._given_prompts or [None] * _RANDOM_PROMPTS
+        texts: list[str] | list[None] = self._given_prompts or [None] * count
         entries = []
         for text in texts:
             words = round(rng.randint(*self._input_tokens) * words_per_token)
@@ -82,9 +100,9 @@ class Inputs:
                 "sampling_parameters": [json.dumps(parameters)],
                 "stream": [True],
             }
-            for count in ("return_num_output_tokens", "return_num_input_tokens"):
-                if model.has(count):
-                    entry[count] = [True]
+            for name in ("return_num_output_tokens", "return_num_input_tokens"):
+                if model.has(name):
+                    entry[name] = [True]
             entries.append(entry)
         return entries
 
@@ -122,7 +140,7 @@ def words_per_token(target: Target, model: Model) -> float:
 
 
 def _random_text(rng: random.Random, words: int) -> str:
-    """Random words after a number, so that no two prompts begin alike."""
+    """Random words after a number, so that hardly any two prompts begin alike."""
     if words <= 2:
         return " ".join(rng.choices(_WORDS, k=max(1, words)))
     number = str(rng.randrange(100_000))

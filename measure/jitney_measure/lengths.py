@@ -17,9 +17,9 @@ from jitney.errors import InvalidArgumentError
 from jitney_measure import record
 
 Counts = npt.NDArray[np.int64]
-Part = tuple[float, float]
+LengthPart = tuple[float, float]
 """Mean and deviation of a log-normal; without deviation, a fixed length."""
-Source = Sequence[Part] | Counts
+LengthSource = Sequence[LengthPart] | Counts
 """Distributions with equal shares, or lengths that were counted."""
 
 _PART = re.compile(r"([1-9]\d{0,6}(?:\.\d+)?)(?::(\d{1,7}(?:\.\d+)?))?", re.ASCII)
@@ -40,7 +40,7 @@ class Lengths:
     output: Counts
 
     @classmethod
-    def drawn(cls, prompt: Source, output: Source, count: int) -> "Lengths":
+    def drawn(cls, prompt: LengthSource, output: LengthSource, count: int) -> "Lengths":
         """``count`` requests. Prompts have the shares that their distributions give them, and so
         have outputs. Both are shuffled, so that they are independent of each other; the order is
         the same in every call."""
@@ -55,7 +55,7 @@ class Lengths:
         return Lengths(prompt, np.minimum(self.output, most - prompt))
 
 
-def _quantiles(source: Source, count: int) -> Counts:
+def _quantiles(source: LengthSource, count: int) -> Counts:
     """``count`` lengths: the quantiles at the middles of ``count`` equal shares of probability."""
     if isinstance(source, np.ndarray):
         return np.quantile(source, _middles(count), method="inverted_cdf").astype(np.int64)
@@ -85,7 +85,7 @@ def counted(tokens: Sequence[int]) -> Counts:
     return np.array(tokens)
 
 
-def parse(field: str, text: str) -> list[Part]:
+def parse(field: str, text: str) -> list[LengthPart]:
     """``MEAN``, ``MEAN:DEVIATION``, or several with commas between. Raises InvalidArgumentError."""
     parts = []
     for part in text.split(","):
@@ -103,8 +103,8 @@ def parse(field: str, text: str) -> list[Part]:
 class Recorded:
     """What a file says about the requests of the past."""
 
-    prompt: list[Part]
-    output: list[Part]
+    prompt: list[LengthPart]
+    output: list[LengthPart]
     streams: int | None
     """Requests at a time; None if they are not known."""
 
@@ -215,7 +215,7 @@ def _add(total: Increases, more: Increases) -> None:
 
 def _mean_and_deviation(
     name: str, tokens: Mapping[str, Increases], requests: Increases, path: Path
-) -> Part:
+) -> LengthPart:
     """Of the tokens of one request, from the counter ``name`` and the ``requests`` that ended.
 
     The tokens of an interval are the sum of those of its requests, if these are short beside the

@@ -25,7 +25,7 @@ from jitney_measure.exchanges import measure, read_export
 from jitney_measure.inputs import Inputs
 from jitney_measure.options import Shared
 from jitney_measure.pages.text import printable
-from jitney_measure.record import Load, Measurement, Point, Result
+from jitney_measure.record import Load, LoadPoint, Measurement, Result
 from jitney_measure.target import Model, Snapshot, Target, engine_work, snapshot, stages
 
 _HOW = (
@@ -41,8 +41,8 @@ _MAX_READINGS = 10
 _PATIENCE_S = 60.0
 """A run may take three times as long as expected, and this much more."""
 _SECOND_WARM_UP = 5
-"""How long a warm-up takes is not known before it. If it takes too long, it may take so many times
-as long when it is tried again."""
+"""A warm-up that took too long is tried again with so many times the limit: how long one takes is
+not known before."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,8 @@ class Driver:
     """Puts loads on a server.
 
     Each load and each warm-up has random requests of its own, so that none is in the prefix cache
-    already. A load has the same requests for each setting that is tuned.
+    already. A load begins with the same requests for each setting that is tuned, unless
+    perf_analyzer hung.
     """
 
     options: Shared
@@ -151,13 +152,11 @@ class Driver:
     more: tuple[str, ...] = ()
     """Further arguments of perf_analyzer."""
 
-    def run(self, target: Target, model: Model, load: Load) -> Point:
+    def run(self, target: Target, model: Model, load: Load) -> LoadPoint:
         """A point of state "failed" says what went wrong under the load.
 
         Raises InvalidArgumentError for a model whose inputs cannot be made up.
         """
-        requests = self.inputs.file(target, model, f"{load}")
-        warm_up_requests = self.inputs.file(target, model, f"{load} warm-up")
         warm_up_load, warm_up_count = slo.warm_up(load)
         if warm_up_load.level < self.whole_batches:
             warm_up_load = Load("concurrency", self.whole_batches)
@@ -167,7 +166,7 @@ class Driver:
                 model,
                 warm_up_load,
                 count=self._whole(warm_up_count),
-                requests=warm_up_requests,
+                salt=f"{load} warm-up",
                 limits_s=(_PATIENCE_S, _SECOND_WARM_UP * _PATIENCE_S),
             )
             requests_per_s = load.level if load.kind == "rate" else warmed.requests_per_s
@@ -176,17 +175,17 @@ class Driver:
             limit_s = 3 * expected_s + _PATIENCE_S
             before = _settled(target, model)
             measured = self._measure(
-                target, model, load, count=count, requests=requests, limits_s=(limit_s, limit_s)
+                target, model, load, count=count, salt=f"{load}", limits_s=(limit_s, limit_s)
             )
             after = _settled(target, model)
         except InternalError as error:
             # perf_analyzer ends without a reason if the server refuses the statistics.
             missing = snapshot(target, model).missing
             hints = [f"{text}: perf_analyzer needs them too" for text in missing]
-            return Point(load, "failed", (str(error), *hints))
+            return LoadPoint(load, "failed", (str(error), *hints))
         assessment = slo.assess(self.options, load, measured)
         remarks = dict.fromkeys((*assessment.remarks, *before.missing, *after.missing))
-        return Point(
+        return LoadPoint(
             load=load,
             state=assessment.state,
             remarks=tuple(remarks),
@@ -206,12 +205,16 @@ class Driver:
         load: Load,
         *,
         count: int,
-        requests: Path,
-        limits_s: Sequence[float],
+        salt: str,
+        limits_s: tuple[float, float],
     ) -> Measurement:
         """Runs perf_analyzer, which sometimes hangs near its end: then it is killed and run again.
         ``limits_s``: the time of each try. Raises InternalError."""
-        for limit_s in limits_s:
+        # The second try has other prompts: those of the first are in the prefix cache.
+        salts = (salt, f"{salt} again")
+        for salt_of_try, limit_s in zip(salts, limits_s, strict=True):
+            entries = count * self.options.rows
+            requests = self.inputs.file(target, model, salt_of_try, entries)
             with tempfile.TemporaryDirectory(prefix="jitney-sweep-") as folder:
                 export = Path(folder, "profile.json")
                 log = Path(folder, "output")
@@ -225,7 +228,7 @@ class Driver:
         self,
         target: Target,
         model: Model,
-        points: Sequence[Point],
+        points: Sequence[LoadPoint],
         *,
         title: str,
         server: str,

@@ -85,6 +85,9 @@ def command(prompt_lengths: Callable[[str, str, str], list[int]]) -> Callable[..
             outputs = outputs or recorded.output
             streams = streams or recorded.streams
         else:
+            if prompts is not None:
+                expected = f"left out: the prompts are those of {source}"
+                raise InvalidArgumentError.of("prompt", prompt, expected)
             prompts = lengths.counted(prompt_lengths(str(source), column, model))
         if prompts is None or outputs is None:
             missing = "output" if prompts is not None else "prompt"

@@ -13,7 +13,7 @@ from jitney.messages import Footprint
 from rich.console import Console
 from rich.table import Table
 
-from jitney_measure.lengths import Counts, Lengths, Source
+from jitney_measure.lengths import Counts, Lengths, LengthSource
 from jitney_measure.plots import sizing_plot
 from jitney_measure.simulation import Observed, simulate
 from jitney_measure.sizing import EngineLimits, Expected, expect
@@ -50,7 +50,8 @@ _REQUESTS_PER_SEQUENCE = 10
 
 @dataclass(frozen=True)
 class Sizes:
-    """What was chosen for the options that were not given, and where the memory goes (bytes)."""
+    """What was chosen for the options that were not given, and where the memory goes (bytes).
+    ``steps`` and ``cache`` are those of one instance."""
 
     config: EngineConfig
     limits: EngineLimits
@@ -64,7 +65,7 @@ class Sizes:
     cache: int
 
 
-def sample(prompt: Source, output: Source) -> Lengths:
+def sample(prompt: LengthSource, output: LengthSource) -> Lengths:
     """As many requests as a simulation serves in seconds."""
     mean = float(Lengths.drawn(prompt, output, 1000).output.mean())
     count = min(max(_SIMULATED_OUTPUT_TOKENS / mean, _MIN_REQUESTS), _MAX_REQUESTS)
@@ -132,7 +133,7 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _Split:
-    """How the memory beside the weights is used."""
+    """How one instance uses its memory beside the weights."""
 
     steps: int
     """Bytes for the activations of a step."""
@@ -153,8 +154,8 @@ class _Choice:
 
     @property
     def left(self) -> int:
-        """Bytes that the weights leave."""
-        return self.memory - self.footprint.weights
+        """Bytes that the weights leave to each instance."""
+        return self.memory // self.config.instances - self.footprint.weights
 
     def split_memory(self, batch: _Batch) -> _Split:
         """Raises InvalidArgumentError if the memory does not suffice."""
@@ -164,7 +165,7 @@ class _Choice:
         if cache is None:
             beside_steps = self.left * (1 - _SPARE_SHARE) - steps
             share = self.left * (self.config.kv_cache_fraction or _CACHE_SHARE)
-            cache = int(min(beside_steps, share)) // self.config.instances
+            cache = int(min(beside_steps, share))
         # The cache must hold the longest request, and fit beside the weights and a step.
         longest = math.ceil(self.context / self.config.block_size) * self.footprint.block
         if longest > cache or cache > self.left - steps:
@@ -172,11 +173,14 @@ class _Choice:
         return _Split(steps, cache // self.footprint.block)
 
     def _too_small(self, steps: int, cache: int) -> InvalidArgumentError:
+        instances = self.config.instances
+        of_each = "" if instances == 1 else f" for each of {instances} instances"
         return InvalidArgumentError.of(
             "memory",
             self.memory,
             f"enough for weights of {self.footprint.weights / _GIB:.2f} GiB, "
-            f"{steps / _GIB:.2f} for a step, a cache of {cache / _GIB:.2f}, and a reserve",
+            f"{steps / _GIB:.2f} for a step, a cache of {cache / _GIB:.2f}, and a reserve"
+            f"{of_each}",
         )
 
     def suggest_batch(self, batch: _Batch, num_blocks: int) -> _Batch:
@@ -191,6 +195,8 @@ class _Choice:
             seqs = min(8 * math.ceil(_SEQS_MARGIN * expected.in_cache / 8), _MAX_SEQS)
         if self.config.max_num_batched_tokens is None:
             budget = self._suggested_budget(min(seqs, expected.in_cache), expected.work)
+            if "max_num_seqs" in self.given:
+                budget = max(budget, seqs)  # the engine takes no budget below a given max_num_seqs
         return _Batch(min(seqs, budget), budget)
 
     def _suggested_budget(self, running: float, work: float) -> int:
@@ -222,9 +228,9 @@ def compare(sizes: Sizes, limits: EngineLimits) -> Comparison:
     requests = sizes.requests
     expected = expect(config, requests, limits)
     longest = int((requests.prompt + requests.output).max())
-    # So few sequences that there are enough requests for each.
+    # At most this share: then there are enough requests for each sequence.
     share_for_sequences = len(requests.prompt) / _REQUESTS_PER_SEQUENCE / expected.running
-    # But so many blocks that two of the longest requests fit.
+    # At least this share: then two of the longest requests fit.
     share_for_longest = 2 * longest / config.block_size / limits.num_blocks
     share = max(share_for_sequences, share_for_longest)
     simulated = limits.scaled(share) if share < 1 else limits
@@ -239,10 +245,11 @@ def compare(sizes: Sizes, limits: EngineLimits) -> Comparison:
 
 def show(footprint: Footprint, sizes: Sizes, out: Path) -> None:
     """Print the tables and the lines for model.json, and draw the picture."""
+    instances = sizes.config.instances
     memory = {
-        f"weights in {footprint.dtype}": footprint.weights,
-        f"activations of {sizes.limits.budget:,} tokens": sizes.steps,
-        f"KV cache in {footprint.cache_dtype}": sizes.cache,
+        f"weights in {footprint.dtype}": instances * footprint.weights,
+        f"activations of {sizes.limits.budget:,} tokens": instances * sizes.steps,
+        f"KV cache in {footprint.cache_dtype}": instances * sizes.cache,
     }
     memory["left"] = sizes.memory - sum(memory.values())
     _print_memory(memory, sizes.memory)

@@ -9,7 +9,7 @@ import numpy as np
 from jitney_measure.lengths import Lengths
 from jitney_measure.pages.page import Plot
 from jitney_measure.pages.plots import COLOURS, STYLE, Axes, colormaps, rc_context, saved, subplots
-from jitney_measure.record import PERCENTS, Measurement, Metric, Point, Result
+from jitney_measure.record import PERCENTS, LoadPoint, Measurement, Metric, Result
 from jitney_measure.slo import Bound, Statistic, shown_metrics
 
 _LEAST_S = 1e-6
@@ -34,7 +34,7 @@ def plots(results: Sequence[Result], bounds: Sequence[Bound] = ()) -> list[Plot]
         return [throughput, *(_distribution(results, metric, bounds) for metric in metrics)]
 
 
-def measured(result: Result) -> list[tuple[Point, Measurement]]:
+def measured(result: Result) -> list[tuple[LoadPoint, Measurement]]:
     """The points that have figures."""
     return [(point, point.measured) for point in result.points if point.measured is not None]
 
@@ -102,8 +102,8 @@ def _rounded(value: float) -> float:
     """To four digits, more than a plot shows.
 
     Times that are the same may differ in their last bits, which depend on the processor, and still
-    have the same logarithm. matplotlib widens an axis only where the values themselves are equal:
-    here it would divide by zero.
+    have the same logarithm. matplotlib widens an axis only if the values themselves are equal. If
+    only their logarithms are, it divides by zero.
     """
     return float(f"{value:.4g}")
 
@@ -128,7 +128,8 @@ def _distribution(results: Sequence[Result], metric: Metric, bounds: Sequence[Bo
         for bound in bounds:
             if bound.statistic.metric == metric:
                 # A mean is at no percent of its own: its diamond stands at the median.
-                axis.plot(bound.seconds, bound.statistic.percent or 50, "kD", zorder=5)
+                percent = 50 if bound.statistic.percent is None else bound.statistic.percent
+                axis.plot(bound.seconds, percent, "kD", zorder=5)
         axis.set(xlabel=f"{_NAMES[metric]}, s", ylabel="percent within that time", xscale="log")
         axis.set_title(name if len(results) > 1 else "")
         if pairs:
@@ -149,7 +150,8 @@ def sizing_plot(
     """Where the memory goes, the lengths, and the sequences that run by the requests at a time.
 
     ``memory``: the bytes of the four parts that _MEMORY_SHADES names, in this order. ``curve``: the
-    expected sequences by the requests at a time; ``simulated``: pairs of both.
+    expected sequences by the requests at a time; ``simulated``: pairs of requests
+    at a time and sequences.
     """
     with rc_context(STYLE):
         figure, (of_memory, of_lengths, of_streams) = subplots(3)

@@ -15,7 +15,7 @@ PERCENTS = (*range(100), 99.5, 99.9, 100)
 
 Metric = Literal["ttft", "itl", "gap", "tpot", "latency"]
 """Times that are measured and may be bounded; Measurement says what each is."""
-State = Literal["steady", "unstable", "behind", "failed"]
+LoadState = Literal["steady", "unstable", "behind", "failed"]
 """``unstable``: the figures of another run may differ; ``behind``: requests were sent faster than
 they were completed, so that a queue grew; ``failed``: requests failed, or there are no figures."""
 Phase = Literal["current", "search", "final"]
@@ -52,8 +52,8 @@ class Measurement(msgspec.Struct, frozen=True):
     requests: int
     failed: int
     window_s: float
-    """From the first request sent to the last: the time under the whole load. All rates are counts
-    within this window, divided by it."""
+    """From the first request sent to the last, or to the last answer if nearly all were sent at
+    once. All rates are counts within this window, divided by it."""
     sent_per_s: float
     requests_per_s: float  # completed
     throughput: float  # output tokens per second of a language model, rows per second of any other
@@ -111,11 +111,11 @@ class EngineWork(msgspec.Struct, frozen=True):
     preemptions: float
 
 
-class Point(msgspec.Struct, frozen=True):
+class LoadPoint(msgspec.Struct, frozen=True):
     """One load. ``remarks`` say why its figures may be wrong or are missing."""
 
     load: Load
-    state: State
+    state: LoadState
     remarks: tuple[str, ...] = ()
     measured: Measurement | None = None
     stages: tuple[Stage, ...] = ()
@@ -128,7 +128,8 @@ class LoadVerdict(msgspec.Struct, frozen=True):
     load: Load
     over: tuple[str, ...]
     excess: float | None = None
-    """The worst figure as a multiple of its bound; None if the load has not all of them."""
+    """The worst figure as a multiple of its bound. None without bounds, and for a load that failed,
+    fell behind or lacks a figure."""
 
 
 class Best(msgspec.Struct, frozen=True):
@@ -150,7 +151,7 @@ class Result(msgspec.Struct, frozen=True):
     perf_analyzer: str
     began: str  # ISO 8601, UTC
     options: dict[str, str]
-    points: tuple[Point, ...]
+    points: tuple[LoadPoint, ...]
     slo: str = ""
     verdicts: tuple[LoadVerdict, ...] = ()
     best: Best | None = None
@@ -191,7 +192,7 @@ class Trial(msgspec.Struct, frozen=True):
         return self.best.throughput if self.best is not None else 0.0
 
     @property
-    def points(self) -> tuple[Point, ...]:
+    def points(self) -> tuple[LoadPoint, ...]:
         """The loads that were measured."""
         return self.result.points if self.result is not None else ()
 

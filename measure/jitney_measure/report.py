@@ -8,7 +8,7 @@ from jitney.errors import InvalidArgumentError
 from jitney_measure import choose, slo
 from jitney_measure.pages.page import Block, Table, TableRow, Text, write_page
 from jitney_measure.plots import measured, plots, shown_statistic
-from jitney_measure.record import EngineWork, Load, Point, Result, Stage, Tuning, write
+from jitney_measure.record import EngineWork, Load, LoadPoint, Result, Stage, Tuning, write
 from jitney_measure.slo import Bound, Statistic, conclusion, shown_metrics
 
 
@@ -69,7 +69,7 @@ def _loads_table(result: Result, bounds: Sequence[Bound]) -> Table:
     return Table("Loads", head, rows)
 
 
-def _server_table(points: Sequence[Point]) -> Table:
+def _server_table(points: Sequence[LoadPoint]) -> Table:
     """The server's own counts: of the engine where there are any, else of each model."""
     engines = [(point.load, point.engine) for point in points if point.engine is not None]
     stages = [(point.load, stage) for point in points for stage in point.stages]
@@ -180,6 +180,8 @@ def _common_loads_table(a: Result, b: Result) -> Table:
 
 def write_tuning(tuning: Tuning, folder: Path) -> Path:
     """``report.html``, the plots, and the two results for ``jitney bench --compare``."""
+    for name in choose.RESULT_NAMES:  # those of an earlier run in the same folder
+        (folder / f"{name}.json").unlink(missing_ok=True)
     results = choose.shown(tuning)
     for name, result in results.items():
         write(result, folder / f"{name}.json")
@@ -226,7 +228,7 @@ def _ratio(value: float | None, base: float | None) -> str:
 
 
 def _figure(value: float | None) -> str:
-    """Three digits at least."""
+    """A whole number as it is; else three digits at least, but at most two decimals."""
     if value is None:
         return "–"
     digits = 0 if isinstance(value, int) or value >= 1000 else 1 if value >= 10 else 2

@@ -222,6 +222,7 @@ def _without_cache(limits: EngineLimits, work: float, output: float, variation: 
     # With d decodes a step has d tokens of output and d * work of prompts: d * (1 + work) = budget.
     # One more sequence is in prefill.
     most = limits.budget / (1 + work) + 1
+    # With more streams than may run, requests always wait, as in a queue that never ends.
     if limits.streams is None or limits.streams > limits.max_num_seqs:
         if most < limits.max_num_seqs:
             return _Bounded(most, "the token budget")
@@ -242,11 +243,11 @@ def _waiting_for_prefill(
     load = 0.0  # the share of the time in which a prompt is computed
     # The analysis starts with one request at a time, and takes one more in each round.
     for requests in range(1, streams + 1):
-        # ``work * output`` are the tokens of a prompt. By Little's law ``rate * output`` requests
-        # decode, a token each; the rest of the budget is for prompts.
+        # To compute a prompt, which has ``work * output`` tokens. By Little's law
+        # ``rate * output`` requests decode, a token each; the rest of the budget is for prompts.
         service = work * output / max(1.0, budget - rate * output)
-        # The same with the wait for the prompts before it, of which one is under way: what is left
-        # of it is (1 + variation) / 2 of a service on average.
+        # To compute it and the prompts before it. Of the one under way, (1 + variation) / 2 of a
+        # service is left on average.
         under_way = load * (1 + variation) / 2
         residence = service * (1 + max(0.0, queue - load + under_way))
         # Little's law, for the whole loop and for the queue.

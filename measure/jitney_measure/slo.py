@@ -19,12 +19,12 @@ from jitney_measure.options import Shared
 from jitney_measure.record import (
     Best,
     Load,
+    LoadPoint,
+    LoadState,
     LoadVerdict,
     Measurement,
     Metric,
-    Point,
     Result,
-    State,
 )
 
 METRICS: tuple[Metric, ...] = get_args(Metric)
@@ -33,11 +33,11 @@ _TIME = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s|m|h)", re.ASCII)
 _COLOURS = {"steady": "green", "unstable": "yellow", "behind": "yellow", "failed": "red"}
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _LEAST_ROUNDS = 4
-"""Requests per user of a closed loop at least, so that the first, which all begin at once, do not
-decide."""
+"""The least number of requests for each user of a closed loop. The first ones all begin at once,
+and must not decide the figures."""
 _WARM_UP_REQUESTS = 8
 _MAX_REQUESTS = 20_000
-"""perf_analyzer exports the answers too."""
+"""perf_analyzer exports the answers too: with more its file would be too large."""
 _BACKLOG = 0.05
 """A server is behind a rate if at the end of the run more than this share of the requests is in
 flight, and these are more than twice as many as after a third of it: then a queue grows."""
@@ -103,13 +103,13 @@ def request_count(options: Shared, load: Load, requests_per_s: float) -> int:
 class Assessment:
     """How far the figures of a point can be trusted."""
 
-    state: State
+    state: LoadState
     remarks: tuple[str, ...]
 
 
 def assess(options: Shared, load: Load, measured: Measurement) -> Assessment:
     """The state of a point, and why it is not steady. Of several states the worst one counts."""
-    state: State = "steady"
+    state: LoadState = "steady"
     remarks = _signs_of_instability(options, load, measured)
     if remarks:
         state = "unstable"
@@ -212,8 +212,8 @@ def _bound(text: str, language: bool) -> Bound:
     return Bound(Statistic(cast(Metric, name), percent), seconds)
 
 
-def judge(point: Point, bounds: Sequence[Bound]) -> LoadVerdict:
-    """A load that failed or fell behind meets no bound: its queue only grows."""
+def judge(point: LoadPoint, bounds: Sequence[Bound]) -> LoadVerdict:
+    """A load that failed, or fell behind so that its queue grew, meets no bound."""
     is_void = point.state in ("failed", "behind")
     over = []
     excesses = []
@@ -249,7 +249,7 @@ def judged(result: Result, bounds: Sequence[Bound]) -> Result:
     return replace(result, verdicts=tuple(verdicts), best=best)
 
 
-def _best(meeting: Sequence[Point]) -> Best:
+def _best(meeting: Sequence[LoadPoint]) -> Best:
     """Of the points that meet the bounds, at least one. Of equals the first is taken."""
     best = max(meeting, key=lambda point: (point.state == "steady", _throughput(point)))
     fastest = max(meeting, key=_throughput)
@@ -261,7 +261,7 @@ def _best(meeting: Sequence[Point]) -> Best:
     return Best(best.load, _throughput(best), caution)
 
 
-def _throughput(point: Point) -> float:
+def _throughput(point: LoadPoint) -> float:
     return point.measured.throughput if point.measured is not None else 0.0
 
 
@@ -279,7 +279,7 @@ def show_time(seconds: float | None) -> str:
     return f"{seconds:,.0f} s"
 
 
-def point_line(point: Point, language: bool) -> str:
+def point_line(point: LoadPoint, language: bool) -> str:
     """A point in one line of the terminal, with rich's markup."""
     words = [f"{point.load!s:>12}"]
     measured = point.measured

@@ -102,6 +102,18 @@ class Subject:
             )
             raise InvalidArgumentError.of("instances", given.instances, expected)
 
+    def models_beside(self, names: Sequence[str]) -> tuple[str, ...]:
+        """The models that the server loads as well, each of them once. Raises
+        InvalidArgumentError for the model that is tuned, and for one that is not there."""
+        present = sorted(path.name for path in self.repository.iterdir() if path.is_dir())
+        for name in names:
+            if name == self.name:
+                raise InvalidArgumentError.of("beside", name, "a model other than the tuned one")
+            if name not in present:
+                hint = nearest(name, present)
+                raise InvalidArgumentError.of("beside", name, f"a model of {self.repository}{hint}")
+        return tuple(dict.fromkeys(names))
+
     def with_setting(self, values: Mapping[str, int]) -> Any:
         """The configuration with a setting in it, all else as it is."""
         changed = ModelConfig()

@@ -121,6 +121,7 @@ def _tuner(shared: options.Shared, given: TuneOptions, folder: Path) -> "Tuner":
         raise InvalidArgumentError.of("rate", shared.rate, expected)
     loads = slo.loads(shared, default="1,2,4,8,16,32,64")
     subject.check_options(given.axes, shared)
+    beside = subject.models_beside(given.beside)
 
     def make_axes(current: "Setting") -> "Axes":
         """Raises InvalidArgumentError for the values that were given."""
@@ -143,7 +144,7 @@ def _tuner(shared: options.Shared, given: TuneOptions, folder: Path) -> "Tuner":
     options.make_folder(shared.out)
     return Tuner(
         subject=subject,
-        beside=given.beside,
+        beside=beside,
         timeout_s=given.start_timeout_s,
         make_axes=make_axes,
         bounds=bounds,
@@ -158,5 +159,7 @@ def _read_budget(text: str) -> float:
 
     seconds = read_time(text.strip())
     if seconds is None or not 0 < seconds <= _MAX_BUDGET_S:
-        raise InvalidArgumentError.of("budget", text, "a time above 0 like 90s, 10m or 1h")
+        hours = _MAX_BUDGET_S // 3600
+        expected = f"a time above 0 and up to {hours}h, like 90s, 10m or 1h"
+        raise InvalidArgumentError.of("budget", text, expected)
     return seconds

@@ -18,7 +18,7 @@ from rich.status import Status
 from jitney_measure import choose, record
 from jitney_measure.axes import Axes, Score, Search, Setting, label
 from jitney_measure.perf_analyzer import Driver
-from jitney_measure.record import Ending, Load, Phase, Point, Trial, Tuning
+from jitney_measure.record import Ending, Load, LoadPoint, Phase, Trial, Tuning
 from jitney_measure.slo import Bound, judge
 from jitney_measure.subject import Subject, read_setting, serve
 from jitney_measure.target import Model, Target, model_path
@@ -142,26 +142,31 @@ class Tuner:
         self._show(f"loading {label(named)}")
         values = None if attempt.setting == self._current else named
         began = time.monotonic()
+        start_s: float | None = None
         try:
             with serve(self._subject, values, self._beside, self._timeout_s) as target:
-                self._measure(attempt, target, start_s=time.monotonic() - began)
+                start_s = time.monotonic() - began
+                self._seconds_per_server.append(start_s)
+                self._measure(attempt, target, start_s)
                 stopping = time.monotonic()
             self._seconds_per_server[-1] += time.monotonic() - stopping
         except InstallationError:
             raise  # a LoadError too, but not one of the setting: no server starts at all
         except (LoadError, UnavailableError) as error:
+            if start_s is None:  # a start that fails takes time too, up to the timeout
+                self._seconds_per_server.append(time.monotonic() - began)
             self._keep(Trial(named, attempt.phase, failure=" ".join(str(error).split())))
         return choose.score(self._trials[-1])
 
     def _measure(self, attempt: _Attempt, target: Target, start_s: float) -> None:
-        """Raises LoadError if the server has made another setting of it."""
-        self._seconds_per_server.append(start_s)
+        """Put loads on the server, and keep the trial. Raises LoadError if the server changed the
+        setting."""
         model = target.model(self._subject.name)
         server = target.server()
         began = record.now()
         if not self._subject.language:
             attempt = replace(attempt, setting=self._read_back(attempt, target))
-        points: list[Point] = []
+        points: list[LoadPoint] = []
         was_cut = True
         try:
             was_cut = self._climb(attempt, target, model, points)
@@ -193,7 +198,9 @@ class Tuner:
             raise LoadError(f"the server changed it to {label(self._named(found))}")
         return found
 
-    def _climb(self, attempt: _Attempt, target: Target, model: Model, points: list[Point]) -> bool:
+    def _climb(
+        self, attempt: _Attempt, target: Target, model: Model, points: list[LoadPoint]
+    ) -> bool:
         """Add ascending loads to ``points`` until one does not pay. Returns whether the time was
         over before that."""
         named = self._named(attempt.setting)
@@ -228,12 +235,12 @@ class Tuner:
         choice = choose.choose_setting(self._trials)
         return choice.load if choice is not None else None
 
-    def _run(self, target: Target, model: Model, load: Load) -> Point:
+    def _run(self, target: Target, model: Model, load: Load) -> LoadPoint:
         began = time.monotonic()
         try:
             point = self._driver.run(target, model, load)
         except UnavailableError as error:  # the server ended
-            point = Point(load, "failed", (str(error),))
+            point = LoadPoint(load, "failed", (str(error),))
         self._seconds_per_load.append(time.monotonic() - began)
         return point
 
@@ -248,7 +255,7 @@ class Tuner:
     def _keep(self, trial: Trial) -> None:
         self._trials.append(trial)
         self._terminal.print(choose.trial_line(trial), soft_wrap=True)
-        self._save("interrupted")  # unless it goes on
+        self._save("interrupted")  # so the run has ended, unless it goes on
 
     def _save(self, ending: Ending) -> Tuning:
         choice = choose.choose_setting(self._trials)

@@ -2,20 +2,30 @@
 
 from pathlib import Path
 
-from jitney_measure.record import PERCENTS, Distribution, Load, Measurement, Point, Result, Stage
+from jitney_measure.record import (
+    PERCENTS,
+    Distribution,
+    Load,
+    LoadPoint,
+    Measurement,
+    Result,
+    Stage,
+)
 
 from benchmarks.batching.one_call import tables
 from benchmarks.batching_modes import _plot, _read, _write
 
 
-def point(load: Load, rate: float, *, behind: bool = False, batch: float | None = None) -> Point:
+def point(
+    load: Load, rate: float, *, behind: bool = False, batch: float | None = None
+) -> LoadPoint:
     latency = Distribution(100, 0.05, tuple(percent / 1e3 for percent in PERCENTS))
     found = Measurement(100, 0, 1.0, rate, rate, rate, latency)
     stages = (Stage("m", 100, 50, batch, None, None),) if batch else ()
-    return Point(load, "behind" if behind else "steady", (), found, stages)
+    return LoadPoint(load, "behind" if behind else "steady", (), found, stages)
 
 
-def result(name: str, *points: Point) -> Result:
+def result(name: str, *points: LoadPoint) -> Result:
     return Result(name, "m", False, "here", "Triton", "2", "", {}, points)
 
 

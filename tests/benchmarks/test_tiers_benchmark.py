@@ -18,7 +18,7 @@ from benchmarks.tiers import (
 def test_tiers_keep_the_gap_and_cost_bulk_little(capsys) -> None:
     machine = SimulatedMachine()
     scale = find_scale(machine)
-    figures = measure(machine, scale, load=0.9, seconds=20.0, ttft=0.3)
+    figures = measure(machine, scale, WAYS, load=0.9, seconds=20.0, ttft=0.3)
     first_come, tiers, _ = (figures[way] for way in WAYS)
     assert np.quantile(tiers.gaps, 0.98) <= 1e3 * scale.gap < np.quantile(first_come.gaps, 0.95)
     assert tiers.first_p99 < 300.0

@@ -8,7 +8,7 @@ import numpy as np
 from jitney_measure import slo
 from jitney_measure.exchanges import Exchange, measure
 from jitney_measure.options import Shared
-from jitney_measure.record import EngineWork, Load, Point, Result
+from jitney_measure.record import EngineWork, Load, LoadPoint, Result
 
 OPTIONS = Shared(rate="4,16,60", concurrency="1,2,4,8,16,32,64", seconds=12.0, stability=0.35)
 LOADS = slo.loads(OPTIONS, "")
@@ -52,19 +52,19 @@ def unstable_sweep() -> Result:
         "/opt/tritonserver/backends/python/a/path/without/any/place/to/break/it/models.py:1234 "
         "<script>alert('not run')</script> & so on"
     )
-    points.append(Point(Load("concurrency", 256), "failed", (words,)))
+    points.append(LoadPoint(Load("concurrency", 256), "failed", (words,)))
     return _result("wavering", points, "latency-p95=50ms", language=False)
 
 
-def _point(load: Load, pace: float, answer: Answer, work: EngineWork | None = None) -> Point:
+def _point(load: Load, pace: float, answer: Answer, work: EngineWork | None = None) -> LoadPoint:
     """Requests sent in even steps."""
     sent = np.arange(0, OPTIONS.seconds, 1 / pace)
     found = measure([answer(float(now)) for now in sent], language=work is not None)
     assessment = slo.assess(OPTIONS, load, found)
-    return Point(load, assessment.state, assessment.remarks, found, (), work)
+    return LoadPoint(load, assessment.state, assessment.remarks, found, (), work)
 
 
-def _result(title: str, points: list[Point], bounds: str, *, language: bool) -> Result:
+def _result(title: str, points: list[LoadPoint], bounds: str, *, language: bool) -> Result:
     made = Result(
         title=title, model=title.split(",")[0], language=language, address="10.20.30.40:8001",
         server="triton 2.64.0", perf_analyzer="2.59.0", began="2026-11-21T09:30:00+00:00",

@@ -12,7 +12,7 @@ from jitney_measure.exchanges import Exchange
 from jitney_measure.inputs import Inputs
 from jitney_measure.options import Shared
 from jitney_measure.perf_analyzer import Driver, PerfAnalyzer
-from jitney_measure.record import Load, Measurement, Point, Result
+from jitney_measure.record import Load, LoadPoint, Measurement, Result
 from jitney_measure.target import Model, Target
 
 MS = 1_000_000
@@ -59,13 +59,13 @@ def calls(count: int, every_s: float, lasting_s: float) -> list[Exchange]:
 OPTIONS = Shared(seconds=1.0, arrivals="constant")
 
 
-def point(load: Load, measured: Measurement) -> Point:
+def point(load: Load, measured: Measurement) -> LoadPoint:
     """As the plan judges it."""
     found = slo.assess(OPTIONS, load, measured)
-    return Point(load, found.state, found.remarks, measured)
+    return LoadPoint(load, found.state, found.remarks, measured)
 
 
-def result_of(points: Sequence[Point], *, language: bool, bounds: str) -> Result:
+def result_of(points: Sequence[LoadPoint], *, language: bool, bounds: str) -> Result:
     """A sweep of these points, judged."""
     made = Result(
         title="a <b>title</b> & more",

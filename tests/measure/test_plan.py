@@ -151,6 +151,43 @@ def test_the_memory_that_is_shown_is_that_of_the_options() -> None:
     assert sizes.steps + sizes.cache <= sizes.memory
 
 
+def footprint(weights: int) -> Footprint:
+    return Footprint(
+        max_model_len=4096,
+        dtype="x",
+        cache_dtype="x",
+        weights=weights,
+        block=4096,
+        step_token=4096,
+        step_row=4096,
+        tensors={},
+    )
+
+
+def sizes_with(memory: int, weights: int, **given: int) -> planning.Sizes:
+    made = Lengths.drawn([(900.0, 0.0)], [(50.0, 0.0)], 200)
+    return planning.choose_sizes(
+        options(**given), set(given), footprint=footprint(weights), requests=made, memory=memory,
+        streams=None,
+    )  # fmt: skip
+
+
+def test_a_given_number_of_sequences_has_a_budget_for_them() -> None:
+    """Also if fewer fit into the cache."""
+    sizes = sizes_with(memory=64 << 20, weights=0, max_num_seqs=1024)
+    assert sizes.config.max_num_seqs == sizes.limits.max_num_seqs == 1024
+    assert sizes.config.max_num_batched_tokens == 1024
+
+
+def test_each_instance_has_weights_a_cache_and_steps_of_its_own() -> None:
+    weights, memory = 30 << 20, 80 << 20
+    sizes = sizes_with(memory, weights, instances=2)
+    assert 0.9 * memory < 2 * (weights + sizes.cache + sizes.steps) <= memory
+    for too_much in ({"kv_cache_bytes": 12 << 20}, {"instances": 3}):
+        with pytest.raises(InvalidArgumentError, match=r"enough for weights .* instances$"):
+            sizes_with(memory, weights, **{"instances": 2, **too_much})
+
+
 # --------------------------------------------------------------------------- lengths
 
 
@@ -334,6 +371,10 @@ def test_prompts_of_a_file_are_counted(checkpoint: Path, tmp_path: Path, name: s
         (("--memory", "8MiB", *LENGTHS, "--option", "dtype"), "option is 'dtype', but must be"),
         (("--memory", "8MiB", *LENGTHS, "--option", "dtyp=x"), "did you mean 'dtype'"),
         (("--memory", "8MiB", *LENGTHS, "--from", "none.json"), "cannot read none.json"),
+        (
+            ("--memory", "8MiB", *LENGTHS, "--from", "prompts.jsonl"),
+            "prompt is '60:30', but must be left out: the prompts are those of prompts.jsonl",
+        ),
         (("--memory", "8MiB", *LENGTHS, "--option", "kv_cache_bytes=9000000"), "memory is 8388608"),
     ],
 )

@@ -11,7 +11,7 @@ from jitney.errors import InstallationError, InvalidArgumentError
 from jitney_measure import options, record
 from jitney_measure.exchanges import measure
 from jitney_measure.perf_analyzer import Driver, PerfAnalyzer
-from jitney_measure.record import Load, Point, Result
+from jitney_measure.record import Load, LoadPoint, Result
 from jitney_measure.target import Model, Target
 from typer.testing import CliRunner
 
@@ -81,7 +81,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
 def test_two_files_side_by_side(tmp_path: Path) -> None:
     for name, pace in (("a", 0.01), ("b", 0.005)):
         found = measure(calls(60, pace, pace), language=False)
-        points = (Point(Load("concurrency", 1), "steady", (), found),)
+        points = (LoadPoint(Load("concurrency", 1), "steady", (), found),)
         result = Result(
             name, "m", False, "here:1", "triton", "2", "2026", {"seconds": f"{pace}"}, points
         )
@@ -115,7 +115,7 @@ def test_an_interrupted_sweep_keeps_its_loads(
 ) -> None:
     loads = tuple(Load("concurrency", number) for number in (1, 2, 4))
 
-    def run(self: Driver, target: Target, model: Model, load: Load) -> Point:
+    def run(self: Driver, target: Target, model: Model, load: Load) -> LoadPoint:
         if load in loads[at:]:
             raise KeyboardInterrupt
         return point(load, measure(calls(100, 0.01, 0.01), language=False))

@@ -2,6 +2,8 @@
 
 import base64
 import json
+import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +34,9 @@ SPEAKER = Model(
 def test_made_prompts_differ_between_loads_and_repeat_with_the_seed(tmp_path: Path) -> None:
     options = Shared(input_tokens="20:40", output_tokens="5:9", sampling='{"temperature": 0}')
     made = inputs.Inputs(options, tmp_path)
-    first, again, other = (made.prompts(SPEAKER, 1.0, salt) for salt in ("0", "0", "1"))
+    first, again, other = (
+        made.prompts(SPEAKER, 1.0, salt=salt, count=1024) for salt in ("0", "0", "1")
+    )
     assert first == again
     texts = {entry["text_input"][0] for entry in first + other}
     assert len(texts) == len(first) + len(other), "no two share a prompt"
@@ -41,6 +45,27 @@ def test_made_prompts_differ_between_loads_and_repeat_with_the_seed(tmp_path: Pa
     assert all(p["ignore_eos"] and p["temperature"] == 0 for p in parameters)
     assert all(entry["return_num_output_tokens"] == [True] for entry in first)
     assert "return_num_input_tokens" not in first[0], "the model has no such input"
+
+
+class Counting(Target):
+    """A server that says how many tokens a text has."""
+
+    def get(self, path: str, body: object = None, kind: object = None) -> dict[str, int]:
+        return {"num_input_tokens": 200}
+
+
+COUNTING = Counting("here:1", "here:2", None)
+
+
+def test_a_longer_load_adds_prompts_to_those_of_a_shorter_one(tmp_path: Path) -> None:
+    made = inputs.Inputs(Shared(input_tokens="20:40"), tmp_path)
+    short, long, short_again = (
+        json.loads(made.file(COUNTING, SPEAKING, "0", count).read_bytes())["data"]
+        for count in (8, 3000, 8)
+    )
+    assert long[: len(short)] == short
+    assert len({entry["text_input"][0] for entry in long}) == 3000, "none is sent twice"
+    assert short_again == long, "the file is there"
 
 
 def test_options_of_zero_are_reported() -> None:
@@ -54,7 +79,7 @@ def test_options_of_zero_are_reported() -> None:
 def test_given_prompts(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("one\n\nanother\n", encoding="utf-8")
     options = Shared(prompts=tmp_path / "p.txt", output_tokens="7", natural_end=True)
-    entries = inputs.Inputs(options, tmp_path).prompts(SPEAKER, 1.0, "0")
+    entries = inputs.Inputs(options, tmp_path).prompts(SPEAKER, 1.0, salt="0", count=1024)
     assert [entry["text_input"] for entry in entries] == [["one"], ["another"]]
     asked = '{"max_tokens": 7, "ignore_eos": false}'
     assert all(entry["sampling_parameters"] == [asked] for entry in entries)
@@ -235,6 +260,34 @@ def test_what_perf_analyzer_is_told() -> None:
     assert words[words.index("--request-rate-range") + 1] == "2.5"
     assert words[words.index("--request-distribution") + 1] == "constant"
     assert "--streaming" not in words
+
+
+def test_no_prompt_is_sent_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in a load of many requests, nor after a hang: it would be in the prefix cache."""
+    streams = [(10 * i, [(10 * i + 5, 1), (10 * i + 9, 1)]) for i in range(60)]
+    export = write_export(tmp_path / "e.json", streams)
+    sent: list[str] = []
+    answers = iter([True, False, True])  # the first try of the measurement hangs
+
+    def run(self: PerfAnalyzer, words: list[str], *_: object) -> bool:
+        given = dict(pairwise(words))
+        entries = json.loads(Path(given["--input-data"]).read_bytes())["data"]
+        count = int(given["--request-count"])
+        assert count <= len(entries), "else the first ones are sent again"
+        sent.extend(entry["text_input"][0] for entry in entries[:count])
+        shutil.copy(export, given["--profile-export-file"])
+        return next(answers)
+
+    monkeypatch.setattr(PerfAnalyzer, "run", run)
+    monkeypatch.setattr(perf_analyzer, "snapshot", lambda *_: Snapshot())
+    monkeypatch.setattr(perf_analyzer, "_LANGUAGE_SETTLE_S", 0)
+    options = Shared(requests=2500, input_tokens="20:40")
+    load = Load("concurrency", 1)
+    made = perf_analyzer.Driver(
+        options, (load,), inputs.Inputs(options, tmp_path), PerfAnalyzer(Path("none"), "0")
+    )
+    assert made.run(COUNTING, SPEAKING, load).measured is not None
+    assert len(sent) == len(set(sent)) == 8 + 2500 + 2500
 
 
 def test_what_perf_analyzer_does_to_a_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

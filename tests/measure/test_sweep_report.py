@@ -6,15 +6,16 @@ import re
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from jitney.errors import InvalidArgumentError
-from jitney_measure import record
+from jitney_measure import plots, record
 from jitney_measure.exchanges import Exchange, measure, read_export
-from jitney_measure.record import PERCENTS, EngineWork, Load, Point, Result, Stage
+from jitney_measure.record import PERCENTS, EngineWork, Load, LoadPoint, Result, Stage
 from jitney_measure.report import write_comparison, write_report
-from jitney_measure.slo import point_line
+from jitney_measure.slo import parse, point_line
 from msgspec.structs import replace
 
 from tests.measure.exports import calls, result_of, write_export
@@ -28,15 +29,15 @@ def calls_result() -> Result:
     stage = Stage("part", 100, 20, 5.0, 0.002, 0.005)
     return result_of(
         (
-            Point(
+            LoadPoint(
                 Load("concurrency", 1), "steady", (),
                 measure(calls(100, 0.01, 0.01), language=False), (stage,),
             ),
-            Point(
+            LoadPoint(
                 Load("concurrency", 4), "unstable", ("it wavered",),
                 measure(calls(100, 0.004, 0.08), language=False), (stage,),
             ),
-            Point(Load("rate", 9), "failed", (FAILURE,)),
+            LoadPoint(Load("rate", 9), "failed", (FAILURE,)),
         ),
         language=False, bounds=SLO,
     )  # fmt: skip
@@ -51,7 +52,7 @@ def language_result(tmp_path_factory: pytest.TempPathFactory) -> Result:
         read_export(write_export(tmp_path_factory.mktemp("e") / "p.json", streams)), language=True
     )
     work = EngineWork(40, 1.25, 0.004, 450, 54, 16, 2)
-    point = Point(Load("concurrency", 1), "steady", (), found, (), work)
+    point = LoadPoint(Load("concurrency", 1), "steady", (), found, (), work)
     return result_of((point,), language=True, bounds="ttft-p95=25ms")
 
 
@@ -113,7 +114,9 @@ def test_a_page_without_figures_and_a_best_load_with_a_caution(
     calls_result: Result, tmp_path: Path
 ) -> None:
     """A page without figures has no plots to wait for."""
-    nothing = result_of((Point(Load("rate", 9), "failed", ("why",)),), language=False, bounds=SLO)
+    nothing = result_of(
+        (LoadPoint(Load("rate", 9), "failed", ("why",)),), language=False, bounds=SLO
+    )
     text = " ".join("".join(parsed(write_report(nothing, tmp_path)).itertext()).split())
     assert "No load could be measured." in text
     assert "why" in text
@@ -158,9 +161,9 @@ def test_another_file_is_refused(
         record.read(tmp_path / "r.json")
 
 
-def spoken(level: float, exchanges: Sequence[Exchange]) -> Point:
+def spoken(level: float, exchanges: Sequence[Exchange]) -> LoadPoint:
     """Of a language model."""
-    return Point(Load("concurrency", level), "steady", (), measure(exchanges, language=True))
+    return LoadPoint(Load("concurrency", level), "steady", (), measure(exchanges, language=True))
 
 
 ONE_TOKEN = [Exchange(i * 0.1, (i * 0.1 + 0.02,), (1,), i * 0.1 + 0.02) for i in range(20)]
@@ -184,6 +187,18 @@ def test_times_that_are_not_there_or_zero_and_no_load_in_common(tmp_path: Path) 
     other = replace(alone, title="other", points=(equal, replace(equal, load=Load("rate", 8))))
     page = write_comparison(alone, other, tmp_path)
     assert "Loads of both" in "".join(parsed(page).itertext())
+
+
+def test_the_mark_of_a_bound_stands_at_its_percent(
+    calls_result: Result, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also at 0; that of a mean at 50."""
+    monkeypatch.setattr(plots, "saved", lambda figure, *_: figure)
+    for bound, percent in (("p0", 0), ("p95", 95), ("mean", 50)):
+        bounds = parse(f"latency-{bound}=5ms", language=False)
+        figure: Any = plots.plots([calls_result], bounds)[-1]
+        marks = [line for line in figure.axes[0].lines if line.get_marker() == "D"]
+        assert [list(mark.get_ydata()) for mark in marks] == [[percent]]
 
 
 def test_any_title_is_shown(calls_result: Result, tmp_path: Path) -> None:

@@ -6,17 +6,17 @@ from jitney_measure import slo
 from jitney_measure.exchanges import Exchange, measure
 from jitney_measure.inputs import read_shapes
 from jitney_measure.options import Shared
-from jitney_measure.record import Load, Point, Result, State
+from jitney_measure.record import Load, LoadPoint, LoadState, Result
 
 from tests.measure.exports import calls, result_of
 
 
-def made(level: float, latency_s: float, every_s: float, state: State = "steady") -> Point:
+def made(level: float, latency_s: float, every_s: float, state: LoadState = "steady") -> LoadPoint:
     measured = measure(calls(100, every_s, latency_s), language=False)
-    return Point(Load("concurrency", level), state, (), measured)
+    return LoadPoint(Load("concurrency", level), state, (), measured)
 
 
-def judged(bounds: str, *points: Point) -> Result:
+def judged(bounds: str, *points: LoadPoint) -> Result:
     return result_of(points, language=False, bounds=bounds)
 
 
@@ -70,7 +70,7 @@ def test_an_unstable_point_is_not_dropped_and_not_trusted() -> None:
 
 
 @pytest.mark.parametrize("state", ["behind", "failed"])
-def test_a_load_that_was_not_kept_up_with_meets_no_bound(state: State) -> None:
+def test_a_load_that_was_not_kept_up_with_meets_no_bound(state: LoadState) -> None:
     found = judged("latency-p99=9s", made(1, 0.001, 0.01, state))
     assert found.verdicts[0].over == (state,)
     assert found.best is None
@@ -78,7 +78,7 @@ def test_a_load_that_was_not_kept_up_with_meets_no_bound(state: State) -> None:
 
 def test_a_time_that_was_not_measured_meets_no_bound() -> None:
     one_response = measure([Exchange(0.0, (1.0,), (1,), 1.0)] * 3, language=True)
-    point = Point(Load("concurrency", 1), "steady", (), one_response)
+    point = LoadPoint(Load("concurrency", 1), "steady", (), one_response)
     verdict = slo.judge(point, slo.parse("itl-p95=1s", language=True))
     assert verdict.over == ("itl-p95 was not measured",)
 

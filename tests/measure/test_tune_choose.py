@@ -34,7 +34,7 @@ def test_the_highest_throughput_within_the_bounds() -> None:
     assert (choice.before, choice.is_current) == (300, False)
     assert choice.cautions == (
         "8 at once gave more (900.0/s), but not steadily",
-        "there was no time to measure it and the current setting again",
+        "it and the current setting were not measured again",
     )
     assert "batch 8: 400.0 rows/s at 4 at once; the current setting 300.0 (+33%)" in conclusion(
         tuning(*trials)
@@ -59,7 +59,7 @@ def test_what_was_measured_again_counts() -> None:
     kept = choose.choose_setting((*first, again[0]))
     assert kept is not None
     assert (kept.values, kept.throughput, kept.before) == (OTHER, 305, 300)
-    assert "there was no time to measure it and the current setting again" in kept.cautions
+    assert "it and the current setting were not measured again" in kept.cautions
     assert "two runs of one setting may differ by 8% too" in kept.cautions
     low = choose.choose_setting((*first, trial(OTHER, "final", point(4, 290, 0.01))))
     assert low is not None
@@ -136,6 +136,15 @@ def test_reasons_stand_in_the_report_as_they_are(tmp_path: Path) -> None:
     said = terminal.file.getvalue()
     assert f"did not load  {reason}" in said
     assert "Nothing better than the current setting" in said
+
+
+def test_the_results_are_those_of_one_run(tmp_path: Path) -> None:
+    """What an earlier run left in the folder is not compared with those of this one."""
+    current = trial(NOW, "current", point(4, 300, 0.01))
+    write_tuning(tuning(current, trial(OTHER, "search", point(4, 400, 0.01))), tmp_path)
+    assert {path.name for path in tmp_path.glob("*.json")} == {"current.json", "best.json"}
+    write_tuning(tuning(current), tmp_path)
+    assert {path.name for path in tmp_path.glob("*.json")} == {"current.json"}
 
 
 def test_the_order_of_scores() -> None:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from jitney_measure import tuner
 from jitney_measure.axes import Setting
 from jitney_measure.options import Shared
 from jitney_measure.perf_analyzer import Driver, PerfAnalyzer
-from jitney_measure.record import Load, Point, Tuning
+from jitney_measure.record import Load, LoadPoint, Tuning
 from jitney_measure.slo import loads
 from jitney_measure.subject import Subject
 from jitney_measure.target import Model, Target
@@ -45,6 +46,8 @@ class Server:
         self.measured: list[tuple[Setting, float]] = []
         self.running = 0
         self.reasons: dict[Setting, str] = {}
+        self.slow: dict[Setting, float] = {}
+        """Seconds that the server takes to start, if not 2."""
         self.interrupt_after: int | None = None
         self.broken: set[Setting] = set()
         """Settings under which the server ends at the first load."""
@@ -61,7 +64,7 @@ class Server:
     def serve(self, _: Subject, values: Mapping[str, int] | None, *__: object) -> Iterator[Target]:
         assert not self.running
         self.setting = (8, 300, 1) if values is None else tuple(values.values())
-        self.now += 2
+        self.now += self.slow.get(self.setting, 2)
         if self.setting in self.reasons:
             raise LoadError(self.reasons[self.setting])
         self.running += 1
@@ -93,13 +96,13 @@ class Server:
 
         return Known("here:1", "here:2", None)
 
-    def run(self, target: Target, model: Model, load: Load) -> Point:
+    def run(self, target: Target, model: Model, load: Load) -> LoadPoint:
         if self.interrupt_after is not None and len(self.measured) >= self.interrupt_after:
             raise KeyboardInterrupt
         self.now += 4
         self.measured.append((self.setting, load.level))
         if self.mute:
-            return Point(load, "failed", ("perf_analyzer ended with status 99",))
+            return LoadPoint(load, "failed", ("perf_analyzer ended with status 99",))
         if self.setting in self.broken:
             raise UnavailableError("nobody answers")
         latency = 0.005 * max(1.0, load.level / self.room(self.setting))
@@ -178,6 +181,17 @@ def test_the_time_is_kept_to(make: Callable[..., Any], budget_s: int) -> None:
     assert phases[-2:] == (["final", "final"] if "search" in phases[:-2] else phases[-2:])
     if budget_s > 100:
         assert tuning.choice.throughput > tuning.choice.before
+
+
+def test_a_start_that_fails_takes_time_too(make: Callable[..., Any]) -> None:
+    """After one that ran into its timeout there is no time for another."""
+    server, run = make(budget_s=1300)
+    others = [setting for setting in product(*AXES.values()) if setting != (8, 300, 1)]
+    server.reasons = dict.fromkeys(others, "it was not ready within 600 s")
+    server.slow = dict.fromkeys(others, 600)
+    tuning = run.run()
+    assert [bool(trial.failure) for trial in tuning.trials] == [False, True]
+    assert tuning.ending == "out of time"
 
 
 def test_settings_that_fail_are_reported(make: Callable[..., Any]) -> None:

@@ -130,6 +130,13 @@ def test_unknown_models_are_named(tmp_path: Path) -> None:
         read_subject(tmp_path / "nowhere", "digits")
 
 
+def test_a_model_beside_it_is_loaded_once(tmp_path: Path) -> None:
+    found = subject(tmp_path)
+    for name in ("a", "b"):
+        write_config(tmp_path, name, CONFIG)
+    assert found.models_beside(["b", "a", "b"]) == ("b", "a")
+
+
 def test_a_server_has_the_setting_and_everything_beside_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -4,11 +4,11 @@ from jitney_measure.record import (
     PERCENTS,
     Distribution,
     Load,
+    LoadPoint,
+    LoadState,
     Measurement,
     Phase,
-    Point,
     Result,
-    State,
     Trial,
 )
 from jitney_measure.slo import Bound, judged, parse
@@ -17,19 +17,21 @@ SLO = "latency-p95=20ms"
 BOUNDS: tuple[Bound, ...] = parse(SLO, language=False)
 
 
-def point(level: float, throughput: float, latency_s: float, state: State = "steady") -> Point:
+def point(
+    level: float, throughput: float, latency_s: float, state: LoadState = "steady"
+) -> LoadPoint:
     """All requests took the same time."""
     every = Distribution(100, latency_s, (latency_s,) * len(PERCENTS))
     measured = Measurement(100, 0, 1.0, throughput, throughput, throughput, every)
     remarks = () if state == "steady" else (f"it is {state}",)
-    return Point(Load("concurrency", level), state, remarks, measured)
+    return LoadPoint(Load("concurrency", level), state, remarks, measured)
 
 
-def unmeasured(level: float, remark: str) -> Point:
-    return Point(Load("concurrency", level), "failed", (remark,))
+def unmeasured(level: float, remark: str) -> LoadPoint:
+    return LoadPoint(Load("concurrency", level), "failed", (remark,))
 
 
-def trial(values: dict[str, int], phase: Phase, *points: Point, cut: bool = False) -> Trial:
+def trial(values: dict[str, int], phase: Phase, *points: LoadPoint, cut: bool = False) -> Trial:
     result = Result("t", "m", False, "here:1", "triton 2", "2", "2026", {}, points, SLO)
     return Trial(values, phase, 1.0, "", judged(result, BOUNDS), cut)
 
