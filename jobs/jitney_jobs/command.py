@@ -33,8 +33,8 @@ def run(
 ) -> None:
     """Run a job, or go on with the one in OUTPUT if it is the same.
 
-    Every option is a setting of a job file too, with underscores: `max_tokens: 64`. What is given
-    here stands before what is there.
+    Every option is a setting of a job file too, with underscores: `max_tokens: 64`. An option
+    given here replaces that of the job file.
 
     Examples:
 
@@ -98,7 +98,9 @@ def status(output: _Output, journal: _Journal = None) -> None:
     """Say how far a job is. It may be running."""
     from jitney_jobs.run import read_record, status_of
 
-    print(status_of(read_record(output, journal)))
+    record = read_record(output, journal)
+    assert record.begin is not None, "read_record raises if there is none"
+    print(status_of(record, record.begin.job))
 
 
 def report(output: _Output, journal: _Journal = None) -> None:
@@ -109,16 +111,17 @@ def report(output: _Output, journal: _Journal = None) -> None:
 
 
 def _run_and_report(job: Job) -> None:
-    from jitney_jobs.run import read_record, run_job
+    from jitney_jobs.run import read_record, run_job, status_of
 
     sys.path.insert(0, os.getcwd())  # functions of the user's, which workers import too
     complete = run_job(job)
-    status(job.output, job.journal)
+    record = read_record(job.output, job.journal)
+    print(status_of(record, job))
     if not complete:
         raise typer.Exit(STOPPED)
     if importlib.util.find_spec("matplotlib") is not None:
         report(job.output, job.journal)
-    if read_record(job.output, job.journal).is_late(job):
+    if record.is_late(job):
         raise typer.Exit(LATE)
 
 

@@ -34,7 +34,7 @@ except ImportError:
         "jobs need pyarrow, which is not installed: pip install 'triton-jitney[jobs]'"
     ) from None
 
-Row = dict[str, Any]
+RowValues = dict[str, Any]
 _SUFFIXES: dict[str, InputFormat] = {
     **dict.fromkeys((".parquet", ".pq"), "parquet"),
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl"),
@@ -101,7 +101,7 @@ class Chunk:
             return self.data.to_pylist()
         return self.data
 
-    def row(self, raw: Any, storage: "Storage") -> Row:
+    def row(self, raw: Any, storage: "Storage") -> RowValues:
         """A row. Raises UnavailableError if the storage fails, and any exception for a bad row."""
         if self.format in LINES:
             row = msgspec.json.decode(raw.removeprefix(codecs.BOM_UTF8), type=dict)
@@ -116,7 +116,7 @@ class Chunk:
         return {**row, **self.columns}
 
 
-def _csv_row(head: list[str], record: list[str]) -> Row:
+def _csv_row(head: list[str], record: list[str]) -> RowValues:
     if len(head) != len(record):
         raise InvalidArgumentError(f"{len(record)} fields, but the header has {len(head)}")
     "".join(record).encode()  # raises for bytes that are not UTF-8
@@ -438,7 +438,7 @@ def _taken(data: Any, indices: list[int]) -> Any:
     return [data[index] for index in indices]
 
 
-def column_of(row: Row, name: str) -> Any:
+def column_of(row: RowValues, name: str) -> Any:
     """A value of the row. Raises InvalidArgumentError if there is none."""
     if row.get(name) is None:
         state = "is empty" if name in row else "is missing"
@@ -452,9 +452,9 @@ def reason(error: BaseException) -> str:
 
 
 def _found(fs: pafs.FileSystem, path: str) -> tuple[str, list[pafs.FileInfo]]:
-    """The folder that is searched, and the files of a path, folder or glob in it. Names below that
-    folder that begin with ``_`` or ``.`` are passed over. Raises InvalidArgumentError if there is
-    nothing."""
+    """The folder that is searched (of a single file its path), and the files of a path, folder or
+    glob in it. Names below that folder that begin with ``_`` or ``.`` are passed over. Raises
+    InvalidArgumentError if there is nothing."""
     info = fs.get_file_info(path)
     if info.type == pafs.FileType.File:
         return path, [info]

@@ -14,7 +14,7 @@ from jitney.errors import InvalidArgumentError
 from jitney.llm import LLM, Running
 
 from jitney_jobs.asking import OpenAiServer, ServerExecutor
-from jitney_jobs.generate import EncodedPrompt, LanguageModel
+from jitney_jobs.generate import JobPrompt, LanguageModel
 from jitney_jobs.job import Job
 from jitney_jobs.onnx_executor import OnnxExecutor, newest_version
 from jitney_jobs.prepare import Context
@@ -93,19 +93,25 @@ class EngineExecutor:
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
-        self.capacity = llm.capacity
         self.figures = llm.figures
         self._running: Running = {}
+        # Those of the rows so far.
+        self._tiers: set[str | None] = set()
 
-    def rank(self, prepared: EncodedPrompt, is_last: bool) -> tuple[float, list[int]]:
+    @property
+    def capacity(self) -> int:
+        return self._llm.capacity_for(self._tiers)
+
+    def rank(self, prepared: JobPrompt, is_last: bool) -> tuple[float, list[int]]:
         """By prompt, so that common prefixes meet. In the last generation rows with a long output
         come first, so that none of them runs alone in the end."""
         if not is_last:
             return 0, prepared.ids
         return -_length_class(prepared.params.max_tokens), prepared.ids
 
-    def submit(self, key: int, prepared: EncodedPrompt) -> None:
+    def submit(self, key: int, prepared: JobPrompt) -> None:
         (submit,) = self._llm.requests([prepared.ids], prepared.params)
+        self._tiers.add(submit.params.tier)
         self._running[key] = self._llm.start(submit)
 
     def step(self) -> list[Outcome]:
@@ -202,7 +208,7 @@ def _load_triton_model(job: Job) -> tuple[Executor, Context]:
     model = TritonModel(job)
     wants_language_model = job.task == "generate"
     if model.is_language_model != wants_language_model:
-        bound = "generate, for a language model alone"
+        bound = "generate for a language model, and another task for any other model"
         raise InvalidArgumentError.of("task", job.task, bound)
     context = Context(job, signature=model.signature, tokenizer=job.tokenizer)
     return ServerExecutor(model.ask, job.at_once), context

@@ -60,7 +60,7 @@ class Feeder:
 
     @property
     def waiting(self) -> int:
-        """Rows that the executor has not been given, but for those that wait for another try."""
+        """Rows in line for the executor. Those that wait for another try do not count."""
         return len(self._arrived) + len(self._generation)
 
     def add(self, item: Item) -> None:

@@ -24,7 +24,7 @@ from jitney.text.intake import encode_chat, encode_prompt
 from jitney.text.tokenizer import Tokenizer, TokenizerData
 
 from jitney_jobs.asking import OpenAiRequest, request_digest
-from jitney_jobs.dataset import Chunk, Dataset, Row, Storage, column_of
+from jitney_jobs.dataset import Chunk, Dataset, RowValues, Storage, column_of
 from jitney_jobs.job import Job, make_job
 from jitney_jobs.journal import Record
 from jitney_jobs.tensors import Arrays
@@ -34,6 +34,8 @@ _CHAT = "/v1/chat/completions"
 _COMPLETION = "/v1/completions"
 _IGNORED = ("model", "user", "metadata", "store", "service_tier", "stream")
 """Keys of a line's body that the service knows, and that change nothing here."""
+_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+"""The names that OpenAI's endpoints have for the most tokens of an answer."""
 
 
 class LanguageModel(msgspec.Struct, frozen=True):
@@ -44,7 +46,7 @@ class LanguageModel(msgspec.Struct, frozen=True):
     info: ModelInfo
 
 
-class EncodedPrompt(msgspec.Struct, frozen=True):
+class JobPrompt(msgspec.Struct, frozen=True):
     """A prompt, ready for the engine."""
 
     ids: list[int]
@@ -99,10 +101,10 @@ class Generate:
         self._prompt_of = _make_prompt(job)
         self._params_of = _make_params(job)
 
-    def prepare(self, row: Row) -> EncodedPrompt:
-        return EncodedPrompt(self._encode(self._prompt_of(row)), self._params_of(row))
+    def prepare(self, row: RowValues) -> JobPrompt:
+        return JobPrompt(self._encode(self._prompt_of(row)), self._params_of(row))
 
-    def finish(self, row: Row, result: Completed) -> Row:
+    def finish(self, row: RowValues, result: Completed) -> RowValues:
         return {
             "output": result.text,
             "finish_reason": result.finish_reason,
@@ -138,7 +140,7 @@ class GenerateOnServer:
         self._prompt_of = _make_prompt(job)
         self._params_of = _make_params(job)
 
-    def prepare(self, row: Row) -> Arrays:
+    def prepare(self, row: RowValues) -> Arrays:
         prompt = self._prompt_of(row)
         inputs = {
             "sampling_parameters": _text_array(msgspec.json.encode(self._params_of(row))),
@@ -153,7 +155,7 @@ class GenerateOnServer:
             inputs["text_input"] = _text_array(_text(prompt).encode())
         return inputs
 
-    def finish(self, row: Row, result: Arrays) -> Row:
+    def finish(self, row: RowValues, result: Arrays) -> RowValues:
         return {
             "output": result["text_output"][0].decode(),
             "finish_reason": result["finish_reason"][0].decode(),
@@ -176,7 +178,7 @@ class OpenAiLines:
         self._fixed = _fixed_params(job)
         self._encoder = encoder
 
-    def prepare(self, row: Row) -> EncodedPrompt:
+    def prepare(self, row: RowValues) -> JobPrompt:
         _check_line(row)
         if row["url"] not in (_CHAT, _COMPLETION):
             raise InvalidArgumentError.of("url", row["url"], f"{_CHAT} or {_COMPLETION}")
@@ -190,13 +192,13 @@ class OpenAiLines:
             ids = self._encoder.chat(given.pop("messages", None))
             # As the service does: an answer may fill the context.
             params.setdefault("max_tokens", max(1, self._encoder.context - len(ids)))
-        return EncodedPrompt(ids, parse_sampling_params(params | given))
+        return JobPrompt(ids, parse_sampling_params(params | given))
 
-    def finish(self, row: Row, result: Completed) -> Row:
+    def finish(self, row: RowValues, result: Completed) -> RowValues:
         is_chat = row["url"] == _CHAT
-        choices: list[Row] = []
+        choices: list[RowValues] = []
         for sequence in result.sequences:
-            choice: Row = {"index": sequence.index}
+            choice: RowValues = {"index": sequence.index}
             if is_chat:
                 choice["message"] = {"role": "assistant", "content": sequence.text}
             else:
@@ -230,17 +232,22 @@ class OpenAiLinesOnServer:
         self._fixed = _fixed_params(job)
         self._model = job.model
 
-    def prepare(self, row: Row) -> OpenAiRequest:
+    def prepare(self, row: RowValues) -> OpenAiRequest:
         _check_line(row)
-        body = {**self._fixed, **row["body"], "model": self._model}
+        own = row["body"]
+        fixed = self._fixed
+        # A limit of the line replaces the job's, also by another name.
+        if any(name in own for name in _LIMITS):
+            fixed = {name: value for name, value in fixed.items() if name not in _LIMITS}
+        body = {**fixed, **own, "model": self._model}
         body.pop("stream", None)
         return OpenAiRequest(row["url"], msgspec.json.encode(body))
 
-    def finish(self, row: Row, result: Row) -> Row:
+    def finish(self, row: RowValues, result: RowValues) -> RowValues:
         return _result_line(row, result)
 
 
-def _check_line(row: Row) -> None:
+def _check_line(row: RowValues) -> None:
     kinds = {"custom_id": (str, "a string"), "url": (str, "a string"), "body": (dict, "an object")}
     for name, (kind, bound) in kinds.items():
         if not isinstance(row.get(name), kind):
@@ -249,7 +256,7 @@ def _check_line(row: Row) -> None:
         raise InvalidArgumentError.of("method", row.get("method"), "POST")
 
 
-def _result_line(row: Row, body: Row) -> Row:
+def _result_line(row: RowValues, body: RowValues) -> RowValues:
     digest = request_digest(row["custom_id"])
     return {
         "id": f"batch_req_{digest}",
@@ -266,7 +273,7 @@ def _fixed_params(job: Job) -> dict[str, Any]:
     return {**job.sampling, "max_tokens": job.max_tokens}
 
 
-def _make_params(job: Job) -> Callable[[Row], SamplingParams]:
+def _make_params(job: Job) -> Callable[[RowValues], SamplingParams]:
     """A function from a row to its parameters: those of the job, and those of its columns."""
     fixed = _fixed_params(job)
     params = parse_sampling_params(fixed)
@@ -275,14 +282,14 @@ def _make_params(job: Job) -> Callable[[Row], SamplingParams]:
     if not job.sampling_column:
         return lambda row: params
 
-    def params_of(row: Row) -> SamplingParams:
+    def params_of(row: RowValues) -> SamplingParams:
         own = {name: column_of(row, name) for name in job.sampling_column}
         return parse_sampling_params({**fixed, **own})
 
     return params_of
 
 
-def _make_prompt(job: Job) -> Callable[[Row], Any]:
+def _make_prompt(job: Job) -> Callable[[RowValues], Any]:
     """A function from a row to its prompt."""
     if job.template is not None:
         environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
@@ -294,9 +301,9 @@ def _make_prompt(job: Job) -> Callable[[Row], Any]:
         return lambda row: column_of(row, job.column)
     text = job.prompt
 
-    def fill(row: Row) -> str:
+    def fill(row: RowValues) -> str:
         def value(match: re.Match[str]) -> str:
-            # Two braces without a column stand for one.
+            # ``{{`` or ``}}`` is one brace.
             return match[0][0] if match[1] is None else str(column_of(row, match[1]))
 
         return _FIELD.sub(value, text)

@@ -27,7 +27,6 @@ Count = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(gt=0, le=1e9)]
-Texts = list[str]
 Numbers = tuple[float, ...]
 TaskName = Literal["generate", "embed", "classify", "score", "map"]
 InputFormat = Literal["auto", "parquet", "jsonl", "csv", "arrow", "text", "image", "openai"]
@@ -83,22 +82,22 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     task: Annotated[TaskName, "What is done with each row."] = "generate"
     input_format: Annotated[InputFormat, "auto goes by the files' names."] = "auto"
     output_format: Annotated[OutputFormat, "auto: jsonl for input in lines, else parquet."] = "auto"
-    keep: Annotated[Texts | None, "Write only this column of the input; several times."] = None
+    keep: Annotated[list[str] | None, "Write only this column of the input; several times."] = None
     prompt: Annotated[str | None, "With columns in braces: 'Summarize: {text}'."] = None
     template: Annotated[str | None, "A jinja template of the prompt, or its file."] = None
     column: Annotated[str, "Column of the prompt, without --prompt and --template."] = "text"
     chat: Annotated[bool, "The prompt is a user's message, or a list of messages."] = False
     max_tokens: Annotated[int | None, "Most tokens of an answer."] = None
     sampling: Annotated[dict[str, Any], 'Parameters as JSON: {"temperature": 0.7}.'] = {}
-    sampling_column: Annotated[Texts, "Column of that parameter's values; several times."] = []
+    sampling_column: Annotated[list[str], "Column of that parameter's values; several times."] = []
     engine: Annotated[dict[str, Any], 'Engine options: {"max_num_seqs": 64}.'] = {}
     tokenizer: Annotated[str | None, "tokenizer.json of an exported model. Default: beside it."] = (
         None
     )
     result: Annotated[str | None, "Name of the model's output to take, if it has several."] = None
     labels: Annotated[str | None, "File of the classes' names, one a line."] = None
-    mean: Annotated[Numbers, "Taken off an image's channels of 0 to 1; once for each."] = (0.0,)
-    std: Annotated[Numbers, "What the channels are divided by then; once for each."] = (1.0,)
+    mean: Annotated[Numbers, "Taken off an image's channels, 0 to 1; an option for each."] = (0.0,)
+    std: Annotated[Numbers, "What the channels are divided by then; an option for each."] = (1.0,)
     batch_size: Annotated[Count | None, "Rows in a batch of an exported model."] = None
     map: Annotated[str | None, "MODULE:FUNCTION from a row to new columns."] = None
     journal: Annotated[str | None, "Local folder of the journal. Default: _job in the output."] = (
@@ -244,7 +243,11 @@ def _contents_of_files(job: Job) -> dict[str, str]:
         if text is None:
             continue
         if os.path.isfile(text):
-            changes[name] = Path(text).read_text(encoding="utf-8")
+            try:
+                changes[name] = Path(text).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError):
+                expected = "a UTF-8 file that can be read"
+                raise InvalidArgumentError.of(name, text, expected) from None
         elif name == "labels" or "{" not in text:
             raise InvalidArgumentError.of(name, text, "a file that is there")
     return changes

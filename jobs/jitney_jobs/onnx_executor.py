@@ -33,9 +33,9 @@ class _Batch(NamedTuple):
 class OnnxExecutor:
     """Rows come sorted by length.
 
-    If padding does not change the model's output, the size of a batch counts elements: it has more
-    short rows than long ones, and little padding. Otherwise nothing is padded, and a size counts
-    rows. One batch runs in a thread while the next one is gathered.
+    If padding does not change the model's output, the size of a batch counts elements: a batch of
+    short rows has more of them than one of long rows, and little padding. Otherwise nothing is
+    padded, and a size counts rows. One batch runs in a thread while the next one is gathered.
     """
 
     def __init__(self, job: Job) -> None:

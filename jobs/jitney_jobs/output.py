@@ -19,7 +19,7 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 from jitney.errors import InvalidArgumentError, UnavailableError
 
-from jitney_jobs.dataset import LINES, Dataset, Row, RowId, file_system, reason
+from jitney_jobs.dataset import LINES, Dataset, RowId, RowValues, file_system, reason
 from jitney_jobs.job import Job
 from jitney_jobs.journal import Interval, JobJournal, OutputPart, Ranges, sync
 
@@ -45,7 +45,7 @@ class EndedRow(NamedTuple):
     """A row that the model is done with."""
 
     id: RowId
-    value: Row | BadRow
+    value: RowValues | BadRow
     """What is written of it."""
     read_bytes: int
     """About its bytes as it was read."""
@@ -139,7 +139,7 @@ class Output:
         if schema is not None:
             self._schema = pa.ipc.read_schema(pa.py_buffer(schema))
 
-    def merged(self, row: Row, result: Row) -> Row:
+    def merged(self, row: RowValues, result: RowValues) -> RowValues:
         """A row of the output: the columns of the input that are kept, and the result's. Raises
         InvalidArgumentError if both have one of the same name."""
         keep = self._job.keep
@@ -147,7 +147,7 @@ class Output:
         _check_no_common_name(kept, result)
         return {**kept, **result}
 
-    def record_bad_row(self, row: RowId, why: str, given: Row | None) -> BadRow:
+    def record_bad_row(self, row: RowId, why: str, given: RowValues | None) -> BadRow:
         """Its line in an error file. ``given``: the row as it was read, if it could be."""
         self.last_bad = BadRow(self._dataset.path_of(row), row.row, why, given)
         return self.last_bad
@@ -293,15 +293,15 @@ def _bad_line(bad: BadRow) -> bytes:
 
 
 def _can_lose(kind: pa.DataType) -> bool:
-    """Whether there are values that Arrow rounds or cuts, without an error, to make them of this
-    type."""
+    """Whether there are values of which Arrow drops a part, without an error, to make them of this
+    type: a fraction, or a key of a struct."""
     if _is_list(kind):
         return _can_lose(kind.value_type)
     return pa.types.is_integer(kind) or pa.types.is_struct(kind)
 
 
 def _loses(value: Any, kind: pa.DataType) -> bool:
-    """Whether Arrow would round or cut this value to make it of this type."""
+    """Whether Arrow would drop a part of this value to make it of this type."""
     if value is None:
         return False
     if pa.types.is_integer(kind):

@@ -2,9 +2,10 @@
 
 A thread reads chunks; workers prepare them; this thread keeps the executor filled with what they
 have prepared and gathers results into parts; another thread writes a part and notes it in the
-journal. At most ``in_flight`` rows are between reading and a part, and half of them wait for the
-executor; a part has at most ``part_rows``, and one is written while the next fills. So memory does
-not depend on the input. On a cluster (``ray_data.py``) only the gathering is done here.
+journal. At most ``in_flight`` rows are between reading and a part, and at most about half of that
+number wait for the executor; a part has at most ``part_rows``, and one is written while the next
+fills. So memory does not depend on the input. On a cluster (``ray_data.py``) only the gathering is
+done here.
 """
 
 import os
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 from jitney.errors import CancelledError, InvalidArgumentError, JitneyError, UnavailableError
 
-from jitney_jobs.dataset import Chunk, Dataset, Row, reason
+from jitney_jobs.dataset import Chunk, Dataset, RowValues, reason
 from jitney_jobs.executors import Models
 from jitney_jobs.feeder import Feeder
 from jitney_jobs.job import Job, error_limit
@@ -106,7 +107,7 @@ class Gathering(ABC):
         self._began = time.monotonic()
         self._cpu_began = time.process_time()
         self._first_part = journal.record.next_number
-        """By its number a run is known in the journal."""
+        """The number of this run's first part. The journal knows the run by it."""
         self._job = job
         self._journal = journal
         self._output = output
@@ -183,7 +184,7 @@ class Gathering(ABC):
             self._add_to_part(self._held.pop(self._next_key))
             self._next_key += 1
 
-    def _value_of(self, item: Item, result: Any) -> Row | BadRow:
+    def _value_of(self, item: Item, result: Any) -> RowValues | BadRow:
         """What is written of a row."""
         if isinstance(result, JitneyError):
             return self._output.record_bad_row(item.id, reason(result), item.row)
@@ -268,7 +269,7 @@ class Gathering(ABC):
         """The figures of this run so far, as the journal has them: those of :class:`RunFigures`,
 
         - ``run``: the number of its first part;
-        - ``cpu_s``: CPU seconds of all processes;
+        - ``cpu_s``: CPU seconds of all processes; on a cluster without those that read and prepare;
         - ``seconds``, ``at``: how long the run has taken, and when that was;
         - and those of the executor.
         """
@@ -284,10 +285,12 @@ class Gathering(ABC):
 class Budget:
     """How much may be in flight: between reading and a part.
 
-    A chunk is read while there are at most ``most_rows`` rows in flight with it, and while two
-    estimates are under 128 MiB: the bytes read of the rows in flight; and the number of these rows,
-    times the bytes of a row as it was read and prepared. The second is known once a chunk has been
-    prepared; until then at most two chunks are being prepared.
+    A chunk is read if at most ``most_rows`` rows are in flight with it, and if two estimates for
+    the rows in flight are under 128 MiB:
+
+    - their bytes as they were read;
+    - their number, times the bytes of a row read and prepared. These are known once a chunk has
+      been prepared; until then at most two chunks are being prepared.
     """
 
     def __init__(self, most_rows: int, chunk_rows: int) -> None:

@@ -24,7 +24,7 @@ import pyarrow as pa
 from jitney.errors import InvalidArgumentError, UnavailableError
 from jitney_server.standins.signature import Signature
 
-from jitney_jobs.dataset import Chunk, Row, RowId, Storage, reason
+from jitney_jobs.dataset import Chunk, RowId, RowValues, Storage, reason
 from jitney_jobs.generate import (
     Encoder,
     Generate,
@@ -42,7 +42,7 @@ class Item:
     """A row in flight."""
 
     id: RowId
-    row: Row | None = None
+    row: RowValues | None = None
     """None if it could not be read."""
     prepared: Any = None
     """What the executor takes."""
@@ -86,10 +86,10 @@ class Task(Protocol):
     fields: pa.Schema | None
     """The result's columns. None if they are known only once there are rows."""
 
-    def prepare(self, row: Row) -> Any:
+    def prepare(self, row: RowValues) -> Any:
         """What the executor takes. Raises for a bad row, UnavailableError if the storage fails."""
 
-    def finish(self, row: Row, result: Any) -> Row:
+    def finish(self, row: RowValues, result: Any) -> RowValues:
         """The result's columns."""
 
 
@@ -100,13 +100,13 @@ class Map:
 
     def __init__(self, name: str) -> None:
         try:
-            self.prepare: Callable[[Row], Any] = pkgutil.resolve_name(name)
+            self.prepare: Callable[[RowValues], Any] = pkgutil.resolve_name(name)
         except (ImportError, AttributeError, ValueError) as error:
             raise InvalidArgumentError(f"map {name!r} cannot be imported: {error}") from None
         if not callable(self.prepare):
             raise InvalidArgumentError.of("map", name, "a function")
 
-    def finish(self, row: Row, result: Any) -> Row:
+    def finish(self, row: RowValues, result: Any) -> RowValues:
         if not isinstance(result, Mapping):
             raise InvalidArgumentError.of("the result of map", result, "a dict of new columns")
         return dict(result)

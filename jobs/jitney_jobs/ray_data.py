@@ -50,10 +50,10 @@ class ActorFigures:
     figures: dict[str, float]
 
 
-Message = Chunk | Item | FileRows | ActorFigures
+RayMessage = Chunk | Item | FileRows | ActorFigures
 """What the stages send: a chunk that was read; a row, prepared or with its result; a file that was
 read to its end; counts of an actor."""
-Batch = dict[str, np.ndarray]
+RayBatch = dict[str, np.ndarray]
 """A batch of Ray's. It has one column: messages, as Python's objects."""
 _COLUMN = "message"
 _POLL_S = 0.2
@@ -83,7 +83,7 @@ class RayPipeline(Gathering):
         """Join the cluster, which loads the model once, to know it. Raises UnavailableError if it
         is not there, and what loading raises."""
         _connect(str(job.ray))
-        closing.callback(ray.shutdown)  # one on this machine alone ends
+        closing.callback(ray.shutdown)  # ends a cluster of this machine alone
         gpus = int(ray.cluster_resources().get("GPU", 0))
         load_once = ray.remote(num_cpus=_SHARE, num_gpus=min(1, gpus))(_context_of)
         try:
@@ -94,7 +94,7 @@ class RayPipeline(Gathering):
         self._sizes = dataset.sizes
         self._figures.position = self._share_read()
         self._batches = _stream(job, dataset, journal.record, context, gpus)
-        self._pulling: Future[Batch | None] | None = None
+        self._pulling: Future[RayBatch | None] | None = None
         self._seen: dict[int, bytearray] = {}
         """By file: 1 for each of its rows that has come in this run."""
         self._figures_of_actors: dict[str, dict[str, float]] = {}
@@ -121,7 +121,7 @@ class RayPipeline(Gathering):
             self._take(message)
         return True
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: RayMessage) -> None:
         match message:
             case Item():
                 self._take_row(message)
@@ -193,7 +193,7 @@ def _connect(address: str) -> None:
 
 def _stream(
     job: Job, dataset: Dataset, record: Record, context: Context, gpus: int
-) -> Iterator[Batch]:
+) -> Iterator[RayBatch]:
     """Batches of rows with their results, of files that were read to their end, and of counts."""
     settings = ray_data.DataContext.get_current()
     settings.enable_progress_bars = False
@@ -205,7 +205,7 @@ def _stream(
     if not left:
         return iter(())
 
-    def read(batch: Batch) -> Iterator[Batch]:
+    def read(batch: RayBatch) -> Iterator[RayBatch]:
         for chunk in dataset.chunks(ray.get(shared), _CHUNK_ROWS, batch["item"].tolist()):
             yield _batch_of([chunk])
 
@@ -240,8 +240,8 @@ class _Preparer:
     def __init__(self, context: Context) -> None:
         self._workers = Workers(context, 1)
 
-    def __call__(self, batch: Batch) -> Batch:
-        messages: list[Message] = []
+    def __call__(self, batch: RayBatch) -> RayBatch:
+        messages: list[RayMessage] = []
         for message in batch[_COLUMN]:
             if isinstance(message, Chunk):
                 messages += self._workers.submit(message).result().items
@@ -260,8 +260,8 @@ class _Engine:
         self._name = str(ray.get_runtime_context().get_actor_id())
         threading.Thread(target=self._work, daemon=True).start()
 
-    async def __call__(self, batch: Batch) -> Batch:
-        messages: list[Message] = list(batch[_COLUMN])
+    async def __call__(self, batch: RayBatch) -> RayBatch:
+        messages: list[RayMessage] = list(batch[_COLUMN])
         waiting = []
         for message in messages:
             if isinstance(message, Item):
@@ -300,7 +300,7 @@ def _context_of(job: Job) -> Context:
     return context
 
 
-def _batch_of(messages: Sequence[Message]) -> Batch:
+def _batch_of(messages: Sequence[RayMessage]) -> RayBatch:
     array = np.empty(len(messages), object)
     for index, message in enumerate(messages):
         array[index] = message

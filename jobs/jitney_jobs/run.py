@@ -47,6 +47,10 @@ def run_job(
         dataset = Dataset(job)
         with write_errors(job):
             output = Output(job, dataset, journal)
+            if not journal.record.parts:
+                # The journal may begin anew. Until its first line is written, no part may be there:
+                # after a kill it would be one without a journal.
+                output.recover()
             journal.begin_or_resume(job, dataset.files, dataset.whole)
             output.recover()
         if journal.record.end is not None:
@@ -129,14 +133,15 @@ def _state(record: Record, job: Job, figures: dict[str, float]) -> State:
     )
 
 
-def status_of(record: Record) -> str:
-    """A few lines on where a job stands."""
+def status_of(record: Record, job: Job) -> str:
+    """A few lines on where a job stands. Its deadline is that of ``job``, which has the settings of
+    one run."""
     assert record.begin is not None
     files = record.begin.files
     written = record.written
     failed = record.failed
     figures = record.parts[-1].figures if record.parts else {}
-    state = _state(record, record.begin.job, figures)
+    state = _state(record, job, figures)
     total = "" if record.total is None else f" of {record.total:,}"
     lines = [
         f"{record.begin.job.output}: {'complete' if state.complete else 'not complete'}",

@@ -16,7 +16,7 @@ from jitney_server.standins.batch import NUMPY_TYPES
 from jitney_server.standins.signature import Signature, TensorInfo
 from tokenizers import Tokenizer
 
-from jitney_jobs.dataset import Row, Storage, column_of
+from jitney_jobs.dataset import RowValues, Storage, column_of
 from jitney_jobs.job import Job
 
 Arrays = dict[str, np.ndarray]
@@ -51,7 +51,7 @@ class Tensors:
 
     # ------------------------------------------------------------------ row to tensors
 
-    def prepare(self, row: Row) -> Arrays:
+    def prepare(self, row: RowValues) -> Arrays:
         if self._tokenizer is not None:
             return self._tokens(column_of(row, self._job.column))
         if len(self._inputs) == 1:
@@ -117,7 +117,7 @@ class Tensors:
 
     # ------------------------------------------------------------------ tensors to columns
 
-    def finish(self, row: Row, result: Arrays) -> Row:
+    def finish(self, row: RowValues, result: Arrays) -> RowValues:
         values = result[self._output].ravel()
         if self._job.task == "embed":
             return {"embedding": values.astype(np.float32, copy=False)}

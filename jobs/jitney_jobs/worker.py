@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jitney_jobs.executors import Models
 
 _POLL_S = 1.0
-_FILES = ("model", "template", "labels", "tokenizer", "ca_file", "api_key_file")
+_FILES = ("template", "labels", "tokenizer", "ca_file", "api_key_file")
 """Settings that name a local file, if one of that name is there."""
 
 
@@ -52,6 +52,8 @@ def submit(folder: _Folder, file: Annotated[Path, typer.Argument(help="A job fil
         path = settings.get(name)
         if path is not None and os.path.exists(str(path)):
             settings[name] = os.path.abspath(str(path))
+    if job.model is not None:  # a path, or a name: the job knows which
+        settings["model"] = job.model
     settings["input"] = job.input
     settings["output"] = job.output
     if job.journal is not None:  # a folder, which may be made by the job
@@ -165,8 +167,8 @@ class _Queue:
                 raise typer.Exit(STOPPED)
 
     def _run_with_retries(self, claim: _Claim) -> JobState:
-        """Returns what the job is then: DONE; FAILED, or cancelled meanwhile; or WAITING, because a
-        signal stopped it."""
+        """Returns DONE; FAILED, also if the job was cancelled; or WAITING if a signal stopped
+        it."""
         from jitney_jobs.dataset import reason
 
         for number in range(self._tries):

@@ -10,7 +10,7 @@ from jitney import LLM, SamplingParams
 from jitney_jobs import executors
 from jitney_jobs.dataset import RowId
 from jitney_jobs.feeder import Feeder
-from jitney_jobs.generate import EncodedPrompt
+from jitney_jobs.generate import JobPrompt
 from jitney_jobs.prepare import Item
 
 from tests.tiny_models import make_checkpoint
@@ -77,7 +77,7 @@ def figures(folder: Path, prompts: list[tuple[list[int], int]], **options: Any) 
         feeder = Feeder(executors.EngineExecutor(llm), 0)
         for key, (ids, count) in enumerate(prompts):
             params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-            prompt = EncodedPrompt(ids, params)
+            prompt = JobPrompt(ids, params)
             feeder.add(Item(RowId(0, key), prepared=prompt, key=key))
         while len(feeder):
             feeder.step(True)
@@ -104,6 +104,13 @@ def test_long_outputs_start_early(folder: Path, ahead: bool) -> None:
     found = figures(folder, prompts, max_num_seqs=4, kv_cache_bytes=8 << 20)
     assert found["tokens"] == 30 * 4 + 60
     assert (found["steps"] < 70) == ahead, found
+
+
+def test_more_rows_than_the_queue_of_their_tier_takes(folder: Path) -> None:
+    prompts = [([10 + i], 4) for i in range(7)]
+    tiers = [{"name": "short", "max_queued": 1}]
+    found = figures(folder, prompts, max_num_seqs=2, kv_cache_bytes=8 << 20, tiers=tiers)
+    assert found["tokens"] == 7 * 4, "no row was refused"
 
 
 def test_an_output_that_may_fill_the_context_is_the_longest() -> None:

@@ -155,6 +155,29 @@ def test_a_part_that_the_journal_does_not_name_is_removed(
     assert [part.number for part in Record.read(journal).parts] == [0, 1, 2, 3, 4]
 
 
+def test_a_part_that_was_not_noted_is_no_part_of_a_job_that_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second run, of other settings, ends before the journal has its first line."""
+    source, output = write_lines(tmp_path / "in.jsonl", ids(20, 60)), tmp_path / "out"
+    with monkeypatch.context() as patched:
+        fail_at_part(patched, 0)
+        with pytest.raises(UnavailableError, match="No space left"):
+            run(source, output, part_rows=10)
+    assert (output / "part-00000.jsonl").exists()
+
+    def killed(self: JobJournal, entry: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(JobJournal, "append", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(source, output, keep=["id"])
+    assert size_of(output / "_job" / "journal.jsonl") == 0
+    assert run(source, output, keep=["id"])
+    assert sorted(row["id"] for row in read(output)) == list(range(20, 60))
+
+
 def test_committed_row_groups_are_not_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,6 +44,25 @@ def test_bodies_and_answers_as_they_are(settings: dict[str, Any], tmp_path: Path
     assert Api.asked == {"refused": 1, "fault": 2, "late": 1, "busy": 2, "": 1}
 
 
+def test_a_lines_own_limit_replaces_the_jobs(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Whatever it is called: a server refuses two."""
+    rows = [
+        line("own", max_tokens=7),
+        line("newer", "/v1/chat/completions", max_completion_tokens=1000),
+        line("newest", "/v1/responses", max_output_tokens=1000),
+        line("none"),
+    ]
+    source = write_lines(tmp_path / "in.jsonl", rows)
+    assert run(source, tmp_path / "out", max_tokens=64, **settings)
+    asked = {row["custom_id"]: row["response"]["body"]["body"] for row in read(tmp_path / "out")}
+    assert asked == {
+        "own": {"model": "m", "max_tokens": 7},
+        "newer": {"model": "m", "max_completion_tokens": 1000},
+        "newest": {"model": "m", "max_output_tokens": 1000},
+        "none": {"model": "m", "max_tokens": 64},
+    }
+
+
 def test_a_server_that_is_away_ends_the_job_and_it_goes_on(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:

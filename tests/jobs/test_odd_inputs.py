@@ -106,6 +106,15 @@ def test_a_template_longer_than_a_files_name() -> None:
     assert job.template == template
 
 
+@pytest.mark.parametrize("name", ["template", "labels"])
+def test_a_file_of_text_that_cannot_be_read(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "text"
+    path.write_text("Z\u00fcrich {{ text }}", encoding="latin-1")
+    settings = {"input": "in", "output": "out", "model": "m", name: str(path)}
+    with pytest.raises(InvalidArgumentError, match=f"{name} is .*, but must be a UTF-8 file that"):
+        make_job(settings)
+
+
 def test_an_output_inside_of_the_input_by_another_way() -> None:
     with pytest.raises(InvalidArgumentError, match="outside of the input"):
         make_job({"input": "in", "output": "other/../in/out", "model": "m"})

@@ -114,6 +114,18 @@ def test_a_late_job_ends_and_says_so_by_its_status(tmp_path: Path) -> None:
     assert ", late" not in in_time.output
 
 
+def test_a_run_within_a_longer_time_is_not_late(tmp_path: Path) -> None:
+    """Neither by its status nor by what it prints."""
+    source = write_lines(tmp_path / "in.jsonl", ids(20, 40))
+    options = ["--task", "map", "--map", "tests.jobs.job_rows:twice", "--workers", "0"]
+    command = ["batch", "run", str(source), str(tmp_path / "out"), *options, "--within"]
+    CliRunner().invoke(cli.make_app(), [*command, "0.000001s"])
+    longer = CliRunner().invoke(cli.make_app(), [*command, "1000d"])
+    assert longer.exit_code == 0
+    assert "due     " in longer.output
+    assert ", late" not in longer.output
+
+
 def test_the_time_counts_from_the_first_run(tmp_path: Path, monkeypatch: Any) -> None:
     source, output = (
         write_lines(tmp_path / "in.jsonl", [*ids(20, 40), {"id": 13}]),
@@ -131,7 +143,7 @@ def test_the_time_counts_from_the_first_run(tmp_path: Path, monkeypatch: Any) ->
     record = read_record(str(output), None)
     assert record.due(job) == due
     assert record.is_late(job)
-    assert status_of(record).endswith(", late")
+    assert status_of(record, job).endswith(", late")
 
 
 # ------------------------------------------------------------------ a folder of jobs
@@ -322,6 +334,21 @@ def test_jobs_are_submitted_and_cancelled(tmp_path: Path, monkeypatch: Any) -> N
     Path("a.yaml").write_text("input: in.jsonl\noutput: out\ntask: map")
     with pytest.raises(InvalidArgumentError, match="task map needs the setting map"):
         worker.submit(Path("jobs"), Path("a.yaml"))
+
+
+def test_a_submitted_job_has_its_models_path_or_the_servers_name(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """A folder that is called as the server's model is not meant."""
+    monkeypatch.chdir(tmp_path)
+    Path("digits").mkdir()
+    text = "input: in.jsonl\noutput: out\ntask: embed\nmodel: digits\n"
+    Path("a.yaml").write_text(text)
+    Path("b.yaml").write_text(f"{text}server: host:8001\n")
+    for name in ("a", "b"):
+        worker.submit(Path("jobs"), Path(f"{name}.yaml"))
+    assert read_job(tmp_path / "jobs/a.yaml")["model"] == f"{tmp_path}/digits"
+    assert read_job(tmp_path / "jobs/b.yaml")["model"] == "digits"
 
 
 def test_a_submitted_job_knows_its_journal_from_everywhere(

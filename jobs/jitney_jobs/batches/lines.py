@@ -1,5 +1,5 @@
 """The lines of a batch's input file, before it runs: each is a request of the batch's endpoint and
-model, under a name of its own."""
+model, with a ``custom_id`` of its own."""
 
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
@@ -56,7 +56,7 @@ def check_lines(batch: BatchRecord, lines: Iterable[bytes]) -> list[Fault]:
 
 
 def _check_line(line: bytes, batch: BatchRecord, ids: set[str]) -> None:
-    """Adds the line's name to ``ids``. Raises InvalidArgumentError."""
+    """Adds the line's ``custom_id`` to ``ids``. Raises InvalidArgumentError."""
     if len(line) > MAX_BODY_BYTES:
         raise InvalidArgumentError(f"the line has more than {MAX_BODY_BYTES:,} bytes")
     given = decode(line, BatchLine)

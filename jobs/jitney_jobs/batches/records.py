@@ -178,7 +178,7 @@ def new_id(kind: str) -> str:
 
 
 def write_whole(path: Path, pieces: Iterable[bytes]) -> None:
-    """All of it or nothing, for the owner of the process alone."""
+    """All of it or nothing. Only this process' user can read it."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:

@@ -155,8 +155,8 @@ class BatchWork:
                 _LOG.exception("a batch waits")
 
     def _start_workers(self) -> None:
-        """Have a worker for each job in the queue. A job in ``running`` counts too: its worker may
-        have been killed, and another one must go on."""
+        """Start a worker if there are fewer than jobs in the queue. A job in ``running`` counts
+        too: its worker may have been killed, and another one must go on."""
         live = [worker for worker in self._workers if worker.poll() is None]
         if len(live) < len(self._workers):
             # One has ended, perhaps at once: not another one at every look.
@@ -285,7 +285,8 @@ def _error_line(given: bytes, why: str | None, status: FinalStatus) -> bytes:
     """``why``: the reason of a bad row. None: the batch ended before the request was done."""
     custom_id: str | None = None
     digest = hashlib.sha256(given).hexdigest()[:24]
-    with contextlib.suppress(RecursionError):  # it is nested almost too deeply
+    # When the line was checked, its nesting was just within the limit.
+    with contextlib.suppress(RecursionError):
         custom_id = msgspec.json.decode(given, type=_CustomId).custom_id
         digest = request_digest(custom_id)
     answer: dict[str, Any] = {
