@@ -26,7 +26,9 @@ from jitney.errors import (
     InvalidArgumentError,
 )
 from jitney.execution.runner import TorchRunner
+from jitney.messages import Event, Finish, Finished
 from jitney.sampling_params import StructuredOutputs
+from jitney.text.completion import Completion
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_models import make_checkpoint
@@ -171,6 +173,15 @@ def test_more_prompts_than_the_queue_takes(folder: Path) -> None:
     assert [each.error for each in results] == [None] * 7
 
 
+def test_more_prompts_than_the_queue_of_a_tier_takes(folder: Path) -> None:
+    tiers = [{"name": "short", "max_queued": 1}, {"name": "long"}]
+    params = msgspec.structs.replace(GREEDY, tier="short")
+    with load(folder, max_num_seqs=2, tiers=tiers) as llm:
+        results = llm.generate(["the bus"] * 7, params, progress=False)
+        assert [each.error for each in results] == [None] * 7
+        assert llm.capacity_for([None]) == 4, "the queue of another tier limits nothing"
+
+
 def test_a_failed_request_stops_no_other(llm: LLM) -> None:
     late = SamplingParams(max_tokens=5, deadline_ms=1e-6)
     good, failed = llm.generate(["the bus", "the bus"], [GREEDY, late], progress=False)
@@ -195,6 +206,29 @@ def test_an_interrupt_aborts_what_is_open(llm: LLM, monkeypatch: pytest.MonkeyPa
             llm.generate(PROMPTS, GREEDY, progress=False)
     with pytest.raises(InternalError, match="the engine was interrupted"):
         next(other)
+    (again,) = llm.generate("the bus", GREEDY, progress=False)
+    assert len(again.ids) == 12
+
+
+def test_an_interrupt_between_two_events_of_a_step_aborts_what_is_open(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = llm.stream("the bus", GREEDY)
+    next(other)
+    feed = Completion.feed
+
+    def interrupted(completion: Completion, event: Event) -> Finish | None:
+        finish = feed(completion, event)
+        if isinstance(event, Finished):
+            raise KeyboardInterrupt
+        return finish
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Completion, "feed", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate("the bus", msgspec.structs.replace(GREEDY, max_tokens=2), progress=False)
+    with pytest.raises(InternalError, match="the engine was interrupted"):
+        list(other)
     (again,) = llm.generate("the bus", GREEDY, progress=False)
     assert len(again.ids) == 12
 

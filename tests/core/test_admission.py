@@ -65,6 +65,23 @@ def test_never_counts_all_sequences_of_a_request_and_shares_its_prompt() -> None
     assert play.scheduler.live.reserved_blocks == 0
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_never_holds_the_source_of_a_copy_beside_the_reserved_blocks(overlap: bool) -> None:
+    """The first sequence ends with the prompt, before its block is copied for the second; the
+    third waits for a place among the running sequences."""
+    options = {"num_blocks": 2, "block_size": 16, "max_num_seqs": 2, "eviction": "never"}
+    asked = {"prompt": [1, 2, 3, 4, 5], "n": 3, "max_tokens": 2}
+    unstopped = Play(**options)
+    first, *others = (stream[0] for stream in unstopped.run_alone(unstopped.submit(**asked)))
+    assert first not in others
+    play = Play(overlap=overlap, **options)
+    key = play.submit(**asked, stop_ids=frozenset([first]))
+    play.drain()
+    assert isinstance(play.ends[key], Finished)
+    assert play.got(key) == play.run_alone(key)
+    assert len(play.got(key)[0]) == 1
+
+
 @pytest.mark.parametrize("options", [{}, {"prefix_caching": False}, {"eviction": "never"}])
 def test_at_most_max_num_seqs_sequences_run_and_surplus_forks_wait(options: dict) -> None:
     play = Play(max_num_seqs=2, **options)

@@ -120,9 +120,7 @@ TIER_FAULTS: dict[str, tuple[str, ...]] = {
         "policy/tier_limits", ".share * self", ".share * 0 * self",
     ),
     "the gap target is ignored": ("policy/tier_limits", "and tier.gap_ms is not None", "and False"),
-    "chunks are not cut": (
-        "policy/tier_limits", "left >= cost.per_token * most or not cost.per_token", "True",
-    ),
+    "chunks are not cut": ("policy/tier_limits", "left >= cost.per_token * most", "True"),
     "decodes are not held back": (
         "policy/tier_limits", ">= self._seconds_of_decode(sequence)", ">= -1.0",
     ),

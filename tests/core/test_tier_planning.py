@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from jitney.batch import Batch, StepOutput
-from jitney.core.policy.cost import StepCost, StepShape
+from jitney.core.policy.cost import StepCost, StepShape, Weights
 from jitney.core.policy.plain import NoCosts
 from jitney.core.policy.speculation import NO_DRAFTS, Prices
 from jitney.core.policy.tier_limits import TierLimits
@@ -278,6 +278,24 @@ def test_who_has_a_gap_target_decodes_though_a_first_token_above_allows_less(ove
     assert max(len(row.token_ids) for row in parts) <= 8, "its prompt is cut"
     play.drain()
     check_streams(play, *bulk, *chats, long)
+
+
+def test_a_prompt_waits_for_a_full_step_though_its_tokens_take_no_time() -> None:
+    """A chunk takes some time however many tokens it has, and the step has less left."""
+    play = Timed()
+    crowd = [play.bulk([key], max_tokens=40) for key in range(24)]
+    fast = play.fast([1, 2, 3], max_tokens=40)
+    while fast not in play.order:
+        play.step()
+    prompt = play.bulk([5] * 100, max_tokens=2)
+    play.scheduler.policies.cost.weights = Weights(step=10e-3, any_chunk=2e-3, sample=1e-3)
+    report = play.step()
+    rows = play.bulk_rows(play.batches[-1])
+    assert 9 <= len(rows) <= 11
+    assert rows == crowd[: len(rows)]
+    assert report.stats.tiers[1].held_back == 24 - len(rows) + 1
+    play.drain()
+    check_streams(play, prompt, fast, *crowd)
 
 
 @OVERLAP
@@ -753,6 +771,27 @@ def test_the_aim_shrinks_until_one_gap_in_a_hundred_exceeds_the_target() -> None
     limits.note_step(None, now + 60.0)
     limits.note_step(22e-3, now + 90.0)
     assert limits.aim == aim, "neither is a gap"
+
+
+@OVERLAP
+def test_a_step_with_a_chunk_that_is_never_cut_does_not_change_the_aim(overlap: bool) -> None:
+    """Such as the prompt of a tier above that of the target. No estimate was wrong."""
+    tiers = [{"name": "fast", "ttft_ms": 600}, {"name": "chat", "gap_ms": 40}, BULK]
+    play = Timed(tiers=tiers, overlap=overlap)
+    chat = play.submit([1, 2, 3], tier="chat", max_tokens=60)
+    bulk = [play.bulk([key], max_tokens=200) for key in range(4)]
+    while len(play.order) < 5:
+        play.step()
+    play.step(4)
+    limits = play.scheduler.policies.limits
+    aim, begin = limits.aim, len(play.taken)
+    fast = play.fast([5] * 300, max_tokens=2)
+    while fast not in play.order:
+        play.step()
+    assert max(play.taken[begin:]) > 2 * 40e-3
+    assert limits.aim >= aim
+    play.drain()
+    check_streams(play, chat, fast, *bulk)
 
 
 @pytest.mark.parametrize("size", range(1, 13))

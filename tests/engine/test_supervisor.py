@@ -16,8 +16,9 @@ from typing import Any
 import psutil
 import pytest
 from jitney.engine import process, supervisor
+from jitney.engine.engine import Engine
 from jitney.engine.supervisor import SupervisedEngine
-from jitney.engine.wire import Frames, Ready, RowRange, Start, StepBegun, ToEngine
+from jitney.engine.wire import Frames, Ready, RowRange, Start, StepBegun, ToEngine, ToFront
 from jitney.errors import CheckpointError, LoadError, UnavailableError
 from jitney.messages import (
     Cancel,
@@ -33,7 +34,7 @@ from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 
 from tests.engine.deadly_runner import COMPILES, HANGS, KILLS, LOSES_THE_DEVICE
-from tests.fake_runner import solo_stream
+from tests.fake_runner import FakeRunner, solo_stream
 
 LOADER = "tests.engine.deadly_runner:loader"
 PATIENCE_S = 60.0
@@ -455,3 +456,21 @@ def test_an_engine_that_cannot_read_its_front_says_why(
         ours.close()
         process._read(Frames[ToEngine](theirs, ToEngine), engine=None)  # type: ignore[arg-type]
     assert (statuses, len(said)) == ([status], logged)
+
+
+def test_a_request_that_comes_while_an_engine_ends_does_not_hide_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    statuses: list[int] = []
+    said: list[str] = []
+    monkeypatch.setattr(process.os, "_exit", statuses.append)
+    monkeypatch.setattr(process._log, "exception", said.append)
+    engine = Engine(make_config({"model": "fine", "block_size": 4}), FakeRunner())
+    engine.stop()  # as run() does before it raises
+    ours, theirs = socket.socketpair()
+    with theirs:
+        submit = Submit(key=0, prompt=[1], params=SamplingParams(), arrival=0.0)
+        Frames[ToFront](ours, ToFront).send(submit)
+        ours.close()
+        process._read(Frames[ToEngine](theirs, ToEngine), engine)
+    assert (statuses, said) == ([0], [])

@@ -1,5 +1,6 @@
 """Architectures that a paged cache cannot serve are refused at load, by name and reason."""
 
+import errno
 import json
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 import transformers
 from jitney.engine.assemble import load_model
 from jitney.errors import ConfigError, InstallationError, LoadError, UnsupportedModelError
-from jitney.execution import interface, machine, probe
+from jitney.execution import interface, machine
 from jitney.execution.machine import resolve_device, resolve_dtype
 from jitney.execution.probe import check_same, compare_with_eager, probe_logits, record_layers
 from jitney.execution.support import layer_windows
@@ -257,16 +258,18 @@ def test_a_device_number_may_have_zeros_in_front(monkeypatch: pytest.MonkeyPatch
         MemoryError(),
         torch.OutOfMemoryError("CUDA out of memory"),
         RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
     ],
 )
-def test_memory_that_runs_out_in_the_proof_is_no_fault_of_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+@pytest.mark.parametrize("where", ["probe.record_layers", "runner.TorchRunner.warm_up"])
+def test_memory_that_runs_out_during_a_load_is_no_fault_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, where: str
 ) -> None:
     def fail(*_: object) -> None:
         raise error
 
     folder = make_checkpoint(tmp_path / "m")
-    monkeypatch.setattr(probe, "record_layers", fail)
+    monkeypatch.setattr(f"jitney.execution.{where}", fail)
     with pytest.raises(MemoryError):
         load(folder)
 

@@ -41,10 +41,17 @@ def test_the_options_decide(tmp_path: Path) -> None:
     assert longer.block == 2 * plain.block
 
 
-def test_on_a_cpu_quantized_layers_are_those_of_a_load(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("quantization", "dtype"),
+    [("int8", "float32"), ("int8", "bfloat16"), ("int4", "bfloat16")],
+)
+def test_on_a_cpu_quantized_layers_are_those_of_a_load(
+    tmp_path: Path, quantization: str, dtype: str
+) -> None:
+    """The checkpoint has float32. A copy in bfloat16 is gone once it is quantized."""
     make_checkpoint(tmp_path, "llama", hidden_size=128, intermediate_size=256)
-    options = {"model": str(tmp_path), "device": "cpu", "dtype": "float32"}
-    config = make_config({**options, "quantization": "int8"})
+    options = {"model": str(tmp_path), "device": "cpu", "dtype": dtype}
+    config = make_config({**options, "quantization": quantization})
     assert assemble.weigh(config).weights == assemble.load_model(config).weight_bytes
 
 
@@ -72,6 +79,16 @@ def test_a_draft_model_counts(tmp_path: Path) -> None:
     assert both.weights == one.weights + other.weights
     assert (both.block, one.block) == (5 * other.block, 4 * other.block)
     assert both.step_row == 4 * one.step_row
+
+
+def test_a_draft_model_of_a_shorter_context_is_refused(tmp_path: Path) -> None:
+    target = make_checkpoint(tmp_path / "m", "llama")
+    draft = make_checkpoint(tmp_path / "draft", "llama", max_position_embeddings=64)
+    speculation = {"drafter": "draft_model", "model": str(draft)}
+    options = {"model": str(target), "speculation": speculation}
+    with pytest.raises(ConfigError, match="speculation.model is .* at least 256 tokens, not 64"):
+        assemble.weigh(make_config(options))
+    assert assemble.weigh(make_config({**options, "max_model_len": 64})).max_model_len == 64
 
 
 def test_a_head_counts_with_its_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from export.config_pbtxt import Target
+from export.config_pbtxt import ExportTarget
 from export.errors import CheckError
 from export.parity import check_parity
 from export.pipeline import export
@@ -33,7 +33,7 @@ def gpu() -> None:
 @pytest.mark.parametrize("model", ["pooled", "minilm"])
 def test_an_engine_equals_the_module(tmp_path: Path, model: str, precision: str) -> None:
     recipe: Recipe = pooled() if model == "pooled" else resolve(model)
-    target = Target(f"{model}_engine", "tensorrt", precision)  # type: ignore[arg-type]
+    target = ExportTarget(f"{model}_engine", "tensorrt", precision)  # type: ignore[arg-type]
     cache = tmp_path / "timings"
     (made,) = export(recipe, [target], tmp_path / "out", silent(), timing_cache=cache)
     plan = (tmp_path / "out" / target.folder / "1" / "model.plan").read_bytes()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from jitney.config import EngineConfig
+from jitney.config import EngineConfig, SpeculationConfig, TierConfig
 from jitney.errors import ConfigError
 from jitney.field_types import describe_type
 from jitney.read_config import load_config, make_config
@@ -123,6 +123,10 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         ({"speculation": {"max_drafts": 0}}, "speculation.max_drafts is 0, but must be from 1 to"),
         ({"speculation": {"max_drafts": "x"}}, "speculation.max_drafts is 'x', but must be an int"),
         ({"speculation": {"ngram_min": 4}}, "speculation.ngram_max is 3, but must be at least"),
+        (
+            {"speculation": SpeculationConfig(ngram_min=5, ngram_max=2)},
+            "speculation.ngram_max is 2, but must be at least ngram_min, 5",
+        ),
         ({"tiers": "fast"}, "tiers is 'fast', but must be a list of objects"),
         ({"tiers": ["fast"]}, "tiers[0] is 'fast', but must be an object"),
         ({"tiers": [{}]}, "tiers[0].name is missing"),
@@ -132,6 +136,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         ),
         ({"tiers": [{"name": "a", "gap": 1}]}, "'tiers[0].gap' is unknown (did you mean 'gap_ms'"),
         ({"tiers": [{"name": "a", "gap_ms": 0}]}, "tiers[0].gap_ms is 0, but must be above 0"),
+        ({"tiers": [TierConfig(name="a", gap_ms=-5)]}, "tiers[0].gap_ms is -5, but must be above"),
         ({"tiers": [{"name": "a", "share": 0}]}, "tiers[0].share is 0, but must be from 0.01 to 1"),
         ({"tiers": [{"name": "a"}, {"name": "a"}]}, "tiers[1].name is 'a', but must be another"),
         (
@@ -155,6 +160,12 @@ def test_a_request_that_names_no_tier_gets_the_default() -> None:
     assert [config.tier_of(name) for name in ("fast", "bulk", None)] == [0, 1, 1]
     assert make_config({**tiers, "default_tier": "fast"}).tier_of(None) == 0
     assert make_config({"model": "m"}).tier_of(None) == 0
+
+
+def test_objects_may_be_given_as_structs() -> None:
+    structs = {"speculation": SpeculationConfig(max_drafts=4), "tiers": (TierConfig(name="a"),)}
+    objects = {"speculation": {"max_drafts": 4}, "tiers": [{"name": "a"}]}
+    assert make_config({"model": "m", **structs}) == make_config({"model": "m", **objects})
 
 
 def test_defaults_pass_their_own_checks() -> None:

@@ -171,6 +171,13 @@ def test_gptq_and_awq(tmp_path: Path, config: dict, layer: type) -> None:
         ({**GPTQ, "bits": 3}, "quantization_config.bits is 3, but must be 4 or 8"),
         ({**AWQ, "bits": 8}, "quantization_config.bits is 8, but must be 4"),
         ({**AWQ, "version": "gemv"}, "quantization_config.version is 'gemv', but must be gemm"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "transform_config": {"config_groups": {"R1": {"type": "hadamard"}}},
+            },
+            "transform_config asks for transforms of activations",
+        ),
     ],
 )
 def test_forms_that_are_not_read(tmp_path: Path, config: dict, message: str) -> None:

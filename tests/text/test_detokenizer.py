@@ -154,6 +154,15 @@ def test_word_after_a_long_run_at_the_beginning_keeps_its_space() -> None:
         assert sent.endswith("a fox")
 
 
+@pytest.mark.parametrize("prompt", [[], ["<s>"]], ids=["empty", "skipped"])
+def test_a_character_across_the_cut_of_a_run_at_the_beginning_is_whole(prompt: list[str]) -> None:
+    rules = rules_of("llama_style")
+    token = {value: token_id for token_id, value in rules.byte_values.items()}
+    text = "ዋ" * RUN_LIMIT  # three bytes each: the cut is within one
+    ids = [rules.tokenizer.token_to_id(each) for each in prompt]
+    assert "".join(stream(rules, ids, [token[byte] for byte in text.encode()])) == text
+
+
 def test_byte_alphabet_is_the_tokenizers_own() -> None:
     from jitney.text.detokenizer import _BYTE_OF
     from tokenizers import pre_tokenizers

@@ -3,10 +3,12 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
-from jitney.config import EngineConfig
+from jitney.config import EngineConfig, TierConfig
+from jitney.core.scheduler import Scheduler
 from jitney.errors import InvalidArgumentError
-from jitney.messages import ModelInfo, Submit
+from jitney.messages import Failed, ModelInfo, Submit
 from jitney.sampling_params import SamplingParams, StructuredOutputs
 from jitney.text.chat import make_chat, parse_chat
 from jitney.text.intake import decode_prompt_text, encode_chat, encode_prompt, make_submit
@@ -127,6 +129,46 @@ def test_as_many_tokens_as_fit_leave_room_for_the_logprobs_of_the_prompt(
     assert make([5] * 10).params.max_tokens == 40 // 6
     with pytest.raises(InvalidArgumentError, match="31 prompt tokens"):
         make([5] * 31)
+
+
+@pytest.mark.parametrize(
+    ("size", "n", "options", "most"),
+    [
+        (10, 1, {}, 160 - 10),
+        (40, 2, {}, (2 + 8 // 2) * 16 - 40),  # two blocks of the prompt are shared
+        (40, 3, {"max_num_seqs": 2}, 10 // 2 * 16 - 40),  # none is, if not all run at once
+        (40, 4, {"tiers": (TierConfig(name="a", max_running=3),)}, 10 // 3 * 16 - 40),
+        (40, 10, {}, 1),  # nothing is forked for one token
+    ],
+)
+def test_as_many_tokens_as_fit_into_a_cache_that_never_evicts(
+    tokenizer: Tokenizer, size: int, n: int, options: dict, most: int
+) -> None:
+    """The scheduler takes so many. It would not take a block more."""
+    config = EngineConfig(model="m", eviction="never", **options)
+    info = msgspec.structs.replace(INFO, max_model_len=4096)
+    made = make_submit(
+        key=1,
+        prompt_ids=[5] * size,
+        params=SamplingParams(n=n, max_tokens=-1),
+        tokenizer=tokenizer,
+        info=info,
+        config=config,
+        now=0.0,
+        check_grammar=str,
+    )
+    assert made.params.max_tokens == most
+    scheduler = Scheduler(
+        config,
+        num_blocks=info.num_blocks,
+        max_model_len=info.max_model_len,
+        max_num_batched_tokens=info.max_num_batched_tokens,
+    )
+    more = msgspec.structs.replace(made.params, max_tokens=most + 2)
+    (refusal,) = scheduler.submit(msgspec.structs.replace(made, params=more))
+    assert isinstance(refusal, Failed)
+    assert refusal.code == "INVALID_ARGUMENT"
+    assert scheduler.submit(made) == []
 
 
 def test_what_the_output_must_be_is_checked(tokenizer: Tokenizer) -> None:
@@ -318,6 +360,16 @@ def test_deep_messages_are_refused() -> None:
         parse_chat(json.dumps([{**USER, "tool_calls": deep}]), CONFIG)
 
 
+def test_what_is_no_list_or_object_is_no_level() -> None:
+    deepest: list = [1, "a"]
+    for _ in range(30):
+        deepest = [deepest]
+    message = {**USER, "tool_calls": deepest}  # the message is a level too
+    assert parse_chat(json.dumps([message]), CONFIG).messages == [message]
+    with pytest.raises(InvalidArgumentError, match="nested deeper than 32 levels"):
+        parse_chat(json.dumps([{**USER, "tool_calls": [deepest]}]), CONFIG)
+
+
 def test_python_objects_do_not_reach_the_template() -> None:
     with pytest.raises(InvalidArgumentError, match="made of what JSON has"):
         make_chat([{**USER, "tool": Path("x")}], {}, CONFIG)
@@ -328,4 +380,11 @@ def test_a_rendered_chat_keeps_the_size_limit(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(save("byte_level", tmp_path, chat_template=template))
     chat = make_chat([{**USER, "content": "a" * 100}], {}, CONFIG)
     with pytest.raises(InvalidArgumentError, match="messages has 100,000 bytes, but at most"):
+        encode_chat(chat, tokenizer, CONFIG, INFO)
+
+
+def test_a_chat_that_is_rendered_to_nothing_is_refused(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(save("byte_level", tmp_path, chat_template="{# nothing #}"))
+    chat = make_chat([USER], {}, CONFIG)
+    with pytest.raises(InvalidArgumentError, match="messages: the chat template renders them to"):
         encode_chat(chat, tokenizer, CONFIG, INFO)

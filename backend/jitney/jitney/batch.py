@@ -79,16 +79,16 @@ class Row:
     block_table: list[int]
     """Position p lives in block ``block_table[p // block_size]`` at offset ``p % block_size``."""
     sample: tuple[int, ...]
-    """Indices of the sequences that get a token sampled from the logits of the row's last token:
-    empty in the middle of a prompt, ``(index,)`` as a rule, ``range(n)`` when this row completes
-    the prompt of a request with n > 1."""
+    """Indices of the sequences that the row samples for: empty in the middle of a prompt,
+    ``(index,)`` as a rule, ``range(n)`` when this row completes the prompt of a request with
+    n > 1."""
     params: SamplingParams
     prompt: list[int]
     output: list[int]
     """Tokens generated so far; empty when ``sample`` has more than one index. If ``carried`` is
-    set, the newest token is not in it yet. In a row that samples, do not use ``len(output)`` as the
-    number of output tokens: it lacks the carried token and the drafts. With both, the output has
-    ``end - len(prompt)`` tokens."""
+    set, the newest token is not in it yet. In a row that samples, the output has
+    ``end - len(prompt)`` tokens, the carried one and the drafts included: do not use
+    ``len(output)``, which lacks these."""
     stop_ids: frozenset[int]
     bad_words_ids: list[list[int]]
     carried: int | None = None

@@ -42,7 +42,8 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Target for the time between two tokens. It may not be below that of a tier above."""
     share: Annotated[float, Meta(ge=0.01, le=1)] = 0.1
     """The tier gets at least this share of a step's time while it has work, even if a tier above
-    then misses its targets."""
+    then misses its targets. Its sequences that have aged (``aging_s``) run like those of the first
+    tier only within this share of running sequences and of blocks."""
     max_running: Annotated[int, Meta(ge=1)] | None = None
     """Most of its sequences that run at once. None: only ``max_num_seqs`` limits them."""
     max_queued: Annotated[int, Meta(ge=0)] | None = None

@@ -10,7 +10,7 @@
     └── LoadError               the model cannot be served; readiness stays false
         ├── ConfigError         an impossible option: names the key, the value and the bound
         ├── CheckpointError     a missing, truncated or corrupt file: names the file
-        ├── UnsupportedModelError  an architecture that cannot run on a paged cache: says why
+        ├── UnsupportedModelError  a kind of model that cannot be served: says why
         └── InstallationError   a part of the installation is missing: says how to repair it
 
 Errors cross from the engine to the front as a code and a message (``messages.Failed``); the front
@@ -107,7 +107,7 @@ class CheckpointError(LoadError):
 
 
 class UnsupportedModelError(LoadError):
-    """The architecture cannot run through a paged KV cache, or not yet."""
+    """A kind of model, tokenizer or GGUF file that cannot be served, or not yet."""
 
     code = "UNSUPPORTED"
 
@@ -136,8 +136,8 @@ def show(value: object, limit: int = 60) -> str:
     if isinstance(value, (list, tuple, dict)) and len(value) > 16:
         return f"a {type(value).__name__} of {len(value):,}"
     text = repr(value)
-    # Not a str here (those were cut above): a short list or dict may show more, because it has
-    # several values.
+    # Long strings were cut above. A short list or dict may show more, because it has several
+    # values.
     most = 4 * limit
     return text if len(text) <= most else text[:most] + "…"
 

@@ -23,8 +23,8 @@ def describe_type(struct: type[msgspec.Struct], name: str) -> str:
 
 def describe_range(struct: type[msgspec.Struct], name: str) -> str:
     """The bounds of a field: ``at least 1``, ``from 0 to 10``, …; empty if it is neither a number
-    nor a string with bounds. Every number among our fields has a lower bound, and a string has both
-    bounds or none."""
+    nor a string with bounds. Every number among the options has a lower bound, and a string has
+    both bounds or none."""
     kind = kind_of(struct, name)
     if isinstance(kind, inspect.StrType) and kind.min_length is not None:
         return f"a string of {kind.min_length} to {kind.max_length} characters"

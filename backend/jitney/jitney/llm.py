@@ -55,7 +55,7 @@ class Completed:
     prompt_logprobs: list[list[Logprob] | None] | None = None
     timing: Timing | None = None
     error: JitneyError | None = None
-    """Set if this request failed after it was accepted; it has no sequences then."""
+    """Set if the engine refused this request, or if it failed later; it has no sequences then."""
 
     @property
     def text(self) -> str:
@@ -121,20 +121,14 @@ class LLM:
         """Context length, vocabulary, cache size and the like."""
         return self._engine.info
 
-    @property
-    def capacity(self) -> int:
-        """How many requests to have open at once: twice what the batch holds, so that the next ones
-        are there when others end, but no more than the queue takes."""
-        return max(1, min(2 * self.config.max_num_seqs, self.config.max_queued))
-
     def generate(
         self, prompts: Prompt | Iterable[Prompt], params: Params = None, *, progress: bool = True
     ) -> list[Completed]:
         """Complete every prompt, a text or a list of token ids; results in the prompts' order.
 
         ``params`` hold for all of them, or are one for each. Raises InvalidArgumentError before
-        anything runs if any prompt or parameter is refused. A request that fails later does not
-        stop the others: its result carries the error.
+        anything runs if any prompt or parameter is wrong. A request that the engine refuses, or
+        that fails later, does not stop the others: its result carries the error.
         """
         ids = [self._encode(prompt) for prompt in _listed(prompts)]
         return self._complete(self.requests(ids, params), progress)
@@ -180,6 +174,18 @@ class LLM:
         self.close()
 
     # ------------------------------------------------------------------ what jobs use
+
+    def capacity_for(self, tiers: Iterable[str | None]) -> int:
+        """How many requests of these tiers (None: the default tier) to have open at once: twice
+        what the batch holds, so that the next ones are there when others end, but no more than the
+        queue takes, or that of any of these tiers."""
+        most = min(2 * self.config.max_num_seqs, self.config.max_queued)
+        if self.config.tiers:
+            for name in tiers:
+                tier = self.config.tiers[self.config.tier_of(name)]
+                if tier.max_queued is not None:
+                    most = min(most, tier.max_queued)
+        return max(1, most)
 
     def requests(self, prompts: list[list[int]], params: Params) -> list[Submit]:
         """Requests of token ids for :meth:`start`. Raises InvalidArgumentError."""
@@ -237,12 +243,13 @@ class LLM:
         done: dict[int, Completed] = {}
         waiting = deque(submits)
         num_bad = 0
+        capacity = self.capacity_for({submit.params.tier for submit in submits})
         display = Progress(rows="prompts", shown=progress)
         self.figures.update(dict.fromkeys(COUNTS, 0.0))
         began = time.monotonic()
         try:
             while waiting or running:
-                while waiting and len(running) < self.capacity:
+                while waiting and len(running) < capacity:
                     submit = waiting.popleft()
                     running[submit.key] = self.start(submit)
                 for key, completed in self.collect_ended(running):

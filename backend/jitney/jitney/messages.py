@@ -55,7 +55,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="su
     deadline: float | None = None
     emitted: list[Emitted] = []
     """Not empty if an engine that has died had this request: one entry for each of its ``n``
-    sequences. The request is then resumed as if it had been preempted."""
+    sequences. If they have output, the request is resumed as if it had been preempted."""
     first_token: float | None = None
     """When the request emitted its first token, if it has."""
     request_id: str = ""
@@ -167,11 +167,11 @@ class TierStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Count: running sequences that got no row, or a smaller chunk than the token budget allowed,
     to keep the step within a tier's latency target."""
     overdue: int = 0
-    """Count: requests that waited so long that they count as requests of the first tier (see
-    ``aging_s`` of a tier), before any of their sequences was admitted."""
+    """Count: requests that had waited for the whole aging time of their tier (see ``aging_s`` of a
+    tier) before any of their sequences was admitted."""
     oldest_s: float = 0.0
-    """Gauge: the longest wait of a sequence that waits now, in seconds since it arrived or was
-    preempted."""
+    """Gauge: the longest wait of a sequence that waits now, in seconds since it arrived, or was
+    preempted or forked."""
 
 
 class StepStats(msgspec.Struct, array_like=True, kw_only=True):

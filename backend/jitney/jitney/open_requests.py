@@ -69,23 +69,15 @@ class OpenRequests:
         """
         try:
             report = self._engine.step()
+            if report is not None:
+                self._apply(report)
+                return
         except BaseException:
+            # Events of the step may be lost.
             self._fail_all("the engine was interrupted")
             raise
-        if report is None:
-            # The engine has nothing to do. So it knows no request, and none may be open here.
-            assert not self._open, "requests are open, but no step is made"
-            return
-        self._count(report)
-        for event in report.events:
-            completion = self._open.get(event.key)
-            if completion is None:
-                continue  # the request was cancelled, and the engine did not know it yet
-            finish = completion.feed(event)
-            if finish is not None:  # a stop string was found: the engine ends the sequence
-                self._engine.send(finish)
-            if completion.terminal is not None:
-                del self._open[event.key]
+        # The engine has nothing to do. So it knows no request, and none may be open here.
+        assert not self._open, "requests are open, but no step is made"
 
     def cancel(self, keys: Iterable[int]) -> None:
         """Cancel those of these requests that are still open."""
@@ -103,6 +95,19 @@ class OpenRequests:
         """Drop what is open, because the engine is closed."""
         self._open.clear()
 
+    def _apply(self, report: StepReport) -> None:
+        """Count a report, and give its events to the requests that they belong to."""
+        self._count(report)
+        for event in report.events:
+            completion = self._open.get(event.key)
+            if completion is None:
+                continue  # the request was cancelled, and the engine did not know it yet
+            finish = completion.feed(event)
+            if finish is not None:  # a stop string was found: the engine ends the sequence
+                self._engine.send(finish)
+            if completion.terminal is not None:
+                del self._open[event.key]
+
     def _count(self, report: StepReport) -> None:
         stats = report.stats
         self.figures["steps"] += 1
@@ -119,5 +124,7 @@ class OpenRequests:
             self._engine.send(Cancel(key))
         self._engine.reset()
         for key, completion in self._open.items():
-            completion.feed(Failed(key, InternalError.code, reason))
+            # An interrupt may have come right after a request's terminal event.
+            if completion.terminal is None:
+                completion.feed(Failed(key, InternalError.code, reason))
         self._open.clear()

@@ -127,13 +127,19 @@ def _with_nested_structs(options: dict[str, object]) -> dict[str, object]:
     """The options that are objects, or lists of objects, as structs. Each is converted by itself,
     so that a message names the key inside it."""
     made = dict(options)
-    speculation = options.get("speculation")
+    speculation = _as_dict(options.get("speculation"), SpeculationConfig)
     if isinstance(speculation, dict):
         made["speculation"] = _make_speculation(speculation)
     tiers = options.get("tiers")
     if isinstance(tiers, (list, tuple)):
         made["tiers"] = [_make_tier(index, given) for index, given in enumerate(tiers)]
     return made
+
+
+def _as_dict(given: object, struct: type[msgspec.Struct]) -> object:
+    """The fields of a ``struct`` as a dict, which is checked like one that was read: a struct made
+    in Python may hold anything. Returns what is no such struct as it is."""
+    return msgspec.structs.asdict(given) if isinstance(given, struct) else given
 
 
 def _make_speculation(given: dict[str, object]) -> SpeculationConfig:
@@ -152,8 +158,7 @@ def _make_speculation(given: dict[str, object]) -> SpeculationConfig:
 
 
 def _make_tier(index: int, given: object) -> TierConfig:
-    if isinstance(given, TierConfig):
-        return given
+    given = _as_dict(given, TierConfig)
     if not isinstance(given, dict):
         raise ConfigError.of(f"tiers[{index}]", given, "an object")
     _check_names(given, TierConfig, prefix=f"tiers[{index}].")
@@ -165,9 +170,9 @@ def _make_tier(index: int, given: object) -> TierConfig:
 def _check_names(
     options: Mapping[str, object], struct: type[msgspec.Struct], prefix: str = ""
 ) -> None:
-    """Raise ConfigError if a key of ``options`` is no field of ``struct``. ``prefix`` stands before
-    the key in the message: the path of ``options``, such as ``speculation.``, if they are nested in
-    others."""
+    """Raise ConfigError if a key of ``options`` is no field of ``struct``. If the options are
+    nested in others, ``prefix`` is their path, such as ``speculation.``: the message shows it
+    before the key."""
     for key in options:
         if key not in struct.__struct_fields__:
             near = nearest(key, struct.__struct_fields__)

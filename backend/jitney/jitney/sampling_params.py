@@ -123,8 +123,8 @@ _RANGES: dict[str, _Range] = {
 def parse_sampling_params(raw: Mapping[str, object]) -> SamplingParams:
     """Make parameters from decoded JSON. Numbers and booleans may come as strings.
 
-    Raises InvalidArgumentError for an unknown name (naming the nearest), a wrong type, or a number
-    that is not finite. :func:`check_sampling_params` checks the ranges.
+    Raises InvalidArgumentError for an unknown name (naming the nearest) or a wrong type.
+    :func:`check_sampling_params` checks the ranges.
     """
     for name in raw:
         if name not in NAMES:
@@ -377,5 +377,5 @@ def parse_limits(text: str) -> Limits:
 
 
 def _wrong_limits(text: str) -> InvalidArgumentError:
-    bound = "made of tiers=NAME,… and min_priority=NUMBER, at most 0, each at most once"
+    bound = "made of tiers=NAME,… and min_priority=NUMBER (0 or less), each at most once"
     return InvalidArgumentError.of("limits", text, bound)

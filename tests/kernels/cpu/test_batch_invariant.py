@@ -138,3 +138,11 @@ def test_adapters_need_a_native_call(tmp_path) -> None:
     (tmp_path / "adapters").mkdir()
     with pytest.raises(ConfigError, match="a step of this model is no native call"):
         load_runner(options(tmp_path, "gemma3", adapters=str(tmp_path / "adapters")))
+
+
+def test_adapters_need_a_cache_that_the_native_call_reads(tmp_path) -> None:
+    (tmp_path / "adapters").mkdir()
+    more = {"adapters": str(tmp_path / "adapters")}
+    load_runner(options(tmp_path, "llama", kv_cache_dtype="int8", **more)).close()
+    with pytest.raises(ConfigError, match="kv_cache_dtype is 'float32', but must be auto or int8"):
+        load_runner(options(tmp_path, "llama", kv_cache_dtype="float32", **more))

@@ -252,6 +252,18 @@ def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path) -> None:
         load(tmp_path / "m", speculation=speculation)
 
 
+@pytest.mark.parametrize("drafter", ["draft_model", "eagle"])
+def test_a_draft_model_of_a_shorter_context_is_refused(tmp_path, drafter: str) -> None:
+    """The error names no option that is not set, and both ways out."""
+    draft = make_checkpoint(tmp_path / "draft", "llama", tokenizer=True, max_position_embeddings=64)
+    message = (
+        r"^option speculation\.model is .*, but must be a checkpoint made for at least 256 tokens, "
+        "not 64; or set max_model_len to at most 64$"
+    )
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path / "m", speculation={"drafter": drafter, "model": str(draft)})
+
+
 def compiled_by(compiler) -> dict:
     """By text, the grammars of the wishes."""
     from llguidance import LLMatcher

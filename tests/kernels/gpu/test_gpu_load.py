@@ -51,6 +51,17 @@ def test_eight_bit_cache(path: Path, plain) -> None:
     runner.close()
 
 
+def test_the_eight_bit_cache_of_a_draft_model_has_scales_too(path: Path) -> None:
+    """The model is its own draft model, so both have the same."""
+    speculation = {"drafter": "draft_model", "model": str(path)}
+    runner = load_runner(options(path, kv_cache_dtype="float8_e4m3", speculation=speculation))
+    (cache,), (of_draft,) = runner._caches, runner._draft._caches
+    assert of_draft.keys.dtype == torch.float8_e4m3fn
+    assert torch.equal(of_draft.key_scale, cache.key_scale)
+    assert torch.equal(of_draft.value_scale, cache.value_scale)
+    runner.close()
+
+
 def test_scales_of_the_checkpoint_are_taken(path: Path, monkeypatch) -> None:
     stated = KvScales(key=torch.tensor([0.25]), value=torch.tensor([0.5]))
     monkeypatch.setattr("jitney.execution.read_model.cache_scales", lambda *_: {0: stated})

@@ -53,7 +53,9 @@ class Layer:
         )
         self.window, self.size, self.heads = window, size, (heads, kv_heads, kv_heads)
         shape = cache_shape(2, BLOCK, kv_heads, size)
-        self.caches = [torch.zeros(shape, dtype=torch.bfloat16) for _ in "kv"]
+        cache_dtype = options.pop("cache_dtype", torch.bfloat16)
+        self.caches = [torch.zeros(shape, dtype=cache_dtype) for _ in "kv"]
+        self.scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
 
         def no_angles(
             x: torch.Tensor, positions: torch.Tensor
@@ -81,11 +83,13 @@ class Layer:
             max_query_len=tokens - rows + 1,
             max_context_len=context,
         )
-        like = self.caches[0]
+        like = self.caches[0].new_zeros((), dtype=torch.bfloat16)
         qkv = like.new_zeros((tokens, sum(self.heads), self.size)).split(self.heads, 1)
         call = AttentionCall(0, *qkv, scale=0.1, window=self.window)
         transform = HeadTransform(*self.angles.index_select(0, self.slots[:tokens]).unbind(1))
-        attended = self.attend(call, LayerCache(*self.caches, self.attend), meta, transform)
+        attended = self.attend(
+            call, LayerCache(*self.caches, self.attend, *self.scales), meta, transform
+        )
         branch = attended.view(tokens, -1)
         x, residual = add_norm(branch, branch, norm=self.norm)
         self.product(x)
@@ -117,6 +121,24 @@ def test_nothing_is_compiled_after_a_prompt_and_a_decode(
         for more in (0, 1, 2, 15, 16, 64):
             for context in (more + 1, 256, 511, 513, 1024, 4096):
                 made.step(rows, rows + more, context)
+    assert compiled == first
+
+
+def test_scales_that_come_after_the_memory_was_measured_compile_nothing_later(
+    compiled: set[tuple[str, str]],
+) -> None:
+    """The load measures steps over caches that have no scales yet."""
+    made = Layer(32, 8, 64, 64, cache_dtype=torch.float8_e4m3fn)
+    made.step(1, 16, 16)
+    made.step(1, 1, 17)
+    made.scales = (torch.ones(8), torch.ones(8))
+    made.step(1, 16, 16)
+    made.step(1, 1, 17)
+    first = set(compiled)
+    for rows in (1, 8, 32):
+        for context in (256, 1024, 4096):
+            made.step(rows, rows, context)
+            made.step(rows, rows + 64, context)
     assert compiled == first
 
 

@@ -9,12 +9,12 @@ The way of a request that names an adapter:
    a ``LowRank`` of what was read.
 4. The request's rows carry that ``LowRank`` in every step.
 
-A step's tokens are divided into spans, each of one adapter. For each span, the adapter's own
-product is added to the results of the linear layers that it changes. Who adds it depends on how the
-step is computed:
+The tokens of a step that have adapters form spans, each of one adapter. For each span, the
+adapter's own product is added to the results of the linear layers that it changes. Who adds it
+depends on how the step is computed:
 
 - by transformers' modules: hooks on the linear layers;
-- by fused modules: ``kernels/fused/adapted.py``, after each fused layer;
+- by fused modules: ``kernels/fused/adapted.py``, after each of their products;
 - by one native call: two kernels compute ``x A^T B^T`` into a buffer before a layer's product, and
   the product's kernel adds the buffer.
 

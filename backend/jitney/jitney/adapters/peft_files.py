@@ -36,9 +36,9 @@ class _Field(NamedTuple):
     """What a field of the configuration may be."""
 
     default: object
-    """Its value if it is absent. Jitney can compute adapters with it."""
+    """Its value if it is absent. Adapters with this value can be computed."""
     others: tuple[object, ...] = ()
-    """Other values with which it can."""
+    """Other values that can be computed."""
 
 
 # PEFT's other fields matter for training alone, or say what the tensors' names and shapes say.
@@ -186,7 +186,7 @@ def _stated_for(path: str, patterns: Mapping[str, float] | None, default: float)
 def _pairs_of_layers(
     tensors: Mapping[str, Tensor], sites: Mapping[str, Site]
 ) -> dict[str, _FoundPair]:
-    """The pair of each layer that the tensors name, by the layer's path, sorted by that."""
+    """The pair of each layer that the tensors name, by the layer's path. The paths are sorted."""
     of_kind: dict[str, dict[str, Tensor]] = {"A": {}, "B": {}}
     for name, tensor in tensors.items():
         match = _NAME.fullmatch(name.removeprefix(_PREFIX))

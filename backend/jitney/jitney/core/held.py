@@ -2,8 +2,8 @@
 compiled grammar or an adapter.
 
 They count towards the limit of the queue and end at their deadline, like requests that wait to run.
-Owned by the scheduler. The engine knows what a request waits for, and passes it to
-``Scheduler.submit`` once that is there.
+Owned by the scheduler. The engine knows what each request waits for. Once that is there, it passes
+the request to ``Scheduler.submit``.
 """
 
 from jitney.core.deadlines import Deadlines

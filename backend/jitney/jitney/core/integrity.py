@@ -1,6 +1,5 @@
 """Checks of the live requests: each is in exactly one state, and queues, steps in flight and blocks
-agree. The scheduler's ``check_integrity`` calls them: the engine when it is idle, tests after each
-step.
+agree. Called through the scheduler: by the engine when it is idle, by tests after each step.
 """
 
 from collections import Counter

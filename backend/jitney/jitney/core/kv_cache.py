@@ -10,9 +10,9 @@ runner's. A block is in exactly one of three states:
 - *free*: it holds nothing that could be found.
 
 Only full blocks carry a hash: sha256 over the parent block's hash and the block's tokens. The chain
-begins at a root made from the tenant's salt, so equal hashes mean equal tokens from position 0 on,
-and tenants with different salts never share a block. A block gets its hash only after the step
-that filled it, so that nobody reads what is not yet written.
+begins at a root made from the tenant's salt and the adapter. So equal hashes mean equal tokens from
+position 0 on, and tenants with different salts never share a block. A block gets its hash only
+after the step that filled it, so that nobody reads what is not yet written.
 """
 
 import hashlib
@@ -30,6 +30,7 @@ _CACHED = 2
 def root_hash(salt: str | None, adapter: str = "") -> bytes:
     """Where the chain of a tenant and adapter begins. The length of each field is hashed before it,
     so that no two lists of fields give the same bytes."""
+    # The first field tells an empty salt from a missing one.
     fields = [b"", b""] if salt is None else [b"salt", salt.encode("utf-8", "surrogatepass")]
     fields.append(adapter.encode())
     digest = hashlib.sha256(b"jitney")
@@ -225,8 +226,8 @@ class KvCache:
             pass
 
     def integrity_checks(self, tables: Iterable[tuple[list[int], int]]) -> Iterator[None]:
-        """:meth:`check_integrity` with a pause after every few blocks. If anything changes in a
-        pause, the rest must not be run."""
+        """:meth:`check_integrity` with a pause after every ``_CHECKED_AT_ONCE`` blocks. If
+        anything changes in a pause, the rest must not be run."""
         owners = self._count_owners(tables)
         states = bytearray(self.num_blocks)  # _REFERENCED, until found among the others
         for state, blocks in ((_FREE, self._free), (_CACHED, self._cached)):
@@ -272,7 +273,7 @@ class KvCache:
         if state == _FREE:
             assert key is None, "a free block has a hash"
         if state == _CACHED:
-            assert key is not None, "a cached block has none"
+            assert key is not None, "a cached block has no hash"
         if key is not None:
             assert self._block_of.get(key) == block, f"block {block} is not found by its hash"
 

@@ -195,7 +195,7 @@ class LiveRequests:
         return None if sequence.state is _ENDED else sequence
 
     def complete(self, batch: Batch) -> PlannedStep:
-        """The oldest step in flight is complete: its copies are made, its deferred frees due."""
+        """The oldest step in flight is complete, and so are its copies. Do its deferred frees."""
         assert self.in_flight, "no step is in flight"
         step = self.in_flight.pop(0)
         assert step.batch is batch, "this step is not the oldest in flight"

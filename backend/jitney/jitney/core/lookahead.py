@@ -86,8 +86,8 @@ class Lookahead:
 
     def _blocks_due(self, after: list[Sequence]) -> int:
         """Blocks that others may need in this step. A fork that is due needs one. Each sequence
-        ``after`` this one needs those of its known tokens, at least one for the token that it
-        samples."""
+        ``after`` this one needs one for the token that it samples, or more if its known tokens lack
+        more."""
         due = self._admission.num_forks_due(self._live.running)
         for sequence in after:
             missing = self._kv.blocks_for(sequence.num_tokens) - len(sequence.table)

@@ -17,7 +17,7 @@ wait in the queue. With ``eviction: never`` it is admitted only when as many of 
 run as can ever run at once. If it were admitted earlier, its waiting forks would have to compute
 the prompt again later, in blocks that are not reserved for them.
 
-A plan *ahead* is made while a step is in flight. It differs in four things:
+A plan *ahead* is made while a step is in flight. It differs in five things:
 
 - A token that the step in flight is still sampling is *carried*: the row has its index among the
   samples instead of the token.
@@ -27,6 +27,7 @@ A plan *ahead* is made while a step is in flight. It differs in four things:
   gets its row in the next plan.
 - Nothing is preempted: :attr:`Planner.can_plan_ahead` has checked that there is a block for each
   decode. Tokens that a grammar forces and that do not fit are computed in the next step.
+- It copies no blocks.
 
 What may shape a step beside rank and budget is asked of ``policy``.
 """
@@ -41,8 +42,8 @@ from jitney.core.step_plan import StepPlan
 from jitney.messages import StepStats
 
 # If plans ahead leave a sequence out, it has a row in every second step only. So it makes half as
-# many tokens, while the other sequences gain the host's time. A step is planned ahead only if at
-# most this part of the running sequences is left out.
+# many tokens, while the others do not wait for the host. A step is planned ahead only if at most
+# this part of the running sequences is left out.
 _MOST_LEFT_OUT = 1 / 4
 # The part of the token budget that decodes leave to chunks, if there are any.
 _PREFILL_SHARE = 1 / 8
@@ -295,7 +296,7 @@ class Planner:
     def _admit_urgent(self, plan: StepPlan) -> None:
         """Admit the sequences that come before running ones, and preempt others for them."""
         live = self._live
-        # A plan ahead preempts nobody. So each decode keeps the block that can_plan_ahead saw.
+        # A plan ahead preempts nobody. So a block for each decode must stay free.
         spare = len(live.running) if plan.ahead else 0
         while True:
             sequence = self._admission.urgent(live.running)
@@ -339,6 +340,9 @@ class Planner:
         ``spare`` blocks must stay free, or as many as the watermark if that is more."""
         request = sequence.request
         kv = self._kv
+        if not self._preempts and kv.pending_copies():
+            # Until this step has made a copy, its source is held beside all reserved blocks.
+            return False
         reserve = sequence.reserved_blocks
         if not request.num_running:
             reserve += request.reserved_blocks

@@ -176,8 +176,8 @@ def _takes_forced(message: Submit) -> bool:
         return False
     if params.logprobs is not None:  # a forced token has none
         return False
-    # A text can be made of different tokens. With any of these parameters, sampling might make a
-    # forced text of other tokens than the tokenizer does.
+    # A text can be made of different tokens. These parameters may forbid or penalize the
+    # tokens that the tokenizer makes of a forced text.
     if message.bad_words_ids or params.logit_bias:
         return False
     return params.allowed_token_ids is None
@@ -265,8 +265,8 @@ class Sequence:
     num_read: int = field(default=0, init=False)
     """How many of its tokens the draft model had computed when it was asked last."""
     runner_proposal: list[int] = field(default_factory=list, init=False)
-    """The tokens that the runner proposed to follow the last token. The first of them become
-    ``drafting.proposal``."""
+    """The tokens that the runner proposed to follow the last token. A ``RunnerDrafter`` takes
+    the first ``max_drafts`` of them."""
     reserved_blocks: int = field(default=0, init=False)
     """Blocks reserved for this sequence while it runs. Only with ``eviction: never``, and only in a
     resumed request: its sequences share no prompt, so each reserves blocks, the request none."""
@@ -274,7 +274,7 @@ class Sequence:
     waiting_since: float = field(default=0.0, init=False)
     """If the sequence waits: when its request arrived, or when it was preempted or forked."""
     level: int = field(default=0, init=False)
-    """Lower levels come first. Policies alone set it: 0 without."""
+    """Lower levels come first. Always 0 without the option ``tiers``."""
     rank: tuple[float, int, int] = field(init=False)
     """Within a level, lower ranks come first. It never changes, though the level may."""
 

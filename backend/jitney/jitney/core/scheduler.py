@@ -5,11 +5,11 @@ alone calls it. ``plan`` fills a step, ``outcome`` applies its output, and ``pol
 options ``tiers`` and ``speculation`` change in both.
 
 Steps take sequences by *rank*: ``priority * aging_s + arrival``, lower first. Waiting ``aging_s``
-seconds weighs as much as one level of priority, so an old request overtakes younger ones without
-its rank ever changing. (With the option ``tiers``, lower levels come first, and rank decides within
-a level.) Preemption takes the running sequence of the highest rank, which goes back
-to the queue and keeps its rank. So the sequence of the lowest rank makes way for no other, and
-every sequence becomes that one in time: none starves.
+seconds weighs as much as one unit of priority, so an old request overtakes younger ones without its
+rank ever changing. (With the option ``tiers``, rank decides only within a level: see
+``Sequence.level``.) Preemption takes the running sequence of the highest rank, which goes back to
+the queue and keeps its rank. So the sequence of the lowest rank makes way for no other, and every
+sequence becomes that one in time: none starves.
 
 Without overlap, every :meth:`Scheduler.schedule` is followed by :meth:`Scheduler.update` or
 :meth:`Scheduler.revert`. With overlap, a second step may be planned before the first is updated, if
@@ -133,8 +133,9 @@ class Scheduler:
             pass
 
     def integrity_checks(self) -> Iterator[None]:
-        """:meth:`check_integrity` in slices of at most a millisecond or two, with a yield after
-        each. If the scheduler is called between two slices, the rest must be dropped."""
+        """:meth:`check_integrity` in slices, with a yield after each. While no request is live, a
+        slice takes at most a millisecond or two. If the scheduler is called between two slices, the
+        rest must be dropped."""
         return integrity_checks(self.live, num_held=len(self._held))
 
     # ------------------------------------------------------------------ messages
@@ -286,8 +287,8 @@ class Scheduler:
         have ended are left out, and every pending copy is made. No step may be in flight."""
         live = self.live
         assert not live.in_flight
-        # The policy saves up for its next try of a draft model. If the failed step asked the model,
-        # that saving is spent. update() will not say so: the repeated rows have propose = 0.
+        # A row that asked a draft model has spent what the policy had saved for that. update() does
+        # not say so: the repeated rows have propose = 0.
         self.policies.drafts.note_rows(rows)
         plain_rows: list[Row] = []
         for row in rows:

@@ -126,9 +126,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
 
 def weigh(config: EngineConfig) -> Footprint:
     """What loading the model of ``config`` would take; see ``execution.weigh``."""
-    # `weigh_model` takes every device but "cpu" for a GPU, whether this machine has one or not. So
-    # the option is not resolved. It asks an accelerator only whether it widens bfloat16, and a
-    # GPU's never does.
+    # `weigh_model` weighs for a GPU unless option `device` is "cpu", whether this machine has a GPU
+    # or not. So the option is not resolved. An accelerator is asked only whether it widens
+    # bfloat16, and a GPU's never does.
     accelerator = None
     if config.device == "cpu":
         accelerator = accelerator_for(config, torch.device("cpu"))

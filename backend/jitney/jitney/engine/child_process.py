@@ -1,4 +1,4 @@
-"""What any Python process needs that an engine's front starts: its environment and interpreter."""
+"""The environment and the interpreter of the Python processes that an engine's front starts."""
 
 import os
 import shutil

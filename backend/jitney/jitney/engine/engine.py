@@ -10,7 +10,7 @@ for it in :mod:`~jitney.engine.pending`.
 
 Failures, from the small to the large:
 
-- a row that could not be served fails its request;
+- a row whose output is an error fails its request;
 - a step that raises is executed again in halves, to find the request that makes it raise;
 - a fault of the loop itself (our bug) ends every open request with Failed, and the loop goes on
   with a fresh scheduler.
@@ -127,9 +127,9 @@ class Engine:
         return self.scheduler.has_work or self._steps.num_in_flight > 0
 
     def step(self) -> StepReport | None:
-        """Make one step. None: there was nothing to do, and nothing is in flight. May sleep: if
-        every open request waits for a grammar or an adapter, until a message or one of these comes.
-        Then the report is empty.
+        """Make one step. None: there was nothing to do, and nothing is in flight. If every open
+        request waits for a grammar or an adapter, it sleeps until something comes or a deadline is
+        reached; then the report is empty.
 
         With overlap the events are those of the step before, so the first step has none.
         ``step_seconds`` is the time of this call. In steady state it equals the time of one step on
@@ -144,7 +144,9 @@ class Engine:
             # If there are only events, _make_step() does nothing, and the events are reported.
             self._make_step(now)
         elif self.pending:
-            self._wait_for_resource(now)  # the next call applies what has come
+            # Only held requests are open: `scheduler.has_work` leaves them out. The next call
+            # applies what comes.
+            self._wait_for_resource(now)
         else:
             return None
         self._note_ended(_ended_by(self._events), now)
@@ -205,7 +207,7 @@ class Engine:
         messages = self.inbox.take_messages()
         # The clock is read after they were taken: no request arrived later than that.
         now = self._clock()
-        # First of all: if anything below raises, each of them gets its terminal event.
+        # First of all: if anything below raises, each new request gets its terminal event.
         self._note_open(messages)
         has_received = self._receive_results(now)
         for message in messages:

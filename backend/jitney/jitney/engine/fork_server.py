@@ -121,9 +121,9 @@ class ForkServer:
         # heap and make nothing faster.
         for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
             environment.setdefault(name, "16")
-        # A server that is stopped, tritonserver for one, may get the signal with all its processes.
-        # But the front decides when its engine ends. This blocks the signals in the present thread;
-        # a child inherits it.
+        # Whoever stops a server, such as tritonserver, may signal all of its processes. But the
+        # front decides when its engine ends. So the present thread blocks these signals, and a
+        # child inherits that.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
         command = [python_executable(), "-X", "faulthandler", "-m", "jitney.engine.process"]
         return subprocess.Popen(

@@ -54,12 +54,12 @@ class _Sequence:
 
     emitted: Emitted = field(default_factory=Emitted)
     tokens_since_death: int = 0
-    """Tokens emitted since the last death of an engine that was computing this request. The next
-    death may be that many positions further on."""
+    """Tokens emitted since the last death of an engine that was computing this request. Two deaths
+    that lie fewer positions apart count as at the same tokens (:func:`_is_same_place`)."""
     samples_by_engine: int = 0
-    """Samples by the present engine: enough of them prove that it has got past that place. Tokens
-    that a grammar forces, and accepted drafts, come with the sample before them and do not count.
-    """
+    """Samples by the present engine: ``PROOF_SAMPLES`` prove that it has got past the tokens at
+    which those before it died. Tokens that a grammar forces, and accepted drafts, come with the
+    sample before them and do not count."""
 
     @property
     def has_got_past(self) -> bool:
@@ -90,7 +90,7 @@ class _Entry:
     def messages(self) -> list[Message]:
         """What brings an engine to where this request is."""
         emitted: list[Emitted] = []
-        # Entries, even empty ones, say that it was accepted: a full queue does not refuse it.
+        # If `emitted` is not empty, the request was accepted: a full queue does not refuse it.
         if self.was_sent:
             emitted = [sequence.emitted for sequence in self.sequences]
         submit = msgspec.structs.replace(self.submit, emitted=emitted, first_token=self.first_token)

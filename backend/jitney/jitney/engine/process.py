@@ -43,7 +43,7 @@ from jitney.engine.wire import (
     Stop,
     ToEngine,
 )
-from jitney.errors import DeviceLostError, JitneyError, LoadError
+from jitney.errors import DeviceLostError, JitneyError, LoadError, UnavailableError
 from jitney.messages import Cancel, Finish, StepReport, Submit
 
 _log = logging.getLogger(__name__)
@@ -66,8 +66,9 @@ _PR_SET_PDEATHSIG = 1
 
 def run_fork_server(descriptor: int, ahead: Sequence[str], loader: str) -> int:
     """Fork an engine for each socket that comes, one at a time, and send its pid and exit status.
-    Returns an exit status once the front has closed its end. The functions named by ``ahead`` may
-    fork processes of their own, which compile kernels: of these nothing is sent."""
+    Returns the fork server's own exit status once the front has closed its end. The functions named
+    by ``ahead`` may fork processes of their own, which compile kernels: of these nothing is sent.
+    """
     _end_only_with_parent()
     load = _prepare(ahead, loader)
     with socket.socket(fileno=descriptor) as control:
@@ -113,7 +114,8 @@ def _call_loader(loader: str) -> LoadModel:
 
 
 def _compile_ahead(name: str) -> None:
-    """Call an entry point of ``jitney.ahead``. If that fails, only the first start takes longer."""
+    """Call an entry point of ``jitney.ahead``. If it cannot be imported, only the first start takes
+    longer."""
     try:
         pkgutil.resolve_name(name)()
     except ImportError as error:
@@ -218,7 +220,10 @@ def _read(frames: Frames[ToEngine], engine: Engine) -> None:
             if isinstance(message, Stop):
                 engine.stop()
             elif isinstance(message, Submit | Finish | Cancel):
-                engine.send(message)
+                # An engine that is ending by itself takes no Submit. The front sends it to the next
+                # one.
+                with contextlib.suppress(UnavailableError):
+                    engine.send(message)
     except EOFError:
         status = 0
     except Exception:

@@ -28,9 +28,9 @@ def quiet_imports() -> None:
 
 @contextmanager
 def lean_imports() -> Iterator[None]:
-    """Hide the libraries that transformers can do without from the imports within. That saves a
-    quarter of their time. Afterwards the libraries can be imported again, but transformers, which
-    has looked for them once, goes on without them."""
+    """Inside this context, hide the libraries that transformers can do without. That saves a
+    quarter of the imports' time. Afterwards the libraries can be imported again, but transformers,
+    which has looked for them once, goes on without them."""
     for_cpu = metadata.version("torch").endswith("+cpu")
     spared = _SPARED_WITHOUT_GPU if for_cpu else _SPARED
     hidden = [name for name in spared if name not in sys.modules]

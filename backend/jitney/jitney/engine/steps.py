@@ -214,7 +214,7 @@ class Steps:
                 self._events += self._scheduler.fail(batch.rows[0].key, error)
 
     def _note_failure(self, error: Exception) -> None:
-        """Called in the handler of ``error``. The device can go on."""
+        """Log the error of a step, which is no DeviceLostError. Called in the error's handler."""
         if isinstance(error, MemoryError):
             self.out_of_memory += 1
         _log.exception("a step raised")

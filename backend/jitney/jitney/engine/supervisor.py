@@ -61,7 +61,7 @@ _STOP_S = 4.0
 """Seconds that an engine has to end after :meth:`SupervisedEngine.stop`."""
 _SILENT_S = 2.0
 """After so many seconds without a message from the engine, the supervisor itself ends requests
-whose deadline is reached."""
+that were cancelled or whose deadline is reached."""
 _MOST_DEATHS = 5
 _DEATHS_WITHIN_S = 60.0
 """After ``_MOST_DEATHS`` within so many seconds, with no step completed between them, requests are
@@ -189,7 +189,7 @@ class SupervisedEngine:
         self._thread.start()
 
     def step(self) -> StepReport:
-        """The next report. To be called while a request is open: each one ends in a report."""
+        """Wait for the next report. Only while a request is open: else none may come."""
         return self._reports.get()
 
     def reset(self) -> None:
@@ -289,8 +289,8 @@ class SupervisedEngine:
         return message
 
     def _expire(self, connection: EngineConnection, now: float) -> None:
-        """End the requests whose deadline is reached and that the engine cannot end: those that it
-        has not got, and, if it is silent, all others, too."""
+        """End the requests that were cancelled or whose deadline is reached, if the engine cannot:
+        those that it has not got, and, if it is silent, all others, too."""
         is_silent = now - self._heard > _SILENT_S
         with self._lock:
             events = self._journal.expire(now, engine_is_silent=is_silent)

@@ -9,10 +9,10 @@ A model that cannot run this way is refused at load, by name and reason. ``check
 (``gguf_file`` those of GGUF), and ``support`` judges configurations. ``probe`` runs the module on a
 dozen tokens and compares the logits with those of transformers' eager attention.
 
-A load, in the order to read: ``load`` (its docstring lists all steps), ``read_model`` and
-``weights`` (the first of them), ``first_steps`` (the last one, which warms up the kernels).
-``machine``, ``options`` and ``memory`` say what the device has and how it is shared. ``weigh`` adds
-up what a load would take.
+A load, in the order to read: ``load`` (its docstring lists all steps), ``read_model`` with
+``weights`` (up to the proof), ``first_steps`` (which warms up the kernels). ``machine``,
+``options`` and ``memory`` say what the device has and how it is shared. ``weigh`` adds up what a
+load would take.
 
 A step, in the order to read: ``protocols`` (what the engine asks), ``runner``, ``row_samples``
 (which tokens of a row need logits), ``attention`` (what attention must know of the step),

@@ -185,13 +185,14 @@ def _contents_of_gguf(file: Path) -> _Contents:
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """Read a JSON object. Raises CheckpointError if it is missing, malformed or another value."""
+    """Read a JSON object. Raises CheckpointError if the file cannot be read or holds something
+    else."""
     try:
         data = (folder / name).read_bytes()
     except FileNotFoundError:
         raise CheckpointError(f"{name} is missing") from None
     except OSError as error:
-        raise CheckpointError(f"{name} is not JSON: {first_line(error, folder)}") from None
+        raise CheckpointError(f"{name} cannot be read: {first_line(error, folder)}") from None
     return parse_json(data, name)
 
 

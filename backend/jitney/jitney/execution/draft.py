@@ -15,9 +15,9 @@ computes entry p from the token at p, and a head (``eagle``) from the token at p
 counts positions of tokens, except the one that ``as_row`` makes for attention.
 
 *Forced tokens.* Where a grammar allows only one text, the scheduler appends the tokenizer's tokens
-of that text (``batch.GrammarState.forced``), even if the step sampled another tokenization of it,
-which the mask allows too. The draft model reads a sample within its step, before the scheduler can
-force another token in its place. So the last token that it has read may be replaced.
+of that text (``batch.GrammarState.forced``). The mask allows other tokenizations too, and the step
+may have sampled one of these. The draft model reads a sample within its step, before the scheduler
+can force another token in its place. So the last token that it has read may be replaced.
 """
 
 import math
@@ -171,9 +171,9 @@ class DraftModel:
         if row.grammar is not None and not output.unread:
             # The last token to read is the newest one, which may be replaced by a forced token (see
             # the module's docstring). Usually the next row begins at the forced token, and
-            # `_invalidate` forgets the entry. But a draft of this row may be the forced token while
-            # the sample is not. Then the forced token is computed already, and the next row begins
-            # behind it. So the entry is not counted in the first place.
+            # `_invalidate` forgets the entry. But the forced token may equal the draft that the
+            # sample rejected. Then this step has computed it, the next row begins behind it, and
+            # nothing forgets the entry. So the entry is not counted in the first place.
             valid_end -= 1
         # Already now, because later rows of the same pass may share blocks with this one.
         self._count_as_valid(to_read, valid_end)
@@ -233,8 +233,8 @@ class DraftModel:
         return _Pass(unfinished, predicted)
 
     def _is_complete(self, run: _EntryRun) -> bool:
-        """Whether the run's last entry is computed from the newest token (at ``newest.end - 1``;
-        that entry is ``newest.end - 1 - shift``), so that its logits give the next one."""
+        """Whether the run ends with the entry of the newest token: only its logits give the next
+        token."""
         return run.end_entry + self._shift == run.newest.end
 
     # ------------------------------------------------------------------ which entries are valid

@@ -3,8 +3,8 @@
 It is called a head: a checkpoint of few layers, of the model's vocabulary and hidden size, and a
 matrix in a file of its own. The head's input at position p is the model's hidden state at p, times
 the matrix, plus the head's own embedding of the token at p + 1. The head predicts the hidden state
-at p + 1, and so the token at p + 2. For further tokens it takes its own predictions for the model's
-hidden states.
+at p + 1, and so the token at p + 2. For further tokens, its own predictions take the place of the
+model's hidden states.
 
 Like any draft model (``draft``) a head computes nothing before a row asks for a proposal. Until
 then :class:`HeadInputs` keeps the model's hidden states, one for each slot of the KV cache.
@@ -99,10 +99,10 @@ class StateTap:
 
     It is installed in two parts:
 
-    1. Creating the tap changes the module. It is done before an accelerator rearranges it: the
-       embedding becomes one of a class that accelerators do not know. So an accelerator does not
-       run a whole step as one native call. That is intended, because in such a call the output
-       layer is not called as a module, and its input cannot be read.
+    1. Creating the tap, before an accelerator rearranges the module, replaces the embedding by one
+       of a class that accelerators do not know. So an accelerator does not run a whole step as one
+       native call. That is intended, because in such a call the output layer is not called as a
+       module, and its input cannot be read.
     2. :meth:`wrap` then gives the model whose steps are read, in its rearranged form.
     """
 

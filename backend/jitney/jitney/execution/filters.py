@@ -60,7 +60,7 @@ def _sample(logits: Tensor, best: Tensor, pairs: list[SampledRow]) -> Tensor:
     logits /= temperature.unsqueeze(1)
     weights = _weights(logits, params)
     ids = _pick(weights, _uniforms(pairs, logits.device))
-    return ids.clamp_(max=logits.shape[1] - 1)  # a row of NaN may give an index in the padding
+    return ids.clamp_(max=logits.shape[1] - 1)  # a guard: no id may be in the padding
 
 
 def _uniforms(pairs: list[SampledRow], device: torch.device) -> Tensor:
@@ -176,8 +176,8 @@ def _raise_to_nucleus(
     needed = top_p * kept_weight
     nucleus = _find_nucleus(largest, bound, needed)
     least = nucleus.least
-    # On a GPU there is no second look: the host would have to wait, to learn which rows need one.
-    # None does: if any row has top_p without top_k, the K are the whole vocabulary.
+    # On a GPU there is no second look, for which the host would have to wait. No row needs one: if
+    # any row has top_p without top_k, the K are the whole vocabulary.
     if scaled.device.type == "cpu" and largest.shape[1] < scaled.shape[1]:
         # A nucleus may have more tokens than the K. Look again among all tokens of these rows. With
         # top_k there is no need: nothing below the k-th largest logit is kept, and that is among

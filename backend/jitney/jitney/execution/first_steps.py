@@ -14,18 +14,19 @@ _PROMPT_TOKENS = 16
 
 def first_steps(info: ModelInfo, propose: int) -> list[Batch]:
     """Two batches: a chunk of a prompt, then a decode, after which a draft model proposes
-    ``propose`` tokens. If both do not fit into the cache: the decode alone, without a proposal.
+    ``propose`` tokens. If the cache or ``max_model_len`` is too small for both: the decode alone,
+    without a proposal.
 
     What they write into blocks is overwritten before it is ever read.
     """
-    tokens_after_prompt = 1 + propose
+    tokens_after_chunk = 1 + propose
     slots = info.num_blocks * info.block_size
-    longest_prompt = min(info.max_model_len, slots) - tokens_after_prompt
-    chunk_len = min(_PROMPT_TOKENS, info.max_num_batched_tokens, longest_prompt)
+    longest_chunk = min(info.max_model_len, slots) - tokens_after_chunk
+    chunk_len = min(_PROMPT_TOKENS, info.max_num_batched_tokens, longest_chunk)
     chunk_len = max(0, chunk_len)
 
     prompt = [0] * (chunk_len + 1)  # the chunk, and the token of the decode
-    context = chunk_len + tokens_after_prompt
+    context = chunk_len + tokens_after_chunk
     table = list(range(math.ceil(context / info.block_size)))
     greedy = SamplingParams(temperature=0.0, seed=0)
     decode = probe_row(prompt, start=chunk_len, count=1, block_table=table, params=greedy)

@@ -34,7 +34,7 @@ from jitney.execution import eagle, machine, memory, options, probe
 from jitney.execution.acceleration import Accelerator, attention_by_layer
 from jitney.execution.draft import DraftModel
 from jitney.execution.first_steps import first_steps
-from jitney.execution.interface import AttentionFunction, LayerCache, LoadedModel
+from jitney.execution.interface import AttentionFunction, KvScales, LayerCache, LoadedModel
 from jitney.execution.low_rank import find_sites
 from jitney.execution.quantized import Quantizer, layers_that_round_inputs
 from jitney.execution.read_model import LoadTools, load_model
@@ -70,6 +70,12 @@ class PreparedModel:
             num_blocks=num_blocks,
         )
 
+    def kv_scales(self) -> list[KvScales] | None:
+        """The scales of each layer's cache; None if the caches need none."""
+        if self.accelerator is None:
+            return None
+        return self.accelerator.kv_scales(self.model)
+
 
 @dataclass(frozen=True)
 class Allocation:
@@ -83,6 +89,7 @@ class Allocation:
     """Set if the draft model is a head."""
 
 
+@machine.translate_out_of_memory()
 def load_runner(
     config: EngineConfig, accelerator: Accelerator | None = None, quantizer: Quantizer | None = None
 ) -> TorchRunner:
@@ -90,7 +97,7 @@ def load_runner(
 
     Without ``accelerator`` everything runs in plain torch. Without ``quantizer`` a quantized
     checkpoint is refused, and so is option ``quantization``. Sets the number of threads of the
-    process's tensor operations.
+    process's tensor operations. Raises LoadError, ConfigError or MemoryError.
     """
     started = time.monotonic()
     torch.set_num_threads(config.threads or machine.available_cores())
@@ -122,7 +129,7 @@ def _refuse_kernel_options(config: EngineConfig) -> None:
 
 def load_and_prepare(config: EngineConfig, tools: LoadTools, *, taps_states: bool) -> PreparedModel:
     """The steps up to speed-up, for a model or its draft model. ``taps_states``: speculation uses a
-    head. Then hidden states are read from both models, so also from this one."""
+    head, so hidden states are read from the model and from the head."""
     model = load_model(config, tools)
     if config.adapters is not None:
         model = replace(model, sites=find_sites(model.module))
@@ -198,11 +205,11 @@ def _check_sites(model: LoadedModel) -> None:
 def _prepare_draft(config: EngineConfig, tools: LoadTools, target: PreparedModel) -> PreparedModel:
     """The draft model or head that option ``speculation`` names. It is quantized if the model is.
 
-    Raises ConfigError if its vocabulary is not the model's.
+    Raises ConfigError if its vocabulary is not the model's, or its context is shorter.
     """
     own = options.draft_options(config, target.model.dtype, target.model.max_model_len)
     # If the accelerator does not fit the model, the draft model runs without it, too.
-    tools = replace(tools, accelerator=target.accelerator)
+    tools = replace(tools, accelerator=target.accelerator, is_draft=True)
     draft = load_and_prepare(own, tools, taps_states=eagle.is_asked_for(config))
     if draft.model.vocab_size != target.model.vocab_size:
         bound = f"a model of {target.model.vocab_size:,} tokens, not {draft.model.vocab_size:,}"
@@ -240,9 +247,10 @@ def allocate(
     model = target.model
     dtype = options.cache_dtype(config, model.dtype, model.device)
     # Before free memory is measured: finding the scales takes memory, and frees it again.
-    scales = None
-    if target.accelerator is not None:
-        scales = target.accelerator.kv_scales(model)
+    scales = target.kv_scales()
+    draft_scales = None
+    if draft is not None:
+        draft_scales = draft.kv_scales()
 
     head_weight = None
     if draft is not None and draft.tap is not None:
@@ -268,12 +276,22 @@ def allocate(
                 head_inputs = _head_inputs(target, draft, head_weight, ledger)
     except (RuntimeError, MemoryError, OSError) as error:  # the allocators'
         raise ConfigError.of("kv_cache_bytes", ledger.cache, f"allocatable ({error})") from None
-    if scales is not None:
-        caches = [
-            cache._replace(key_scale=of_layer.key, value_scale=of_layer.value)
-            for cache, of_layer in zip(caches, scales, strict=True)
-        ]
-    return Allocation(ledger, caches, draft_caches, head_inputs)
+    return Allocation(
+        ledger=ledger,
+        caches=_with_scales(caches, scales),
+        draft_caches=_with_scales(draft_caches, draft_scales),
+        head_inputs=head_inputs,
+    )
+
+
+def _with_scales(caches: list[LayerCache], scales: list[KvScales] | None) -> list[LayerCache]:
+    """The caches of all layers, with their scales if they need any."""
+    if scales is None:
+        return caches
+    return [
+        cache._replace(key_scale=of_layer.key, value_scale=of_layer.value)
+        for cache, of_layer in zip(caches, scales, strict=True)
+    ]
 
 
 def _needs_of(

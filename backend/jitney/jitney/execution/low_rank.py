@@ -167,8 +167,8 @@ class Hooks:
 def _adding_hook(
     path: str, add: AddProducts
 ) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
-    """A forward hook for the layer of this path: what it returns replaces the layer's result, and
-    like it is [1, T, outputs]."""
+    """A forward hook for the layer of this path. It returns what replaces the layer's result: that
+    result [1, T, outputs] with the products added."""
 
     def hook(layer: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
         x = inputs[0]

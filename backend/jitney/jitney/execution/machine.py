@@ -5,6 +5,7 @@ A container sees the host's figures in most places; the limits that bind it stan
 files (docs.kernel.org/admin-guide/cgroup-v2).
 """
 
+import errno
 import logging
 import math
 import os
@@ -132,8 +133,23 @@ def is_out_of_memory(error: BaseException) -> bool:
     GPU. The memory is at fault then, not the model."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
+    if isinstance(error, OSError):  # of mmap
+        return error.errno == errno.ENOMEM
     # torch's allocator for CPUs has no class of its own.
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+@contextmanager
+def translate_out_of_memory() -> Iterator[None]:
+    """Raise MemoryError for whatever a library raises if memory could not be allocated."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise MemoryError(str(error)) from error
+        raise
 
 
 def cpu_has_bfloat16() -> bool:

@@ -123,7 +123,8 @@ def _cache_bytes(config: EngineConfig, needs: Needs, available: int) -> int:
     - ``kv_cache_bytes`` is taken as it is.
     - ``kv_cache_fraction`` is a share of what is available, but leaves room for steps, adapters
       and :data:`_SPARE_SHARE`.
-    - By default the size is a share, too, and not more than can ever be in use.
+    - By default the size is a share, too, and not more than ``max_num_seqs`` sequences of full
+      length fill.
     """
     free = max(0, available - needs.beside_cache)
     if config.kv_cache_bytes is not None:

@@ -282,7 +282,7 @@ def probe_logits(
 
     ``attention`` has each layer's function, by default the reference; ``step`` runs the module, by
     default through transformers. Kernels may depend on ``block_size``, so it should be that of the
-    service. It is raised to _BLOCK_SIZE, for which the sequences have blocks enough.
+    service. One below _BLOCK_SIZE is raised to it, for which the sequences have blocks enough.
     """
     if attention is None:
         attention = [ReferenceAttention()] * len(specs)

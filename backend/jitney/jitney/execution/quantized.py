@@ -75,6 +75,10 @@ class WeightFormat(Protocol):
     def needed_bytes(self, skeleton: PreTrainedModel) -> int:
         """The most that the weights take while they are loaded; ``skeleton`` is on ``meta``."""
 
+    def loaded_bytes(self, skeleton: PreTrainedModel) -> int:
+        """What the weights take once they are loaded. Less than :meth:`needed_bytes` if a load
+        makes a copy of them in between."""
+
     def before_reading(self, hf_config: PreTrainedConfig) -> None:
         """Tell transformers how to read the weights."""
 

@@ -22,13 +22,16 @@ from jitney.execution.weights import cache_scales, count_bytes, read_weights, we
 
 @dataclass(frozen=True)
 class LoadTools:
-    """What a load works with, beside its options: where the model goes, and what may be used."""
+    """What a load works with, beside its options: where the model goes, what may be used, and
+    whether it is a draft model."""
 
     device: torch.device
     accelerator: Accelerator | None = None
     """None: everything runs in plain torch."""
     quantizer: Quantizer | None = None
     """None: quantized weights are refused, and none are quantized."""
+    is_draft: bool = False
+    """Whether the checkpoint is a draft model or a head: it takes some options from the model."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ def judge(config: EngineConfig, tools: LoadTools, checkpoint: Checkpoint) -> Jud
         checkpoint=checkpoint,
         config=hf_config,
         dtype=dtype,
-        max_model_len=support.context_length(config, hf_config),
+        max_model_len=support.context_length(config, hf_config, is_draft=tools.is_draft),
     )
 
 
@@ -256,9 +259,8 @@ def prove(read: ModuleWithWeights) -> LoadedModel:
 
 
 def _probe(module: PreTrainedModel, weights: str) -> list[LayerSpec]:
-    """What each layer keeps and how it attends. Raises LoadError if a check fails: whatever is
-    raised within a check means that the architecture cannot be served, except that MemoryError
-    means that memory ran out."""
+    """What each layer keeps and how it attends. Raises MemoryError if memory runs out. Raises
+    LoadError for any other error within a check: then the architecture cannot be served."""
     try:
         layers = probe.record_layers(module, support.layer_windows(module.config))
         probe.compare_with_eager(module, layers, weights)

@@ -3,8 +3,8 @@
 All that is known of a row is in the row. An exception in a step leaves the cache usable: slots of
 tokens that were not reported back are written again.
 
-A step is launched, then waited for. On a GPU its tokens stay there as the next step's inputs, so
-that one can be launched before :meth:`PendingStep.wait` has brought them to the host.
+A step is launched, then waited for. On a GPU its tokens stay there as the next step's inputs. So
+the next step can be launched before :meth:`PendingStep.wait` has brought them to the host.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from jitney.execution.attention import AttentionMetadata, BlockTables, build_met
 from jitney.execution.draft import DraftModel
 from jitney.execution.interface import LayerCache, LoadedModel, PagedStep
 from jitney.execution.low_rank import Factors, LowRank, Site, zero_factors
-from jitney.execution.machine import enter_device, synchronize, to_device
+from jitney.execution.machine import enter_device, is_out_of_memory, synchronize, to_device
 from jitney.execution.row_samples import (
     LogitsPlan,
     RowPromptLogprobs,
@@ -33,7 +33,7 @@ from jitney.execution.sampler import PendingSamples, SampledToken, sample
 from jitney.messages import ModelInfo
 
 _LOGITS_FLOATS = 1 << 28
-"""Logits of one forward pass. A step with more prompt logprobs than that takes several passes."""
+"""Most logits of one forward pass if a row asks for prompt logprobs: more take several passes."""
 _SAMPLED_FLOATS = 1 << 24
 """Logits that are sampled at once. Bounds the sampler's memory; no token depends on it."""
 
@@ -149,7 +149,7 @@ class TorchRunner:
                 return self._launch(batch)
             except BaseException as error:
                 self.wait_until_idle()
-                if isinstance(error, torch.OutOfMemoryError):
+                if is_out_of_memory(error):
                     raise MemoryError(str(error)) from error
                 raise
 

@@ -349,9 +349,9 @@ def _best(values: Tensor, width: int) -> tuple[Tensor, Tensor]:
     if width == 0:
         return best, ids
 
-    # All that are at least as large as the smallest of their row's best: these, and what equals
-    # that smallest one. (A row with a NaN is taken whole: log_softmax made all of it NaN, and no
-    # comparison with a NaN holds.)
+    # Candidates: the ``width`` best of each row, and all others that equal the smallest of these.
+    # (A row with a NaN is taken whole: log_softmax made all of it NaN, and no comparison with a NaN
+    # holds.)
     is_candidate = ~(values < best[:, -1:])
     rows, ids = is_candidate.nonzero(as_tuple=True)  # by row, then by index
     found = values[rows, ids]

@@ -59,8 +59,14 @@ def parse_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     return config
 
 
-def context_length(config: EngineConfig, hf_config: PreTrainedConfig) -> int:
-    """``max_model_len``, or the checkpoint's. Raises ConfigError if it is beyond the latter."""
+def context_length(
+    config: EngineConfig, hf_config: PreTrainedConfig, *, is_draft: bool = False
+) -> int:
+    """``max_model_len``, or the checkpoint's. Raises ConfigError if it is beyond the latter.
+
+    ``is_draft``: the checkpoint is a draft model or a head. Then ``max_model_len`` is the model's,
+    and the user need not have set it.
+    """
     asked = config.max_model_len
     stated: int | None = getattr(hf_config, "max_position_embeddings", None)
     if asked is None:
@@ -71,6 +77,10 @@ def context_length(config: EngineConfig, hf_config: PreTrainedConfig) -> int:
             )
         return int(stated)
     if stated is not None and asked > stated:
+        if is_draft:
+            bound = f"a checkpoint made for at least {asked:,} tokens, not {stated:,}"
+            way_out = f"or set max_model_len to at most {stated:,}"
+            raise ConfigError.of("speculation.model", config.model, f"{bound}; {way_out}")
         raise ConfigError.of(
             "max_model_len", asked, f"at most {stated}, which the checkpoint was made for"
         )

@@ -2,6 +2,7 @@
 for plans of what fits where.
 """
 
+import dataclasses
 import functools
 import re
 from typing import NamedTuple
@@ -63,7 +64,7 @@ def _weigh_one(config: EngineConfig, tools: LoadTools) -> _Weighed:
         )
     weights = count_bytes(module)
     if weight_format is not None:
-        weights = weight_format.needed_bytes(module)
+        weights = weight_format.loaded_bytes(module)
     model = LoadedModel(
         module=module,
         config=judged.config,
@@ -125,7 +126,7 @@ def _add_drafts(config: EngineConfig, tools: LoadTools, model: _Weighed) -> Foot
     block = footprint.block
     if options.has_draft_model(config):
         own_options = options.draft_options(config, model.dtype, footprint.max_model_len)
-        draft = _weigh_one(own_options, tools).footprint
+        draft = _weigh_one(own_options, dataclasses.replace(tools, is_draft=True)).footprint
         weights += draft.weights
         block += draft.block
     if eagle.is_asked_for(config):

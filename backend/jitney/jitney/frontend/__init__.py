@@ -25,8 +25,9 @@ SIGTERM            the drain: ``drain_s`` seconds    a signal
 
 The threads exchange messages. What several of them change is guarded by a lock: the journal, by the
 supervisor's; the sums in ``ModelMetrics``; a ``Channel``'s sender; the number of reports that wait;
-the grammars that were checked. ``Health``, ``Service._accepted_bytes`` and
-``Responder.ended_bytes`` are each written by one thread and read by others.
+the grammars that were checked. ``Service._refusal`` needs none: it is a single reference, and the
+last value counts. ``Health``, ``Service._accepted_bytes`` and ``Responder.ended_bytes`` are each
+written by one thread and read by others.
 
 The objects of one request, from the server's call to its last response.
 

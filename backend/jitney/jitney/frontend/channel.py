@@ -64,8 +64,9 @@ class Channel:
         """Send a response with data.
 
         Raises CancelledError if it failed because the client has gone; the channel is closed then.
-        Raises SendError if it failed although the client is there. Then :meth:`fail` can still send
-        an error, unless it was the final response that failed.
+        Raises SendError if it failed although the client is there: :meth:`fail` can still send an
+        error. If the final response failed, it raises SendError in any case, and nothing can be
+        sent any more.
         """
         size = sum(_size(array) for _, array in tensors)
         try:

@@ -54,8 +54,8 @@ INPUTS = {
     "exclude_input_in_output": TensorType("TYPE_BOOL", 1),
     **dict.fromkeys(RETURN_FLAGS, TensorType("TYPE_BOOL", 1)),
 }
-"""The server takes all of them as optional; the parser of requests checks which combinations make
-sense."""
+"""They are optional for the server, unless ``config.pbtxt`` declares one as required. The parser of
+requests checks which combinations make sense."""
 
 
 def complete_config(config: Any) -> Any:

@@ -91,8 +91,8 @@ HISTOGRAMS_WITHOUT_TIER = ("jitney_step_seconds", "jitney_batch_sequences")
 REQUESTS = "jitney_requests_total"
 OUTCOMES = ("stop", "length", "deadline", "cancelled", "refused", "unavailable", "failed")
 """How a request ended. The first three are finish reasons; ``deadline`` also stands for a deadline
-that passed before the first token. A request with ``n`` > 1 is counted once, by the end of its last
-sequence."""
+that passed before the first token. A request with ``n`` > 1 is counted once, by the finish reason
+of the sequence with the highest index."""
 _OUTCOME_OF_CODE = {
     "INVALID_ARGUMENT": "refused",
     "UNAVAILABLE": "unavailable",

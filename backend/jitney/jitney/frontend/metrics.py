@@ -46,8 +46,8 @@ _LOG = logging.getLogger(__name__)
 
 _EDGES = {name: edges_of(name) for name in HISTOGRAMS}
 _WITHOUT_LABEL = (None,)
-"""The values of a label that a family does not have. There is one, None, so that
-:meth:`ModelMetrics._add` makes one metric, and leaves the label out of it."""
+"""Stands for the values of a label that a family lacks: :meth:`ModelMetrics._add` makes one metric,
+without that label."""
 
 
 class _Key(NamedTuple):

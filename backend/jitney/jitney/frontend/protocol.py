@@ -170,7 +170,9 @@ def _split_parameters(text: str) -> tuple[dict[str, Any], dict[str, str]]:
     # parameters. If the client has sent a parameter of the same name, the decoder would keep one of
     # the two: perhaps the client's, which would then replace the limits that bind it.
     if text.lower().count(f'"{LIMITS_HEADER}"') > 1:
-        raise InvalidArgumentError(f"{LIMITS_HEADER} is given twice, but is no request's parameter")
+        raise InvalidArgumentError(
+            f"{LIMITS_HEADER} is given twice: it is a header, not a request parameter"
+        )
     given = decode_sampling_json(text)
     headers: dict[str, str] = {}
     for name in list(given):
@@ -201,13 +203,13 @@ def _flag(arrays: _Arrays, name: str, default: bool) -> bool:
 def _bytes(value: str | bytes) -> bytes:
     if isinstance(value, bytes):
         return value
-    # Invalid text is refused later, by name: it must survive until then.
+    # Keep invalid text: it is refused later, by an error that names the field.
     return str(value).encode("utf-8", "surrogatepass")
 
 
 def _parse_params(arrays: _Arrays, given: dict[str, Any]) -> SamplingParams:
-    """The sampling parameters, of the tensor if there is one, else among the request's parameters
-    ``given``."""
+    """Read the sampling parameters from their tensor if there is one, else from the request's
+    parameters ``given``."""
     if "sampling_parameters" in arrays:
         text = _bytes(arrays["sampling_parameters"][0])
         return parse_sampling_params(decode_sampling_json(text))

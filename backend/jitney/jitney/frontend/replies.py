@@ -33,7 +33,7 @@ class Reply:
     prompt_logprobs: PromptLogprobsEncoder | None = None
     """Set from the engine's report of the prompt's logprobs until the response that has them."""
     queued_at: float = 0.0
-    """When it joined the queue of replies to send; monotonic seconds."""
+    """When it joined the line of replies that are not urgent; monotonic seconds."""
     last_token_at: dict[int, float] = field(default_factory=dict)
     """Index of a sequence -> when its last tokens came; monotonic seconds."""
     cancel_reason: str = ""

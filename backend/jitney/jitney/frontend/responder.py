@@ -226,6 +226,7 @@ class Responder:
     def _first_call(self) -> Callable[[], None] | None:
         """Wait for a call, at most until a response may be sent. None: there was none."""
         try:
+            # Stopping: the last turn has failed and is repeated. It must not wait.
             if self._stopping or self._send_queue.may_send:
                 return self._inbox.get_nowait()
             if self._send_queue.is_empty:
@@ -244,7 +245,7 @@ class Responder:
                 return
 
     def _handle_next_reply(self) -> None:
-        """Take the first reply out of the queue and send its response, or a part of the work for
+        """Take the first reply out of the queue, and send its response or do a part of the work for
         it."""
         reply = self._send_queue.pop()
         began = time.monotonic()
@@ -360,7 +361,7 @@ class Responder:
     def _note_finished(self, reply: Reply, timing: Timing, reasons: list[str]) -> None:
         """Note that a final response with data has been sent. ``reasons`` are the sequences'."""
         self._forget(reply.arrival)
-        # A request counts once, by its last sequence.
+        # A request counts once, by the sequence with the highest index.
         self._metrics.count_finished(timing, reasons[-1], reply.arrival.tier)
         if self._spans is not None:
             self._spans.finished(

@@ -24,7 +24,8 @@ def perform(
     """Do ``request.task`` and return the arrays of its only response. Their shapes: output_ids
     [number of tokens] for "tokenize", text_output [1] for "detokenize" and "describe".
 
-    Raises InvalidArgumentError for a prompt that "generate" would refuse too.
+    Raises InvalidArgumentError for a prompt that is too large or cannot be encoded, and for ids
+    that the model does not have.
     """
     if request.task == "describe":
         return [("text_output", string_array([_describe(tokenizer, config, info)]))]

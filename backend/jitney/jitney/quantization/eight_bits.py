@@ -186,7 +186,7 @@ class Fp8Linear(EightBitLinear):
         quantized, scale = e4m3.quantize_rows(x)
         # The bias is added afterwards: with one, cuBLAS has no product of few rows and many inputs
         # on some GPUs (CUBLAS_STATUS_NOT_SUPPORTED on an H100, from 8,192 inputs on). Without one
-        # it has, as fast.
+        # it has that product, and is as fast.
         y: Tensor = torch._scaled_mm(
             quantized,
             self.weight.t(),

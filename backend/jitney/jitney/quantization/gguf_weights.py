@@ -109,6 +109,8 @@ class GgufWeights:
             needed += head.numel()
         return needed
 
+    loaded_bytes = needed_bytes
+
     def before_reading(self, hf_config: PreTrainedConfig) -> None:
         """Leave the weights of ``layers`` out: they are read from the file afterwards."""
         if self.layers:
@@ -263,7 +265,7 @@ def _shifted_scales(blocks: Tensor, ggml_type: str) -> tuple[Tensor, Tensor]:
     scale = _as_float16(blocks[..., :2])
     least = _as_float16(blocks[..., 2:4])
     if ggml_type == "Q4_K":
-        # These two are of the whole block. Each group has a multiplier for either. Q4_K stores the
+        # These two are of the whole block. Each group has a multiplier for each. Q4_K stores the
         # least value without its sign, as what is subtracted; Q4_1 stores it with the sign.
         scale_multipliers, minimum_multipliers = _six_bit_multipliers(blocks[..., 4:16])
         scale = scale * scale_multipliers

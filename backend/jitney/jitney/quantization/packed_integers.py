@@ -71,8 +71,8 @@ def make_linear(
 ) -> QuantizedLinear:
     """The layer of ``inputs`` inputs that was quantized by ``method`` and stored in ``tensors``.
 
-    ``group_sizes``: those that the checkpoint's configuration names. Of GPTQ alone: ``bits`` of an
-    integer, and ``plus_one``: zero points are one more than what is stored.
+    ``group_sizes``: those that the checkpoint's configuration names. The next two are for GPTQ
+    alone. ``bits``: of an integer. ``plus_one``: zero points are one more than what is stored.
 
     Raises CheckpointError if a tensor is missing or has a wrong shape, if the layer's groups have
     none of the sizes, or if an input is in a group that the layer does not have.
@@ -294,7 +294,7 @@ def _tensor(tensors: LayerTensors, name: str) -> Tensor:
 
 
 def _matrix(tensors: LayerTensors, name: str) -> Tensor:
-    """A tensor of two dimensions. Raises CheckpointError if it is missing or has others."""
+    """A matrix. Raises CheckpointError if it is missing, or does not have two dimensions."""
     tensor = _tensor(tensors, name)
     if tensor.ndim != 2:
         raise CheckpointError.of(f"the shape of {name}", list(tensor.shape), "of two dimensions")

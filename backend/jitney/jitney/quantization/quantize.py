@@ -67,7 +67,11 @@ class QuantizeWhileLoading:
             # The cast makes a copy of all weights: more than the quantized ones, which then replace
             # it.
             return self.checkpoint.num_values * self.dtype.itemsize
-        # Without a cast, weights are views of the mapped file (``execution.weights``).
+        # Without a cast, weights are views of the mapped file (``execution.weights``): they take
+        # no memory before they are quantized.
+        return self.loaded_bytes(skeleton)
+
+    def loaded_bytes(self, skeleton: PreTrainedModel) -> int:
         return quantized_bytes(skeleton, self.kind, self.device)
 
     def before_reading(self, hf_config: PreTrainedConfig) -> None:

@@ -87,10 +87,12 @@ def _format_of_safetensors(
     dtype: torch.dtype,
     device: torch.device,
 ) -> WeightFormat:
-    """How safetensors are read that one of METHODS quantized: the rows of the module's table, in
-    order."""
+    """How safetensors that one of METHODS quantized are read: see the module's table."""
     model_type = str(checkpoint.config["model_type"])
     _check_groups_of_layers(model_type, quantization_config)
+    if quantization_config.get("transform_config"):
+        reason = "its quantization_config.transform_config asks for transforms of activations"
+        raise unservable(model_type, f"{reason}, which are not computed")
     if method in ("gptq", "awq"):
         if not devices.has_integer_kernels(device):
             reason = f"its weights are quantized by {method}, read on a CPU alone"
@@ -129,8 +131,8 @@ def _e4m3_weights(
     dtype: torch.dtype,
     device: torch.device,
 ) -> WeightFormat | None:
-    """How e4m3 is read that becomes layers of ours: ``int8`` ones on a CPU, ``fp8`` ones on a GPU.
-    None if the checkpoint has no such layers, or if the device cannot run them."""
+    """How e4m3 that can become layers of ours is read: as ``int8`` ones on a CPU, as ``fp8`` ones
+    on a GPU. None if the checkpoint has no such layers, or if the device cannot run them."""
     layers = e4m3_layers(quantization_config, checkpoint)
     if not layers:
         return None
@@ -155,8 +157,8 @@ def _check_object(model_type: str, name: str, value: object) -> None:
 
 
 def _check_groups_of_layers(model_type: str, quantization_config: Mapping[str, Any]) -> None:
-    """Raise UnsupportedModelError unless ``config_groups`` is an object of objects, and each of the
-    tensors that these describe is an object, too. It may be absent."""
+    """Raise UnsupportedModelError unless ``config_groups`` is an object of objects, and what each
+    of these says of weights and activations is an object, too. All may be absent."""
     groups_name = "quantization_config.config_groups"
     groups = quantization_config.get("config_groups") or {}
     _check_object(model_type, groups_name, groups)

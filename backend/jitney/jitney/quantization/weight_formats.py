@@ -52,6 +52,8 @@ class E4m3Weights:
         """See :class:`WeightFormat`, here and below."""
         return self.checkpoint.num_bytes
 
+    loaded_bytes = needed_bytes
+
     def before_reading(self, hf_config: PreTrainedConfig) -> None:
         read_as_stored(hf_config, self.layers)
 
@@ -97,6 +99,8 @@ class IntegerWeights:
             if isinstance(linear, nn.Linear):
                 needed += self._added_bytes(contents, linear)
         return needed
+
+    loaded_bytes = needed_bytes
 
     def _added_bytes(self, contents: LayerContents, linear: nn.Linear) -> int:
         """How many bytes more the new layer's weight takes than the stored one. 0, unless integers
@@ -172,6 +176,8 @@ class DecompressedWeights:
         """See :class:`WeightFormat`, here and below."""
         return count_bytes(skeleton)
 
+    loaded_bytes = needed_bytes
+
     def before_reading(self, hf_config: PreTrainedConfig) -> None:
         hf_config.quantization_config = {**hf_config.quantization_config, "dequantize": True}
 
@@ -195,6 +201,8 @@ class TorchaoWeights:
     def needed_bytes(self, skeleton: PreTrainedModel) -> int:
         """See :class:`WeightFormat`, here and below."""
         return self.checkpoint.num_bytes
+
+    loaded_bytes = needed_bytes
 
     def before_reading(self, hf_config: PreTrainedConfig) -> None:
         # A server may have imported transformers while torchao was not there yet.

@@ -14,7 +14,7 @@ from jitney.text.chat_template import REASONING_KEYS
 from jitney.text.tokenizer import check_text
 
 _MAX_DEPTH = 32
-"""Most levels of lists and objects within messages (``tool_calls``) and template parameters."""
+"""Most levels of nesting in a message, a tool or a template parameter."""
 
 _PARAMETERS_KEYS = ("chat_template_parameters", "chat_template_kwargs")
 """Two names of the same: ours and vLLM's."""
@@ -148,7 +148,7 @@ def _check_plain(field: str, value: object) -> None:
     unchecked = [(value, 1)]
     while unchecked:
         each, depth = unchecked.pop()
-        if depth > _MAX_DEPTH:
+        if depth > _MAX_DEPTH and isinstance(each, (dict, list)):
             raise InvalidArgumentError(f"{field} is nested deeper than {_MAX_DEPTH} levels")
         if isinstance(each, dict):
             parts = [*each.keys(), *each.values()]

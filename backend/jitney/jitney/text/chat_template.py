@@ -76,8 +76,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %}…{% endgeneration %}`` marks a model's own words, for training. Here only
-    what stands between the two is rendered."""
+    """``{% generation %}…{% endgeneration %}`` marks a model's own words, for training. Here the
+    marks are dropped, and what stands between them is rendered."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -118,8 +118,7 @@ def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
             # "thinking" comes first, as in transformers: a template may print the keys in their
             # order.
             completed = {"thinking": reasoning, **message}
-            # Overwrites nothing else: a ``reasoning_content`` that is not None is the one that was
-            # found.
+            # No other text is lost: if the message has a ``reasoning_content``, it was found first.
             completed["reasoning_content"] = reasoning
             # A message may have another text as its ``thinking``: that one stays.
             if completed["thinking"] is None:

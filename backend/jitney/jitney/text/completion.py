@@ -199,7 +199,8 @@ class Completion:
             case PromptLogprobs():
                 self.prompt_logprobs = event.logprobs
             case _:
-                assert not isinstance(event, Finished) or self.all_ended
+                if isinstance(event, Finished):
+                    assert self.all_ended
                 self.terminal = event
         self._has_pending = True
         return None

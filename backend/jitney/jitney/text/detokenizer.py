@@ -30,11 +30,11 @@ import tokenizers
 
 _REPLACEMENT = "\ufffd"
 RUN_LIMIT = 64
-"""Longest run of byte tokens that is held back. A longer one is decoded in pieces. Then its text
-differs from the whole decode if it is partly UTF-8 and partly not."""
+"""A run of byte tokens is held back until it has so many. A longer run is decoded in pieces. Then
+its text differs from the whole decode if it is partly UTF-8 and partly not."""
 _HOLD_LIMIT = 8
-"""Most tokens that are held back because their text ends in U+FFFD: that may be the beginning of a
-character, where a tokenizer has no byte tokens that we know."""
+"""If we know no byte tokens of a tokenizer, a text that ends in U+FFFD may end within a character.
+It is held back until it has so many tokens."""
 _PROMPT_TOKENS = 32
 """Most tokens of a prompt's end that a decoder looks at. One that has a text is enough."""
 
@@ -69,10 +69,10 @@ class DecodingRules:
                 if match:
                     self.byte_values[token_id] = int(match[1], 16)
         self.stand_in: list[int] = []
-        """One token with a text: the context after a prompt that is made of byte tokens only. The
-        byte tokens themselves cannot be it, because output bytes could join them in a character.
-        And without a context the output would lose its first space. Empty if the tokenizer has no
-        byte tokens, or no such token."""
+        """A list of one token that has a text. It is the context where there is no other: after a
+        prompt of byte tokens only, or after a cut run. Byte tokens cannot be the context, because
+        output bytes could join them in a character. Without a context, the output would lose its
+        first space. Empty if the tokenizer has no byte tokens, or no such token."""
         if self.byte_values:
             self.stand_in = self._find_word()
         self._bytes: dict[int, bytes] = {}
@@ -156,8 +156,8 @@ class WindowDecoder:
         self._begin_window(self._visible_end_of(prompt))
 
     def _visible_end_of(self, prompt: Sequence[int]) -> list[int]:
-        """The prompt's last visible tokens, without byte tokens at its very end. They are left out
-        so that no character is made of bytes of the prompt and of the output."""
+        """The prompt's last visible tokens. Byte tokens at its very end are left out, so that no
+        character is made of bytes of the prompt and of the output."""
         tokens: list[int] = []
         ends_in_bytes = False
         for token_id in reversed(prompt):
@@ -209,9 +209,8 @@ class WindowDecoder:
         context, text = self._find_context(tokens)
         self._context = context
         self._context_text = text
-        # Without a context, none of ``tokens`` has a text. They stay pending, so that the next
-        # decode begins where the whole decode does: there too, the first token with a text is
-        # decoded as the first one.
+        # Without a context, none of ``tokens`` has a text. They stay pending, so that the first
+        # token with a text is decoded as the first one, as in the whole decode.
         self._pending = [] if context else tokens.copy()
 
     def _find_context(self, tokens: list[int]) -> tuple[list[int], str]:
@@ -234,12 +233,13 @@ class WindowDecoder:
         cut = len(self._pending) - _num_incomplete(data)
         text = self._rules.decode(self._context + self._pending[:cut])
         new_text = text[len(self._context_text) :]
+        rest = self._pending[cut:]
         # A context stays: later tokens are decoded as if they came right behind it. Without one,
         # they would be decoded as the first ones of the sequence.
         if not self._context:
             self._begin_window(self._rules.stand_in)
-        self._pending = self._pending[cut:]
-        self._run = self._pending.copy()
+        self._pending = rest
+        self._run = rest.copy()
         return new_text
 
 

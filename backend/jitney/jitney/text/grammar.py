@@ -110,7 +110,8 @@ def _json_grammar(value: Any, field: str) -> str:
 
 
 def _with_checked_schemas(rules: str, field: str) -> str:
-    """Lark with its ``%json`` schemas checked like the others. Their ``x-guidance`` is kept."""
+    """The rules, with each ``%json`` schema checked like one of ``json``. Its ``x-guidance`` is
+    kept."""
     parts: list[str] = []
     copied = 0  # so many characters of ``rules`` are in ``parts``
     for directive in _JSON_DIRECTIVE.finditer(rules):
@@ -174,7 +175,7 @@ def _allowed(matcher: LLMatcher, end_ids: list[int], field: str) -> np.ndarray:
     if error and "NoExtension" not in error:
         raise InvalidArgumentError(f"{field} is too complex: {_error_of(matcher)}")
     bits = np.unpackbits(mask, bitorder="little")
-    return np.setdiff1d(bits.nonzero(), end_ids)
+    return np.setdiff1d(np.flatnonzero(bits), end_ids)
 
 
 def _error_of(matcher: LLMatcher) -> str:

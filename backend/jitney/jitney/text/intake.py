@@ -103,7 +103,10 @@ def encode_chat(
     """Ids of a checked chat. The limit of a prompt's size holds for the rendered text too."""
     rendered = tokenizer.render_chat(chat.messages, chat.parameters, chat.tools)
     check_prompt_size("messages", len(rendered.encode()), config, info)
-    return tokenizer.encode(rendered, add_special_tokens=False)
+    ids = tokenizer.encode(rendered, add_special_tokens=False)
+    if not ids:
+        raise InvalidArgumentError("messages: the chat template renders them to no token")
+    return ids
 
 
 def make_submit(
@@ -125,7 +128,8 @@ def make_submit(
     - a ``max_tokens`` of -1 becomes as many as fit;
     - what ``check_grammar`` returns takes the place of ``structured_outputs``;
     - the ids that end a sequence are gathered, and bad words are encoded;
-    - ``deadline_ms`` becomes a time of the monotonic clock, which shows ``now``.
+    - ``deadline_ms`` becomes a time of the monotonic clock, counted from ``now``: the request's
+      arrival.
 
     Without ``stream`` the server holds the answer until it is complete, so its size is limited
     (``max_answer_entries``).
@@ -171,15 +175,36 @@ def _most_tokens(
     """The number of tokens that ``max_tokens`` -1 stands for: as many as fit into the context and
     the cache and, unless the answer is streamed, into its limit of entries. ``params`` must have
     been checked."""
-    cache_tokens = info.num_blocks * info.block_size
+    cache_tokens = _most_blocks(params, num_prompt, config, info) * info.block_size
     most = min(info.max_model_len, cache_tokens) - num_prompt
     if not stream:
         left = config.max_answer_entries - _prompt_entries(params, num_prompt)
         entries_per_step = params.n * _entries_per_token(params)
         most = min(most, left // entries_per_step)
-    # Below 1 if the prompt is too long, or its logprobs are too many for the limit. _check_length
-    # and _check_answer refuse that.
+    # Below 1 if the prompt is too long, or its logprobs are too many for the limit. _check_length,
+    # the engine (a prompt larger than the cache) or _check_answer refuses that. Also below 1 if n
+    # sequences do not fit into the cache together. With one token each they do: all of them end
+    # when the prompt is computed.
     return max(1, most)
+
+
+def _most_blocks(
+    params: SamplingParams, num_prompt: int, config: EngineConfig, info: ModelInfo
+) -> int:
+    """Most blocks that one sequence of a request may take. With ``eviction: never`` all sequences
+    that run at once must fit into the cache together: the same rule as in ``core.needs``."""
+    if config.eviction != "never":
+        return info.num_blocks
+    max_running = min(config.max_num_seqs, info.max_num_batched_tokens)
+    if config.tiers:
+        cap = config.tiers[config.tier_of(params.tier)].max_running
+        if cap is not None:
+            max_running = min(max_running, cap)
+    if params.n > max_running:
+        return info.num_blocks // max_running
+    # All n run at once, and share the full blocks of the prompt.
+    shared = num_prompt // info.block_size
+    return shared + (info.num_blocks - shared) // params.n
 
 
 def _entries_per_token(params: SamplingParams) -> int:
@@ -199,7 +224,7 @@ def _stop_ids(params: SamplingParams, tokenizer: Tokenizer, info: ModelInfo) -> 
     stop_ids = set(params.stop_token_ids)
     if not params.ignore_eos:
         stop_ids |= info.eos_ids | tokenizer.eos_ids
-    # The model cannot sample others, which a tokenizer or a configuration may name.
+    # A tokenizer or a configuration may name ids that the model does not have.
     return frozenset(token_id for token_id in stop_ids if token_id < info.vocab_size)
 
 

@@ -74,9 +74,8 @@ class StopStrings:
             state = self._fail[state]
 
     def beyond(self, state: int) -> int:
-        """The state to go on from after an ignored match. After one that cannot grow any more, that
-        is the longest shorter end of the text that can still grow into a stop string: only that is
-        held back."""
+        """The state to go on from after an ignored match: the longest end of the text that can
+        still grow into a stop string. No more than that is held back."""
         while state and not self._next[state]:
             # No stop string goes on from here. A shorter end of the text may.
             state = self._fail[state]
@@ -108,7 +107,7 @@ class StopScanner:
             return text
         state = self._state
         whole = self._held + text
-        # ``end``: characters of ``whole`` up to this one.
+        # ``end``: the index in ``whole`` right after this character.
         for end, character in enumerate(text, start=len(self._held) + 1):
             state = strings.step(state, character)
             length = strings.match_length[state]

@@ -39,7 +39,7 @@ class TokenizerData(msgspec.Struct, frozen=True):
 
 def read_tokenizer(checkpoint: Path) -> TokenizerData:
     """Read the tokenizer of a checkpoint, which is a folder or a GGUF file. A GGUF file has a
-    tokenizer inside, but a ``tokenizer.json`` beside the file goes before it.
+    tokenizer inside, but a ``tokenizer.json`` beside the file is read instead.
 
     Raises CheckpointError if its files are missing or broken, UnsupportedModelError if it has no
     fast form.
@@ -101,7 +101,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
-        """Read the tokenizer of the checkpoint in ``folder``. Raises as :func:`read_tokenizer`."""
+        """Read the tokenizer of a checkpoint: a folder or a GGUF file. Raises as
+        :func:`read_tokenizer`."""
         return cls(read_tokenizer(folder))
 
     @property

@@ -4,8 +4,9 @@
               + five more terms for drafts and for a draft model
 
 Weights are fitted after 1, 2, 4, … 64 steps. Then they stay until predictions are off: until the
-latest 16 steps with chunks, or the latest 16 without, took in the mean 3 % more or less than was
-predicted. Only steps since the last fit count for that.
+latest 16 steps of one kind took in the mean 3 % more or less than was predicted. Only steps since
+the last fit count for that. The kinds are steps with chunks and without; of steps with drafts or a
+draft model, those with drafts and without.
 
 A fit minimizes the squared *relative* error over the last 256 steps, so a step that something else
 delayed changes little. A weight that these steps do not determine stays as it was: a batch that is
@@ -14,9 +15,9 @@ such as tokens and samples while all rows are decodes, their weights share the s
 negative.
 
 The weights of drafting are fitted to steps with drafts or a draft model, the *plain* weights to all
-other steps. So the prediction for a plain step depends on plain steps alone. While no step has
-drafts, the weights of drafts fade. Otherwise, if something else delayed the first step with drafts,
-drafts would seem too dear ever to be tried again.
+other steps. So the prediction for a plain step depends on plain steps alone. In each plain step the
+weights of drafts fade. Otherwise, if something else delayed the first step with drafts, drafts
+would seem too dear ever to be tried again.
 
 No clock here: the caller measures the seconds.
 """
@@ -33,7 +34,7 @@ _CHECKED = 16  # latest steps of whose errors that is the mean
 _WARM_UP = 64  # first steps, in which weights are fitted whenever their number has doubled
 _RECENT = 256  # latest steps, to which weights are fitted
 _PRECISION = 1e-3  # how much the old value of a weight counts in a fit; a measured step counts 1
-_FADING = 1 / 400  # part of a draft's weight that a step without drafts takes away
+_FADING = 1 / 400  # part of a draft's weight that a plain step takes away
 
 
 class StepShape(NamedTuple):

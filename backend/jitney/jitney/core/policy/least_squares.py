@@ -23,8 +23,8 @@ def dot(a: Vector, b: Vector) -> float:
 
 
 def fit(points: Iterable[Point], *, prior: Vector, precision: Vector) -> list[float]:
-    """Ridge regression. The weights ``w``, none of them negative, that minimize the sum of two
-    things:
+    """Ridge regression. The weights ``w``, none of them negative, that nearly minimize the sum of
+    two things:
 
     - over the points: ``importance * (dot(w, x) - y) ** 2``,
     - over the weights: ``precision * (w - prior) ** 2``.
@@ -51,8 +51,8 @@ def fit(points: Iterable[Point], *, prior: Vector, precision: Vector) -> list[fl
 
 
 def _solve_not_negative(matrix: Matrix, vector: list[float]) -> list[float]:
-    """Solve a system. While any weight would be negative, the most negative one is set to 0, and
-    the system is solved for the others."""
+    """Solve a system. While any weight would be negative, the most negative one is set to 0 for
+    good, and the system is solved for the others."""
     weights = [0.0] * len(vector)
     unknown = list(range(len(vector)))
     while unknown:

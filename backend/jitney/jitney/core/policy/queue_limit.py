@@ -11,7 +11,7 @@ def check_queue_limit(queued: Iterable[int], limit: int, *, free_slots: int) -> 
     not count. A request is admitted as long as any slot is free, and takes one for each of its
     sequences.
 
-    ``queued``: the number of sequences of each queued request, the first to be queued first.
+    ``queued``: the number of sequences of each queued request, in about the order of admission.
     ``free_slots``: how many sequences the next step can admit.
     """
     num_queued = 0

@@ -81,8 +81,8 @@ class Admission(Protocol):
 
     def num_free_slots(self, running: list[Sequence]) -> int:
         """How many more sequences may be admitted. The forks that the running requests have yet to
-        make are counted as if they ran. The number is negative if these are more than may run: some
-        of them will wait."""
+        make are counted as if they ran. Negative if running sequences and forks are more than may
+        run: then some forks will wait."""
 
     def num_forks_due(self, running: list[Sequence]) -> int:
         """How many forks the running requests have yet to make, as :meth:`num_free_slots` counts
@@ -177,8 +177,9 @@ class StepLimits(Protocol):
         have. Called once for each chunk."""
 
     def take_drafts(self, choice: DraftChoice) -> None:
-        """Cut the drafts of a decode, which is not limited itself, down to what the step has
-        seconds left for, and take the seconds of what remains."""
+        """The decode itself is in the step in any case. Cut its drafts, and what a draft model is
+        asked for, down to what the step has seconds left for, and take the seconds of what
+        remains."""
 
     def note_step(self, target: float | None, now: float) -> None:
         """A step with this :attr:`target` is complete."""

@@ -7,7 +7,8 @@ would have made, and ``outcome`` keeps them as far as the drafts are right.
 
 A draft is taken if the probability that it is accepted, times the value of a token, exceeds the
 seconds that it adds to the step. The value of a token is the time of a step without drafts, divided
-by its rows. ``cost`` predicts these seconds. So a full batch takes no drafts.
+by its rows. ``cost`` predicts both times. In a full batch a token is worth so little that no draft
+is taken.
 
 The probability is the sequence's own as far as it is known, else that of all sequences. It is
 learned by comparing proposals with the output. Proposals of n-grams are compared even if no step
@@ -62,7 +63,7 @@ _unread = attrgetter("unread")
 
 
 class Prices(NamedTuple):
-    """What drafts cost, in values of a token: 1.0 is what a token is worth."""
+    """What drafts cost, times ``_MARGIN``. 1.0 is the value of a token."""
 
     draft: float
     """It pays if it is right with a greater probability than this."""
@@ -180,8 +181,8 @@ class Speculation:
 
     def _good_drafts(self, sequence: Sequence, drafting: Drafting) -> list[int]:
         """The first ``num_drafts`` tokens of the proposal, cut before the first token that cannot
-        be a draft: one that would be beyond the sequence's greatest length, that would end it, that
-        its grammar forbids, or that would complete its grammar."""
+        be a draft: one that would be the sequence's last token or come after it, that would end it,
+        that its grammar forbids, or that would complete its grammar."""
         most = min(drafting.num_drafts, sequence.max_computed - sequence.num_tokens)
         stop_ids = sequence.request.message.stop_ids
         drafts = list(takewhile(lambda id: id not in stop_ids, drafting.proposal[:most]))
@@ -222,6 +223,7 @@ class Speculation:
         for candidate in asking:
             drafting = candidate.drafting
             drafting.propose = min(drafting.propose, passes)
+        # The passes were counted as if all new sequences asked: they will, one after the other.
         _ask_one_new_sequence(asking)
         if not passes:
             self._try(asking, prices)

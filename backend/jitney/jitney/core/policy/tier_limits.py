@@ -53,9 +53,8 @@ class SecondsLimit:
     of tiers, so that none is below."""
     first_cut: int
     """Chunks of this tier and of those below it are cut. If the limit is a target for the
-    inter-token latency, this is the top tier. If it is one for first tokens: the first tier that
-    has such a target is not cut, this is the next one. If nothing limits the step: the number of
-    tiers."""
+    inter-token latency, this is the top tier. If it is one for first tokens, this is the tier after
+    the first one that has such a target. If nothing limits the step: the number of tiers."""
     seconds: float = _NO_LIMIT
     """What the step may take by the learned cost."""
     inter_token_target: float | None = None
@@ -138,6 +137,7 @@ class TierLimits:
         self._limit = _no_limit(tiers)
         self._weights = _NO_WEIGHTS
         self._any_chunk = False  # whether any row has more than one token
+        self._any_uncut_chunk = False  # whether any chunk is of a tier above first_cut
         self._passes = 0  # of a draft model
         # Seconds that are taken. From the beginning: by the step itself, and by all decodes that
         # are not limited. Then by each other row, once it is planned.
@@ -165,6 +165,7 @@ class TierLimits:
             self._weights = self._cost.weights
         self.reset_counts()  # a step that was reverted and is planned again counts once
         self._any_chunk = False
+        self._any_uncut_chunk = False
         self._passes = 0
         self._taken_by_tier = [0.0] * len(self._tiers)
         self._rows_by_tier = [0] * len(self._tiers)
@@ -205,9 +206,11 @@ class TierLimits:
 
     @property
     def target(self) -> float | None:
-        """The target of the step. None also if the step has nothing that could have been left out:
-        then its time tells nothing about the aim."""
-        return self._limit.inter_token_target if any(self._rows_by_tier) else None
+        """The target of the step. None also if the time of the step tells nothing about the aim:
+        if it has a chunk that is never cut, or nothing that could have been left out."""
+        if self._any_uncut_chunk or not any(self._rows_by_tier):
+            return None
+        return self._limit.inter_token_target
 
     def is_limited(self, sequence: Sequence) -> bool:
         return sequence.request.tier > self._limit.top
@@ -270,6 +273,8 @@ class TierLimits:
         if count:
             self._take(tier, cost.seconds(count))
             self._any_chunk = True
+            if tier < self._limit.first_cut:
+                self._any_uncut_chunk = True
             if not self.is_limited(sequence):
                 due = self._prompt_seconds_due - cost.per_token * count
                 self._prompt_seconds_due = max(due, 0.0)
@@ -287,12 +292,14 @@ class TierLimits:
     def _chunk_that_fits(self, tier: int, cost: ChunkCost, most: int) -> int:
         """How many tokens of a chunk the step has seconds left for."""
         left = self._seconds_for(tier) - cost.fixed
-        if left >= cost.per_token * most or not cost.per_token:
+        if left >= cost.per_token * most:
             return most
         # A tier without any row in the step has at least a block of its prompt computed.
         least = 0
         if not self._rows_by_tier[tier]:
             least = min(most, self._block_size)
+        if left < 0.0:  # not even the fixed seconds are left; per_token may be 0
+            return least
         return max(int(left / cost.per_token), least)
 
     def take_drafts(self, choice: DraftChoice) -> None:
@@ -331,8 +338,8 @@ class TierLimits:
         choice.most_read = read
 
     def note_step(self, target: float | None, now: float) -> None:
-        """Learn from the seconds since the step before was complete. Without a target in both
-        steps, the top tier may have skipped one of them. Then the time between is not its
+        """Learn from the seconds since the step before was complete. Unless both steps have a
+        target, the top tier may have skipped one of them. Then the time between is not its
         inter-token latency, and nothing is learned."""
         seconds = now - self._last_at
         last_target = self._last_target

@@ -2,13 +2,13 @@
 is preempted for whom. How much of a step each tier gets is in ``tier_limits``.
 
 Each tier has a queue and, if the option says so, a limit for it and a cap of running sequences. A
-full tier does not hold up another one. Tiers are ordered by level: the level of a sequence is the
-index of its tier until it has *aged*. The aging time of a tier is the sum of ``aging_s`` of that
-tier and of all tiers between it and the first. ``rank_s`` of a request is a point in time: arrival,
-plus the aging time of its tier, plus what its priority adds. A sequence ages at that time, and is
-ranked by it. From then on its level is 0, that of the first tier, as long as the sequences of its
-tier stay within the tier's share of running sequences and blocks. So a backlog that has aged
-neither starves nor takes everything.
+full tier does not hold up another one. The first tier is the most urgent; those after it are
+*lower*. The level of a sequence is the index of its tier until it has *aged*. The aging time of a
+tier is the sum of ``aging_s`` of that tier and of all tiers between it and the first. ``rank_s`` of
+a request is a point in time: arrival, plus the aging time of its tier, plus what its priority adds.
+A sequence ages at that time, and is ranked by it. From then on its level is 0, that of the first
+tier, as long as it and the sequences of its tier before it stay within the tier's ``share`` of
+running sequences and blocks. So a backlog that has aged neither starves nor takes everything.
 
 The next waiting sequence to admit is *urgent* if a running sequence of a lower tier comes after it
 in order. It is admitted before the running sequences are planned. Only if its tier has a target for
@@ -57,7 +57,7 @@ class TierAdmission:
         self._queues: list[list[Sequence]] = [[] for _ in tiers]
         # By tier: key of a queued request -> how many sequences it has.
         self._queued: list[dict[int, int]] = [{} for _ in tiers]
-        # Arrival and key of the requests that may become overdue, the first to arrive first.
+        # Arrival and key of the requests that may become overdue, as they were queued.
         self._may_be_overdue: list[deque[tuple[float, int]]] = [deque() for _ in tiers]
         # Whether the last step left any sequences of the tier waiting.
         self._left_waiting = [False] * len(tiers)
@@ -260,7 +260,8 @@ class TierAdmission:
         first = self.first(running)
         if first is None:
             return None
-        # A waiting sequence has the level of its tier here, even if it has aged: see `add`.
+        # Even if `first` has aged, it has the level of its tier here (see `add`). So running
+        # sequences that have aged come before it.
         for sequence in running:
             is_lower = sequence.request.tier > first.request.tier
             if is_lower and order(sequence) > order(first):

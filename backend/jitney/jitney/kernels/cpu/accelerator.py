@@ -18,7 +18,7 @@ from jitney.execution.attention import AttentionShape
 from jitney.execution.checkpoint import Checkpoint
 from jitney.execution.interface import AttentionFunction, KvScales, LayerCache, LoadedModel
 from jitney.execution.memory import StepMemory
-from jitney.execution.options import refuse_gpu_options
+from jitney.execution.options import cache_dtype, refuse_gpu_options
 from jitney.execution.probe import embedding_weight
 from jitney.execution.runner import TorchRunner
 from jitney.kernels.cpu.linear import prepack_linears
@@ -46,9 +46,8 @@ class CpuAccelerator:
 
     @staticmethod
     def prepare() -> None:
-        """Import what a load needs for kernels, if Numba is there. That takes a second, which a
-        load need not spend then. Where torch was built for a GPU, models run there: nothing is
-        imported."""
+        """Import what a load needs for kernels, if Numba is there. That takes a second, which
+        later loads save. Where torch was built for a GPU, models run there: nothing is imported."""
         if torch.backends.cuda.is_built():
             return
         with suppress(ImportError):
@@ -82,10 +81,8 @@ class CpuAccelerator:
         return True
 
     def widens_bfloat16(self, checkpoint: Checkpoint, *, has_quantized_weights: bool) -> bool:
-        """See :class:`Accelerator`: whether bfloat16 is as fast as float32, as kernels widen it.
-
-        True if all products of the model are those of our kernels, and the processor has AVX2,
-        which they need."""
+        """See :class:`Accelerator`. True if our kernels compute all products of the model, and the
+        processor has AVX2, which they need."""
         if not (self._config.fuse and self._config.prepack):
             return False
         # Experts are no linear layers: their products are torch's. Models that have any say so in
@@ -94,8 +91,8 @@ class CpuAccelerator:
             return False
         if not torch.cpu.get_capabilities().get("avx2") or find_spec("numba") is None:
             return False
-        # Quantized weights are of sizes that kernels have. Layers that stay floats are taken to be
-        # so, too: what is stored may have other shapes than the weights.
+        # Kernels have the sizes of all quantized weights. Those of layers that stay floats are not
+        # checked: what is stored may have other shapes than the weights.
         if has_quantized_weights:
             return True
         for stored in checkpoint.tensors.values():
@@ -138,12 +135,16 @@ class CpuAccelerator:
         """Raises ConfigError if torch might compute adapters, as its products depend on the batch.
 
         Our kernels compute them where they are part of a step's native call. That takes kernels for
-        them (``pack``), and a cache of the model's dtype."""
+        them (``pack``), and a cache of the model's dtype or of int8."""
         if not model.sites:
             return
-        if faster.pack is None or self._config.kv_cache_dtype != "auto":
+        if faster.pack is None:
             bound = "left out with batch_invariant: a step of this model is no native call"
             raise ConfigError.of("adapters", self._config.adapters, bound)
+        held = cache_dtype(self._config, model.dtype, torch.device("cpu"))
+        if held not in (model.dtype, torch.int8):
+            bound = f"auto or int8 with batch_invariant and adapters: the model is in {model.dtype}"
+            raise ConfigError.of("kv_cache_dtype", self._config.kv_cache_dtype, bound)
 
     def kv_scales(self, model: LoadedModel) -> list[KvScales] | None:
         """No cache of this device has scales."""

@@ -46,7 +46,7 @@ STATE_EXTRA = LANES
 
 @record
 class AttentionArguments(KernelCall):
-    """The arguments of ``attend_body`` and ``write_body``; ``count`` is in items of each.
+    """The arguments of ``attend_body`` or ``write_body``; ``count`` is in items of that one.
 
     First stand those of one layer. From ``plan`` on they are the same for all layers of a kind in
     one step: ``program`` copies that part as a whole.

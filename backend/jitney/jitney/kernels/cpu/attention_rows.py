@@ -12,8 +12,8 @@ a head, in bfloat16. The rows of an item are taken in *passes* of 6 rows (16 wit
 Scores and weights stay in the first-level cache. Outputs are part of the rows' states (``softmax``)
 and are read and written once for each span.
 
-``key_list`` and ``value_list`` are addresses in lists of groups (``cache_blocks``), at the address
-of the first group in question. ``first_key`` is that group's first position.
+``key_list`` and ``value_list`` point into lists of groups (``cache_blocks``), at the entry of the
+first group in question. ``first_key`` is that group's first position.
 
 A cache of bytes is widened before products read it. If an item takes several passes, a span is
 widened as a whole, once for all of them. If it takes one pass, groups are widened a few at a time,

@@ -45,6 +45,7 @@ import torch
 from numba import cfunc, njit, types
 from numba.extending import intrinsic
 
+from jitney.execution import byte_cache
 from jitney.kernels.cpu.emit import f32, i64, offset_by, pointer
 
 _log = logging.getLogger(__name__)
@@ -161,9 +162,10 @@ def _with_cache(compiler: Callable[..., Any], function: Callable[..., Any]) -> A
 
 @cache
 def source_version() -> int:
-    """A number that changes with the files of this folder; never 0. See :class:`Kernel`."""
+    """A number that changes with the files of this folder, and with the one outside it whose
+    constants are compiled into kernels; never 0. See :class:`Kernel`."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in [*sorted(Path(__file__).parent.glob("*.py")), Path(byte_cache.__file__)]:
         digest.update(path.read_bytes())
     fits_int64 = digest.digest()[:7]
     return int.from_bytes(fits_int64, "little") | 1  # never 0

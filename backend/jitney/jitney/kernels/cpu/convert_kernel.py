@@ -17,8 +17,9 @@ A scale makes the largest element of its row or scale group 127. In a tail the s
 are float32, the number and the indices int32. The bytes of I8 have no sign, as instructions that
 multiply bytes want one factor without; those of I4 have one.
 
-Items are four rows. A row is read twice, from the first-level cache the second time: once to find
-its scale, once to round. It is computed by one thread in a fixed order, whatever the batch.
+Items are four rows. A row is read once to find its scale, and once, from the first-level cache, to
+round; with outliers a few times more. It is computed by one thread in a fixed order, whatever the
+batch.
 
 Called by ``column_linear``, before ``product_kernel`` and ``four_bit_kernel``.
 """
@@ -60,8 +61,8 @@ _BF16_BYTES = 2
 _LARGEST_BYTE = np.float32(127.0)
 _BYTE_OF_ZERO = np.uint8(128)
 _LEAST = np.float32(1e-36)
-"""A row, or a scale group, whose elements are no larger is rounded to zeros: 127 over them would be
-infinite."""
+"""A row, or a scale group, whose elements are no larger is rounded to zeros: 127 divided by them
+might be infinite."""
 
 
 @record
@@ -91,7 +92,7 @@ class ConvertCall(KernelCall):
 
 read_convert = reader(ConvertCall)
 
-# The scale is at the beginning of a tail. Bytes from there to the rest:
+# The scale is at the beginning of a tail. Bytes from there to the tail's other fields:
 TAIL_COUNT = 4
 TAIL_INDICES = 8
 TAIL_VALUES = 12
@@ -129,8 +130,8 @@ def list_outliers(call, row, limit, tail):
     """Write the outliers of a row to its tail. Returns the size of the largest other element.
 
     "Size" is the absolute value. An outlier is an element whose size is above a limit. The limit is
-    ``call.outlier`` times a mean: the sizes of all elements that are no outliers, over K. So limit
-    and outliers depend on each other, and are found in rounds:
+    ``call.outlier`` times a mean: the sum of the sizes of all elements that are no outliers,
+    divided by K. So limit and outliers depend on each other, and are found in rounds:
 
     - In the first round ``limit`` is that of the mean of all elements.
     - Without the outliers of a round the mean is smaller, so the next round has a lower limit. It

@@ -109,8 +109,8 @@ class _Instruction:
     """That of an element of what it computes."""
 
 
-# What VNNI adds up in 32 bits: four products of bytes. LLVM has one name for the second one,
-# whether AVX-VNNI or AVX-512 brings the instruction.
+# What VNNI adds up in 32 bits: four products of bytes. LLVM has one name for the instruction of 256
+# bits, whether AVX-VNNI or AVX-512 brings it.
 _DOT_BYTES_512 = _Instruction("avx512.vpdpbusd.512", 1, factor=i8, result=i32)
 _DOT_BYTES_256 = _Instruction("avx512.vpdpbusd.256", 2, factor=i8, result=i32)
 # Products of int16, two neighbours added up in 32 bits.
@@ -166,7 +166,7 @@ def multiply_nibbles(builder, run_sum, nibbles, signed):
 
 
 def add_run(builder, total, run_sum):
-    """IR: total + run_sum, as int32. :func:`multiply_nibbles` has made the second one."""
+    """IR: total + run_sum, as int32. ``run_sum`` is that of :func:`multiply_nibbles`."""
     if not multiplies_bytes():
         # Add the two sums of 16 bits in each lane: a product with (1, 1).
         ones = constant(i32x, 0x10001)

@@ -220,7 +220,7 @@ def offset_by(builder, address, count, size=1):
 
 
 def prefetch_line(builder, address) -> None:
-    """IR: ask for the cache line at ``address``, to be read soon, in the second-level cache."""
+    """IR: prefetch the cache line at ``address`` into the second-level cache."""
     where = pointer(builder, address, i8)
     read = constant(i32, 0)
     second_level = constant(i32, 2)

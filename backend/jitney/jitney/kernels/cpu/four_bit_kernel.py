@@ -63,7 +63,7 @@ _GROUP_SUMS_BYTES = ROWS_BY_TILES * PAIR_ROW_BYTES
 
 @inlined
 def fill_with_zeros(address, vectors):
-    """So many vectors from ``address`` on."""
+    """Write so many vectors of zeros from ``address`` on."""
     for i in range(vectors):
         store(address + i * VECTOR_BYTES, splat(ZERO))
 

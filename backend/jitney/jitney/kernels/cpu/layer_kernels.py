@@ -174,8 +174,8 @@ class _SplitGate(nn.Module):
         return self._times(x, self._activated(x, self._activation))
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        """As :meth:`forward`, with ``other`` [T, 2 * outputs] added: its first half to what the
-        gate gives, before the activation, its second half to what ``up`` gives."""
+        """As :meth:`forward`, with ``other`` [T, 2 * outputs]. Its first half is added to what the
+        gate gives, before the activation; its second half to what ``up`` gives."""
         for_gate, for_up = other.chunk(2, -1)
         gate = self.gate.plus(x, for_gate.contiguous())
         up = self.up.plus(x, for_up.contiguous())

@@ -168,9 +168,9 @@ def prepack_linears(
     which makes a layer of our own product (None: there is none). With ``batch_invariant``, no layer
     gets a product of oneDNN.
 
-    Layers of another dtype stay as they are, and so do those whose class is derived from these, as
-    they may compute something else. A weight that another module holds as well, an embedding, stays
-    in memory beside its packed copy: the ``report`` counts these bytes.
+    Layers that have no such product stay as they are, and so do those whose class is derived from
+    these, as they may compute something else. A weight that another module holds as well, an
+    embedding, stays in memory beside its packed copy: the ``report`` counts these bytes.
     """
     holders = Counter[nn.Parameter]()
     for each in module.modules():

@@ -121,10 +121,9 @@ def make_micro_kernel(width: int, *, source_per_vector: bool, ahead: int) -> Any
     or values. The arguments, after the tag, are ``use_tiles``, which chooses the way to compute it,
     and the fields of :class:`_Arguments`, by their names.
 
-    With ``source_per_vector``, vector n is in source n of the list, so that ``width`` sources are
-    used. ``num_sources`` says over how many sources each vector is summed up: 1. ``offset`` is 0,
-    and ``out`` is overwritten. Example: the scores of ``width`` groups of keys, 16 scores from each
-    group.
+    With ``source_per_vector``, vector n is in source n of the list, and ``out`` is overwritten.
+    Callers give 1 for ``num_sources`` and 0 for ``offset``. Example: the scores of ``width`` groups
+    of keys, 16 scores from each group.
 
     Otherwise each source holds all vectors, side by side, and the products of all sources are added
     to what ``out`` holds. Example: ``width`` times 16 elements of the head, summed up over all

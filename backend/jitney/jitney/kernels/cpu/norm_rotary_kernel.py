@@ -11,7 +11,7 @@ The norm of whole rows, before attention or an MLP, is the same with one query h
 row, with no key heads and a ``rotary_size`` of 0.
 
 Loops: items of some rows, rows, heads, vectors of 16 elements. A row is computed by one thread in a
-fixed order, whatever the batch: it is read twice, from the first-level cache the second time.
+fixed order, whatever the batch. It is read twice, from the first-level cache the second time.
 Elements are float32 or bfloat16, told apart by the type of ``tag`` (``simd``); sums are float32.
 
 Called by ``layer_kernels``, which makes :class:`RowNorm` and :class:`CpuAttentionLayer` for fused

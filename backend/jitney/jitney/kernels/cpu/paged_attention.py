@@ -49,7 +49,8 @@ class AttentionStep:
     """What attention needs for all layers of one kind in one step."""
 
     arguments: AttentionArguments
-    """Its second part, that of the step, is filled in; :func:`set_layer` fills in the first."""
+    """Its second part, that of the step, is filled in; :func:`set_layer` fills in the first, except
+    ``sinks``."""
     attend_items: int
     """Items of ``attend_body``."""
     write_items: int

@@ -1,7 +1,7 @@
 """What the processor has that kernels are compiled for, and how many registers.
 
-Kernels exist for these instruction sets. A function that emits other instructions for each asks
-here, or asks :func:`emit.host_has`, while it is compiled:
+Kernels exist for these instruction sets. A function that emits different instructions for them
+asks here, or asks :func:`emit.host_has`, while it is compiled:
 
 ===================  ========  ===================================================================
 instruction set      elements  what one instruction multiplies

@@ -20,7 +20,7 @@ Two neighbouring columns are a pair. Loops, from outer to inner::
                      first-level cache while all 128 rows meet them
             32 rows  in registers: sums of 32 rows and 32 outputs             ``product_tiles``
         without it:                                                           multiply_by_vectors
-          6 rows     times the whole pair, in registers: 12 sums (AVX2: 6)    ``micro_kernel``
+          6 rows     times the pair, in registers: 12 sums (AVX2: 6 at once)  ``micro_kernel``
         then         scales, bias, sum, activation, rounding                  ``product_finish``
 
 The sums of a pair, float32 [128, 32], are kept on the thread's stack until they are finished. A
@@ -164,7 +164,7 @@ def make_body(multiply: Any, extra_bytes: int) -> Any:
             item = fetch_add(arguments)
             first = item // items_of_same_rows * ROWS_PER_ITEM
             end = min(first + ROWS_PER_ITEM, call.count)
-            if first >= end:  # the items before were all
+            if first >= end:  # all items have been taken
                 break
             first_pair = item % items_of_same_rows * call.pairs_per_item
             end_pair = min(first_pair + call.pairs_per_item, call.pairs)

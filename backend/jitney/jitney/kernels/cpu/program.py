@@ -3,8 +3,8 @@
 Between the products of a layer, Python takes as long as the products of a small model do. So a
 :class:`LayerProgram` writes down once which kernels a step runs, over which memory, and each step
 fills in what differs: the number of tokens, their positions, and what attention must know. The
-kernels are those that the fused modules run one by one. Of each layer, over [tokens, width], where
-the names are those of ``program_list.Activations``::
+kernels are those that the fused modules run one by one. Each layer runs these, over [tokens,
+width]. The names are those of ``program_list.Activations``::
 
     states   -> norm                        -> normed
     normed   -> product "qkv"               -> qkv

@@ -52,7 +52,8 @@ class Activations:
     middle: Tensor
     """A layer's input plus the output of its attention."""
     normed: Tensor
-    """The result of the last norm: behind all layers, of the tokens whose logits are asked for."""
+    """The result of a norm. That of the norm behind all layers has only the tokens whose logits are
+    asked for."""
     qkv: Tensor
     attended: Tensor
     """The result of attention, of all heads."""
@@ -157,7 +158,7 @@ class KernelList:
     norm_rotary: Kernel
     """The kernel of ``norm_rotary_kernel``."""
     adapter_memory: AdapterMemory | None
-    """None, and so the next two: there are no adapters."""
+    """This and the next two are None if there are no adapters."""
     shrink: Kernel | None
     expand: Kernel | None
     kernels: list[ListedKernel] = field(default_factory=list)

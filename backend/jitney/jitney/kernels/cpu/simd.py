@@ -86,7 +86,7 @@ LOG2_E = np.float32(1.4426950408889634)
 
 @emitted(types.int64, TAG)
 def element_bytes(builder, tag):
-    """Bytes of one element, as a constant: of what a model computes in, or of a cache."""
+    """Bytes of one element of a cache, or of what a model computes in, as a constant."""
     return constant(i64, tag.bitwidth // 8)
 
 
@@ -345,9 +345,8 @@ def nearest(builder, value):
 
 @emitted(vector, vector, vector)
 def _times_power_of_two(builder, value, power):
-    """value * 2**power, for whole powers up to 127; 0 where the power is below -126, except that
-    AVX-512 has an instruction that gives the exact value there. NaN where the value is NaN; then
-    the power may be NaN, too."""
+    """value * 2**power, for whole powers up to 127. Where the power is below -126, the result is 0,
+    or with AVX-512 the exact value. NaN where the value is NaN; then the power may be NaN, too."""
     if host_has("avx512f"):
         name = "llvm.x86.avx512.mask.scalef.ps.512"
         all_lanes = ir.Constant(i16, -1)

@@ -118,8 +118,8 @@ def merge_states(call, rows, totals, states):
     """Add each row's state over one split, at ``states``, to its state over the splits before, at
     ``totals``.
 
-    A split of which a row sees no key changes nothing: its maximum is _LOWEST, so it is multiplied
-    by 0.
+    A split of which a row sees no key changes nothing: its outputs and its sum are 0, and its
+    maximum is _LOWEST.
     """
     for r in range(rows):
         total = totals + r * state_bytes(call.padded)

@@ -54,7 +54,7 @@ class HeadNorms(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionForm:
-    """The attention of a layer, from the product that gives query, key and value: the norms of the
+    """What a layer does with the query, key and value that its product gives: the norms of the
     heads, and the constant arguments of the :class:`interface.AttentionCall`."""
 
     layer: int

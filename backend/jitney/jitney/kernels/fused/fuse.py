@@ -45,8 +45,8 @@ from jitney.kernels.fused.whole_model import FusedForward, ModelKernels
 _log = logging.getLogger(__name__)
 
 _SURPLUS = 64
-"""Positions of a rotary table beyond the longest sequence: a step may be launched before it is
-known that a sequence has ended."""
+"""Positions of a rotary table beyond the longest sequence: a guard, as the scheduler plans no
+token there."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class FuseReport:
     forward: FusedForward | None = None
     """The whole model. None if not all of it could be fused."""
     added_bytes: int = 0
-    """Memory beyond what the module took before."""
+    """Bytes of weights beyond those that the module had before."""
     reasons: Counter[str] = field(default_factory=Counter)
     """Reason why modules stayed as they were -> how many."""
 
@@ -91,11 +91,11 @@ def fuse(
     module: PreTrainedModel, kernels: ModelKernels, length: int, *, norms_alone: bool = False
 ) -> FuseReport:
     """Replace what can be replaced in ``module``, on the device that it is on. ``length`` is that
-    of the longest sequence.
+    of the longest sequence. ``norms_alone``: replace nothing but norms. Option ``batch_invariant``
+    needs our norms even if option ``fuse`` is off.
 
-    ``norms_alone``: replace nothing but norms. Option ``batch_invariant`` needs our norms even if
-    option ``fuse`` is off. Never fails on a model: at worst, nothing is replaced. It takes memory
-    for one layer beyond the module's own, as each module is freed once it is replaced.
+    Never fails on a model: at worst, nothing is replaced. Takes memory for one layer beyond the
+    module's own, as each module is freed once it is replaced.
     """
     with torch.inference_mode():
         fuser = _Fuser(module, kernels, length)

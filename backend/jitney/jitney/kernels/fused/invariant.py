@@ -42,7 +42,7 @@ _EXACT = frozenset({
 def check_invariant(module: PreTrainedModel, step: StepFunction | None, *, on_gpu: bool) -> None:
     """Raise ConfigError, naming a module and an operation, if the operation's result may depend on
     the batch. ``step`` is the whole model, if that was fused. ``on_gpu``: judge the operations as
-    they are on a GPU; kernels of a GPU may be interpreted on a CPU."""
+    they are on a GPU, even where this is a CPU that interprets a GPU's kernels."""
     called: list[str] = []
 
     def enter(name: str, *_: object) -> None:

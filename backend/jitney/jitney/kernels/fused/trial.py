@@ -36,7 +36,7 @@ NORM_SCALES = (1.0, 2.0**-10, 2.0**10)
 LAYER_SCALES = (2.0**-8, 2.0**8)
 
 _MISFITS = (TypeError, LookupError, AttributeError, ValueError, AssertionError, RuntimeError)
-"""What a module may raise that is called with other arguments or sizes than it expects. For sizes
+"""What a module may raise if its arguments or their sizes are not those that it expects. For sizes
 that do not fit, torch raises RuntimeError."""
 
 Arguments = dict[str, Any]

@@ -51,7 +51,7 @@ class ModelKernels(LayerKernels, Protocol):
         """All layers as one native call. None if the device cannot do that for this model."""
 
     def adapted(self, model: "FusedForward", places: Sequence[Places]) -> AdaptedKernels:
-        """The same for steps with adapters, which change ``places``: those of each layer."""
+        """What steps with adapters are computed with. ``places`` are those of each layer."""
 
 
 class _LayerStep(NamedTuple):

@@ -31,8 +31,8 @@ from jitney.execution.machine import to_device
 from jitney.kernels.gpu.language import dot
 
 BLOCK_TOKENS = 16
-"""Tokens of a block, at most: the fewest rows that matrix units take. Of decodes, an adapter seldom
-has more in a step."""
+"""Tokens of a block, at most: the fewest rows that matrix units take. An adapter seldom has more
+decodes in a step."""
 RANKS = 16
 """Ranks of a tile: the fewest that matrix units take."""
 DEPTH = 128
@@ -46,7 +46,7 @@ _A = tl.constexpr(0)  # address of A [rank, inputs]
 _B = tl.constexpr(1)  # address of B^T [rank, outputs]
 _RANK = tl.constexpr(2)
 _FIRST = tl.constexpr(3)  # the first column of the fused layer's result that is this layer's
-_OUTPUTS = tl.constexpr(4)  # how many columns are
+_OUTPUTS = tl.constexpr(4)  # how many columns are this layer's
 _FIELDS = tl.constexpr(5)  # how many fields an entry has
 
 

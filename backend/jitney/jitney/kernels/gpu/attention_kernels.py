@@ -25,10 +25,10 @@ def _row_of_tile(tile, query_start, num_rows, TOKENS: tl.constexpr):
 
     Row r, whose first new token is token t of the step, begins with tile t // TOKENS + r. So a
     launch needs to know no lengths: the numbers of rows and of tokens give the number of tiles.
-    Rounding down could give a row one tile too few; ``+ r`` gives each of the r rows before one
-    tile more. So each has as many tiles as its tokens fill, or one more, which has no work. Here of
-    rows with 6, 1 and 9 tokens, with TOKENS = 4, where the first tiles are 0 // 4 + 0, 6 // 4 + 1
-    and 7 // 4 + 2::
+    Rounding down could give a row one tile too few. So each row gets one more: ``+ r`` counts those
+    of the rows before it. A row then has as many tiles as its tokens fill, or one more, which has
+    no work. Here of rows with 6, 1 and 9 tokens, with TOKENS = 4, where the first tiles are
+    0 // 4 + 0, 6 // 4 + 1 and 7 // 4 + 2::
 
         row 0: t = 0, tiles 0 and 1       row 1: t = 6, tile 2
         row 2: t = 7, tiles 3 to 6, of which 3, 4 and 5 have tokens

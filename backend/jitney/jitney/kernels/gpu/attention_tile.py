@@ -12,8 +12,8 @@ A tile meets BLOCK_N keys at a time, a *key tile*. Key tiles begin at multiples 
 the queries are: so a query meets the same key tiles in every chunk.
 
 Query heads, causality, window, cap and sinks are those of
-:class:`execution.interface.AttentionCall`. Scores are in units of log2, so that one exponential of
-base 2 does; maxima, sums and results are float32.
+:class:`execution.interface.AttentionCall`. Scores are in units of log2, so that weights are powers
+of 2, not of e. Maxima, sums and results are float32.
 
 | name | meaning |
 |---|---|
@@ -51,7 +51,7 @@ def part_span(position, end, window, num_parts, MIN_PART: tl.constexpr, BLOCK_N:
     """How the keys up to ``end`` - 1 are cut into parts, for a tile whose first query is at
     ``position``. Returns four numbers:
 
-    - first_seen: the first key that this query sees; with a window, not key 0;
+    - first_seen: the first key that this query sees; without a window, key 0;
     - begin: where part 0 begins, at first_seen or before: a multiple of BLOCK_N;
     - part_size: keys of a part, but for the last one: a multiple of BLOCK_N;
     - used_parts: how many parts have keys, at most num_parts.
@@ -62,7 +62,7 @@ def part_span(position, end, window, num_parts, MIN_PART: tl.constexpr, BLOCK_N:
     begin = first_seen // BLOCK_N * BLOCK_N
     part_size = tl.cdiv(tl.cdiv(end - begin, num_parts), BLOCK_N) * BLOCK_N
     part_size = tl.maximum(part_size, MIN_PART)
-    # Rounding up makes parts larger, so fewer of them may do.
+    # Rounding up makes parts larger, so fewer of them may have keys.
     used_parts = tl.cdiv(end - begin, part_size)
     return first_seen, begin, part_size, used_parts
 
@@ -242,7 +242,8 @@ def compute_tile(
     if part < tl.maximum(used_parts, 1):
         index = tl.arange(0, ROWS)
         element = tl.arange(0, HEAD_TILE)
-        new_token = skipped + index // GROUP  # of each row of the tile, from the row's first one
+        # Of each row of the tile: the index of its token among the new tokens of the batch's row.
+        new_token = skipped + index // GROUP
         query_head = head * GROUP + index % GROUP
         real_row = (index < TOKENS * GROUP) & (new_token < length)
         real = real_row[:, None] & (element < HEAD_SIZE)[None, :]

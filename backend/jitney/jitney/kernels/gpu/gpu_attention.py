@@ -100,7 +100,7 @@ class GpuAttention:
             self.tiles = tiles_for(device, dtype, head_size, self._group, batch_invariant)
         else:
             self.tiles = TileTable(tiles, tiles)
-        self._reductions: set[tuple[torch.dtype, bool, bool]] = set()
+        self._reductions: set[tuple[torch.dtype, bool, bool, bool]] = set()
         """The forms whose reduction kernel is compiled: (dtype of the output, whether there is no
         window, whether there are no sinks)."""
 
@@ -126,8 +126,9 @@ class GpuAttention:
         meta: AttentionMetadata,
         transform: HeadTransform = NO_TRANSFORM,
     ) -> Tensor:
-        """Write K and V to their slots, then attend: products in the cache's dtype (for float8, in
-        q's), all else in float32. The call's query and key are those before ``transform``."""
+        """Write K and V to their slots, then attend: products in the cache's dtype (for float8 see
+        :meth:`_operand`), all else in float32. The call's query and key are those before
+        ``transform``."""
         self._check(call, cache, meta)
         q = self._write(call, cache, meta, transform)
         return self._attend(q, call, cache, meta)
@@ -261,7 +262,8 @@ class GpuAttention:
             _MOST_PARTS,
         )  # fmt: skip
         # What it is compiled for, beside what is the same in all calls of this object.
-        form = (out.dtype, call.window is None, call.sinks is None)
+        has_scales = cache.value_scale is not None
+        form = (out.dtype, has_scales, call.window is None, call.sinks is None)
         if form not in self._reductions:
             self._reductions.add(form)
             # For both kinds of step.

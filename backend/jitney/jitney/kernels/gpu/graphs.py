@@ -29,8 +29,8 @@ from jitney.messages import ModelInfo
 _log = logging.getLogger(__name__)
 
 _MOST_ROWS = 512
-"""No graph has more rows. A larger decode step keeps the device busy for longer than the host takes
-to launch its kernels one by one, so a graph would save no time."""
+"""By default no graph has more rows. A larger decode step keeps the device busy for longer than the
+host takes to launch its kernels one by one, so a graph would save no time."""
 
 Launch = Callable[[], None]
 """Launches some kernels. They read and write the same memory in every call."""

@@ -52,7 +52,7 @@ def measure_steps(
             row.adapter = adapter
         runner.execute(batch)
     activations = torch.cuda.max_memory_reserved(model.device) - allocated_before
-    # Free the adapter, which the last batch holds, too: its memory is counted elsewhere.
+    # Free the adapter, whose memory is counted elsewhere. The last batch and its last row hold it.
     del adapter, batch, row
     runner.close()
     return StepMemory(activations, _graph_bytes(decode_bytes, config, info))

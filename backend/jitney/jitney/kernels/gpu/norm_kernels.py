@@ -133,7 +133,7 @@ def _normed(x, width, epsilon, scale, column, inside):
     return x * factor * tl.load(scale + column, mask=inside, other=0.0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["indices"])  # it may be a part of a step's
+@triton.jit(do_not_specialize_on_alignment=["indices"])  # they may be a slice of a step's indices
 def add_norm_kernel(
     out,  # [rows, WIDTH], rows out_stride apart: the norm of the sum; not written without scale
     sums,  # [rows, WIDTH]: the sum; not written without residual
@@ -196,7 +196,7 @@ def gate_kernel(
     elif ACTIVATION == "gelu":
         activated = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
     elif ACTIVATION == "gelu_tanh":
-        # 0.5 * (1 + tanh(z)) is 1 / (1 + exp(-2 * z)). Here 2 * z is this number times the cubic.
+        # 0.5 * (1 + tanh(z)) is 1 / (1 + exp(-2 * z)). Here 2 * z is 1.59... times the cubic.
         cubic = gate + 0.044715 * gate * gate * gate
         activated = gate / (1.0 + tl.exp(-1.5957691216057308 * cubic))
     else:
