@@ -9,7 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from jitney.engine.assemble import load_model
+from jitney.engine.assemble import load_model, load_runner
 from jitney.errors import ConfigError, InstallationError, LoadError, UnsupportedModelError
 from jitney.execution import interface, machine
 from jitney.execution.machine import resolve_device, resolve_dtype
@@ -270,8 +270,9 @@ def test_memory_that_runs_out_during_a_load_is_no_fault_of_the_model(
 
     folder = make_checkpoint(tmp_path / "m")
     monkeypatch.setattr(f"jitney.execution.{where}", fail)
+    options = {"model": str(folder), "device": "cpu", "dtype": "float32"}
     with pytest.raises(MemoryError):
-        load(folder)
+        load_runner(make_config({**options, "kv_cache_bytes": 1 << 20}))
 
 
 def test_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
