@@ -176,7 +176,7 @@ def test_one_inner_request_for_a_batch_of_sequences(
         return np.eye(10, dtype=np.float32)[[int(image[0, 0, 0]) for image in images]]
 
     model = module.TritonPythonModel()
-    model._ledger = module.Ledger(10)
+    model._ledger = module.OpenSequences(10)
     monkeypatch.setattr(module, "classify", classify)
     batch = [
         stream_request(1, 4.0, START=1),

@@ -48,12 +48,12 @@ class Layer:
 
     def __init__(self, heads: int, kv_heads: int, size: int, rotary: int, **options: Any) -> None:
         window, invariant = options.pop("window", None), options.pop("batch_invariant", False)
+        cache_dtype = options.pop("cache_dtype", torch.bfloat16)
         self.attend = GpuAttention(
-            torch.device("cpu"), torch.bfloat16, size, heads, kv_heads, batch_invariant=invariant
+            torch.device("cpu"), cache_dtype, size, heads, kv_heads, batch_invariant=invariant
         )
         self.window, self.size, self.heads = window, size, (heads, kv_heads, kv_heads)
         shape = cache_shape(2, BLOCK, kv_heads, size)
-        cache_dtype = options.pop("cache_dtype", torch.bfloat16)
         self.caches = [torch.zeros(shape, dtype=cache_dtype) for _ in "kv"]
         self.scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
 
