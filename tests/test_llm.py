@@ -302,6 +302,7 @@ def kill(llm: LLM) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow  # lower: tests/engine/test_supervisor.py
 def test_a_killed_engine_changes_no_token(
     llm: LLM, apart: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

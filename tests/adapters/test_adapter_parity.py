@@ -76,7 +76,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Expect
     ("architecture", "options"),
     [
         ("llama", PLAIN),
-        ("llama", UNFUSED),
+        pytest.param("llama", UNFUSED, marks=pytest.mark.slow),
         ("llama", {}),
         *(pytest.param(name, {}, marks=pytest.mark.slow) for name in TARGETS if name != "llama"),
     ],

@@ -25,7 +25,9 @@ BLOCK_SIZES = {"reference": 4, "cpu": 16}
 PARAMS = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True, seed=0)
 
 
-# Every architecture is served in a mixed batch; in the other ways one is, unless slow tests run.
+OFTEN = {"gemma2", "gpt2", "gpt_oss", "llama", "mixtral", "qwen3"}
+"""What differs most. The others are served in a mixed batch by the slow tests."""
+# Served in a mixed batch; in the other ways one is, unless slow tests run.
 ONE_AT_LEAST = pytest.mark.parametrize(
     "case",
     [
@@ -45,7 +47,13 @@ class Case:
     expected: list[list[int]]
 
 
-@pytest.fixture(scope="module", params=sorted(ARCHITECTURES))
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow)
+        for name in sorted(ARCHITECTURES)
+    ],
+)
 def case(request, tmp_path_factory) -> Case:
     """Prompts without near-ties anywhere on their greedy path."""
     torch.set_num_threads(1)  # as the runner will; tiny tensors gain nothing from more

@@ -57,6 +57,7 @@ def command(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow  # of its parts: the tests below, and test_served.py
 def test_a_model_of_ones_own_end_to_end(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN, encoding="utf-8")
     result = command("own:encoder", "--onnx", "--int8", "--out", "served", folder=tmp_path)

@@ -78,6 +78,7 @@ def test_parameters_of_the_configuration_are_options(pb: Any, tmp_path: Path) ->
         TritonPythonModel().initialize(args)
 
 
+@pytest.mark.slow
 def test_a_model_of_the_hub_cache_is_served(
     pb: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,7 +56,13 @@ def blocks_for(config: EngineConfig, made: Lengths, sequences: int) -> int:
 
 
 @pytest.mark.parametrize("eviction", ["preempt", "never"])
-@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("narrow", "bimodal") else pytest.mark.slow)
+        for name in DISTRIBUTIONS
+    ],
+)
 def test_as_many_run_as_are_expected(name: str, eviction: str) -> None:
     config, made = options(eviction=eviction), requests(name)
     blocks = blocks_for(config, made, 32)

@@ -16,6 +16,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
 
 
+@pytest.mark.slow
 @pytest.mark.server
 def test_demo(tmp_path: Path) -> None:
     log = tmp_path / "log"

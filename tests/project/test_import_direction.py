@@ -208,8 +208,14 @@ def member_of(start: str, module: str) -> str | None:
     return start + module.removeprefix(start).split(".")[0] if module.startswith(start) else None
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def names_in(path: Path) -> list[str]:
-    return list(imported_names(ast.parse(path.read_text(encoding="utf-8"))))
+    return list(imported_names(tree_of(path)))
 
 
 @pytest.mark.parametrize("module", modules())
@@ -292,7 +298,7 @@ def test_the_rule_finds_circles_and_upward_imports_inside_a_room() -> None:
 @pytest.mark.parametrize("module", [m for m in modules() if not m.startswith(HANDS_ENVIRONMENT_ON)])
 def test_no_option_comes_from_an_environment_variable(module: str) -> None:
     """Only who starts a process touches the environment: to hand it on."""
-    for node in ast.walk(ast.parse(modules()[module].read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(modules()[module])):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             used = f"{node.value.id}.{node.attr}"
             assert used not in ("os.environ", "os.getenv"), f"line {node.lineno}: {used}"

@@ -75,7 +75,9 @@ def test_bytes_that_are_planned(kind: Any) -> None:
     assert planned == pytest.approx(quantize.count_bytes(module), rel=0.02)
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == "fp8" else pytest.mark.slow) for kind in LAYERS]
+)
 def test_served_tokens_are_those_of_generate(tmp_path: Path, kind: Any) -> None:
     """Greedy in float32: what transformers' ``generate`` gives alone with the same layers."""
     pytest.importorskip("triton")

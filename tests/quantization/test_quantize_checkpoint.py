@@ -136,6 +136,7 @@ def test_torchao(tmp_path: Path, kind: str, bound: float) -> None:
     assert len(serve(folder)) == 10
 
 
+@pytest.mark.slow
 def test_torchao_in_a_process_that_has_imported_transformers_without_it(tmp_path: Path) -> None:
     folder = make_torchao(tmp_path, "int8")
     write_tokenizer(folder)

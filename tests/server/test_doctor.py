@@ -28,6 +28,7 @@ def with_version(monkeypatch: pytest.MonkeyPatch, package: str, version: str | N
     monkeypatch.setattr(importlib.metadata, "version", answer)
 
 
+@pytest.mark.slow
 def test_this_installation_can_serve() -> None:
     findings = doctor.examine([])
     assert doctor.can_serve(findings)

@@ -30,6 +30,7 @@ def bench(server: TritonServer, *words: str) -> subprocess.CompletedProcess[str]
     )
 
 
+@pytest.mark.slow  # test_a_model_of_one_call is its faster sister
 def test_a_language_model(server: TritonServer, tmp_path: Path) -> None:
     done = bench(
         server, MODEL, "--concurrency", "4", "--rate", "20", "--requests", "24",

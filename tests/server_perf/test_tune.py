@@ -136,6 +136,7 @@ def check_output(repository: Path, stdout: str, tuning: record.Tuning) -> None:
     assert record.read(out / "best.json").title == "batch 8, window 2000us, instances 1"
 
 
+@pytest.mark.slow
 def test_an_interruption_ends_the_server_and_keeps_the_rest(repository: Path) -> None:
     """Ctrl-C in the second setting: what was measured stands, nothing runs on."""
     words = command(

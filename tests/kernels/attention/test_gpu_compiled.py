@@ -25,6 +25,7 @@ def check(capability: int, form: Form, kernels: list[Use], stack: int = 0) -> No
         assert attend.warpgroup > 0
 
 
+@pytest.mark.slow
 def test_the_usual_kernels_for_compute_capability_9_0():
     """Decodes of Llama's shape: three programs of 72 KiB and at most 168 registers share a
     processor. Chunks: the matrix units' instructions for a warpgroup."""

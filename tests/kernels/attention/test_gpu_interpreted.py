@@ -43,10 +43,7 @@ def test_interpreting_is_this_processes_own_affair():
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, marks=() if case.sinks or case.softcap or case.size == 80 else SLOW)
-        for case in FORMS
-    ],
+    [pytest.param(case, marks=() if case.sinks and case.softcap else SLOW) for case in FORMS],
     ids=str,
 )
 def test_mixed_batches(case):
@@ -72,6 +69,7 @@ def test_sixteen_bits(dtype):
         assert sequences.error(sequences.step(attend, spans), spans) < TOLERANCE[dtype]
 
 
+@pytest.mark.slow
 def test_the_tiles_in_use():
     """Those of the table, for both kinds of step."""
     case = Case((4, 1), 64)
@@ -89,7 +87,9 @@ def test_the_tiles_in_use():
     ],
     ids=str,
 )
-@pytest.mark.parametrize("alone", [False, True], ids=["parts among others", "parts of decodes"])
+@pytest.mark.parametrize(
+    "alone", [pytest.param(False, marks=SLOW), True], ids=["parts among others", "parts of decodes"]
+)
 def test_contexts_in_parts(case, longest, alone):
     """Contexts on both sides of tile and part borders; some rows have fewer parts than others."""
     ends = [1, 2, 31, 32, 33, 65, 300, longest]
@@ -169,7 +169,11 @@ def test_blocks_before_the_window_are_not_read():
             assert sequences.error(sequences.step(attend, spans), spans) < 2e-6
 
 
-@pytest.mark.parametrize("case", FLOAT8_FORMS, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case.sinks else SLOW) for case in FLOAT8_FORMS],
+    ids=str,
+)
 def test_float8_caches(case):
     """Values beyond e4m3's range are held to it; each head has its own scale."""
     sequences, attend = Sequences(case, LENGTHS), case.attention(tiles=LARGE)
@@ -237,7 +241,7 @@ def test_a_padded_token_is_written_nowhere():
 
 
 @pytest.mark.parametrize("rotary", [64, 16], ids=["whole heads", "a part of a head"])
-@pytest.mark.parametrize("norm", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize("norm", [pytest.param(False, marks=SLOW), True], ids=["plain", "normed"])
 def test_heads_are_transformed_on_the_way(rotary, norm):
     case = Case((6, 2), 64)
     heads, kv_heads = case.heads
@@ -290,6 +294,7 @@ def bits(out: list[torch.Tensor]) -> list[torch.Tensor]:
     return [part.view(torch.int32) for part in out]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [pytest.param(Case((4, 1)), marks=SLOW), Case((2, 1), 48, window=70, sinks=True)],

@@ -67,9 +67,12 @@ def options(folder, name: str, **more: object):
 
 KINDS: list[tuple[str, dict[str, object]]] = [
     ("llama", {}),  # two query heads to a KV head
-    ("llama", {"dtype": "float32"}),
     ("llama", {"quantization": "int8"}),
     ("llama", {"kv_cache_dtype": "int8"}),
+]
+MORE_KINDS: list[tuple[str, dict[str, object]]] = [
+    ("llama", {"dtype": "float32"}),
+    ("llama", {"quantization": "int4"}),
     ("gemma3", {"dtype": "float32"}),  # norms behind the branches; no native call
     ("mistral", {}),  # a window
 ]
@@ -82,7 +85,7 @@ def test_alone_and_in_a_batch(tmp_path, name: str, more: dict[str, object]) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "more"), [*KINDS, ("llama", {"quantization": "int4"})], ids=str)
+@pytest.mark.parametrize(("name", "more"), [*KINDS, *MORE_KINDS], ids=str)
 def test_more_lengths_alone_and_in_a_batch(tmp_path, name: str, more: dict[str, object]) -> None:
     """Twice as many."""
     check(load_runner(options(tmp_path, name, **more)), requests(MORE_LENGTHS))

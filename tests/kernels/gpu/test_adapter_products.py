@@ -96,7 +96,13 @@ def test_as_plain_torch(ends, parts: list[Part], dtype: torch.dtype) -> None:
     assert torch.equal(got[same], out[same])
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(dtype, marks=() if dtype == torch.bfloat16 else pytest.mark.slow)
+        for dtype in TOLERANCE
+    ],
+)
 @pytest.mark.parametrize("parts", [EVEN, ODD], ids=lambda parts: parts[0].path)
 def test_a_token_does_not_depend_on_the_others(
     parts: list[Part], dtype: torch.dtype, equal_rows

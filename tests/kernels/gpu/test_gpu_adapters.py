@@ -77,7 +77,7 @@ def served(llm: LLM, names: Sequence[str | None]) -> list[list[int]]:
     ("architecture", "fuse", "layers"),
     [
         ("llama", True, {3, 1, 2}),
-        ("llama", False, {1}),
+        pytest.param("llama", False, {1}, marks=SLOW),
         pytest.param("phi3", True, {1}, marks=SLOW),
         pytest.param("gpt2", True, {1}, marks=SLOW),
     ],

@@ -50,7 +50,7 @@ def fuse(model: LoadedModel, **options: object) -> FuseReport:
     return fuse_for_gpu(model.module, config, model.max_model_len)
 
 
-FUSED_OFTEN = {"gemma2", "llama"}
+FUSED_OFTEN = {"llama"}
 """The interpreter takes seconds for each of the others: those run with the slow tests."""
 
 
@@ -130,7 +130,7 @@ def test_option_fuse_off(tmp_path) -> None:
 # --------------------------------------------------------------------------- batch_invariant
 
 
-OFTEN = {"gemma3n", "llama", "mixtral"}
+OFTEN = {"llama"}
 
 
 @pytest.mark.parametrize(
@@ -199,6 +199,7 @@ def test_batch_invariant_refuses_quantized_weights(tmp_path) -> None:
 # --------------------------------------------------------------------------- quantized weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", pytest.param("phi3", marks=pytest.mark.slow)])
 def test_quantized_projections_are_merged(tmp_path, name: str) -> None:
     """They are quantized by row: merged they give the very same."""

@@ -51,6 +51,7 @@ def test_eight_bit_cache(path: Path, plain) -> None:
     runner.close()
 
 
+@pytest.mark.slow
 def test_the_eight_bit_cache_of_a_draft_model_has_scales_too(path: Path) -> None:
     """The model is its own draft model, so both have the same."""
     speculation = {"drafter": "draft_model", "model": str(path)}
@@ -139,6 +140,7 @@ def test_options_that_have_no_meaning_here(
         load_runner(options(path, attention=attention, **given))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapted", [False, True])
 def test_the_largest_steps_are_measured(path: Path, monkeypatch, adapted: bool) -> None:
     """What a GPU measures while loading runs over a cache of one block, whatever the lengths; a

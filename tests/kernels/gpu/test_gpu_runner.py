@@ -81,6 +81,7 @@ def test_samples_are_those_of_the_cpu(runner, plain) -> None:
         assert [c.logprob for c in mine] == pytest.approx([c.logprob for c in theirs], abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_once", [3, 1000])
 def test_prompt_logprobs(runner, plain, monkeypatch, at_once: int) -> None:
     """In chunks, beside other rows, and where the logits of a step do not fit at once."""
@@ -129,6 +130,7 @@ def test_graphs_give_what_kernels_give(path: Path, plain, monkeypatch) -> None:
     runner.close()
 
 
+@pytest.mark.slow
 def test_capture_while_loading(path: Path, plain, monkeypatch) -> None:
     """All graphs are there before the first request, and none is captured after it."""
     capture = FakeCapture()
