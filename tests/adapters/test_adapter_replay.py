@@ -69,6 +69,7 @@ def test_requests_go_on_with_their_adapters(front: Front) -> None:
         assert front.streams[key] == whole[name]
 
 
+@pytest.mark.slow
 def test_what_was_accepted_is_not_refused_though_it_has_no_token_yet(folder: Path) -> None:
     """After a kill three wait for room where ``max_queued`` is 2: one that had run, and those that
     had waited beside it."""

@@ -40,7 +40,7 @@ def document(address: str) -> Any:
 @pytest.mark.parametrize(
     ("mode", "examples"),
     [
-        pytest.param(GenerationMode.POSITIVE, 10, id="documented bodies"),
+        pytest.param(GenerationMode.POSITIVE, 10, id="documented bodies", marks=pytest.mark.slow),
         pytest.param(GenerationMode.NEGATIVE, 25, id="other bodies", marks=pytest.mark.slow),
     ],
 )

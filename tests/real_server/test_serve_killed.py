@@ -5,10 +5,12 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.real_server.conftest import write_model
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_leaves_no_process(tmp_path: Path, checkpoint: Path) -> None:
     """Neither the server, nor the front and its engine, nor the gateway."""
     write_model(tmp_path / "models", "tiny", {"model": str(checkpoint), "threads": 1})
