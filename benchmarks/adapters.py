@@ -92,7 +92,9 @@ def _compare(
     for way, found in rates.items():
         pairs = zip(found, rates["without the option"], strict=True)
         ratios = [one / other for one, other in pairs]
-        middle, low, high = statistics.median(ratios), min(ratios), max(ratios)
+        middle = statistics.median(ratios)
+        low = min(ratios)
+        high = max(ratios)
         print(f"| {way} | {statistics.median(found):.0f} | {middle:.3f} ({low:.2f}–{high:.2f}) |")
 
 
@@ -152,7 +154,8 @@ def _save_adapters(root: Path, runner: Any, targets: tuple[str, ...]) -> None:
 
 def _come_and_go(arguments: argparse.Namespace, root: Path, keys: Iterator[int]) -> None:
     """More adapters than stay in memory, by MAX_NUM_SEQS clients that ask again when answered."""
-    engine, count = _engine(arguments, root, arguments.resident), 4 * MANY
+    engine = _engine(arguments, root, arguments.resident)
+    count = 4 * MANY
     ranks = np.random.RandomState(3).zipf(1.3, 64 * count) - 1
     orders = {
         "in rotation": [number % MANY for number in range(count)],
@@ -162,7 +165,11 @@ def _come_and_go(arguments: argparse.Namespace, root: Path, keys: Iterator[int])
     print("|---|---|---|")
     random = np.random.RandomState(2)
     for name, order in orders.items():
-        adapters, hits, waited, left, running = iter(order), 0, 0.0, count, 0
+        adapters = iter(order)
+        hits = 0
+        waited = 0.0
+        left = count
+        running = 0
         while left:
             while running < MAX_NUM_SEQS and (number := next(adapters, None)) is not None:
                 params = SamplingParams(
@@ -176,7 +183,8 @@ def _come_and_go(arguments: argparse.Namespace, root: Path, keys: Iterator[int])
             report = engine.step()
             if report is not None:
                 ended = sum(isinstance(event, Finished) for event in report.events)
-                running, left = running - ended, left - ended
+                running -= ended
+                left -= ended
                 hits += report.stats.adapter_hits
                 waited += report.stats.adapter_wait_seconds
         mean = 1e3 * waited / max(1, count - hits)

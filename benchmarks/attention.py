@@ -87,7 +87,8 @@ def gathered_sdpa(call: AttentionCall, cache: LayerCache, meta: AttentionMetadat
             stored[blocks].transpose(0, 1).flatten(1, 2)[None, :, :context]
             for stored in (cache.keys, cache.values)
         )
-        begin, end = bounds[r], bounds[r + 1]
+        begin = bounds[r]
+        end = bounds[r + 1]
         n = end - begin
         mask = None
         if n > 1 and n < context:
@@ -157,7 +158,8 @@ def bench(
     }
 
     def turn(name: str) -> Callable[[], Tensor]:
-        function, layers = contenders[name], of_bytes if name == "int8" else caches
+        function = contenders[name]
+        layers = of_bytes if name == "int8" else caches
         count = iter(range(1 << 62))
         call = AttentionCall(0, q, k, v, scale=head_size**-0.5)
         return lambda: function(call, LayerCache(*layers[next(count) % LAYERS], function), meta)

@@ -120,7 +120,8 @@ def main() -> int:
     for key, answer in chaos.answers.items():
         if found := differences(answer, calm.answers[key], *requests[key]):
             tie = all(gap is not None and gap <= TIE[arguments.dtype] for _, gap in found)
-            ties, defects = ties + tie, defects + (not tie)
+            ties += tie
+            defects += not tie
             for text, gap in found:
                 shown = "" if gap is None else f"; the gap is {gap:.0e}"
                 print(
@@ -255,8 +256,10 @@ async def ask(
     inputs.append(_tensor("input_ids", np.array(prompt, np.int32), "INT32"))
     text = np.array([json.dumps(params)], object)
     inputs.append(_tensor("sampling_parameters", text, "BYTES"))
-    answer.texts, answer.counts = [""] * n, [0] * n
-    answer.ids, answer.logprobs = [[] for _ in range(n)], [[] for _ in range(n)]
+    answer.texts = [""] * n
+    answer.counts = [0] * n
+    answer.ids = [[] for _ in range(n)]
+    answer.logprobs = [[] for _ in range(n)]
 
     async def requests():
         yield {"model_name": MODEL, "inputs": inputs}
@@ -304,7 +307,8 @@ def differences(
             found.append((text, gap))
         else:
             for name in ("ids", "counts", "reasons", "texts"):
-                here, there = getattr(one, name)[index:][:1], getattr(calm, name)[index:][:1]
+                here = getattr(one, name)[index:][:1]
+                there = getattr(calm, name)[index:][:1]
                 if here != there:
                     found.append((f"sequence {index}: {name} {here}, without kills {there}", None))
     if one.error != calm.error:

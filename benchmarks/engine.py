@@ -218,7 +218,9 @@ def _command(name: str, model: Path, arguments: argparse.Namespace) -> Command |
     if engine.package and _missing(python, engine.package):
         print(f"without {engine.title}: {engine.package} is not installed in {python}")
         return None
-    options, repeats, requests = list(engine.options), arguments.repeats, arguments.requests
+    options = list(engine.options)
+    repeats = arguments.repeats
+    requests = arguments.requests
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     options += ["--vocab-size", str(config["vocab_size"])]
     avx2 = arguments.instructions == "avx2" or "avx512f" not in Path("/proc/cpuinfo").read_text()
@@ -227,7 +229,8 @@ def _command(name: str, model: Path, arguments: argparse.Namespace) -> Command |
     if name == "jitney" and arguments.breakdown:
         options.append("--breakdown")
     if name == "transformers_continuous":
-        repeats, requests = 1, min(requests or CONTINUOUS_REQUESTS, CONTINUOUS_REQUESTS)
+        repeats = 1
+        requests = min(requests or CONTINUOUS_REQUESTS, CONTINUOUS_REQUESTS)
     if engine.module == "openvino":
         model = _convert_for_openvino(python, model, engine.weights)
         if arguments.instructions == "avx2":  # what it takes by itself on such a processor
@@ -306,7 +309,8 @@ def _print_bandwidth(model: Path, threads: int, tokens_per_s: float) -> None:
         memory.sum()
         seconds.append(time.perf_counter() - began)
     weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
-    loop, reads = memory.nbytes / min(seconds) / 1e9, weights * tokens_per_s / 1e9
+    loop = memory.nbytes / min(seconds) / 1e9
+    reads = weights * tokens_per_s / 1e9
     print(f"\nJitney's W2 reads {reads:.1f} GB/s of weights, a plain loop {loop:.1f} GB/s: "
           f"{reads / loop:.2f}")  # fmt: skip
 
@@ -353,7 +357,8 @@ def _print_ratios(results: dict[str, list[dict]], workloads: list[str]) -> None:
     for ours, other in rows:
         cells = []
         for workload in workloads:
-            above, below = _median(results[ours], workload), _median(results[other], workload)
+            above = _median(results[ours], workload)
+            below = _median(results[other], workload)
             cells.append(f"{above / below:.2f}" if above and below else "–")
         print(f"| {ENGINES[ours].title} ÷ {ENGINES[other].title} | {' | '.join(cells)} |")
 

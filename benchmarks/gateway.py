@@ -83,7 +83,8 @@ async def _measure(
 
 def _say(streams: int, way: str, runs: dict[str, list[Served]]) -> None:
     """A run that has ended."""
-    run, number = runs[way][-1], len(runs[way])
+    run = runs[way][-1]
+    number = len(runs[way])
     first_ms = 1000 * statistics.median(run.first_s)
     said = f"{run.tokens / run.seconds:.0f} tokens/s, TTFT p50 {first_ms:.1f} ms"
     print(f"{streams} streams, {way}, run {number}: {said}", file=sys.stderr, flush=True)

@@ -14,13 +14,17 @@ def limited_to(instructions: str) -> dict[str, str]:
     if instructions == "all":
         return {}
     if instructions == "avx2":
-        name, features, onednn = "haswell", [f"+{each}" for each in _AVX2.split()], "AVX2"
+        name = "haswell"
+        features = [f"+{each}" for each in _AVX2.split()]
+        onednn = "AVX2"
     else:
         import llvmlite.binding as llvm  # only here: Numba may be missing
 
         if not llvm.get_host_cpu_features().get("avx512f"):
             raise ValueError("this processor has no AVX-512")
-        name, onednn, above = llvm.get_host_cpu_name(), "AVX512_CORE_BF16", ("amx", "avx10")
+        name = llvm.get_host_cpu_name()
+        onednn = "AVX512_CORE_BF16"
+        above = ("amx", "avx10")
         found = llvm.get_host_cpu_features().items()
         features = [
             f"{'+' if has and not feature.startswith(above) else '-'}{feature}"

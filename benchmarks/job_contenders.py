@@ -86,7 +86,8 @@ def onnx_loop(task: dict[str, Any]) -> Run:
             ids = np.zeros((len(rows), len(encoded[rows[-1]])), np.int64)
             mask = np.zeros_like(ids)
             for at, row in enumerate(rows):
-                ids[at, : len(encoded[row])], mask[at, : len(encoded[row])] = encoded[row], 1
+                ids[at, : len(encoded[row])] = encoded[row]
+                mask[at, : len(encoded[row])] = 1
             (made[rows],) = session.run(None, {"input_ids": ids, "attention_mask": mask})
         return made
 

@@ -41,7 +41,8 @@ PYLM = MODELS / "pylm" / "1" / "checkpoint"
 def write_prompts(path: Path, turns: int, count: int | None = None) -> Path:
     """W1 so many times, each time with other tokens, so that no prefix is in the cache: columns
     ``text``, a word a token, and ``max_tokens``; the first ``count`` of them."""
-    workload, rng = w1(), np.random.RandomState(7)
+    workload = w1()
+    rng = np.random.RandomState(7)
     rows = [
         (" ".join(f"w{i}" for i in rng.randint(10, VOCAB_SIZE - 10, len(prompt))), length)
         for _ in range(turns)
@@ -54,7 +55,8 @@ def write_prompts(path: Path, turns: int, count: int | None = None) -> Path:
 def write_texts(path: Path, count: int) -> Path:
     """Texts of 2 to 150 words, half of them of at most 12, out of the words of our pages."""
     words = " ".join(page.read_text("utf-8") for page in sorted((ROOT / "docs").glob("*.md")))
-    rng, known = np.random.RandomState(8), np.array(words.split())
+    rng = np.random.RandomState(8)
+    known = np.array(words.split())
     lengths = np.clip(rng.lognormal(2.5, 0.7, count), 2, 150).astype(int)
     return _write(path, {"text": [" ".join(rng.choice(known, length)) for length in lengths]})
 
@@ -204,12 +206,14 @@ def memory(arguments: argparse.Namespace, folder: Path) -> None:
     for rows in arguments.rows:
         pixels = np.random.RandomState(9).randint(0, 17, rows * 64).astype(np.uint8)
         images = pa.FixedSizeListArray.from_arrays(pixels, 64)
-        source, output = _write(folder / "images.parquet", {"image": images}), folder / "memory-out"
+        source = _write(folder / "images.parquet", {"image": images})
+        output = folder / "memory-out"
         del pixels, images
         shutil.rmtree(output, ignore_errors=True)
         settings = {"input": str(source), "output": str(output), "model": str(MODELS / "digits")}
         settings |= {"task": "classify", "column": "image"}
-        began, peak = time.monotonic(), 0.0
+        began = time.monotonic()
+        peak = 0.0
         child = start({"contender": "job", "settings": settings})
         process = psutil.Process(child.pid)
         while child.poll() is None:
@@ -237,17 +241,22 @@ def _check_ids(output: Path, rows: int) -> None:
 
 def kills(arguments: argparse.Namespace, folder: Path) -> None:
     """Kill a job again and again: half of the times while it starts, else while it works."""
-    chance, rows = random.Random(arguments.seed), arguments.kill_rows
+    chance = random.Random(arguments.seed)
+    rows = arguments.kill_rows
     texts = [f"def function_{i}(" for i in range(rows)]
-    source, output = _write(folder / "short.parquet", {"text": texts}), folder / "kills-out"
+    source = _write(folder / "short.parquet", {"text": texts})
+    output = folder / "kills-out"
     shutil.rmtree(output, ignore_errors=True)
     settings: dict[str, Any] = {"input": str(source), "output": str(output), "model": str(PYLM)}
     settings |= {"max_tokens": 24, "part_seconds": 0.5}
-    stamps, times, kinds = folder / "stamps", list[float](), Counter[str]()
+    stamps = folder / "stamps"
+    times = list[float]()
+    kinds = Counter[str]()
     for number in range(arguments.kills + 1):
         stamps.write_text("")
         resumes = (output / "_job" / "journal.jsonl").exists()
-        began, last = time.time(), number == arguments.kills
+        began = time.time()
+        last = number == arguments.kills
         child = start({"contender": "job", "settings": settings, "stamps": str(stamps)})
         if not last and chance.random() < 0.5:
             time.sleep(chance.uniform(0, arguments.start_s))
@@ -277,7 +286,10 @@ def nodes(arguments: argparse.Namespace, folder: Path) -> None:
     """Kill a node of a cluster of two again and again, and let a new one join, while jobs run."""
     from ray.cluster_utils import Cluster
 
-    chance, rows, killed, jobs = random.Random(arguments.seed), arguments.kill_rows, 0, 0
+    chance = random.Random(arguments.seed)
+    rows = arguments.kill_rows
+    killed = 0
+    jobs = 0
     texts = [f"def function_{i}(" for i in range(rows)]
     sources = folder / "many"
     sources.mkdir(exist_ok=True)
@@ -297,7 +309,8 @@ def nodes(arguments: argparse.Namespace, folder: Path) -> None:
     seconds: list[float] = []
     while killed < arguments.kills:
         shutil.rmtree(output, ignore_errors=True)
-        began, jobs = time.monotonic(), jobs + 1
+        began = time.monotonic()
+        jobs += 1
         child = start({"contender": "job", "settings": settings})
         while child.poll() is None and killed < arguments.kills:
             other = cluster.add_node(**node)

@@ -58,7 +58,8 @@ def nats_per_token(llm: LLM, ids: Sequence[int]) -> tuple[float, list[int]]:
     # Windows overlap in one token: the last of one is the first of the next, which is not scored.
     prompts = [list(ids[begin : begin + window]) for begin in range(0, len(ids) - 1, window - 1)]
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, ignore_eos=True)
-    total, greedy = 0.0, list[int]()
+    total = 0.0
+    greedy = list[int]()
     for done in llm.generate(prompts, params, progress=False):
         if done.error is not None:
             raise done.error

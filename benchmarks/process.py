@@ -46,7 +46,8 @@ def main() -> None:
             way: [1e3 * run["cpu_s"] / run["output_tokens"] for run in runs[way]] for way in ways
         },
     }.items():
-        own, callers = figures["own"], figures["caller's"]
+        own = figures["own"]
+        callers = figures["caller's"]
         ratios = [one / other for one, other in zip(own, callers, strict=True)]
         print(
             f"| {name} | {statistics.median(own):,.2f} | {statistics.median(callers):,.2f} | "

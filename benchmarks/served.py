@@ -251,7 +251,8 @@ def _tensor(name: str, array: np.ndarray, kind: str) -> grpc.InferInput:
 
 def _print_table(alone: list[float], served: list[Served]) -> None:
     rates = [run.tokens / run.seconds for run in served]
-    ours, engine = statistics.median(rates), statistics.median(alone)
+    ours = statistics.median(rates)
+    engine = statistics.median(alone)
     run = min(served, key=lambda run: abs(run.tokens / run.seconds - ours))
     print("| W1 | output tok/s | first response p50 / p95, ms | gap p50 / p95, ms | responses | "
           "CPU s of server and front, for 1,000 responses |")  # fmt: skip

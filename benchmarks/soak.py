@@ -116,7 +116,8 @@ class Soak:
     ) -> str:
         """One request; what went wrong with it, or nothing."""
         url = f"http://{self.server.http_url}/v2/models/{MODEL}/generate_stream"
-        key, chance = next(self._keys), self._chance
+        key = next(self._keys)
+        chance = self._chance
         prompt = [chance.randrange(10, 3000) for _ in range(chance.randint(16, 704))]
         params = {"max_tokens": chance.randint(16, 256), "seed": key, **KINDS[key % len(KINDS)]}
         if kind == "whole":

@@ -161,12 +161,15 @@ def main() -> int:
     }
     clock: Callable[[], float] = time.monotonic
     if arguments.cpu_time:
-        options["threads"], clock = 1, time.process_time
-    keys, runs_code = itertools.count(), bool(arguments.demo or arguments.pair)
+        options["threads"] = 1
+        clock = time.process_time
+    keys = itertools.count()
+    runs_code = bool(arguments.demo or arguments.pair)
     with tempfile.TemporaryDirectory() as folder:
         draft_model = PYLM
         if arguments.pair:
-            options["model"], draft_model = str(arguments.pair / "target"), arguments.pair / "draft"
+            options["model"] = str(arguments.pair / "target")
+            draft_model = arguments.pair / "draft"
         elif arguments.demo:
             options["model"] = str(deepen(Path(folder), 43, arguments.noise))
         else:
@@ -197,7 +200,8 @@ def main() -> int:
         first = code[0]
     else:
         size = arguments.vocab_size
-        some, first = [repeating(streams, size) for streams in STREAMS], warm_up(size)
+        some = [repeating(streams, size) for streams in STREAMS]
+        first = warm_up(size)
         workloads = [(each.name, each, 0.0) for each in some]
         if arguments.requests:
             mixed = w1(size).head(arguments.requests)

@@ -60,7 +60,8 @@ def main() -> None:
         "prefix_caching": False,  # or every run but the first would find its prompts
     }
     config = make_config(options)
-    runner, data = load_runner(config), read_tokenizer(model)
+    runner = load_runner(config)
+    data = read_tokenizer(model)
     compile_grammar = grammar_compiler(data, runner.info)
     assert isinstance(compile_grammar, GrammarCompiler)
     engine = Engine(config, runner, compile_grammar=compile_grammar)

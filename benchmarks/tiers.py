@@ -131,7 +131,8 @@ class Simulated:
 def requests_at(rate: float, seconds: float, seed: int = 0) -> list[Asked]:
     """Requests of both kinds, so many a second; all at once if that is infinite, 64 then."""
     chance = np.random.default_rng(seed)
-    at, asked = 0.0, []
+    at = 0.0
+    asked = []
     while at < seconds and len(asked) < (64 if rate == np.inf else 1 << 20):
         tier = "interactive" if chance.random() < INTERACTIVE else "bulk"
         prompt, output = (int(chance.integers(*each[tier])) for each in (PROMPTS, OUTPUTS))
@@ -220,7 +221,8 @@ def serve_jobs(model: str, threads: int, cores: list[int]) -> None:
         config = make_config(plain | {"tiers": options_of(job.targets).get("tiers", [])})
         engine = Engine(config, runner, time.monotonic)
         for asked in (warm, job.asked):
-            began, tiers = time.monotonic(), job.targets is not None
+            began = time.monotonic()
+            tiers = job.targets is not None
             served = drive(engine, asked, time.monotonic, time.sleep, began, tiers)
         print(coded.encode(served).decode(), flush=True)
 
@@ -411,7 +413,8 @@ def draw(figures: dict[str, Figures], gap: float, target: Path) -> None:
     left.set(xlabel="gap between interactive tokens, ms", ylabel="share that is longer")
     left.set(xscale="log", yscale="log")
     left.legend(fontsize="small")
-    first, places = figures[WAYS[0]], np.arange(len(figures))
+    first = figures[WAYS[0]]
+    places = np.arange(len(figures))
     for at, name in ((-0.2, "bulk"), (0.2, "goodput")):
         values = [getattr(one, name) / getattr(first, name) for one in figures.values()]
         title = {"bulk": "bulk tokens/s", "goodput": "good requests/s"}[name]

@@ -158,7 +158,8 @@ def compare(
         )
     if expected.size == 0:
         return Difference(output, sizes, 0.0)
-    wide, found = expected.astype(np.float64), actual.astype(np.float64)
+    wide = expected.astype(np.float64)
+    found = actual.astype(np.float64)
     with np.errstate(invalid="ignore"):
         difference = np.abs(found - wide) / np.maximum(1.0, np.abs(wide))
     same = (wide == found) | (np.isnan(wide) & np.isnan(found))

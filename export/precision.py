@@ -216,7 +216,8 @@ def _least_cosine(expected: np.ndarray, actual: np.ndarray) -> float:
     """
     rows, others = (each.reshape(len(each), -1).astype(np.float64) for each in (expected, actual))
     if rows.shape[1] == 1:  # numbers of one sign have cosine 1: what counts is their proportion
-        rows, others = rows.T, others.T
+        rows = rows.T
+        others = others.T
     lengths = np.linalg.norm(rows, axis=1) * np.linalg.norm(others, axis=1)
     with np.errstate(invalid="ignore", divide="ignore"):
         cosines = (rows * others).sum(axis=1) / lengths

@@ -61,7 +61,8 @@ def publish(work: Path, config: str, destination: Path) -> None:
             _locked(repository),
             tempfile.TemporaryDirectory(prefix=".export-", dir=repository) as staging,
         ):
-            fresh, earlier = Path(staging) / "fresh", Path(staging) / "earlier"
+            fresh = Path(staging) / "fresh"
+            earlier = Path(staging) / "earlier"
             shutil.copytree(work, fresh / VERSION)
             (fresh / "config.pbtxt").write_text(config, encoding="utf-8")
             if destination.exists():

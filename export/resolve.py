@@ -22,8 +22,10 @@ from export.parity import flatten
 from export.recipe import Dimension, Recipe, check_model_name
 
 # The bounds of a dynamic dimension given only by name; other bounds need a Dimension.
-BATCH_OPTIMUM, BATCH_MAXIMUM = 4, 8
-HALF, DOUBLE = 0.5, 2
+BATCH_OPTIMUM = 4
+BATCH_MAXIMUM = 8
+HALF = 0.5
+DOUBLE = 2
 # A float16 number has three digits, and every runtime rounds differently.
 HALF_TOLERANCE = 1e-2
 

@@ -39,7 +39,8 @@ def smooth(path: Path, example: NamedArrays, *, largest_inline: int) -> int:
         arrays = [numpy_helper.to_array(weights[each.input[1]]) for each in products]
         weight_range = np.max([np.abs(each).max(axis=1) for each in arrays], axis=0)
         factors = _factors(ranges[activation], weight_range)
-        inverse, smoothed = f"{activation}_smoothing", f"{activation}_smoothed"
+        inverse = f"{activation}_smoothing"
+        smoothed = f"{activation}_smoothed"
         model.graph.initializer.append(numpy_helper.from_array(1 / factors, inverse))
         fresh[products[0].name] = helper.make_node(
             "Mul", [activation, inverse], [smoothed], name=smoothed

@@ -172,7 +172,9 @@ def _check_shapes(name: str, graph: Shape, shapes: Sequence[Shape]) -> None:
                 f"{len(graph)} dimensions"
             )
     for index, size in enumerate(graph):
-        low, middle, high = smallest[index], tuned[index], largest[index]
+        low = smallest[index]
+        middle = tuned[index]
+        high = largest[index]
         where = f"dimension {index} of input {name!r}"
         if not 1 <= low <= middle <= high:
             raise RecipeError(

@@ -130,7 +130,8 @@ def export(name: str, repository: Path, stamp: str) -> None:
     command = [sys.executable, "-m", "export", name, "--out", os.path.relpath(repository, ROOT)]
     # Batches are tiny: a second thread gains nothing, and makes the export wait on a busy machine.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipe, joined = subprocess.PIPE, subprocess.STDOUT
+    pipe = subprocess.PIPE
+    joined = subprocess.STDOUT
     done = subprocess.run(
         command, cwd=ROOT, env=environment, check=False, text=True, stdout=pipe, stderr=joined
     )

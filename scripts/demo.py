@@ -171,7 +171,8 @@ def watch_plainly(
     while alive:
         alive = any(thread.is_alive() for thread in threads)  # before the last look
         for request in requests:
-            number, via = request.number, request.via
+            number = request.number
+            via = request.via
             if request.started is not None and number not in joined:
                 joined.add(number)
                 console.print(

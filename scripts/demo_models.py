@@ -143,7 +143,8 @@ def show_digit(console: Console, infer: Infer) -> list[str]:
         for position, view in enumerate(views)
     ]
     digit = int(sharp.argmax())
-    left, right = shaded(image), shaded(views[0])
+    left = shaded(image)
+    right = shaded(views[0])
     notes = [""] * len(left)
     notes[0] = f"drawn: a {digit}, {sharp[digit]:.1%} sure"
     notes[2] = "view    " + "".join(f"{number:>5}" for number in range(1, VIEWS + 1))

@@ -29,7 +29,8 @@ def lane(request: DemoRequest, begin: float, now: float, width: int) -> str:
     cells = []
     step = max(now - begin, 1e-6) / width
     for cell in range(width):
-        low, high = begin + cell * step, begin + (cell + 1) * step
+        low = begin + cell * step
+        high = begin + (cell + 1) * step
         sent = request.sent is not None and request.sent < high
         ended = request.ended is not None and request.ended <= low
         started = request.started is not None and request.started < high

@@ -86,7 +86,8 @@ def main() -> int:
         return 2
     try:
         for part in PARTS:
-            made, current = stamp(part), fingerprint(part)
+            made = stamp(part)
+            current = fingerprint(part)
             if not (made.is_file() and made.read_text(encoding="utf-8") == current):
                 build(part, arguments.torch_index)
                 write_bytecode(part)
@@ -231,7 +232,8 @@ def run(what: str, *commands: list[str]) -> None:
     Raises StepError with what the first command that failed said."""
     print(f"{what} … ", end="", flush=True)
     began = time.monotonic()
-    pipe, joined = subprocess.PIPE, subprocess.STDOUT
+    pipe = subprocess.PIPE
+    joined = subprocess.STDOUT
     started = [subprocess.Popen(one, stdout=pipe, stderr=joined, text=True) for one in commands]
     outputs = [process.communicate()[0] for process in started]
     print(f"{time.monotonic() - began:.0f} s", flush=True)

@@ -78,7 +78,8 @@ def _make(folder: Path, requirement: str) -> None:
 
 def _launcher(path: Path, binary: Path) -> None:
     """The file that starts the binary with the libraries beside it."""
-    libraries, program = shlex.quote(str(binary.parent)), shlex.quote(str(binary))
+    libraries = shlex.quote(str(binary.parent))
+    program = shlex.quote(str(binary))
     path.write_text(
         f'#!/bin/sh\nLD_LIBRARY_PATH={libraries} exec {program} "$@"\n', encoding="utf-8"
     )

@@ -16,5 +16,6 @@ def on_page_markdown(markdown: str, **_: object) -> str:
 
 
 def _as_path(link: re.Match[str]) -> str:
-    text, path = link[1], link[2]
+    text = link[1]
+    path = link[2]
     return f"`{path}`" if text.strip("`") in (path, f"../{path}") else f"{text} (`{path}`)"

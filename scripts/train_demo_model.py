@@ -213,7 +213,8 @@ def build_optimizers(model: LlamaForCausalLM, options: Options) -> list[torch.op
     Muon (Jordan et al. 2024) orthogonalizes each update and is reported to learn more per token
     than AdamW; that was not compared here. It costs about a tenth of a step.
     """
-    matrices, others = [], []
+    matrices = []
+    others = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -268,7 +269,8 @@ def pair_loss(
     with torch.autocast("cpu", torch.bfloat16):
         logits = target(input_ids=inputs, use_cache=False).logits
         drafted = draft(input_ids=inputs, use_cache=False).logits
-    logits, drafted = logits.float().flatten(0, 1), drafted.float().flatten(0, 1)
+    logits = logits.float().flatten(0, 1)
+    drafted = drafted.float().flatten(0, 1)
     own = functional.cross_entropy(logits, targets.flatten())
     return own + functional.cross_entropy(drafted, logits.detach().softmax(-1))
 
@@ -303,7 +305,8 @@ def repeat_some(stream: torch.Tensor) -> torch.Tensor:
 def evaluate(model: LlamaForCausalLM, stream: torch.Tensor, text_bytes: int) -> HeldOutLoss:
     """Score each held-out token once, in windows of the full context that do not overlap."""
     model.eval()
-    nats, tokens = 0.0, 0
+    nats = 0.0
+    tokens = 0
     for start in range(0, len(stream) - 1, CONTEXT):
         piece = stream[start : start + CONTEXT + 1][None]
         scored = piece.shape[1] - 1
@@ -433,22 +436,28 @@ def main() -> None:
         tokenizer = Tokenizer.from_file(str(DEFAULT_OUTPUT / "tokenizer.json"))
     else:
         tokenizer = train_tokenizer(corpus.training)
-    stream, held_out = pack(tokenizer, corpus.training), pack(tokenizer, corpus.held_out)
+    stream = pack(tokenizer, corpus.training)
+    held_out = pack(tokenizer, corpus.held_out)
     held_out_bytes = report("held out", corpus.held_out, held_out)
     report("training", corpus.training, stream)
 
-    size, eos = tokenizer.get_vocab_size(), tokenizer.token_to_id(EOS)
+    size = tokenizer.get_vocab_size()
+    eos = tokenizer.token_to_id(EOS)
     if options.pair:
         draft = LlamaForCausalLM.from_pretrained(DEFAULT_OUTPUT, dtype=torch.float32)
         target = build_model(size, eos, TARGET)
         grow(draft, target)
         models = {options.pair / "target": target, options.pair / "draft": draft}
-        stream, loss_of, longest = repeat_some(stream), pair_loss, PAIR_WINDOW
+        stream = repeat_some(stream)
+        loss_of = pair_loss
+        longest = PAIR_WINDOW
     else:
         model = build_model(size, eos, DEMO)
         if options.resume:
             model = LlamaForCausalLM.from_pretrained(options.resume, dtype=torch.float32)
-        models, loss_of, longest = {options.output: model}, mean_loss, CONTEXT
+        models = {options.output: model}
+        loss_of = mean_loss
+        longest = CONTEXT
     for model in models.values():
         model.train()
         of_embedding = model.get_input_embeddings().weight.numel()

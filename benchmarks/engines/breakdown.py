@@ -35,7 +35,8 @@ class Stopwatches:
     def wrap(self, function: Callable, part: str) -> Callable:
         """``function``, timed."""
         self.seconds.setdefault(part, 0.0)
-        seconds, clock = self.seconds, time.perf_counter
+        seconds = self.seconds
+        clock = time.perf_counter
 
         def call(*args: Any, **kwargs: Any) -> Any:
             began = clock()

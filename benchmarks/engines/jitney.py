@@ -78,7 +78,10 @@ def serve(
             key=next(keys), prompt=prompt, params=params, arrival=time.monotonic(), grammar=grammar
         )
         engine.send(submit)
-    tokens, steps, first, left = 0, 0, None, len(workload.prompts)
+    tokens = 0
+    steps = 0
+    first = None
+    left = len(workload.prompts)
     while left:
         report = engine.step()
         steps += 1

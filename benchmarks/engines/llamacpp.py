@@ -62,7 +62,8 @@ def load(arguments: argparse.Namespace) -> Run:
 
     def run(workload: Workload) -> Outcome:
         began = time.perf_counter()
-        first, tokens = None, 0
+        first = None
+        tokens = 0
         for prompt, length in zip(workload.prompts, workload.output_lengths, strict=True):
             for _ in stream.generate(prompt, length):
                 first = first or time.perf_counter() - began

@@ -40,7 +40,8 @@ def load(arguments: argparse.Namespace) -> Run:
             generation.do_sample = False
             ids = openvino.Tensor(np.array([prompt], dtype=np.int64))
             handles.append(pipeline.add_request(number, ids, generation))
-        steps, first = 0, None
+        steps = 0
+        first = None
         while pipeline.has_non_finished_requests():
             pipeline.step()
             steps += 1

@@ -57,7 +57,8 @@ def write_float32(checkpoint: Path, target: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     if config["model_type"] != "llama":
         raise ValueError(f"only Llama is converted, not {config['model_type']}")
-    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+    layers = config["num_hidden_layers"]
+    heads = config["num_attention_heads"]
     writer = gguf.GGUFWriter(target, "llama")
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])

@@ -47,7 +47,9 @@ def load(arguments: argparse.Namespace) -> Run:
                 output_kind=RequestOutputKind.DELTA,
             )
             engine.add_request(str(next(numbers)), {"prompt_token_ids": prompt}, params)
-        tokens, steps, first = 0, 0, None
+        tokens = 0
+        steps = 0
+        first = None
         while engine.has_unfinished_requests():
             tokens += sum(len(output.outputs[0].token_ids) for output in engine.step())
             steps += 1

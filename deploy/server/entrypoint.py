@@ -123,9 +123,11 @@ class Server:
             backends = runtime / "backends"
             link_backends(backends, installation, backend_folder())
             environment["LD_LIBRARY_PATH"] = installation.library_path
-            binary, caches = installation.binary, installation.caches
+            binary = installation.binary
+            caches = installation.caches
         else:
-            binary, backends = options.native / "bin" / "tritonserver", options.native / "backends"
+            binary = options.native / "bin" / "tritonserver"
+            backends = options.native / "backends"
             caches = options.native / "caches"
         # A name of its own for the models' shared memory, so that it can be removed after a kill.
         shared = f"--backend-config=python,shm-region-prefix-name={runtime.name}-"
@@ -147,7 +149,8 @@ class Server:
                 return f"the server ended by itself with status {self.status}"
             time.sleep(_POLL_S)
         self.was_ready = True
-        most, unready_s = self.options.most_repairs, self.options.unready_s
+        most = self.options.most_repairs
+        unready_s = self.options.unready_s
         supervisor = Supervisor(self, say, most_repairs=most, unready_s=unready_s)
         say("ready")
         while not (given_up := supervisor.turn()):

@@ -62,7 +62,8 @@ def train(images: np.ndarray, labels: np.ndarray, *, epochs: int = EPOCHS) -> Di
     with torch.random.fork_rng(devices=[]), _one_thread():
         torch.manual_seed(SEED)
         model = DigitsClassifier()
-        inputs, targets = torch.from_numpy(images), torch.from_numpy(labels).long()
+        inputs = torch.from_numpy(images)
+        targets = torch.from_numpy(labels).long()
         optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
         for _ in range(epochs):

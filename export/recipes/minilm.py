@@ -114,7 +114,8 @@ def recipe() -> Recipe:
     encoder = AutoModel.from_pretrained(
         str(weights_folder()), dtype=torch.float32, attn_implementation="eager"
     )
-    example, real = tokenize(EXAMPLE), tokenize(SENTENCES)
+    example = tokenize(EXAMPLE)
+    real = tokenize(SENTENCES)
     dynamic = {0: "batch", 1: "length"}
     return Recipe(
         name="minilm",

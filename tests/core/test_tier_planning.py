@@ -784,7 +784,8 @@ def test_a_step_with_a_chunk_that_is_never_cut_does_not_change_the_aim(overlap: 
         play.step()
     play.step(4)
     limits = play.scheduler.policies.limits
-    aim, begin = limits.aim, len(play.taken)
+    aim = limits.aim
+    begin = len(play.taken)
     fast = play.fast([5] * 300, max_tokens=2)
     while fast not in play.order:
         play.step()

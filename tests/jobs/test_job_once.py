@@ -139,7 +139,8 @@ def test_a_full_disk_and_then_more_space(tmp_path: Path) -> None:
 def test_a_part_that_the_journal_does_not_name_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, output = write_lines(tmp_path / "in.jsonl", ids(20, 60)), tmp_path / "out"
+    source = write_lines(tmp_path / "in.jsonl", ids(20, 60))
+    output = tmp_path / "out"
     with monkeypatch.context() as patched:
         fail_at_part(patched, 2)
         with pytest.raises(UnavailableError, match="No space left"):
@@ -159,7 +160,8 @@ def test_a_part_that_was_not_noted_is_no_part_of_a_job_that_begins_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second run, of other settings, ends before the journal has its first line."""
-    source, output = write_lines(tmp_path / "in.jsonl", ids(20, 60)), tmp_path / "out"
+    source = write_lines(tmp_path / "in.jsonl", ids(20, 60))
+    output = tmp_path / "out"
     with monkeypatch.context() as patched:
         fail_at_part(patched, 0)
         with pytest.raises(UnavailableError, match="No space left"):
@@ -200,7 +202,8 @@ def test_committed_row_groups_are_not_read_again(
 
 
 def test_what_differs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, output = write_lines(tmp_path / "in.jsonl", ids(20, 60)), tmp_path / "out"
+    source = write_lines(tmp_path / "in.jsonl", ids(20, 60))
+    output = tmp_path / "out"
     with monkeypatch.context() as patched:
         fail_at_part(patched, 1)
         with pytest.raises(UnavailableError):

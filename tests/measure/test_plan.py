@@ -186,7 +186,8 @@ def test_a_given_number_of_sequences_has_a_budget_for_them() -> None:
 
 
 def test_each_instance_has_weights_a_cache_and_steps_of_its_own() -> None:
-    weights, memory = 30 << 20, 80 << 20
+    weights = 30 << 20
+    memory = 80 << 20
     sizes = sizes_with(memory, weights, instances=2)
     assert 0.9 * memory < 2 * (weights + sizes.cache + sizes.steps) <= memory
     for too_much in ({"kv_cache_bytes": 12 << 20}, {"instances": 3}):
