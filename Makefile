@@ -54,7 +54,7 @@ PYTEST := $(VENV)/python -m pytest
 SHARED := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 ELSEWHERE := not gpu and not browser and not debian and not clients
 
-test: env models ## the tests (the aim is ten minutes on two slow cores, not reached yet)
+test: env models ## the tests (twelve minutes on two cores with AVX2 alone; the aim is ten)
 	@$(PYTEST) $(SHARED) -m "not slow and $(ELSEWHERE)" $(ARGS)
 
 # Neither a server nor a kernel: what the first ring's rooms promise, in plain torch.
