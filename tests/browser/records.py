@@ -56,9 +56,9 @@ def unstable_sweep() -> Result:
     return _result("wavering", points, "latency-p95=50ms", language=False)
 
 
-def _point(load: Load, pace: float, answer: Answer, work: EngineWork | None = None) -> LoadPoint:
+def _point(load: Load, rate: float, answer: Answer, work: EngineWork | None = None) -> LoadPoint:
     """Requests sent in even steps."""
-    sent = np.arange(0, OPTIONS.seconds, 1 / pace)
+    sent = np.arange(0, OPTIONS.seconds, 1 / rate)
     found = measure([answer(float(now)) for now in sent], language=work is not None)
     assessment = slo.assess(OPTIONS, load, found)
     return LoadPoint(load, assessment.state, assessment.remarks, found, (), work)

@@ -121,8 +121,8 @@ class ForkServer:
         # heap and make nothing faster.
         for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
             environment.setdefault(name, "16")
-        # Whoever stops a server, such as tritonserver, may signal all of its processes. But the
-        # front decides when its engine ends. So the present thread blocks these signals, and a
+        # A program that stops a server may signal all of its processes, as tritonserver does. But
+        # the front decides when its engine ends. So the present thread blocks these signals, and a
         # child inherits that.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
         command = [python_executable(), "-X", "faulthandler", "-m", "jitney.engine.process"]
