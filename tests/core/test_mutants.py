@@ -182,7 +182,7 @@ def test_a_fault_is_noticed(tmp_path: Path, fault: str) -> None:
     name, *changes = (FAULTS | TIER_FAULTS)[fault]
     names = {each.stem.removeprefix("test_") for each in Path(__file__).parent.glob("test_*.py")}
     runs = [[*FIRST, *sorted(names - {*FIRST, LAST})], [LAST]]
-    runs = [["tier_planning"]] if fault in TIER_FAULTS else runs
+    runs = [["tier_planning", "tier_admission"]] if fault in TIER_FAULTS else runs
     path = tmp_path / "jitney" / "core" / f"{name}.py"
     text = path.read_text(encoding="utf-8")
     for old, new in zip(changes[::2], changes[1::2], strict=True):
