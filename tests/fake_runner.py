@@ -28,6 +28,7 @@ VOCAB_SIZE = 50
 Slot = tuple[int, bytes]  # a token and the digest of the context that ends in it
 
 _START = b"start"
+_NEVER_WRITTEN = b"never written"
 
 
 def _start(adapter: str | None) -> bytes:
@@ -41,16 +42,24 @@ def _digest(*parts: object) -> bytes:
 def context(token_ids: Sequence[int], adapter: str | None = None) -> list[Slot]:
     """The slots of a context that is computed in one piece, with an adapter of that version."""
     slots: list[Slot] = []
-    digest = _start(adapter)
     for token in token_ids:
-        digest = _digest(digest, token)
-        slots.append((token, digest))
+        slots.append(_next_slot(slots, token, adapter))
     return slots
 
 
-def _pick(slots: Sequence[Slot], params: SamplingParams, index: int, *more: object) -> int:
-    """A hash of everything, to be taken modulo the size of the vocabulary."""
-    return int.from_bytes(_digest(list(slots), params.seed, index, *more), "little")
+def _next_slot(slots: Sequence[Slot], token: int, adapter: str | None) -> Slot:
+    """That of ``token`` behind these, which are all of its context."""
+    before = slots[-1][1] if slots else _start(adapter)
+    return token, _digest(before, token)
+
+
+def _pick(
+    slots: Sequence[Slot | None], params: SamplingParams, index: int, history: Sequence[int] | None
+) -> int:
+    """A hash of everything, to be taken modulo the size of the vocabulary. A slot's digest stands
+    for its token too."""
+    read = b"".join(_NEVER_WRITTEN if slot is None else slot[1] for slot in slots)
+    return int.from_bytes(_digest(read, params.seed, index, history), "little")
 
 
 def _penalizes(params: SamplingParams) -> bool:
@@ -141,16 +150,17 @@ def solo_stream(
     params = submit.params
     most = min(params.max_tokens, max_model_len - len(submit.prompt))
     output: list[int] = []
+    slots = context(submit.prompt, params.lora_name)
     grammar = FakeGrammar(submit.grammar).begin(True) if submit.grammar else None
     due: list[int] = []  # what the grammar forces, but for stop ids
     while len(output) < most:
-        history = [sorted(output)] if _penalizes(params) or submit.bad_words_ids else []
-        slots = context(submit.prompt + output, params.lora_name)
+        history = sorted(output) if _penalizes(params) or submit.bad_words_ids else None
         allowed = range(vocab_size) if grammar is None else grammar.allowed(vocab_size)
         was_sampled = not due
-        sampled = allowed[_pick(slots, params, index, *history) % len(allowed)]
+        sampled = allowed[_pick(slots, params, index, history) % len(allowed)]
         token = sampled if was_sampled else due.pop(0)
         output.append(token)
+        slots.append(_next_slot(slots, token, params.lora_name))
         if token in submit.stop_ids and len(output) > params.min_tokens:
             break
         if grammar is not None:
@@ -415,7 +425,7 @@ class FakeRunner:
         start = 0, _start(None if row.adapter is None else row.adapter.version)
         for position, token in enumerate(row.token_ids, row.start):
             before = self.memory[self._slot(row, position - 1)] if position else start
-            digest = before[1] if before is not None else b"never written"
+            digest = _NEVER_WRITTEN if before is None else before[1]
             self.memory[self._slot(row, position)] = (token, _digest(digest, token))
 
     def _serve(self, row: Row) -> RowOutput:
@@ -436,7 +446,7 @@ class FakeRunner:
                 if self._choose is not None:
                     tokens.append(self._choose(row, index))
                 else:
-                    picked = _pick(slots, row.params, index, *history)  # type: ignore[arg-type]
+                    picked = _pick(slots, row.params, index, history)
                     tokens.append(allowed[picked % len(allowed)])
         output = RowOutput(tokens)
         if row.params.logprobs is not None:
@@ -473,12 +483,12 @@ class FakeRunner:
                 made.logprobs = (made.logprobs or []) + (each.logprobs or [])
         return made
 
-    def _history(self, row: Row) -> list[list[int]]:
+    def _history(self, row: Row) -> list[int] | None:
         """The output so far, if sampling reads it: the host must have had it at the launch."""
         reads = _penalizes(row.params) or bool(row.bad_words_ids)
         if reads:
             self._check(row.carried is None, "a row that needs its last token carries it")
-        return [sorted(row.output)] if reads else []
+        return sorted(row.output) if reads else None
 
 
 class Prophet:

@@ -190,11 +190,11 @@ def _parse_python_call(call: ast.expr) -> ParsedCall:
         if keyword.arg is None:
             raise ValueError("a mapping in place of keywords")
         values[keyword.arg] = ast.literal_eval(_JsonNames().visit(keyword.value))
-    # The values may have the two halves of a character apart, each as an escape. Written as JSON
-    # with escapes and read again, the halves are one character.
+    # A value may hold a surrogate pair as two code points. Written as JSON with escapes and read
+    # again, they are one.
     values = json.loads(json.dumps(values, allow_nan=False))
     arguments = json.dumps(values, ensure_ascii=False)
-    arguments.encode()  # raises for half a character, which no client could read
+    arguments.encode()  # raises for a surrogate without its pair, which no client could read
     return ParsedCall(ast.unparse(call.func), arguments)
 
 

@@ -78,8 +78,14 @@ _DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
 
 _DEEPSEEK = ToolFormat(
     body="json",
-    head=rf"(?:{_DEEPSEEK_CALLS_BEGIN}\s*)?{_DEEPSEEK_CALL_BEGIN}\s*"
-    rf"(?:function{_DEEPSEEK_SEPARATOR}{_NAME}\s*```json|{_NAME}{_DEEPSEEK_SEPARATOR})\s*(?=\{{)",
+    head=(
+        rf"(?:{_DEEPSEEK_CALLS_BEGIN}\s*)?{_DEEPSEEK_CALL_BEGIN}\s*(?:"
+        # V3: function<｜tool▁sep｜>find ```json {"n": 1}
+        rf"function{_DEEPSEEK_SEPARATOR}{_NAME}\s*```json"
+        # V3.1: find<｜tool▁sep｜>{"n": 1}
+        rf"|{_NAME}{_DEEPSEEK_SEPARATOR}"
+        r")\s*(?=\{)"
+    ),
     bare_head=None,
     closing=("```", _DEEPSEEK_CALL_END, _DEEPSEEK_CALLS_END),
     syntax=CallSyntax(
@@ -110,8 +116,14 @@ _DEEPSEEK_V31 = _DEEPSEEK._replace(
 )
 _MISTRAL = ToolFormat(
     body="json",
-    head=r"\[TOOL_CALLS\]\s*"
-    rf"(?:(?=\[\s*\{{)|{_NAME}(?:\[CALL_ID\]\w{{1,64}})?(?:\[ARGS\])?\s*(?=\{{))",
+    head=(
+        r"\[TOOL_CALLS\]\s*(?:"
+        # [TOOL_CALLS] [{"name": "find", "arguments": {"n": 1}}]
+        r"(?=\[\s*\{)"
+        # [TOOL_CALLS]find[CALL_ID]a1[ARGS]{"n": 1}, also without [CALL_ID]a1 or [ARGS]
+        rf"|{_NAME}(?:\[CALL_ID\]\w{{1,64}})?(?:\[ARGS\])?\s*(?=\{{)"
+        r")"
+    ),
     bare_head=None,
     closing=(),
     syntax=CallSyntax(

@@ -76,7 +76,9 @@ class FileKeys:
         self._state_read = self._state()
         """The file's state when it was last read. None: there was no file."""
         self._must_read_again = False
-        """A service had no key for an owner when the file was last read."""
+        """The last reading failed, or a service had no key for an owner."""
+        self._failure: str | None = None
+        """Why the last reading failed. None if it did not."""
         self._known = self._read()
 
     def limits(self, owner: str) -> str:
@@ -84,15 +86,21 @@ class FileKeys:
         return self._known.limits.get(owner, "")
 
     def refreshed_owners(self) -> Mapping[str, str]:
-        """Each key and its owner's name. Reads the file if it has changed; if it cannot be used
-        then, the keys stay as they were."""
+        """Each key and its owner's name. Reads the file if it has changed. While it cannot be used,
+        the keys stay as they were, and each call tries to read it again."""
         state = self._state()
-        if state != self._state_read or self._must_read_again:
+        has_changed = state != self._state_read
+        if has_changed or self._must_read_again:
             self._state_read = state
             try:
                 self._known = self._read()
+                self._failure = None
             except ConfigError as error:
-                _LOG.warning("the API keys stay as they were: %s", error)
+                # The reason may pass without a change of the file, such as too many open files.
+                self._must_read_again = True
+                if has_changed or str(error) != self._failure:  # not again with each request
+                    _LOG.warning("the API keys stay as they were: %s", error)
+                self._failure = str(error)
         return self._known.owners
 
     def _state(self) -> FileState | None:

@@ -20,6 +20,7 @@ from jitney_gateway.wire import (
     ChatRequest,
     FieldsOfType,
     Function,
+    FunctionName,
     Message,
     TextFormat,
     TextPart,
@@ -83,7 +84,7 @@ class InputTurn(WireRecord):
 class CustomTool(WireRecord):
     """A function that the model may call."""
 
-    name: Annotated[str, Meta(pattern=r"^[\w.:/-]{1,128}$")]
+    name: FunctionName
     input_schema: dict[str, Any]
     description: str | None = None
     strict: bool | None = None
@@ -176,7 +177,7 @@ def chat_of_prompt(body: PromptFields, model: ModelDescription) -> ChatRequest:
         model=body.model,
         messages=_messages(body),
         tools=[_tool(tool) for tool in body.tools or ()],
-        tool_choice=None if body.tool_choice is None else _tool_choice_of_chat(choice),
+        tool_choice=_tool_choice_of_chat(choice),
         parallel_tool_calls=not choice.disable_parallel_tool_use,
         response_format=response_format,
         reasoning_effort=output.effort,

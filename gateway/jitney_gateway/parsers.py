@@ -3,8 +3,14 @@
 Pure: text in, pieces out. The gateway makes a parser for each sequence of an answer. The pieces,
 joined, do not depend on how the text was cut. What may become a marker is held back, with the space
 before it, and so is a call until it is complete: a client can always parse the calls that it gets.
-A call that is malformed or unfinished is content, to the letter, and a call behind it is still
-found.
+
+A call that is malformed or unfinished is content, to the letter. A call behind it is still found if
+it begins with a marker, with two exceptions:
+
+- A string that is not closed, or in Python a bracket, may hide the calls behind it: they are
+  content.
+- A call between tags that lacks its last tag ends at that of the next call. The text up to there is
+  in its last parameter.
 """
 
 from collections.abc import Mapping, Sequence
@@ -131,28 +137,28 @@ class Parser:
                 return self._read_content(self._state)
 
     def _read_reasoning(self) -> bool:
-        marker = self._reasoning_end.search(self._held, partial=True)
-        if marker is None:
+        match = self._reasoning_end.search(self._held, partial=True)
+        if match is None:
             self._send_reasoning(len(self._held))
             return False
-        self._send_reasoning(marker.start())
-        if marker.partial:
+        self._send_reasoning(match.start())
+        if match.partial:
             return False
-        self._take(len(marker[0]))
+        self._take(len(match[0]))
         self._state = _Skipping((), following=_InContent(at_beginning=True))
         return True
 
     def _read_content(self, state: _InContent) -> bool:
         pattern = self._head_at_beginning if state.at_beginning else self._head
-        marker = pattern.search(self._held, partial=True)
-        if marker is None:
+        match = pattern.search(self._held, partial=True)
+        if match is None:
             self._send_content(len(self._held))
             return False
-        self._send_content(marker.start())
-        if marker.partial:
+        self._send_content(match.start())
+        if match.partial:
             return False
-        size = len(marker[0])
-        groups = marker.groupdict()
+        size = len(match[0])
+        groups = match.groupdict()
         if groups.get("think"):
             self._take(size)
             self._state = _Skipping((), following=_InReasoning())
@@ -170,8 +176,8 @@ class Parser:
         if not text or any(marker.startswith(text) for marker in state.markers):
             return False
         before_reasoning = isinstance(state.following, _InReasoning)
-        # Space is dropped. But between earlier content and content that comes now it stays, to
-        # divide the two.
+        # Space stays only between earlier content and new content, to divide the two. Before
+        # reasoning and before the first content it is dropped.
         if before_reasoning or not self._has_content:
             self._held = text
         self._state = state.following
@@ -228,8 +234,12 @@ def _head_pattern(tool_format: ToolFormat | None) -> regex.Pattern[str]:
 def _head_pattern_at_beginning(
     tool_format: ToolFormat | None, reasoning: Reasoning | None
 ) -> regex.Pattern[str]:
-    """What can begin a call or reasoning where no content has come yet: a head or a marker at the
-    very beginning, with any space before it, or a head with a marker anywhere."""
+    """What can begin a call or reasoning where no content has come yet:
+
+    - at the very beginning, after any space: the begin marker of reasoning, a head, or a head
+      without a marker;
+    - anywhere: a head.
+    """
     alternatives = []
     if reasoning is not None:
         alternatives.append(rf"\A\s*(?P<think>{regex.escape(reasoning.begin)})")

@@ -96,10 +96,6 @@ _CLIENT_FIELDS = {
     "cache_salt": ("prompt_cache_key",),
     "priority": ("service_tier",),
     "tier": ("service_tier",),
-    "chat_template_parameters": (
-        "reasoning_effort", "verbosity", "reasoning", "output_config", "thinking",
-        "chat_template_kwargs", "text",
-    ),
     "messages": ("input",),
     "structured_outputs": (
         "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
@@ -107,12 +103,25 @@ _CLIENT_FIELDS = {
     ),
 }  # fmt: skip
 """An input or parameter of the model -> the fields of a client's body that can set it."""
+_CLIENT_FIELDS_OF_TEMPLATE = {
+    "add_generation_prompt": ("add_generation_prompt",),
+    "enable_thinking": ("thinking",),
+    "reasoning_effort": ("reasoning_effort", "reasoning", "output_config"),
+    "verbosity": ("verbosity", "text"),
+}
+"""A parameter of the chat template -> the fields that can set it. So can ``chat_template_kwargs``,
+which has any parameter."""
+_TEMPLATE_PARAMETER = re.compile(r"chat_template_parameters(?: has '|\.)(\w+)")
+"""How a model's refusal names a parameter of its chat template: ``chat_template_parameters has 'a',
+but …`` or ``chat_template_parameters.a is …``."""
 _CLIENT_FIELDS_OF_CHAT: dict[str, tuple[str, ...]] = {
     "messages": ("input",),
     "response_format": ("text", "output_config"),
 }
 """A field of a chat -> the fields that can set it in the body of ``/v1/responses`` or
 ``/v1/messages``, from which the gateway made the chat."""
+_OBJECTS_SENT_ON = ("structured_outputs", "chat_template_kwargs")
+"""Fields whose objects a model gets with the client's own keys."""
 
 
 def name_clients_field(error: InvalidArgumentError, body: msgspec.Struct) -> InvalidArgumentError:
@@ -122,20 +131,61 @@ def name_clients_field(error: InvalidArgumentError, body: msgspec.Struct) -> Inv
     the gateway made of the body.
     """
     text = str(error)
+    values = msgspec.structs.asdict(body)
     if isinstance(error, FieldError):
         name = _first_word(error.field)
         client_fields = _CLIENT_FIELDS_OF_CHAT.get(name, ())
     else:
         name = _first_word(text)
-        if name in msgspec.structs.asdict(body).get("params", {}):
-            return error  # the client has set it under this very name, and that value was sent
+        if name in values.get("params", {}):
+            # The client set the parameter itself, and that wins over a field that stands for it:
+            # so the refusal has the client's name already.
+            return error
         client_fields = _CLIENT_FIELDS.get(name, ())
+        if name == "chat_template_parameters":
+            client_fields = _fields_of_template_parameter(text, values)
     for field in client_fields:
-        if field in body.__struct_fields__ and getattr(body, field) is not None:
-            # `structured_outputs.regex is …` becomes `guided_regex is …`, without `.regex`.
-            renamed = re.sub(rf"{name}(\.\w+)?", field, text, count=1)
-            return FieldError(field, renamed)
+        value = values.get(field)
+        if value is None:
+            continue
+        if name == "structured_outputs" and not _constrains_answer(field, value):
+            continue
+        return FieldError(field, _renamed(text, name, field, value))
     return error
+
+
+def _fields_of_template_parameter(text: str, values: Mapping[str, Any]) -> tuple[str, ...]:
+    """The fields that can have set the parameter of the chat template that the refusal ``text``
+    names. ``values``: those of the body's fields."""
+    match = _TEMPLATE_PARAMETER.match(text)
+    parameter = "" if match is None else match[1]
+    if parameter in (values.get("chat_template_kwargs") or {}):
+        return ("chat_template_kwargs",)  # it wins over the other fields
+    return _CLIENT_FIELDS_OF_TEMPLATE.get(parameter, ("chat_template_kwargs",))
+
+
+def _constrains_answer(field: str, value: Any) -> bool:
+    """Whether a field that can set ``structured_outputs`` does. ``text`` and ``output_config`` may
+    have no format, and the format may allow any text."""
+    if field not in ("response_format", "text", "output_config"):
+        return True
+    answer_format = value if field == "response_format" else value.format
+    return answer_format is not None and answer_format.type != "text"
+
+
+def _renamed(text: str, name: str, field: str, value: Any) -> str:
+    """The refusal ``text`` with the client's ``field`` in place of ``name``.
+
+    A key of ``name`` goes: ``structured_outputs.regex is …`` becomes ``guided_regex is …``. It
+    stays if the client's own object, which is ``value``, has it.
+    """
+    own_keys = msgspec.to_builtins(value) if field in _OBJECTS_SENT_ON else {}
+
+    def clients_name(match: re.Match[str]) -> str:
+        key = match[1]
+        return f"{field}.{key}" if key in own_keys else field
+
+    return re.sub(rf"{name}(?:\.(\w+))?", clients_name, text, count=1)
 
 
 def _first_word(text: str) -> str:

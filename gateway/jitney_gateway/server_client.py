@@ -26,8 +26,9 @@ from jitney_gateway.server_request import InputValue, ModelDescription, ServerRe
 _LOG = logging.getLogger(__name__)
 
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-"""The endpoints of language models that a batch may name. Only the batches of ``jobs`` ask
-:meth:`ServerClient.find_model_for` for one of them: ``language.py`` serves them without it."""
+"""The endpoints that :meth:`ServerClient.find_model_for` accepts for a language model. Only batches
+ask it for one of these, and a batch cannot be for ``/v1/messages``. ``language.py`` serves all of
+them without asking."""
 MAX_WAITING = 4096
 """Steps of one answer that may wait for a slow client."""
 _FRESH_S = 30.0
@@ -51,7 +52,7 @@ class Step(msgspec.Struct):
     """Index of the prompt in the client's request."""
     texts: list[str]
     finish_reasons: list[str | None]
-    """Of a sequence that has ended, in every later step too."""
+    """Of each sequence: None until it ends, then the reason, which every later step has too."""
     num_tokens: list[int]
     """New tokens of each sequence."""
     num_prompt_tokens: int

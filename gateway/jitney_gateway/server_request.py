@@ -38,8 +38,8 @@ _PRIORITIES = {"auto": 0, "default": 0, "flex": 10, "priority": -10}
 """Service tier -> priority, for a model without tiers of its own. A lower priority goes first."""
 _NO_LIMITS = Limits()
 _LARGEST_CACHED_KWARGS = 4096
-"""Bytes of JSON. The cache keeps a client's ``chat_template_kwargs``, which may be as large as a
-body, before the model has refused unknown names."""
+"""Bytes of JSON. Larger ``chat_template_kwargs`` are not cached: the model has not checked them
+yet, and clients could fill the memory with values as large as a body."""
 
 
 class ModelDescription(msgspec.Struct):
@@ -249,8 +249,8 @@ def _list_of_prompts(prompt: Any) -> list[Any]:
     kinds = {type(item) for item in prompt}
     if kinds == {int}:
         return [prompt]
-    is_one_empty_list = prompt == [[]]
-    if kinds not in ({str}, {list}) or is_one_empty_list:
+    has_empty_list = [] in prompt
+    if kinds not in ({str}, {list}) or has_empty_list:
         bound = "a text, a list of texts, token ids, or a list of lists of token ids"
         raise FieldError("prompt", f"prompt must be {bound}, and not empty")
     return list(prompt)

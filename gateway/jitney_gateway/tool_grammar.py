@@ -23,6 +23,7 @@ from jitney_gateway.formats import TOOL_FORMATS, find_reasoning
 
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Space only where chat templates write it: small models lose themselves in free space."""
+_COMMA_IN_LARK = json.dumps(", ")
 _WRONG_SCHEMA = (ValueError, TypeError, AttributeError, RecursionError)
 """What reading a value that is no JSON schema may raise."""
 
@@ -93,7 +94,7 @@ def _arguments(function: Mapping[str, Any], body: str) -> str:
         for name, value in schema.get("properties", {}).items():
             _check_python_name(name)
             arguments[name] = _python_argument(name, value, schema)
-        return _argument_list(arguments, schema, separator='", "')
+        return _argument_list(arguments, schema, separator=_COMMA_IN_LARK)
     for name, value in schema.get("properties", {}).items():
         arguments[name] = _xml_argument(name, value, schema)
     return _argument_list(arguments, schema, separator="")
@@ -102,10 +103,11 @@ def _arguments(function: Mapping[str, Any], body: str) -> str:
 def _argument_list(
     arguments: Mapping[str, str], schema: Mapping[str, Any], *, separator: str
 ) -> str:
-    """Arguments that are written one by one, from their names and what each looks like.
+    """Arguments that are written one by one, in Lark.
 
-    Those that ``schema`` requires come first, then any of the others in their order. With ``,`` as
-    the separator and two arguments ``a`` and ``b`` this gives:
+    ``arguments`` has the Lark of each argument by its name. ``separator`` is Lark, too. Those that
+    ``schema`` requires come first, then any of the others in their order. With ``,`` as the
+    separator and two arguments ``a`` and ``b`` this gives:
 
     - both required: ``a , b``
     - ``a`` required: ``a (, b)?``

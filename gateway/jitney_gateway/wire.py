@@ -24,6 +24,9 @@ MAX_PROMPTS = 256
 """Most prompts in one request for completions."""
 MAX_TEXTS = 2048
 """Most texts in one request to embed, classify or rank."""
+FunctionName = Annotated[str, Meta(pattern=r"^[\w.:/-]{1,128}(?!\n)$")]
+"""The lookahead is for Python, where ``$`` also matches before a newline at the end. It is not
+``\\Z``, because the OpenAPI document shows the pattern, and JSON Schema has no ``\\Z``."""
 T = TypeVar("T", bound="WireRecord")
 _Id = Annotated[int, Meta(ge=0, lt=1 << 31)]
 _Ids = list[_Id]
@@ -34,8 +37,9 @@ class WireRecord(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True)
     """What a client sends: a body, or an object in one."""
 
     refused_params: ClassVar[tuple[str, ...]] = ("prompt_logprobs",)
-    """Sampling parameters that a body with ``params`` does not take, because the answers of its
-    API have no place for their results or because another field stands for them."""
+    """Sampling parameters that a body with the field ``params`` refuses (see
+    :attr:`Generation.params`): the answers of its API have no place for their results, or another
+    field stands for them."""
 
 
 class ContentPart(WireRecord):
@@ -85,7 +89,7 @@ class Message(WireRecord):
 class Function(WireRecord):
     """A function that the model may call; ``parameters`` is a JSON schema."""
 
-    name: Annotated[str, Meta(pattern=r"^[\w.:/-]{1,128}$")]
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -355,9 +359,10 @@ def body_schemas(types: Sequence[type[WireRecord]]) -> BodySchemas:
     """The schemas of bodies. Sampling parameters that a body takes in ``params`` stand among its
     properties, as clients send them."""
     # The schemas of sampling parameters come from the record that the engine checks them with.
-    (_, *schemas), components = schema_components(
+    schemas, components = schema_components(
         [SamplingParams, *types], ref_template="#/components/schemas/{name}"
     )
+    schemas_of_bodies = schemas[1:]  # the first is that of SamplingParams
     of_params = components.pop("SamplingParams")["properties"]
     for type_ in types:
         if "params" not in type_.__struct_fields__:
@@ -367,5 +372,5 @@ def body_schemas(types: Sequence[type[WireRecord]]) -> BodySchemas:
         for name in ("params", *type_.refused_params):
             properties.pop(name, None)
         component["properties"] = properties
-    of_type = dict(zip(types, schemas, strict=True))
+    of_type = dict(zip(types, schemas_of_bodies, strict=True))
     return BodySchemas(of_type, components)

@@ -100,12 +100,17 @@ class OpenAiServer:
             )
         self._headers = {"content-type": "application/json", **dict(self._access.headers)}
         self._open: set[http.client.HTTPConnection] = set()
+        self._is_aborted = False
 
     def ask(self, request: OpenAiRequest) -> Any | JitneyError:
         """The object that the server answers, or an error whose text is the status and the body."""
         connection = self._connect()
         self._open.add(connection)
         try:
+            connection.connect()
+            # Asked after connecting: `abort` cannot close a connection that is not there yet.
+            if self._is_aborted:
+                return UnavailableError(f"the request to {self._host} was aborted")
             connection.request("POST", request.path, request.body, self._headers)
             response = connection.getresponse()
             data = response.read()
@@ -123,7 +128,9 @@ class OpenAiServer:
         return from_code(_CODES.get(response.status, "UNAVAILABLE"), text)
 
     def abort(self) -> None:
-        """Close the connections. The server then drops their requests."""
+        """Close the connections, and send no request from now on. The server drops the requests of
+        these connections."""
+        self._is_aborted = True  # first, so that a connection that is missed below sees it
         for connection in list(self._open):
             sock = connection.sock
             if sock is not None:

@@ -90,8 +90,7 @@ def resume(output: _Output, journal: _Journal = None) -> None:
 
     begin = read_record(output, journal).begin
     assert begin is not None, "read_record raises if there is none"
-    output = output if "://" in output else os.path.abspath(output)
-    _run_and_report(msgspec.structs.replace(begin.job, output=output, journal=journal))
+    _run_and_report(msgspec.structs.replace(begin.job, journal=journal))
 
 
 def status(output: _Output, journal: _Journal = None) -> None:

@@ -153,7 +153,8 @@ class Storage:
 
 def read_error(path: str, error: Exception) -> JitneyError:
     """What an error in reading a file means: InvalidArgumentError if the file is at fault,
-    UnavailableError if the storage is."""
+    UnavailableError if the storage is. For damaged compressed bytes Arrow raises an OSError, as for
+    a storage that fails: then the storage counts as at fault."""
     text = f"input {path} cannot be read: {error}"
     if not isinstance(error, OSError) or isinstance(error, _OF_THE_FILE):
         return InvalidArgumentError(text)
@@ -257,7 +258,7 @@ class Dataset:
         """All rows of the files (None: of all of them) that are not committed, in order, at most
         ``size`` in a chunk; after each file its number of rows, unless the journal knows it. Raises
         InvalidArgumentError for a file that is damaged, and UnavailableError if the storage fails
-        although it was tried again."""
+        although it was tried again, or if compressed bytes are damaged (:func:`read_error`)."""
         sizes = self.sizes
         total = max(1, sum(sizes))
         bytes_before = 0  # of the files before this one
@@ -385,7 +386,8 @@ def _line_batches(
     first = 0
     while data := _next_of(lines, size):
         end = first + len(data)
-        # At the end of a CSV file its TextIOWrapper is dropped, which closes the file.
+        # When the generator of `_records` is exhausted, its TextIOWrapper is freed and closes the
+        # file: `tell` would then raise.
         share = 1.0 if raw.closed else source.tell() / file.size
         yield _Batch(first, end, data, share)
         first = end

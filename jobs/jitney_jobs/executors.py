@@ -42,16 +42,17 @@ class Executor(Protocol):
 
     figures: dict[str, float]
     """Counts of the job: ``steps``; ``rows_in_steps``, the rows in all of them; ``tokens``, that
-    were generated. And ``most_rows``, how many rows fit into a step. Some executors lack some."""
+    were generated. And ``most_rows``, how many rows fit into a step, or the mean of that over all
+    steps. Some executors lack some."""
 
     @property
     def capacity(self) -> int:
         """How many rows it may hold now, counting those that it holds already."""
 
     def rank(self, prepared: Any, is_last: bool) -> Any:
-        """The key by which rows are sorted. A :class:`~jitney_jobs.feeder.Feeder` sorts rows by
-        batches that it calls generations, ascending or descending. ``is_last``: it is the last
-        generation, which always ascends."""
+        """The key by which a :class:`~jitney_jobs.feeder.Feeder` sorts rows. It sorts one batch of
+        rows at a time, a *generation*, ascending or descending. ``is_last``: the row's generation
+        is the last one, which always ascends."""
 
     def submit(self, key: int, prepared: Any) -> None:
         """Take a row. Raises InvalidArgumentError for one that cannot be run."""
@@ -95,8 +96,9 @@ class EngineExecutor:
         self._llm = llm
         self.figures = llm.figures
         self._running: Running = {}
-        # Those of the rows so far.
         self._tiers: set[str | None] = set()
+        """The tiers of all rows submitted so far. The capacity is at most what the engine's queue
+        takes of each of them."""
 
     @property
     def capacity(self) -> int:

@@ -4,6 +4,7 @@ The prompt is made by a template, or of a text with columns in braces, or it is 
 is a line of OpenAI's batch service: a request with parameters of its own.
 """
 
+import os
 import re
 import time
 from collections.abc import Callable
@@ -30,6 +31,8 @@ from jitney_jobs.journal import Record
 from jitney_jobs.tensors import Arrays
 
 _FIELD = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
+_URL = re.compile("[!-~]+")
+"""What HTTP allows as the path of a request: printable ASCII without spaces."""
 _CHAT = "/v1/chat/completions"
 _COMPLETION = "/v1/completions"
 _IGNORED = ("model", "user", "metadata", "store", "service_tier", "stream")
@@ -118,7 +121,9 @@ def prompt_lengths(source: str, column: str, model: str) -> list[int]:
     checkpoint. Raises InvalidArgumentError, and CheckpointError for the tokenizer."""
     from jitney.engine.assemble import resolve_model  # imports torch
 
-    job = make_job({"input": source, "output": f"{source}.out", "model": model, "column": column})
+    # Nothing is written, but a job must have an output outside of its input.
+    settings = {"input": source, "output": os.devnull, "model": model, "column": column}
+    job = make_job(settings)
     tokenizer = Tokenizer.load(resolve_model(model))
     storage = Storage(job)
     lengths = []
@@ -252,6 +257,8 @@ def _check_line(row: RowValues) -> None:
     for name, (kind, bound) in kinds.items():
         if not isinstance(row.get(name), kind):
             raise InvalidArgumentError.of(name, row.get(name), bound)
+    if _URL.fullmatch(row["url"]) is None:
+        raise InvalidArgumentError.of("url", row["url"], "of printable ASCII without spaces")
     if row.get("method") != "POST":
         raise InvalidArgumentError.of("method", row.get("method"), "POST")
 

@@ -74,9 +74,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ca_file: Annotated[
         str | None, "PEM file that its certificate is checked with; implies TLS."
     ] = None
-    api_key_file: Annotated[str | None, "File with the key for that proxy, as bench takes it."] = (
-        None
-    )
+    api_key_file: Annotated[
+        str | None,
+        "File whose first line is the API key for the server or its proxy: KEY or NAME:KEY.",
+    ] = None
     at_once: Annotated[Count, "Requests under way to the server."] = 32
     ray: Annotated[str | None, "Address of a Ray cluster (auto: of this node), or local."] = None
     task: Annotated[TaskName, "What is done with each row."] = "generate"
@@ -161,7 +162,7 @@ def error_limit(max_errors: str | float) -> ErrorLimit:
     try:
         if text.endswith("%"):
             limit = ErrorLimit(share=float(text.rstrip("%")) / 100)
-        elif "." in text:
+        elif "." in text or "e" in text:  # a small share may be written as 1e-05
             limit = ErrorLimit(share=float(text))
         else:
             limit = ErrorLimit(rows=int(text))

@@ -15,12 +15,13 @@ from jitney_jobs.job import Job
 from jitney_jobs.tensors import Arrays, chosen_output
 
 _ROWS = (8, 16, 32, 64, 128)
-"""Sizes of batches that are tried, if a size counts rows."""
+"""Batch sizes to try if rows are not padded: numbers of rows."""
 _ELEMENTS = (512, 1024, 2048, 4096)
-"""And if a size counts elements: of all inputs of all rows."""
+"""Batch sizes to try if rows are padded: numbers of elements in all inputs of all rows, padding
+included. See :class:`OnnxExecutor`."""
 _MEASURED = 3
-"""So many full batches of each size are timed, and the fastest counts, as the first ones also
-allocate."""
+"""So many full batches of each size are timed. The fastest of them counts, because the first ones
+also allocate."""
 
 
 class _Batch(NamedTuple):
@@ -116,12 +117,12 @@ class OnnxExecutor:
             elements = sum(map(_elements, rows))
             self._sizes.note(size, elements / (time.perf_counter() - began))
         figures = self.figures
-        # `most_rows` is the average of all steps.
-        most_rows_of_steps_before = figures["most_rows"] * figures["steps"]
+        # `most_rows` is the mean, over all steps, of how many rows fitted into the step.
+        fitting_rows_before = figures["most_rows"] * figures["steps"]
         figures["steps"] += 1
         figures["rows_in_steps"] += len(rows)
-        most_rows_of_steps = most_rows_of_steps_before + rows_of_full_batch
-        figures["most_rows"] = most_rows_of_steps / figures["steps"]
+        fitting_rows = fitting_rows_before + rows_of_full_batch
+        figures["most_rows"] = fitting_rows / figures["steps"]
         return list(answers)
 
     def close(self) -> None:

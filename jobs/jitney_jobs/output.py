@@ -186,7 +186,8 @@ class Output:
             schema=new_schema,
         )
         self._journal.append(committed)
-        pa.default_memory_pool().release_unused()  # what the threads of writing had
+        # Each part is written in a new thread: give back what Arrow's pool keeps of its memory.
+        pa.default_memory_pool().release_unused()
 
     def _set_schema(self, part: list[EndedRow]) -> bytes | None:
         """Have the first good rows set the columns of Parquet. Returns the schema for the journal;

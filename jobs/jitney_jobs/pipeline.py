@@ -217,7 +217,8 @@ class Gathering(ABC):
     def _commit_rest(self) -> None:
         """Have all rows of the part written, and wait for that. Raises what went wrong."""
         self._finish_writing()
-        # If an earlier part was lost, its rows would come later than these.
+        # An earlier part that could not be written may be why the job ends. The next run writes its
+        # rows, which would then come after these.
         is_out_of_order = self._job.ordered and self._has_lost_part
         if self._part and not is_out_of_order:
             self._begin_writing()
@@ -295,11 +296,11 @@ class Budget:
 
     def __init__(self, most_rows: int, chunk_rows: int) -> None:
         self.rows = 0
-        """In flight."""
+        """Rows in flight."""
         self._read_bytes = 0
-        """Of these."""
+        """Bytes of the rows in flight, as they were read."""
         self._row_bytes: float | None = None
-        """Of a row as it was read and prepared: the average of the last chunk that was prepared."""
+        """Bytes of a row, read and prepared: the average of the last chunk that was prepared."""
         self._most_rows = most_rows
         self._chunk_rows = chunk_rows
 

@@ -1,5 +1,6 @@
 """A job from its settings to its end, and what is said of it afterwards: status and report."""
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -7,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 from jitney.errors import InvalidArgumentError
 from jitney.progress import Deadline, Progress, State, clock_text
 
@@ -55,8 +57,9 @@ def run_job(
             output.recover()
         if journal.record.end is not None:
             return True
-        # This run has done nothing yet. Without a figure ``run`` all parts count as those of
-        # earlier runs (``_state``). Metrics ask when a row last ended.
+        # The figure ``run`` is the number of a run's first part. It is left out here: this run has
+        # no part yet, so every part in the journal is of an earlier run (``_state``). The metrics
+        # need ``moved_at``.
         figures = {"moved_at": time.time()}
         observer = _Observer(job, journal, _state(journal.record, job, figures), closing)
         pipeline: Gathering
@@ -109,11 +112,15 @@ class _Observer:
 
 
 def read_record(output: str, journal: str | None) -> Record:
-    """The journal of an output. Raises InvalidArgumentError if there is none."""
+    """The journal of an output. Its job names the output where it is now: the folder may have been
+    moved since the job began. Raises InvalidArgumentError if there is no journal."""
     folder = Path(output, "_job") if journal is None else Path(journal)
     record = Record.read(folder / "journal.jsonl")
     if record.begin is None:
         raise InvalidArgumentError(f"{output} has no journal of a job ({folder})")
+    output = output if "://" in output else os.path.abspath(output)
+    job = msgspec.structs.replace(record.begin.job, output=output)
+    record.begin = msgspec.structs.replace(record.begin, job=job)
     return record
 
 
@@ -187,7 +194,7 @@ def _cost(record: Record) -> str:
 
 def write_report(record: Record) -> Path:
     """``report.html`` in the journal's folder: throughput over time, and where the time went."""
-    from jitney_measure.pages.page import Block, Table, Text, write_page
+    from jitney_measure.pages.page import Block, Heading, Table, Terms, Text, write_page
     from jitney_measure.pages.plots import over_time  # matplotlib may be missing
 
     assert record.begin is not None
@@ -213,7 +220,7 @@ def write_report(record: Record) -> Path:
     blocks.append(Table("Where the time went", head, _stage_rows(record)))
     fields = job.fields_that_shape_output.items()
     settings = {name: str(value) for name, value in fields if value not in (None, [], {}, "")}
-    blocks += ["Settings", settings]
+    blocks += [Heading("Settings"), Terms(settings)]
     return write_page(f"Job {Path(job.output).name}", blocks, record.folder)
 
 

@@ -92,9 +92,15 @@ def worker(
         float, typer.Option(help="Pause after a job's first try, in seconds; then doubled.")
     ] = 30.0,
     server: Annotated[str | None, typer.Option(help="Server of jobs that name none.")] = None,
-    metrics_port: Annotated[int | None, typer.Option(help="As of a job that names none.")] = None,
-    metrics_host: Annotated[str, typer.Option(help="As of a job that names none.")] = "127.0.0.1",
-    push_gateway: Annotated[str | None, typer.Option(help="As of a job that names none.")] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Port for the metrics of jobs that name none.")
+    ] = None,
+    metrics_host: Annotated[
+        str, typer.Option(help="Address for the metrics of jobs that name none.")
+    ] = "127.0.0.1",
+    push_gateway: Annotated[
+        str | None, typer.Option(help="Push gateway of jobs that name none.")
+    ] = None,
 ) -> None:
     """Run the job files of a folder one after another. The status is 1 if any of them failed."""
     from jitney_jobs.executors import Models

@@ -102,6 +102,7 @@ def engine_axes(
     """
     sequences, tokens = current
     enough = 256 if highest_load is None else max(4, highest_load)
+    # The greatest power below 4 * enough is the first that is at least ``enough``.
     numbers = [each for each in _powers(4, _MAX_SEQUENCES) if 4 <= each < 4 * enough]
     numbers.append(sequences)
     budgets = [*(_TOKENS_ON_GPU if gpu else _TOKENS_ON_CPU), tokens]
@@ -168,6 +169,8 @@ class Search:
     def next(self) -> Setting | None:
         """The setting to try next; None at the end."""
         if self._best not in self._scores:
+            # Only at first: the current setting is not on the axes, or not canonical. The search
+            # then begins at the nearest setting that is both.
             return self._best
         while self._axes_without_gain < len(self._axes):
             settings = self._settings_on_axis()

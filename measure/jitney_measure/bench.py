@@ -80,6 +80,7 @@ def bench(
 
     if compare is not None:
         first, second = map(record.read, compare)
+        options.make_folder(shared.out)
         page = write_comparison(first, second, shared.out)
         _out.print(f"Report: {page}", soft_wrap=True, markup=False)
         return

@@ -65,8 +65,8 @@ def choose_setting(trials: Sequence[Trial]) -> Choice | None:
         return None
     current, *others = standing(trials)
     meeting = [trial for trial in (current, *others) if trial.best is not None]
-    # If the best was measured again, unrepeated settings drop out, unless no repeated one meets the
-    # bounds.
+    # Once the best was repeated, only repeated trials and the current setting are compared. If no
+    # repeated one meets the bounds, all are.
     best_was_repeated = any(trial.phase == "final" for trial in others)
     if best_was_repeated and any(trial.phase == "final" for trial in meeting):
         meeting = [
@@ -91,13 +91,18 @@ def _cautions(chosen: Trial, current: Trial, trials: Sequence[Trial]) -> Iterato
         yield chosen.best.caution
     if chosen.values == current.values:
         return
-    both_were_repeated = chosen.phase == "final" and current.phase == "final"
-    if not both_were_repeated:
+    unrepeated = []
+    if chosen.phase != "final":
+        unrepeated.append("it")
+    if current.phase != "final":
+        unrepeated.append("the current setting")
+    if unrepeated:
         failed = [trial for trial in trials if trial.phase == "final" and trial.result is None]
         if failed:
             yield f"{label(failed[0].values)} did not load when it was to be measured again"
         else:
-            yield "it and the current setting were not measured again"
+            were = "was" if len(unrepeated) == 1 else "were"
+            yield f"{' and '.join(unrepeated)} {were} not measured again"
     # If a setting was measured twice, the difference says how much two runs of it may differ.
     noise = _NOISE
     for counting in (chosen, current):
@@ -105,7 +110,7 @@ def _cautions(chosen: Trial, current: Trial, trials: Sequence[Trial]) -> Iterato
         if first.throughput and counting.throughput:
             noise = max(noise, abs(counting.throughput / first.throughput - 1))
     if chosen.throughput <= current.throughput * (1 + noise):
-        yield f"two runs of one setting may differ by {noise:.0%} too"
+        yield f"the gain is within noise: two runs of one setting may differ by {noise:.0%}"
 
 
 def standing(trials: Sequence[Trial]) -> list[Trial]:

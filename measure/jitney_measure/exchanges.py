@@ -128,9 +128,8 @@ class _Window:
 
 
 def _window(all_sent: Floats, ended: Floats) -> _Window:
-    """It ends with the last request that is sent: until then the whole load is on the server. If
-    fewer than three requests ended by then, nearly all were sent at once: then it ends with the
-    last answer."""
+    """It ends when the last request is sent: until then the whole load is on the server. If almost
+    none ended before that, nearly all were sent at once: then it ends with the last answer."""
     end = all_sent.max()
     if np.count_nonzero(ended <= end) < min(3, len(ended)):
         end = ended.max()

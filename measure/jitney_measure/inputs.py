@@ -35,7 +35,8 @@ _PROBE_WORDS = 200
 class _InputFile:
     path: Path
     count: int
-    """So many entries may be sent without a random prompt twice."""
+    """How many entries may be sent before a random prompt is repeated. Given prompts and rows may
+    be repeated earlier."""
 
 
 class Inputs:
@@ -61,8 +62,9 @@ class Inputs:
 
     def file(self, target: Target, model: Model, salt: str, count: int) -> Path:
         """``count``: how many entries are sent. There are at least as many random prompts, so that
-        none is sent twice; those of a smaller ``count`` come first. Another ``salt`` gives other
-        random prompts. Raises InvalidArgumentError for a model whose inputs cannot be made up."""
+        none is sent twice. With the same ``salt`` a longer file begins with the prompts of a
+        shorter one; another ``salt`` gives other prompts. Raises InvalidArgumentError for a model
+        whose inputs cannot be made up."""
         if self._options.data is not None:
             return self._options.data
         known = self._files.get(salt)
@@ -149,8 +151,8 @@ def _random_text(rng: random.Random, words: int) -> str:
 
 
 def rows(model: Model, shapes: Mapping[str, tuple[int, ...]], seed: int) -> list[dict[str, Any]]:
-    """Rows for a model of one call: floats from a normal distribution, words for texts, and 1 for
-    integers, whose range is unknown.
+    """Rows for a model that is not a language model: floats from a normal distribution, words for
+    texts, and 1 for integers, whose range is unknown.
 
     Raises InvalidArgumentError for an input of free size without a shape.
     """
@@ -172,13 +174,14 @@ def rows(model: Model, shapes: Mapping[str, tuple[int, ...]], seed: int) -> list
 def _values(tensor: Tensor, shape: tuple[int, ...], rng: np.random.Generator) -> dict[str, Any]:
     """The tensor of one row. ``shape`` must fit the dims of the tensor and have no free size."""
     fits = len(shape) == len(tensor.dims) and all(
-        size > 0 and free in (-1, size) for free, size in zip(tensor.dims, shape, strict=True)
+        size > 0 and dim in (-1, size) for dim, size in zip(tensor.dims, shape, strict=True)
     )
     if not fits:
+        # The example shows a free size, -1, as 1.
+        example = ",".join(str(abs(dim)) for dim in tensor.dims)
         raise InvalidArgumentError(
             f"input {tensor.name} has the shape {list(tensor.dims)}: say how large with "
-            f"--shape {tensor.name}:{','.join(str(abs(size)) for size in tensor.dims)}, "
-            f"or give rows with --data"
+            f"--shape {tensor.name}:{example}, or give rows with --data"
         )
     kind = tensor.data_type.removeprefix("TYPE_")
     if kind == "STRING":

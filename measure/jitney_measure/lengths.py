@@ -26,8 +26,8 @@ _PART = re.compile(r"([1-9]\d{0,6}(?:\.\d+)?)(?::(\d{1,7}(?:\.\d+)?))?", re.ASCI
 _REQUESTS = "jitney_requests_total"
 _PROMPT_TOKENS = "jitney_prompt_tokens_total"
 _GENERATED_TOKENS = "jitney_generated_tokens_total"
-_MADE_NO_PROMPT = "refused"
-"""The outcome of requests whose prompt is not in the counter."""
+_PROMPT_NOT_COUNTED = "refused"
+"""Requests of this outcome are not counted in ``jitney_prompt_tokens_total``."""
 _MADE_OUTPUT = ("stop", "length", "deadline", "cancelled")
 """The outcomes of requests that made tokens."""
 
@@ -40,10 +40,10 @@ class Lengths:
     output: Counts
 
     @classmethod
-    def drawn(cls, prompt: LengthSource, output: LengthSource, count: int) -> "Lengths":
-        """``count`` requests. Prompts have the shares that their distributions give them, and so
-        have outputs. Both are shuffled, so that they are independent of each other; the order is
-        the same in every call."""
+    def of_quantiles(cls, prompt: LengthSource, output: LengthSource, count: int) -> "Lengths":
+        """``count`` requests. Their lengths are the evenly spaced quantiles of the distributions,
+        not random draws. Prompts and outputs are shuffled, so that they are independent of each
+        other; the order is the same in every call."""
         rng = np.random.default_rng(0)
         prompts = rng.permutation(_quantiles(prompt, count))
         outputs = rng.permutation(_quantiles(output, count))
@@ -186,7 +186,7 @@ def _of_prometheus(answer: Mapping[str, object], path: Path) -> Recorded:
     with_prompt: Increases = {}
     with_output: Increases = {}
     for outcome, increases in requests.items():
-        if outcome != _MADE_NO_PROMPT:
+        if outcome != _PROMPT_NOT_COUNTED:
             _add(with_prompt, increases)
         if outcome in _MADE_OUTPUT:
             _add(with_output, increases)
@@ -218,17 +218,20 @@ def _mean_and_deviation(
 ) -> LengthPart:
     """Of the tokens of one request, from the counter ``name`` and the ``requests`` that ended.
 
-    The tokens of an interval are the sum of those of its requests, if these are short beside the
-    interval. So with n requests the variance of that sum is n times the variance of one request,
-    which is therefore the mean over the intervals of (tokens - n * mean)² / n.
+    The tokens of an interval are the sum of those of its n requests, if these are short beside the
+    interval. The variance of that sum is n times the variance of one request. So each interval
+    estimates the variance of one request as (tokens - n * mean)² / n; the result is the mean of
+    these estimates.
     """
+    tokens_at = tokens.get(name, {})
+    all_tokens = sum(tokens_at.values())
     all_requests = sum(requests.values())
-    if name not in tokens or not all_requests:
+    if not all_tokens or not all_requests:
         raise InvalidArgumentError(f"{path} lacks {name} or {_REQUESTS} that grow")
-    mean = sum(tokens[name].values()) / all_requests
+    mean = all_tokens / all_requests
     variances = []
     for at, ended in requests.items():
         if ended > 0:
-            of_interval = tokens[name].get(at, 0.0)
+            of_interval = tokens_at.get(at, 0.0)
             variances.append((of_interval - mean * ended) ** 2 / ended)
     return mean, math.sqrt(sum(variances) / len(variances))

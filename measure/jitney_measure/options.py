@@ -72,16 +72,16 @@ class Shared:
 
 
 def _is_given(value: Any) -> bool:
-    """Whether it says anything. 0 does, though it equals False."""
+    """Whether it says anything."""
+    # ``value not in (False, …)`` would leave out 0, which equals False.
     return value is not False and value not in (None, "", "{}")
 
 
 def with_shared(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a command of a function of ``shared`` and options of its own. ``defaults`` replace those
-    of Shared.
+    """Turn a function ``f(shared, own options…)`` into a command that takes the fields of Shared as
+    flat options, after the function's own. ``defaults`` replace those of Shared.
 
-    The command takes a flat list of keywords: the function's own options, then the fields of
-    Shared, of which it makes a Shared. typer reads this list from ``__signature__``.
+    typer reads the list of options from ``__signature__``.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:

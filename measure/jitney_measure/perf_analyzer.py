@@ -137,8 +137,8 @@ class Driver:
     """Puts loads on a server.
 
     Each load and each warm-up has random requests of its own, so that none is in the prefix cache
-    already. A load begins with the same requests for each setting that is tuned, unless
-    perf_analyzer hung.
+    already. The salt of the requests depends on the load alone, so all settings that are tuned get
+    the same ones. A second try, after perf_analyzer hung, gets others.
     """
 
     options: Shared
@@ -146,11 +146,11 @@ class Driver:
     inputs: Inputs
     tool: PerfAnalyzer
     whole_batches: int = 1
-    """The batch of a model that answers only full ones: the number of requests is a multiple of it,
-    and no fewer may be in flight. The caller gives no load with fewer; the warm-up is raised here.
-    1 for any other model."""
+    """The size of the batches of a model that answers only full ones; 1 for any other model. The
+    number of requests is a multiple of it, and no fewer may be in flight: the caller gives no load
+    with fewer, and the warm-up is raised here. Only ``benchmarks.batching`` sets it."""
     more: tuple[str, ...] = ()
-    """Further arguments of perf_analyzer."""
+    """Further arguments of perf_analyzer. Only ``benchmarks.batching`` gives any."""
 
     def run(self, target: Target, model: Model, load: Load) -> LoadPoint:
         """A point of state "failed" says what went wrong under the load.
@@ -255,7 +255,7 @@ class Driver:
         """perf_analyzer's command line. It holds the secrets of the target: show it nowhere."""
         protocol = self.options.protocol
         words = ["-m", model.name, "-u", target.address(protocol), "-i", protocol]
-        # Rates are kept by asynchronous calls only; over HTTP, users are threads.
+        # Over HTTP a concurrency needs no --async: each user is a thread. A rate always needs it.
         words += ["--async"] if protocol == "grpc" or load.kind == "rate" else []
         words += ["--streaming"] if model.language else []
         words += ["-b", str(self.options.rows)] if model.max_batch_size else []

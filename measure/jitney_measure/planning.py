@@ -22,13 +22,13 @@ _out = Console(highlight=False)
 _UNLIMITED = 1 << 40
 _GIB = 2**30
 
+# Three shares of the rest: the memory of an instance, less its weights.
 _CACHE_SHARE = 0.9
-"""The cache's share of the memory that the weights leave: the engine's default on a GPU."""
+"""What the cache gets: the engine's default on a GPU."""
 _SPARE_SHARE = 1 / 64
-"""The share of the memory that the weights leave that stays free."""
+"""What stays free."""
 _STEP_SHARE = 0.05
-"""The share of the memory that the weights leave that the activations of a suggested token budget
-may take."""
+"""What the activations of a suggested token budget may take."""
 
 _FIRST_BUDGET = 512
 """The token budget with which the choice begins."""
@@ -67,9 +67,9 @@ class Sizes:
 
 def sample(prompt: LengthSource, output: LengthSource) -> Lengths:
     """As many requests as a simulation serves in seconds."""
-    mean = float(Lengths.drawn(prompt, output, 1000).output.mean())
+    mean = float(Lengths.of_quantiles(prompt, output, 1000).output.mean())
     count = min(max(_SIMULATED_OUTPUT_TOKENS / mean, _MIN_REQUESTS), _MAX_REQUESTS)
-    return Lengths.drawn(prompt, output, int(count))
+    return Lengths.of_quantiles(prompt, output, int(count))
 
 
 # --------------------------------------------------------------------------- the choice
@@ -91,13 +91,13 @@ def choose_sizes(
     if "max_model_len" not in given:
         context = min(context, _suggested_context(totals))
     choice = _Choice(config, given, footprint, requests.cut(context), memory, context)
-    batch = _Batch(config.max_num_seqs, config.max_num_batched_tokens or _FIRST_BUDGET)
-    split = choice.split_memory(batch)
+    first = _Batch(config.max_num_seqs, config.max_num_batched_tokens or _FIRST_BUDGET)
+    split = choice.split_memory(first)
     # More sequences take more memory of a step, which leaves less to the cache, in which fewer
     # sequences fit. After a few rounds the batch stays the same.
     for _ in range(_CHOICE_ROUNDS):
-        batch = choice.suggest_batch(batch, split.num_blocks)
-        split = choice.split_memory(batch)
+        split = choice.split_memory(choice.suggest_batch(split))
+    batch = split.batch
     cache = split.num_blocks * footprint.block
     return Sizes(
         config=msgspec.structs.replace(
@@ -106,6 +106,7 @@ def choose_sizes(
             max_num_seqs=batch.seqs,
             max_num_batched_tokens=batch.budget,
             kv_cache_bytes=cache,
+            # For the simulation only: these two are not printed.
             prefix_caching=False,
             speculation=None,
         ),
@@ -135,6 +136,8 @@ class _Batch:
 class _Split:
     """How one instance uses its memory beside the weights."""
 
+    batch: _Batch
+    """The one for which the memory suffices."""
     steps: int
     """Bytes for the activations of a step."""
     num_blocks: int
@@ -153,24 +156,39 @@ class _Choice:
     context: int
 
     @property
-    def left(self) -> int:
+    def rest(self) -> int:
         """Bytes that the weights leave to each instance."""
         return self.memory // self.config.instances - self.footprint.weights
 
     def split_memory(self, batch: _Batch) -> _Split:
-        """Raises InvalidArgumentError if the memory does not suffice."""
+        """The split for the batch or, if the memory does not suffice for that, for half of it, a
+        quarter, and so on. Raises InvalidArgumentError if it does not suffice for the smallest."""
         logits_rows = min(batch.budget, batch.seqs)
         steps = batch.budget * self.footprint.step_token + logits_rows * self.footprint.step_row
         cache = self.config.kv_cache_bytes
         if cache is None:
-            beside_steps = self.left * (1 - _SPARE_SHARE) - steps
-            share = self.left * (self.config.kv_cache_fraction or _CACHE_SHARE)
+            beside_steps = self.rest * (1 - _SPARE_SHARE) - steps
+            share = self.rest * (self.config.kv_cache_fraction or _CACHE_SHARE)
             cache = int(min(beside_steps, share))
         # The cache must hold the longest request, and fit beside the weights and a step.
         longest = math.ceil(self.context / self.config.block_size) * self.footprint.block
-        if longest > cache or cache > self.left - steps:
+        if longest <= cache <= self.rest - steps:
+            return _Split(batch, steps, cache // self.footprint.block)
+        smaller = self._halved(batch)
+        if smaller == batch:
             raise self._too_small(steps, max(longest, cache))
-        return _Split(steps, cache // self.footprint.block)
+        return self.split_memory(smaller)
+
+    def _halved(self, batch: _Batch) -> _Batch:
+        """Half of the options that are not given, from 1; the same batch if there is no smaller."""
+        seqs = batch.seqs
+        budget = batch.budget
+        if "max_num_seqs" not in self.given:
+            seqs = max(1, seqs // 2)
+        # The engine takes no budget below max_num_seqs.
+        if self.config.max_num_batched_tokens is None and budget > seqs:
+            budget = max(seqs, budget // 2)
+        return _Batch(seqs, budget)
 
     def _too_small(self, steps: int, cache: int) -> InvalidArgumentError:
         instances = self.config.instances
@@ -183,14 +201,14 @@ class _Choice:
             f"{of_each}",
         )
 
-    def suggest_batch(self, batch: _Batch, num_blocks: int) -> _Batch:
-        """The batch for a cache. Options that are given stay."""
+    def suggest_batch(self, split: _Split) -> _Batch:
+        """The batch for the cache of ``split``. Options that are given stay."""
         cache_alone = EngineLimits(
-            num_blocks=num_blocks, max_num_seqs=_UNLIMITED, budget=_UNLIMITED, streams=None
+            num_blocks=split.num_blocks, max_num_seqs=_UNLIMITED, budget=_UNLIMITED, streams=None
         )
         expected = expect(self.config, self.requests, cache_alone)
-        seqs = batch.seqs
-        budget = batch.budget
+        seqs = split.batch.seqs
+        budget = split.batch.budget
         if "max_num_seqs" not in self.given:
             seqs = min(8 * math.ceil(_SEQS_MARGIN * expected.in_cache / 8), _MAX_SEQS)
         if self.config.max_num_batched_tokens is None:
@@ -200,11 +218,14 @@ class _Choice:
         return _Batch(min(seqs, budget), budget)
 
     def _suggested_budget(self, running: float, work: float) -> int:
-        """A power of two, at which the prompts take at most half of what the decodes leave: then no
-        prompt waits long. Less if its activations would take more than their share."""
-        wanted = running + 2 * running * work
-        enough = max(_MIN_BUDGET, 2 ** math.ceil(math.log2(wanted)))
-        most = max(1.0, self.left * _STEP_SHARE / self.footprint.step_token)
+        """A power of two with budget - decodes >= 2 * prompts: the prompts take at most half of
+        what the decodes leave, so no prompt waits long. Less if its activations would take more
+        than their share."""
+        decodes = running
+        prompts = running * work
+        least = decodes + 2 * prompts
+        enough = max(_MIN_BUDGET, 2 ** math.ceil(math.log2(least)))
+        most = max(1.0, self.rest * _STEP_SHARE / self.footprint.step_token)
         return min(enough, 2 ** math.floor(math.log2(most)))
 
 
@@ -222,15 +243,16 @@ class Comparison:
 
 
 def compare(sizes: Sizes, limits: EngineLimits) -> Comparison:
-    """A large batch is simulated in small: limits times ``share``. The result is scaled up by
-    expected(all limits) / expected(small limits)."""
+    """A large batch is simulated in small: limits times ``share``. That is the largest share with
+    enough requests, but never so small that two of the longest do not fit. The result is scaled up
+    by expected(all limits) / expected(small limits)."""
     config = sizes.config
     requests = sizes.requests
     expected = expect(config, requests, limits)
     longest = int((requests.prompt + requests.output).max())
-    # At most this share: then there are enough requests for each sequence.
+    # The largest share with enough requests for each sequence.
     share_for_sequences = len(requests.prompt) / _REQUESTS_PER_SEQUENCE / expected.running
-    # At least this share: then two of the longest requests fit.
+    # The smallest share at which two of the longest requests fit.
     share_for_longest = 2 * longest / config.block_size / limits.num_blocks
     share = max(share_for_sequences, share_for_longest)
     simulated = limits.scaled(share) if share < 1 else limits
@@ -302,7 +324,7 @@ def _print_cache(footprint: Footprint, sizes: Sizes) -> None:
 
 
 Comparisons = Mapping[int | None, Comparison]
-"""By the requests at a time; None is a queue, which is always there."""
+"""By the requests at a time. The key None, a queue that never ends, is always present."""
 
 
 def _print_running(comparisons: Comparisons) -> None:

@@ -87,9 +87,10 @@ def _curve(axis: Axes, result: Result, statistic: Statistic, kind: str, **line: 
     for point, found in measured(result):
         seconds = statistic.of(found)
         if point.load.kind == kind and seconds is not None:
-            marks.append((point, _rounded(found.throughput), _rounded(seconds)))
+            height = max(_rounded(seconds), _LEAST_S)
+            marks.append((point, _rounded(found.throughput), height))
     if marks:
-        axis.plot([x for _, x, _ in marks], [max(y, _LEAST_S) for _, _, y in marks], **line)
+        axis.plot([x for _, x, _ in marks], [y for _, _, y in marks], **line)
     for point, x, y in marks:
         face = line["color"] if point.state == "steady" else "white"
         axis.plot(x, y, "o", color=line["color"], markerfacecolor=face)
@@ -101,9 +102,8 @@ def _curve(axis: Axes, result: Result, statistic: Statistic, kind: str, **line: 
 def _rounded(value: float) -> float:
     """To four digits, more than a plot shows.
 
-    Times that are the same may differ in their last bits, which depend on the processor, and still
-    have the same logarithm. matplotlib widens an axis only if the values themselves are equal. If
-    only their logarithms are, it divides by zero.
+    Two values that differ only in their last bits have equal logarithms. matplotlib then divides by
+    zero: it widens an axis only if the values themselves are equal. Rounding makes them equal.
     """
     return float(f"{value:.4g}")
 

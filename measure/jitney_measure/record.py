@@ -61,7 +61,7 @@ class Measurement(msgspec.Struct, frozen=True):
     ttft: Distribution | None = None
     """Until the first response with a token. This and the following: language models only."""
     itl: Distribution | None = None
-    """Between tokens: the gap before a response, divided among its tokens, counted for each."""
+    """Between tokens. A response with k tokens after a gap g counts as k values of g / k."""
     gap: Distribution | None = None  # between two responses of a stream
     tpot: Distribution | None = None
     """Of each request: the time from its first to its last response, divided by the number of
@@ -175,7 +175,7 @@ class Trial(msgspec.Struct, frozen=True):
     values: dict[str, int]  # axis -> value
     phase: Phase
     start_s: float | None = msgspec.field(name="load_s", default=None)
-    """How long the server took to start with the model."""
+    """How long the server took to start with the model. The file keeps an older name."""
     failure: str = ""  # the server's reason why it did not start; then there is no result
     result: Result | None = None
     cut: bool = False

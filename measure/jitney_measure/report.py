@@ -6,7 +6,7 @@ from pathlib import Path
 from jitney.errors import InvalidArgumentError
 
 from jitney_measure import choose, slo
-from jitney_measure.pages.page import Block, Table, TableRow, Text, write_page
+from jitney_measure.pages.page import Block, Heading, Table, TableRow, Terms, Text, write_page
 from jitney_measure.plots import measured, plots, shown_statistic
 from jitney_measure.record import EngineWork, Load, LoadPoint, Result, Stage, Tuning, write
 from jitney_measure.slo import Bound, Statistic, conclusion, shown_metrics
@@ -20,11 +20,11 @@ def write_report(result: Result, folder: Path) -> Path:
         _loads_table(result, bounds),
         plots([result], bounds),
         _server_table(result.points),
-        "How it was measured",
+        Heading("How it was measured"),
     ]
     if any(found.tokens_from == "responses" for _, found in measured(result)):
         blocks.append(Text("The server does not count tokens: each response counts as one."))
-    blocks.append(result.options)
+    blocks.append(Terms(result.options))
     return write_page(result.title, blocks, folder)
 
 
@@ -95,13 +95,13 @@ def _engine_cells(load: Load, work: EngineWork) -> list[str]:
     """A row under _ENGINE_HEAD."""
     return [
         str(load),
-        _figure(work.steps),
+        _count(work.steps),
         _figure(work.mean_batch),
         _milliseconds(work.queue_s),
-        _figure(work.prompt_tokens),
-        _figure(work.hit_tokens),
-        _figure(work.generated_tokens),
-        _figure(work.preemptions),
+        _count(work.prompt_tokens),
+        _count(work.hit_tokens),
+        _count(work.generated_tokens),
+        _count(work.preemptions),
     ]
 
 
@@ -198,14 +198,13 @@ def write_tuning(tuning: Tuning, folder: Path) -> Path:
     options = {name: ", ".join(map(str, values)) for name, values in tuning.axes.items()}
     if tuning.beside:
         options["beside"] = ", ".join(tuning.beside)
-    # A text alone is a heading, a mapping a list of terms.
     blocks += [
         _settings_table(tuning),
-        "Latency and throughput of the current setting and the best",
-        titles,
+        Heading("Latency and throughput of the current setting and the best"),
+        Terms(titles),
         plots([*results.values()], slo.parse(tuning.slo, language=tuning.language)),
-        "How it was measured",
-        options | tuning.options,
+        Heading("How it was measured"),
+        Terms(options | tuning.options),
     ]
     return write_page(f"{tuning.model}, tuned", blocks, folder)
 
@@ -227,8 +226,13 @@ def _ratio(value: float | None, base: float | None) -> str:
     return f"{value / base:.2f}"
 
 
+def _count(value: float) -> str:
+    """A whole number, which metrics have as a float."""
+    return f"{value:,.0f}"
+
+
 def _figure(value: float | None) -> str:
-    """A whole number as it is; else three digits at least, but at most two decimals."""
+    """An int as it is; else three digits at least, but at most two decimals."""
     if value is None:
         return "–"
     digits = 0 if isinstance(value, int) or value >= 1000 else 1 if value >= 10 else 2

@@ -24,7 +24,7 @@ _NO_LIMIT = 1 << 40
 
 @dataclass(frozen=True)
 class Observed:
-    """Means over the steps of a simulation, those of its first fifth left out."""
+    """Means over the steps of a simulation, without its warm-up."""
 
     running: float
     """Sequences."""
@@ -42,7 +42,7 @@ class Observed:
 def simulate(
     config: EngineConfig, lengths: Lengths, limits: EngineLimits, at_first: int
 ) -> Observed:
-    """Serve as many requests as ``lengths`` has, and a quarter as many before, which do not count.
+    """Serve as many requests as ``lengths`` has, after a warm-up of a quarter as many.
     ``at_first`` sequences run already, each with a part of its output. The scheduler's clock is the
     number of requests that have ended."""
     began = time.monotonic()
@@ -78,10 +78,11 @@ def simulate(
     running_at_first = rng.choice(total, min(at_first, streams), p=shares).tolist()
     for index in running_at_first:
         submit_request(index, emitted=int(rng.integers(outputs[index])), now=-1.0)
-    # The other streams begin with a request each; the requests that follow go on from there.
-    next_request = streams - len(running_at_first)
-    for number in range(next_request):
+    # The other streams begin with a request each.
+    others = streams - len(running_at_first)
+    for number in range(others):
         submit_request(number % total, emitted=0, now=-1.0)
+    next_request = others
     warm_up = total // 4
     running = 0
     used = 0

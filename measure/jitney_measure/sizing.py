@@ -2,9 +2,12 @@
 
 Every running sequence makes one token a step. So at a random step the chance to find a certain
 request running is proportional to its output, and each of its output tokens is as likely as any
-other to be the one it makes. The blocks that a sequence found in this way holds on average, times
-the number that run, are the blocks in use. That holds with preemption, too: a preempted sequence
-keeps its tokens.
+other to be the one it makes. Therefore
+
+    blocks in use = sequences that run * mean blocks of a sequence
+
+where the mean is taken over all steps of all requests. That holds with preemption, too: a preempted
+sequence keeps its tokens.
 """
 
 import math
@@ -80,9 +83,9 @@ def expect(config: EngineConfig, lengths: Lengths, limits: EngineLimits) -> Expe
     watermark = math.ceil(config.watermark * limits.num_blocks) if preempts else 0
     blocks = _blocks(lengths, config.block_size, preempts=preempts)
     in_cache = _sequences_in_cache(blocks, limits.num_blocks, watermark)
-    # Sequences need blocks independently of each other, so the variance of the blocks of all is the
-    # sum of their variances. Divided by the blocks of a mean sequence, its root is the deviation of
-    # the number of sequences that fit.
+    # N sequences need blocks independently of each other, so the deviation of their blocks is
+    # √(N * variance). Divided by the mean blocks of a sequence, it is the deviation of the number
+    # of sequences that fit.
     deviation = math.sqrt(blocks.variance * in_cache) / blocks.allocated
     most_preemptions = 0.0
     if preempts:
@@ -93,12 +96,13 @@ def expect(config: EngineConfig, lengths: Lengths, limits: EngineLimits) -> Expe
     mean_prompt = float(lengths.prompt.mean())
     mean_output = float(lengths.output.mean())
     variation = float(lengths.prompt.var()) / mean_prompt**2
-    # Preemptions make work. With more work fewer sequences run, which preempts less. Four rounds,
-    # each half way to the new value, come near the balance.
+    # Preemptions make work. With more work fewer sequences run, which preempts less. ``damped`` is
+    # the value that a round starts from, ``preemptions`` the one that follows from it. Four rounds,
+    # each half way from the one to the other, come near the balance.
     damped = 0.0
     for _ in range(_ROUNDS):
         # After a preemption the prompt and the output so far are computed again.
-        recomputed = damped * (mean_prompt + mean_output / 2)
+        recomputed = damped * (mean_prompt + _GROWN * mean_output)
         work = (mean_prompt + recomputed) / mean_output
         by_others = _without_cache(limits, work, mean_output, variation)
         running, chance_cache_limits = _mean_of_smaller(by_others.running, in_cache, deviation)
@@ -107,7 +111,7 @@ def expect(config: EngineConfig, lengths: Lengths, limits: EngineLimits) -> Expe
     return Expected(
         running=running,
         used=running * blocks.filled / limits.num_blocks,
-        preemptions=preemptions,  # of the last round; damping is for the next round alone
+        preemptions=preemptions,
         limit=by_others.limit if by_others.running < in_cache else "the cache",
         in_cache=in_cache,
         work=work,
@@ -183,8 +187,8 @@ def _sums_up_to(tokens: Counts, block_size: int) -> _BlockSums:
 def _sequences_in_cache(blocks: _Blocks, num_blocks: int, watermark: int) -> float:
     """How many sequences a full cache holds."""
     # The first request of the queue is admitted once as many blocks are free as it needs. Until
-    # then the free blocks grow from none to that number: half of it on average. A request that
-    # needs many blocks waits for longer, so each is weighted by its blocks.
+    # then the free blocks grow from none to that number: needed / 2 on average. Each request is
+    # weighted by the time that it waits, which is proportional to the blocks that it needs.
     needed = blocks.to_admit
     awaited = float((needed**2).sum() / needed.sum()) / 2
     return max(1.0, (num_blocks - watermark - awaited) / blocks.allocated)
@@ -196,12 +200,12 @@ def _preemptions_in_full_cache(*, growth: float, prompt: float, watermark: int) 
 
     ``growth``: blocks that a request adds to those of its ``prompt`` on average.
     """
-    # A request needs `growth` blocks that are not free. A preempted sequence gives back those of
-    # its prompt and of the output that it has made. So this many are preempted for each request:
+    # The blocks that a request wants while none is free, over those that one preemption returns.
     without_watermark = growth / (prompt + _GROWN * growth)
-    # Blocks of the watermark are used first. The chance that they run out before another sequence
-    # ends falls with each of them: it is e^(-watermark / growth).
-    return math.exp(-watermark / growth) * without_watermark
+    # Blocks of the watermark are used first. How many are wanted before another sequence ends is
+    # assumed to be exponential with the mean ``growth``; this is the chance that they run out.
+    runs_out = math.exp(-watermark / growth)
+    return runs_out * without_watermark
 
 
 @dataclass(frozen=True)
@@ -246,8 +250,9 @@ def _waiting_for_prefill(
         # To compute a prompt, which has ``work * output`` tokens. By Little's law
         # ``rate * output`` requests decode, a token each; the rest of the budget is for prompts.
         service = work * output / max(1.0, budget - rate * output)
-        # To compute it and the prompts before it. Of the one under way, (1 + variation) / 2 of a
-        # service is left on average.
+        # To compute it and the prompts before it. An arriving request sees the queue of the round
+        # before: ``queue - load`` wait, ``load`` are in service. Of a service that is under way,
+        # (1 + variation) / 2 of one is left on average.
         under_way = load * (1 + variation) / 2
         residence = service * (1 + max(0.0, queue - load + under_way))
         # Little's law, for the whole loop and for the queue.

@@ -39,8 +39,9 @@ _WARM_UP_REQUESTS = 8
 _MAX_REQUESTS = 20_000
 """perf_analyzer exports the answers too: with more its file would be too large."""
 _BACKLOG = 0.05
-"""A server is behind a rate if at the end of the run more than this share of the requests is in
-flight, and these are more than twice as many as after a third of it: then a queue grows."""
+"""A server is behind a rate if its queue grows: at the end of the run more than this share of the
+requests is in flight, and more than twice as many plus 2 as after a third of the run. The 2 keeps
+tiny numbers from counting."""
 _RATE_TOLERANCE = 0.1
 """How far the rate that was sent may be from the one asked for; random arrivals may be off by more,
 as the square root of their number allows."""
@@ -81,8 +82,8 @@ def span(field: str, text: str) -> tuple[int, int]:
 
 
 def warm_up(load: Load) -> tuple[Load, int]:
-    """The load and the number of requests of the warm-up. That of a closed loop also tells how many
-    requests per second the measurement will have."""
+    """The load and the number of requests of the warm-up. The warm-up of a closed loop also gives
+    the request rate to expect of the measurement."""
     if load.kind == "rate":
         return Load("concurrency", 2), _WARM_UP_REQUESTS
     return load, max(_WARM_UP_REQUESTS, 2 * int(load.level))
@@ -290,8 +291,9 @@ def point_line(point: LoadPoint, language: bool) -> str:
             p50 = show_time(Statistic(metric, 50.0).of(measured))
             p95 = show_time(Statistic(metric, 95.0).of(measured))
             words.append(f"{metric} {p50} / {p95}")
-    words.append(f"[{_COLOURS[point.state]}]{point.state}[/] [dim]")
-    return "  ".join(words) + escape("; ".join(point.remarks)) + "[/]"
+    remarks = f"[dim]{escape('; '.join(point.remarks))}[/]"
+    words.append(f"[{_COLOURS[point.state]}]{point.state}[/] {remarks}")
+    return "  ".join(words)
 
 
 def conclusion(result: Result) -> str:

@@ -137,7 +137,7 @@ class Subject:
         return changed
 
     def lines(self, values: Mapping[str, int]) -> str:
-        """The parts of config.pbtxt that the setting is in, whole, as text."""
+        """The complete blocks of config.pbtxt that contain the setting, as text."""
         whole = self.with_setting(values)
         part = ModelConfig()
         if self.language:

@@ -1,8 +1,9 @@
 """The server under test: its addresses, the way to it, and what it reports over HTTP.
 
-A closed server (``jitney serve``, the proxy of docker-compose) does not list its repository; its
-statistics name every loaded model. A proxy that refuses those too is asked for the model by name.
-The work of a Jitney engine is only in its metrics: the server has no queue before such a model.
+Loaded models are found through the server's statistics, since ``jitney serve`` and the proxy of
+docker-compose refuse the repository index. Where the statistics are refused too, the user must name
+the model. The work of a Jitney engine is only in its metrics: the server has no queue before such a
+model.
 """
 
 import http.client

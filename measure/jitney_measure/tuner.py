@@ -106,14 +106,15 @@ class Tuner:
 
     def _search(self) -> None:
         """The current setting, and then others as long as there is time for one more."""
-        one_more = 1 + _FINAL_SETTINGS
-        score = self._try(_Attempt(self._current, "current", reserve=one_more))
+        # To try another setting, there must be time for it and for the final ones.
+        one_and_final = 1 + _FINAL_SETTINGS
+        score = self._try(_Attempt(self._current, "current", reserve=one_and_final))
         search = Search(self._axes, self._current, score)
         while True:
             setting = search.next()
             if setting is None:
                 return
-            if not self._fits(settings=one_more):
+            if not self._fits(settings=one_and_final):
                 self._out_of_time = True
                 return
             score = self._try(_Attempt(setting, "search", reserve=_FINAL_SETTINGS))
@@ -167,7 +168,7 @@ class Tuner:
         if not self._subject.language:
             attempt = replace(attempt, setting=self._read_back(attempt, target))
         points: list[LoadPoint] = []
-        was_cut = True
+        was_cut = True  # stays so if ``_climb`` is interrupted
         try:
             was_cut = self._climb(attempt, target, model, points)
         finally:  # what an interruption leaves is kept, too
@@ -220,7 +221,7 @@ class Tuner:
 
     def _first_load(self, attempt: _Attempt) -> int:
         """The index of the load to begin with: one below the best load that is known. A setting
-        that breaks the bounds at that load is no better."""
+        that breaks the bounds even there cannot win."""
         best = self._best_load(attempt)
         if best is None:
             return 0
@@ -255,7 +256,9 @@ class Tuner:
     def _keep(self, trial: Trial) -> None:
         self._trials.append(trial)
         self._terminal.print(choose.trial_line(trial), soft_wrap=True)
-        self._save("interrupted")  # so the run has ended, unless it goes on
+        # If the process dies now, the file rightly says "interrupted". The save at the end of the
+        # run overwrites it.
+        self._save("interrupted")
 
     def _save(self, ending: Ending) -> Tuning:
         choice = choose.choose_setting(self._trials)

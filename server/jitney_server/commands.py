@@ -128,5 +128,6 @@ def doctor(
     """
     from jitney_server.doctor import run_doctor
 
-    if not run_doctor([http_port, grpc_port, metrics_port], start=start):
+    ports = {"http": http_port, "grpc": grpc_port, "metrics": metrics_port}
+    if not run_doctor(ports, start=start):
         raise typer.Exit(1)

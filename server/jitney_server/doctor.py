@@ -28,7 +28,7 @@ from jitney_server.installation import (
     find_libpython,
     missing_libraries,
 )
-from jitney_server.ports import choose_ports
+from jitney_server.ports import check_different, choose_ports
 from jitney_server.trial import try_server
 
 _MIB = 1 << 20
@@ -58,8 +58,9 @@ class Finding(NamedTuple):
 Check = Callable[[], Finding]
 
 
-def run_doctor(ports: Sequence[int], *, start: bool) -> bool:
-    """Print what every check finds. Returns whether this installation can serve.
+def run_doctor(ports: Mapping[str, int], *, start: bool) -> bool:
+    """Print what every check finds. ``ports``: those that a server is to listen on, by what they
+    are for. Returns whether this installation can serve.
 
     With ``start`` a server is also started and asked, if it could run. Some faults show only then:
     a stub that finds no packages, shared memory that is too small, a policy that forbids listening.
@@ -81,14 +82,14 @@ def run_doctor(ports: Sequence[int], *, start: bool) -> bool:
     return can_serve(findings)
 
 
-def examine(ports: Sequence[int]) -> dict[str, Finding]:
+def examine(ports: Mapping[str, int]) -> dict[str, Finding]:
     """Run every check. Returns name -> finding, in the order in which a newcomer would repair what
     they find."""
     return {name: run_check(check) for name, check in checks(ports).items()}
 
 
-def checks(ports: Sequence[int]) -> dict[str, Check]:
-    """Every check by its name. ``ports``: those that a server is to listen on."""
+def checks(ports: Mapping[str, int]) -> dict[str, Check]:
+    """Every check by its name. ``ports``: as in :func:`run_doctor`."""
     return {
         "Python": _check_python,
         "numpy": _check_numpy,
@@ -263,17 +264,27 @@ def _check_backends() -> Finding:
     return Finding("ok", str(backend_folder()))
 
 
-def _check_ports(ports: Sequence[int]) -> Finding:
-    taken = []
-    for port in ports:
+def _check_ports(ports: Mapping[str, int]) -> Finding:
+    problems = []
+    try:
+        check_different(ports)
+    except InstallationError as error:
+        problems.append(_without_repair(error))
+    # One at a time, so that each one that is taken is named.
+    for name, port in ports.items():
         try:
-            choose_ports("127.0.0.1", [port])
+            choose_ports("127.0.0.1", {name: port})
         except InstallationError as error:
-            taken.append(str(error).partition(";")[0])
-    if taken:
+            problems.append(_without_repair(error))
+    if problems:
         repair = "stop what holds them, or choose others: jitney serve --http-port 0 (any free one)"
-        return Finding("warns", ", ".join(taken), repair)
-    return Finding("ok", f"{', '.join(map(str, ports))} are free on 127.0.0.1")
+        return Finding("warns", ", ".join(problems), repair)
+    return Finding("ok", f"{', '.join(map(str, ports.values()))} are free on 127.0.0.1")
+
+
+def _without_repair(error: InstallationError) -> str:
+    """The text of an error of ``ports``, whose repair comes after a semicolon."""
+    return str(error).partition(";")[0]
 
 
 def _check_trial() -> Finding:

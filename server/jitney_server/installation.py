@@ -172,13 +172,15 @@ def backend_folder() -> Path:
 def link_backends(target: Path, installation: ServerInstallation, ours: Path) -> None:
     """Make ``target`` the server's folder of backends: the wheel's python backend, and those in the
     folder ``ours``."""
-    # The wheel's files are copied. The server refuses a library whose link leads into another
-    # folder; and the stub may have lost its executable bit, as archives do not always keep it.
+    # The server accepts a link to a whole backend folder, but not a link to a single library in
+    # one. The folder ``python`` is put together from two folders of the wheel, so its files are
+    # copied.
     python = target / "python"
     python.mkdir(parents=True)
     for name in ("libtriton_python.so", "triton_python_backend_utils.py"):
         shutil.copy(installation.python_backend / name, python)
-    Path(shutil.copy(installation.stub, python)).chmod(0o755)
+    stub = Path(shutil.copy(installation.stub, python))
+    stub.chmod(0o755)  # archives do not always keep the executable bit
     for backend in sorted(ours.iterdir()):
         if (backend / "model.py").is_file() or list(backend.glob("libtriton_*.so")):
             (target / backend.name).symlink_to(backend.resolve())

@@ -79,7 +79,7 @@ def launch(
     If the main thread calls it, the program is killed when this process ends, however it ends.
 
     Some systems do not allow to trace a child (a container may forbid it). There the program gets
-    its arguments in the open, and a warning is logged.
+    its arguments in the open, and a warning is logged if any of them is secret.
     """
     # Another thread may end long before this process: then the program must go on.
     is_main_thread = threading.current_thread() is threading.main_thread()
@@ -87,7 +87,8 @@ def launch(
     process = _launch_hidden(command, secret, environment, end_signal, options)
     if process is not None:
         return process
-    _LOG.warning("the key of the server's restricted endpoints is visible to every local user")
+    if secret:
+        _LOG.warning("the key of the server's restricted endpoints is visible to every local user")
     program = [*_python(_UNTRACED), end_signal, *command, *secret]
     return subprocess.Popen(program, env=environment, **options)
 
@@ -145,14 +146,14 @@ def _redirect_arguments(pid: int, names: Sequence[str]) -> None:
 def _read_layout(pid: int) -> _Memory:
     # The program's name, in parentheses, may hold spaces: the fields are counted behind it.
     stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-    # ``fields[0]`` is field 4 of proc_pid_stat(5): startstack is 28, arg_start 48, and so on.
     fields = [int(field) for field in stat.rpartition(")")[2].split()[1:]]
+    # ``fields[0]`` is field 4 of proc_pid_stat(5).
     return _Memory(
-        stack=fields[24],
-        arguments=fields[44],
-        arguments_end=fields[45],
-        variables=fields[46],
-        variables_end=fields[47],
+        stack=fields[28 - 4],  # startstack
+        arguments=fields[48 - 4],  # arg_start
+        arguments_end=fields[49 - 4],  # arg_end
+        variables=fields[50 - 4],  # env_start
+        variables_end=fields[51 - 4],  # env_end
     )
 
 
@@ -163,6 +164,6 @@ def _read(descriptor: int, begin: int, end: int) -> bytes:
 def _find_text(texts: bytes, beginning: str) -> int:
     """The index of the text with this beginning. Each of ``texts`` ends in a zero. Raises
     ValueError if there is none."""
-    # The zero put before ``texts`` shifts each text by one. So the zero before a text has the index
-    # that the text has in ``texts``.
+    # Search for the zero before the text too, so that only a beginning matches. With one zero put
+    # in front, the index of that zero is the index of the text in ``texts``.
     return (b"\0" + texts).index(f"\0{beginning}".encode())

@@ -211,7 +211,7 @@ class TritonServer:
         self._start(self.admin.ports, timeout_s, append_to_log=True)
 
     def _launch(self, requested: ServerPorts, *, append_to_log: bool) -> None:
-        ports = ServerPorts(*choose_ports(self.host, requested))
+        ports = ServerPorts(*choose_ports(self.host, requested._asdict()))
         self.admin = Admin(self.host, ports, self.admin_headers)
         runtime = Path(tempfile.mkdtemp(prefix="jitney-server-"))
         self._runtime = runtime

@@ -116,7 +116,7 @@ class GatewayProcess:
     def start(self) -> None:
         """Start it and wait until it listens. Raises JitneyError if it ends before, or does not
         listen within ``_GATEWAY_START_S``. It has printed why itself."""
-        (self._port,) = choose_ports(self._server.host, [self._port])
+        (self._port,) = choose_ports(self._server.host, {"gateway": self._port})
         self._process = self._launch()
         assert self._process.stdout is not None
         # The gateway prints one line, its address, when it listens (`run_gateway`).

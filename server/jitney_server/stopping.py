@@ -38,8 +38,9 @@ that we run on."""
 
 _LIVE = ("READY", "LOADING", "UNLOADING")
 _QUIET_S = 0.6
-"""Seconds for which the metrics must show no request before connections are closed. The metrics are
-up to a quarter of a second old, and a last response is under way for less time than that."""
+"""Seconds for which the metrics must show no request before connections are closed: 0.25 s, by
+which the metrics lag at most (the default of option ``metrics_flush_s``), plus 0.35 s in which a
+last response reaches its client."""
 _ASK_AGAIN_S = 2.0
 """Seconds after which a model that is still ready is asked once more to unload."""
 _UNLOAD_S = 30.0
@@ -62,9 +63,13 @@ _IN_FLIGHT = re.compile(
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """SIGINT, SIGTERM and the closing of the terminal set the event and raise KeyboardInterrupt in
-    the main thread, until the block ends. A signal that the caller ignores (``nohup``) stays
-    ignored."""
+    """Until the block ends, SIGINT, SIGTERM and the closing of the terminal raise KeyboardInterrupt
+    in the main thread and set the event. A signal that the caller ignores (``nohup``) stays
+    ignored.
+
+    The exception ends whatever the main thread is doing, such as a load. Python drops it if it is
+    raised in a finalizer. The event stays set: so a loop that waits for it ends in any case.
+    """
     asked_to_stop = threading.Event()
 
     def interrupt(number: int, frame: object) -> None:

@@ -29,8 +29,8 @@ _PROBE_S = 5.0
 _MOST_UNANSWERED = 3
 """A model that leaves so many of them without an answer, one after the other, is killed."""
 _COUNTED_S = 600.0
-"""Only the repairs within so many seconds count: for the pause between repairs, and for the most
-that are allowed."""
+"""Repairs that are more seconds ago than this are forgotten: they neither lengthen the pause nor
+count towards ``most_repairs``."""
 _LONGEST_PAUSE_S = 60.0
 """Between two repairs."""
 
@@ -82,6 +82,9 @@ class _Observations:
 class Supervisor:
     """Repairs one server, with a growing pause between repairs.
 
+    It finds the language models by their metrics. If the server has none
+    (``--allow-metrics=false``), a model that hangs is not noticed; ``say`` is told so once.
+
     ``say`` gets a line for whatever is noticed or done. After ``most_repairs`` within ten minutes
     the supervisor gives up; with None it never does. A server that is not ready for ``unready_s``
     is started again.
@@ -102,6 +105,7 @@ class Supervisor:
         self._unready_s = unready_s
         self._clock = clock
         self._repaired_at: list[float] = []
+        self._has_said_no_metrics = False
         self._seen: _Observations
         self._begin()
 
@@ -192,8 +196,13 @@ class Supervisor:
         """Ask every language model for an answer; kill the processes of one that gives none."""
         seen = self._seen
         admin = self._server.admin
-        names = requests_in_flight(admin.metrics()).keys()
-        for name in names - set(seen.unloaded):
+        requests = self._requests_in_flight()
+        if requests is None:
+            if not self._has_said_no_metrics:
+                self._say("the server gives no metrics: a model that hangs is not noticed")
+                self._has_said_no_metrics = True
+            return
+        for name in requests.keys() - set(seen.unloaded):
             if admin.is_answering(name):
                 seen.unanswered.pop(name, None)
                 continue
@@ -203,6 +212,14 @@ class Supervisor:
                 self._say(f"model {name} does not answer")
                 self._kill(name)
                 self._unload(name)
+
+    def _requests_in_flight(self) -> dict[str, float] | None:
+        """Language model -> its requests in flight. None: the server gives no metrics. It may have
+        been told to have none."""
+        try:
+            return requests_in_flight(self._server.admin.metrics())
+        except CallError:
+            return None
 
     def _kill(self, name: str) -> None:
         """Kill the processes of a model."""
@@ -226,23 +243,30 @@ class Supervisor:
         self._seen.unloaded.append(name)
         try:
             self._server.admin.unload(name)
-            self._end_streams_of(name)
         except CallError as error:
             self._note_fault(f"model {name} cannot be replaced: {error}")
+        else:
+            self._end_streams_of(name)
 
     def _end_streams_of(self, name: str) -> None:
-        """Hang up on all clients if the model is a language model. Raises CallError.
+        """Hang up on all clients if the model is, or may be, a language model.
 
         If its process was killed while it sent a response, that stream would never end, and nobody
         can tell which stream it is.
         """
-        admin = self._server.admin
-        requests = requests_in_flight(admin.metrics())
-        if self._server.pid is None or name not in requests:
+        requests = self._requests_in_flight()
+        if requests is None:
+            may_have_streams = True  # nothing is known of the model
+        elif name in requests:
+            may_have_streams = requests[name] > 0
+        else:
+            return  # it is no language model
+        if self._server.pid is None:
             return
-        hung_up = hang_up(self._server.pid, [admin.ports.http, admin.ports.grpc])
+        ports = self._server.admin.ports
+        hung_up = hang_up(self._server.pid, [ports.http, ports.grpc])
         self._say(f"{hung_up.closed} connections are closed: streams of model {name} may be stuck")
-        if requests[name] > 0 and not hung_up.was_allowed:
+        if may_have_streams and not hung_up.was_allowed:
             # The stuck streams cannot be closed here: only a restart of the server ends them.
             self._note_fault("the server is ended instead")
 

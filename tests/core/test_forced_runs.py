@@ -121,7 +121,7 @@ def test_a_long_run(overlap: bool, longest: int) -> None:
     """Planned ahead, it takes one new block in each step."""
     play = Play(overlap=overlap, block_size=2, num_blocks=256)
     plain = [play.submit([key, 2, 3], max_tokens=90) for key in range(3)]  # else no step is ahead
-    key = play.submit([1, 2, 3], max_tokens=90, grammar="2,3:90:40")
+    key = play.submit([1, 2, 5], max_tokens=90, grammar="2,3:90:40")
     play.drain()
     check_streams(play, key, *plain)
     assert (max(runs(play)) >= longest) if not overlap else (max(runs(play)) == longest)

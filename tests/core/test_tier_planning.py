@@ -315,7 +315,7 @@ def test_who_may_not_ask_loses_no_step_by_waiting_for_it() -> None:
 def test_a_draft_model_is_not_asked_for_what_would_never_end() -> None:
     """Where the target leaves it a token or two a step, as many as the sequence grows by."""
     model = {"drafter": "draft_model", "model": "m", "max_drafts": 4}
-    for gap_ms in (14.0, 14.9, 15.0, 15.2):
+    for gap_ms in (14.0, 15.0):
         play = Timed(block_size=1, speculation=model, num_blocks=1024, fast={"gap_ms": gap_ms})
         play.draft(1.0)
         key = play.fast([1] * 200, max_tokens=300)

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from jitney.adapters.pool import AdapterPool
 from jitney.engine.engine import Engine
+from jitney.engine.grammars import Grammars
 from jitney.errors import InvalidArgumentError
 from jitney.execution.low_rank import LowRank
 from jitney.messages import (
@@ -149,6 +150,18 @@ def test_a_lack_of_memory_while_a_grammar_is_compiled_refuses_it_once() -> None:
         codes.append(end.code)
     assert codes == ["INTERNAL", "INVALID_ARGUMENT", "INVALID_ARGUMENT"]
     assert len(compiled) == 2
+
+
+def test_a_kept_error_gathers_no_traceback() -> None:
+    grammars = Grammars(FakeGrammar, most=1)
+    error = InvalidArgumentError("structured_outputs: bad")
+    for key in (0, 1):
+        grammars.claim(key, GRAMMAR, now=0.0)
+    grammars.receive(GRAMMAR, error, now=0.0)
+    for key in (0, 1):
+        with pytest.raises(InvalidArgumentError, match="structured_outputs: bad"):
+            grammars.take(key)
+    assert error.__traceback__ is None
 
 
 def test_a_cancel_ends_it_even_in_the_step_that_makes_it_ready() -> None:

@@ -1,5 +1,7 @@
 """The size of the KV cache, and what an impossible one is told."""
 
+import errno
+import mmap
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,9 +16,11 @@ from jitney.execution.memory import (
     StepMemory,
     block_bytes,
     estimate_steps,
+    make_layer_caches,
     plan_memory,
     resident_adapters_bytes,
 )
+from jitney.execution.reference import ReferenceAttention
 from jitney.read_config import make_config
 
 LAYERS = [LayerSpec(8, 2, 64, None), LayerSpec(8, 2, 64, 128), LayerSpec(8, 1, 256, None)]
@@ -129,6 +133,25 @@ def test_activations_count_logits_of_sampled_rows_only() -> None:
     small, large = (estimate_steps(model, 512, rows).activations for rows in (8, 16))
     assert large - small == 8 * 1000 * 6
     assert small == 512 * (4 * 64 + 3 * 128) * 2 + 8 * 1000 * 6
+
+
+def test_a_kernel_without_huge_pages_gives_caches_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    class WithoutHugePages(mmap.mmap):
+        def madvise(self, *_: int) -> None:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", WithoutHugePages)
+    layers = [LayerSpec(num_heads=4, num_kv_heads=2, head_size=8, window=None)]
+    (cache,) = make_layer_caches(
+        layers=layers,
+        attention=[ReferenceAttention()],
+        block_size=16,
+        dtype=torch.float32,
+        device=CPU,
+        num_blocks=3,
+    )
+    assert not cache.keys.any()
+    assert not cache.values.any()
 
 
 def test_limits_of_a_container(tmp_path: Path) -> None:

@@ -223,6 +223,21 @@ def test_probe_sees_a_module_that_depends_on_the_batch(fault) -> None:
     assert module.config._attn_implementation == interface.NAME
 
 
+def test_probe_sees_a_module_that_takes_the_index_in_the_step_for_the_position() -> None:
+    """With rotary embedding, only the second step is wrong: the tokens of a first chunk are as far
+    apart as their positions are."""
+    module = loaded_module()
+    specs = record_layers(module, layer_windows(module.config))
+    inner = module.model.rotary_emb.forward
+
+    def by_index(hidden, position_ids):
+        return inner(hidden, torch.arange(position_ids.shape[-1]).unsqueeze(0))
+
+    module.model.rotary_emb.forward = by_index
+    with pytest.raises(UnsupportedModelError, match="away from those of"):
+        compare_with_eager(module, specs)
+
+
 def test_fast_kernels_that_give_other_results() -> None:
     module = loaded_module()
     specs = record_layers(module, layer_windows(module.config))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from jitney.config import EngineConfig
 from jitney.engine import assemble
-from jitney.errors import ConfigError
+from jitney.errors import ConfigError, UnsupportedModelError
 from jitney.execution import memory
 from jitney.read_config import make_config
 
@@ -67,6 +67,21 @@ def test_tensors_of_all_layers_are_one_line(tmp_path: Path) -> None:
     tensors = assemble.weigh(make_config({"model": str(tmp_path)})).tensors
     assert tensors["model.layers.*.mlp.up_proj.weight, F32 96 × 64"] == [2, 2 * 96 * 64 * 4]
     assert tensors["model.norm.weight, F32 64"] == [1, 256]
+
+
+@pytest.mark.parametrize("kind", [TypeError, AttributeError, ValueError, IndexError])
+def test_a_module_that_fails_in_the_trial_step_is_refused_as_at_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    def fail(*_: object) -> None:
+        raise kind("the module drops arguments")
+
+    monkeypatch.setattr("jitney.execution.probe.record_layers", fail)
+    config = make_config({"model": str(make_checkpoint(tmp_path, "llama")), "device": "cpu"})
+    reason = rf"of type llama .* failed \({kind.__name__}: the module drops arguments\)"
+    for take in (assemble.weigh, assemble.load_model):
+        with pytest.raises(UnsupportedModelError, match=reason):
+            take(config)
 
 
 def test_a_draft_model_counts(tmp_path: Path) -> None:

@@ -83,6 +83,54 @@ def test_a_file_is_read_once_its_mode_lets_the_gateway_read_it(
     assert dict(keys.refreshed_owners()) == {NEW: "alice"}
 
 
+def test_a_reason_that_passes_needs_no_change_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "keys"
+    write(file, f"alice:{OLD}\n")
+    keys = FileKeys(file)
+    write(file, f"alice:{NEW}\n")
+
+    def fail(path: Path, encoding: str) -> str:
+        raise OSError(24, "Too many open files", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_text", fail)
+        for _ in range(2):
+            assert dict(keys.refreshed_owners()) == {OLD: "alice"}
+    assert caplog.text.count("stay as they were") == 1
+    assert dict(keys.refreshed_owners()) == {NEW: "alice"}
+
+
+class LateService:
+    """In place of a mounted service: it has a key once the disk is no longer full."""
+
+    is_disk_full = True
+
+    def keys_of(self, owner: str) -> dict[str, str]:
+        if self.is_disk_full:
+            raise OSError(28, "No space left on device")
+        return {f"of-a-service-{owner}": owner}
+
+
+def test_a_services_key_is_asked_for_again_after_a_reading_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "keys"
+    write(file, f"alice:{OLD}\n")
+    service = LateService()
+    keys = FileKeys(file, [service])  # type: ignore[list-item]
+
+    def fail(path: Path, encoding: str) -> str:
+        raise OSError(24, "Too many open files", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_text", fail)
+        assert dict(keys.refreshed_owners()) == {OLD: "alice"}
+    service.is_disk_full = False
+    assert dict(keys.refreshed_owners()) == {OLD: "alice", "of-a-service-alice": "alice"}
+
+
 def test_limits_belong_to_an_owner_and_all_his_keys(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     text = f"alice:{OLD}   tiers=bulk  min_priority=0\nbob:{NEW}\n"

@@ -129,6 +129,7 @@ def block(**fields: Any) -> dict[str, Any]:
         (block(type="text", text="a", is_error=True), "messages[0].content[0].is_error"),
         (block(type="text", text="a", citations=[]), "messages[0].content[0].citations"),
         ({"tools": [{"type": "web_search_20250305", "name": "a"}]}, "tools[0].type"),
+        ({"tools": [TOOL | {"name": "stop\n"}]}, "tools[0].name"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tools": [TOOL], "tool_choice": {"type": "auto", "name": "a"}}, "tool_choice.name"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),

@@ -120,6 +120,13 @@ def test_a_chats_field_is_named_as_the_client_knows_it() -> None:
     assert str(name_clients_field(caught.value, body)) == "text is not supported by model 'm'"
 
 
+def test_a_field_without_a_format_is_not_blamed_for_one() -> None:
+    more = {"text": {"verbosity": "low"}, "tools": [TOOL], "tool_choice": "required"}
+    body = decode(json.dumps(BODY | more).encode(), ResponseRequest)
+    error = InvalidArgumentError("structured_outputs.grammar is too large")
+    assert str(name_clients_field(error, body)) == "tool_choice is too large"
+
+
 def test_the_input_becomes_a_chat() -> None:
     called = {"name": "stop", "arguments": {"a": 1}}
     assert chat(BODY | {"instructions": "Go.", "input": TALK, "tools": [TOOL]}) == {

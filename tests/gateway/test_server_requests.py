@@ -238,6 +238,12 @@ def test_structured_output_has_one_form(more: dict[str, Any], structured: Any) -
         assert caught.value.field == next(iter(more)), "by the client's name"
 
 
+@pytest.mark.parametrize("name", ["stop\n", "", "a b", "a" * 129])
+def test_a_functions_name_that_no_format_can_write_is_refused(name: str) -> None:
+    tool = {"type": "function", "function": {"name": name}}
+    assert refused(CHAT | {"tools": [tool]})[0] == "tools[0].function.name"
+
+
 def test_tools_need_a_known_format() -> None:
     body = decode(json.dumps(CHAT).encode(), ChatRequest)
     with pytest.raises(FieldError, match="tool_format") as caught:
@@ -324,7 +330,26 @@ def test_large_template_parameters_are_not_kept() -> None:
         ("cache_salt is", {"prompt_cache_key": "a"}, "prompt_cache_key is"),
         ("cache_salt is", {"prompt_cache_key": "a", "cache_salt": "b"}, None),
         ("priority is", {"service_tier": "auto", "priority": -2000}, None),
-        ("chat_template_parameters has", {"reasoning_effort": "a"}, "reasoning_effort has"),
+        (
+            "chat_template_parameters has 'reasoning_effort', but",
+            {"reasoning_effort": "a"},
+            "reasoning_effort has 'reasoning_effort', but",
+        ),
+        (
+            "chat_template_parameters has 'verbosity', but",
+            {"reasoning_effort": "a", "verbosity": "b"},
+            "verbosity has 'verbosity', but",
+        ),
+        (
+            "chat_template_parameters has 'foo', but",
+            {"reasoning_effort": "a", "chat_template_kwargs": {"foo": 1}},
+            "chat_template_kwargs has 'foo', but",
+        ),
+        (
+            "chat_template_parameters.reasoning_effort is",  # the client's kwargs win
+            {"reasoning_effort": "a", "chat_template_kwargs": {"reasoning_effort": 1}},
+            "chat_template_kwargs.reasoning_effort is",
+        ),
         (
             "structured_outputs.json: #/a",
             {"response_format": {"type": "json_object"}, "tool_choice": "auto"},
@@ -339,7 +364,17 @@ def test_large_template_parameters_are_not_kept() -> None:
         (
             "structured_outputs.regex is",
             {"structured_outputs": {"regex": "a"}},
+            "structured_outputs.regex is",
+        ),
+        (
+            "structured_outputs.grammar is",  # what a model that reasons is sent
+            {"structured_outputs": {"regex": "a"}},
             "structured_outputs is",
+        ),
+        (
+            "structured_outputs.grammar is",
+            {"response_format": {"type": "text"}, "tool_choice": "required"},
+            "tool_choice is",
         ),
         ("The model", {"top_logprobs": 1}, None),
     ],
@@ -413,7 +448,7 @@ def test_prompts_of_completions(prompt: Any, inputs: list[dict[str, Any]]) -> No
     ]
 
 
-@pytest.mark.parametrize("prompt", [[], ["a", 1], [[1], "a"], ["a"] * 257])
+@pytest.mark.parametrize("prompt", [[], ["a", 1], [[1], "a"], ["a"] * 257, [[]], [[], [1]]])
 def test_prompts_that_are_refused(prompt: Any) -> None:
     assert refused(TEXT | {"prompt": prompt})[0] == "prompt"
 

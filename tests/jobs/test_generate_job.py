@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from jitney import LLM, SamplingParams
 from jitney.errors import InvalidArgumentError
+from jitney_jobs.generate import prompt_lengths
 
 from tests.jobs.job_rows import bad, read, run, write_lines
 from tests.tiny_models import make_checkpoint
@@ -109,6 +110,18 @@ def test_refused_before_a_row_runs(
 ) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         generate(folder, tmp_path, ROWS[:1], **settings)
+
+
+@pytest.mark.parametrize("source", ["data/", "."])
+def test_prompts_of_a_folder_are_counted(
+    folder: Path, llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    """As ``jitney plan`` does, which writes nothing."""
+    (tmp_path / "data").mkdir()
+    write_lines(tmp_path / "data" / "in.jsonl", ROWS[:4])
+    monkeypatch.chdir(tmp_path / "data" if source == "." else tmp_path)
+    expected = [len(llm.tokenizer.encode(row["word"])) for row in ROWS[:4]]
+    assert prompt_lengths(source, "word", str(folder)) == expected
 
 
 def test_a_template_is_in_a_sandbox(folder: Path, tmp_path: Path) -> None:

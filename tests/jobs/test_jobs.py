@@ -14,7 +14,7 @@ from jitney.errors import InternalError, InvalidArgumentError, JitneyError, Unav
 from jitney.progress import Progress, State
 from jitney_jobs import executors, feeder
 from jitney_jobs.dataset import Chunk
-from jitney_jobs.job import differences, make_job
+from jitney_jobs.job import differences, error_limit, make_job
 from jitney_jobs.prepare import Context, Workers
 from jitney_jobs.run import read_record, run_job
 from typer.testing import CliRunner
@@ -39,6 +39,12 @@ def test_bad_rows_and_how_many_are_too_many(tmp_path: Path) -> None:
     clean = write_lines(tmp_path / "clean.jsonl", ids(0, 300))
     with pytest.raises(InvalidArgumentError, match="column 'id' is both of the input and of the"):
         run(clean, tmp_path / "both", map="builtins:dict", max_errors=0.05)
+
+
+@pytest.mark.parametrize("share", [0.00001, "1e-05", "0.00001", "0.001%"])
+def test_a_share_of_bad_rows_may_be_small(tmp_path: Path, share: Any) -> None:
+    job = job_of(tmp_path / "in.jsonl", tmp_path / "out", max_errors=share)
+    assert error_limit(job.max_errors).share == pytest.approx(0.00001)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

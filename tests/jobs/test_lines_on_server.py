@@ -1,11 +1,13 @@
 """OpenAI's lines on a server of OpenAI's API: bodies and answers go through as they are."""
 
+import http.client
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jitney.errors import CancelledError, InvalidArgumentError, UnavailableError
+from jitney_jobs.asking import OpenAiRequest, OpenAiServer
 from jitney_jobs.run import run_job
 
 from tests.jobs.fake_api import KEY, STATUS, Api, api
@@ -42,6 +44,16 @@ def test_bodies_and_answers_as_they_are(settings: dict[str, Any], tmp_path: Path
     assert errors.keys() == {"refused", "fault", "late", "torn"}
     assert errors["refused"] == '400 {"error": "refused"}'
     assert Api.asked == {"refused": 1, "fault": 2, "late": 1, "busy": 2, "": 1}
+
+
+@pytest.mark.parametrize("url", ["/v1/compl\u00e9tions", "/v1/a b", "/v1/a\nb", "/v1/a\x7f", ""])
+def test_a_line_whose_url_cannot_be_sent_is_bad(
+    settings: dict[str, Any], tmp_path: Path, url: str
+) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [line("wrong", url), line("right", prompt="a")])
+    assert run(source, tmp_path / "out", **settings)
+    assert [row["custom_id"] for row in read(tmp_path / "out")] == ["right"]
+    assert "printable ASCII" in bad(tmp_path / "out")[0]["error"]
 
 
 def test_a_lines_own_limit_replaces_the_jobs(settings: dict[str, Any], tmp_path: Path) -> None:
@@ -98,3 +110,19 @@ def test_a_cancelled_job_leaves_the_server(settings: dict[str, Any], tmp_path: P
             job_of(source, tmp_path / "out", **settings), wanted=lambda: not Api.asked["for ever"]
         )
     assert Api.left.wait(30)
+
+
+def test_a_connection_that_is_aborted_while_it_connects_sends_nothing(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = OpenAiServer(job_of(tmp_path / "in.jsonl", tmp_path / "out", **settings))
+    connect = http.client.HTTPConnection.connect
+
+    def connect_late(connection: http.client.HTTPConnection) -> None:
+        server.abort()
+        connect(connection)
+
+    monkeypatch.setattr(http.client.HTTPConnection, "connect", connect_late)
+    answer = server.ask(OpenAiRequest("/v1/completions", b'{"prompt": "a"}'))
+    assert isinstance(answer, UnavailableError)
+    assert not Api.asked

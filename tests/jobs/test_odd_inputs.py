@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 from jitney.errors import InvalidArgumentError, UnavailableError
 from jitney_jobs import dataset, executors, pipeline
-from jitney_jobs.command import resume
+from jitney_jobs.command import resume, status
 from jitney_jobs.job import make_job
-from jitney_jobs.run import read_record
+from jitney_jobs.run import read_record, write_report
 
 from tests.jobs.job_rows import bad, fail_at_part, ids, read, run, write_lines
 
@@ -137,7 +137,9 @@ def test_the_newest_tokenizer_beside_a_model(tmp_path: Path) -> None:
     assert executors._tokenizer_of(str(tmp_path / "text")) == str(place)
 
 
-def test_resume_where_the_output_is_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_where_the_output_is_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = write_lines(tmp_path / "in.jsonl", ids(0, 50))
     with monkeypatch.context() as patch:
         fail_at_part(patch, 1)
@@ -147,6 +149,12 @@ def test_resume_where_the_output_is_now(tmp_path: Path, monkeypatch: pytest.Monk
     resume(str(tmp_path / "moved"))
     assert sorted(row["id"] for row in read(tmp_path / "moved")) == list(range(50))
     assert not (tmp_path / "out").exists()
+    capsys.readouterr()
+    monkeypatch.chdir(tmp_path)
+    status("moved")
+    assert capsys.readouterr().out.startswith(f"{tmp_path}/moved: complete\n")
+    page = write_report(read_record("moved", None)).read_text(encoding="utf-8")
+    assert "Job moved" in page
 
 
 def test_a_journal_of_another_version(tmp_path: Path) -> None:

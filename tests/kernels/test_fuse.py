@@ -2,6 +2,7 @@
 
 import weakref
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from jitney.kernels.fused.forms import Misfit
 from jitney.kernels.fused.fuse import FuseReport
 from jitney.kernels.fused.layers import FusedDecoderLayer, FusedMLP
 from jitney.kernels.fused.recognise import known_activation
-from jitney.kernels.fused.trial import Checker, relative_error, run_module
+from jitney.kernels.fused.trial import Checker, relative_error, run_module, spread_positions
 from jitney.read_config import make_config
 from torch import nn
 
@@ -162,7 +163,7 @@ def test_an_mlp_that_clamps_is_called_as_it_is(tmp_path) -> None:
     fused = fuse(module)
     assert fused.counts == WHOLE
     assert not any(isinstance(layer.mlp, FusedMLP) for layer in module.model.layers)
-    assert set(fused.report.reasons) == {"gated MLP: its result differs"}
+    assert fused.report.reasons == {"gated MLP: its result differs": 2}, "one for each layer"
     assert fused.error < TOLERANCE["float32"]
 
 
@@ -177,6 +178,44 @@ def test_attentions_that_clamp_are_kept(tmp_path) -> None:
     fused = fuse(module)
     assert fused.counts == (0, 2, 5, False)
     assert fused.report.reasons["layer: its result differs"] == 2
+
+
+def sharpen_from(position: int, attention: Any) -> None:
+    """Multiply the query by a factor that is 1 below this position, as Ministral 3 does."""
+    plain = attention.forward
+
+    def forward(*args, position_ids, paged, **more):
+        factor = 1.0 + 0.1 * (position_ids[0] >= position)
+
+        def sharper(call: interface.AttentionCall) -> torch.Tensor:
+            return paged(call._replace(query=call.query * factor[:, None, None]))
+
+        return plain(*args, position_ids=position_ids, paged=sharper, **more)
+
+    attention.forward = forward
+
+
+@pytest.mark.parametrize(
+    ("position", "counts"), [(MAX_LENGTH - 60, (0, 2, 5, False)), (MAX_LENGTH, WHOLE)]
+)
+def test_attentions_that_differ_at_long_positions_are_kept(
+    tmp_path, position: int, counts: tuple
+) -> None:
+    """Unless no context is so long."""
+    module = load(tmp_path, "llama")
+    for layer in module.model.layers:
+        sharpen_from(position, layer.self_attn)
+    fused = fuse(module)
+    assert fused.counts == counts, fused.report.reasons
+    assert fused.error < TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 7, 256])
+def test_positions_of_a_trial_reach_the_end_of_the_context(length: int) -> None:
+    positions = spread_positions(SimpleNamespace(device="cpu"), length)
+    assert len(positions) == 7
+    assert positions.min() == 0
+    assert positions.max() == length - 1
 
 
 def test_layers_that_clamp_their_sums_are_kept(tmp_path) -> None:
@@ -311,6 +350,18 @@ def test_known_activations() -> None:
     assert known_activation(nn.GELU(approximate="tanh")) == "gelu_tanh"
     assert known_activation(nn.ReLU()) == "relu"
     assert known_activation(nn.Tanh()) is None
+
+
+def test_an_activation_that_takes_no_float32_is_called_as_it_is(tmp_path) -> None:
+    """As one with a parameter of another dtype, or on another device."""
+    module = load(tmp_path, "llama", "bfloat16")
+    for layer in module.model.layers:
+        layer.mlp.act_fn = nn.PReLU(dtype=torch.bfloat16).requires_grad_(False)
+    assert known_activation(module.model.layers[0].mlp.act_fn) is None
+    fused = fuse(module)
+    assert fused.counts == WHOLE
+    assert fused.report.reasons["gated MLP: its activation is unknown"] == 2
+    assert fused.error < TOLERANCE["bfloat16"]
 
 
 # --------------------------------------------------------------------------- rotary tables

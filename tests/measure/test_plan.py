@@ -35,11 +35,11 @@ CONTEXT = 8192
 NO_LIMIT = 1 << 30
 
 
-def requests(name: str, tokens: int = 300_000) -> Lengths:
+def requests(name: str, tokens: int = 150_000) -> Lengths:
     """About so many ``tokens`` of output."""
     prompt, output = (lengths.parse("x", text) for text in DISTRIBUTIONS[name])
-    mean = Lengths.drawn(prompt, output, 100).output.mean()
-    return Lengths.drawn(prompt, output, int(tokens / mean)).cut(CONTEXT)
+    mean = Lengths.of_quantiles(prompt, output, 100).output.mean()
+    return Lengths.of_quantiles(prompt, output, int(tokens / mean)).cut(CONTEXT)
 
 
 def options(**more: object) -> EngineConfig:
@@ -59,7 +59,7 @@ def blocks_for(config: EngineConfig, made: Lengths, sequences: int) -> int:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in ("narrow", "bimodal") else pytest.mark.slow)
+        pytest.param(name, marks=() if name == "bimodal" else pytest.mark.slow)
         for name in DISTRIBUTIONS
     ],
 )
@@ -148,7 +148,7 @@ def test_the_memory_that_is_shown_is_that_of_the_options() -> None:
         step_row=1 << 18,
         tensors={},
     )
-    made = Lengths.drawn([(900.0, 0.0)], [(50.0, 0.0)], 200)
+    made = Lengths.of_quantiles([(900.0, 0.0)], [(50.0, 0.0)], 200)
     sizes = planning.choose_sizes(
         options(), set(), footprint=footprint, requests=made, memory=192 << 20, streams=None
     )
@@ -171,7 +171,7 @@ def footprint(weights: int) -> Footprint:
 
 
 def sizes_with(memory: int, weights: int, **given: int) -> planning.Sizes:
-    made = Lengths.drawn([(900.0, 0.0)], [(50.0, 0.0)], 200)
+    made = Lengths.of_quantiles([(900.0, 0.0)], [(50.0, 0.0)], 200)
     return planning.choose_sizes(
         options(**given), set(given), footprint=footprint(weights), requests=made, memory=memory,
         streams=None,
@@ -183,6 +183,24 @@ def test_a_given_number_of_sequences_has_a_budget_for_them() -> None:
     sizes = sizes_with(memory=64 << 20, weights=0, max_num_seqs=1024)
     assert sizes.config.max_num_seqs == sizes.limits.max_num_seqs == 1024
     assert sizes.config.max_num_batched_tokens == 1024
+
+
+def test_a_memory_in_which_only_a_smaller_batch_fits() -> None:
+    """The logits of 256 sequences, the default, are larger than the memory."""
+    large_rows = replace(footprint(weights=0), step_row=1 << 18)
+    made = Lengths.of_quantiles([(900.0, 0.0)], [(50.0, 0.0)], 200)
+    memory = 24 << 20
+    assert options().max_num_seqs * large_rows.step_row > memory
+    sizes = planning.choose_sizes(
+        options(), set(), footprint=large_rows, requests=made, memory=memory, streams=None
+    )
+    assert sizes.steps == sizes.limits.budget * 4096 + sizes.limits.max_num_seqs * (1 << 18)
+    assert sizes.steps + sizes.cache <= memory
+    with pytest.raises(InvalidArgumentError, match="enough for weights"):
+        planning.choose_sizes(
+            options(max_num_seqs=256), {"max_num_seqs"}, footprint=large_rows, requests=made,
+            memory=memory, streams=None,
+        )  # fmt: skip
 
 
 def test_each_instance_has_weights_a_cache_and_steps_of_its_own() -> None:
@@ -199,17 +217,17 @@ def test_each_instance_has_weights_a_cache_and_steps_of_its_own() -> None:
 
 
 def test_a_distribution_has_its_mean_and_deviation() -> None:
-    made = Lengths.drawn([(900.0, 400.0)], [(250.0, 0.0)], 4000)
+    made = Lengths.of_quantiles([(900.0, 400.0)], [(250.0, 0.0)], 4000)
     assert made.prompt.mean() == pytest.approx(900, rel=0.01)
     assert made.prompt.std() == pytest.approx(400, rel=0.03)
     assert set(made.output) == {250}
-    two = Lengths.drawn([(10.0, 0.0), (1000.0, 100.0)], [(5.0, 1.0)], 4000)
+    two = Lengths.of_quantiles([(10.0, 0.0), (1000.0, 100.0)], [(5.0, 1.0)], 4000)
     assert (two.prompt == 10).mean() == pytest.approx(0.5)
     assert abs(np.corrcoef(two.prompt, two.output)[0, 1]) < 0.05
 
 
 def test_counted_lengths_keep_their_shares() -> None:
-    made = Lengths.drawn(lengths.counted([7] * 30 + [100] * 10), [(5.0, 0.0)], 400)
+    made = Lengths.of_quantiles(lengths.counted([7] * 30 + [100] * 10), [(5.0, 0.0)], 400)
     assert sorted(set(made.prompt)) == [7, 100]
     assert (made.prompt == 100).sum() == 100
 
@@ -290,6 +308,12 @@ def test_series_of_two_servers_are_added_by_time(tmp_path: Path) -> None:
     # Intervals of 1, 1, 4 and 4 requests with 10, 10, 100 and 100 tokens; the mean of one is 22.
     assert found.prompt[0][1] == pytest.approx(math.sqrt((2 * 12**2 + 2 * 12**2 / 4) / 4))
     assert found.output == [(5.0, 0.0)]
+
+
+def test_counters_of_no_output_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "range.json").write_text(json.dumps(range_answer((1, 10, 0), (2, 20, 0))))
+    with pytest.raises(InvalidArgumentError, match="lacks jitney_generated_tokens_total"):
+        lengths.read(tmp_path / "range.json")
 
 
 @pytest.mark.parametrize(

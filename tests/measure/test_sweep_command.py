@@ -96,6 +96,15 @@ def test_two_files_side_by_side(tmp_path: Path) -> None:
     assert "Measured with different options" in page
 
 
+def test_a_comparison_in_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    record.write(Result("a", "m", False, "here:1", "triton", "2", "2026", {}, ()), file)
+    (tmp_path / "out").write_text("a file", encoding="utf-8")
+    error = error_of("--compare", str(file), str(file), "--out", str(tmp_path / "out"))
+    assert isinstance(error, InvalidArgumentError)
+    assert "a folder that can be written to: File exists" in str(error)
+
+
 def test_the_module_for_images_without_the_command() -> None:
     """One line and status 1, without torch or a client library."""
     program = (

@@ -110,6 +110,16 @@ def test_the_page_of_a_language_model(language_result: Result, tmp_path: Path) -
     assert "hit tokens" in write_report(both, tmp_path).read_text(encoding="utf-8")
 
 
+def test_counts_of_the_engine_have_no_decimals(language_result: Result, tmp_path: Path) -> None:
+    """The metrics have them as floats."""
+    work = EngineWork(5.0, 1.25, 0.004, 45.0, 6.0, 16.0, 0.0)
+    (point,) = language_result.points
+    result = replace(language_result, points=(replace(point, engine=work),))
+    root = parsed(write_report(result, tmp_path))
+    rows = [[cell.text for cell in row] for row in root.iter("tr")]
+    assert ["1 at once", "5", "1.25", "4.00", "45", "6", "16", "0"] in rows
+
+
 def test_a_page_without_figures_and_a_best_load_with_a_caution(
     calls_result: Result, tmp_path: Path
 ) -> None:
@@ -187,6 +197,16 @@ def test_times_that_are_not_there_or_zero_and_no_load_in_common(tmp_path: Path) 
     other = replace(alone, title="other", points=(equal, replace(equal, load=Load("rate", 8))))
     page = write_comparison(alone, other, tmp_path)
     assert "Loads of both" in "".join(parsed(page).itertext())
+
+
+def test_a_time_of_zero_has_its_mark_on_the_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The curve, the marker, its number and the ring of the best load, all at the least height."""
+    monkeypatch.setattr(plots, "saved", lambda figure, *_: figure)
+    result = result_of((spoken(1, NO_TIME),), language=True, bounds="")
+    figure: Any = plots.plots([result])[0]
+    for axes in figure.axes:
+        assert [list(line.get_ydata()) for line in axes.lines] == [[1e-6]] * 3
+        assert [number.xy[1] for number in axes.texts] == [1e-6]
 
 
 def test_the_mark_of_a_bound_stands_at_its_percent(

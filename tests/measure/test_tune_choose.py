@@ -59,11 +59,24 @@ def test_what_was_measured_again_counts() -> None:
     kept = choose.choose_setting((*first, again[0]))
     assert kept is not None
     assert (kept.values, kept.throughput, kept.before) == (OTHER, 305, 300)
-    assert "it and the current setting were not measured again" in kept.cautions
-    assert "two runs of one setting may differ by 8% too" in kept.cautions
+    assert kept.cautions == (
+        "the current setting was not measured again",
+        "the gain is within noise: two runs of one setting may differ by 8%",
+    )
     low = choose.choose_setting((*first, trial(OTHER, "final", point(4, 290, 0.01))))
     assert low is not None
     assert (low.is_current, low.throughput) == (True, 300)
+
+
+def test_a_best_setting_alone_that_was_not_measured_again_is_named() -> None:
+    trials = (
+        trial(NOW, "current", point(4, 300, 0.01)),
+        trial(OTHER, "search", point(4, 400, 0.01)),
+        trial(NOW, "final", point(4, 300, 0.01)),
+    )
+    choice = choose.choose_setting(trials)
+    assert choice is not None
+    assert choice.cautions == ("it was not measured again",)
 
 
 def test_a_last_measurement_that_was_cut_short_does_not_count() -> None:

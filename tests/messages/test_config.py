@@ -53,6 +53,15 @@ def test_parameters_take_the_place_of_options(tmp_path: Path) -> None:
     assert (config.dtype, config.cuda_graph_sizes) == ("float32", (1, 2))
 
 
+def test_null_is_none_also_for_an_option_that_is_a_text(tmp_path: Path) -> None:
+    """But not for an option that is never None: ``model`` may be a folder of that name."""
+    (tmp_path / "null").mkdir()
+    file = write(tmp_path, '{"model": "m", "adapters": "loras", "tool_format": "hermes"}')
+    config = load_config(file, {"model": "null", "adapters": "null", "tool_format": "null"})
+    assert (config.adapters, config.tool_format) == (None, None)
+    assert config.model == str(tmp_path / "null")
+
+
 @pytest.mark.parametrize(
     ("key", "text", "message"),
     [
@@ -77,6 +86,17 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "model.json").mkdir()
     with pytest.raises(ConfigError, match=r"model\.json cannot be read: Is a directory"):
         load_config(tmp_path / "model.json")
+
+
+@pytest.mark.parametrize("key", ["model", "speculation.model"])
+def test_a_path_that_the_system_refuses_is_named(tmp_path: Path, key: str) -> None:
+    long = "x" * 300
+    options: dict[str, object] = {"model": long}
+    if key == "speculation.model":
+        options = {"model": "m", "speculation": {"drafter": "draft_model", "model": long}}
+    file = write(tmp_path, json.dumps(options))
+    with pytest.raises(ConfigError, match=f"option {key} is .*File name too long"):
+        load_config(file)
 
 
 @pytest.mark.parametrize(

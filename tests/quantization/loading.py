@@ -18,14 +18,16 @@ IDS = torch.arange(3, 20)[None]
 Tensors = dict[str, Tensor]
 
 
-def write_config(folder: Path, weights_args: dict, **more: object) -> None:
+def write_config(
+    folder: Path, weights_args: dict, *, stored_as: str = "float-quantized", **more: object
+) -> None:
     """Give ``config.json`` a configuration of compressed-tensors with one group of layers."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
     group = {"targets": ["Linear"], "weights": weights_args, **more}
     config["quantization_config"] = {
         "quant_method": "compressed-tensors",
-        "format": "float-quantized",
+        "format": stored_as,
         "quantization_status": "compressed",
         "ignore": ["lm_head"],
         "config_groups": {"group_0": group},

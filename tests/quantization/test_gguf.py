@@ -277,6 +277,17 @@ def test_tensor_that_is_refused(tmp_path: Path) -> None:
         load(path)
 
 
+def test_experts_in_blocks_are_refused(tmp_path: Path) -> None:
+    """A tensor of three dimensions."""
+    path, _ = make_gguf(tmp_path)
+    name = "blk.0.ffn_gate_exps.weight"
+    add_tensor(path, name, np.zeros((2, 4, 32), np.float32))
+    set_kind(path, name, Kind.Q4_0)
+    with pytest.raises(UnsupportedModelError) as caught:
+        load(path)
+    assert f"tensor '{name}' is of type Q4_0, but must be F32, F16 or BF16" in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["blk.0.attn_norm.weight", "blk.0.attn_q.bias"])
 def test_vector_of_blocks_that_is_refused(tmp_path: Path, name: str) -> None:
     path, _ = make_gguf(tmp_path, lambda name: Kind.Q8_0, "qwen2")

@@ -167,6 +167,35 @@ def test_which_layers_are_quantized(
     assert count_bytes(module) == planned
 
 
+_SIZES = {
+    "vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 16,
+}  # fmt: skip
+_AFMOE = {
+    "moe_intermediate_size": 48, "num_experts_per_tok": 2, "num_shared_experts": 1,
+    "num_dense_layers": 0, "layer_types": ["full_attention"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config_class", "fields", "router", "shared"),
+    [
+        ("AfmoeConfig", _AFMOE, "router.gate", "shared_experts.up_proj"),
+        ("HunYuanMoEV1Config", {"moe_topk": 2}, "gate.wg", "shared_mlp.up_proj"),
+    ],
+)
+def test_linear_layers_inside_a_router_are_kept(
+    config_class: str, fields: dict, router: str, shared: str
+) -> None:
+    """Of a size that could be quantized. The expert beside it that all tokens share is
+    quantized."""
+    module = make_model(getattr(transformers, config_class)(**_SIZES, **fields))
+    outcome = quantize_linears(module, "int8", CPU)
+    assert outcome.kept == {"a router": 1}
+    assert type(module.get_submodule(f"model.layers.0.mlp.{router}")) is nn.Linear
+    assert type(module.get_submodule(f"model.layers.0.mlp.{shared}")) is Int8Linear
+
+
 def test_weights_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the quantized layers there are never more than a few weights as they were."""
     module = loaded(num_hidden_layers=6)

@@ -56,6 +56,36 @@ def make_fp8(
     return folder, dense
 
 
+def make_nvfp4(folder: Path) -> tuple[Path, Tensors]:
+    """A checkpoint of compressed-tensors in NVFP4, and its weights as they act, in f32.
+
+    Two values of 4 bits in each byte, a scale in e4m3 for each 16 values, and one that divides the
+    scales of a weight."""
+    make_checkpoint(folder, dtype=torch.bfloat16)
+    sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    value_of_code = torch.cat((sizes, -sizes))
+    stored, dense = {}, {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if "proj" not in name or not name.endswith("weight"):
+            dense[name] = stored[name] = tensor
+            continue
+        groups = tensor.float().unflatten(1, (-1, 16))
+        largest = groups.abs().amax(2)
+        global_scale = LARGEST * 6 / largest.amax()
+        scale = (largest / 6 * global_scale).clamp(max=LARGEST).to(E4M3)
+        steps = (scale.float() / global_scale)[..., None]
+        code = ((groups / steps)[..., None] - value_of_code).abs().argmin(-1)
+        dense[name] = (value_of_code[code] * steps).flatten(1)
+        low_halves, high_halves = code.flatten(1).to(torch.uint8).unflatten(1, (-1, 2)).unbind(2)
+        stored[f"{name}_packed"] = low_halves | high_halves << 4
+        stored[f"{name}_scale"] = scale
+        stored[f"{name}_global_scale"] = global_scale[None]
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    weights_args = {**FLOATS, "num_bits": 4, "strategy": "tensor_group", "group_size": 16}
+    write_config(folder, weights_args, stored_as="nvfp4-pack-quantized")
+    return folder, dense
+
+
 def make_torchao(folder: Path, kind: str) -> Path:
     """A checkpoint of torchao's, written by transformers."""
     quantization = pytest.importorskip("torchao.quantization")
@@ -100,12 +130,26 @@ def test_e4m3_whose_activations_are_not_to_be_rounded(tmp_path: Path) -> None:
     assert all(type(each) is nn.Linear for each in linears(load(folder)))
 
 
+def test_scales_that_are_e4m3_themselves(tmp_path: Path) -> None:
+    """They are no weights, and need no scales of their own."""
+    pytest.importorskip("compressed_tensors")
+    folder, dense = make_nvfp4(tmp_path / "m")
+    model = load(folder, dtype="float32")
+    assert all(type(each) is nn.Linear for each in linears(model))
+    for name, each in model.module.named_modules():
+        if name.endswith("proj"):
+            # The library computes in bfloat16.
+            assert relative(each.weight, dense[f"{name}.weight"]) < 0.01
+
+
 def test_scales_of_the_cache(tmp_path: Path) -> None:
     extra = {
         "model.layers.0.self_attn.k_scale": torch.tensor(0.5, dtype=torch.bfloat16),
         "model.layers.0.self_attn.v_scale": torch.tensor([0.25]),
         "model.layers.1.self_attn.k_scale": torch.tensor([1.0, 2.0]),
         "model.layers.1.self_attn.v_scale": torch.tensor([3.0, 4.0]),
+        "model.layers.2.self_attn.k_scale": torch.ones(3),  # the model has two layers
+        "model.layers.2.self_attn.v_scale": torch.ones(1),
     }
     folder, _ = make_fp8(tmp_path / "m", extra=extra)
     scales = load(folder).cache_scales

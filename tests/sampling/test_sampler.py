@@ -251,15 +251,15 @@ def test_draw_equals_the_plain_statement(params: dict, noise: int, output: list[
 
 
 def test_rounding_changes_hardly_a_draw() -> None:
-    """Of 16,000 draws over 4,096 tokens, of logits that differ in their last bits."""
+    """Of 4,000 draws over 4,096 tokens, of logits that differ in their last bits."""
     rows = [(make_row(seed=seed, temperature=1), 0) for seed in range(400)]
     changed = 0
-    for turn in range(40):
+    for turn in range(10):
         logits = logits_of(len(rows), 4096, turn)
         noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(turn)) * 1e-6
         pair = (sampled(each, rows) for each in (logits, logits + noise * logits.abs()))
         changed += sum(a.token_id != b.token_id for a, b in zip(*pair, strict=True))
-    assert changed <= 3
+    assert changed <= 1
 
 
 @pytest.mark.parametrize("vocab", [7, 128, 129, 40_000])

@@ -8,11 +8,19 @@ from pathlib import Path
 
 import pytest
 from jitney_server import doctor
+from jitney_server.ports import choose_ports
 
 
 def finding(name: str) -> doctor.Finding:
     """What the check of that name finds, without the others."""
-    return doctor.run_check(doctor.checks([])[name])
+    return doctor.run_check(doctor.checks({})[name])
+
+
+def test_a_port_for_two_things_is_named() -> None:
+    (port,) = choose_ports("127.0.0.1", {"any": 0})
+    found = doctor.run_check(doctor.checks({"http": port, "grpc": port})["ports"])
+    assert found.state == "warns"
+    assert found.text == f"port {port} is requested for both http and grpc"
 
 
 def with_version(monkeypatch: pytest.MonkeyPatch, package: str, version: str | None) -> None:
@@ -30,7 +38,7 @@ def with_version(monkeypatch: pytest.MonkeyPatch, package: str, version: str | N
 
 @pytest.mark.slow
 def test_this_installation_can_serve() -> None:
-    findings = doctor.examine([])
+    findings = doctor.examine({})
     assert doctor.can_serve(findings)
     assert list(findings)[:3] == ["Python", "numpy", "torch"]
     assert all(f.repair for f in findings.values() if f.state == "fails")

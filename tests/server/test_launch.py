@@ -62,6 +62,15 @@ def test_where_that_is_not_allowed_it_is_started_all_the_same(
     assert "visible to every local user" in caplog.text
 
 
+def test_without_a_secret_nothing_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "_TRACED", "import os; os._exit(99)")
+    with caplog.at_level(logging.WARNING), launch(["/bin/true"], [], {}) as process:
+        assert process.wait(60) == 0
+    assert caplog.text == ""
+
+
 PARENT = """
 import sys
 from jitney_server import launch as module

@@ -74,13 +74,13 @@ def test_doctor_prints_findings_and_sets_the_status(
     monkeypatch: pytest.MonkeyPatch, state: str, status: int
 ) -> None:
     findings = {"thing": Finding(state, "is [so:b:2]", "do that")}  # type: ignore[arg-type]
-    asked: list[list[int]] = []
+    asked: list[dict[str, int]] = []
     monkeypatch.setattr(
         "jitney_server.doctor.examine", lambda ports: asked.append(ports) or findings
     )
     result = invoke(["doctor", "--http-port", "1234"])
     assert result.exit_code == status
-    assert asked == [[1234, 8001, 8002]]
+    assert asked == [{"http": 1234, "grpc": 8001, "metrics": 8002}]
     assert "is [so:b:2]" in result.output
     assert "do that" in result.output
 
@@ -291,7 +291,7 @@ signal.pause()
 
 
 def test_a_gateway_ends_when_who_started_it_is_killed() -> None:
-    (port,) = choose_ports("127.0.0.1", [0])
+    (port,) = choose_ports("127.0.0.1", {"gateway": 0})
 
     def is_free() -> bool:
         try:

@@ -45,6 +45,7 @@ class FakeServer:
         self.broken = ""
         """A model that cannot be loaded, whatever is tried."""
         self.unload_error: Exception | None = None
+        self.has_metrics = True
         self.starts = 0
         self.loads: list[str] = []
         self.hung_up = self.requests = 0
@@ -68,6 +69,8 @@ class FakeServer:
         return {name: ModelState(state, "") for name, state in self.states.items()}
 
     def metrics(self) -> str:
+        if not self.has_metrics:
+            raise NoAnswerError("connection refused")
         return f'jitney_running_requests{{model="chat"}} {self.requests}\n'
 
     def unload(self, name: str) -> None:
@@ -179,6 +182,28 @@ def test_clients_that_have_all_gone_are_no_reason_to_start_the_server_again(
     server.processes[0].kill()
     run(2)
     assert (server.loads, server.starts) == (["chat"], 0)
+
+
+def test_a_server_without_metrics_is_not_started_again_for_one_model(server, clock, said) -> None:
+    """Nobody knows whether the model has streams. So its clients are hung up on; where that is not
+    allowed, only another server ends their streams."""
+    server.has_metrics = False
+    run = supervise(server, clock, said)
+    server.processes[1].kill()
+    run(2)
+    assert (server.loads, server.hung_up, server.starts) == (["embed"], 1, 0)
+    server.may_hang_up = False
+    server.processes[0].kill()
+    run(2)
+    assert (server.loads, server.starts) == (["embed"], 1)
+
+
+def test_without_metrics_it_is_said_once_that_hangs_are_not_noticed(server, clock, said) -> None:
+    server.has_metrics = server.answers = False
+    run = supervise(server, clock, said)
+    run(60)
+    assert said == ["the server gives no metrics: a model that hangs is not noticed"]
+    assert (server.loads, server.starts) == ([], 0)
 
 
 def test_a_model_that_cannot_be_loaded_holds_up_no_other(server, clock, said) -> None:

@@ -1,6 +1,23 @@
 """Jitney: in-flight batching over a paged KV cache, as a backend of Triton Inference Server.
 
 Importing the package does nothing; ``LLM`` and ``SamplingParams`` are resolved on first use.
+
+The files of this folder, in the order in which they are read:
+
+- ``errors``: every error, and its code for clients.
+- ``config``, ``read_config``, ``field_types``: the engine's options, how they are read and checked,
+  and what a field may hold, in words.
+- ``sampling_params``: what a client may ask of one request.
+- ``messages``, ``batch``: what front and engine send each other; one step, as scheduler and runner
+  hand it over.
+- ``llm``, ``open_requests``: the engine without a server, and the requests that it has open.
+- ``progress``, ``generate``, ``cli``: the progress bar, ``jitney generate``, and the ``jitney``
+  command.
+- ``access``, ``server_log``, ``tracing``: TLS and keys, log records, spans.
+
+After ``batch`` come the rooms: ``core``, ``engine``, ``text``, ``execution``, ``frontend``. Each
+begins with the docstring of its own ``__init__``. docs/architecture.md follows a request through
+them.
 """
 
 import importlib

@@ -85,10 +85,9 @@ class Row:
     params: SamplingParams
     prompt: list[int]
     output: list[int]
-    """Tokens generated so far; empty when ``sample`` has more than one index. If ``carried`` is
-    set, the newest token is not in it yet. In a row that samples, the output has
-    ``end - len(prompt)`` tokens, the carried one and the drafts included: do not use
-    ``len(output)``, which lacks these."""
+    """Tokens generated so far, without the carried token and the drafts; empty when ``sample`` has
+    more than one index. To count the generated tokens of a row that samples, use
+    ``end - len(prompt)``, not ``len(output)``: it counts the carried token and the drafts too."""
     stop_ids: frozenset[int]
     bad_words_ids: list[list[int]]
     carried: int | None = None

@@ -42,8 +42,11 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Target for the time between two tokens. It may not be below that of a tier above."""
     share: Annotated[float, Meta(ge=0.01, le=1)] = 0.1
     """The tier gets at least this share of a step's time while it has work, even if a tier above
-    then misses its targets. Its sequences that have aged (``aging_s``) run like those of the first
-    tier only within this share of running sequences and of blocks."""
+    then misses its targets.
+
+    A sequence that has waited long enough (``aging_s``, below) runs as if it were of the first
+    tier. The sequences of this tier that do so may together hold at most this share of
+    ``max_num_seqs`` and of the blocks. A single one may hold more."""
     max_running: Annotated[int, Meta(ge=1)] | None = None
     """Most of its sequences that run at once. None: only ``max_num_seqs`` limits them."""
     max_queued: Annotated[int, Meta(ge=0)] | None = None
@@ -209,9 +212,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     # -- failure and shutdown
     watchdog_s: Annotated[float, Meta(ge=0.1, le=86400)] = 60.0
-    """The engine is started again if it makes no step for so many seconds although work waits. Each
-    kernel that a step on a GPU compiles begins the time anew. With ``compile``, a graph can take
-    minutes: set more."""
+    """The engine is started again if it makes no step for so many seconds although work waits. When
+    a step on a GPU has to compile kernels, the count starts again at each of them. With
+    ``compile``, a graph can take minutes: set more."""
     drain_s: Annotated[float, Meta(ge=0, le=3600)] = 5.0
     """Seconds that running requests have to finish after the model's process gets SIGTERM. Set it
     below the server's exit timeout: clients of unfinished requests then still get an error."""

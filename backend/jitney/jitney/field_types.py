@@ -38,15 +38,25 @@ def describe_range(struct: type[msgspec.Struct], name: str) -> str:
 
 
 def kind_of(struct: type[msgspec.Struct], name: str) -> inspect.Type:
-    """The type of a field, without None: T for ``T | None``. Otherwise it must not be of several
-    types."""
-    (field,) = (field for field in msgspec.structs.fields(struct) if field.encode_name == name)
-    kind = inspect.type_info(field.type)
+    """The type of a field, without None: T for ``T | None``. Apart from None, a field must have one
+    type only."""
+    kind = _type_of(struct, name)
     if isinstance(kind, inspect.UnionType):
         members = [member for member in kind.types if not isinstance(member, inspect.NoneType)]
         assert len(members) == 1, f"the field {name} may be of several types"
         return members[0]
     return kind
+
+
+def may_be_none(struct: type[msgspec.Struct], name: str) -> bool:
+    """Whether the type of a field is ``T | None``."""
+    kind = _type_of(struct, name)
+    return isinstance(kind, inspect.UnionType) and kind.includes_none
+
+
+def _type_of(struct: type[msgspec.Struct], name: str) -> inspect.Type:
+    (field,) = (field for field in msgspec.structs.fields(struct) if field.encode_name == name)
+    return inspect.type_info(field.type)
 
 
 def _describe(kind: inspect.Type) -> str:

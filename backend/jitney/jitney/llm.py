@@ -177,8 +177,8 @@ class LLM:
 
     def capacity_for(self, tiers: Iterable[str | None]) -> int:
         """How many requests of these tiers (None: the default tier) to have open at once: twice
-        what the batch holds, so that the next ones are there when others end, but no more than the
-        queue takes, or that of any of these tiers."""
+        what the batch holds, so that the next ones are there when others end, but no more than
+        ``max_queued`` allows, the option's and that of each of these tiers."""
         most = min(2 * self.config.max_num_seqs, self.config.max_queued)
         if self.config.tiers:
             for name in tiers:

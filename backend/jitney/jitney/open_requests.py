@@ -110,7 +110,8 @@ class OpenRequests:
 
     def _count(self, report: StepReport) -> None:
         stats = report.stats
-        self.figures["steps"] += 1
+        if stats.batch_sequences:  # 0: the report has no step's output
+            self.figures["steps"] += 1
         self.figures["rows_in_steps"] += stats.batch_sequences
         self.figures["prompt_tokens"] += stats.prefill_tokens
         self.figures["cached_tokens"] += stats.prefix_hit_tokens

@@ -32,9 +32,9 @@ class State:
     - ``position``: the share of the input that all runs together have read;
     - ``seconds``: how long the run has taken (needed by :meth:`Progress.line`, and by
       :attr:`left_s` once ``done`` and ``position`` are there);
-    - ``at``: when that was (needed by :attr:`end_at`);
+    - ``at``: the time at which these figures were taken (needed by :attr:`end_at`);
     - ``tokens``: tokens that were generated;
-    - ``steps``: the engine's steps;
+    - ``steps``: the engine's steps that had rows;
     - ``rows_in_steps``: the rows in all of them (needed with ``steps`` and ``most_rows``);
     - ``most_rows``: how many rows fit into one.
     """

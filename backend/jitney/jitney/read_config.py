@@ -13,16 +13,16 @@ from msgspec import inspect
 
 from jitney.config import EngineConfig, SpeculationConfig, TierConfig
 from jitney.errors import ConfigError, nearest
-from jitney.field_types import describe_range, describe_type, field_at_fault, kind_of
+from jitney.field_types import describe_range, describe_type, field_at_fault, kind_of, may_be_none
 
 _log = logging.getLogger(__name__)
 S = TypeVar("S", bound=msgspec.Struct)
 
 REMOVED_OPTIONS: dict[str, str] = {
-    "refuse_late": "a request that has no token when its deadline passes ends at the deadline",
+    "refuse_late": "now a request that has no token when its deadline passes ends at the deadline",
 }
 """Options that are accepted and ignored for one version, with a warning when the model is loaded.
-The value is what the warning says about the option."""
+The value says how Jitney behaves without the option; the warning shows it."""
 
 # What transformers' apply_chat_template takes for itself: a client may neither send a template of
 # its own nor change how one is applied.
@@ -59,10 +59,12 @@ def load_config(path: Path, parameters: Mapping[str, str] | None = None) -> Engi
 
 def from_text(key: str, text: str) -> object:
     """The value of an option that is written as text: a string as it stands, all else as in JSON
-    (``64``, ``true``, ``[1, 2]``; ``null`` for an option whose default is None).
-    :func:`make_config` checks it."""
+    (``64``, ``true``, ``[1, 2]``). If the option may be None, ``null`` means None, also where its
+    value is a string. :func:`make_config` checks the value."""
     if key not in EngineConfig.__struct_fields__:
         return text  # make_config() refuses the key
+    if text == "null" and may_be_none(EngineConfig, key):
+        return None
     if isinstance(kind_of(EngineConfig, key), (inspect.StrType, inspect.LiteralType)):
         return text
     try:
@@ -75,19 +77,30 @@ def _with_absolute_paths(config: EngineConfig, folder: Path) -> EngineConfig:
     """``config`` with its paths made absolute. A model that names nothing in ``folder`` stays as it
     is: it may be an id."""
     changes: dict[str, object] = {}
-    if (folder / config.model).exists():
-        changes["model"] = str((folder / config.model).resolve())
+    model = _find("model", config.model, folder)
+    if model is not None:
+        changes["model"] = model
 
     speculation = config.speculation
     if speculation is not None and speculation.model is not None:
-        draft_model = folder / speculation.model
-        if draft_model.exists():
-            resolved = str(draft_model.resolve())
-            changes["speculation"] = msgspec.structs.replace(speculation, model=resolved)
+        draft_model = _find("speculation.model", speculation.model, folder)
+        if draft_model is not None:
+            changes["speculation"] = msgspec.structs.replace(speculation, model=draft_model)
 
     if config.adapters is not None:
         changes["adapters"] = str((folder / config.adapters).resolve())
     return msgspec.structs.replace(config, **changes)
+
+
+def _find(option: str, name: str, folder: Path) -> str | None:
+    """The absolute path of the file or folder ``name`` in ``folder``; None if there is none. Raises
+    ConfigError if the system refuses to look: the name is too long, or permission is missing."""
+    path = folder / name
+    try:
+        return str(path.resolve()) if path.exists() else None
+    except OSError as error:
+        bound = f"a path that can be looked up ({error.strerror})"
+        raise ConfigError.of(option, name, bound) from None
 
 
 # --------------------------------------------------------------------------- the struct
@@ -138,7 +151,7 @@ def _with_nested_structs(options: dict[str, object]) -> dict[str, object]:
 
 def _as_dict(given: object, struct: type[msgspec.Struct]) -> object:
     """The fields of a ``struct`` as a dict, which is checked like one that was read: a struct made
-    in Python may hold anything. Returns what is no such struct as it is."""
+    in Python may hold anything. Anything else is returned unchanged."""
     return msgspec.structs.asdict(given) if isinstance(given, struct) else given
 
 

@@ -279,8 +279,8 @@ class Batches:
         return self._page(self._own(BatchRecord, request), limit)
 
     def _own(self, kind: type[R], request: Request) -> Iterator[R]:
-        """The client's records, the newest first. Those before the record that the query has as
-        ``after`` are left out."""
+        """The client's records, the newest first. With ``after`` in the query, only those that are
+        older than the record of that id. A newer record has a greater id."""
         after = request.query_params.get("after")
         for record in self._folder.all(kind):
             comes_after = after is None or record.id < after

@@ -67,7 +67,8 @@ _FINAL_STATUSES: dict[JobState, FinalStatus] = {
     JobState.FAILED: "failed",
     JobState.CANCELLED: "expired",
 }
-"""State of a job that has ended -> status of its batch, unless the client cancelled that."""
+"""State of a job that has ended -> status of its batch. `BatchWork.advance` asks first whether the
+client cancelled the batch. If not, the job was cancelled because the batch has expired."""
 _ANSWERED = re.compile(r"(\d{3}) (\{.*\})")
 """The reason of a bad row that the gateway answered, with its JSON: ``asking.py``."""
 
@@ -285,7 +286,8 @@ def _error_line(given: bytes, why: str | None, status: FinalStatus) -> bytes:
     """``why``: the reason of a bad row. None: the batch ended before the request was done."""
     custom_id: str | None = None
     digest = hashlib.sha256(given).hexdigest()[:24]
-    # When the line was checked, its nesting was just within the limit.
+    # The stack may be deeper here than when the line was checked. Then a nesting that was just
+    # within the limit is over it.
     with contextlib.suppress(RecursionError):
         custom_id = msgspec.json.decode(given, type=_CustomId).custom_id
         digest = request_digest(custom_id)

@@ -15,6 +15,13 @@ from jitney_measure.pages.text import printable
 
 
 @dataclass(frozen=True)
+class Heading:
+    """Of a section."""
+
+    heading: str
+
+
+@dataclass(frozen=True)
 class Text:
     """A paragraph or code, by its ``tag``."""
 
@@ -25,7 +32,7 @@ class Text:
 
 @dataclass(frozen=True)
 class TableRow:
-    """``style`` chosen marks it; ``note`` is a text below it over the whole width."""
+    """``style="chosen"`` highlights the row; ``note`` is a text below it over the whole width."""
 
     cells: Sequence[str]
     style: str = ""
@@ -42,6 +49,13 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Terms:
+    """A list of terms and their meanings."""
+
+    meanings: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class Plot:
     """``columns``: how many axes it has, side by side. With several it takes the whole width."""
 
@@ -52,15 +66,16 @@ class Plot:
     columns: int
 
 
-Block = str | Text | Table | list[Plot] | Mapping[str, str]
-"""A text alone is a section's heading; a mapping is of terms to their meanings."""
+Block = Heading | Text | Table | Terms | list[Plot]
 
 
 def write_page(title: str, blocks: Sequence[Block], folder: Path) -> Path:
     """``report.html``, and the plots beside it."""
     folder.mkdir(parents=True, exist_ok=True)
-    for plot in (plot for block in blocks if isinstance(block, list) for plot in block):
-        (folder / f"{plot.name}.png").write_bytes(plot.png)
+    for block in blocks:
+        if isinstance(block, list):
+            for plot in block:
+                (folder / f"{plot.name}.png").write_bytes(plot.png)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters["base64"] = lambda raw: base64.b64encode(raw).decode("ascii")
     source = Path(__file__).with_name("page.html").read_text(encoding="utf-8")

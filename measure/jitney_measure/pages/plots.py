@@ -51,7 +51,8 @@ def saved(figure: Figure, name: str, caption: str) -> Plot:
 def over_time(
     name: str, caption: str, seconds: Sequence[float], panels: Mapping[str, Sequence[float]]
 ) -> Plot:
-    """Each of ``panels``, by its label, against the time: a value holds since the point before."""
+    """Each of ``panels``, by its label, against the time. A value is of the interval that ends at
+    its time."""
     with rc_context(STYLE):
         figure, axes = subplots(len(panels))
         for axis, (label, values) in zip(axes, panels.items(), strict=True):

@@ -131,7 +131,8 @@ class Batcher:
             return [error]
         answers: list[BatchArrays | JitneyError] = []
         for request in requests:
-            # If the request fails again, ``_run_together`` gets its error from the branch above.
+            # If the request fails again, it comes back here as the only one, and is answered with
+            # its own error (``len(requests) == 1`` above).
             answers += self._run_together([request])
         return answers
 

@@ -92,8 +92,8 @@ _PARAMETERS = (
 _PARAMETERS_OF_SERVER = ("FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH")
 """Parameters that the server itself reads."""
 _SESSION_ENTRIES_OF_NATIVE = ("session.use_device_allocator_for_initializers",)
-"""Every parameter ``session.…`` is an entry of ONNX Runtime's session configuration. Only these
-have an effect with the native backend too."""
+"""The parameters ``session.…`` (entries of ONNX Runtime's session configuration) that the native
+backend honours too. The stand-in honours all of them."""
 _SPINNING = "session.intra_op.allow_spinning"
 """Off unless the model asks for it: between two batches a thread that spins takes the core that the
 server needs to put the next one together. The native backend's threads spin."""

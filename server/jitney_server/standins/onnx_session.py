@@ -160,7 +160,8 @@ class OnnxSession:
         """
         feeds: BatchArrays = {}
         is_on_host = True
-        # ONNX Runtime binds no texts. So if an input is text, the others are copied to the host.
+        # ONNX Runtime cannot bind a text as an input. So if an input is text, nothing is bound: the
+        # other inputs are copied to the host.
         has_text = not self._text_inputs.isdisjoint(inputs)
         for name, array in inputs.items():
             if has_text and isinstance(array, DeviceTensor):
@@ -189,7 +190,7 @@ class OnnxSession:
             else:
                 binding.bind_cpu_input(name, np.ascontiguousarray(array))
         for name in outputs:
-            # Texts exist on the host only.
+            # A text can be bound as an output, but only on the host.
             device = _HOST if name in self._text_outputs else self._device
             binding.bind_output(name, device.kind, device.number)
         binding.synchronize_inputs()

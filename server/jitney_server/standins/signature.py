@@ -74,13 +74,13 @@ def complete_config(config: Config, signature: Signature, max_batch_size: int) -
 
     The batch size of a model that can batch:
 
-    ====================  =========================  ==================
-    config lists          config's max_batch_size    result
-    ====================  =========================  ==================
-    inputs and outputs    any                        stays as it is
-    one or none           above 0                    stays as it is
-    one or none           0 or none                  ``max_batch_size``
-    ====================  =========================  ==================
+    ===================================  =======================  ==================
+    config lists                         config's max_batch_size  result
+    ===================================  =======================  ==================
+    inputs and outputs                   any                      stays as it is
+    inputs only, outputs only, neither   above 0                  stays as it is
+    inputs only, outputs only, neither   0 or absent              ``max_batch_size``
+    ===================================  =======================  ==================
 
     Unlike with the native backends, a tensor that is listed may lack its ``dims`` or ``data_type``.
     """
@@ -124,8 +124,9 @@ def _complete_batching(config: Config, signature: Signature, max_batch_size: int
 def _entry(info: TensorInfo, batching: bool) -> Config:
     """The configuration of one tensor.
 
-    The server takes no tensor without dimensions. If the model's has none beside the batch, [1] is
-    declared. With batching a ``reshape`` makes the server drop it; without, the stand-in does.
+    The server takes no tensor without dimensions. So a tensor with no dimension but the batch is
+    declared as [1]. If the model batches, a ``reshape`` tells the server to drop the 1. If it does
+    not, the stand-in drops it itself.
     """
     dims = list(info.dims[1:] if batching else info.dims)
     entry: Config = {"name": info.name, "data_type": info.data_type, "dims": dims or [1]}

@@ -76,7 +76,7 @@ def served(llm: LLM, names: Sequence[str | None]) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("architecture", "fuse", "layers"),
     [
-        ("llama", True, {3, 1, 2}),
+        pytest.param("llama", True, {3, 1, 2}, marks=SLOW),
         pytest.param("llama", False, {1}, marks=SLOW),
         pytest.param("phi3", True, {1}, marks=SLOW),
         pytest.param("gpt2", True, {1}, marks=SLOW),

@@ -130,13 +130,13 @@ def test_option_fuse_off(tmp_path) -> None:
 # --------------------------------------------------------------------------- batch_invariant
 
 
-OFTEN = {"llama"}
+OFTEN = ("llama", False)
 
 
 @pytest.mark.parametrize(
     ("name", "fused"),
     [
-        pytest.param(name, fused, marks=() if name in OFTEN else pytest.mark.slow)
+        pytest.param(name, fused, marks=() if (name, fused) == OFTEN else pytest.mark.slow)
         for name, fused in (
             *((name, True) for name in sorted(ARCHITECTURES)), ("llama", False), ("phi3", False),
         )
@@ -181,6 +181,7 @@ def test_bitwise_the_same_in_every_batch(tmp_path, name: str, dtype: str, equal_
         assert torch.equal(alone, together[first:last])
 
 
+@pytest.mark.slow  # with a runner: test_gpu_load.py
 def test_batch_invariant_with_the_kernels_of_attention(tmp_path) -> None:
     """Two sequences in chunks over the paged cache."""
     model = load(tmp_path, "llama")

@@ -27,6 +27,7 @@ from jitney.kernels.gpu.invariant_product import InvariantLinear
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted on a CPU")
 
 
+@pytest.mark.slow  # a step over such a cache: test_gpu_interpreted.py
 def test_eight_bit_cache(path: Path, plain) -> None:
     """Scales are found while loading; over a context of many blocks the logits stay close."""
     runner = load_runner(options(path, kv_cache_dtype="float8_e4m3"))

@@ -60,6 +60,7 @@ def test_other_architectures(tmp_path: Path, architecture: str) -> None:
     assert outputs[0] == outputs[1]
 
 
+@pytest.mark.slow  # the sampler is the CPU's: only logits come from these kernels
 def test_samples_are_those_of_the_cpu(runner, plain) -> None:
     """Draws, filters, several sequences of a prompt (copied blocks), logprobs, penalties."""
     params = [

@@ -236,8 +236,8 @@ class AdapterPool:
     def _end_use(self, key: int, entry: _Entry) -> None:
         """The request uses this adapter no longer."""
         entry.users.discard(key)
-        # An adapter that could not be loaded is not among the entries. Another attempt at it may
-        # be, under the same id.
+        # An adapter that could not be loaded is no longer among the entries. An entry that is there
+        # under its id is that of a later attempt.
         is_kept = self._entries.get(entry.id) is entry
         if is_kept and not entry.users:
             self._entries.move_to_end(entry.id)

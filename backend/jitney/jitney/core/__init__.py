@@ -14,22 +14,28 @@ In the order in which they are read:
 - ``scheduler``: what the engine calls.
 
 There are no phases. A sequence has ``num_tokens`` tokens, of which ``num_computed`` are in the
-cache; a step gives each sequence some more under one token budget. Running sequences come first,
-then waiting ones. Both are ordered by rank, ``priority * aging_s + arrival``, the lowest first. A
-rank never changes, and grows with the arrival. So in time every sequence has the lowest rank, and
-none starves.
+cache; a step gives each sequence some more under one token budget. What a sequence gets is a *row*
+of the step's batch (``jitney.batch.Row``): tokens to compute, and what to sample after them. The
+*host* is the processor that runs this code: it plans steps and applies their output. The *device*
+computes them; it is a GPU, or the same processor.
 
-At most ``max_num_seqs`` sequences run, and never more than the budget has tokens. A request of
-n > 1 runs as one sequence until its prompt is computed, but counts as n of them. Then it *forks*
-into n sequences: the row that ends its prompt samples the first token of each. Forks that may not
-run yet wait in the queue by their rank. When such a fork is admitted, it computes the part of the
-prompt that is no longer in the prefix cache.
+Running sequences come first, then waiting ones. Both are ordered by rank, ``priority * aging_s +
+arrival``, the lowest first. A rank never changes, and grows with the arrival. So in time every
+sequence has the lowest rank, and none starves.
 
-A request may be admitted although not all of its forks may run. Then no other one is admitted until
-the running sequences and the forks that are yet to be made are together fewer than
-``max_num_seqs``. So whatever is queued, a step samples for at most ``max_num_seqs`` running
-sequences, plus the forks of one request that are made in it (with tiers, of one request of each
-tier).
+At most ``max_num_seqs`` sequences run, and never more than the budget has tokens: the lesser of the
+two is ``max_running``. A request of n > 1 runs as one sequence until its prompt is computed, but
+counts as n of them. Then it *forks* into n sequences: the row that ends its prompt samples the
+first token of each. Forks that may not run yet wait in the queue by their rank. When such a fork is
+admitted, it computes the part of the prompt that is no longer in the prefix cache.
+
+Forks that running requests have yet to make are *due*. Nothing is admitted while
+
+    running + forks due >= max_running
+
+The one request that is admitted below that line may bring the sum above it; then some of its forks
+will wait. So whatever is queued, a step samples for at most ``max_running`` sequences, plus the
+forks of one request (with tiers, of one request of each tier).
 
 When no block is free, the running sequence of the highest rank is preempted: its blocks are freed
 tail first, it goes back to the queue, and is computed again over prompt *and* output, with whatever

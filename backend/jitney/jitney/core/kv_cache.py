@@ -105,10 +105,10 @@ class KvCache:
         blocks = list(table)
         for block in table:
             source = self._pending_copies.get(block)
-            # Such a block is the destination of a pending copy, and in no other table. If this
-            # table is given up, the copy is cancelled, and its reference to the source is given up
-            # with it.
             if source is not None:
+                # The block is the destination of a pending copy, and in no other table. If this
+                # table is given up, the copy is cancelled, and its reference to the source is given
+                # up with it.
                 blocks.append(source)
         return blocks
 

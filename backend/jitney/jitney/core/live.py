@@ -80,7 +80,7 @@ class LiveRequests:
         """Run ``sequence`` on ``table``. Its first ``num_computed`` tokens are written, and the
         blocks that these fill have been offered to the prefix cache."""
         assert sequence.state is SequenceState.WAITING
-        self.admission.remove(sequence)
+        self.admission.remove(sequence)  # ignored for a fork that runs as soon as it is made
         sequence.table = table
         sequence.num_computed = num_computed
         sequence.num_planned = num_computed
@@ -120,7 +120,7 @@ class LiveRequests:
         if sequence.state is SequenceState.RUNNING:
             self._leave_running(sequence)
         else:
-            self.admission.remove(sequence)
+            self.admission.remove(sequence)  # ignored for a fork that ends as soon as it is made
         self._give_up_table(sequence)
         sequence.state = SequenceState.ENDED
         sequence.grammar = None

@@ -43,25 +43,25 @@ class OutputApplier:
         accepted = 0
         reason: FinishReason | None = None
         if row.sample:
-            # The first sample comes after the known tokens, each further one after a draft. A draft
-            # is of use only with the sample after it. The runner may leave out the samples after a
-            # wrong draft: then that draft and those after it are not looked at.
+            # `sampled[0]` comes after the known tokens, `sampled[i + 1]` after draft i. The runner
+            # may stop at the first sample that differs from its draft: then there is none after
+            # that draft. A draft without a sample after it is of no use. So only the first
+            # `len(sampled) - 1` drafts are compared.
             sampled = result.token_ids
-            num_checkable = len(sampled) - 1
+            num_compared = len(sampled) - 1
             event, accepted = self._append(
                 sequence,
                 sampled=sampled,
                 logprobs=result.logprobs,
-                drafts=row.token_ids[num_known : num_known + num_checkable],
+                drafts=row.token_ids[num_known : num_known + num_compared],
             )
             reason = event.finish_reason
             self.events.append(event)
             if row.drafts:
                 self._count_drafts(row, accepted)
             if row.propose:
-                # What the draft model could read: all tokens up to the last accepted draft, and one
-                # more, the sample after it. The last `result.unread` of these it has not computed
-                # yet.
+                # The draft model could read all tokens up to the last accepted draft, and the
+                # sample after it. The last `result.unread` of these it has not read yet.
                 num_readable = row.start + num_known + accepted + 1
                 sequence.num_read = num_readable - result.unread
             # The runner proposes what may follow its own samples: the first one, and the one after

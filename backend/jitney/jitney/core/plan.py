@@ -82,7 +82,8 @@ class Planner:
         live = self._live
         if not live.in_flight:
             return True
-        # A plan ahead preempts nobody. So if an urgent sequence needs that, it must not be made.
+        # An urgent sequence is admitted before the running ones are planned. If others must be
+        # preempted for it, no step is planned ahead, because a plan ahead preempts nobody.
         urgent = self._admission.urgent(live.running)
         if urgent is not None and self._to_preempt(urgent):
             return False
@@ -121,8 +122,10 @@ class Planner:
         # before the decode that needs the block.
         for sequence in prefills:
             self._plan_chunk(plan, sequence, plan.tokens_left)
-        # A step that preempts admits no sequence, because blocks are short. But if a sequence that
-        # ran alone preempted itself, nothing runs any more: then the step would be empty.
+        # A step that preempts admits no sequence, because blocks are short. There is one exception.
+        # A fork that runs alone may lack the very block that is held as the source of its pending
+        # copy. Then it preempts itself, which cancels the copy and frees the block. Nothing runs
+        # any more, so without an admission the step would be empty.
         has_preempted = live.preemptions > preemptions_before
         if not has_preempted or not live.running:
             self._admit_waiting(plan)
@@ -160,9 +163,9 @@ class Planner:
         """Tokens of the step that decodes leave to running sequences with chunks."""
         running = self._live.running
         share = self._prefill_share
-        # So few sequences leave the share free by themselves, at one token each. (Drafts leave it
-        # free, too: see `lookahead`. Tokens that a grammar forces may take a part of it. That is
-        # accepted.)
+        # If the rest of the budget has a token for each running sequence, decodes leave the share
+        # free by themselves. (Drafts leave it free, too: see `lookahead`. Tokens that a grammar
+        # forces may take a part of it. That is accepted.)
         if len(running) <= self._max_tokens - share:
             return 0
         return min(share, sum(sequence.num_to_prefill for sequence in running))

@@ -27,8 +27,8 @@ class PlannedStep:
 
     batch: Batch
     must_complete_first: bool = False
-    """Whether no further step can be planned before the samples of this one are known, because
-    forks begin with them."""
+    """Whether no further step can be planned before the samples of this one are known: because
+    forks begin with them, or because the step is a retry (see ``Scheduler.retry``)."""
     host_reads_samples: bool = False
     """Whether there are sequences whose next row the host can plan only when it knows their sample.
     A plan ahead leaves these sequences out."""

@@ -19,6 +19,8 @@ class SequenceState(enum.Enum):
     """Whether a sequence is in a waiting queue, holds blocks, or has ended."""
 
     WAITING = enum.auto()
+    """Also before it is put into a queue. A fork that runs or ends as soon as it is made is never
+    put there."""
     RUNNING = enum.auto()
     ENDED = enum.auto()
 
@@ -42,7 +44,8 @@ class Request:
     most_running: int = 1
     """Most sequences of its tier that may run at once; without tiers, of all."""
     waits_for_all_forks: bool = False
-    """Whether it is admitted only when all of its forks may run, or as many of them as ever may."""
+    """With ``eviction: never``: it is admitted only when all of its sequences may run, or
+    ``most_running`` of them if it has more. ``plan`` says why."""
     num_running: int = field(default=0, init=False)
     """Its running sequences."""
     num_live: int = field(init=False)
@@ -221,14 +224,14 @@ class Sequence:
     ``num_computed < num_tokens``, because its last token is yet to be computed.
 
     A row that computes the last known token samples the next one, and with drafts one more token
-    after each draft. A sample is *pending* until the step is complete. ``num_planned + 1 -
-    num_tokens`` samples are pending (none, if that is negative): they will be the tokens at the
-    positions [num_tokens, num_planned + 1). These are
+    after each draft. A sample is *pending* until the step is complete. ``max(0, num_planned + 1 -
+    num_tokens)`` samples are pending. They will be the tokens at the positions [num_tokens,
+    num_planned + 1). Their number is
 
-    - none, if no step in flight samples for it: ``num_planned < num_tokens``;
-    - one, if a step without drafts is in flight: ``num_planned == num_tokens``;
-    - two, if two such steps are: ``num_planned == num_tokens + 1``;
-    - d + 1, if a step with d drafts is: ``num_planned == num_tokens + d``.
+    - 0 if no step in flight samples for the sequence: ``num_planned < num_tokens``;
+    - 1 if a step without drafts is in flight: ``num_planned == num_tokens``;
+    - 2 if two such steps are in flight: ``num_planned == num_tokens + 1``;
+    - d + 1 if a step with d drafts is in flight: ``num_planned == num_tokens + d``.
 
     When a step is complete, its wrong drafts are subtracted from ``num_planned``.
     """
@@ -253,8 +256,12 @@ class Sequence:
     the last token, which is only sampled. So it may have ``max_computed + 1`` tokens."""
     decodes_from: int = field(default=0, init=False)
     """From this ``num_planned`` on the sequence decodes; before, it has a prompt or a recomputation
-    to compute. It is the number of tokens at admission, less one if the sequence had output. So a
-    sequence with output that has only its last token left to compute counts as decoding."""
+    to compute. Three cases:
+
+    - It was admitted without output: ``num_tokens`` at admission. The whole prompt comes first.
+    - It was admitted with output: ``num_tokens - 1`` at admission. Its last token is output, so a
+      row that computes that token alone is a decode.
+    - It is a fork that ran as soon as it was made: 0. The prompt is computed already."""
     sample_index: int = field(default=0, init=False)
     """Index of the first sample of its latest row among all samples of that step. A row that
     carries the token refers to it by this index."""
@@ -263,7 +270,7 @@ class Sequence:
     cumulative_logprob: float = field(default=0.0, init=False)
     drafting: Drafting | None = field(default=None, init=False)
     num_read: int = field(default=0, init=False)
-    """How many of its tokens the draft model had computed when it was asked last."""
+    """How many of its tokens the draft model had read when it was asked last."""
     runner_proposal: list[int] = field(default_factory=list, init=False)
     """The tokens that the runner proposed to follow the last token. A ``RunnerDrafter`` takes
     the first ``max_drafts`` of them."""

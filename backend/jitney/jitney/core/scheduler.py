@@ -283,12 +283,14 @@ class Scheduler:
         self.live.revert(batch)
 
     def retry(self, rows: list[Row]) -> Batch:
-        """Plan a reverted step again, or the part of it that ``rows`` are. Rows whose sequences
-        have ended are left out, and every pending copy is made. No step may be in flight."""
+        """Plan ``rows`` again, which are all rows of a reverted step, or some of them. Rows whose
+        sequences have ended are left out, and every pending copy is made. No step may be in flight.
+        No step is planned ahead over this one: ``sample_index`` is not renewed."""
         live = self.live
         assert not live.in_flight
-        # A row that asked a draft model has spent what the policy had saved for that. update() does
-        # not say so: the repeated rows have propose = 0.
+        # While a draft model does not pay, the policy saves time for a *try* (see
+        # `policy.speculation`). A row that asks the model spends it. The policy usually learns of
+        # such rows from note_step(), in update(). But the rows planned here have propose = 0.
         self.policies.drafts.note_rows(rows)
         plain_rows: list[Row] = []
         for row in rows:
@@ -299,7 +301,7 @@ class Scheduler:
                 plain_rows.append(plain)
         batch = Batch(plain_rows, self.kv.pending_copies())
         if plain_rows:
-            live.in_flight.append(PlannedStep(batch))
+            live.in_flight.append(PlannedStep(batch, must_complete_first=True))
         return batch
 
     # ------------------------------------------------------------------ parts

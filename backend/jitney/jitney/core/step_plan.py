@@ -36,9 +36,10 @@ class StepPlan:
         carried: int | None = None,
         choice: DraftChoice | None = None,
     ) -> None:
-        """Add a row, and count its tokens as planned. ``sample``, ``carried``: see :class:`Row`.
-        ``choice``: which drafts are at the end of ``token_ids``, and what a draft model is asked
-        for."""
+        """Add a row, and count its tokens as planned. ``sample``: the indices of the sequences that
+        the row samples for; none if it does not reach the last known token. ``carried``: see
+        :class:`Row`. ``choice``: which drafts are at the end of ``token_ids``, and what a draft
+        model is asked for."""
         request = sequence.request
         message = request.message
         row = Row(

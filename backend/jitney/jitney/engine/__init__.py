@@ -12,7 +12,7 @@ In the order in which they are read:
   already, so only the model is loaded anew. It never touches the device.
 - ``child_process``, ``grammar_check``, ``quiet``: what a child process needs; a check in a process
   that may be killed; imports without noise.
-- ``loading``, ``assemble``: what loading a model gives; the one file that knows execution, kernels,
+- ``loading``, ``assemble``: what loading a model gives; the one file that joins execution, kernels,
   quantization and adapters.
 
 The engine lives in a process of its own, so that a fault of the device or of a native library takes

@@ -1,7 +1,7 @@
-"""Puts the rooms together that run a model: the one file that knows execution, quantization and
-adapters. Called by the front ends.
+"""Puts the rooms together that run a model: the one file that joins execution, kernels,
+quantization and adapters. Called by front ends and, as its ``LOADER``, by the fork server.
 
-Kernels are found by their entry points, so it names none. Where kernels, quantization or adapters
+Kernels are found by their entry points, so it imports none. Where kernels, quantization or adapters
 are not installed, models run in plain torch, and options that need them are refused.
 """
 
@@ -126,9 +126,10 @@ def load_model(config: EngineConfig) -> LoadedModel:
 
 def weigh(config: EngineConfig) -> Footprint:
     """What loading the model of ``config`` would take; see ``execution.weigh``."""
-    # `weigh_model` weighs for a GPU unless option `device` is "cpu", whether this machine has a GPU
-    # or not. So the option is not resolved. An accelerator is asked only whether it widens
-    # bfloat16, and a GPU's never does.
+    # For any device but "cpu", `weigh_model` weighs for a GPU, whether this machine has one or not.
+    # So the option is not resolved. Of an accelerator only one answer matters here: whether it
+    # widens bfloat16, because the dtype of the weights depends on that. A GPU's never does. So only
+    # for a CPU the accelerator is looked up.
     accelerator = None
     if config.device == "cpu":
         accelerator = accelerator_for(config, torch.device("cpu"))

@@ -276,7 +276,8 @@ class Engine:
         self._open.update(message.key for message in messages if isinstance(message, Submit))
 
     def _note_ended(self, keys: set[int], now: float) -> None:
-        """These requests have had their terminal event, or need none."""
+        """These requests have had their terminal event, or need none. ``pending`` forgets them, and
+        releases their resources."""
         if keys:
             self._open -= keys
             self.pending.release(keys, now)

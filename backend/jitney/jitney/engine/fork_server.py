@@ -63,8 +63,8 @@ class ForkServer:
     has died."""
 
     def __init__(self, plan: ForkPlan, stopped: threading.Event) -> None:
-        """Once ``stopped`` is set, a thread that waits for an answer of the fork server kills the
-        fork server instead of waiting on."""
+        """Once ``stopped`` is set, a call of :meth:`fork` or :meth:`wait` that still waits for the
+        fork server kills it."""
         self._plan = plan
         self._stopped = stopped
         self._process: subprocess.Popen[bytes] | None = None

@@ -25,8 +25,8 @@ _START_S = 60.0
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """A line from the process, written by ``text.grammar_process``, which runs there. One field is
-    set: a grammar, or why what was asked for is refused."""
+    """A line from the process, written by ``text.grammar_process``, which runs there. One of the
+    two is set: the grammar, or the reason for a refusal."""
 
     grammar: str = ""
     refusal: str = ""

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from copy import copy
 
 from jitney.batch import Grammar
 from jitney.errors import InternalError, InvalidArgumentError, JitneyError
@@ -73,7 +74,9 @@ class Grammars:
     def take(self, key: int) -> Grammar:
         result = self._results.pop(key)
         if isinstance(result, JitneyError):
-            raise result
+            # A copy: the error is kept, and each raise would lengthen its traceback, whose frames
+            # would stay alive with it.
+            raise copy(result)
         return result
 
     def release(self, keys: Collection[int], now: float) -> Sequence[int]:

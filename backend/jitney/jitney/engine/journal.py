@@ -54,8 +54,9 @@ class _Sequence:
 
     emitted: Emitted = field(default_factory=Emitted)
     tokens_since_death: int = 0
-    """Tokens emitted since the last death of an engine that was computing this request. Two deaths
-    that lie fewer positions apart count as at the same tokens (:func:`_is_same_place`)."""
+    """Tokens emitted since the last death of an engine that was computing this request. If fewer
+    positions than this lie between two deaths, they count as at the same tokens
+    (:func:`_is_same_place`)."""
     samples_by_engine: int = 0
     """Samples by the present engine: ``PROOF_SAMPLES`` prove that it has got past the tokens at
     which those before it died. Tokens that a grammar forces, and accepted drafts, come with the
@@ -90,7 +91,8 @@ class _Entry:
     def messages(self) -> list[Message]:
         """What brings an engine to where this request is."""
         emitted: list[Emitted] = []
-        # If `emitted` is not empty, the request was accepted: a full queue does not refuse it.
+        # If a Submit has `emitted` (an item for each sequence, perhaps without tokens), the engine
+        # takes it as accepted before, and does not refuse it for a full queue.
         if self.was_sent:
             emitted = [sequence.emitted for sequence in self.sequences]
         submit = msgspec.structs.replace(self.submit, emitted=emitted, first_token=self.first_token)
@@ -301,15 +303,16 @@ def _is_same_place(before: RowRange, now: RowRange, tokens_between: int) -> bool
     same tokens. ``tokens_between``: how many tokens the sequence emitted between the deaths.
 
     They do if fewer than ``tokens_between`` positions lie between them, whichever comes first.
-    Without tokens between, the rows must overlap. Two examples:
+    Without tokens between, the rows must overlap.
 
-    - ``now`` comes after ``before``: [100, 101), then [101, 102) with 1 token between: a gap of 0.
-      A resumed sequence samples a token in its prefill, and a fault of decoding strikes in its
-      first decode, one position further on.
-    - ``now`` comes before ``before``: [100, 101), then [0, 96) with 8 tokens between (a sample, and
-      7 that a grammar forced): a gap of 4. After it had emitted the tokens, the sequence was
-      computed again from the start, because it was preempted, or by a further engine. Its first
-      chunk counts, because it ends fewer than 8 positions before 100; [0, 92) would not.
+    The reason: an engine may emit tokens although a fault has not struck yet. A resumed sequence
+    samples a token in its prefill, and a grammar may force more after it. A fault of decoding
+    strikes only in the decode after that: as many positions further on as tokens were emitted. An
+    example: [100, 101), then [101, 102) with 1 token between, a gap of 0.
+
+    ``now`` comes before ``before`` if the sequence is computed again from the start, because it was
+    preempted, or by a further engine. The same distance is allowed there. So a request may become a
+    suspect too soon, but it is failed only if two more engines die with it alone.
     """
     gap = max(now.start - before.end, before.start - now.end)  # negative if they overlap
     return gap < tokens_between

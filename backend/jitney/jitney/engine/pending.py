@@ -90,8 +90,8 @@ class Held:
     num_missing: int = 0
     """For how many resources it waits."""
     later: list[Finish] = field(default_factory=list)
-    """Messages that came for it while it waited. Only a resumed request has any: the engine before
-    had begun it, and its output may hold a stop string already."""
+    """Messages that came for it while it waited. A Finish follows from a stop string in the output.
+    A request that waits has output only if it is resumed: an engine before this one began it."""
 
 
 @dataclass(frozen=True, slots=True)

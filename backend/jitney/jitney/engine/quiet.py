@@ -1,8 +1,9 @@
 """Imports of large libraries: without log lines that nobody who serves a model can act on, and, in
 an engine's process, without what serving does not need.
 
-Called by whoever owns the process (the server's model, the commands, the benchmarks), never by the
-package itself: a program that uses Jitney as a library decides on its own log.
+Called by whoever owns the process (the server's model, the commands, the benchmarks, the fork
+server), never by importing the package: a program that uses Jitney as a library decides on its own
+log.
 """
 
 import logging
@@ -11,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 
-# transformers imports torchao where it is installed, whose extensions were built for another torch.
-# torch.utils._pytree logs how torchao registers some of its classes.
+# transformers imports torchao where that is installed. torchao logs that its extensions were built
+# for another torch, torch.utils._pytree how torchao registers some of its classes.
 _LOGGERS = ("torchao", "torch.utils._pytree")
 
 # transformers imports these where they are installed: for losses, for saving, for images.

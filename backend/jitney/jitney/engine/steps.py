@@ -125,9 +125,11 @@ class Steps:
             self._complete_oldest()
         batch = self._scheduler.schedule(now)
         if self._in_flight and _runs_draft_model(batch):
-            # A step that runs a draft model overlaps with no other: its launch returns at its end,
-            # and the time of each step has to be measured alone. Whether a batch does is known only
-            # once it is scheduled: schedule it again after the step in flight.
+            # A step that runs a draft model overlaps with no other, for two reasons. Its launch
+            # returns only at the end of the step, so an overlap would gain nothing. And the step in
+            # flight would be completed only then, so the seconds of both would be wrong. Whether a
+            # batch runs a draft model is known only once it is scheduled. So it is reverted, and
+            # scheduled again after the step in flight.
             self._scheduler.revert(batch)
             self._complete_oldest()
             batch = self._scheduler.schedule(now)

@@ -103,8 +103,9 @@ class SupervisedEngine:
         self._latest_rows: list[RowRange] = []  # those of the step that was launched last
         # Stats of the last report. Until an engine's first one: those of an empty cache.
         self._stats = StepStats()
-        # Silence of the engine counts from here: when it last sent something, or when last no
-        # request was open, because an idle engine sends nothing. Set by _read, _receive and send.
+        # The silence of the engine counts from here: from its last message or, if that is later,
+        # from the last moment without an open request, because an idle engine sends nothing. Set by
+        # _read, _receive and send.
         self._heard = 0.0
         # Times of the deaths since an engine last completed a step.
         self._deaths_without_step: list[float] = []
@@ -177,8 +178,8 @@ class SupervisedEngine:
 
     @property
     def has_work(self) -> bool:
-        """Whether the engine needs a call of :meth:`step` to go on: no. It makes its steps by
-        itself, after a cancel too."""
+        """Whether :meth:`step` has to be called: no. The engine makes its steps by itself, even the
+        last one, which may be in flight when all requests have been cancelled."""
         return False
 
     def run_in_thread(self) -> None:
@@ -242,8 +243,8 @@ class SupervisedEngine:
         while True:
             message = self._receive(connection)
             reason = self._reason_to_kill()
-            # First of all, because handing a message on may take time. The message was received
-            # before the engine was killed, so it is handed on in any case.
+            # The engine is killed before the message is handed on, because that may take time. The
+            # message came before the kill, so it is handed on in any case.
             if reason is not None:
                 connection.kill()
             self._take(message)
@@ -316,7 +317,8 @@ class SupervisedEngine:
     def _report(self, events: Sequence[Event]) -> None:
         """Hand on events that the supervisor itself has decided on. They belong to no step."""
         if events:
-            # The front has added up the counts of the last report already.
+            # The gauges of the last report are repeated. Its counts are not: the front adds counts
+            # up, and has these already.
             self._outbox.put(StepReport(list(events), self._stats.without_counts()))
 
     # ------------------------------------------------------------------ another engine

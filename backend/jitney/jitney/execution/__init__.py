@@ -6,13 +6,14 @@ keyword argument ``paged`` it gets a callable that has the step's metadata and c
 step are flattened to [1, tokens] with their own positions; there is no mask.
 
 A model that cannot run this way is refused at load, by name and reason. ``checkpoint`` judges files
-(``gguf_file`` those of GGUF), and ``support`` judges configurations. ``probe`` runs the module on a
-dozen tokens and compares the logits with those of transformers' eager attention.
+(``gguf_file`` those of GGUF), and ``support`` judges configurations. ``probe`` makes a trial run of
+the module, called the proof: it computes a dozen tokens and compares their logits with those of
+transformers' eager attention.
 
 A load, in the order to read: ``load`` (its docstring lists all steps), ``read_model`` with
-``weights`` (up to the proof), ``first_steps`` (which warms up the kernels). ``machine``,
-``options`` and ``memory`` say what the device has and how it is shared. ``weigh`` adds up what a
-load would take.
+``weights`` (the steps from the files to the proof), ``first_steps`` (which warms up the kernels).
+``machine``, ``options`` and ``memory`` say what the device has and how it is shared. ``weigh`` adds
+up what a load would take.
 
 A step, in the order to read: ``protocols`` (what the engine asks), ``runner``, ``row_samples``
 (which tokens of a row need logits), ``attention`` (what attention must know of the step),

@@ -11,13 +11,14 @@ The runner calls it once for each step that was launched. Beside token ids, a dr
 
 An *entry* is the K and V of one position in the draft model's caches. An ordinary draft model
 computes entry p from the token at p, and a head (``eagle``) from the token at p + 1:
-:attr:`DraftInputs.shift` is 0 or 1. In this module an :class:`_EntryRun` counts entries. A ``Row``
-counts positions of tokens, except the one that ``as_row`` makes for attention.
+:attr:`DraftInputs.shift` is 0 or 1. In this module the numbers of an :class:`_EntryRun` are those
+of entries. The numbers of a ``Row`` are positions of tokens, except in the row that ``as_row``
+makes for attention.
 
 *Forced tokens.* Where a grammar allows only one text, the scheduler appends the tokenizer's tokens
-of that text (``batch.GrammarState.forced``). The mask allows other tokenizations too, and the step
-may have sampled one of these. The draft model reads a sample within its step, before the scheduler
-can force another token in its place. So the last token that it has read may be replaced.
+of that text (``batch.GrammarState.forced``). The mask allows other tokenizations too, and a step
+may sample a token s of one of these. The draft model reads s in the same step. Afterwards the
+scheduler may put a forced token in the place of s: the entry of s is then wrong.
 """
 
 import math
@@ -75,7 +76,7 @@ class _EntryRun:
     """Consecutive entries of one sequence, which a pass computes."""
 
     newest: Row
-    """The row of the sequence's newest token. It counts positions of tokens."""
+    """The row of the sequence's newest token. Its numbers are positions of tokens."""
     first_entry: int
     token_ids: list[int]
     """The tokens from which the entries are computed, one for each."""
@@ -169,11 +170,12 @@ class DraftModel:
 
         valid_end = to_read.end_entry
         if row.grammar is not None and not output.unread:
-            # The last token to read is the newest one, which may be replaced by a forced token (see
+            # The last token to read is the newest sample s, which a forced token may replace (see
             # the module's docstring). Usually the next row begins at the forced token, and
-            # `_invalidate` forgets the entry. But the forced token may equal the draft that the
-            # sample rejected. Then this step has computed it, the next row begins behind it, and
-            # nothing forgets the entry. So the entry is not counted in the first place.
+            # `_invalidate` forgets the entry of s. But the forced token may be the draft d in whose
+            # place s was sampled. The model has K and V of d from this step, so the next row begins
+            # behind d, and `_invalidate` does not reach the entry of s. So that entry is not
+            # counted in the first place.
             valid_end -= 1
         # Already now, because later rows of the same pass may share blocks with this one.
         self._count_as_valid(to_read, valid_end)
@@ -283,10 +285,9 @@ class DraftModel:
 
     def _count_as_valid(self, run: _EntryRun, end: int) -> None:
         """Count the run's entries before entry ``end`` as valid, and none of those behind it."""
+        if end == run.first_entry:
+            return  # `_invalidate` has forgotten the entries from here on already
         size = self._block_size
-        # ``end`` may be the run's first entry. If that is inside a block, this block then counts up
-        # to ``end``. If it is a block's first entry, nothing is set. That is safe: `_invalidate`
-        # sets a block to 0 when a row begins to fill it.
         for number in range(run.first_entry // size, (end - 1) // size + 1):
             block = run.newest.block_table[number]
             self._valid[block] = min(end - number * size, size)

@@ -224,11 +224,11 @@ def _pick(weights: Tensor, numbers: Tensor) -> Tensor:
     the first whose cumulative weight exceeds number × total.
 
     Two draws, because weights may differ in their last bits from one time to the next: a resumption
-    computes in one prefill what decodes had computed. All cumulative weights then move a little. If
-    one of them moves past the number that it is compared with, another token is drawn. A single
-    draw would compare its number with the cumulative weights of the whole vocabulary. Two draws
-    compare theirs with far fewer: those of the chunks, and those of the tokens in one chunk. So the
-    same token is drawn more often.
+    computes in one prefill what decodes had computed. All cumulative weights then move a little,
+    and if any moves past the number that it is compared with, another token is drawn. Each
+    comparison has its own small chance of that, so fewer comparisons keep the token more often. A
+    single draw would compare its number with a cumulative weight of every token. Two draws compare
+    theirs with far fewer: one for each chunk, and one for each token of the chunk that was drawn.
     """
     sums = weights.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)
     chunk = _first_above(sums, numbers[:, 0] * sums[:, -1])

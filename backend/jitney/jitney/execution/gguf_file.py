@@ -1,8 +1,9 @@
 """A GGUF file, llama.cpp's format: fields that describe a model, and its tensors.
 
-The package gguf reads the file. transformers knows which of its own options and tensors the file's
-fields and tensors are, and how llama.cpp reordered rows. What either would pass over in silence is
-refused here. Called by ``checkpoint``; the tensors are read by ``weights`` and ``quantization``.
+The package gguf reads the file. transformers maps the file's fields to options of its own, and the
+file's tensors to tensors of its own. It also knows how llama.cpp reordered rows. What either of the
+two would pass over in silence is refused here. Called by ``checkpoint``; the tensors are read by
+``weights`` and ``quantization``.
 """
 
 from collections.abc import Iterator

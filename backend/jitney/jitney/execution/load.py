@@ -153,8 +153,9 @@ def speed_up(
     tap = eagle.StateTap(model.module) if taps_states else None
     if accelerator is not None:
         model = _rearrange(config, model, accelerator)
-    # A fused model knows which columns of a joined result are whose (``low_rank.Part``), so layers
-    # may be joined. In any other model the layer itself must still be in the module.
+    # An adapter's product is added to a layer's result. Where kernels have joined layers, only a
+    # fused model knows which columns of the joined result are which layer's (``low_rank.Part``). In
+    # any other model, each layer that adapters may change must still stand alone.
     if not model.fused:
         _check_sites(model)
     if tap is not None:
@@ -171,7 +172,7 @@ def _rearrange(config: EngineConfig, model: LoadedModel, accelerator: Accelerato
     """The rearranged model, which is checked to give the same logits as before."""
     # As a rule a step has one token of each running sequence.
     usual_tokens = min(options.token_budget(config, model.device), config.max_num_seqs)
-    with machine.threads_for(model.weight_bytes):
+    with machine.threads_for(model.weight_bytes):  # few bytes: too little work for many threads
         before = probe.probe_logits(model.module, model.layers)
         rounds_inputs = bool(layers_that_round_inputs(model.module))
         faster = accelerator.speed_up(model, usual_tokens)
@@ -205,7 +206,8 @@ def _check_sites(model: LoadedModel) -> None:
 def _prepare_draft(config: EngineConfig, tools: LoadTools, target: PreparedModel) -> PreparedModel:
     """The draft model or head that option ``speculation`` names. It is quantized if the model is.
 
-    Raises ConfigError if its vocabulary is not the model's, or its context is shorter.
+    Raises ConfigError if its vocabulary is not the model's. ``support.context_length``, called
+    within :func:`load_and_prepare`, raises ConfigError if its context is shorter than the model's.
     """
     own = options.draft_options(config, target.model.dtype, target.model.max_model_len)
     # If the accelerator does not fit the model, the draft model runs without it, too.
@@ -221,8 +223,8 @@ def _prepare_draft(config: EngineConfig, tools: LoadTools, target: PreparedModel
 
 
 def _describe(config: EngineConfig, target: PreparedModel) -> ModelInfo:
-    """What the front must know. The number of blocks is not planned yet. It is 1 here, as in the
-    caches over which an accelerator measures steps; :func:`make_runner` sets the planned one."""
+    """What the front must know. ``num_blocks`` is 1: an accelerator measures steps over caches of
+    one block, and only then can the number be planned. :func:`make_runner` sets the planned one."""
     model = target.model
     kernels = sorted({attend.name for attend in target.attention})
     return ModelInfo(
@@ -300,7 +302,7 @@ def _needs_of(
     """What the model needs without its draft model. ``dtype`` is the cache's."""
     model = target.model
     steps = None
-    copied_rank = 0
+    copied_rank = 0  # of the copies of adapters that kernels make; 0: they make none
     if target.accelerator is not None:
         caches = target.empty_caches(config, dtype, num_blocks=1)
         steps = target.accelerator.step_memory(model, caches, info)

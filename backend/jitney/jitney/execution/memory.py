@@ -3,6 +3,7 @@
 Called at load, by accelerators that measure, and (for a few blocks) by the probe. Sizes are bytes.
 """
 
+import contextlib
 import math
 import mmap
 from collections.abc import Sequence
@@ -245,7 +246,10 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     pages = mmap.mmap(
         -1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     )
-    pages.madvise(mmap.MADV_HUGEPAGE)  # fewer address translations per row of a cache
+    # Huge pages need fewer address translations per row of a cache. This is advice only: a kernel
+    # without huge pages refuses it, and the cache works without them.
+    with contextlib.suppress(OSError):
+        pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype).view(shape)  # the tensor keeps ``pages`` alive
 
 

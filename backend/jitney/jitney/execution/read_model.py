@@ -11,7 +11,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from jitney.config import EngineConfig
-from jitney.errors import CheckpointError, ConfigError, LoadError, first_line
+from jitney.errors import (
+    CheckpointError,
+    ConfigError,
+    LoadError,
+    UnsupportedModelError,
+    first_line,
+)
 from jitney.execution import interface, machine, probe, support
 from jitney.execution.acceleration import Accelerator
 from jitney.execution.checkpoint import Checkpoint, check_checkpoint, resolve_model
@@ -238,7 +244,7 @@ def prove(read: ModuleWithWeights) -> LoadedModel:
     module = read.module
     checkpoint = judged.checkpoint
     device = probe.embedding_weight(module).device
-    with machine.threads_for(read.needed_bytes):
+    with machine.threads_for(read.needed_bytes):  # few bytes: too little work for many threads
         layers = _probe(module, weights_name(checkpoint))
     vocab_size = len(probe.embedding_weight(module))
     kv_heads = [layer.num_kv_heads for layer in layers]
@@ -267,8 +273,13 @@ def _probe(module: PreTrainedModel, weights: str) -> list[LayerSpec]:
     except LoadError:
         raise
     except Exception as error:
-        if machine.is_out_of_memory(error):
-            raise MemoryError(str(error)) from error
-        reason = f"a trial step over a paged cache failed ({first_line(error)})"
-        raise support.unservable(module.config.model_type, reason) from error
+        raise failed_trial(module.config.model_type, error) from error
     return layers
+
+
+def failed_trial(model_type: str, error: Exception) -> MemoryError | UnsupportedModelError:
+    """What to raise if a module's trial step has raised ``error``, which is not a LoadError."""
+    if machine.is_out_of_memory(error):
+        return MemoryError(str(error))
+    reason = f"a trial step over a paged cache failed ({first_line(error)})"
+    return support.unservable(model_type, reason)

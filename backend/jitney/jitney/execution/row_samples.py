@@ -86,8 +86,9 @@ def logprobs_in_pass(targets: PromptTargets, logits: Tensor, first: int) -> RowP
 def sampled_rows(row: Row) -> list[SampledRow]:
     """For each token that the row samples, the pair that the sampler takes.
 
-    A token behind drafts is sampled as if these drafts were output. So its row is a copy that ends
-    with the last of them, and has them in its output.
+    A token behind drafts is sampled as if these drafts were output. So each sample gets a copy of
+    the row. The copy's ``token_ids`` end with the drafts before the sample, and its ``output`` ends
+    with them too, if anything reads it.
     """
     if not row.drafts:
         return [(row, index) for index in row.sample]

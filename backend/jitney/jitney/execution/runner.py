@@ -1,7 +1,9 @@
 """A Batch in, a StepOutput out, in torch's own operations or in what replaced them at load.
 
-All that is known of a row is in the row. An exception in a step leaves the cache usable: slots of
-tokens that were not reported back are written again.
+The runner knows no sequences: a row brings its tokens, block table and parameters. From one step to
+the next the runner keeps the K and V in the caches and, with overlap, the tokens that the latest
+step samples. An exception in a step leaves the cache usable: slots of tokens that were not reported
+back are written again.
 
 A step is launched, then waited for. On a GPU its tokens stay there as the next step's inputs. So
 the next step can be launched before :meth:`PendingStep.wait` has brought them to the host.

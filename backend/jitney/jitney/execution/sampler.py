@@ -119,8 +119,8 @@ def sample(logits: Tensor, pairs: list[SampledRow]) -> PendingSamples:
     if remaining:
         has_choice = model_is_finite.clone()  # changed below for the remaining rows
 
-    # On a CPU, the token of a greedy row whose logits only a grammar's mask changes is chosen
-    # without masking them.
+    # In some greedy rows nothing but a grammar's mask changes the logits. On a CPU their tokens are
+    # chosen among the allowed ones, without masking logits.
     if remaining and logits.device.type == "cpu":
         masks = _sole_masks(rows, remaining)
         if masks:
@@ -197,10 +197,14 @@ def _argmax_on_cpu(logits: Tensor, form: _FloatBits) -> Tensor | None:
     negative and in the reverse order. So the largest integer is the argmax, unless all are
     negative; then the smallest one is.
 
-    None if a NaN has its sign set. A NaN counts as the largest float, but neither rule would find
-    this one. Its integer is negative, so beside a positive float it is not the largest. It is above
-    those of all negative floats, so among these it is not the smallest. In bfloat16: -0.0 is
-    -32768, -inf is -128, these NaN are -127 to -1, and 0.0 is 0.
+    None if a NaN has its sign set. The integers of bfloat16, in ascending order:
+
+    - -32768 to -128: from -0.0 down to -inf
+    - -127 to -1: the NaN whose sign is set
+    - from 0 on: from 0.0 up to inf, then the other NaN
+
+    A NaN counts as the largest float, but neither rule would find one whose sign is set: it is not
+    the largest integer beside a positive float, and not the smallest among negative floats.
     """
     signed = logits.view(form.signed).numpy()
     if signed.view(form.unsigned).max(initial=0) > form.minus_infinity:
@@ -355,12 +359,13 @@ def _best(values: Tensor, width: int) -> tuple[Tensor, Tensor]:
     is_candidate = ~(values < best[:, -1:])
     rows, ids = is_candidate.nonzero(as_tuple=True)  # by row, then by index
     found = values[rows, ids]
-    # Order them by row, then by descending value, then by index. They are in order of the index
-    # now. So sort by value first, and then by row: a stable sort leaves equals in the order they
-    # had.
+    # ``order`` is a permutation of the candidates: by row, then by descending value, then by index.
+    # They are in order of the index now. So sort by value first, and then by row: a stable sort
+    # leaves equals in the order they had.
     by_value = found.argsort(descending=True, stable=True)
     rows_by_value = rows[by_value]
-    order = by_value[rows_by_value.argsort(stable=True)]
+    by_row = rows_by_value.argsort(stable=True)  # indices into ``by_value``
+    order = by_value[by_row]
     # The first ``width`` of each row. With rows of 3 and 2 candidates, which begin at 0 and 3, and
     # with width 2, these are [[0, 1], [3, 4]] of ``order``.
     row_sizes = rows.bincount(minlength=len(values))

@@ -12,13 +12,13 @@ from msgspec.structs import replace
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from jitney.config import EngineConfig
-from jitney.errors import ConfigError
+from jitney.errors import ConfigError, LoadError
 from jitney.execution import eagle, interface, memory, options, probe, support
 from jitney.execution.acceleration import Accelerator
 from jitney.execution.checkpoint import Checkpoint, check_checkpoint, resolve_model
 from jitney.execution.interface import LayerSpec, LoadedModel
 from jitney.execution.quantized import Quantizer
-from jitney.execution.read_model import LoadTools, find_weight_format, judge
+from jitney.execution.read_model import LoadTools, failed_trial, find_weight_format, judge
 from jitney.execution.weights import count_bytes
 from jitney.messages import Footprint
 
@@ -95,13 +95,19 @@ def _weigh_one(config: EngineConfig, tools: LoadTools) -> _Weighed:
 
 
 def _layers(module: PreTrainedModel, config: PreTrainedConfig) -> list[LayerSpec]:
-    """The layers as the probe records them or, if it cannot, as the configuration states them."""
+    """The layers as the probe records them or, if it cannot, as the configuration states them.
+    Raises UnsupportedModelError if the module cannot be served, as ``read_model.prove`` does."""
     windows = support.layer_windows(config)
     try:
         return probe.record_layers(module, windows)
-    except (RuntimeError, NotImplementedError):
+    except LoadError:
+        raise
+    except RuntimeError:
         # A module that looks at values of tensors cannot run on the meta device.
         return _stated_layers(config, windows)
+    except Exception as error:
+        # Such as a TypeError if the module drops the argument ``paged`` on the way to attention.
+        raise failed_trial(config.model_type, error) from error
 
 
 def _stated_layers(config: PreTrainedConfig, windows: list[int | None]) -> list[LayerSpec]:

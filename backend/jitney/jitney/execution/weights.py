@@ -165,7 +165,8 @@ def cache_scales(
     checkpoint: Checkpoint, kv_heads: Sequence[int], device: torch.device
 ) -> dict[int, KvScales]:
     """The scales that a checkpoint states for a float8 cache, by layer, on ``device``. Layers for
-    which it states only one of the two are left out. ``kv_heads``: how many each layer has.
+    which it states only one of the two are left out. ``kv_heads``: how many each layer of the model
+    has.
 
     Raises CheckpointError for scales that are neither one for the layer nor one per KV head.
     """
@@ -176,9 +177,13 @@ def cache_scales(
             continue
         layer = int(match[1])
         letter = match[2]
+        if layer >= len(kv_heads):
+            # Some checkpoints have a layer behind the model's, which predicts further tokens
+            # (GLM-4.5). transformers does not load it.
+            continue
+        heads = kv_heads[layer]
         with safe_open(str(checkpoint.folder / stored.file), framework="pt") as file:
             scale = file.get_tensor(name).float().flatten()
-        heads = kv_heads[layer] if layer < len(kv_heads) else 0
         if len(scale) not in (1, heads):
             raise CheckpointError(f"the cache scales of layer {layer} are not one, or one per head")
         of_layer = found.setdefault(layer, {})

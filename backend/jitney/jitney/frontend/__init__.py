@@ -23,29 +23,29 @@ SIGTERM            the drain: ``drain_s`` seconds    a signal
                    for what is open
 =================  ================================  =========================================
 
-The threads exchange messages. What several of them change is guarded by a lock: the journal, by the
-supervisor's; the sums in ``ModelMetrics``; a ``Channel``'s sender; the number of reports that wait;
-the grammars that were checked. ``Service._refusal`` needs none: it is a single reference, and the
-last value counts. ``Health``, ``Service._accepted_bytes`` and ``Responder.ended_bytes`` are each
-written by one thread and read by others.
+The threads exchange messages. Each of these, which several threads change, has a lock: the
+supervisor's journal, the sums in ``ModelMetrics``, a ``Channel``'s sender, the number of reports
+that wait, the grammars that were checked. ``Service._refusal`` needs no lock: it is a single
+reference, and the last value counts. ``Health``, ``Service._accepted_bytes`` and
+``Responder.ended_bytes`` are each written by one thread and read by others.
 
 The objects of one request, from the server's call to its last response.
 
-===================  =====================  ====================  =================================
-object               made by                owned by              lives until
-===================  =====================  ====================  =================================
-the server's own     the server             the stub's thread     its tensors are read
-``ClientRequest``    ``parse_request``      stub, then encoder    the prompt is encoded
-``Channel``          ``Service.accept``     stub, then responder  the final response
-``Arrival``          ``Service``, once the  responder             the request has ended
-                     checks are passed
-``EncodedPrompt``    ``text.intake``        encoder               ``Reply`` and ``Submit`` are made
-``Submit``           ``text.intake``        engine, journal       the engine's terminal event
-``Completion``       ``Service``            responder             the request has ended
-``ResponseWriter``   ``Service``            responder             the request has ended
-``Reply``            ``Service``, holds     responder             the request has ended
-                     the two above
-===================  =====================  ====================  =================================
+====================  =====================  ====================  =================================
+object                made by                owned by              lives until
+====================  =====================  ====================  =================================
+``InferenceRequest``  the server             the stub's thread     its tensors are read
+``ClientRequest``     ``parse_request``      stub, then encoder    the prompt is encoded
+``Channel``           ``Service.accept``     stub, then responder  the final response
+``Arrival``           ``Service``, once the  responder             the request has ended
+                      checks are passed
+``EncodedPrompt``     ``text.intake``        encoder               its ``Reply`` is made
+``Submit``            ``text.intake``        engine, journal       the engine's terminal event
+``Completion``        ``Service``            responder             the request has ended
+``ResponseWriter``    ``Service``            responder             the request has ended
+``Reply``             ``Service``, holds     responder             the request has ended
+                      the two above
+====================  =====================  ====================  =================================
 
 A request's times count from its arrival. A send is a round trip to the server; while it lasts, new
 tokens gather and leave together. Errors come from the tree in ``errors.py``. They are translated to

@@ -63,10 +63,12 @@ class Channel:
     def send(self, tensors: Sequence[NamedArray], *, final: bool) -> None:
         """Send a response with data.
 
-        Raises CancelledError if it failed because the client has gone; the channel is closed then.
-        Raises SendError if it failed although the client is there: :meth:`fail` can still send an
-        error. If the final response failed, it raises SendError in any case, and nothing can be
-        sent any more.
+        Raises an error if that fails:
+
+        - SendError if the server does not take the final response, whether the client has gone or
+          not. The channel is closed, and nothing can be sent any more.
+        - Otherwise CancelledError if the client has gone. The channel is closed.
+        - Otherwise SendError. :meth:`fail` can still send an error.
         """
         size = sum(_size(array) for _, array in tensors)
         try:
@@ -80,6 +82,7 @@ class Channel:
                 self._send_more(response)
                 self._send_final(_EMPTY)
         except (pb_utils.TritonModelException, MemoryError) as error:
+            # Never after a failed final response: the channel is closed already.
             if self.is_cancelled():
                 # The server keeps a request until its final response, client or not.
                 self._close_with(_EMPTY)

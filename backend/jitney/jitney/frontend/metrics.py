@@ -46,8 +46,8 @@ _LOG = logging.getLogger(__name__)
 
 _EDGES = {name: edges_of(name) for name in HISTOGRAMS}
 _WITHOUT_LABEL = (None,)
-"""Stands for the values of a label that a family lacks: :meth:`ModelMetrics._add` makes one metric,
-without that label."""
+"""The values to pass to :meth:`ModelMetrics._add` for a label that the family does not have. None
+stands for one metric without that label."""
 
 
 class _Key(NamedTuple):

@@ -189,7 +189,8 @@ def _check_array(name: str, array: np.ndarray) -> None:
         shown = _SHOWN_TYPES[data_type]
         raise InvalidArgumentError(f"input {name} has type {array.dtype}, but must be {shown}")
     length = INPUTS[name].length
-    if array.ndim != 1 or length not in (-1, array.shape[0]):
+    fits = array.ndim == 1 and (length == -1 or len(array) == length)
+    if not fits:
         shape = list(array.shape)
         raise InvalidArgumentError(f"input {name} has shape {shape}, but must be {[length]}")
 

@@ -226,7 +226,8 @@ class Responder:
     def _first_call(self) -> Callable[[], None] | None:
         """Wait for a call, at most until a response may be sent. None: there was none."""
         try:
-            # Stopping: the last turn has failed and is repeated. It must not wait.
+            # If ``_stopping`` is set here, a turn has raised after it was set, and the worker makes
+            # this one. It must not wait, because no call may come any more.
             if self._stopping or self._send_queue.may_send:
                 return self._inbox.get_nowait()
             if self._send_queue.is_empty:
@@ -307,8 +308,8 @@ class Responder:
 
     def _cancel_if_too_slow(self, reply: Reply) -> None:
         """Cancel a stream if too many of its tokens wait: they are not sent as fast as they are
-        made. To be called before the tokens of a step are added. A grammar may force any number of
-        tokens in one step, so many of them do not mean that sending is too slow."""
+        made. Called before the tokens of a step are added, so that only those of earlier steps
+        count: a grammar may force very many in one step, however fast they are sent."""
         waiting = reply.completion.pending_tokens
         if waiting > self._max_pending_tokens and not reply.cancel_reason:
             reply.cancel_reason = (

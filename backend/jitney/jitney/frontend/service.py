@@ -260,7 +260,8 @@ class Service:
             num_prompt=len(prompt.ids),
             encoder=self._logprobs,
         )
-        # Not ``submit.params``: the engine may return logprobs that the client has not asked for.
+        # Not ``submit.params``: ``_make_submit`` may have asked the engine for logprobs that the
+        # client does not want. They are for the cumulative sum alone.
         wants_logprobs = "logprobs" in request.returns and request.params.logprobs is not None
         encoder = self._logprobs if wants_logprobs else None
         completion = Completion(submit, self._tokenizer, encoder)

@@ -69,7 +69,7 @@ class _SigtermWaiter:
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
 
     def turn(self) -> float:
-        """Wait for one signal. Returns the pause before the next turn: none."""
+        """Wait for one signal. Returns 0: there is no pause before the next turn."""
         number = self._reader.recv(1)[0]
         if number == signal.SIGTERM and not self._was_called:
             self._callback()

@@ -11,7 +11,7 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max  # 448
 SIZE_STEP = 16
 """torch's e4m3 product takes a weight only if both its sizes are multiples of this. Our kernels for
-CPUs need it of the inputs."""
+CPUs need only the number of inputs to be one."""
 _LEAST = 1e-30
 """Taken for the largest value of a row if that is smaller: a row of zeros must not get scale 0."""
 

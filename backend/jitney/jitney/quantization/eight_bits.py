@@ -23,7 +23,7 @@ from jitney.quantization import e4m3
 
 _LARGEST_INT8 = 127
 _TINY = 1e-30
-"""Keeps a divisor from being 0."""
+"""Keeps divisors, and a bound that is doubled, from being 0."""
 _SMALL_COLUMN = 8
 """A column is enlarged if its largest weight is at least this many times smaller than the mean of
 all columns' largest weights."""
@@ -241,6 +241,8 @@ class Int8Linear(EightBitLinear):
         """
         wide = x.float()
         largest = wide.abs().amax(1, keepdim=True)
+        # This division rounds twice (see ``e4m3.quantize_rows``). It does no harm: at most, a value
+        # almost halfway between two integers is rounded to the other one.
         inverse_scale = torch.where(largest > 0, _LARGEST_INT8 / largest, 0.0)
 
         # To make the scale of a broken row NaN, and leave the others as they are: 0 * NaN and
@@ -285,6 +287,7 @@ def _outlier_bounds(sizes: Tensor) -> Tensor:
         too_many = _outlier_counts(sizes, bounds) > MOST_OUTLIERS
         if not too_many.any():
             return bounds
+        # The mean of tiny values may round to 0. Doubling alone would leave a bound of 0 as it is.
         bounds = bounds.where(~too_many, 2 * bounds + _TINY)
 
 

@@ -23,7 +23,8 @@ GROUP_SIZES = (128, 64, 32)
 """Inputs of a group, largest first. :func:`choose_group_size` chooses one of these."""
 _LARGEST_Q = 15
 _KEPT_RANGE = 0.9
-"""Share of a group's range that the first scale covers. Values outside are clipped. In return, the
+""":meth:`Int4Linear.quantized_from` begins with a scale that covers this share of a group's range,
+and fits a better one afterwards. The first scale clips values outside the share. In return, the
 steps inside are smaller."""
 _TINY = 1e-30
 """Keeps a divisor from being 0."""
@@ -149,7 +150,7 @@ def _merge_key(layer: Int4Linear) -> _FourBitMergeKey:
 
 
 def _fit_line(q: Tensor, values: Tensor) -> Tensor:
-    """The scale and the least value of each group whose ``q * scale + least`` are closest to
+    """For each group, the scale and the least value that bring ``q * scale + least`` closest to
     ``values``, by least squares. q and values are [outputs, groups, size]. Returns
     [2, outputs, groups, 1]."""
     q_mean = q.mean(2, keepdim=True)

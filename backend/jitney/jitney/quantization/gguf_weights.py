@@ -82,6 +82,7 @@ class GgufWeights:
         """How the file is read on ``device``."""
         if not devices.has_integer_kernels(device):
             return cls(checkpoint, file, dtype, layers={})
+        # All of these are matrices: ``gguf_file`` refuses blocks in any other tensor.
         types = {
             name.removesuffix(".weight"): tensor.dtype
             for name, tensor in checkpoint.tensors.items()

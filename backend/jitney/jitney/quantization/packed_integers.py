@@ -71,8 +71,8 @@ def make_linear(
 ) -> QuantizedLinear:
     """The layer of ``inputs`` inputs that was quantized by ``method`` and stored in ``tensors``.
 
-    ``group_sizes``: those that the checkpoint's configuration names. The next two are for GPTQ
-    alone. ``bits``: of an integer. ``plus_one``: zero points are one more than what is stored.
+    ``bits`` (of an integer) and ``plus_one`` (zero points are one more than what is stored) are for
+    GPTQ alone. ``group_sizes`` are those that the checkpoint's configuration names.
 
     Raises CheckpointError if a tensor is missing or has a wrong shape, if the layer's groups have
     none of the sizes, or if an input is in a group that the layer does not have.

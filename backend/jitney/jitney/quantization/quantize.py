@@ -51,7 +51,8 @@ int8 runs on every GPU, in every dtype."""
 
 @dataclass
 class QuantizeWhileLoading:
-    """A ``WeightFormat``. Weights are read as they are, and then quantized one by one."""
+    """A ``WeightFormat``: ``execution.quantized`` explains its methods and attributes. Weights are
+    read as they are, and then quantized one by one."""
 
     kind: Quantization
     checkpoint: Checkpoint
@@ -226,12 +227,15 @@ def _layer_bytes(weight: Tensor, kind: Quantization, device: torch.device) -> in
 def _choose(module: PreTrainedModel, kind: Quantization, device: torch.device) -> _Choice:
     """Choose which linear layers to quantize."""
     head = module.get_output_embeddings()
+    routers = _parts_of_routers(module)
     choice = _Choice({}, Counter())
     for layer, holders in find_children(module, is_linear).items():
         if layer is head:
             reason = _reason_to_keep_head(layer, kind, device)
+        elif layer in routers:
+            reason = "a router"
         else:
-            reason = _reason_to_keep(layer, holders, kind)
+            reason = _reason_to_keep(layer, kind)
         if reason is None:
             choice.chosen[layer] = holders
         else:
@@ -250,13 +254,31 @@ def _reason_to_keep_head(head: nn.Module, kind: Quantization, device: torch.devi
     return None
 
 
-def _reason_to_keep(linear: nn.Module, holders: list[Holder], kind: Quantization) -> str | None:
-    """Why a linear layer other than the head stays as it is. None: it is quantized."""
+def _parts_of_routers(module: PreTrainedModel) -> set[nn.Module]:
+    """The routers of ``module``, and all modules inside them. A router may be a linear layer, or
+    hold some."""
+    found: set[nn.Module] = set()
+    for parent in module.modules():
+        for name, child in parent._modules.items():
+            if child is not None and _is_router(Holder(parent, name), child):
+                found.update(child.modules())
+    return found
+
+
+def _is_router(holder: Holder, child: nn.Module) -> bool:
+    """Whether ``child``, which hangs at ``holder``, chooses among experts."""
+    if "router" in holder.attribute:
+        return True
+    if "experts" not in holder.parent._modules:
+        return False
+    # Beside experts hang other modules as well, such as an expert that all tokens share.
+    return is_linear(child) or holder.attribute == "gate"
+
+
+def _reason_to_keep(linear: nn.Module, kind: Quantization) -> str | None:
+    """Why a linear layer stays as it is, if it is neither the head nor in a router. None: it is
+    quantized."""
     outputs, inputs = weight_of(linear).shape
-    for holder in holders:
-        # A linear layer beside experts chooses among them.
-        if "experts" in holder.parent._modules or "router" in holder.attribute:
-            return "a router"
     if outputs % SIZE_STEP or inputs % SIZE_STEP:
         return f"{inputs} by {outputs} is not in steps of {SIZE_STEP}"
     smallest_group = GROUP_SIZES[-1]

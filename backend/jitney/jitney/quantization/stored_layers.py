@@ -36,7 +36,7 @@ def integer_layers(method: str, config: Mapping[str, Any], checkpoint: Checkpoin
         is_int8 = tensor_name == "weight" and header.dtype == "I8"
         if is_packed or is_int8:
             layers[layer_name] = {}
-    # Experts are merged into one tensor, which is no linear layer.
+    # transformers merges experts into one tensor while it loads them, and that is no linear layer.
     if any(".experts." in layer_name for layer_name in layers):
         return None
 
@@ -92,7 +92,9 @@ def e4m3_layers(config: Mapping[str, Any], checkpoint: Checkpoint) -> Layers | N
 def _check_scales(checkpoint: Checkpoint) -> None:
     """Raise CheckpointError if a weight has no scale. A library would take it for 1."""
     for name, entry in checkpoint.tensors.items():
-        if entry.dtype == "F8_E4M3" and f"{name}_scale" not in checkpoint.tensors:
+        # What belongs to a weight may be e4m3 as well, such as the scales of NVFP4.
+        is_weight = not name.endswith(("_scale", "_zero_point"))
+        if is_weight and entry.dtype == "F8_E4M3" and f"{name}_scale" not in checkpoint.tensors:
             raise CheckpointError(f"{entry.file} lacks {name}_scale")
 
 
@@ -113,7 +115,7 @@ def _e4m3_contents(layer: str, checkpoint: Checkpoint) -> LayerContents | None:
     weight = checkpoint.tensors.get(f"{layer}.weight")
     if weight is None or weight.dtype != "F8_E4M3" or len(weight.shape) != 2:
         return None
-    if ".experts." in layer:  # experts are merged into one tensor, which is no linear layer
+    if ".experts." in layer:  # see ``integer_layers``
         return None
 
     outputs, inputs = weight.shape

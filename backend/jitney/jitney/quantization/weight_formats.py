@@ -95,7 +95,7 @@ class IntegerWeights:
         modules = dict(skeleton.named_modules())
         for name, contents in self.layers.items():
             linear = modules.get(name)
-            # Another module is refused when the weights are read.
+            # A module that is no nn.Linear is refused later, when the weights are read.
             if isinstance(linear, nn.Linear):
                 needed += self._added_bytes(contents, linear)
         return needed
@@ -108,6 +108,8 @@ class IntegerWeights:
         words = _first_of(contents, "qweight", "weight_packed")
         scales = _first_of(contents, "scales", "weight_scale")
         if words is None or scales is None:
+            # The weight is not packed: a byte stays a byte. Or a tensor is missing, and is refused
+            # later.
             return 0
         groups = math.prod(scales.shape) // linear.out_features
         may_be_scattered = bool(self._config.get("desc_act")) or "weight_g_idx" in contents
@@ -115,6 +117,7 @@ class IntegerWeights:
             return 0  # 4 bits stay 4 bits, and 8 bits become no more than 8
         word_bytes = math.prod(words.shape) * 4  # words of 32 bits
         int8_bytes = linear.in_features * linear.out_features
+        # 0 for integers of 8 bits: their words take as many bytes as int8, or more if padded.
         return max(0, int8_bytes - word_bytes)
 
     def before_reading(self, hf_config: PreTrainedConfig) -> None:

@@ -4,9 +4,10 @@
 
 ``grammar`` alone knows llguidance. A new grammar is first checked in a process of its own
 (``grammar_process``), which the front kills if that takes too long. What the check returns travels
-in the ``Submit``, and the engine compiles it. Each sequence then has a ``GrammarState`` of
-``batch.py``. The state follows from the sequence's output alone. A fork has no output yet,
-so it begins with a new state, and a resumed sequence has a new state accept its output again.
+in the ``Submit``, and the engine compiles it. Each sequence then has a ``GrammarState`` (declared
+in ``jitney.batch``), which says what tokens may come next. The state follows from the sequence's
+output alone. A fork has no output yet, so it begins with a new state, and a resumed sequence has a
+new state accept its output again.
 
 A grammar on its way:
 

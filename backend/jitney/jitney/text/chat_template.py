@@ -90,8 +90,8 @@ class _Namespace(jinja2.utils.Namespace):
     """A namespace without names that begin with an underscore: those are Python's own."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        # As in Jinja's own class, ``self`` is not among the names of arguments, because a template
-        # may set a variable of that name.
+        # ``self`` comes in ``*args``, so that ``namespace(self=1)`` works in a template, as in
+        # Jinja's class.
         self, *positional = args
         given = dict(*positional, **kwargs)
         for name in given:
@@ -118,7 +118,7 @@ def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
             # "thinking" comes first, as in transformers: a template may print the keys in their
             # order.
             completed = {"thinking": reasoning, **message}
-            # No other text is lost: if the message has a ``reasoning_content``, it was found first.
+            # This replaces no other text, because ``reasoning_content`` is looked for first.
             completed["reasoning_content"] = reasoning
             # A message may have another text as its ``thinking``: that one stays.
             if completed["thinking"] is None:

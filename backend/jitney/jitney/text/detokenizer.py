@@ -13,11 +13,12 @@ for each token.
 
 With all others (SentencePiece-style, WordPiece, …) the text of a token depends on its neighbours:
 
-- It depends on whether the token is the first one. So the tokenizer decodes a short window: some
-  old tokens with a text, then the new ones. What comes after the old tokens' text is new.
+- It depends on whether the token is the first one. So the tokenizer decodes a short window: a few
+  old tokens that have a text, called the *context*, then the new ones. What comes after the
+  context's text is new.
 - A character without a token of its own is a run of byte tokens (``<0xE4>``). A run decodes to text
   if it is UTF-8 as a whole, and else to nothing but replacement characters. So it is held back
-  until it ends.
+  until it ends. A run that has become too long is *cut*: its text so far is sent.
 """
 
 import codecs
@@ -69,10 +70,12 @@ class DecodingRules:
                 if match:
                     self.byte_values[token_id] = int(match[1], 16)
         self.stand_in: list[int] = []
-        """A list of one token that has a text. It is the context where there is no other: after a
-        prompt of byte tokens only, or after a cut run. Byte tokens cannot be the context, because
-        output bytes could join them in a character. Without a context, the output would lose its
-        first space. Empty if the tokenizer has no byte tokens, or no such token."""
+        """A list of one token that has a text: the context where only byte tokens have one so far.
+        These are at the end of a prompt, or in a run that was cut. They cannot be the context
+        themselves, because output bytes could join them in a character. Without a context, the next
+        token would be decoded as the first one, and lose its space.
+
+        Empty if the tokenizer has no byte tokens, or no other token has a text."""
         if self.byte_values:
             self.stand_in = self._find_word()
         self._bytes: dict[int, bytes] = {}
@@ -169,7 +172,8 @@ class WindowDecoder:
                 tokens.append(token_id)
         tokens.reverse()
         if ends_in_bytes and not self._rules.decode(tokens):
-            # The prompt's text is in the bytes that were left out.
+            # Only the bytes that were left out have a text. It stands before the output, so the
+            # output is not the beginning of the text: a stand-in takes the place of the bytes.
             return self._rules.stand_in
         return tokens
 
@@ -209,8 +213,9 @@ class WindowDecoder:
         context, text = self._find_context(tokens)
         self._context = context
         self._context_text = text
-        # Without a context, none of ``tokens`` has a text. They stay pending, so that the first
-        # token with a text is decoded as the first one, as in the whole decode.
+        # Without a context, none of ``tokens`` has a text. They stay pending, because what they are
+        # can change the text of the next token. A lone "▁" decodes to nothing, because a text loses
+        # its first space. With it in front, the next token keeps its own space.
         self._pending = [] if context else tokens.copy()
 
     def _find_context(self, tokens: list[int]) -> tuple[list[int], str]:
@@ -234,8 +239,10 @@ class WindowDecoder:
         text = self._rules.decode(self._context + self._pending[:cut])
         new_text = text[len(self._context_text) :]
         rest = self._pending[cut:]
-        # A context stays: later tokens are decoded as if they came right behind it. Without one,
-        # they would be decoded as the first ones of the sequence.
+        # The tokens before the cut are dropped, because their text is sent. A context from before
+        # the run stays, although these tokens stood between it and the rest: byte tokens cannot be
+        # the context. Without one, the stand-in becomes the context: else the rest would be decoded
+        # as the first tokens of the sequence.
         if not self._context:
             self._begin_window(self._rules.stand_in)
         self._pending = rest
@@ -267,8 +274,8 @@ def _decoder_kinds(tokenizer: tokenizers.Tokenizer) -> set[str]:
 
 def _byte_alphabet() -> dict[str, int]:
     """The 256 characters that stand for bytes in a byte-level vocabulary (GPT-2), and their bytes.
-    A printable character of Latin-1 stands for its own byte. For all other bytes, in their order,
-    stand the characters from U+0100 on."""
+    A printable character of Latin-1 stands for its own byte. The other bytes, in ascending order,
+    are written as U+0100, U+0101, …"""
     printable = {
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),

@@ -233,6 +233,9 @@ class CompiledGrammar:
         self._vocab_size = vocab_size
 
     def begin(self, may_end: bool) -> "MatcherState":
+        """The state of an empty output. ``may_end`` is false with ``ignore_eos``: then no mask
+        allows an end of sequence. The scheduler ends the sequence where the grammar allows nothing
+        more (:attr:`MatcherState.ended`), and at ``max_tokens``."""
         forbidden = [] if may_end else self._end_ids
         return MatcherState(self._matcher.deep_copy(), forbidden, self._vocab_size)
 

@@ -181,10 +181,13 @@ def _most_tokens(
         left = config.max_answer_entries - _prompt_entries(params, num_prompt)
         entries_per_step = params.n * _entries_per_token(params)
         most = min(most, left // entries_per_step)
-    # Below 1 if the prompt is too long, or its logprobs are too many for the limit. _check_length,
-    # the engine (a prompt larger than the cache) or _check_answer refuses that. Also below 1 if n
-    # sequences do not fit into the cache together. With one token each they do: all of them end
-    # when the prompt is computed.
+    # It may be below 1, and becomes 1. What happens to the request then depends on the cause:
+    #
+    # - the prompt fills the context, or is longer: _check_length refuses it;
+    # - the prompt is larger than the cache: the engine refuses it;
+    # - one token of each sequence already gives too many entries: _check_answer refuses it;
+    # - n sequences do not fit into the cache together: it is served, because all of them end when
+    #   the prompt is computed.
     return max(1, most)
 
 
@@ -201,6 +204,7 @@ def _most_blocks(
         if cap is not None:
             max_running = min(max_running, cap)
     if params.n > max_running:
+        # No block counts as shared: a sequence that waits may find no block of the prompt cached.
         return info.num_blocks // max_running
     # All n run at once, and share the full blocks of the prompt.
     shared = num_prompt // info.block_size
@@ -317,8 +321,8 @@ def _encode_bad_words(
     words: tuple[str, ...], tokenizer: Tokenizer, vocab_size: int
 ) -> list[list[int]]:
     """The ids of each word, as vLLM finds them. A word has other ids at the start of a text than
-    after a space. Both are forbidden, if they have the same number of ids and differ in the first.
-    """
+    after a space. The ids at the start are always forbidden. Those after a space are forbidden too
+    if they are as many and begin with another id."""
     encoded: list[list[int]] = []
     for word in words:
         check_text("bad_words", word)

@@ -51,8 +51,8 @@ class StopStrings:
         self.match_length[state] = len(string)
 
     def _link(self) -> None:
-        """Fill ``_fail`` and complete ``match_length``. The shorter states come first, because a
-        state takes both from a shorter one."""
+        """Fill ``_fail`` and complete ``match_length``, breadth first: a state's failure link and
+        match length follow from those of shorter states."""
         queue = deque(self._next[0].values())
         while queue:
             state = queue.popleft()

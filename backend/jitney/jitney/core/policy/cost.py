@@ -3,21 +3,21 @@
     seconds = w0 + w1 * any_chunk + w2 * tokens + w3 * samples + w4 * context
               + five more terms for drafts and for a draft model
 
-Weights are fitted after 1, 2, 4, … 64 steps. Then they stay until predictions are off: until the
-latest 16 steps of one kind took in the mean 3 % more or less than was predicted. Only steps since
-the last fit count for that. The kinds are steps with chunks and without; of steps with drafts or a
-draft model, those with drafts and without.
+There are two fits. The weights of drafting are fitted to steps with drafts or a draft model, the
+*plain* weights to all other steps, the plain ones. So the prediction for a plain step depends on
+plain steps alone. In each plain step the weights of drafts fade. Otherwise, if something else
+delayed the first step with drafts, drafts would seem too dear ever to be tried again.
+
+Each fit is made after 1, 2, 4, … 64 of its steps. Then its weights stay until predictions are off:
+until the latest 16 steps of one kind took in the mean 3 % more or less than was predicted. Only
+steps since the last fit count for that. Plain steps are of two kinds: with chunks and without. So
+are the other steps: with drafts and without.
 
 A fit minimizes the squared *relative* error over the last 256 steps, so a step that something else
 delayed changes little. A weight that these steps do not determine stays as it was: a batch that is
 full for an hour does not forget what a step of one row takes. If two fields always grow together,
 such as tokens and samples while all rows are decodes, their weights share the seconds. No weight is
 negative.
-
-The weights of drafting are fitted to steps with drafts or a draft model, the *plain* weights to all
-other steps. So the prediction for a plain step depends on plain steps alone. In each plain step the
-weights of drafts fade. Otherwise, if something else delayed the first step with drafts, drafts
-would seem too dear ever to be tried again.
 
 No clock here: the caller measures the seconds.
 """
@@ -54,11 +54,11 @@ class StepShape(NamedTuple):
     draft_tokens: float = 0.0
     """Drafts of all rows."""
     asking_rows: float = 0.0
-    """Rows for which a draft model computes any token."""
+    """Rows for which a draft model reads any token."""
     model_passes: float = 0.0
     """Passes of the draft model to propose: the most tokens that it proposes for a row."""
     tokens_read: float = 0.0
-    """Tokens of sequences that the draft model computes before it proposes."""
+    """Tokens of sequences that the draft model reads before it proposes."""
 
     @classmethod
     def of(cls, batch: Batch, outputs: Sequence[RowOutput] = ()) -> "StepShape":
@@ -102,9 +102,9 @@ _NUM_FADING = 2
 model costs does not fade: it must not look cheaper with each step in which it is not asked."""
 # Scales of the fields. Where fields always grow together, the points tell only what they take
 # together. `_fit` shares the seconds that the old weights do not explain among them, in proportion
-# to (field / typical size) ** 2. An example: one row asks a draft model, which reads 1,000 tokens
-# first. Then `tokens_read` is 10 times its typical size, `asking_rows` a tenth of its own, and
-# nearly all of these seconds go to `tokens_read`.
+# to (field / typical size) ** 2; it says why. An example: one row asks a draft model, which reads
+# 1,000 tokens first. Then `tokens_read` is 10 times its typical size, `asking_rows` a tenth of its
+# own, and nearly all of these seconds go to `tokens_read`.
 _TYPICAL = StepShape(
     steps=1.0,
     any_chunk=1.0,
@@ -226,8 +226,10 @@ class _Fitted:
         # the change of a weight by what it changes in a step whose field has its typical size,
         # relative to the seconds of the first step:
         #     penalty = _PRECISION * (change * typical size / first seconds) ** 2
-        # So fields that always grow together share the seconds that the old weights do not explain
-        # in proportion to (field / typical size) ** 2.
+        # If fields always grow together, the points tell only the sum of their change * field. The
+        # penalties for this sum are least if each change is in proportion to field / size ** 2,
+        # where size is the typical one. So each change * field, which is the part of the sum that
+        # the field gets, is in proportion to (field / size) ** 2.
         seconds = self._first_seconds
         precision = [_PRECISION * (size / seconds) ** 2 for size in self._typical]
         self.weights = fit(points, prior=self.weights, precision=precision)

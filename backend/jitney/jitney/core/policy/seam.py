@@ -64,8 +64,8 @@ class Admission(Protocol):
         """A sequence waits."""
 
     def remove(self, sequence: Sequence) -> None:
-        """A sequence waits no longer. A fork that is admitted when it is made never waited: the
-        call is ignored."""
+        """A sequence waits no longer. A fork that runs or ends as soon as it is made never waited:
+        the call is ignored."""
 
     @property
     def num_waiting(self) -> int:
@@ -128,7 +128,7 @@ class DraftChoice:
     propose: int = 0
     """Tokens that the draft model is to propose for the next step."""
     most_read: int = 0
-    """Most tokens of the sequence that the draft model may compute before it proposes."""
+    """Most tokens of the sequence that the draft model may read before it proposes."""
 
     @property
     def is_empty(self) -> bool:

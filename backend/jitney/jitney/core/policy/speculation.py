@@ -50,8 +50,9 @@ _TRIED = 4  # tokens that are asked for in a try
 _TRIES = 0.03
 # Tokens that a draft model may read beside those that it has not read yet:
 # - the token that this step samples;
-# - one token that it read before, as the first of a block: when a step begins to fill a block, all
-#   that the draft model had in it counts as unread (see `execution.draft`);
+# - one token that it read before, as the first of a block. When the model begins to fill a block,
+#   all that the draft model has in it counts as unread (see `execution.draft`). That is at most
+#   one token, because the draft model reads only one that the model has not computed: the newest;
 # - with a grammar, the last sample: another token may have been forced in its place.
 _REREAD = 3
 # Drafts must gain so many times what they cost, for two reasons. Sequences whose average is high
@@ -166,9 +167,10 @@ class Speculation:
         drafts = self._good_drafts(sequence, drafting)
         any_chosen = bool(drafts or drafting.propose)
         del drafts[most:]
-        # To propose k tokens, the draft model writes k positions behind the row: that of the row's
-        # sample first. It writes none that the sequence may not compute.
-        left = sequence.max_computed - sequence.num_planned - 1 - len(drafts)
+        # To propose k tokens, the draft model writes the k positions from `end_of_row` on: that of
+        # the row's sample first. It writes none that the sequence may not compute.
+        end_of_row = sequence.num_planned + 1 + len(drafts)
+        left = sequence.max_computed - end_of_row
         choice = DraftChoice(drafts, propose=min(drafting.propose, left))
         if choice.propose:
             unread = sequence.num_tokens + len(drafts) - sequence.num_read
@@ -340,8 +342,8 @@ def _begin_step(sequence: Sequence) -> Drafting:
 def _may_ask(sequence: Sequence) -> bool:
     """Whether a sequence may ask the draft model in this step. It must compute one token, known or
     pending, and no part of a prompt or of forced tokens."""
-    # The sample of this step, a draft that is computed after it, and the last token, which is never
-    # computed and so cannot be a draft.
+    # It must still get three tokens: the sample of this step, a draft after it, and the last token,
+    # which is never computed and so cannot be a draft.
     if sequence.num_tokens_left < 3:
         return False
     return sequence.num_planned >= max(sequence.decodes_from, sequence.num_tokens - 1)

@@ -54,7 +54,9 @@ class SecondsLimit:
     first_cut: int
     """Chunks of this tier and of those below it are cut. If the limit is a target for the
     inter-token latency, this is the top tier. If it is one for first tokens, this is the tier after
-    the first one that has such a target. If nothing limits the step: the number of tiers."""
+    the first one that has such a target. If nothing limits the step: the number of tiers.
+
+    At most ``top + 1``. If it is that, the chunks of the lower tiers alone are cut."""
     seconds: float = _NO_LIMIT
     """What the step may take by the learned cost."""
     inter_token_target: float | None = None
@@ -148,7 +150,7 @@ class TierLimits:
         self._rows_by_tier = [0] * len(tiers)
         # Seconds for the prompts of the tiers that are not limited. Lower tiers do not take them.
         self._prompt_seconds_due = 0.0
-        # The first running sequence of each lower tier.
+        # By lower tier: its first running sequence.
         self._first_of_tier: dict[int, Sequence] = {}
         # Those of them that have a prompt to compute: the seconds that are reserved for a block of
         # it, until its chunk is planned. They count as taken, by one row.
@@ -236,8 +238,8 @@ class TierLimits:
         """Seconds that a row of a tier may take, if it can be left out or cut:
 
         - above ``first_cut``: no limit;
-        - from there to the top tier, which is included: what is left of the step beside the shares
-          of the lower tiers;
+        - from there to the top tier, which is included (there may be no such tier): what is left of
+          the step beside the shares of the lower tiers;
         - below the top tier: what is left beside the prompts of the tiers that are not limited.
 
         If the rest of the tier's own share is more than that, it may take that rest.
@@ -298,8 +300,9 @@ class TierLimits:
         least = 0
         if not self._rows_by_tier[tier]:
             least = min(most, self._block_size)
-        if left < 0.0:  # not even the fixed seconds are left; per_token may be 0
+        if left < 0.0:  # not even the fixed seconds are left
             return least
+        # If per_token were 0, all tokens would have fitted above.
         return max(int(left / cost.per_token), least)
 
     def take_drafts(self, choice: DraftChoice) -> None:
@@ -371,7 +374,7 @@ class TierLimits:
 
     def _sum_of_rests(self) -> float:
         """Seconds of their shares that the lower tiers with running sequences have not taken."""
-        return sum(map(self._rest_of_share, self._first_of_tier))
+        return sum(self._rest_of_share(tier) for tier in self._first_of_tier)
 
     def _take(self, tier: int, seconds: float) -> None:
         """A row of a tier takes seconds."""

@@ -167,8 +167,8 @@ class TierAdmission:
         return self.max_running - self._num_counted(self._admitted(running))
 
     def num_forks_due(self, running: list[Sequence]) -> int:
-        # `_num_counted` is all running sequences (no tier runs more than its cap) plus the forks
-        # that count.
+        # A tier never runs more sequences than its cap, so `_num_counted` leaves out forks only.
+        # Without the running sequences, the forks that count are left.
         return self._num_counted(self._admitted(running)) - len(running)
 
     def _num_free_slots_of(self, tier: int, running: list[Sequence]) -> int:
@@ -260,8 +260,9 @@ class TierAdmission:
         first = self.first(running)
         if first is None:
             return None
-        # Even if `first` has aged, it has the level of its tier here (see `add`). So running
-        # sequences that have aged come before it.
+        # Even if `first` has aged, it has the level of its tier here (see `add`). Running sequences
+        # that have aged have level 0. So they come before it, unless it is of the first tier: then
+        # rank decides.
         for sequence in running:
             is_lower = sequence.request.tier > first.request.tier
             if is_lower and order(sequence) > order(first):

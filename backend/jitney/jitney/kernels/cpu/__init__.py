@@ -1,4 +1,5 @@
-"""Kernels for the CPU, compiled by Numba. Imported only where Numba is.
+"""Kernels for the CPU, compiled by Numba. Without Numba only ``accelerator``, ``linear`` and
+``ahead`` can be imported.
 
 A matrix product ``left x right`` is at the bottom of nearly everything here: x times a weight,
 queries times keys, weights of attention times values. ``left`` is a few rows; ``right`` is streamed

@@ -1,7 +1,7 @@
 """The way in: the CPU's kernels as an ``execution.acceleration.Accelerator``, which loads ask.
 
 It imports nothing that needs Numba before it is asked for a kernel. Without Numba there is no
-attention function, and modules stay as they are.
+attention function, and nothing is fused; linear layers are packed for oneDNN alone (``linear``).
 """
 
 import math
@@ -81,7 +81,8 @@ class CpuAccelerator:
         return True
 
     def widens_bfloat16(self, checkpoint: Checkpoint, *, has_quantized_weights: bool) -> bool:
-        """See :class:`Accelerator`. True if our kernels compute all products of the model, and the
+        """Whether bfloat16 is as fast as float32 even where kernels must widen it: see
+        :class:`Accelerator`. It is if our kernels compute all products of the model, and the
         processor has AVX2, which they need."""
         if not (self._config.fuse and self._config.prepack):
             return False
@@ -91,8 +92,9 @@ class CpuAccelerator:
             return False
         if not torch.cpu.get_capabilities().get("avx2") or find_spec("numba") is None:
             return False
-        # Kernels have the sizes of all quantized weights. Those of layers that stay floats are not
-        # checked: what is stored may have other shapes than the weights.
+        # Every size of a quantized weight has a kernel. The layers that stay floats cannot be
+        # checked here: a quantized checkpoint may store tensors in other shapes than the weights
+        # have.
         if has_quantized_weights:
             return True
         for stored in checkpoint.tensors.values():
@@ -147,7 +149,8 @@ class CpuAccelerator:
             raise ConfigError.of("kv_cache_dtype", self._config.kv_cache_dtype, bound)
 
     def kv_scales(self, model: LoadedModel) -> list[KvScales] | None:
-        """No cache of this device has scales."""
+        """None: only a float8 cache has :class:`KvScales`, and a CPU has none. (An int8 cache holds
+        its scales itself, one for each token and head.)"""
         return None
 
     def step_memory(

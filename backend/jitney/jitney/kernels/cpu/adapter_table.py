@@ -68,7 +68,7 @@ class Segment(ctypes.Structure):
     units: int
     """Units of a column of B: pairs of ranks."""
     x_offset: int
-    """Bytes from the beginning of a row that x was shrunk to, to this segment's ranks."""
+    """Offset in bytes of this segment's ranks within a row of the shrunk x."""
 
 
 SEGMENT_BYTES = ctypes.sizeof(Segment)

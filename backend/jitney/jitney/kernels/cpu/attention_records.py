@@ -54,7 +54,8 @@ class AttentionArguments(KernelCall):
 
     # Of a layer.
     query: int
-    """Address of [T, heads, head size], as the next two; elements of a head are neighbours."""
+    """Address of the queries, [T, heads, head size]. The two fields behind it are their strides. In
+    query, key and value the elements of a head are neighbours."""
     query_token_stride: int
     query_head_stride: int
     key: int

@@ -71,10 +71,10 @@ def fits_columns(weight: Tensor, activation: Activation | None = None) -> bool:
     # Sums of more products of bytes might not fit into an int32.
     if weight.dtype == torch.int8 and weight.shape[1] > MOST_BYTE_INPUTS:
         return False
-    # Outputs are filled up to whole pairs of columns. Not those of a gate and up: between the two
-    # there would be a gap. So gate and up must have whole pairs each. (For this product, whole
-    # columns of gate and of up would do: one of each is a pair. But the next product, if it is of
-    # bfloat16, needs a multiple of 32 inputs.)
+    # Outputs are filled up with zeros to whole pairs of columns. Those of gate and up are not: the
+    # zeros behind gate would be a gap between the two. For this product whole columns of each would
+    # be enough, as one of gate and one of up are a pair. Whole pairs of each are asked for because
+    # the next product, if it is of bfloat16, needs a multiple of 32 inputs.
     return activation is None or weight.shape[0] % (2 * PAIR_OUTPUTS) == 0
 
 

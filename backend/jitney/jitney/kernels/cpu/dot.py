@@ -18,7 +18,7 @@ elements are, and which instructions multiply them, depends on the tag's type (`
 The sums of I8 and I4 are int32, and exact: those of I8 up to MOST_BYTE_INPUTS inputs, those of I4
 because they are over a few inputs, which share a scale.
 
-Called by ``micro_kernel``, and for weights of 4 bits by ``four_bit_kernel``.
+Called by ``micro_kernel``, and for weights of 4 bits by ``four_bit_vectors``.
 """
 
 from collections.abc import Sequence

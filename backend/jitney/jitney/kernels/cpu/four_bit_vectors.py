@@ -1,6 +1,7 @@
 """IR: the innermost steps of the product with weights of 4 bits.
 
-``four_bit_kernel`` draws the layout of a column and says what is computed.
+A weight is ``q * scale + least``: q is its nibble, and ``least`` the *least value* of its scale
+group. ``four_bit_kernel`` draws the layout of a column and says what is computed.
 
 Called by ``four_bit_kernel``.
 """
@@ -40,7 +41,8 @@ VECTOR_INPUTS = 8
 INPUT_BYTES = VECTOR_BYTES // VECTOR_INPUTS
 """Bytes of one input in a column: 16 nibbles."""
 COLUMN_HEAD_BYTES = VECTOR_BYTES
-"""Bytes at the head of a scale group of a column: its scales and least values. Nibbles follow."""
+"""Bytes at the head of a scale group of a column: a scale and a least value of each of the 16
+outputs. Nibbles follow."""
 ROW_GROUP_BYTES = 2 * F32_BYTES
 """Bytes of the scale and the sum of a scale group of a row. Those of all its scale groups stand
 behind the row's bytes."""
@@ -195,7 +197,8 @@ class _FewRows:
             self._add_run(loop.index, columns, rows, group_sums)
 
         # A row has ``inputs`` bytes, and then a scale and a sum of each scale group. ``rows`` are
-        # the addresses of this group's bytes. From there to its scale, all rows have one distance.
+        # the addresses of this group's bytes. The distance from there to this group's scale is the
+        # same in every row: the rest of the bytes, plus ``index`` pairs of scale and sum.
         to_end_of_bytes = builder.sub(self.inputs, row_offset)
         to_scale = offset_by(builder, to_end_of_bytes, index, ROW_GROUP_BYTES)
         scales_of_columns = [_load_scales_and_leasts(builder, column) for column in columns]

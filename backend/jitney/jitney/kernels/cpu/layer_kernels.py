@@ -49,7 +49,9 @@ class CpuLayerKernels:
     def __init__(self, dtype: torch.dtype, rows: int, *, batch_invariant: bool = False) -> None:
         """Compile the kernel of norms, or load it from Numba's cache.
 
-        ``rows`` are the tokens of a usual step. With ``batch_invariant``, no product is torch's.
+        ``dtype`` is float32 or bfloat16: on a CPU, loads refuse float16 before they come here
+        (``machine.resolve_dtype``). ``rows`` are the tokens of a usual step. With
+        ``batch_invariant``, no product is torch's.
         """
         self._dtype = dtype
         self._rows = rows

@@ -42,7 +42,8 @@ class ProgramCall(ctypes.Structure):
     """Arguments of :func:`run_body`."""
 
     arrived: int
-    """How many times a thread has ended a kernel: 0 at the start, at last threads times kernels."""
+    """How many kernels have been ended, summed over all threads: 0 at the start, (number of
+    threads) x (number of kernels) at the end."""
     count: int
     """How many kernels there are."""
     kernels: int

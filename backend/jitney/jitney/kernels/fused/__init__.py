@@ -7,9 +7,9 @@ Everything here happens once, at load. ``fuse`` looks for modules to replace, in
    name of the model plays no part.
 2. **Build** (``forms``, ``layers``). What the candidate computes is written down as forms. The
    device's ``LayerKernels`` make functions of these, and a fused module is built of the functions.
-3. **Prove** (``trial``). The candidate and the fused module run on the same random input. Their
-   results must be equal but for rounding, and so must the query, key and value that they hand to
-   attention.
+3. **Prove** (``trial``). The candidate and the fused module run on the same random input, for
+   tokens at the first positions and at the last. Their results must be equal but for rounding, and
+   so must the query, key and value that they hand to attention.
 4. **Replace.** If the proof holds, the fused module takes the candidate's place, and the candidate
    is freed. If any step fails, the candidate stays as it was, and the log says why (``Misfit``).
 

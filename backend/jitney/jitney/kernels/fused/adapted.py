@@ -47,8 +47,9 @@ def _parts(sites: Mapping[str, Site], prefix: str, *names: str) -> list[Part]:
     """The sites among ``names`` as parts of one product. Their results stand side by side in its
     result, in the order of ``names``.
 
-    ``names`` has those of separate linear layers and that of a merged one. A decoder layer has
-    either the separate ones or the merged one, so no part is missing between two others."""
+    ``names`` has those of separate linear layers and that of a merged one. ``sites`` has all linear
+    layers of the decoder layer, which are either the separate ones or the merged one. So there is
+    no gap between the parts."""
     found: list[Part] = []
     first = 0
     for name in names:

@@ -122,9 +122,9 @@ AttentionKernel = Callable[[Tensor, Tensor, Tensor, PagedFunction], Tensor]
 """(qkv, cos, sin, attention) -> [T, query heads, head size]. qkv is that of
 :meth:`AttentionForm.split`, and may be overwritten. cos and sin are [T, R]."""
 EndBranch = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
-"""(x, residual, rows) -> (normed sum, sum). x is the input of the branch's last product. ``rows``
-are the indices of the tokens whose results are asked for; None: all. See
-:meth:`LayerKernels.end_branch`."""
+"""The end of a residual branch, attention or MLP: (x, residual, rows) -> (normed sum, sum), as
+:meth:`LayerKernels.end_branch` defines them. x is the input of the branch's last product. ``rows``
+are the indices of the tokens whose results are asked for; None: all."""
 
 
 class FusedNorm(nn.Module):

@@ -36,17 +36,19 @@ from jitney.kernels.fused.trial import (
     Arguments,
     Checker,
     MarkedCosSin,
+    first_positions,
     record_arguments,
     run_model,
     run_module,
+    spread_positions,
 )
 from jitney.kernels.fused.whole_model import FusedForward, ModelKernels
 
 _log = logging.getLogger(__name__)
 
 _SURPLUS = 64
-"""Positions of a rotary table beyond the longest sequence: a guard, as the scheduler plans no
-token there."""
+"""Positions of a rotary table beyond the longest sequence. No token should be planned there; if one
+is, it still finds a row of the table."""
 
 
 @dataclass
@@ -106,7 +108,11 @@ def fuse(
                 module, what="layer", fits=layer_children, build=fuser.build_layer, report=report
             )
             swap_children(
-                module, what="gated MLP", fits=mlp_children, build=fuser.build_mlp, report=report
+                module,
+                what="gated MLP",
+                fits=fuser.is_untried_mlp,
+                build=fuser.build_mlp,
+                report=report,
             )
         swap_children(module, what="norm", fits=is_norm, build=fuser.build_norm, report=report)
         if norms_alone:
@@ -146,8 +152,9 @@ class _LayerRotary(NamedTuple):
     """Where a layer's cos and sin come from. Layers for which these are equal share a table."""
 
     rotary: Rotary
-    """Calls the model's rotary module (``trial.MarkedCosSin``). Layers that transformers gives the
-    same cos and sin have the same object here."""
+    """Calls the model's rotary module for any positions: see ``trial.MarkedCosSin``. One such
+    function is made at each call of the module in the trial. So two layers have equal ones if their
+    cos and sin came from the same call."""
     half: bool
     """Whether it gives half of cos and sin: see ``rotary``."""
 
@@ -173,9 +180,12 @@ class _Fuser:
         # A tensor of the model's dtype and device.
         self._like = embedding_weight(module).new_zeros(1)
         self._checker = Checker(self._like, coarse=bool(layers_that_round_inputs(module)))
-        self._arguments = record_arguments(module, _takes_cos_and_sin)
+        self._spread_positions = spread_positions(module, length)
+        self._arguments = record_arguments(module, self._spread_positions, _takes_cos_and_sin)
         # Of the fused layers whose cos and sin a table can give.
         self._rotary_of: dict[FusedDecoderLayer, _LayerRotary] = {}
+        # Gated MLPs that did not fit when their decoder layers were built. The report counts them.
+        self._kept_mlps: set[nn.Module] = set()
 
     # ------------------------------------------------------------------ norms and MLPs
 
@@ -200,6 +210,10 @@ class _Fuser:
 
     def _build_norm_if_any(self, norm: nn.Module | None) -> Norm:
         return None if norm is None else self.build_norm(norm)
+
+    def is_untried_mlp(self, module: nn.Module) -> bool:
+        """Whether it is a gated MLP that has not been found unfit with its decoder layer."""
+        return mlp_children(module) is not None and module not in self._kept_mlps
 
     def build_mlp(self, mlp: nn.Module) -> FusedMLP:
         """For a gated MLP."""
@@ -257,6 +271,7 @@ class _Fuser:
             return self.build_mlp(mlp)
         except Misfit as misfit:
             self.report.kept("gated MLP", str(misfit))
+            self._kept_mlps.add(mlp)
             return mlp
 
     def _build_attention(self, attention: nn.Module) -> FusedAttention:
@@ -315,7 +330,10 @@ class _Fuser:
         module = self._module
         embed, layers, norm = self._parts_of_model()
         old_head = module.lm_head
-        expected = run_model(module)
+        # The first positions are a trial of their own: a rotary module may give these other angles
+        # in a step that has long positions too, which a table cannot do.
+        trials = [first_positions(module), self._spread_positions]
+        expected = [run_model(module, positions) for positions in trials]
 
         # Each kind of rotary embedding has one table, which all layers of that kind share.
         index_of_table: dict[_LayerRotary, int] = {}
@@ -335,8 +353,9 @@ class _Fuser:
             softcap=vars(self._config).get("final_logit_softcapping"),
             kernels=self._kernels,
         )
-        got = run_model(module, fused)
-        self._checker.check_same("its result without transformers' forward", got, expected)
+        for positions, right in zip(trials, expected, strict=True):
+            got = run_model(module, positions, fused)
+            self._checker.check_same("its result without transformers' forward", got, right)
 
         module.lm_head = fused.head
         # A packed layer has no parameters: it holds a copy of the weight in another layout. If the

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from jitney.errors import ConfigError
 from jitney.execution.interface import StepFunction
-from jitney.kernels.fused.trial import run_model
+from jitney.kernels.fused.trial import first_positions, run_model
 
 _PRODUCTS = ("mm", "bmm", "matmul")
 # Operations that move values, and compute none. Views do not compute any either.
@@ -57,7 +57,7 @@ def check_invariant(module: PreTrainedModel, step: StepFunction | None, *, on_gp
             hooks.enter_context(each.register_forward_pre_hook(partial(enter, name)))
             hooks.enter_context(each.register_forward_hook(leave, always_call=True))
         with _Watch(called, on_gpu=on_gpu):
-            run_model(module, step)
+            run_model(module, first_positions(module), step)
 
 
 class _Watch(TorchDispatchMode):

@@ -6,15 +6,16 @@ module of a known kind has exactly the children that are named here: one more, a
 something else.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from jitney.execution.quantized import QuantizedLinear
-from jitney.kernels.fused.forms import ACTIVATIONS, Activation
+from jitney.kernels.fused.forms import ACTIVATIONS, Activation, Misfit
+from jitney.kernels.fused.trial import run_module
 
 # The products of one input. Some models have them merged already.
 _QKV_NAMES = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
@@ -156,11 +157,18 @@ def is_norm(module: nn.Module) -> bool:
     return list(parameters) == ["weight"] and parameters["weight"].dim() == 1
 
 
-def known_activation(function: Callable[[Tensor], Tensor]) -> Activation | None:
+def known_activation(function: nn.Module) -> Activation | None:
     """Which activation ``function`` is, told by what it gives. None: it is none of ours."""
     x = torch.linspace(-6.0, 6.0, 97)
+    try:
+        got, _ = run_module(function, x, {})
+    except Misfit:
+        # It has parameters, say, of another dtype or on another device. None of ours has any.
+        return None
+    if got.shape != x.shape or got.dtype != x.dtype or got.device != x.device:
+        return None
     for name, known in ACTIVATIONS.items():
-        if torch.allclose(function(x), known(x), rtol=1e-6, atol=1e-6):
+        if torch.allclose(got, known(x), rtol=1e-6, atol=1e-6):
             return name
     return None
 

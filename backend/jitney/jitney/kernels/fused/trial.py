@@ -1,5 +1,5 @@
-"""Runs modules on random input, to prove that a fused one computes the same. Called by ``fuse`` and
-``invariant``.
+"""Runs modules on random input, to prove that a fused one computes the same. Called by ``fuse``,
+``recognise`` and ``invariant``.
 
 A *trial* runs a whole model (:func:`run_model`) or one module alone (:func:`run_module`). A
 :class:`StandIn` takes the place of attention, so a trial needs no KV cache. What modules hand to
@@ -60,11 +60,32 @@ class StandIn:
 # ------------------------------------------------------------------ running a model
 
 
-def run_model(module: PreTrainedModel, step: StepFunction | None = None) -> Tensor:
-    """The logits of ``module``, or of ``step``, which is to take its place."""
-    positions = torch.arange(_TOKENS, device=module.device)
-    ids = positions + 1
-    rows = positions[::2]  # logits of some tokens alone, as in service
+def first_positions(module: PreTrainedModel) -> Tensor:
+    """Positions [T] of a trial: those of a short prompt."""
+    return torch.arange(_TOKENS, device=module.device)
+
+
+def spread_positions(module: PreTrainedModel, length: int) -> Tensor:
+    """Positions [T] of a trial: some at the start, the middle and the end of ``length`` tokens.
+
+    An attention may multiply its query by a factor that is 1 at all small positions, as that of
+    Ministral 3 does. Most of the tokens are at the end: so the factor shows in most of the result.
+    """
+    chosen = [0, 1, length // 2]
+    num_at_end = _TOKENS - len(chosen)
+    chosen += range(length - num_at_end, length)
+    # The shortest contexts have fewer positions than a trial has tokens.
+    return torch.tensor(chosen, device=module.device).clamp(0, length - 1)
+
+
+def run_model(
+    module: PreTrainedModel, positions: Tensor, step: StepFunction | None = None
+) -> Tensor:
+    """The logits of ``module``, or of ``step``, which is to take its place, for tokens at these
+    ``positions`` [T]."""
+    tokens = torch.arange(_TOKENS, device=module.device)
+    ids = tokens + 1
+    rows = tokens[::2]  # logits of some tokens alone, as in service
     if step is None:
         return forward_module(module, ids, positions, rows, StandIn())
     return step(ids, positions, rows, StandIn())
@@ -83,9 +104,10 @@ class MarkedCosSin(CosSin):
 
 
 def record_arguments(
-    module: PreTrainedModel, fits: Callable[[nn.Module], object]
+    module: PreTrainedModel, positions: Tensor, fits: Callable[[nn.Module], object]
 ) -> WeakKeyDictionary[nn.Module, Arguments]:
-    """Run the model once. For each module that ``fits``, record the arguments of its call.
+    """Run the model once, for tokens at these ``positions`` [T]. For each module that ``fits``,
+    record the arguments of its call.
 
     cos and sin are among them, as :class:`MarkedCosSin`. A module is forgotten once it has been
     replaced.
@@ -102,7 +124,7 @@ def record_arguments(
         if fits(each):
             hooks.append(each.register_forward_pre_hook(record, with_kwargs=True))
     try:
-        run_model(module)
+        run_model(module, positions)
     finally:
         for hook in hooks:
             hook.remove()

@@ -39,7 +39,8 @@ class AdaptedKernels(NamedTuple):
     begin_products: BeginProducts = plain_products
     """Computes the adapters' products where layers are called one by one."""
     pack: Pack | None = None
-    """Makes ``LowRank.packed``, if one of the other two needs it."""
+    """Turns an adapter's factors into the form that ``begin_products`` or ``program`` reads, which
+    is kept as ``LowRank.packed``. None: they read the factors themselves."""
     program: StepProgram | None = None
     """All layers as one native call."""
 

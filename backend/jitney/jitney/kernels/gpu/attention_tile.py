@@ -165,8 +165,9 @@ def _attend(
         # What scores must be multiplied by to be in units of log2.
         to_log2 = scale
         if softcap is not None:
-            # softcap * tanh(x), where tanh(x) = 1 - 2 / (exp(2x) + 1), also at both infinities.
-            # ``scale`` is in units of log2: so exp2 gives exp(2x).
+            # softcap * tanh(x), with x = the scaled score / softcap. tanh(x) is
+            # 1 - 2 / (exp(2x) + 1), also at both infinities. ``scale`` has the factor log2(e)
+            # already, so exp2(2 * scores * scale / softcap) is exp(2x).
             power = tl.exp2(scores * (scale * 2.0 / softcap))
             scores = softcap * (1.0 - 2.0 / (power + 1.0))
             to_log2 = LOG2_E

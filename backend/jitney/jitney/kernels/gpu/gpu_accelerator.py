@@ -35,6 +35,7 @@ from jitney.execution.memory import StepMemory
 from jitney.execution.runner import TorchRunner
 from jitney.kernels.gpu.graphs import DecodeGraphs, capture_on, padded_sizes
 from jitney.kernels.gpu.measure import measure_steps
+from jitney.kernels.gpu.tiles import why_not
 from jitney.messages import ModelInfo
 
 _log = logging.getLogger(__name__)
@@ -59,7 +60,9 @@ class GpuAccelerator:
 
     @staticmethod
     def prepare() -> None:
-        """See :class:`AcceleratorKind`. Does nothing: to import what a GPU needs would touch it."""
+        """See :class:`AcceleratorKind`. Does nothing: CUDA must not be initialised in the process
+        that calls this, as it would not work in the processes forked from it. So each load imports
+        what it needs for a GPU."""
 
     def widens_bfloat16(self, checkpoint: Checkpoint, *, has_quantized_weights: bool) -> bool:
         """See :class:`Accelerator`, here and below. False: a GPU multiplies bfloat16 itself."""
@@ -82,9 +85,8 @@ class GpuAccelerator:
         if shape.device.type != "cuda" and not interpreted:
             raise NoKernelError(f"the GPU's kernels need a CUDA device, not {shape.device.type}")
         triton.knobs.runtime.jit_cache_hook = _log_kernel
-        # These two import the language.
+        # It imports the language.
         from jitney.kernels.gpu.gpu_attention import GpuAttention
-        from jitney.kernels.gpu.tiles import why_not
 
         obstacle = why_not(
             device=shape.device,
@@ -206,8 +208,8 @@ def compile_module(module: PreTrainedModel, backend: str = "inductor") -> None:
     """Compile the module's forward for any number of tokens. Attention stays as it is: its kernels
     are compiled already, and it is called through an object that the compiler need not look into.
     """
-    # The name stands for this function in the whole process. Modules that are not compiled call it
-    # too, and for them it does what it did before.
+    # Registering NAME again replaces the function for the whole process. For modules that are not
+    # compiled, the wrapped one behaves like ``paged_attention``.
     AttentionInterface.register(NAME, torch.compiler.disable(paged_attention))
     module.forward = torch.compile(module.forward, dynamic=True, backend=backend)
 

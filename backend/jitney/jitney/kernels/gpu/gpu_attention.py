@@ -101,8 +101,8 @@ class GpuAttention:
         else:
             self.tiles = TileTable(tiles, tiles)
         self._reductions: set[tuple[torch.dtype, bool, bool, bool]] = set()
-        """The forms whose reduction kernel is compiled: (dtype of the output, whether there is no
-        window, whether there are no sinks)."""
+        """The forms whose reduction kernel is compiled: (dtype of the output, whether the cache has
+        scales, whether there is no window, whether there are no sinks)."""
 
     def plan(
         self, num_rows: int, num_tokens: int, max_query_len: int, max_context_len: int

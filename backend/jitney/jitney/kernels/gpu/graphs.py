@@ -79,8 +79,9 @@ class CudaCapture:
             # If ``launch`` raises, the end of the capture raises a second error, which only says
             # that the capture failed. The first error says why: it is the context of the second.
             cause = error.__context__ or error
+            first_line = str(cause).partition("\n")[0]
             self._end_allocations()
-            raise CaptureError(*str(cause).splitlines()[:1]) from cause
+            raise CaptureError(first_line) from cause
         finally:
             # A capture that fails leaves this thread on the side stream, where nothing waits for
             # what was launched on the current one.
@@ -253,6 +254,8 @@ class DecodeGraphs:
             block_table=buffers.block_table[:size],
             slot_mapping=buffers.slot_mapping[:size],
             positions=buffers.positions[:size],
+            # A dictionary of its own. In that of the buffers, which graphs of all sizes share,
+            # attention would find what it derived from a step of another size.
             plans={},
         )
         logits = self._forward(self._ids[:size], meta, self._indices[:size])
