@@ -48,8 +48,9 @@ serve: env-demo $(if $(filter model_repository,$(REPOSITORY)),models) ## serve R
 doctor: env-demo ## say what is wrong with this installation and how to repair it
 	@$(VENV)/jitney doctor $(ARGS)
 
-# Two workers, however many cores: a test may start a server or an engine of several processes.
-WORKERS ?= 2
+# However many cores: a test may start a server or an engine of several processes. On two cores the
+# third worker computes while tests of the others wait for a server (a sixth faster).
+WORKERS ?= 3
 PYTEST := $(VENV)/python -m pytest
 SHARED := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 ELSEWHERE := not gpu and not browser and not debian and not clients

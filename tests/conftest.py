@@ -6,7 +6,7 @@ so this stands before every other import of the tests. It holds for this process
 environment is left as it was: a server or a compiler that a test starts must behave as it does for
 users.
 
-`make test` runs two processes. The tests of one file stay in one of them, because they share a
+`make test` runs three processes. The tests of one file stay in one of them, because they share a
 server, a model or compiled kernels; so do the tests of a folder whose files share a server
 (tests/order.py).
 """
@@ -68,4 +68,4 @@ def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         import torch
 
-        torch.set_num_threads(1)  # each process has one core
+        torch.set_num_threads(1)  # the processes share few cores
