@@ -77,7 +77,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Expect
     [
         ("llama", PLAIN),
         pytest.param("llama", UNFUSED, marks=pytest.mark.slow),
-        ("llama", {}),
+        # By kernels: tests/kernels/cpu/test_adapters_in_program.py holds them against plain torch.
+        pytest.param("llama", {}, marks=pytest.mark.slow),
         *(pytest.param(name, {}, marks=pytest.mark.slow) for name in TARGETS if name != "llama"),
     ],
 )

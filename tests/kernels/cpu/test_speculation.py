@@ -116,7 +116,7 @@ def load(folder, **more: object) -> tuple[EngineConfig, object, object]:
     "more",
     [
         {},
-        {"quantization": "int8", "kv_cache_dtype": "int8"},
+        pytest.param({"quantization": "int8", "kv_cache_dtype": "int8"}, marks=pytest.mark.slow),
         pytest.param({"quantization": "int4"}, marks=pytest.mark.slow),  # to compile
     ],
     ids=str,
@@ -168,11 +168,8 @@ def test_a_draft_model(tmp_path, name: str) -> None:
     runner.close()
 
 
-@pytest.mark.parametrize(
-    "more",
-    [{}, pytest.param({"fuse": False, "batch_invariant": False}, marks=pytest.mark.slow)],
-    ids=str,
-)
+@pytest.mark.slow  # how a drafter follows its model: test_draft.py, quickly
+@pytest.mark.parametrize("more", [{}, {"fuse": False, "batch_invariant": False}], ids=str)
 def test_a_head(tmp_path, monkeypatch, more: dict[str, object]) -> None:
     """The same bits; and what it proposes is what transformers makes of the same two modules, drawn
     by the numbers that the model will draw with."""
