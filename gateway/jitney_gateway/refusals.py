@@ -111,7 +111,7 @@ _CLIENT_FIELDS_OF_TEMPLATE = {
 }
 """A parameter of the chat template -> the fields that can set it. So can ``chat_template_kwargs``,
 which has any parameter."""
-_TEMPLATE_PARAMETER = re.compile(r"chat_template_parameters(?: has '|\.)(\w+)")
+_TEMPLATE_PARAMETER = re.compile(r"chat_template_parameters(?: has '([^']*)'|\.(\w+))")
 """How a model's refusal names a parameter of its chat template: ``chat_template_parameters has 'a',
 but …`` or ``chat_template_parameters.a is …``."""
 _CLIENT_FIELDS_OF_CHAT: dict[str, tuple[str, ...]] = {
@@ -158,7 +158,7 @@ def _fields_of_template_parameter(text: str, values: Mapping[str, Any]) -> tuple
     """The fields that can have set the parameter of the chat template that the refusal ``text``
     names. ``values``: those of the body's fields."""
     match = _TEMPLATE_PARAMETER.match(text)
-    parameter = "" if match is None else match[1]
+    parameter = "" if match is None else match[1] or match[2]
     if parameter in (values.get("chat_template_kwargs") or {}):
         return ("chat_template_kwargs",)  # it wins over the other fields
     return _CLIENT_FIELDS_OF_TEMPLATE.get(parameter, ("chat_template_kwargs",))

@@ -83,7 +83,7 @@ class Supervisor:
     """Repairs one server, with a growing pause between repairs.
 
     It finds the language models by their metrics. If the server has none
-    (``--allow-metrics=false``), a model that hangs is not noticed; ``say`` is told so once.
+    (``--allow-metrics=false``), a model that hangs is not noticed; ``say`` is told so.
 
     ``say`` gets a line for whatever is noticed or done. After ``most_repairs`` within ten minutes
     the supervisor gives up; with None it never does. A server that is not ready for ``unready_s``
@@ -105,7 +105,10 @@ class Supervisor:
         self._unready_s = unready_s
         self._clock = clock
         self._repaired_at: list[float] = []
-        self._has_said_no_metrics = False
+        self._probes_without_metrics = 0
+        """One after the other."""
+        self._language_models: set[str] | None = None
+        """Those that the last metrics named. None: there were none yet."""
         self._seen: _Observations
         self._begin()
 
@@ -198,10 +201,11 @@ class Supervisor:
         admin = self._server.admin
         requests = self._requests_in_flight()
         if requests is None:
-            if not self._has_said_no_metrics:
+            self._probes_without_metrics += 1
+            if self._probes_without_metrics == _MOST_UNANSWERED:  # a busy server may miss one
                 self._say("the server gives no metrics: a model that hangs is not noticed")
-                self._has_said_no_metrics = True
             return
+        self._probes_without_metrics = 0
         for name in requests.keys() - set(seen.unloaded):
             if admin.is_answering(name):
                 seen.unanswered.pop(name, None)
@@ -217,9 +221,11 @@ class Supervisor:
         """Language model -> its requests in flight. None: the server gives no metrics. It may have
         been told to have none."""
         try:
-            return requests_in_flight(self._server.admin.metrics())
+            requests = requests_in_flight(self._server.admin.metrics())
         except CallError:
             return None
+        self._language_models = set(requests)
+        return requests
 
     def _kill(self, name: str) -> None:
         """Kill the processes of a model."""
@@ -255,12 +261,10 @@ class Supervisor:
         can tell which stream it is.
         """
         requests = self._requests_in_flight()
-        if requests is None:
-            may_have_streams = True  # nothing is known of the model
-        elif name in requests:
-            may_have_streams = requests[name] > 0
-        else:
-            return  # it is no language model
+        if self._language_models is not None and name not in self._language_models:
+            return
+        # Without metrics, nothing is known of its requests.
+        may_have_streams = requests is None or requests.get(name, 0) > 0
         if self._server.pid is None:
             return
         ports = self._server.admin.ports

@@ -1,6 +1,6 @@
 """The other tests of this folder notice deliberate faults of scheduler and KV cache, and soon.
 
-Each fault is made in a copy of the package, whose tests must fail within 15 seconds of computing.
+Each fault is made in a copy of the package, whose tests must fail within MOST_SECONDS of computing.
 """
 
 import os
@@ -181,7 +181,9 @@ sys.exit(pytest.main(sys.argv[2:]))
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ALL_FAULTS)
 def test_a_fault_is_noticed(tmp_path: Path, fault: str) -> None:
-    shutil.copytree(ROOT / "backend/jitney/jitney", tmp_path / "jitney")  # with its bytecode
+    # With its bytecode, but not what another process is writing of it.
+    ignored = shutil.ignore_patterns("*.pyc.*")
+    shutil.copytree(ROOT / "backend/jitney/jitney", tmp_path / "jitney", ignore=ignored)
     name, *changes = ALL_FAULTS[fault]
     names = {each.stem.removeprefix("test_") for each in Path(__file__).parent.glob("test_*.py")}
     runs = [[*FIRST, *sorted(names - {*FIRST, LAST})], [LAST]]

@@ -276,3 +276,5 @@ def test_a_thousand_requests(house: House, drafter: str, tmp_path: Path) -> None
                 compared += len(stream)
     assert compared > 15 * len(asked)
     assert min(served.accepted, served.drafted - served.accepted, served.preemptions) > 0
+    assert served.hits > 0
+    assert (served.loads > 0) == (config.adapters is not None)

@@ -346,6 +346,11 @@ def test_large_template_parameters_are_not_kept() -> None:
             "chat_template_kwargs has 'foo', but",
         ),
         (
+            "chat_template_parameters has 'verbosity-x', but",
+            {"verbosity": "b", "chat_template_kwargs": {"verbosity-x": 1}},
+            "chat_template_kwargs has 'verbosity-x', but",
+        ),
+        (
             "chat_template_parameters.reasoning_effort is",  # the client's kwargs win
             {"reasoning_effort": "a", "chat_template_kwargs": {"reasoning_effort": 1}},
             "chat_template_kwargs.reasoning_effort is",

@@ -7,7 +7,7 @@ does a string that names a module of ours, which somebody will import.
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -99,7 +99,7 @@ HANDS_ENVIRONMENT_ON = (
 FORBIDDEN_IN_CORE = {"time", "random", "secrets", "threading", "asyncio", "numpy", "os"}
 
 # In a string: the name of a module, of at least two parts or of a neighbour.
-_NAMED = re.compile(r"\b(?:jitney\.[a-z_]\w*(?:\.\w+)*|jitney_[a-z]+(?:\.\w+)*)")
+_NAMED = re.compile(r"\b(?:(?:jitney|export)\.[a-z_]\w*(?:\.\w+)*|jitney_[a-z]+(?:\.\w+)*)")
 
 
 @cache
@@ -229,13 +229,17 @@ def test_imports_point_downward_inside_every_room() -> None:
     assert found == [], f"these import each other: {' -> '.join(found)}"
 
 
-def test_a_policy_knows_requests_and_blocks_and_nothing_else_of_the_core() -> None:
+@pytest.mark.parametrize("module", [m for m in modules() if m.startswith("jitney.core.policy.")])
+def test_a_policy_knows_requests_and_blocks_and_nothing_else_of_the_core(module: str) -> None:
+    assert beyond_a_policy(names_in(modules()[module])) == []
+
+
+def beyond_a_policy(names: list[str]) -> list[str]:
+    """Which of these names no policy may import, since they are of other parts of the core."""
     known = ("jitney.core.policy.", "jitney.core.request.", "jitney.core.kv_cache.")
-    for module, path in modules().items():
-        if module.startswith("jitney.core.policy."):
-            of_core = [name for name in names_in(path) if name.startswith("jitney.core.")]
-            upward = [name for name in of_core if not name.startswith(known)]
-            assert upward == [], module
+    return [
+        name for name in names if name.startswith("jitney.core.") and not name.startswith(known)
+    ]
 
 
 @pytest.mark.parametrize("room", MAY_IMPORT)
@@ -274,6 +278,7 @@ def test_the_rule_reads_every_form_of_import_and_strings() -> None:
         "jitney.engine.supervisor": "LOADER = 'jitney.kernels.cpu.ahead:compile_ahead'",
         "jitney.engine.process": "command = f'-m jitney_jobs.worker {1}'",
         "jitney_server.server": "from jitney.core.scheduler import Scheduler",
+        "jitney_jobs.job": "LOADER = 'export.onnx_model'",
     }
     for module, source in cases.items():
         assert len(violations(module, list(imported_names(ast.parse(source))))) == 1, source
@@ -298,12 +303,39 @@ def test_the_rule_finds_circles_and_upward_imports_inside_a_room() -> None:
 @pytest.mark.parametrize("module", [m for m in modules() if not m.startswith(HANDS_ENVIRONMENT_ON)])
 def test_no_option_comes_from_an_environment_variable(module: str) -> None:
     """Only who starts a process touches the environment: to hand it on."""
-    for node in ast.walk(tree_of(modules()[module])):
+    assert list(reads_of_environment(tree_of(modules()[module]))) == []
+
+
+def reads_of_environment(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             used = f"{node.value.id}.{node.attr}"
-            assert used not in ("os.environ", "os.getenv"), f"line {node.lineno}: {used}"
+            if used in ("os.environ", "os.getenv"):
+                yield f"line {node.lineno}: {used}"
+        if isinstance(node, ast.ImportFrom) and node.module == "os":
+            names = {alias.name for alias in node.names}
+            if names & {"environ", "getenv"}:
+                yield f"line {node.lineno}: from os import {', '.join(sorted(names))}"
 
 
 def test_no_catch_all_modules() -> None:
-    names = {part for module in modules() for part in module.split(".")}
-    assert not names & {"utils", "common", "helpers", "misc", "triton"}
+    assert catch_alls(modules()) == set()
+
+
+def catch_alls(names: Iterable[str]) -> set[str]:
+    """Parts of modules' names that say nothing, or hide a library's."""
+    parts = {part for name in names for part in name.split(".")}
+    return parts & {"utils", "common", "helpers", "misc", "triton"}
+
+
+def test_the_other_rules_find_what_they_forbid() -> None:
+    assert beyond_a_policy(["jitney.core.plan.Planner", "jitney.core.request.Request"]) == [
+        "jitney.core.plan.Planner"
+    ]
+    with pytest.raises(AssertionError, match="a relative import, line 1"):
+        list(imported_names(ast.parse("from . import plan")))
+    for source in ("import os\nx = os.environ['A']", "import os\nx = os.getenv('A')"):
+        assert list(reads_of_environment(ast.parse(source))) != []
+    assert list(reads_of_environment(ast.parse("from os import environ"))) != []
+    assert list(reads_of_environment(ast.parse("import os\nx = os.path"))) == []
+    assert catch_alls(["jitney.core.utils", "jitney.core.plan"]) == {"utils"}

@@ -206,6 +206,19 @@ def test_without_metrics_it_is_said_once_that_hangs_are_not_noticed(server, cloc
     assert (server.loads, server.starts) == ([], 0)
 
 
+def test_a_server_that_once_gives_no_metrics_has_some(server, clock, said) -> None:
+    """Nothing is said of it, and who is known to be no language model has no streams to end."""
+    run = supervise(server, clock, said)
+    run(11)
+    server.has_metrics = False
+    server.processes[1].kill()
+    run(6)
+    assert (server.loads, server.hung_up, server.starts) == (["embed"], 0, 0)
+    server.has_metrics = True
+    run(11)
+    assert [line for line in said if "gives no metrics" in line] == []
+
+
 def test_a_model_that_cannot_be_loaded_holds_up_no_other(server, clock, said) -> None:
     run = supervise(server, clock, said)
     server.broken = "chat"

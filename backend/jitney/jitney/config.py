@@ -45,8 +45,8 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     then misses its targets.
 
     A sequence that has waited long enough (``aging_s``, below) runs as if it were of the first
-    tier. The sequences of this tier that do so may together hold at most this share of
-    ``max_num_seqs`` and of the blocks. A single one may hold more."""
+    tier. The sequences of this tier that do so may together be at most this share of those
+    that may run at once, and hold at most this share of the blocks. A single one may hold more."""
     max_running: Annotated[int, Meta(ge=1)] | None = None
     """Most of its sequences that run at once. None: only ``max_num_seqs`` limits them."""
     max_queued: Annotated[int, Meta(ge=0)] | None = None

@@ -70,8 +70,12 @@ def run_all(model: LoadedModel, adapters) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("name", "quantization", "tiles"),
     [
-        ("llama", "none", True),
         ("llama", "none", False),
+        ("llama", "int8", False),
+        pytest.param("llama", "int4", False, marks=pytest.mark.slow),
+        pytest.param("qwen3", "none", False, marks=pytest.mark.slow),
+        pytest.param("phi3", "none", False, marks=pytest.mark.slow),
+        ("llama", "none", True),
         ("llama", "int8", True),
         pytest.param("llama", "int4", True, marks=pytest.mark.slow),
         ("qwen3", "none", True),

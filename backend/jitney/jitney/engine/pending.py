@@ -63,7 +63,7 @@ class Source(Protocol[T_co]):
 
     def take(self, key: int) -> T_co:
         """The resource of a request that does not wait. Called once for each key. Raises the error
-        that :meth:`make` raised."""
+        that :meth:`make` raised, or a copy of it."""
 
     def release(self, keys: Collection[int], now: float) -> Sequence[int]:
         """These requests have ended; some of them may have claimed nothing. Returns the keys of

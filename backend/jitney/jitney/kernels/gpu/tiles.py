@@ -37,8 +37,7 @@ class Tiles(NamedTuple):
     warps: int
     """Warps of a program."""
     stages: int
-    """Key tiles of K and V that are in shared memory or on their way there, the one in use among
-    them."""
+    """Key tiles of K and V that are on their way from memory or in use at a time."""
     least_part: int
     """Keys that a part of a context has at least (MIN_PART)."""
     programs: int
