@@ -1,7 +1,7 @@
 """The command ``jitney plan``, whose prompts may stand in the files of a job. The command itself is
-``jitney_measure.plan``'s, which knows no such files."""
+``jitney_measure.plan_command``'s, which knows no such files."""
 
-from jitney_measure import plan as measuring
+from jitney_measure import plan_command
 
 
 def _prompt_lengths(source: str, column: str, model: str) -> list[int]:
@@ -10,4 +10,4 @@ def _prompt_lengths(source: str, column: str, model: str) -> list[int]:
     return prompt_lengths(source, column, model)
 
 
-plan = measuring.command(_prompt_lengths)
+plan = plan_command.command(_prompt_lengths)

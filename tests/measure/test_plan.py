@@ -14,7 +14,7 @@ from jitney.messages import Footprint
 from jitney.read_config import make_config
 from jitney_measure import lengths, planning, record, sizing
 from jitney_measure.lengths import Lengths
-from jitney_measure.plan import read_bytes
+from jitney_measure.plan_command import read_bytes
 from jitney_measure.simulation import simulate
 from jitney_measure.sizing import EngineLimits, expect
 from msgspec.structs import replace

@@ -31,13 +31,12 @@ class ByRank:
         return len(self._queued)
 
     def check_queue(self, message: Submit, running: list[Sequence]) -> None:
-        if len(self._queued) < self._max_queued:
-            return
-        # If sequences waited after the last step was planned, and some still wait, blocks or budget
-        # are short, and the next step may admit none.
-        still_short = self._left_waiting and bool(self._queue)
-        free_slots = 0 if still_short else self.num_free_slots(running)
-        check_queue_limit(self._queued.values(), self._max_queued, free_slots=free_slots)
+        check_queue_limit(
+            [self._queued],
+            self._max_queued,
+            still_short=self._left_waiting and bool(self._queue),
+            num_free_slots=lambda: self.num_free_slots(running),
+        )
 
     def count_queued(self, message: Submit) -> None:
         self._queued[message.key] = message.params.n

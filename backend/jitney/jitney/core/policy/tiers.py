@@ -87,16 +87,14 @@ class TierAdmission:
     def _check_limit(
         self, tier: int, counting: list[dict[int, int]], limit: int, running: list[Sequence]
     ) -> None:
-        """``counting``: for each tier that counts, the number of sequences of each of its queued
-        requests, by key."""
-        if sum(map(len, counting)) < limit:
-            return
-        # If the last step left sequences of the tier waiting that still wait, the next step may
-        # admit none.
-        still_short = self._left_waiting[tier] and bool(self._queues[tier])
-        free_slots = 0 if still_short else self._num_free_slots_of(tier, running)
-        queued = itertools.chain.from_iterable(each.values() for each in counting)
-        check_queue_limit(queued, limit, free_slots=free_slots)
+        """Check a limit for a further request of ``tier``. ``counting``: the queued requests that
+        count, as :func:`check_queue_limit` takes them."""
+        check_queue_limit(
+            counting,
+            limit,
+            still_short=self._left_waiting[tier] and bool(self._queues[tier]),
+            num_free_slots=lambda: self._num_free_slots_of(tier, running),
+        )
 
     def count_queued(self, message: Submit) -> None:
         tier = self._tier_of(message)
