@@ -39,7 +39,7 @@ from jitney.batch import RowOutput, StepOutput
 from jitney.config import EngineConfig
 from jitney.core.policy.cost import StepShape
 from jitney.core.scheduler import Scheduler
-from jitney.messages import TERMINAL, Event, Failed, Message, Submit, Tokens
+from jitney.messages import TERMINAL, Event, Failed, FrontMessage, Submit, Tokens
 from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 from msgspec import Struct
@@ -90,7 +90,7 @@ class Served(Struct):
 class AnyEngine(Protocol):
     """What serves: an engine, or the scheduler alone, by a clock of its own."""
 
-    def send(self, message: Message) -> None:
+    def send(self, message: FrontMessage) -> None:
         """A request arrives."""
 
     def step(self) -> Any:
@@ -109,7 +109,7 @@ class Simulated:
         self._slower = slower
         self._chance = np.random.default_rng(5)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: FrontMessage) -> None:
         """A request arrives."""
         assert isinstance(message, Submit)
         self.scheduler.submit(message)

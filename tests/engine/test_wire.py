@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 from jitney.engine.wire import Frames, ToEngine
-from jitney.messages import Cancel, Message, Submit
+from jitney.messages import Cancel, FrontMessage, Submit
 from jitney.sampling_params import SamplingParams
 
 from tests.real_server.client import wait_until
@@ -50,7 +50,7 @@ def test_every_message_comes_back_as_it_went() -> None:
         key=1, prompt=[1, 2], params=params, arrival=1.5, stop_ids=frozenset({4, 5}),
         bad_words_ids=[[1], [2, 3]], deadline=None,
     )  # fmt: skip
-    messages: list[Message] = [submit, Cancel(1)]
+    messages: list[FrontMessage] = [submit, Cancel(1)]
     sender: Frames[ToEngine] = Frames(left, ToEngine)
     receiver: Frames[ToEngine] = Frames(right, ToEngine)
     for message in messages:

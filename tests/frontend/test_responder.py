@@ -19,8 +19,8 @@ from jitney.frontend.responder import Responder
 from jitney.messages import (
     Event,
     Finished,
+    FrontMessage,
     Logprob,
-    Message,
     ModelInfo,
     PromptLogprobs,
     StepReport,
@@ -54,7 +54,7 @@ class Desk:
         self, pb: Any, tokenizer: Tokenizer, send_share: float = 1.0, max_pending: int = 1 << 16
     ) -> None:
         self.pb, self.tokenizer = pb, tokenizer
-        self.told: list[Message] = []
+        self.told: list[FrontMessage] = []
         metrics = ModelMetrics({"model": "m"}, INFO)
         self.responder = Responder(self.told.append, metrics, max_pending, send_share)
         self.senders: dict[int, Any] = {}
@@ -276,7 +276,7 @@ def test_a_request_that_the_engine_does_not_take_is_answered(
 ) -> None:
     desk = make_desk()
 
-    def refuse(message: Message) -> None:
+    def refuse(message: FrontMessage) -> None:
         if isinstance(message, Submit):
             raise UnavailableError("the model is being unloaded")
 

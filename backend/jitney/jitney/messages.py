@@ -78,7 +78,8 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
     key: int
 
 
-Message = Submit | Finish | Cancel
+FrontMessage = Submit | Finish | Cancel
+"""What a front sends to its engine."""
 
 # --------------------------------------------------------------------------- engine -> front
 

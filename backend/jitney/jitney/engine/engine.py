@@ -36,7 +36,7 @@ from jitney.messages import (
     Event,
     Failed,
     Finish,
-    Message,
+    FrontMessage,
     ModelInfo,
     StepReport,
     Submit,
@@ -105,7 +105,7 @@ class Engine:
 
     # ------------------------------------------------------------------ any thread
 
-    def send(self, message: Message) -> None:
+    def send(self, message: FrontMessage) -> None:
         """Put a message into the inbox and wake the loop.
 
         After :meth:`stop`, and once :meth:`run` has ended, raises UnavailableError for a Submit and
@@ -227,7 +227,7 @@ class Engine:
             self.pending.receive(made, now)
             has_received = True
 
-    def _apply(self, message: Message, now: float) -> None:
+    def _apply(self, message: FrontMessage, now: float) -> None:
         if isinstance(message, Submit):
             self._events += self._accept(message, now)
         elif isinstance(message, Finish):
@@ -271,7 +271,7 @@ class Engine:
         self._events = []
         return events
 
-    def _note_open(self, messages: Iterable[Message]) -> None:
+    def _note_open(self, messages: Iterable[FrontMessage]) -> None:
         """Each Submit among these opens a request, which now needs a terminal event."""
         self._open.update(message.key for message in messages if isinstance(message, Submit))
 

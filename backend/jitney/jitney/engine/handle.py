@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from jitney.config import EngineConfig
 from jitney.engine.engine import Engine, Outbox
-from jitney.messages import Message, ModelInfo, StepReport
+from jitney.messages import FrontMessage, ModelInfo, StepReport
 
 
 class Death(NamedTuple):
@@ -54,7 +54,7 @@ class EngineHandle(Protocol):
     def info(self) -> ModelInfo:
         """What is known of the loaded model."""
 
-    def send(self, message: Message) -> None:
+    def send(self, message: FrontMessage) -> None:
         """Hand a message over, from any thread. Never waits for a step. Raises UnavailableError for
         a Submit if no engine will take it; other messages are dropped then."""
 
@@ -90,7 +90,7 @@ class LocalEngine:
         self.config = engine.config
         self.info = engine.info
 
-    def send(self, message: Message) -> None:
+    def send(self, message: FrontMessage) -> None:
         self.engine.send(message)
 
     def run(self, outbox: Outbox) -> None:

@@ -7,7 +7,7 @@ from collections import deque
 
 from jitney.engine.pending import Made
 from jitney.errors import UnavailableError
-from jitney.messages import Message, Submit
+from jitney.messages import FrontMessage, Submit
 
 UNLOADED = "the model is being unloaded"
 """Why a request is refused, or ended, once the engine was told to stop."""
@@ -18,13 +18,13 @@ class Inbox:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()  # its lock guards the next three
-        self._messages: list[Message] = []
+        self._messages: list[FrontMessage] = []
         self._results: deque[Made] = deque()
         self._stopped = False
 
     # ------------------------------------------------------------------ any thread
 
-    def put(self, message: Message) -> None:
+    def put(self, message: FrontMessage) -> None:
         """Add a message. After :meth:`stop`, raises UnavailableError for a Submit and drops the
         others."""
         with self._changed:
@@ -58,7 +58,7 @@ class Inbox:
         """Whether a message or a result is here."""
         return bool(self._messages or self._results)
 
-    def take_messages(self) -> list[Message]:
+    def take_messages(self) -> list[FrontMessage]:
         """Take all messages, in the order in which they came."""
         with self._changed:
             messages = self._messages

@@ -30,7 +30,7 @@ from jitney.messages import (
     Failed,
     Finish,
     Finished,
-    Message,
+    FrontMessage,
     StepReport,
     Submit,
     Timing,
@@ -88,7 +88,7 @@ class _Entry:
     """Whether any engine has got it. From then on it counts as accepted, so that the next engine
     resumes it, even if the one before died before it could accept or refuse it."""
 
-    def messages(self) -> list[Message]:
+    def messages(self) -> list[FrontMessage]:
         """What brings an engine to where this request is."""
         emitted: list[Emitted] = []
         # If a Submit has `emitted` (an item for each sequence, perhaps without tokens), the engine
@@ -155,7 +155,7 @@ class Journal:
 
     # ------------------------------------------------------------------ messages and reports
 
-    def note_message(self, message: Message) -> None:
+    def note_message(self, message: FrontMessage) -> None:
         """Note a message for the engine; :meth:`take_unsent` gives it."""
         if isinstance(message, Submit):
             sequences = [_Sequence() for _ in range(message.params.n)]
@@ -170,10 +170,10 @@ class Journal:
         if message.key not in self._unsent_requests:
             self._unsent_messages.append(message)
 
-    def take_unsent(self) -> list[Message]:
+    def take_unsent(self) -> list[FrontMessage]:
         """Take the messages that are to be sent now to an engine that is up. While a suspect is
         tried alone, all other requests that the engine has not got stay here."""
-        messages: list[Message] = [*self._unsent_messages]
+        messages: list[FrontMessage] = [*self._unsent_messages]
         self._unsent_messages.clear()
         for key in list(self._unsent_requests):
             if self._alone is not None and key != self._alone:

@@ -44,7 +44,7 @@ from jitney.errors import (
     UnavailableError,
     UnsupportedModelError,
 )
-from jitney.messages import Cancel, Event, Message, ModelInfo, StepReport, StepStats, Submit
+from jitney.messages import Cancel, Event, FrontMessage, ModelInfo, StepReport, StepStats, Submit
 
 _log = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ class SupervisedEngine:
         connection = self._connection
         return None if connection is None else connection.pid
 
-    def send(self, message: Message) -> None:
+    def send(self, message: FrontMessage) -> None:
         """Note a message in the journal and send it to the engine, once there is one.
 
         Raises UnavailableError for a Submit if the model is being unloaded or its engine does not

@@ -37,7 +37,7 @@ from jitney.messages import (
     Cancel,
     Event,
     Finished,
-    Message,
+    FrontMessage,
     PromptLogprobs,
     StepReport,
     Submit,
@@ -63,7 +63,7 @@ class Responder:
 
     def __init__(
         self,
-        tell_engine: Callable[[Message], None],
+        tell_engine: Callable[[FrontMessage], None],
         metrics: ModelMetrics,
         max_pending_tokens: int,
         send_share: float,
