@@ -213,6 +213,15 @@ def test_a_tier_queues_no_more_than_its_limit() -> None:
     check_streams(play, fast, *crowd[:3])
 
 
+def test_a_request_behind_the_cap_of_its_tier_does_not_queue_those_of_a_tier_without() -> None:
+    """The next step has a place for each of them."""
+    play = Timed({}, {"max_running": 1}, max_num_seqs=16, max_queued=3)
+    fast = [play.fast([key], max_tokens=3) for key in range(8)]
+    bulk = play.bulk([1], max_tokens=3)
+    play.drain()
+    check_streams(play, *fast, bulk)
+
+
 @pytest.mark.parametrize("limit", [{"max_queued": 0}, {}])
 def test_bulk_that_waits_for_its_own_places_fills_no_queue_of_the_fast_tier(limit: dict) -> None:
     play = Timed(limit, {"max_running": 2}, max_num_seqs=8, max_queued=3)

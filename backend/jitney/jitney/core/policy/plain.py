@@ -4,7 +4,7 @@ from bisect import insort
 from collections.abc import Iterator
 
 from jitney.batch import Batch, Row, StepOutput
-from jitney.core.policy.queue_limit import check_queue_limit
+from jitney.core.policy.queue_limit import FreeSlots, check_queue_limit
 from jitney.core.policy.seam import DraftChoice, StepLimits, TierTerms
 from jitney.core.request import Request, Sequence, order, remove_ordered
 from jitney.messages import Submit, TierStats
@@ -35,8 +35,12 @@ class ByRank:
             [self._queued],
             self._max_queued,
             still_short=self._left_waiting and bool(self._queue),
-            num_free_slots=lambda: self.num_free_slots(running),
+            free_slots=lambda: self._free_slots(running),
         )
+
+    def _free_slots(self, running: list[Sequence]) -> FreeSlots:
+        total = self.num_free_slots(running)
+        return FreeSlots(total, of_tier=[total])
 
     def count_queued(self, message: Submit) -> None:
         self._queued[message.key] = message.params.n

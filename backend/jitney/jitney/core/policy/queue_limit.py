@@ -1,8 +1,17 @@
 """The limit of a queue, ``max_queued``, as both kinds of admission apply it."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from jitney.errors import UnavailableError
+
+
+class FreeSlots(NamedTuple):
+    """How many sequences the next step can admit. Either may be negative."""
+
+    total: int
+    of_tier: Sequence[int]
+    """At most so many of each tier that counts."""
 
 
 def check_queue_limit(
@@ -10,7 +19,7 @@ def check_queue_limit(
     limit: int,
     *,
     still_short: bool,
-    num_free_slots: Callable[[], int],
+    free_slots: Callable[[], FreeSlots],
 ) -> None:
     """Raise UnavailableError if the queue is full for a further request: if the next step cannot
     admit it, and ``limit`` or more requests are queued. Requests that the next step can admit do
@@ -18,20 +27,23 @@ def check_queue_limit(
     sequences.
 
     ``queued``: for each tier that counts, key of a queued request -> its number of sequences, in
-    about the order of admission. ``still_short``: sequences waited after the last step was planned,
-    and some still wait. Then blocks or budget are short, and the next step may admit none.
-    ``num_free_slots``: tells how many sequences the next step could admit otherwise. It is called
-    only if the limit may be reached.
+    about the order of admission. The last tier is that of the further request. ``still_short``:
+    sequences waited after the last step was planned, and some still wait. Then blocks or budget are
+    short, and the next step may admit none. ``free_slots`` is called only if the limit may be
+    reached.
     """
     if sum(map(len, queued)) < limit:
         return
-    free_slots = 0 if still_short else num_free_slots()
+    slots = FreeSlots(0, [0] * len(queued)) if still_short else free_slots()
+    left = slots.total
     num_queued = 0
-    for of_tier in queued:
+    for of_tier, left_of_tier in zip(queued, slots.of_tier, strict=True):
         for num_sequences in of_tier.values():
-            if free_slots > 0:
-                free_slots -= num_sequences
+            if min(left, left_of_tier) > 0:
+                left -= num_sequences
+                left_of_tier -= num_sequences
             else:
                 num_queued += 1
-    if free_slots <= 0 and num_queued >= limit:
+        fits = min(left, left_of_tier) > 0  # a further request of this tier
+    if not fits and num_queued >= limit:
         raise UnavailableError.of_queue(num_queued, limit)

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 
 from jitney.config import EngineConfig
 from jitney.core.kv_cache import KvCache, WouldFree
-from jitney.core.policy.queue_limit import check_queue_limit
+from jitney.core.policy.queue_limit import FreeSlots, check_queue_limit
 from jitney.core.policy.seam import TierTerms
 from jitney.core.request import Request, Sequence, order, remove_ordered
 from jitney.messages import Submit, TierStats
@@ -78,22 +78,20 @@ class TierAdmission:
         tier = self._tier_of(message)
         # The limit of the engine counts the requests of this tier and of those above it, because
         # lower tiers do not delay it. The limit of the tier counts its own requests alone.
-        not_below = self._queued[: tier + 1]
-        self._check_limit(tier, not_below, self._config.max_queued, running)
+        self._check_limit(range(tier + 1), self._config.max_queued, running)
         own_limit = self._config.tiers[tier].max_queued
         if own_limit is not None:
-            self._check_limit(tier, [self._queued[tier]], own_limit, running)
+            self._check_limit(range(tier, tier + 1), own_limit, running)
 
-    def _check_limit(
-        self, tier: int, counting: list[dict[int, int]], limit: int, running: list[Sequence]
-    ) -> None:
-        """Check a limit for a further request of ``tier``. ``counting``: the queued requests that
-        count, as :func:`check_queue_limit` takes them."""
+    def _check_limit(self, counting: range, limit: int, running: list[Sequence]) -> None:
+        """Check a limit that counts the requests of the tiers ``counting``, for a further request
+        of the last of them."""
+        tier = counting[-1]
         check_queue_limit(
-            counting,
+            [self._queued[each] for each in counting],
             limit,
             still_short=self._left_waiting[tier] and bool(self._queues[tier]),
-            num_free_slots=lambda: self._num_free_slots_of(tier, running),
+            free_slots=lambda: self._free_slots(counting, running),
         )
 
     def count_queued(self, message: Submit) -> None:
@@ -169,15 +167,15 @@ class TierAdmission:
         # Without the running sequences, the forks that count are left.
         return self._num_counted(self._admitted(running)) - len(running)
 
-    def _num_free_slots_of(self, tier: int, running: list[Sequence]) -> int:
-        """How many more sequences of a tier may be admitted. May be negative, as
-        :meth:`num_free_slots`."""
+    def _free_slots(self, counting: range, running: list[Sequence]) -> FreeSlots:
+        """How many more sequences may be admitted, in all and of each of these tiers."""
         admitted = self._admitted(running)
-        free_slots = self.max_running - self._num_counted(admitted)
-        cap = self._caps[tier]
-        if cap is None:
-            return free_slots
-        return min(free_slots, cap - admitted[tier])
+        total = self.max_running - self._num_counted(admitted)
+        of_tier = []
+        for tier in counting:
+            cap = self._caps[tier]
+            of_tier.append(total if cap is None else cap - admitted[tier])
+        return FreeSlots(total, of_tier)
 
     def _admitted(self, running: list[Sequence]) -> list[int]:
         """By tier: its running sequences, and the forks that their requests have yet to make."""
