@@ -253,8 +253,8 @@ class KvCache:
             assert len(set(table)) == len(table), "a table names a block twice"
             owners.update(table)
             for block in table[num_written // self.block_size :]:
-                # A reference held for a pending copy does not count: the table may still write to
-                # the block that is its source.
+                # References held for pending copies do not count. The owner of a copy's source may
+                # go on writing to it, because a step makes its copies before it writes.
                 num_tables = self._refs[block] - sources[block]
                 assert num_tables == 1, f"writable block {block} is shared"
                 assert self._hash_of[block] is None, f"writable block {block} has a hash"
@@ -287,8 +287,8 @@ class WouldFree:
         self._given_up: Counter[int] = Counter()  # references, by block
 
     def give_up(self, table: list[int]) -> list[int]:
-        """The blocks that would become free with this table, after those before it. A block that
-        several tables share becomes free with the last of them."""
+        """The blocks that would become free if this table were given up too, besides all tables of
+        earlier calls. A block that several tables share becomes free with the last of them."""
         blocks = self._kv.references_of(table)
         self._given_up.update(blocks)
         given_up = self._given_up

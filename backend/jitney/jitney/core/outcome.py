@@ -45,8 +45,8 @@ class OutputApplier:
         if row.sample:
             # `sampled[0]` comes after the known tokens, `sampled[i + 1]` after draft i. The runner
             # may stop at the first sample that differs from its draft: then there is none after
-            # that draft. A draft without a sample after it is of no use. So only the first
-            # `len(sampled) - 1` drafts are compared.
+            # that draft. Such a draft is not compared, since a grammar may force the very token:
+            # it would be accepted, and the sample after it is missing.
             sampled = result.token_ids
             num_compared = len(sampled) - 1
             event, accepted = self._append(

@@ -124,8 +124,9 @@ class Planner:
             self._plan_chunk(plan, sequence, plan.tokens_left)
         # A step that preempts admits no sequence, because blocks are short. There is one exception.
         # A fork that runs alone may lack the very block that is held as the source of its pending
-        # copy. Then it preempts itself, which cancels the copy and frees the block. Nothing runs
-        # any more, so without an admission the step would be empty.
+        # copy: the leader has ended, and a grammar forces more tokens than the fork's own block
+        # has room for. Then it preempts itself, which cancels the copy and frees the block. Nothing
+        # runs any more, so without an admission the step would be empty.
         has_preempted = live.preemptions > preemptions_before
         if not has_preempted or not live.running:
             self._admit_waiting(plan)
@@ -163,9 +164,9 @@ class Planner:
         """Tokens of the step that decodes leave to running sequences with chunks."""
         running = self._live.running
         share = self._prefill_share
-        # If the rest of the budget has a token for each running sequence, decodes leave the share
-        # free by themselves. (Drafts leave it free, too: see `lookahead`. Tokens that a grammar
-        # forces may take a part of it. That is accepted.)
+        # If the budget without the share has a token for each running sequence, decodes leave the
+        # share free by themselves. (Drafts leave it free, too: see `lookahead`. Tokens that a
+        # grammar forces may take a part of it. That is accepted.)
         if len(running) <= self._max_tokens - share:
             return 0
         return min(share, sum(sequence.num_to_prefill for sequence in running))

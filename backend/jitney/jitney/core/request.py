@@ -104,8 +104,8 @@ class Request:
 
     @property
     def slots_needed(self) -> int:
-        """How many more sequences must be allowed to run before a waiting one of this request is
-        admitted."""
+        """How many of the places of running sequences must be free for a waiting sequence of this
+        request to be admitted."""
         if not self.waits_for_all_forks:
             return 1
         return min(1 + self.num_forks_due, self.most_running)
@@ -263,8 +263,8 @@ class Sequence:
       row that computes that token alone is a decode.
     - It is a fork that ran as soon as it was made: 0. The prompt is computed already."""
     sample_index: int = field(default=0, init=False)
-    """Index of the first sample of its latest row among all samples of that step. A row that
-    carries the token refers to it by this index."""
+    """Index of the first sample of its latest row among all samples of that step. A row that is
+    planned ahead has this index in place of its token, which is not known yet."""
     num_cached_blocks: int = field(default=0, init=False)
     """Leading blocks of the table that have been offered to the prefix cache."""
     cumulative_logprob: float = field(default=0.0, init=False)

@@ -288,9 +288,8 @@ class Scheduler:
         No step is planned ahead over this one: ``sample_index`` is not renewed."""
         live = self.live
         assert not live.in_flight
-        # While a draft model does not pay, the policy saves time for a *try* (see
-        # `policy.speculation`). A row that asks the model spends it. The policy usually learns of
-        # such rows from note_step(), in update(). But the rows planned here have propose = 0.
+        # Some of the rows may have asked the draft model, which the policy counts. It usually
+        # learns so from note_step(), in update(). But the rows planned here ask no more.
         self.policies.drafts.note_rows(rows)
         plain_rows: list[Row] = []
         for row in rows:
