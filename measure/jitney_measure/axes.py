@@ -2,7 +2,9 @@
 
 A setting is one value of each axis. The search varies one axis at a time: all values of the first
 with the others as they are, then, with the best of them, those of the next, until a round changes
-nothing. So it takes about the sum of the axes' lengths instead of their product. Pure data.
+nothing. So it takes about the sum of the axes' lengths instead of their product.
+
+Nothing here reads a file or talks to a server.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -102,7 +104,8 @@ def engine_axes(
     """
     sequences, tokens = current
     enough = 256 if highest_load is None else max(4, highest_load)
-    # The greatest power below 4 * enough is the first that is at least ``enough``.
+    # The largest power below 4 * enough is the first that is at least ``enough``. For 40 it is 64,
+    # because 64 < 160 <= 256.
     numbers = [each for each in _powers(4, _MAX_SEQUENCES) if 4 <= each < 4 * enough]
     numbers.append(sequences)
     budgets = [*(_TOKENS_ON_GPU if gpu else _TOKENS_ON_CPU), tokens]
@@ -225,5 +228,9 @@ def _canonical(axes: Axes, setting: Setting) -> Setting:
 
 def label(values: Mapping[str, int]) -> str:
     """A setting as it is shown."""
-    units = {BATCH: "batch {}", WINDOW: "window {}us", INSTANCES: "instances {}"}
-    return ", ".join(units.get(name, f"{name} {{}}").format(v) for name, v in values.items())
+    short_names = {BATCH: "batch", WINDOW: "window"}
+    parts = []
+    for name, value in values.items():
+        unit = "us" if name == WINDOW else ""
+        parts.append(f"{short_names.get(name, name)} {value}{unit}")
+    return ", ".join(parts)

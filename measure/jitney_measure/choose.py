@@ -56,7 +56,8 @@ def nearest(trials: Sequence[Trial]) -> Nearest | None:
 
 
 def choose_setting(trials: Sequence[Trial]) -> Choice | None:
-    """The best of the settings, by what counts of each; None if none meets the bounds.
+    """The best of the settings, each by the trial that counts (see :func:`standing`); None if none
+    meets the bounds.
 
     If the best was measured again, it is compared with the current setting alone: the first figures
     were the highest of many, and so too high by chance.
@@ -65,10 +66,12 @@ def choose_setting(trials: Sequence[Trial]) -> Choice | None:
         return None
     current, *others = standing(trials)
     meeting = [trial for trial in (current, *others) if trial.best is not None]
-    # Once the best was repeated, only repeated trials and the current setting are compared. If no
-    # repeated one meets the bounds, all are.
+    # Once the best was repeated, only repeated trials and the current setting are compared. The
+    # repeated best may now break the bounds: then the current setting is chosen if it was repeated
+    # and meets them. If no repeated trial meets them, all trials that do are compared.
     best_was_repeated = any(trial.phase == "final" for trial in others)
-    if best_was_repeated and any(trial.phase == "final" for trial in meeting):
+    a_repeated_one_meets = any(trial.phase == "final" for trial in meeting)
+    if best_was_repeated and a_repeated_one_meets:
         meeting = [
             trial for trial in meeting if trial.phase == "final" or trial.values == current.values
         ]

@@ -30,6 +30,11 @@ class Exchange:
     input_tokens: int | None = None
 
     @property
+    def end(self) -> float:
+        """When it ended. One without a response ends when it is sent: it is never in flight."""
+        return self.sent if self.ended is None else self.ended
+
+    @property
     def counts(self) -> tuple[int, ...]:
         """Tokens in each response, one for each if the server does not count them."""
         return self.tokens or (1,) * len(self.responses)
@@ -81,12 +86,12 @@ def measure(exchanges: Sequence[Exchange], *, language: bool, rows: int = 1) -> 
     answered = [exchange for exchange in exchanges if exchange.responses]
     if not answered:
         raise InternalError(f"none of {len(exchanges):,} requests was answered")
-    # Of all requests. One without an answer ends when it is sent: it counts as not in flight.
+    # Of all requests.
     all_sent = np.array([e.sent for e in exchanges])
-    all_ended = np.array([e.ended or e.sent for e in exchanges])
+    all_ended = np.array([e.end for e in exchanges])
     # Of the answered ones.
     sent = np.array([e.sent for e in answered])
-    ended = np.array([e.ended or e.sent for e in answered])
+    ended = np.array([e.end for e in answered])
     latency = ended - sent
     window = _window(all_sent, ended)
     edges = window.thirds()
@@ -153,7 +158,7 @@ def _output(answered: Sequence[Exchange], *, language: bool, rows: int) -> _Outp
             times += exchange.responses
             amounts += exchange.counts
         else:
-            times.append(exchange.ended or exchange.sent)
+            times.append(exchange.end)
             amounts.append(rows)
     return _Output(np.array(times), np.array(amounts))
 

@@ -218,10 +218,10 @@ def _mean_and_deviation(
 ) -> LengthPart:
     """Of the tokens of one request, from the counter ``name`` and the ``requests`` that ended.
 
-    The tokens of an interval are the sum of those of its n requests, if these are short beside the
-    interval. The variance of that sum is n times the variance of one request. So each interval
-    estimates the variance of one request as (tokens - n * mean)² / n; the result is the mean of
-    these estimates.
+    The tokens of an interval are the sum of those of the n requests that end in it, if a request
+    lasts much less than an interval. The variance of that sum is n times the variance of one
+    request. So each interval estimates the variance of one request as (tokens - n * mean)² / n; the
+    result is the mean of these estimates.
     """
     tokens_at = tokens.get(name, {})
     all_tokens = sum(tokens_at.values())

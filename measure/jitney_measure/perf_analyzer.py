@@ -147,8 +147,9 @@ class Driver:
     tool: PerfAnalyzer
     whole_batches: int = 1
     """The size of the batches of a model that answers only full ones; 1 for any other model. The
-    number of requests is a multiple of it, and no fewer may be in flight: the caller gives no load
-    with fewer, and the warm-up is raised here. Only ``benchmarks.batching`` sets it."""
+    number of requests is a multiple of it. A closed loop must keep at least so many in flight:
+    callers see to that for ``loads``, :meth:`run` does for the warm-up. Only
+    ``benchmarks.batching`` sets it."""
     more: tuple[str, ...] = ()
     """Further arguments of perf_analyzer. Only ``benchmarks.batching`` gives any."""
 

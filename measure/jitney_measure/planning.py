@@ -218,12 +218,12 @@ class _Choice:
         return _Batch(min(seqs, budget), budget)
 
     def _suggested_budget(self, running: float, work: float) -> int:
-        """A power of two with budget - decodes >= 2 * prompts: the prompts take at most half of
-        what the decodes leave, so no prompt waits long. Less if its activations would take more
-        than their share."""
-        decodes = running
-        prompts = running * work
-        least = decodes + 2 * prompts
+        """A power of two with budget - decode_tokens >= 2 * prompt_tokens: the prompts take at most
+        half of what the decodes leave, so no prompt waits long. Less if its activations would take
+        more than their share."""
+        decode_tokens = running  # one for each sequence
+        prompt_tokens = running * work
+        least = decode_tokens + 2 * prompt_tokens
         enough = max(_MIN_BUDGET, 2 ** math.ceil(math.log2(least)))
         most = max(1.0, self.rest * _STEP_SHARE / self.footprint.step_token)
         return min(enough, 2 ** math.floor(math.log2(most)))
@@ -243,9 +243,10 @@ class Comparison:
 
 
 def compare(sizes: Sizes, limits: EngineLimits) -> Comparison:
-    """A large batch is simulated in small: limits times ``share``. That is the largest share with
-    enough requests, but never so small that two of the longest do not fit. The result is scaled up
-    by expected(all limits) / expected(small limits)."""
+    """A large batch is simulated in small: limits times ``share``, if that is below 1. ``share`` is
+    the larger of two: the one at which the requests are just enough, and the one at which two of
+    the longest just fit. The result is scaled up by expected(all limits) / expected(small
+    limits)."""
     config = sizes.config
     requests = sizes.requests
     expected = expect(config, requests, limits)

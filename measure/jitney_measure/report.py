@@ -232,11 +232,14 @@ def _count(value: float) -> str:
 
 
 def _figure(value: float | None) -> str:
-    """An int as it is; else three digits at least, but at most two decimals."""
+    """An int and a float from 1,000 on have no decimals, a float from 10 on has one, others two."""
     if value is None:
         return "–"
-    digits = 0 if isinstance(value, int) or value >= 1000 else 1 if value >= 10 else 2
-    return f"{value:,.{digits}f}"
+    if isinstance(value, int) or value >= 1000:
+        return f"{value:,.0f}"
+    if value >= 10:
+        return f"{value:,.1f}"
+    return f"{value:,.2f}"
 
 
 def _milliseconds(seconds: float | None) -> str:

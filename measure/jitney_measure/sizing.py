@@ -127,8 +127,8 @@ class _Blocks:
     filled: float
     """Mean of the blocks with tokens."""
     allocated: float
-    """Mean of the blocks that it keeps from others: those with tokens, or without preemption all
-    that it will need."""
+    """Mean of the blocks that no other sequence can have: with preemption those with tokens,
+    without it all that the sequence will need."""
     variance: float
     """Of the allocated blocks."""
 
@@ -162,7 +162,8 @@ class _BlockSums:
 
 def _sum_blocks(lengths: Lengths, block_size: int) -> _BlockSums:
     """A step has the prompt and what was made before it: from ``prompt`` to ``prompt + output - 1``
-    tokens. So the sum is that up to the last step, less that up to the one before the first."""
+    tokens. With S for :func:`_sums_up_to`, the sum over these numbers is
+    S(prompt + output - 1) - S(prompt - 1)."""
     to_last = _sums_up_to(lengths.prompt + lengths.output - 1, block_size)
     before_first = _sums_up_to(lengths.prompt - 1, block_size)
     return _BlockSums(
@@ -186,12 +187,14 @@ def _sums_up_to(tokens: Counts, block_size: int) -> _BlockSums:
 
 def _sequences_in_cache(blocks: _Blocks, num_blocks: int, watermark: int) -> float:
     """How many sequences a full cache holds."""
-    # The first request of the queue is admitted once as many blocks are free as it needs. Until
-    # then the free blocks grow from none to that number: needed / 2 on average. Each request is
-    # weighted by the time that it waits, which is proportional to the blocks that it needs.
+    # Some blocks are free because the first request of the queue waits for more. It is admitted
+    # once `needed` blocks are free. Until then the free blocks grow from 0 to `needed`: needed / 2
+    # on average. A request that needs more blocks waits longer, in proportion. So the mean over
+    # time is the mean of needed / 2 with the weights needed:
+    #     sum(needed * needed / 2) / sum(needed)
     needed = blocks.to_admit
-    awaited = float((needed**2).sum() / needed.sum()) / 2
-    return max(1.0, (num_blocks - watermark - awaited) / blocks.allocated)
+    mean_free = float((needed**2).sum() / needed.sum()) / 2
+    return max(1.0, (num_blocks - watermark - mean_free) / blocks.allocated)
 
 
 def _preemptions_in_full_cache(*, growth: float, prompt: float, watermark: int) -> float:
@@ -200,10 +203,13 @@ def _preemptions_in_full_cache(*, growth: float, prompt: float, watermark: int) 
 
     ``growth``: blocks that a request adds to those of its ``prompt`` on average.
     """
-    # The blocks that a request wants while none is free, over those that one preemption returns.
-    without_watermark = growth / (prompt + _GROWN * growth)
-    # Blocks of the watermark are used first. How many are wanted before another sequence ends is
-    # assumed to be exponential with the mean ``growth``; this is the chance that they run out.
+    # No block is free in a full cache, so each block that a request wants comes from a preemption.
+    # Preemptions of a request = blocks that it wants / blocks that one preemption returns.
+    returned = prompt + _GROWN * growth
+    without_watermark = growth / returned
+    # With a watermark, its blocks are used first, and only if they run out is a request preempted.
+    # The number of blocks wanted before a sequence ends is assumed to be exponential with the mean
+    # ``growth``. So this is the chance that it exceeds the watermark.
     runs_out = math.exp(-watermark / growth)
     return runs_out * without_watermark
 
@@ -221,7 +227,7 @@ def _without_cache(limits: EngineLimits, work: float, output: float, variation: 
 
     Prompts pass through the rest of the budget one by one, and then make ``output`` tokens: mean
     value analysis of a closed network with a queue and a delay (Reiser and Lavenberg, 1980).
-    ``variation``: of the prompts, the square of deviation over mean.
+    ``variation``: (deviation / mean)² of the lengths of prompts.
     """
     # With d decodes a step has d tokens of output and d * work of prompts: d * (1 + work) = budget.
     # One more sequence is in prefill.
@@ -247,12 +253,14 @@ def _waiting_for_prefill(
     load = 0.0  # the share of the time in which a prompt is computed
     # The analysis starts with one request at a time, and takes one more in each round.
     for requests in range(1, streams + 1):
-        # To compute a prompt, which has ``work * output`` tokens. By Little's law
+        # ``service``: the steps that one prompt of ``work * output`` tokens takes. By Little's law
         # ``rate * output`` requests decode, a token each; the rest of the budget is for prompts.
         service = work * output / max(1.0, budget - rate * output)
-        # To compute it and the prompts before it. An arriving request sees the queue of the round
-        # before: ``queue - load`` wait, ``load`` are in service. Of a service that is under way,
-        # (1 + variation) / 2 of one is left on average.
+        # ``residence``: the steps from a request's arrival until its prompt is computed. It is the
+        # sum of its own service, one for each of the ``queue - load`` that wait, and what is left
+        # of the one that is under way: with chance ``load`` there is one, of which
+        # (1 + variation) / 2 is left on average. ``queue`` and ``load`` are those of the round
+        # before: what an arriving request finds.
         under_way = load * (1 + variation) / 2
         residence = service * (1 + max(0.0, queue - load + under_way))
         # Little's law, for the whole loop and for the queue.

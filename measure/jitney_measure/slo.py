@@ -39,9 +39,9 @@ _WARM_UP_REQUESTS = 8
 _MAX_REQUESTS = 20_000
 """perf_analyzer exports the answers too: with more its file would be too large."""
 _BACKLOG = 0.05
-"""A server is behind a rate if its queue grows: at the end of the run more than this share of the
-requests is in flight, and more than twice as many plus 2 as after a third of the run. The 2 keeps
-tiny numbers from counting."""
+"""A server is behind a rate if its queue grows. Two things must hold of the requests in flight at
+the end of the run: they are more than ``_BACKLOG * requests``, and more than
+``2 * (in flight after a third of the run) + 2``. The 2 keeps tiny numbers from counting."""
 _RATE_TOLERANCE = 0.1
 """How far the rate that was sent may be from the one asked for; random arrivals may be off by more,
 as the square root of their number allows."""

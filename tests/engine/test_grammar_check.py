@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -176,6 +177,23 @@ for _ in range(200):
     one = checker_of(program, tmp_path, monkeypatch)
     with pytest.raises(InvalidArgumentError, match="more than 1 s"):
         one.check(StructuredOutputs(regex="a"))
+    one.close()
+
+
+def test_a_grammar_that_several_threads_ask_for_is_checked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Each answer is its number, from 0 for the first line.
+    program = """
+import sys
+for number, _ in enumerate(sys.stdin):
+    print(f'{{"grammar": "{number}"}}', flush=True)
+"""
+    one = checker_of(program, tmp_path, monkeypatch)
+    # All threads ask before the first answer comes, because the process has to start first.
+    with ThreadPoolExecutor(4) as pool:
+        grammars = list(pool.map(one.check, [StructuredOutputs(regex="a")] * 4))
+    assert grammars == ["1"] * 4
     one.close()
 
 

@@ -126,10 +126,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
 
 def weigh(config: EngineConfig) -> Footprint:
     """What loading the model of ``config`` would take; see ``execution.weigh``."""
-    # For any device but "cpu", `weigh_model` weighs for a GPU, whether this machine has one or not.
-    # So the option is not resolved. Of an accelerator only one answer matters here: whether it
-    # widens bfloat16, because the dtype of the weights depends on that. A GPU's never does. So only
-    # for a CPU the accelerator is looked up.
+    # `weigh_model` asks an accelerator only for `widens_bfloat16`, because the dtype of the weights
+    # depends on it. The answer of a GPU's is always False, so only the CPU's is looked up. For any
+    # `device` but "cpu", `weigh_model` weighs for a GPU, even on a machine without one.
     accelerator = None
     if config.device == "cpu":
         accelerator = accelerator_for(config, torch.device("cpu"))

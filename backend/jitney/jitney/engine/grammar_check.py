@@ -62,13 +62,14 @@ class GrammarChecker:
         Takes at most ``grammar_timeout_s`` seconds once the checks before it are over. If a process
         must be started first, that may take ``_START_S`` seconds more."""
         asked = msgspec.json.encode(structured)
-        known = self._checked.get(asked)
+        known = self._find(asked)
         if known is not None:
-            # The thread that holds the lock may have evicted it since the line above.
-            with contextlib.suppress(KeyError):
-                self._checked.move_to_end(asked)
             return known
         with self._lock:
+            # While this thread waited for the lock, another one may have checked the same.
+            known = self._find(asked)
+            if known is not None:
+                return known
             grammar = self._ask(asked)
             self._checked[asked] = grammar
             while len(self._checked) > self._config.grammar_cache:
@@ -83,6 +84,16 @@ class GrammarChecker:
                 self._process.kill()  # so a check that is at work ends at once
         with self._lock:
             self._end_process()
+
+    def _find(self, asked: bytes) -> str | None:
+        """A grammar that has been checked, which is now the one used last; None if it is not kept.
+        Called with or without the lock."""
+        known = self._checked.get(asked)
+        if known is not None:
+            # Without the lock: the thread that holds it may have evicted it since the line above.
+            with contextlib.suppress(KeyError):
+                self._checked.move_to_end(asked)
+        return known
 
     def _end_process(self) -> None:
         with self._process_lock:

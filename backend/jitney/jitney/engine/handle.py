@@ -70,8 +70,8 @@ class EngineHandle(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """Whether :meth:`step` has to be called. With overlap that may be so although no request is
-        open any more: the last step is still in flight."""
+        """Whether :meth:`step` has to be called although no request is open any more: with overlap,
+        the last step may still be in flight. Asked only while no request is open."""
 
     def reset(self) -> None:
         """Forget every request, without an event: the caller has ended them."""

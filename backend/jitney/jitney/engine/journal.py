@@ -6,8 +6,8 @@ messages that bring it to where the old one was.
 It also finds the request that ends engines. A request is a suspect once two engines in a row have
 died while they computed the same tokens of it. The next engine then gets this request alone; all
 others wait here until the suspect is proved innocent or has ended. If two more engines die at the
-same tokens, the request is failed. It makes no difference what ended the engines: a signal from
-elsewhere counts like a fault.
+same tokens, the request is failed. Why an engine died makes no difference here: one that a signal
+from elsewhere has killed counts like one that has failed by itself.
 
 Pure and without threads: the supervisor calls it under a lock.
 """
@@ -40,8 +40,9 @@ from jitney.messages import (
 SUSPECT_DEATHS = 2
 """Deaths in a row at the same tokens after which a request is tried alone."""
 FATAL_DEATHS = 4
-"""Deaths in a row at the same tokens after which a request is failed. Before the last two deaths it
-was tried alone."""
+"""Deaths in a row at the same tokens after which a request is failed. During the last two of these
+it was tried alone. Only earlier suspects, which this engine had proved innocent, may have been
+running beside it."""
 PROOF_SAMPLES = 2
 """So many samples of a sequence by one engine prove that this engine has got past the tokens at
 which those before it died. One is not enough: the first token of a resumed sequence comes from its
@@ -54,9 +55,9 @@ class _Sequence:
 
     emitted: Emitted = field(default_factory=Emitted)
     tokens_since_death: int = 0
-    """Tokens emitted since the last death of an engine that was computing this request. If fewer
-    positions than this lie between two deaths, they count as at the same tokens
-    (:func:`_is_same_place`)."""
+    """Tokens emitted since the last death of an engine that was computing this request. The next
+    death counts as at the same tokens if fewer positions than this lie between the two;
+    :func:`_is_same_place` says why."""
     samples_by_engine: int = 0
     """Samples by the present engine: ``PROOF_SAMPLES`` prove that it has got past the tokens at
     which those before it died. Tokens that a grammar forces, and accepted drafts, come with the
@@ -302,17 +303,23 @@ def _is_same_place(before: RowRange, now: RowRange, tokens_between: int) -> bool
     """Whether two rows of one sequence, which engines were computing at two deaths, count as the
     same tokens. ``tokens_between``: how many tokens the sequence emitted between the deaths.
 
-    They do if fewer than ``tokens_between`` positions lie between them, whichever comes first.
-    Without tokens between, the rows must overlap.
+    A fault that only decoding has does not strike in the prefill with which an engine resumes a
+    sequence. That prefill emits a token, so the next decode is at a later position:
 
-    The reason: an engine may emit tokens although a fault has not struck yet. A resumed sequence
-    samples a token in its prefill, and a grammar may force more after it. A fault of decoding
-    strikes only in the decode after that: as many positions further on as tokens were emitted. An
-    example: [100, 101), then [101, 102) with 1 token between, a gap of 0.
+    1. Engine 1 decodes position 100, the row [100, 101), and dies.
+    2. Engine 2 resumes the sequence: it prefills [0, 101) and emits one token.
+    3. Engine 2 decodes position 101, the row [101, 102), and dies.
 
-    ``now`` comes before ``before`` if the sequence is computed again from the start, because it was
-    preempted, or by a further engine. The same distance is allowed there. So a request may become a
-    suspect too soon, but it is failed only if two more engines die with it alone.
+    The row has moved by 1, the number of tokens emitted, so the gap between the rows is 0. If a
+    grammar forces more tokens after the first one, the row may move by as many more.
+
+    Hence the rule: the gap must be smaller than ``tokens_between``. If no tokens were emitted, the
+    rows must overlap.
+
+    The rule is the same if ``now`` comes before ``before``. It does if the second engine dies while
+    it computes earlier positions again: to resume the sequence, or after a preemption. The two
+    deaths may then have different causes, so a request may become a suspect too soon. But it is
+    failed only if two more engines die at the same tokens while it is tried alone.
     """
     gap = max(now.start - before.end, before.start - now.end)  # negative if they overlap
     return gap < tokens_between

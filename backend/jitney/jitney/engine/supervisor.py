@@ -178,8 +178,8 @@ class SupervisedEngine:
 
     @property
     def has_work(self) -> bool:
-        """Whether :meth:`step` has to be called: no. The engine makes its steps by itself, even the
-        last one, which may be in flight when all requests have been cancelled."""
+        """Never: the engine makes its steps by itself, even the last one, which may still be in
+        flight when all requests have been cancelled."""
         return False
 
     def run_in_thread(self) -> None:
@@ -253,7 +253,10 @@ class SupervisedEngine:
 
     def _read_rest(self, connection: EngineConnection) -> None:
         """Hand on what a killed engine has sent before: it belongs to the clients. Raises EOFError
-        at its end. Returns if nothing comes, because its socket may stay open."""
+        at its end.
+
+        Returns if nothing comes within ``TICK_S``. Its socket may stay open for long: while a call
+        of the device's driver delays the kill, or while a process that it forked lives on."""
         while True:
             message = self._receive(connection)
             if message is None:

@@ -26,7 +26,8 @@ class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):
 
     config: EngineConfig
     tokenizer: bytes
-    """Its data, as the first engine gave it; empty for that one."""
+    """The tokenizer's data, which the first engine sent in ``Ready``; empty in the Start of the
+    first engine."""
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):

@@ -73,8 +73,8 @@ class Accelerator(Protocol):
 
 class AcceleratorKind(Protocol):
     """What an entry point of the group ``jitney.accelerators`` names: a class whose instances are
-    :class:`Accelerator`. This Protocol describes the class itself, so that ``__call__`` is how an
-    instance is made, and :meth:`prepare` is a static method of the class.
+    :class:`Accelerator`. This Protocol describes the class itself, so ``self`` below is the class:
+    calling it makes an instance, and :meth:`prepare` is called on it without an instance.
     """
 
     def __call__(self, config: EngineConfig, device: torch.device) -> Accelerator:

@@ -11,9 +11,9 @@ The runner calls it once for each step that was launched. Beside token ids, a dr
 
 An *entry* is the K and V of one position in the draft model's caches. An ordinary draft model
 computes entry p from the token at p, and a head (``eagle``) from the token at p + 1:
-:attr:`DraftInputs.shift` is 0 or 1. In this module the numbers of an :class:`_EntryRun` are those
-of entries. The numbers of a ``Row`` are positions of tokens, except in the row that ``as_row``
-makes for attention.
+:attr:`DraftInputs.shift` is 0 or 1. In this module ``first_entry`` and ``end_entry`` are numbers of
+entries. ``start`` and ``end`` of a ``Row`` are positions of tokens, except in the row that
+``as_row`` makes for attention: there they are numbers of entries.
 
 *Forced tokens.* Where a grammar allows only one text, the scheduler appends the tokenizer's tokens
 of that text (``batch.GrammarState.forced``). The mask allows other tokenizations too, and a step
@@ -76,7 +76,7 @@ class _EntryRun:
     """Consecutive entries of one sequence, which a pass computes."""
 
     newest: Row
-    """The row of the sequence's newest token. Its numbers are positions of tokens."""
+    """The row of the sequence's newest token. Its ``start`` and ``end`` are positions of tokens."""
     first_entry: int
     token_ids: list[int]
     """The tokens from which the entries are computed, one for each."""
@@ -172,10 +172,11 @@ class DraftModel:
         if row.grammar is not None and not output.unread:
             # The last token to read is the newest sample s, which a forced token may replace (see
             # the module's docstring). Usually the next row begins at the forced token, and
-            # `_invalidate` forgets the entry of s. But the forced token may be the draft d in whose
-            # place s was sampled. The model has K and V of d from this step, so the next row begins
-            # behind d, and `_invalidate` does not reach the entry of s. So that entry is not
-            # counted in the first place.
+            # `_invalidate` forgets the entry of s. It does not if the forced token is the row's
+            # draft for this position. An example: the row has t, d1 and d2 at positions 10 to 12.
+            # d1 is sampled at 11, and s at 12. After d1 the grammar forces d2, so d2 is accepted:
+            # the model has its K and V from this step. The next row begins at 13, behind the
+            # position of s. So the entry of s is never counted as valid.
             valid_end -= 1
         # Already now, because later rows of the same pass may share blocks with this one.
         self._count_as_valid(to_read, valid_end)
@@ -250,9 +251,10 @@ class DraftModel:
             self._valid[destination] = 0
         for row in batch.rows:
             if row.grammar is not None:
-                # What this draft model read last in the step before may have been replaced by
-                # forced tokens since. The first token that may be a forced one is this row's first
-                # token: entries from there on do not count.
+                # The draft model may have read samples that forced tokens replaced afterwards. The
+                # first of them stood at this row's start, because the model has yet to compute the
+                # forced token: entries from there on do not count. (`_plan_reading` names the one
+                # exception.)
                 number, offset = divmod(max(row.start - self._shift, 0), size)
                 block = row.block_table[number]
                 self._valid[block] = min(self._valid[block], offset)
@@ -284,9 +286,7 @@ class DraftModel:
         )
 
     def _count_as_valid(self, run: _EntryRun, end: int) -> None:
-        """Count the run's entries before entry ``end`` as valid, and none of those behind it."""
-        if end == run.first_entry:
-            return  # `_invalidate` has forgotten the entries from here on already
+        """Count the run's entries before entry ``end`` as valid, and none from ``end`` on."""
         size = self._block_size
         for number in range(run.first_entry // size, (end - 1) // size + 1):
             block = run.newest.block_table[number]

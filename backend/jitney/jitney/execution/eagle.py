@@ -103,7 +103,7 @@ class StateTap:
        of a class that accelerators do not know. So an accelerator does not run a whole step as one
        native call. That is intended, because in such a call the output layer is not called as a
        module, and its input cannot be read.
-    2. :meth:`wrap` then gives the model whose steps are read, in its rearranged form.
+    2. :meth:`wrap`, called with the rearranged model, returns a model whose every step is read.
     """
 
     def __init__(self, module: PreTrainedModel) -> None:

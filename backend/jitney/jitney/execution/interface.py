@@ -132,7 +132,8 @@ class LoadedModel:
     """The linear layers that adapters may change, by their paths in the module as it was loaded.
     Empty without option ``adapters``."""
     pack: Pack | None = None
-    """Makes ``LowRank.packed`` of an adapter, if ``forward`` needs that."""
+    """Turns an adapter's factors (``low_rank``) into the form that ``forward`` reads, which is kept
+    as ``LowRank.packed``. None: ``forward`` reads the factors themselves."""
     cache_scales: Mapping[int, KvScales] = field(default_factory=dict)
     """By layer, the scales of a float8 cache that the checkpoint states, on the device. Layers for
     which it states none are missing."""
@@ -207,8 +208,9 @@ def forward_module(
     """Run T flattened tokens through transformers' module. With the module bound, it is a
     :data:`StepFunction`.
 
-    The linear layers add the adapters' products, for the tokens of requests that name an adapter.
-    ``begin_products`` computes these.
+    In a step with adapters, ``begin_products`` is called once, with the spans of tokens that are
+    under one adapter each. It returns a function that adds (x A^T) B^T to the result of each linear
+    layer that adapters change (see ``low_rank``).
     """
     # Only a step in service has adapters; a recorder has none.
     adapted = paged.meta.adapted if isinstance(paged, PagedStep) else []

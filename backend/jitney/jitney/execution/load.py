@@ -54,8 +54,8 @@ class PreparedModel:
     accelerator: Accelerator | None
     """None if it runs in plain torch."""
     tap: eagle.StateTap | None
-    """What reads its hidden states, if speculation uses a head: then the model and the head have a
-    tap each."""
+    """Set if speculation uses an EAGLE head, a kind of draft model (``eagle``). It reads this
+    model's hidden states. The model and the head have a tap each."""
 
     def empty_caches(
         self, config: EngineConfig, dtype: torch.dtype, num_blocks: int
@@ -154,8 +154,8 @@ def speed_up(
     if accelerator is not None:
         model = _rearrange(config, model, accelerator)
     # An adapter's product is added to a layer's result. Where kernels have joined layers, only a
-    # fused model knows which columns of the joined result are which layer's (``low_rank.Part``). In
-    # any other model, each layer that adapters may change must still stand alone.
+    # model that is fused as a whole knows which columns of the joined result are which layer's
+    # (``low_rank.Part``). In any other model, no layer that adapters may change may be joined.
     if not model.fused:
         _check_sites(model)
     if tap is not None:
@@ -191,14 +191,14 @@ def _rearrange(config: EngineConfig, model: LoadedModel, accelerator: Accelerato
 
 
 def _check_sites(model: LoadedModel) -> None:
-    """Raise ConfigError if a layer that adapters may change was fused with others: then it can no
-    longer be changed alone."""
+    """Raise ConfigError if a layer that adapters may change was joined with others. ``model`` is
+    not fused as a whole, so it can no longer change that layer alone."""
     paths = dict(model.module.named_modules())
     for path in model.sites:
         if path not in paths:
             bound = (
                 f"False with adapters: kernels joined {path} with other layers, and only a model "
-                "whose parts are all fused can change it alone"
+                "that is fused as a whole can change it alone"
             )
             raise ConfigError.of("fuse", True, bound)
 

@@ -9,11 +9,13 @@ Logits are compared by their :func:`_distance`: of each step the median over its
 steps the larger one.
 
 - The module is refused if in a step more than half of the tokens have logits beyond the tolerance,
-  or if any logit is a NaN. So it is if it takes a token's index in the step for its position: then
-  all tokens of the second step are wrong.
+  or if any logit is a NaN. So a module is refused that takes a token's index in the step for its
+  position: in the second step, no token is at the right distance from the keys of the first step,
+  and all logits are wrong.
 - It passes if at most half of a step's tokens have wrong logits: the one decode, for example.
-- If it mixes neighbours in the step, only tokens at the edges of chunks get a wrong neighbour. It
-  is refused if attention carries the error to enough other tokens.
+- A module may mix each token with its neighbours in the step, as a short convolution or a token
+  shift does. Only tokens at the edges of chunks then have a wrong neighbour. The module is refused
+  if attention carries the error to enough other tokens.
 """
 
 import functools

@@ -203,8 +203,8 @@ def _argmax_on_cpu(logits: Tensor, form: _FloatBits) -> Tensor | None:
     - -127 to -1: the NaN whose sign is set
     - from 0 on: from 0.0 up to inf, then the other NaN
 
-    A NaN counts as the largest float, but neither rule would find one whose sign is set: it is not
-    the largest integer beside a positive float, and not the smallest among negative floats.
+    A NaN counts as the largest float, but neither rule would find one whose sign is set: the
+    integers of positive floats are larger, and those of negative floats are smaller.
     """
     signed = logits.view(form.signed).numpy()
     if signed.view(form.unsigned).max(initial=0) > form.minus_infinity:
