@@ -2,7 +2,7 @@
 
 tiny      plenty of everything, in two instances, prompts of 4 MB
 narrow    24 KV blocks of 16 tokens, 4 sequences, calls of tools, traces
-busy      one sequence at a time, 2 places in the queue
+busy      one sequence at a time, 2 places in the queue; a request may take a minute
 """
 
 import json
@@ -30,6 +30,9 @@ BLOCK_BYTES = 2 * 2 * 2 * 16 * 4 * 16
 """K and V, 2 layers, 2 heads of 16 floats, 16 tokens."""
 NARROW_BLOCKS = 24
 CONTEXT = 4096
+BUSY_CONTEXT = 16_384
+"""That of ``busy``: a request that makes so many tokens does not end before a test looks at it, on
+a machine with other work too."""
 START_S = 900.0
 """For a server of several models on a busy machine, and kernels that are not yet compiled."""
 
@@ -41,7 +44,11 @@ MODELS: dict[str, dict[str, object]] = {
         "max_model_len": 1024,
         "tool_format": "hermes",
     },
-    "busy": {"kv_cache_bytes": 1024 * BLOCK_BYTES, "max_num_seqs": 1, "max_queued": 2},
+    "busy": {
+        "kv_cache_bytes": BUSY_CONTEXT // 16 * BLOCK_BYTES,
+        "max_num_seqs": 1,
+        "max_queued": 2,
+    },
 }
 
 
@@ -92,7 +99,13 @@ def server(
 ) -> Iterator[TritonServer]:
     """The server, ready. It must stop in good order after whatever the tests did to it."""
     repository = tmp_path_factory.mktemp("repository")
-    models = {**MODELS, "narrow": {**MODELS["narrow"], "trace_endpoint": collector.endpoint}}
+    long = tmp_path_factory.mktemp("long") / "m"
+    make_checkpoint(long, "llama", tokenizer=True, max_position_embeddings=BUSY_CONTEXT)
+    models = {
+        **MODELS,
+        "narrow": {**MODELS["narrow"], "trace_endpoint": collector.endpoint},
+        "busy": {**MODELS["busy"], "model": str(long)},
+    }
     for name, options in models.items():
         write_model(
             repository,

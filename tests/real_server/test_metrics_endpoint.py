@@ -8,7 +8,7 @@ import pytest
 from jitney_server.server import TritonServer
 
 from tests.real_server.client import Reply, Stream, metric, settled, stream, wait_until
-from tests.real_server.conftest import BLOCK_BYTES, MODELS
+from tests.real_server.conftest import BLOCK_BYTES, BUSY_CONTEXT, MODELS
 
 Ask = Callable[..., Reply]
 
@@ -92,7 +92,7 @@ def test_gauges_rise_and_fall(server: TritonServer) -> None:
     tensors = {
         "text_input": "the bus stops here and the passengers board",
         "stream": True,
-        "sampling_parameters": sampling(1, max_tokens=4000),
+        "sampling_parameters": sampling(1, max_tokens=BUSY_CONTEXT - 64),
     }
     one = Stream(server.grpc_url, "busy", tensors)
     gauges = ("jitney_running_requests", "jitney_running_sequences", "jitney_kv_used_blocks")

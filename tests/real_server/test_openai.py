@@ -14,7 +14,7 @@ import pytest
 from jitney_server.server import TritonServer
 
 from tests.real_server.client import Stream, metric, settled, stream, wait_until
-from tests.real_server.conftest import CONTEXT, used_blocks
+from tests.real_server.conftest import BUSY_CONTEXT, CONTEXT, used_blocks
 
 KEY = "a-key-of-more-than-24-characters"
 USER: Any = [{"role": "user", "content": "where does the bus stop"}]
@@ -233,7 +233,7 @@ def test_refusals_are_the_clients_own_exceptions(client: openai.OpenAI, address:
 
 
 def test_a_full_queue_says_when_to_come_again(client: openai.OpenAI, server: TritonServer) -> None:
-    params = {"max_tokens": CONTEXT - 16, "temperature": 0, "ignore_eos": True}
+    params = {"max_tokens": BUSY_CONTEXT - 16, "temperature": 0, "ignore_eos": True}
     tensors = {"input_ids": [5, 6, 7], "stream": True, "sampling_parameters": params}
     streams = [Stream(server.grpc_url, "busy", tensors)]
     try:
@@ -269,7 +269,7 @@ def test_who_leaves_is_cancelled(address: str, server: TritonServer, streamed: b
 
     before = settled(cancelled)
     body = {"model": "busy", "messages": USER, "stream": streamed, "ignore_eos": True}
-    body |= {"max_tokens": CONTEXT - 64}
+    body |= {"max_tokens": BUSY_CONTEXT - 64}
     connection = http.client.HTTPConnection(address, timeout=60)
     headers = {"Authorization": f"Bearer {KEY}"}
     connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)

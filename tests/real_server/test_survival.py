@@ -28,7 +28,7 @@ from tests.real_server.client import (
     stream,
     wait_until,
 )
-from tests.real_server.conftest import CONTEXT, NARROW_BLOCKS, used_blocks
+from tests.real_server.conftest import BUSY_CONTEXT, CONTEXT, NARROW_BLOCKS, used_blocks
 
 pytestmark = pytest.mark.usefixtures("bystander")
 
@@ -133,10 +133,11 @@ def outcomes(server: TritonServer) -> float:
 
 def endless(server: TritonServer, model: str, **sampling: Any) -> Stream:
     """A stream that takes at least many seconds, under way."""
+    longest = BUSY_CONTEXT if model == "busy" else CONTEXT
     tensors = {
         "input_ids": [5, 6, 7],
         "stream": True,
-        "sampling_parameters": greedy(CONTEXT - 3, **sampling),
+        "sampling_parameters": greedy(longest - 3, **sampling),
     }
     started = Stream(server.grpc_url, model, tensors)
     started.step()
@@ -155,7 +156,7 @@ def test_a_grpc_client_cancels(server: TritonServer) -> None:
 def test_an_http_client_disconnects(server: TritonServer) -> None:
     before = settled(lambda: cancelled(server))
     events = generate_stream_events(
-        server.http_url, "busy", input_ids=[5, 6, 7], stream=True, **greedy(CONTEXT - 3)
+        server.http_url, "busy", input_ids=[5, 6, 7], stream=True, **greedy(BUSY_CONTEXT - 3)
     )
     next(events)
     wait_until(lambda: used_blocks(server, "busy") > 0)
