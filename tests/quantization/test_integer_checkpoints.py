@@ -102,7 +102,8 @@ def make_gptq(folder: Path, **config: object) -> tuple[Path, Tensors]:
     make_checkpoint(folder, dtype=torch.float16)
     awq, bits = config["quant_method"] == "awq", int(config["bits"])
     size = int(config.get("group_size", 32))
-    stored, dense = {}, {}
+    stored = {}
+    dense = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         dense[name] = tensor.float()
         layer, _, kind = name.rpartition(".")
