@@ -55,7 +55,7 @@ PYTEST := $(VENV)/python -m pytest
 SHARED := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 ELSEWHERE := not gpu and not browser and not debian and not clients
 
-test: env models ## the tests (eight minutes on two cores with AVX-512, some ten on slower ones)
+test: env models ## the tests (seven minutes on two cores with AVX-512, some nine on slower ones)
 	@$(PYTEST) $(SHARED) -m "not slow and $(ELSEWHERE)" $(ARGS)
 
 # Neither a server nor a kernel: what the first ring's rooms promise, in plain torch.
