@@ -1,5 +1,7 @@
 """API keys of a gateway: a file that changes."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,16 @@ def test_keys_stay_while_the_file_cannot_be_used(
     assert dict(keys.refreshed_owners()) == {NEW: "alice"}
 
 
+@contextmanager
+def reading_raises(monkeypatch: pytest.MonkeyPatch, error: OSError) -> Iterator[None]:
+    def fail(path: Path, encoding: str) -> str:
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_text", fail)
+        yield
+
+
 def test_a_file_is_read_once_its_mode_lets_the_gateway_read_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,12 +81,8 @@ def test_a_file_is_read_once_its_mode_lets_the_gateway_read_it(
     keys = FileKeys(file)
     write(file, f"alice:{NEW}\n")
 
-    def refuse(path: Path, encoding: str) -> str:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    with monkeypatch.context() as patched:
-        # The mode does not keep root, who may run this test, from reading.
-        patched.setattr(Path, "read_text", refuse)
+    # The mode does not keep root, who may run this test, from reading.
+    with reading_raises(monkeypatch, PermissionError(13, "Permission denied")):
         assert dict(keys.refreshed_owners()) == {OLD: "alice"}
     before = file.stat()
     while file.stat().st_ctime_ns == before.st_ctime_ns:
@@ -91,11 +99,7 @@ def test_a_reason_that_passes_needs_no_change_of_the_file(
     keys = FileKeys(file)
     write(file, f"alice:{NEW}\n")
 
-    def fail(path: Path, encoding: str) -> str:
-        raise OSError(24, "Too many open files", str(path))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "read_text", fail)
+    with reading_raises(monkeypatch, OSError(24, "Too many open files")):
         for _ in range(2):
             assert dict(keys.refreshed_owners()) == {OLD: "alice"}
     assert caplog.text.count("stay as they were") == 1

@@ -40,7 +40,8 @@ def make_fp8(
 ) -> tuple[Path, Tensors]:
     """A checkpoint of compressed-tensors in e4m3, and its weights as they act, in f32."""
     make_checkpoint(folder, architecture, dtype=torch.bfloat16)
-    stored, dense = {}, {}
+    stored = {}
+    dense = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         dense[name] = stored[name] = tensor
         if "proj" in name and name.endswith("weight"):
@@ -64,7 +65,8 @@ def make_nvfp4(folder: Path) -> tuple[Path, Tensors]:
     make_checkpoint(folder, dtype=torch.bfloat16)
     sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     value_of_code = torch.cat((sizes, -sizes))
-    stored, dense = {}, {}
+    stored = {}
+    dense = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         if "proj" not in name or not name.endswith("weight"):
             dense[name] = stored[name] = tensor
