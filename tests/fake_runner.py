@@ -1,176 +1,34 @@
 """An arithmetic stand-in for the model's runner: everything above the model runs on it in no time.
 
-It keeps a simulated KV memory of token slots. A slot holds a token and the digest of the context up
-to it, which the runner computes from the slot *before* it as found through the block table, as a
-model's K and V depend on everything before. A next token is a hash of all slots read back through
-the block table. So a block that is stale, shared by mistake, reused too soon or never copied
-changes every token after it, and :func:`solo_stream`, which needs no memory, tells what the tokens
-should have been.
+It keeps a simulated KV memory of token slots (see ``tests/fake_tokens.py``). It computes a slot's
+digest from the slot *before* it as found through the block table, and a next token from all slots
+read back through the block table. So a block that is stale, shared by mistake, reused too soon or
+never copied changes every token after it, and :func:`tests.solo_stream.solo_stream`, which needs no
+memory, tells what the tokens should have been.
 
 With ``overlap`` it is a device beside the host as well: steps are launched, run later and in order,
 with block tables and known tokens as they were at the launch, and carried tokens out of the step
 before. What a device would not notice, or not always, it notes in ``violations``.
 """
 
-import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import takewhile
-from typing import Any
 
 from jitney.batch import Batch, Row, RowOutput, StepOutput
 from jitney.errors import InternalError
-from jitney.messages import Logprob, ModelInfo, Submit
-from jitney.sampling_params import SamplingParams
+from jitney.messages import ModelInfo
 
-VOCAB_SIZE = 50
-Slot = tuple[int, bytes]  # a token and the digest of the context that ends in it
-
-_START = b"start"
-_NEVER_WRITTEN = b"never written"
-
-
-def _start(adapter: str | None) -> bytes:
-    return _START if adapter is None else _digest(_START, adapter)
-
-
-def _digest(*parts: object) -> bytes:
-    return hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-
-
-def context(token_ids: Sequence[int], adapter: str | None = None) -> list[Slot]:
-    """The slots of a context that is computed in one piece, with an adapter of that version."""
-    slots: list[Slot] = []
-    for token in token_ids:
-        slots.append(_next_slot(slots, token, adapter))
-    return slots
-
-
-def _next_slot(slots: Sequence[Slot], token: int, adapter: str | None) -> Slot:
-    """That of ``token`` behind these, which are all of its context."""
-    before = slots[-1][1] if slots else _start(adapter)
-    return token, _digest(before, token)
-
-
-def _pick(
-    slots: Sequence[Slot | None], params: SamplingParams, index: int, history: Sequence[int] | None
-) -> int:
-    """A hash of everything, to be taken modulo the size of the vocabulary. A slot's digest stands
-    for its token too."""
-    read = b"".join(_NEVER_WRITTEN if slot is None else slot[1] for slot in slots)
-    return int.from_bytes(_digest(read, params.seed, index, history), "little")
-
-
-def _penalizes(params: SamplingParams) -> bool:
-    return bool(
-        params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
-    )
-
-
-def candidates(token: int, position: int, vocab_size: int) -> list[Logprob]:
-    """Invented logprobs of ``token`` at ``position``: some function of both."""
-    return [Logprob(token, -1.0 - token / vocab_size - position / 1024, 1 + token)]
-
-
-class FakeGrammar:
-    """Made of a text ``"first,…:length"``: allows ids of which the remainder by 7 is one of the
-    first after an even sum of the output, and all others after an odd one; complete after that many
-    tokens. So every token of the output matters, and a state that missed one allows others. With
-    ``:most`` at the end, a token forces up to so many after it, at times."""
-
-    def __init__(self, text: str) -> None:
-        remainders, length, *most = text.split(":")
-        self.remainders = {int(each) for each in remainders.split(",")}
-        self.length = int(length)
-        self.most_forced = int(most[0]) if most else 0
-
-    def begin(self, may_end: bool) -> "FakeState":
-        return FakeState(self)
-
-
-class FakeState:
-    """See ``batch.GrammarState``."""
-
-    def __init__(self, grammar: FakeGrammar) -> None:
-        self.error: str | None = None
-        self.accepted: list[int] = []
-        self._grammar = grammar
-
-    @property
-    def ended(self) -> bool:
-        return len(self.accepted) == self._grammar.length
-
-    def accept(self, token_ids: list[int]) -> None:
-        for token in token_ids:
-            assert not self.ended, "a complete output goes on"
-            assert token in self.allowed(VOCAB_SIZE), "a token that is not allowed"
-            self.accepted.append(token)
-
-    def forced(self) -> list[int]:
-        ahead, made = FakeState(self._grammar), list[int]()
-        ahead.accept(self.accepted)
-        for _ in range(sum(self.accepted) % (self._grammar.most_forced + 1)):
-            if not ahead.ended:
-                made.append(ahead.allowed(VOCAB_SIZE)[sum(ahead.accepted) % 3])
-                ahead.accept(made[-1:])
-        return made
-
-    def num_allowed(self, token_ids: list[int]) -> int:
-        ahead = self.after([])
-        for count, token in enumerate(token_ids):
-            if ahead.ended or token not in ahead.allowed(VOCAB_SIZE):
-                return count
-            ahead.accept([token])
-        return len(token_ids)
-
-    def after(self, token_ids: list[int]) -> "FakeState":
-        state = FakeState(self._grammar)
-        state.accept(self.accepted + token_ids)
-        return state
-
-    def allowed(self, vocab_size: int) -> list[int]:
-        odd = sum(self.accepted) % 2
-        return [id for id in range(vocab_size) if (id % 7 in self._grammar.remainders) != bool(odd)]
-
-    def mask(self) -> bytes:
-        bits = sum(1 << id for id in self.allowed(VOCAB_SIZE))
-        return bits.to_bytes(-(-VOCAB_SIZE // 32) * 4, "little")
-
-
-def _ids(mask: bytes) -> list[int]:
-    bits = int.from_bytes(mask, "little")
-    return [id for id in range(8 * len(mask)) if bits >> id & 1]
-
-
-def solo_stream(
-    submit: Submit, index: int = 0, *, max_model_len: int = 1 << 30, vocab_size: int = VOCAB_SIZE
-) -> list[int]:
-    """The tokens that sequence ``index`` of the request must get, whatever runs beside it."""
-    params = submit.params
-    most = min(params.max_tokens, max_model_len - len(submit.prompt))
-    output: list[int] = []
-    slots = context(submit.prompt, params.lora_name)
-    grammar = FakeGrammar(submit.grammar).begin(True) if submit.grammar else None
-    due: list[int] = []  # what the grammar forces, but for stop ids
-    while len(output) < most:
-        history = sorted(output) if _penalizes(params) or submit.bad_words_ids else None
-        allowed = range(vocab_size) if grammar is None else grammar.allowed(vocab_size)
-        was_sampled = not due
-        sampled = allowed[_pick(slots, params, index, history) % len(allowed)]
-        token = sampled if was_sampled else due.pop(0)
-        output.append(token)
-        slots.append(_next_slot(slots, token, params.lora_name))
-        if token in submit.stop_ids and len(output) > params.min_tokens:
-            break
-        if grammar is not None:
-            grammar.accept([token])
-            if grammar.ended:
-                break
-            if was_sampled and params.logprobs is None and not submit.bad_words_ids:
-                free = takewhile(lambda token: token not in submit.stop_ids, grammar.forced())
-                due = list(free)
-    return output
+from tests.fake_tokens import (
+    VOCAB_SIZE,
+    Slot,
+    candidates,
+    digest_of,
+    make_slot,
+    pick,
+    reads_output,
+    start_digest,
+)
 
 
 class FakeStep:
@@ -289,18 +147,20 @@ class FakeRunner:
         return StepOutput(outputs)
 
     def _propose(self, row: Row, output: RowOutput) -> None:
-        slots = len(row.block_table) * self.info.block_size
-        self._check(row.end + row.propose <= slots, "no slots for what is proposed")
-        known, accepted = len(row.token_ids) - row.drafts, 0
+        num_slots = len(row.block_table) * self.info.block_size
+        self._check(row.end + row.propose <= num_slots, "no slots for what is proposed")
+        known = len(row.token_ids) - row.drafts
         drafts = row.token_ids[known:]
+        accepted = 0
         while accepted < row.drafts and drafts[accepted] == output.token_ids[accepted]:
             accepted += 1
-        size, place = row.end - row.drafts + accepted + 1, (row.key, row.index)
-        unread = size - self._read.get(place, 0)
+        size = row.end - row.drafts + accepted + 1
+        sequence = (row.key, row.index)
+        unread = size - self._read.get(sequence, 0)
         self._check(row.most_read > 0, "it may read nothing")
         output.read = min(unread, row.most_read)
         output.unread = unread - output.read
-        self._read[place] = size - output.unread
+        self._read[sequence] = size - output.unread
         if not output.unread:
             output.proposal = self.foresee(row, size - len(row.prompt))[: row.propose]
 
@@ -422,11 +282,15 @@ class FakeRunner:
     def _write(self, row: Row) -> None:
         assert row.token_ids, "a row without tokens"
         assert row.end - row.drafts <= len(row.prompt) + len(row.output)
-        start = 0, _start(None if row.adapter is None else row.adapter.version)
         for position, token in enumerate(row.token_ids, row.start):
-            before = self.memory[self._slot(row, position - 1)] if position else start
-            digest = _NEVER_WRITTEN if before is None else before[1]
-            self.memory[self._slot(row, position)] = (token, _digest(digest, token))
+            before = self._digest_before(row, position)
+            self.memory[self._slot(row, position)] = make_slot(before, token)
+
+    def _digest_before(self, row: Row, position: int) -> bytes:
+        """The digest of the context in front of ``position``, as the memory has it."""
+        if position == 0:
+            return start_digest(None if row.adapter is None else row.adapter.version)
+        return digest_of(self.memory[self._slot(row, position - 1)])
 
     def _serve(self, row: Row) -> RowOutput:
         if row.key in self.bad_keys:
@@ -441,12 +305,12 @@ class FakeRunner:
             allowed: Sequence[int] = range(vocab_size)
             if row.grammar is not None:
                 self._check(row.carried is None, "a row with a grammar carries its last token")
-                allowed = _ids(row.grammar.mask())
+                allowed = _allowed_ids(row.grammar.mask())
             for index in row.sample:
                 if self._choose is not None:
                     tokens.append(self._choose(row, index))
                 else:
-                    picked = _pick(slots, row.params, index, history)
+                    picked = pick(slots, row.params, index, history)
                     tokens.append(allowed[picked % len(allowed)])
         output = RowOutput(tokens)
         if row.params.logprobs is not None:
@@ -464,7 +328,8 @@ class FakeRunner:
         self._check(row.carried is None, "a row with drafts carries its last token")
         self._check(row.end < len(row.prompt) + row.params.max_tokens, "drafts beyond the end")
         known = len(row.token_ids) - row.drafts
-        made, asked = RowOutput([]), row.params.logprobs is not None
+        asked = row.params.logprobs is not None
+        made = RowOutput([])
         for count in range(row.drafts + 1):
             drafts = row.token_ids[known : known + count]
             self._check(not row.stop_ids.intersection(drafts), "a draft ends the sequence")
@@ -485,34 +350,13 @@ class FakeRunner:
 
     def _history(self, row: Row) -> list[int] | None:
         """The output so far, if sampling reads it: the host must have had it at the launch."""
-        reads = _penalizes(row.params) or bool(row.bad_words_ids)
+        reads = reads_output(row.params, row.bad_words_ids)
         if reads:
             self._check(row.carried is None, "a row that needs its last token carries it")
         return sorted(row.output) if reads else None
 
 
-class Prophet:
-    """A ``drafts.Drafter`` that knows what comes, and is right about each token by chance."""
-
-    name = "prophet"
-
-    def __init__(self, chance: Callable[[], bool]) -> None:
-        self.streams: dict[tuple[int, int], list[int]] = {}
-        """By (key, index): what :func:`solo_stream` gives, added by the test."""
-        self._chance = chance
-
-    def foresee(self, row: Row, made: int) -> list[int]:
-        """As a draft model."""
-        stream = self.streams[row.key, row.index]
-        return [
-            token if self._chance() else (token + 1) % VOCAB_SIZE
-            for token in stream[made : made + row.propose]
-        ]
-
-    def propose(self, sequence: Any, most: int) -> list[int]:
-        stream = self.streams[sequence.request.message.key, sequence.index]
-        made = len(sequence.output)
-        return [
-            token if self._chance() else (token + 1) % VOCAB_SIZE
-            for token in stream[made : made + most]
-        ]
+def _allowed_ids(mask: bytes) -> list[int]:
+    """The ids whose bits are set in ``batch.GrammarState.mask``."""
+    bits = int.from_bytes(mask, "little")
+    return [id for id in range(8 * len(mask)) if bits >> id & 1]

@@ -16,7 +16,8 @@ from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 from jitney.text.intake import adapter_names, check_adapter
 
-from tests.fake_runner import FakeRunner, solo_stream
+from tests.fake_runner import FakeRunner
+from tests.solo_stream import solo_stream
 
 
 class Files:

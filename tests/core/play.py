@@ -19,8 +19,11 @@ from jitney.messages import (
 from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 
-from tests.fake_runner import FakeGrammar, FakeRunner, Prophet, solo_stream
+from tests.fake_grammar import FakeGrammar
+from tests.fake_runner import FakeRunner
 from tests.inline import make_at_once
+from tests.prophet import Prophet
+from tests.solo_stream import solo_stream
 
 _RUNNER = (
     "max_model_len",

@@ -3,11 +3,12 @@
 import pytest
 from jitney.batch import Row, RowOutput
 from jitney.config import SpeculationConfig
+from jitney.core.drafting import Drafting
 from jitney.core.policy.cost import StepCost, StepShape
 from jitney.core.policy.plain import NoLimits
 from jitney.core.policy.seam import DraftChoice
 from jitney.core.policy.speculation import Prices, Speculation
-from jitney.core.request import Drafting, Request, Sequence
+from jitney.core.request import Request, Sequence
 from jitney.messages import Submit
 from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams

@@ -4,7 +4,7 @@ import pytest
 from jitney.messages import Finish, Tokens
 
 from tests.core.play import Play, check_streams, drafting, overlapped
-from tests.fake_runner import solo_stream
+from tests.solo_stream import solo_stream
 
 FORCING = "2,3:40:7"
 

@@ -37,16 +37,12 @@ from jitney.messages import (
 from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 
-from tests.fake_runner import (
-    VOCAB_SIZE,
-    FakeGrammar,
-    FakeRunner,
-    Prophet,
-    candidates,
-    context,
-    solo_stream,
-)
+from tests.fake_grammar import FakeGrammar
+from tests.fake_runner import FakeRunner
+from tests.fake_tokens import VOCAB_SIZE, candidates, context
 from tests.inline import Inline
+from tests.prophet import Prophet
+from tests.solo_stream import solo_stream
 
 MAX_MODEL_LEN = 24
 TRUNK = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]  # prompts share its beginnings

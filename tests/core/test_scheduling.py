@@ -4,7 +4,7 @@ import pytest
 from jitney.messages import Cancel, Cancelled, Finish, Finished
 
 from tests.core.play import Play
-from tests.fake_runner import VOCAB_SIZE, candidates
+from tests.fake_tokens import VOCAB_SIZE, candidates
 
 
 def test_chunks_and_decodes_share_the_budget() -> None:

@@ -16,7 +16,8 @@ from jitney.engine.loading import EngineParts, LoadModel
 from jitney.engine.pending import Source
 from jitney.errors import CheckpointError, DeviceLostError
 
-from tests.fake_runner import FakeGrammar, FakeRunner
+from tests.fake_grammar import FakeGrammar
+from tests.fake_runner import FakeRunner
 
 KILLS, HANGS, LOSES_THE_DEVICE, COMPILES = 49, 48, 47, 46
 """Tokens of a prompt, and what becomes of the engine that computes them. Others are below 46."""

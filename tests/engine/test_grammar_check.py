@@ -19,7 +19,9 @@ from jitney.sampling_params import SamplingParams, StructuredOutputs
 from jitney.text.grammar_process import CHECKER_MODULE, checker_first_line
 from jitney.text.tokenizer import TokenizerData
 
-from tests.fake_runner import FakeGrammar, FakeRunner, solo_stream
+from tests.fake_grammar import FakeGrammar
+from tests.fake_runner import FakeRunner
+from tests.solo_stream import solo_stream
 from tests.text.tiny_tokenizers import tiny
 
 ENDLESS = StructuredOutputs(json={"type": "integer", "multipleOf": 99_999_989})

@@ -34,7 +34,8 @@ from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 
 from tests.engine.deadly_runner import COMPILES, HANGS, KILLS, LOSES_THE_DEVICE
-from tests.fake_runner import FakeRunner, solo_stream
+from tests.fake_runner import FakeRunner
+from tests.solo_stream import solo_stream
 
 LOADER = "tests.engine.deadly_runner:loader"
 PATIENCE_S = 60.0

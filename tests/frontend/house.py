@@ -15,7 +15,8 @@ from jitney.messages import Submit
 from jitney.sampling_params import SamplingParams
 from jitney.text.tokenizer import Tokenizer
 
-from tests.fake_runner import FakeRunner, solo_stream
+from tests.fake_runner import FakeRunner
+from tests.solo_stream import solo_stream
 
 VOCAB = 320
 LABELS = {"model": "m", "version": "1", "model_instance": "m_0_0"}

@@ -4,7 +4,8 @@ tests."""
 from jitney.config import EngineConfig
 from jitney.engine.loading import EngineParts, LoadModel
 
-from tests.fake_runner import FakeGrammar, FakeRunner
+from tests.fake_grammar import FakeGrammar
+from tests.fake_runner import FakeRunner
 
 VOCAB = 320
 """Ids of the front's tests' tokenizer."""

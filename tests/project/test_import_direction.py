@@ -236,7 +236,7 @@ def test_a_policy_knows_requests_and_blocks_and_nothing_else_of_the_core(module:
 
 def beyond_a_policy(names: list[str]) -> list[str]:
     """Which of these names no policy may import, since they are of other parts of the core."""
-    known = ("jitney.core.policy.", "jitney.core.request.", "jitney.core.kv_cache.")
+    known = tuple(f"jitney.core.{each}." for each in ("policy", "request", "drafting", "kv_cache"))
     return [
         name for name in names if name.startswith("jitney.core.") and not name.startswith(known)
     ]

@@ -20,7 +20,7 @@ from jitney.text.tokenizer import read_tokenizer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.fake_runner import Prophet
+from tests.prophet import Prophet
 from tests.tiny_models import VOCAB_SIZE, make_checkpoint, make_head
 
 pytest.importorskip("numba")

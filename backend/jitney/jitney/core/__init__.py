@@ -3,13 +3,13 @@
 In the order in which they are read:
 
 - ``kv_cache``: blocks.
-- ``request``: a request and its sequences.
+- ``request``: a request and its sequences; ``drafting``: what is noted of one for its drafts.
 - ``needs``, ``deadlines``, ``held``: what a request may need, when it expires, and requests that
   wait for a resource.
 - ``policy``: what tiers and drafts change in a step, behind one seam.
 - ``planned_step``, ``live``, ``integrity``: the sequences that wait and run, the steps that
   compute them, and checks that these agree.
-- ``step_plan``, ``lookahead``, ``plan``: how a step is filled.
+- ``step_plan``, ``plan``: how a step is filled.
 - ``outcome``: what a step's output does to the sequences.
 - ``scheduler``: what the engine calls.
 

@@ -34,8 +34,8 @@ What may shape a step beside rank and budget is asked of ``policy``.
 
 from jitney.config import EngineConfig
 from jitney.core.live import LiveRequests
-from jitney.core.lookahead import Lookahead
 from jitney.core.planned_step import PlannedStep
+from jitney.core.policy.lookahead import Lookahead
 from jitney.core.policy.seam import Policies
 from jitney.core.request import Request, Sequence
 from jitney.core.step_plan import StepPlan
@@ -67,7 +67,7 @@ class Planner:
         self._admission = policies.admission
         self._limits = policies.limits
         self._drafts = policies.drafts
-        self._lookahead = Lookahead(live, policies)
+        self._lookahead = Lookahead(live.kv, policies)
         self._block_size = config.block_size
         self._caching = config.prefix_caching
         self._preempts = config.eviction == "preempt"
@@ -114,7 +114,7 @@ class Planner:
         # can be counted now how many tokens decodes and drafts must leave to prompts.
         plan.min_prefill_tokens = self._min_prefill_tokens()
         if self._drafts.is_active:
-            self._lookahead.begin(self._max_tokens)
+            self._lookahead.begin(live.running, self._max_tokens)
         self._limits.begin(live.running)
         self._drafts.begin(live.running, self._limits)
         prefills = self._plan_decodes(plan)

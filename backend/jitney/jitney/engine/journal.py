@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from jitney.core.deadlines import Deadlines
 from jitney.core.outcome import final_event
 from jitney.engine.wire import RowRange
 from jitney.errors import DeadlineExceededError, InternalError, JitneyError
@@ -85,6 +86,7 @@ class _Entry:
     deaths: int = 0
     """Engines in a row that died at the same tokens of it. Back to 0 once it is proved innocent:
     once all its sequences have got past the tokens."""
+    is_cancelled: bool = False
     was_sent: bool = False
     """Whether any engine has got it. From then on it counts as accepted, so that the next engine
     resumes it, even if the one before died before it could accept or refuse it."""
@@ -143,6 +145,7 @@ class Journal:
 
     def __init__(self) -> None:
         self._open: dict[int, _Entry] = {}  # by key, in order of arrival
+        self._deadlines = Deadlines()  # of the open requests
         # Keys of the open requests that the engine has not got; a dict, because it keeps the order.
         self._unsent_requests: dict[int, None] = {}
         # Messages for requests that the engine has got, for the next take_unsent().
@@ -161,12 +164,15 @@ class Journal:
         if isinstance(message, Submit):
             sequences = [_Sequence() for _ in range(message.params.n)]
             self._open[message.key] = _Entry(message, sequences)
+            self._deadlines.add(message)
             self._unsent_requests[message.key] = None
             return
         entry = self._open.get(message.key)
         if entry is None:
             return  # the request has ended
         entry.later.append(message)
+        if isinstance(message, Cancel):
+            entry.is_cancelled = True
         # The messages for a request that the engine has not got are sent together with it.
         if message.key not in self._unsent_requests:
             self._unsent_messages.append(message)
@@ -215,7 +221,7 @@ class Journal:
                 continue
             entry.note_death(own_rows)
             if entry.deaths == FATAL_DEATHS:
-                del self._open[key]
+                self._remove(key)
                 error = f"this request ended the engine {FATAL_DEATHS} times at the same tokens"
                 failed.append(Failed(key, InternalError.code, error))
         self._expect_new_engine()
@@ -244,28 +250,39 @@ class Journal:
         """End requests that were cancelled or whose deadline is reached, if the engine cannot do
         it: those that it has not got, or, if it is silent, all open requests."""
         events: list[Event] = []
+        reached = set(self._deadlines.reached(now))
         keys = self._open if engine_is_silent else self._unsent_requests
         for key in list(keys):
-            final_events = _final_events(self._open[key], now)
-            if final_events:
-                events += final_events
-                self._close(key)
+            entry = self._open[key]
+            if entry.is_cancelled:
+                events.append(Cancelled(key))
+            elif key in reached:
+                events += _end_by_deadline(entry, now)
+            else:
+                continue
+            self._close(key)
         return events
 
     def end_all(self, error: JitneyError) -> list[Failed]:
         """Give every open request up. Their terminal events."""
         failed = [Failed(key, error.code, str(error)) for key in self._open]
         self._open.clear()
+        self._deadlines = Deadlines()
         self._unsent_requests.clear()
         self._alone = None
         return failed
 
     def _close(self, key: int) -> None:
         """A request has ended."""
-        del self._open[key]
+        self._remove(key)
         self._unsent_requests.pop(key, None)
         if key == self._alone:
             self._alone = self._next_suspect()
+
+    def _remove(self, key: int) -> None:
+        """Forget a request."""
+        entry = self._open.pop(key)
+        self._deadlines.remove(entry.submit)
 
     # ------------------------------------------------------------------ figures for log and metrics
 
@@ -325,24 +342,15 @@ def _is_same_place(before: RowRange, now: RowRange, tokens_between: int) -> bool
     return gap < tokens_between
 
 
-def _final_events(entry: _Entry, now: float) -> list[Event]:
-    """The events that end a request if it was cancelled or its deadline is reached; else none."""
+def _end_by_deadline(entry: _Entry, now: float) -> list[Event]:
+    """The events that end a request at its deadline: with the tokens that it has or, if it has
+    none, as failed."""
     submit = entry.submit
-    if any(isinstance(message, Cancel) for message in entry.later):
-        return [Cancelled(submit.key)]
-    deadline = submit.deadline
-    if deadline is None or deadline > now:
-        return []
-    if entry.first_token is not None:
-        return _end_by_deadline(entry, entry.first_token, now)
-    state = "no engine was at work on it"
-    error = DeadlineExceededError.of_request(submit.arrival, deadline, state)
-    return [Failed(submit.key, error.code, str(error))]
-
-
-def _end_by_deadline(entry: _Entry, first_token: float, now: float) -> list[Event]:
-    """The events that end a request with the tokens that it has."""
-    submit = entry.submit
+    if entry.first_token is None:
+        assert submit.deadline is not None
+        state = "no engine was at work on it"
+        error = DeadlineExceededError.of_request(submit.arrival, submit.deadline, state)
+        return [Failed(submit.key, error.code, str(error))]
     events: list[Event] = []
     for index, sequence in enumerate(entry.sequences):
         emitted = sequence.emitted
@@ -351,7 +359,7 @@ def _end_by_deadline(entry: _Entry, first_token: float, now: float) -> list[Even
     # The counts of the engine that had begun it are lost: they stay 0.
     timing = Timing(
         queue_s=None,
-        first_token_s=first_token - submit.arrival,
+        first_token_s=entry.first_token - submit.arrival,
         total_s=now - submit.arrival,
     )
     events.append(Finished(submit.key, timing))

@@ -13,12 +13,12 @@ Sequences that share a full block may go on with different tokens. The head's en
 last slot was computed from the next token of one of them, and is wrong for the others. That can
 cost them a proposal; an output never depends on it.
 
-Only this module knows of hidden states. With drafter ``eagle`` the loader installs a
-:class:`StateTap` in the model and another one in the head: from the outside, they get hidden states
-out of a module and into it.
+Only this module knows of hidden states. A load with drafter ``eagle`` has a :class:`HeadKind`,
+which installs a :class:`StateTap` in the model and another one in the head: from the outside, they
+get hidden states out of a module and into it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,20 +34,10 @@ from jitney.errors import CheckpointError, ConfigError, first_line
 from jitney.execution.attention import AttentionMetadata
 from jitney.execution.checkpoint import resolve_model
 from jitney.execution.interface import LoadedModel, PagedFunction
+from jitney.execution.memory import DraftBytes
 
 WEIGHT = "hidden.weight"
 _FILE = "hidden.safetensors"
-
-
-def is_asked_for(config: EngineConfig) -> bool:
-    """Whether option ``speculation`` asks for a head."""
-    return config.speculation is not None and config.speculation.drafter == "eagle"
-
-
-def refuse_on_gpu(config: EngineConfig, device: torch.device) -> None:
-    """Raise ConfigError for a head on a GPU: it runs on a CPU only."""
-    if is_asked_for(config) and device.type != "cpu":
-        raise ConfigError.of("speculation.drafter", "eagle", "another one on a GPU")
 
 
 def read_weight(config: EngineConfig, target: LoadedModel, head: LoadedModel) -> Tensor:
@@ -81,16 +71,6 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
         raise CheckpointError(
             f"{_FILE} is truncated, corrupt or not a safetensors file: {first_line(error, folder)}"
         ) from None
-
-
-def head_matrix_bytes(hidden_size: int, dtype: torch.dtype) -> int:
-    """Bytes of a head's matrix."""
-    return hidden_size * hidden_size * dtype.itemsize
-
-
-def kept_states_bytes(hidden_size: int, dtype: torch.dtype, block_size: int) -> int:
-    """Bytes of the hidden states that are kept for a block's slots."""
-    return block_size * hidden_size * dtype.itemsize
 
 
 class StateTap:
@@ -218,3 +198,46 @@ class HeadInputs:
         states = self._head_tap.last
         assert states is not None
         return states[token_indices]
+
+
+class HeadKind:
+    """What a head adds to loading: a ``draft_kinds.DraftKind``, for one load."""
+
+    def __init__(self) -> None:
+        self._taps: list[StateTap] = []
+        """Of the model, then of the head."""
+        self._weight: Tensor | None = None
+
+    def check_device(self, device: torch.device) -> None:
+        """Raise ConfigError on a GPU: a head runs on a CPU only."""
+        if device.type != "cpu":
+            raise ConfigError.of("speculation.drafter", "eagle", "another one on a GPU")
+
+    def open(self, model: LoadedModel) -> Callable[[LoadedModel], LoadedModel]:
+        """Install a tap. Returns its second part."""
+        tap = StateTap(model.module)
+        self._taps.append(tap)
+        return tap.wrap
+
+    def join(self, config: EngineConfig, model: LoadedModel, draft: LoadedModel) -> None:
+        """Read the head's matrix; see :func:`read_weight`."""
+        self._weight = read_weight(config, model, draft)
+
+    def added_bytes(self, hidden_size: int, dtype: torch.dtype, block_size: int) -> DraftBytes:
+        """The matrix, and the hidden states that are kept for a block's slots."""
+        return DraftBytes(
+            weights=hidden_size * hidden_size * dtype.itemsize,
+            block=block_size * hidden_size * dtype.itemsize,
+        )
+
+    def inputs(self, num_blocks: int, block_size: int) -> HeadInputs:
+        """Allocates a hidden state for each slot of the cache."""
+        assert self._weight is not None
+        of_model, of_head = self._taps
+        return HeadInputs(
+            weight=self._weight,
+            model_tap=of_model,
+            head_tap=of_head,
+            num_blocks=num_blocks,
+            block_size=block_size,
+        )

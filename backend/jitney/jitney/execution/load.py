@@ -26,13 +26,13 @@ from dataclasses import dataclass, replace
 
 import msgspec
 import torch
-from torch import Tensor
 
 from jitney.config import EngineConfig
 from jitney.errors import ConfigError
-from jitney.execution import eagle, machine, memory, options, probe
+from jitney.execution import machine, memory, options, probe
 from jitney.execution.acceleration import Accelerator, attention_by_layer
-from jitney.execution.draft import DraftModel
+from jitney.execution.draft import DraftInputs, DraftModel, NoInputs
+from jitney.execution.draft_kinds import DraftKind, kind_of
 from jitney.execution.first_steps import first_steps
 from jitney.execution.interface import AttentionFunction, KvScales, LayerCache, LoadedModel
 from jitney.execution.low_rank import find_sites
@@ -53,9 +53,6 @@ class PreparedModel:
     """Of its layers."""
     accelerator: Accelerator | None
     """None if it runs in plain torch."""
-    tap: eagle.StateTap | None
-    """Set if speculation uses an EAGLE head, a kind of draft model (``eagle``). It reads this
-    model's hidden states. The model and the head have a tap each."""
 
     def empty_caches(
         self, config: EngineConfig, dtype: torch.dtype, num_blocks: int
@@ -85,8 +82,8 @@ class Allocation:
     caches: list[LayerCache]
     draft_caches: list[LayerCache]
     """Empty without a draft model."""
-    head_inputs: eagle.HeadInputs | None
-    """Set if the draft model is a head."""
+    draft_inputs: DraftInputs
+    """What the draft model reads beside token ids."""
 
 
 @machine.translate_out_of_memory()
@@ -103,18 +100,19 @@ def load_runner(
     torch.set_num_threads(config.threads or machine.available_cores())
     tools = LoadTools(machine.resolve_device(config.device), accelerator, quantizer)
     machine.enter_device(tools.device)  # kernels run on the calling thread's device
-    eagle.refuse_on_gpu(config, tools.device)
+    kind = kind_of(config)
+    kind.check_device(tools.device)
     if accelerator is None:
         _refuse_kernel_options(config)
 
-    target = load_and_prepare(config, tools, taps_states=eagle.is_asked_for(config))
+    target = load_and_prepare(config, tools, kind)
     if target.accelerator is None:  # perhaps because it does not fit this model
         _refuse_kernel_options(config)
     draft = None
     if options.has_draft_model(config):
-        draft = _prepare_draft(config, tools, target)
+        draft = _prepare_draft(config, tools, kind, target)
     info = _describe(config, target)
-    allocation = allocate(config, info, target, draft)
+    allocation = allocate(config, info, kind, target, draft)
     runner = make_runner(config, info, target, draft, allocation)
     _log.info("%s", allocation.ledger)
     _log_loaded(target.model, runner.info, time.monotonic() - started)
@@ -127,30 +125,28 @@ def _refuse_kernel_options(config: EngineConfig) -> None:
     options.refuse_gpu_options(config)
 
 
-def load_and_prepare(config: EngineConfig, tools: LoadTools, *, taps_states: bool) -> PreparedModel:
-    """The steps up to speed-up, for a model or its draft model. ``taps_states``: speculation uses a
-    head, so hidden states are read from the model and from the head."""
+def load_and_prepare(config: EngineConfig, tools: LoadTools, kind: DraftKind) -> PreparedModel:
+    """The steps up to speed-up, for a model or its draft model."""
     model = load_model(config, tools)
     if config.adapters is not None:
         model = replace(model, sites=find_sites(model.module))
-    return speed_up(config, tools, model, taps_states=taps_states)
+    return speed_up(config, tools, kind, model)
 
 
 # ---------------------------------------------------------------------- speed-up
 
 
 def speed_up(
-    config: EngineConfig, tools: LoadTools, model: LoadedModel, *, taps_states: bool
+    config: EngineConfig, tools: LoadTools, kind: DraftKind, model: LoadedModel
 ) -> PreparedModel:
-    """Choose how layers attend, and let the accelerator rearrange the module. ``taps_states`` is as
-    in :func:`load_and_prepare`."""
+    """Choose how layers attend, and let the accelerator rearrange the module."""
     accelerator = tools.accelerator
     dtype = options.cache_dtype(config, model.dtype, model.device)
     attention = attention_by_layer(config, model, dtype, accelerator)
     if accelerator is not None and not accelerator.fits(attention):
         accelerator = None
 
-    tap = eagle.StateTap(model.module) if taps_states else None
+    wrap = kind.open(model)
     if accelerator is not None:
         model = _rearrange(config, model, accelerator)
     # An adapter's product is added to a layer's result. Where kernels have joined layers, only a
@@ -158,14 +154,7 @@ def speed_up(
     # (``low_rank.Part``). In any other model, no layer that adapters may change may be joined.
     if not model.fused:
         _check_sites(model)
-    if tap is not None:
-        model = tap.wrap(model)
-    return PreparedModel(
-        model=model,
-        attention=attention,
-        accelerator=accelerator,
-        tap=tap,
-    )
+    return PreparedModel(model=wrap(model), attention=attention, accelerator=accelerator)
 
 
 def _rearrange(config: EngineConfig, model: LoadedModel, accelerator: Accelerator) -> LoadedModel:
@@ -203,19 +192,23 @@ def _check_sites(model: LoadedModel) -> None:
             raise ConfigError.of("fuse", True, bound)
 
 
-def _prepare_draft(config: EngineConfig, tools: LoadTools, target: PreparedModel) -> PreparedModel:
-    """The draft model or head that option ``speculation`` names. It is quantized if the model is.
+def _prepare_draft(
+    config: EngineConfig, tools: LoadTools, kind: DraftKind, target: PreparedModel
+) -> PreparedModel:
+    """The draft model that option ``speculation`` names. It is quantized if the model is.
 
-    Raises ConfigError if its vocabulary is not the model's. ``support.context_length``, called
-    within :func:`load_and_prepare`, raises ConfigError if its context is shorter than the model's.
+    Raises ConfigError if its vocabulary is not the model's, and what ``kind.join`` raises.
+    ``support.context_length``, called within :func:`load_and_prepare`, raises ConfigError if its
+    context is shorter than the model's.
     """
     own = options.draft_options(config, target.model.dtype, target.model.max_model_len)
     # If the accelerator does not fit the model, the draft model runs without it, too.
     tools = replace(tools, accelerator=target.accelerator, is_draft=True)
-    draft = load_and_prepare(own, tools, taps_states=eagle.is_asked_for(config))
+    draft = load_and_prepare(own, tools, kind)
     if draft.model.vocab_size != target.model.vocab_size:
         bound = f"a model of {target.model.vocab_size:,} tokens, not {draft.model.vocab_size:,}"
         raise ConfigError.of("speculation.model", own.model, bound)
+    kind.join(config, target.model, draft.model)
     return draft
 
 
@@ -242,7 +235,11 @@ def _describe(config: EngineConfig, target: PreparedModel) -> ModelInfo:
 
 
 def allocate(
-    config: EngineConfig, info: ModelInfo, target: PreparedModel, draft: PreparedModel | None
+    config: EngineConfig,
+    info: ModelInfo,
+    kind: DraftKind,
+    target: PreparedModel,
+    draft: PreparedModel | None,
 ) -> Allocation:
     """Size the caches by what is left beside weights and steps, and allocate them. Raises
     ConfigError if the memory cannot be allocated."""
@@ -254,35 +251,31 @@ def allocate(
     if draft is not None:
         draft_scales = draft.kv_scales()
 
-    head_weight = None
-    if draft is not None and draft.tap is not None:
-        head_weight = eagle.read_weight(config, model, draft.model)
     needs = _needs_of(config, info, target, dtype)
     if draft is not None:
-        needs = _with_draft(
-            config,
+        added = kind.added_bytes(model.config.hidden_size, model.dtype, config.block_size)
+        own_block = memory.block_bytes(draft.model.layers, config.block_size, dtype)
+        needs = replace(
             needs,
-            draft=draft,
-            dtype=dtype,
-            head_weight=head_weight,
+            weight_bytes=needs.weight_bytes + draft.model.weight_bytes + added.weights,
+            block_bytes=needs.block_bytes + own_block + added.block,
         )
     ledger = memory.plan_memory(config, needs, machine.available_memory(model.device))
 
     draft_caches: list[LayerCache] = []
-    head_inputs = None
+    draft_inputs: DraftInputs = NoInputs()
     try:
         caches = target.empty_caches(config, dtype, ledger.num_blocks)
         if draft is not None:
             draft_caches = draft.empty_caches(config, dtype, ledger.num_blocks)
-            if head_weight is not None:
-                head_inputs = _head_inputs(target, draft, head_weight, ledger)
+            draft_inputs = kind.inputs(ledger.num_blocks, ledger.block_size)
     except (RuntimeError, MemoryError, OSError) as error:  # the allocators'
         raise ConfigError.of("kv_cache_bytes", ledger.cache, f"allocatable ({error})") from None
     return Allocation(
         ledger=ledger,
         caches=_with_scales(caches, scales),
         draft_caches=_with_scales(draft_caches, draft_scales),
-        head_inputs=head_inputs,
+        draft_inputs=draft_inputs,
     )
 
 
@@ -319,40 +312,6 @@ def _needs_of(
     )
 
 
-def _with_draft(
-    config: EngineConfig,
-    needs: memory.Needs,
-    draft: PreparedModel,
-    dtype: torch.dtype,
-    head_weight: Tensor | None,
-) -> memory.Needs:
-    """``needs``, and what a draft model adds to them; with ``head_weight`` it is a head."""
-    weight_bytes = needs.weight_bytes + draft.model.weight_bytes
-    block_bytes = needs.block_bytes + memory.block_bytes(
-        draft.model.layers, config.block_size, dtype
-    )
-    if head_weight is not None:
-        hidden_size = len(head_weight)
-        weight_bytes += eagle.head_matrix_bytes(hidden_size, head_weight.dtype)
-        block_bytes += eagle.kept_states_bytes(hidden_size, head_weight.dtype, config.block_size)
-    return replace(needs, weight_bytes=weight_bytes, block_bytes=block_bytes)
-
-
-def _head_inputs(
-    target: PreparedModel, draft: PreparedModel, weight: Tensor, ledger: memory.Ledger
-) -> eagle.HeadInputs:
-    """Allocates a hidden state for each slot of the cache."""
-    assert target.tap is not None
-    assert draft.tap is not None
-    return eagle.HeadInputs(
-        weight=weight,
-        model_tap=target.tap,
-        head_tap=draft.tap,
-        num_blocks=ledger.num_blocks,
-        block_size=ledger.block_size,
-    )
-
-
 # ---------------------------------------------------------------------- runner
 
 
@@ -378,7 +337,7 @@ def make_runner(
                 model=draft.model,
                 caches=allocation.draft_caches,
                 block_size=config.block_size,
-                inputs=allocation.head_inputs,
+                inputs=allocation.draft_inputs,
             )
         )
     runner.warm_up(first_steps(info, propose))

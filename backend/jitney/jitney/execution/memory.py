@@ -95,6 +95,14 @@ class Needs:
         return self.steps.total + self.adapter_bytes
 
 
+class DraftBytes(NamedTuple):
+    """What a kind of draft model takes beside its model, in bytes (``draft_kinds``)."""
+
+    weights: int
+    block: int
+    """For each block of the cache."""
+
+
 def plan_memory(config: EngineConfig, needs: Needs, available: int) -> Ledger:
     """Size the cache. ``available`` bytes are free once the weights are loaded.
 

@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from jitney.config import EngineConfig
 from jitney.errors import ConfigError, LoadError
-from jitney.execution import eagle, interface, memory, options, probe, support
+from jitney.execution import interface, memory, options, probe, support
 from jitney.execution.acceleration import Accelerator
 from jitney.execution.checkpoint import Checkpoint, check_checkpoint, resolve_model
+from jitney.execution.draft_kinds import kind_of
 from jitney.execution.interface import LayerSpec, LoadedModel
 from jitney.execution.quantized import Quantizer
 from jitney.execution.read_model import LoadTools, failed_trial, find_weight_format, judge
@@ -36,7 +37,7 @@ def weigh(
         options.refuse_gpu_options(config)
     elif config.kv_cache_dtype == "int8":
         raise ConfigError.of("kv_cache_dtype", "int8", "float8_e4m3 or auto on a GPU")
-    eagle.refuse_on_gpu(config, device)
+    kind_of(config).check_device(device)
     tools = LoadTools(device, accelerator, quantizer)
     model = _weigh_one(config, tools)
     if config.speculation is None:
@@ -133,11 +134,9 @@ def _add_drafts(config: EngineConfig, tools: LoadTools, model: _Weighed) -> Foot
     if options.has_draft_model(config):
         own_options = options.draft_options(config, model.dtype, footprint.max_model_len)
         draft = _weigh_one(own_options, dataclasses.replace(tools, is_draft=True)).footprint
-        weights += draft.weights
-        block += draft.block
-    if eagle.is_asked_for(config):
-        weights += eagle.head_matrix_bytes(model.hidden_size, model.dtype)
-        block += eagle.kept_states_bytes(model.hidden_size, model.dtype, config.block_size)
+        added = kind_of(config).added_bytes(model.hidden_size, model.dtype, config.block_size)
+        weights += draft.weights + added.weights
+        block += draft.block + added.block
     return replace(footprint, step_row=step_row, weights=weights, block=block)
 
 

@@ -8,7 +8,8 @@ from itertools import cycle, islice
 from typing import Protocol
 
 from jitney.config import SpeculationConfig
-from jitney.core.request import Drafting, Sequence
+from jitney.core.drafting import Drafting
+from jitney.core.request import Sequence
 
 _INDEXED_AT_ONCE = 1024  # tokens of a sequence that one step indexes: about a millisecond
 

@@ -29,10 +29,11 @@ from typing import NamedTuple
 
 from jitney.batch import Row
 from jitney.config import SpeculationConfig
+from jitney.core.drafting import Drafting
 from jitney.core.policy.cost import StepCost, StepShape
 from jitney.core.policy.drafters import make_drafter
 from jitney.core.policy.seam import DraftChoice, StepLimits
-from jitney.core.request import Drafting, Sequence
+from jitney.core.request import Sequence
 
 _MEMORY = 20  # comparisons that the average of one sequence covers, roughly
 _MEMORY_OF_ALL = 16  # comparisons that the average of all sequences covers, roughly

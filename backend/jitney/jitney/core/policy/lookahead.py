@@ -6,7 +6,7 @@ step does not need: each running sequence keeps one token of the budget, prompts
 need, and blocks that others will need stay free. Called by the planner.
 """
 
-from jitney.core.live import LiveRequests
+from jitney.core.kv_cache import KvCache
 from jitney.core.policy.seam import DraftChoice, Policies
 from jitney.core.request import Sequence
 
@@ -14,25 +14,26 @@ from jitney.core.request import Sequence
 class Lookahead:
     """What the step that is being planned has left for drafts."""
 
-    def __init__(self, live: LiveRequests, policies: Policies) -> None:
-        self._live = live
-        self._kv = live.kv
+    def __init__(self, kv: KvCache, policies: Policies) -> None:
+        self._kv = kv
         self._admission = policies.admission
         self._limits = policies.limits
         self._drafts = policies.drafts
+        self._running: list[Sequence] = []
         self._prompt_tokens_due = 0  # tokens of the budget that are left to prompts
         self._reads_left = 0  # tokens that a draft model may read in this step
 
-    def begin(self, max_tokens: int) -> None:
-        """A step is to be planned. A draft model may read as many tokens as the step may compute:
-        ``max_tokens``."""
+    def begin(self, running: list[Sequence], max_tokens: int) -> None:
+        """A step of these sequences is to be planned. A draft model may read as many tokens as the
+        step may compute: ``max_tokens``."""
+        self._running = running
         self._prompt_tokens_due = self._count_prompt_tokens()
         self._reads_left = max_tokens
 
     def _count_prompt_tokens(self) -> int:
         """Tokens that the prompts of running sequences still need, and those of the first waiting
         sequence if it may run."""
-        running = self._live.running
+        running = self._running
         tokens = sum(sequence.num_to_prefill for sequence in running)
         if self._admission.num_free_slots(running) > 0:
             first = self._admission.first(running)
@@ -80,7 +81,7 @@ class Lookahead:
     def _can_spare_block(self, after: list[Sequence]) -> bool:
         """Whether drafts may take a free block: if no sequence waits, and the sequences ``after``
         this one find enough blocks without it."""
-        if self._live.num_waiting:
+        if self._admission.num_waiting:
             return False
         return self._kv.num_available > self._blocks_due(after)
 
@@ -88,7 +89,7 @@ class Lookahead:
         """Blocks that others may need in this step. A fork that is due needs one. Each sequence
         ``after`` this one needs one for the token that it samples, or more if its known tokens lack
         more."""
-        due = self._admission.num_forks_due(self._live.running)
+        due = self._admission.num_forks_due(self._running)
         for sequence in after:
             missing = self._kv.blocks_for(sequence.num_tokens) - len(sequence.table)
             due += max(1, missing)

@@ -1,0 +1,31 @@
+"""What a policy of drafts notes of one sequence. It stands below ``policy``, because a sequence
+holds it; only ``policy.speculation`` and ``policy.drafters`` read and change it."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Drafting:
+    """What is known of one sequence."""
+
+    compared: float = 0.0
+    """How many proposed tokens were compared with the output, with less weight for older ones: each
+    comparison multiplies this by 0.95 and adds 1."""
+    right: float = 0.0
+    """The same for those that were right: each comparison multiplies this by 0.95, and adds 1 if
+    the token was right."""
+    proposal: list[int] = field(default_factory=list)
+    """Tokens that may follow the first ``made_at`` tokens of the sequence."""
+    made_at: int = 0
+    """``num_tokens`` when the proposal was made."""
+    num_drafts: int = 0
+    """How many tokens of the proposal the step that is being planned may compute as drafts."""
+    propose: int = 0
+    """How many tokens a draft model is to propose in that step, for the next one."""
+    no_wait_steps: int = 0
+    """For how many more steps the sequence does not wait for a pending token (see
+    ``DraftPolicy.waits_for_sample``). Set when a step has no budget or blocks for its drafts."""
+    ngrams: dict[int, int] = field(default_factory=dict)
+    """Hash of an n-gram -> the position after its latest occurrence in the first ``indexed``
+    tokens. The hash alone, to save memory: a collision costs a wrong draft."""
+    indexed: int = 0
