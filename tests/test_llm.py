@@ -1,10 +1,7 @@
 """The offline class over a tiny model: the same engine as the server's, in this process or in one
 of its own."""
 
-import itertools
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -294,46 +291,6 @@ def test_what_fails_after_the_load_leaves_no_process(monkeypatch: pytest.MonkeyP
 def apart(folder: Path) -> Iterator[LLM]:
     with load(folder, process=True, max_num_seqs=4) as llm:
         yield llm
-
-
-def kill(llm: LLM) -> None:
-    pid = llm._engine.pid
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-
-
-@pytest.mark.slow  # lower: tests/engine/test_supervisor.py
-def test_a_killed_engine_changes_no_token(
-    llm: LLM, apart: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the midst of a stream, and of a call of ``generate``."""
-    params = [
-        SamplingParams(seed=i, n=1 + i % 2, max_tokens=50, ignore_eos=True, logprobs=i % 3 or None)
-        for i in range(12)
-    ]
-    wanted = llm.generate(PROMPTS, params, progress=False)
-    streamed = list(llm.stream("the bus", params[0]))
-    health, step = apart._engine.health, apart._engine.step
-    stream = apart.stream("the bus", params[0])
-    pieces = [next(stream) for _ in range(3)]
-    kill(apart)
-    steps = itertools.count()
-
-    def deadly() -> object:
-        if next(steps) == 30:
-            kill(apart)
-        return step()
-
-    monkeypatch.setattr(apart._engine, "step", deadly)
-    results = apart.generate(PROMPTS, params, progress=False)
-    pieces += list(stream)
-    assert "".join(piece.text for piece in pieces) == "".join(each.text for each in streamed)
-    for one, other in zip(results, wanted, strict=True):
-        assert [each.ids for each in one.sequences] == [each.ids for each in other.sequences]
-        assert [each.text for each in one.sequences] == [each.text for each in other.sequences]
-        assert one.finish_reason == other.finish_reason
-    assert health.restarts == {"killed": 2}
-    assert health.replayed_requests > 0
 
 
 def test_an_interrupt_leaves_the_process_as_it_is(

@@ -351,12 +351,13 @@ def test_a_name_that_no_file_can_have(tmp_path: Path, monkeypatch: pytest.Monkey
         check_adapter("closed", config)
 
 
-def test_files_written_later_are_found(tmp_path: Path) -> None:
+def test_files_are_found_as_long_as_they_are_there(tmp_path: Path) -> None:
     config = make_config({"model": "m", "adapters": str(tmp_path)})
+    folder = tmp_path / "new"
     with pytest.raises(InvalidArgumentError, match="lora_name is 'new', but must be the name of"):
         check_adapter("new", config)
-    (tmp_path / "new").mkdir()
-    (tmp_path / "new" / "adapter_config.json").write_text("{}", encoding="utf-8")
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}", encoding="utf-8")
     check_adapter("new", config)
     assert adapter_names(config) == ["new"]
     for name in ("", ".", "..", "new/", "../new", "new/../new", ".new", "a\0b", "neu"):
@@ -366,3 +367,6 @@ def test_files_written_later_are_found(tmp_path: Path) -> None:
         check_adapter("newt", config)
     with pytest.raises(InvalidArgumentError, match="lora_name"):
         check_adapter("new", make_config({"model": "m"}))
+    folder.rename(tmp_path / "other")
+    with pytest.raises(InvalidArgumentError, match="lora_name is 'new', but must be the name of"):
+        check_adapter("new", config)

@@ -32,15 +32,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def front(folder: Path) -> Iterator[Front]:
-    made = make_front(folder).start()
+    options = {"adapters": str(folder), "max_adapters": 1, "max_queued": 1}
+    made = Front(loader="tests.engine.deadly_runner:loader_with_adapters", **options).start()
     yield made
     made.close()
-
-
-def make_front(folder: Path, **more: int) -> Front:
-    """Not started yet."""
-    options = {"adapters": str(folder), "max_adapters": 1, "max_queued": 1, **more}
-    return Front(loader="tests.engine.deadly_runner:loader_with_adapters", **options)
 
 
 def submit(front: Front, name: str | None, tokens: int = TOKENS) -> int:
@@ -67,24 +62,6 @@ def test_requests_go_on_with_their_adapters(front: Front) -> None:
     for key, name in zip(keys, names, strict=True):
         assert isinstance(front.ends[key], Finished), front.ends[key]
         assert front.streams[key] == whole[name]
-
-
-@pytest.mark.slow
-def test_what_was_accepted_is_not_refused_though_it_has_no_token_yet(folder: Path) -> None:
-    """After a kill three wait for room where ``max_queued`` is 2: one that had run, and those that
-    had waited beside it."""
-    front = make_front(folder, max_queued=2, max_num_seqs=1).start()
-    first = submit(front, "law", 40)
-    front.read_until(lambda: front.has(first, 1))
-    tax = submit(front, "tax", 5)
-    runs = submit(front, "law")
-    front.read_until(lambda: first in front.ends and front.has(runs, 1))
-    waits = submit(front, "law", 5)
-    front.kill()
-    front.read_until(lambda: {tax, runs, waits} <= front.ends.keys())
-    for key in (tax, runs, waits):
-        assert isinstance(front.ends[key], Finished), front.ends[key]
-    front.close()
 
 
 def test_an_adapter_that_is_gone_ends_its_request(front: Front, folder: Path) -> None:

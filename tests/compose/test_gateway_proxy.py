@@ -27,6 +27,7 @@ def test_a_gateway_gets_the_key_that_was_found_to_be_known(proxy: Proxy, server:
     assert got == {("/v1/models", f"Bearer {key}"), ("/v2/models/x/infer", None)}
     assert not any("x-api-key" in headers for _, _, headers, _ in server.asked())
     assert len(server.asked()) == 6
+    assert '"key":"first"' in proxy.output()
     assert key not in proxy.output()
 
 

@@ -108,7 +108,7 @@ def test_a_prompt_counts_as_all_its_sequences() -> None:
     play.step()
     assert [row[0] for row in play.rows()] == keys[:2]  # 5 of 8 places, then 3 of the other 5
     assert len(play.scheduler.live.running) == 8
-    assert play.scheduler.live.num_waiting == 2 + 4
+    assert play.scheduler.live.admission.num_waiting == 2 + 4
     assert play.scheduler.stats().waiting == 4, "requests, and none of which a sequence runs"
     later = play.submit([9], max_tokens=1, priority=-1)
     play.drain()

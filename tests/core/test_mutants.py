@@ -81,7 +81,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     ),
     "lookahead blocks are kept": ("live", "del sequence.table[kept:]", "kept = 0"),
     "drafts take blocks that others need": (
-        "policy/lookahead", "num_available > self._blocks_due(after)", "num_available > 0",
+        "policy/draft_budget", "num_available > self._blocks_due(after)", "num_available > 0",
     ),
     "a draft may end the sequence": ("policy/speculation", "id not in stop_ids", "True"),
     "drafts go beyond the end": (
@@ -89,7 +89,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
         "num_drafts, sequence.max_computed",
         "num_drafts, 99 + sequence.max_computed",
     ),
-    "drafts take the budget of others": ("policy/lookahead", " - len(after)\n", "\n"),
+    "drafts take the budget of others": ("policy/draft_budget", " - len(after)\n", "\n"),
     "what goes on is refused": ("scheduler", "if not message.emitted:", "if True:"),
     "a held request does not count": (
         "scheduler", "self._held.add(message)", "self._admission.count_dequeued(message)",

@@ -140,5 +140,16 @@ def test_blocks_of_a_gguf_file_count_with_their_scales(tmp_path: Path) -> None:
 
 def test_a_cache_of_int8_is_refused_on_a_gpu(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
-    with pytest.raises(ConfigError, match="kv_cache_dtype is 'int8', but must be float8_e4m3"):
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype is 'int8', but must be .* on a GPU"):
         assemble.weigh(make_config({"model": str(tmp_path), "kv_cache_dtype": "int8"}))
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_what_plain_attention_does_not_hold_is_refused_as_at_load(
+    tmp_path: Path, device: str
+) -> None:
+    make_checkpoint(tmp_path, "llama")
+    plain = {"model": str(tmp_path), "device": device, "attention": "reference"}
+    for key, value in (("batch_invariant", True), ("kv_cache_dtype", "float8_e4m3")):
+        with pytest.raises(ConfigError, match=key):
+            assemble.weigh(make_config({**plain, key: value}))

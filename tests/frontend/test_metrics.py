@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jitney.config import TierConfig
+from jitney.config import SpeculationConfig, TierConfig
 from jitney.engine.handle import Health
 from jitney.errors import InvalidArgumentError, UnavailableError
 from jitney.frontend import metrics as module
@@ -141,6 +141,14 @@ def test_drafts_count_by_their_drafter(pb: Any) -> None:
     metrics.close()
     for name, count in zip(module.DRAFT_COUNTERS, (4, 14, 6), strict=True):
         assert value(pb, name, drafter="eagle") == count
+
+
+def test_a_service_names_the_drafter_of_its_model(
+    pb: Any, make_house: Callable[..., House]
+) -> None:
+    make_house(speculation=SpeculationConfig(drafter="ngram"))
+    for name in module.DRAFT_COUNTERS:
+        assert value(pb, name, drafter="ngram") == 0
 
 
 def test_requests_count_by_tier_where_there_are_any(pb: Any) -> None:

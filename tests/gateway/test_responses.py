@@ -69,6 +69,7 @@ def test_each_field_changes_the_request() -> None:
         assert ask(BODY | {name: value}) != ask(BODY), name
     for name in PARAMS.keys() - {"max_tokens"}:
         assert params_of(BODY | {name: PARAMS[name]})[name] == PARAMS[name]
+    assert params_of(BODY | {"top_logprobs": 2})["logprobs"] == 2
     assert "tools" not in chat(BODY | {"tools": [TOOL], "tool_choice": "none"})
     named = {"type": "function", "name": "stop"}
     for choice in ("required", named):

@@ -225,6 +225,8 @@ def test_what_cannot_be_served_is_refused(more: dict[str, Any], field: str, said
          {"json": {"title": "a", "description": "b", **SCHEMA}}),
         ({"structured_outputs": {"choice": ["a"]}}, {"choice": ["a"]}),
         ({"guided_json": SCHEMA}, {"json": SCHEMA}),
+        ({"guided_regex": "a"}, {"regex": "a"}),
+        ({"guided_choice": ["a"]}, {"choice": ["a"]}),
         ({"guided_grammar": "g"}, {"grammar": "g"}),
     ],
 )  # fmt: skip

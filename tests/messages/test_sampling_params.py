@@ -109,6 +109,10 @@ def test_numbers_and_booleans_may_be_strings() -> None:
     )
 
 
+def test_an_integer_may_be_a_float() -> None:
+    assert repr(parse_sampling_params({"max_tokens": 7.0}).max_tokens) == "7"
+
+
 def test_null_is_absence_and_one_string_is_a_list() -> None:
     params = parse_sampling_params({"seed": None, "top_p": None, "stop": "a", "bad_words": "b"})
     assert params == SamplingParams(stop=("a",), bad_words=("b",))

@@ -132,11 +132,6 @@ class Stream:
         self.close()
         return self.reply
 
-    def extra(self, wait_s: float = 0.2) -> int:
-        """How many responses came after the final one."""
-        time.sleep(wait_s)
-        return self._events.qsize()
-
     def close(self) -> None:
         """End the stream in good order."""
         self._client.stop_stream()

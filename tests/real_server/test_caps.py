@@ -15,7 +15,7 @@ from jitney_server.server import TritonServer
 from tests.compose.engine.clients import Client
 from tests.compose.free_ports import free_port
 from tests.compose.proxy import Proxy, Server
-from tests.real_server.client import generate, make_inputs, stream, wait_until
+from tests.real_server.client import make_inputs, wait_until
 from tests.real_server.conftest import BLOCK_BYTES, write_model
 
 pytestmark = pytest.mark.debian
@@ -81,25 +81,6 @@ def over_grpc(client: Client, tensors: dict[str, Any], parameters: dict[str, Any
         wait_until(lambda: found)
         triton.stop_stream()
     return found[0]
-
-
-def test_a_tier_and_a_priority_are_what_the_model_has(tiered: TritonServer) -> None:
-    refused = {
-        "tier is 'rapid', but must be one of 'fast', 'slow', 'bulk'": {"tier": "rapid"},
-        "priority is -6, but must be from -5 to 1000": {"priority": -6},
-    }
-    for said, asked in refused.items():
-        params = {"max_tokens": 3, **asked}
-        tensors = {"text_input": "a", "sampling_parameters": json.dumps(params)}
-        status, answer = generate(tiered.http_url, "tiered", **tensors)
-        assert (status, said in answer["error"]) == (400, True)
-        reply = stream(tiered.grpc_url, "tiered", text_input="a", sampling_parameters=params)
-        assert said in reply.error
-    texts = {
-        generate(tiered.http_url, "tiered", **PROMPT, temperature=0, **asked)[1]["text_output"]
-        for asked in ({"tier": "fast"}, {"tier": "bulk"}, {})
-    }
-    assert len(texts) == 1
 
 
 def test_no_way_around_the_limits_of_a_key(front: Proxy) -> None:

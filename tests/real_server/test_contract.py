@@ -111,12 +111,6 @@ def test_parameters_as_the_requests_own_over_grpc(ask: Ask, expected: str) -> No
     assert reply.text == expected
 
 
-@pytest.mark.parametrize("wrap", [str, float, int])
-def test_numbers_may_be_strings(ask: Ask, expected: str, wrap: Callable[[int], Any]) -> None:
-    sampling = {"max_tokens": wrap(12), "temperature": wrap(0), "ignore_eos": "true"}
-    assert ask(sampling_parameters=sampling).text == expected
-
-
 def test_input_ids(ask: Ask, tokenizer: Any, expected: str) -> None:
     ids = tokenizer(PROMPT)["input_ids"]
     assert ask(input_ids=ids, sampling_parameters=GREEDY).text == expected
@@ -189,14 +183,6 @@ def test_counts_of_tokens(ask: Ask, tokenizer: Any) -> None:
     assert reply.responses[0]["num_output_tokens"].dtype == np.uint32
 
 
-def test_finish_reason_is_none_until_the_end(ask: Ask) -> None:
-    reply = ask(sampling_parameters=GREEDY, return_finish_reason=True)
-    *before, last = reply.all("finish_reason")
-    assert last == b"length"
-    assert before
-    assert set(before) == {b"None"}
-
-
 def test_finish_reason_stop_by_string_and_by_id(
     ask: Ask, expected: str, expected_ids: list[int]
 ) -> None:
@@ -212,12 +198,6 @@ def test_finish_reason_stop_by_string_and_by_id(
     )
     assert by_id.last("finish_reason") == [b"stop"]
     assert expected.startswith(by_id.text)
-
-
-def test_included_stop_string(ask: Ask, expected: str) -> None:
-    stop = expected[4:6]
-    sampling = {**GREEDY, "stop": stop, "include_stop_str_in_output": True}
-    assert ask(sampling_parameters=sampling).text == expected[: expected.index(stop) + 2]
 
 
 def test_logprobs(ask: Ask, model: Any, tokenizer: Any, expected_ids: list[int]) -> None:

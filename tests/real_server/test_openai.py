@@ -153,50 +153,6 @@ def test_logprobs(client: openai.OpenAI) -> None:
     assert len(old.choices[0].logprobs.tokens or []) == 3
 
 
-def test_sampling_fields_change_the_output(client: openai.OpenAI) -> None:
-    def text(**fields: Any) -> str | None:
-        extra = {"ignore_eos": True, **fields.pop("extra_body", {})}
-        fields = {"temperature": 1.0, "seed": 7, "max_tokens": 12, **fields}
-        answer = client.chat.completions.create(
-            model="tiny", messages=USER, extra_body=extra, **fields
-        )
-        return answer.choices[0].message.content
-
-    base = text()
-    assert text() == base
-    for fields in (
-        {"seed": 8}, {"temperature": 0}, {"max_tokens": 5}, {"logit_bias": {"70": 100}},
-        {"extra_body": {"top_k": 1}}, {"extra_body": {"min_p": 1.0}}, {"top_p": 0.01},
-        {"extra_body": {"allowed_token_ids": [70, 71]}}, {"presence_penalty": 2.0},
-        {"extra_body": {"repetition_penalty": 100.0}}, {"frequency_penalty": 2.0},
-    ):  # fmt: skip
-        assert text(**fields) != base, fields
-    assert base
-    half = base[: len(base) // 2]
-    assert text(stop=[base[len(half)]]) == base[: base.index(base[len(half)])]
-
-
-def test_structured_output_by_each_of_its_names(client: openai.OpenAI) -> None:
-    def text(**fields: Any) -> str:
-        create = client.chat.completions.create
-        answer = create(model="tiny", messages=USER, max_tokens=100, seed=3, **fields)
-        return answer.choices[0].message.content or ""
-
-    properties = {"a": {"enum": ["x", "y"]}, "n": {"type": "boolean"}}
-    schema: Any = {"type": "object", "properties": properties, "required": ["a", "n"]}
-    schema["additionalProperties"] = False
-    named: Any = {"type": "json_schema", "json_schema": {"name": "t", "schema": schema}}
-    for fields in ({"response_format": named}, {"extra_body": {"guided_json": schema}}):
-        made = json.loads(text(**fields))
-        assert made["a"] in ("x", "y")
-        assert isinstance(made["n"], bool)
-    assert text(extra_body={"structured_outputs": {"choice": ["yes", "no"]}}) in ("yes", "no")
-    assert text(extra_body={"guided_regex": "[ab]{3}"}).strip("ab") == ""
-    with pytest.raises(openai.BadRequestError) as caught:
-        text(extra_body={"guided_regex": "("})
-    assert caught.value.param == "guided_regex"
-
-
 def test_models(client: openai.OpenAI) -> None:
     assert {model.id for model in client.models.list()} == {"tiny", "narrow", "busy"}
     assert client.models.retrieve("narrow").id == "narrow"
@@ -281,12 +237,6 @@ def test_who_leaves_is_cancelled(address: str, server: TritonServer, streamed: b
     connection.close()
     wait_until(lambda: cancelled() == before + 1)
     wait_until(lambda: used_blocks(server, "busy") == 0)
-
-
-def test_a_traceparent_is_no_sampling_parameter(address: str) -> None:
-    body = {"model": "tiny", "messages": USER, "max_tokens": 1}
-    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    assert post(address, "/v1/chat/completions", body, traceparent=trace)[0] == 200
 
 
 def test_figures_by_model_and_key(client: openai.OpenAI, address: str) -> None:

@@ -65,31 +65,6 @@ def test_a_tool_is_called_and_its_output_goes_back(client: openai.OpenAI) -> Non
     assert longer.usage.input_tokens > final.usage.input_tokens
 
 
-def test_the_fields_of_a_response_change_it(client: openai.OpenAI) -> None:
-    def text(**fields: Any) -> str:
-        extra = {"ignore_eos": True, "seed": 7, **fields.pop("extra_body", {})}
-        fields = {**ASK, "temperature": 1.0, "max_output_tokens": 12, **fields}
-        return client.responses.create(**fields, extra_body=extra).output_text
-
-    base = text()
-    assert text() == base
-    for fields in (
-        {"temperature": 0}, {"max_output_tokens": 5}, {"top_p": 0.01}, {"instructions": "Stop."},
-        {"input": "the bus"}, {"text": {"format": {"type": "json_object"}}},
-        {"extra_body": {"top_k": 1}}, {"extra_body": {"seed": 8}},
-        {"extra_body": {"structured_outputs": {"choice": ["yes"]}}},
-    ):  # fmt: skip
-        assert text(**fields) != base, fields
-    answer = client.responses.create(
-        **ASK, max_output_tokens=3, top_logprobs=2, metadata={"a": "b"}, **ENDLESS
-    )
-    assert answer.metadata == {"a": "b"}
-    (item,) = answer.output
-    assert item.type == "message"
-    logprobs = item.content[0].logprobs  # type: ignore[union-attr]
-    assert [len(each.top_logprobs) for each in logprobs or []] == [2] * 3
-
-
 def test_refusals_of_a_response(client: openai.OpenAI) -> None:
     create = client.responses.create
     for fields, param in (
@@ -164,22 +139,6 @@ def test_a_tool_is_used_and_its_result_goes_back(claude: anthropic.Anthropic) ->
     longer = claude.messages.count_tokens(model="narrow", messages=history, tools=[CUSTOM])
     before = claude.messages.count_tokens(model="narrow", messages=USER, tools=[CUSTOM])
     assert longer.input_tokens > before.input_tokens
-
-
-def test_the_fields_of_a_message_change_it(claude: anthropic.Anthropic) -> None:
-    def text(**fields: Any) -> str:
-        extra = {"ignore_eos": True, "seed": 7, **fields.pop("extra_body", {})}
-        return text_of(claude.messages.create(**{**TALK, **fields}, extra_body=extra))
-
-    base = text()
-    assert text() == base
-    form = {"format": {"type": "json_schema", "schema": SCHEMA}}
-    for fields in (
-        {"extra_body": {"temperature": 0}}, {"extra_body": {"top_p": 0.01}},
-        {"extra_body": {"top_k": 1}}, {"max_tokens": 5}, {"system": "Stop."},
-        {"messages": [{"role": "user", "content": "the bus"}]}, {"output_config": form},
-    ):  # fmt: skip
-        assert text(**fields) != base, fields
 
 
 def test_refusals_of_a_message(claude: anthropic.Anthropic) -> None:

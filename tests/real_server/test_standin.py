@@ -1,5 +1,5 @@
 """The stand-in for the native ONNX Runtime backend, in the real server, with a folder of tiny
-models."""
+models; some of them the stand-ins must not load."""
 
 import re
 from collections.abc import Iterator
@@ -26,6 +26,27 @@ SEQUENCES = """max_batch_size: 4
 sequence_batching { control_input [ { name: "start" control [
   { kind: CONTROL_SEQUENCE_START fp32_false_true: [ 0, 100 ] } ] } ] }
 """
+BAD: dict[str, tuple[Any, str, str]] = {
+    # name -> model, config, what the server's reason must match
+    "missing": (None, 'backend: "onnxruntime"\n', r"model file .*missing/1/model\.onnx is missing"),
+    "corrupt": (b"nonsense" * 20, "", r"corrupt/1/model\.onnx cannot be loaded: .*[Pp]rotobuf"),
+    "operator": (models.unknown_operator(), "", r"model\.onnx cannot be loaded: .*Teleport"),
+    "dims": (
+        models.identity(shape=("n", 3)),
+        "max_batch_size: 4\n" + io("input", "x", "TYPE_FP32", "[5]"),
+        r"tensor 'x': the configuration has dims \[5\], but the model has \[-1, 3\]",
+    ),
+    "threads": (
+        models.identity(),
+        parameter("intra_op_thread_count", "many"),
+        r"intra_op_thread_count is 'many', but must be a whole number",
+    ),
+    "plan": (
+        b"no engine",
+        'platform: "tensorrt_plan"\n',
+        r"TensorRT engine needs an NVIDIA GPU .*backend: onnxruntime.*NVIDIA's container",
+    ),
+}
 
 
 def write_good(repository: Path) -> None:
@@ -80,11 +101,18 @@ def write_good(repository: Path) -> None:
     write(repository, "threads_3", models.slow(), f"{ONE}{parameter('intra_op_thread_count', '3')}")
 
 
+def write_bad(repository: Path) -> None:
+    for name, (made, config, _) in BAD.items():
+        filename = "model.plan" if name.endswith("plan") else "model.onnx"
+        models.write_model(repository, name, made, config + ONE, filename)
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     repository = tmp_path_factory.mktemp("repository")
     write_good(repository)
-    with TritonServer(repository, exit_timeout_s=60) as started:
+    write_bad(repository)
+    with TritonServer(repository, keep_going=True, exit_timeout_s=60) as started:
         yield started
         assert started.stop(), started.last_stop.problem
 
@@ -128,6 +156,14 @@ def test_without_a_config_everything_comes_from_the_model_file(client: Any) -> N
     made = infer(client, "bare", a=floats([1, 2, 3]), b=floats([4, 5, 6]))
     np.testing.assert_array_equal(made["sum"], [[5, 7, 9]])
     np.testing.assert_array_equal(made["product"], [[4, 10, 18]])
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_model_says_what_is_wrong(server: TritonServer, name: str) -> None:
+    state, reason = server.admin.model_states()[name]
+    assert state == "UNAVAILABLE"
+    assert re.search(BAD[name][2], reason), reason
+    assert "Traceback" not in reason
 
 
 def test_platform_and_partial_config(client: Any) -> None:

@@ -131,28 +131,6 @@ def outcomes(server: TritonServer) -> float:
     return metric(server.metrics_url, "jitney_requests_total", model="busy")
 
 
-def endless(server: TritonServer, model: str, **sampling: Any) -> Stream:
-    """A stream that takes at least many seconds, under way."""
-    longest = BUSY_CONTEXT if model == "busy" else CONTEXT
-    tensors = {
-        "input_ids": [5, 6, 7],
-        "stream": True,
-        "sampling_parameters": greedy(longest - 3, **sampling),
-    }
-    started = Stream(server.grpc_url, model, tensors)
-    started.step()
-    return started
-
-
-def test_a_grpc_client_cancels(server: TritonServer) -> None:
-    before = settled(lambda: cancelled(server))
-    one = endless(server, "busy")
-    wait_until(lambda: used_blocks(server, "busy") > 0)
-    one.cancel()
-    wait_until(lambda: used_blocks(server, "busy") == 0)
-    wait_until(lambda: cancelled(server) == before + 1)
-
-
 def test_an_http_client_disconnects(server: TritonServer) -> None:
     before = settled(lambda: cancelled(server))
     events = generate_stream_events(
@@ -219,15 +197,6 @@ def test_cancelled_around_the_last_step(server: TritonServer) -> None:
             pass
         events.close()
     assert settled(lambda: outcomes(server), lambda now: now >= before + 30) == before + 30
-
-
-def test_a_cancelled_stream_ends_once(server: TritonServer) -> None:
-    one = endless(server, "tiny")
-    one.cancel()
-    while one.step():
-        pass
-    assert one.reply.finals == 1
-    assert one.extra() == 0
 
 
 # ------------------------------------------------------------------ shared memory
@@ -325,34 +294,15 @@ def waiting(server: TritonServer) -> float:
 @contextmanager
 def occupied(server: TritonServer) -> Iterator[None]:
     """Inside, the only seat of ``busy`` is taken."""
-    occupant = endless(server, "busy")
+    sampling = greedy(BUSY_CONTEXT - 3)
+    tensors = {"input_ids": [5, 6, 7], "stream": True, "sampling_parameters": sampling}
+    occupant = Stream(server.grpc_url, "busy", tensors)
+    occupant.step()
     wait_until(lambda: used_blocks(server, "busy") > 0)
     try:
         yield
     finally:
         occupant.cancel()
-
-
-def test_a_full_queue(server: TritonServer) -> None:
-    replies: list[Reply] = []
-
-    def one() -> None:
-        replies.append(
-            stream(server.grpc_url, "busy", text_input="a", sampling_parameters=greedy(5))
-        )
-
-    threads = [threading.Thread(target=one) for _ in range(2)]
-    with occupied(server):
-        for thread in threads:
-            thread.start()
-        wait_until(lambda: waiting(server) == 2)
-        extra = stream(server.grpc_url, "busy", text_input="a", sampling_parameters=greedy(5))
-        assert waiting(server) == 2, "it was refused at once: nobody has left the queue yet"
-        assert extra.error.startswith("UNAVAILABLE: the queue is full: 2 ")
-        assert "at most 2" in extra.error
-    for thread in threads:
-        thread.join(30)
-    assert [reply.errors for reply in replies] == [[], []]
 
 
 def test_a_deadline_passes_while_running(ask: Ask) -> None:

@@ -1,4 +1,4 @@
-"""Profile `jobs`, run by a real engine: a job that ends by itself, and one that is killed."""
+"""Profile `jobs`, run by a real engine: a job that is killed."""
 
 import json
 import os
@@ -26,13 +26,13 @@ def jobs(
     return Deployment(engine, project, {**settings, **given})
 
 
-def write_job(jobs: Deployment, **changes: Any) -> None:
+def write_job(jobs: Deployment) -> None:
     folder = Path(jobs.settings["JOB_FOLDER"])
     lines = [json.dumps({"id": n, "text": f"def f{n}(x):"}) for n in range(ROWS)]
     (folder / "in.jsonl").write_text("\n".join(lines), encoding="utf-8")
     job = {
         "input": "/jobs/in.jsonl", "output": "/jobs/out", "prompt": "{text}",
-        "model": "/models/pylm/1/checkpoint", "max_tokens": 16, "part_rows": 50, **changes,
+        "model": "/models/pylm/1/checkpoint", "max_tokens": 256, "part_rows": 20,
     }  # fmt: skip
     (folder / "job.yaml").write_text(json.dumps(job), encoding="utf-8")  # JSON is YAML too
 
@@ -47,18 +47,8 @@ def state(jobs: Deployment) -> dict[str, Any]:
     return {**found["State"], "restarts": found["RestartCount"]}
 
 
-def test_a_job_runs_and_ends(jobs: Deployment) -> None:
-    write_job(jobs)
-    try:
-        jobs.compose("--profile", "jobs", "up", "job", timeout_s=600)
-        assert state(jobs)["ExitCode"] == state(jobs)["restarts"] == 0, jobs.logs("job")
-        assert ids(jobs) == list(range(ROWS))
-    finally:
-        jobs.down()
-
-
 def test_a_job_that_is_killed_goes_on(jobs: Deployment) -> None:
-    write_job(jobs, part_rows=20, max_tokens=256)
+    write_job(jobs)
     try:
         jobs.compose("--profile", "jobs", "up", "--detach", "job", timeout_s=600)
         wait_for(lambda: ids(jobs), "the first part", 300, lambda: jobs.logs("job"))

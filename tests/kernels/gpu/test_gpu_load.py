@@ -8,6 +8,7 @@ import torch
 from jitney.batch import Batch
 from jitney.engine.assemble import load_model, load_runner
 from jitney.errors import ConfigError
+from jitney.execution import load
 from jitney.execution import runner as runner_module
 from jitney.execution.interface import KvScales
 from jitney.execution.low_rank import find_sites
@@ -18,6 +19,7 @@ from msgspec.structs import replace
 from tests.execution.drive import drive
 from tests.kernels.attention.choose import for_layers
 from tests.kernels.gpu.small_gpu import GREEDY, options
+from tests.tiny_models import make_checkpoint
 
 pytest.importorskip("triton")
 from jitney.kernels.gpu import gpu_accelerator as load_module
@@ -62,6 +64,16 @@ def test_the_eight_bit_cache_of_a_draft_model_has_scales_too(path: Path) -> None
     assert torch.equal(of_draft.key_scale, cache.key_scale)
     assert torch.equal(of_draft.value_scale, cache.value_scale)
     runner.close()
+
+
+def test_a_draft_model_that_no_kernel_fits_refuses_what_needs_them(path: Path, tmp_path) -> None:
+    """Its cache would be of float8 and without scales. (The model itself has kernels.)"""
+    draft = make_checkpoint(tmp_path, "llama", num_hidden_layers=1, head_dim=8)
+    speculation = {"drafter": "draft_model", "model": str(draft)}
+    config = options(path, attention="auto", kv_cache_dtype="float8_e4m3", speculation=speculation)
+    kernels = load_module.GpuAccelerator(config, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="kv_cache_dtype is 'float8_e4m3'"):
+        load.load_runner(config, kernels)
 
 
 def test_scales_of_the_checkpoint_are_taken(path: Path, monkeypatch) -> None:

@@ -1,5 +1,5 @@
-"""Deadlines of requests, the earliest first. The scheduler keeps those of its requests, the front
-those of requests whose prompt is being encoded.
+"""Deadlines of requests, the earliest first. The scheduler keeps those of its requests, the journal
+those of all open requests, the front those of requests whose prompt is being encoded.
 """
 
 from bisect import bisect_left, bisect_right, insort

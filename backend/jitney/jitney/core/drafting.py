@@ -10,10 +10,10 @@ class Drafting:
 
     compared: float = 0.0
     """How many proposed tokens were compared with the output, with less weight for older ones: each
-    comparison multiplies this by 0.95 and adds 1."""
+    comparison multiplies this by a factor below 1 (see ``policy.speculation``) and adds 1."""
     right: float = 0.0
-    """The same for those that were right: each comparison multiplies this by 0.95, and adds 1 if
-    the token was right."""
+    """The same for those that were right: each comparison multiplies this by the same factor, and
+    adds 1 if the token was right."""
     proposal: list[int] = field(default_factory=list)
     """Tokens that may follow the first ``made_at`` tokens of the sequence."""
     made_at: int = 0
@@ -24,7 +24,8 @@ class Drafting:
     """How many tokens a draft model is to propose in that step, for the next one."""
     no_wait_steps: int = 0
     """For how many more steps the sequence does not wait for a pending token (see
-    ``DraftPolicy.waits_for_sample``). Set when a step has no budget or blocks for its drafts."""
+    ``DraftPolicy.waits_for_sample``). Set when a step has no budget, blocks or seconds left for its
+    drafts."""
     ngrams: dict[int, int] = field(default_factory=dict)
     """Hash of an n-gram -> the position after its latest occurrence in the first ``indexed``
     tokens. The hash alone, to save memory: a collision costs a wrong draft."""

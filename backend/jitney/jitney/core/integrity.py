@@ -48,7 +48,7 @@ def _check_sequence(sequence: Sequence, kv: KvCache) -> None:
         assert sequence.num_computed < sequence.num_tokens, "nothing is left to compute"
         assert planned <= sequence.max_computed, "more is planned than is ever computed"
         assert planned <= capacity, "tokens were planned into no block"
-        assert sequence.num_cached_blocks <= sequence.num_computed // kv.block_size
+        assert sequence.num_offered_blocks <= sequence.num_computed // kv.block_size
     else:
         assert not sequence.table, "a sequence that does not run holds blocks"
     if sequence.state is SequenceState.WAITING:

@@ -47,11 +47,6 @@ class LiveRequests:
         update."""
 
     @property
-    def num_waiting(self) -> int:
-        """Sequences that wait."""
-        return self.admission.num_waiting
-
-    @property
     def num_waiting_requests(self) -> int:
         """Requests of which no sequence runs."""
         return len(self.requests) - self.num_running_requests
@@ -84,7 +79,7 @@ class LiveRequests:
         sequence.table = table
         sequence.num_computed = num_computed
         sequence.num_planned = num_computed
-        sequence.num_cached_blocks = num_computed // self.kv.block_size
+        sequence.num_offered_blocks = num_computed // self.kv.block_size
         sequence.state = SequenceState.RUNNING
         insort(self.running, sequence, key=order)
         self.reserved_blocks += sequence.reserved_blocks
@@ -108,7 +103,7 @@ class LiveRequests:
         self._give_up_table(sequence)
         sequence.num_computed = 0
         sequence.num_planned = 0
-        sequence.num_cached_blocks = 0
+        sequence.num_offered_blocks = 0
         sequence.num_read = 0
         sequence.request.preempted_at.append(now)
         self.preemptions += 1

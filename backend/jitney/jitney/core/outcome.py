@@ -214,12 +214,12 @@ def _cache_full_blocks(live: LiveRequests, sequence: Sequence) -> None:
     """Offer the blocks that this step filled to the prefix cache."""
     block_size = live.kv.block_size
     full = sequence.num_computed // block_size
-    if full == sequence.num_cached_blocks:
+    if full == sequence.num_offered_blocks:
         return
     hashes = sequence.hash_blocks(full, block_size)
-    for index in range(sequence.num_cached_blocks, full):
+    for index in range(sequence.num_offered_blocks, full):
         live.kv.cache_block(sequence.table[index], hashes[index])
-    sequence.num_cached_blocks = full
+    sequence.num_offered_blocks = full
 
 
 def _collect_prompt_logprobs(request: Request, row: Row, result: RowOutput) -> None:

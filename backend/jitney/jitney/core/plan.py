@@ -35,15 +35,14 @@ What may shape a step beside rank and budget is asked of ``policy``.
 from jitney.config import EngineConfig
 from jitney.core.live import LiveRequests
 from jitney.core.planned_step import PlannedStep
-from jitney.core.policy.lookahead import Lookahead
+from jitney.core.policy.draft_budget import DraftBudget
 from jitney.core.policy.seam import Policies
 from jitney.core.request import Request, Sequence
 from jitney.core.step_plan import StepPlan
 from jitney.messages import StepStats
 
-# If plans ahead leave a sequence out, it has a row in every second step only. So it makes half as
-# many tokens, while the others do not wait for the host. A step is planned ahead only if at most
-# this part of the running sequences is left out.
+# A plan ahead that leaves a sequence out costs it every second row, and saves the others the wait
+# for the host. It is made only if it leaves out at most this part of the running sequences.
 _MOST_LEFT_OUT = 1 / 4
 # The part of the token budget that decodes leave to chunks, if there are any.
 _PREFILL_SHARE = 1 / 8
@@ -67,7 +66,7 @@ class Planner:
         self._admission = policies.admission
         self._limits = policies.limits
         self._drafts = policies.drafts
-        self._lookahead = Lookahead(live.kv, policies)
+        self._draft_budget = DraftBudget(live.kv, policies)
         self._block_size = config.block_size
         self._caching = config.prefix_caching
         self._preempts = config.eviction == "preempt"
@@ -88,8 +87,10 @@ class Planner:
         if urgent is not None and self._to_preempt(urgent):
             return False
         step = live.in_flight[-1]
-        if step.must_complete_first:
+        if step.must_complete_first:  # forks begin with its samples, or it is a retry
             return False
+        # If it has samples on whose values the host plans the next row, a plan ahead leaves those
+        # sequences out.
         if step.host_reads_samples and self._leaves_out_many():
             return False
         free = self._kv.num_available
@@ -114,19 +115,17 @@ class Planner:
         # can be counted now how many tokens decodes and drafts must leave to prompts.
         plan.min_prefill_tokens = self._min_prefill_tokens()
         if self._drafts.is_active:
-            self._lookahead.begin(live.running, self._max_tokens)
+            self._draft_budget.begin(live.running, self._max_tokens)
         self._limits.begin(live.running)
         self._drafts.begin(live.running, self._limits)
         prefills = self._plan_decodes(plan)
-        # All of these still run. Preemption takes from the end of `running`, never a sequence
-        # before the decode that needs the block.
-        for sequence in prefills:
+        for sequence in prefills:  # all of them still run: `_plan_decodes` says why
             self._plan_chunk(plan, sequence, plan.tokens_left)
-        # A step that preempts admits no sequence, because blocks are short. There is one exception.
-        # A fork that runs alone may lack the very block that is held as the source of its pending
-        # copy: the leader has ended, and a grammar forces more tokens than the fork's own block
-        # has room for. Then it preempts itself, which cancels the copy and frees the block. Nothing
-        # runs any more, so without an admission the step would be empty.
+        # A step that preempts admits no sequence, because blocks are short. But if nothing runs any
+        # more, such a step would be empty, so then sequences are admitted. That happens if a fork
+        # runs alone, and a grammar forces more tokens than its blocks have slots for. Its pending
+        # copy still holds a block of its leader, which has ended. If no other block is free, the
+        # fork preempts itself: that cancels the copy and frees the leader's block.
         has_preempted = live.preemptions > preemptions_before
         if not has_preempted or not live.running:
             self._admit_waiting(plan)
@@ -146,8 +145,7 @@ class Planner:
         running = self._live.running
         left_out = 0
         for sequence in running:
-            drafts_in_flight = sequence.num_planned > sequence.num_tokens
-            if sequence.request.reads_output or drafts_in_flight:
+            if sequence.request.reads_output or sequence.has_drafts_in_flight:
                 left_out += 1
         return left_out > len(running) * _MOST_LEFT_OUT
 
@@ -165,8 +163,8 @@ class Planner:
         running = self._live.running
         share = self._prefill_share
         # If the budget without the share has a token for each running sequence, decodes leave the
-        # share free by themselves. (Drafts leave it free, too: see `lookahead`. Tokens that a
-        # grammar forces may take a part of it. That is accepted.)
+        # share free by themselves. (Drafts leave it free, too: see `policy.draft_budget`. Tokens
+        # that a grammar forces may take a part of it. That is accepted.)
         if len(running) <= self._max_tokens - share:
             return 0
         return min(share, sum(sequence.num_to_prefill for sequence in running))
@@ -189,7 +187,9 @@ class Planner:
             if start < sequence.decodes_from:  # it has a prompt or a recomputation to compute
                 prefills.append(sequence)
                 continue
-            # Tokens to compute whose values are known. Negative with drafts in flight.
+            # Tokens to compute whose values are known. At most one step is in flight while another
+            # is planned. If it samples one token for the sequence, this is 0. If it has d drafts of
+            # it, this is -d.
             num_known = sequence.num_tokens - start
             # Only in a plan ahead: the step in flight still samples the token that comes next.
             next_is_pending = num_known <= 0
@@ -225,8 +225,7 @@ class Planner:
 
     def _waits_for_sample(self, sequence: Sequence) -> bool:
         """Whether a plan ahead leaves out a sequence whose next token is pending."""
-        drafts_in_flight = sequence.num_planned > sequence.num_tokens
-        if drafts_in_flight or sequence.request.reads_output:
+        if sequence.has_drafts_in_flight or sequence.request.reads_output:
             return True
         return self._drafts.is_active and self._drafts.waits_for_sample(sequence)
 
@@ -237,7 +236,7 @@ class Planner:
         choice = None
         if self._drafts.is_active:
             after = self._live.running[next_index:]
-            choice = self._lookahead.choose(sequence, tokens_left=plan.tokens_left, after=after)
+            choice = self._draft_budget.choose(sequence, tokens_left=plan.tokens_left, after=after)
             tokens += choice.drafts
         plan.add_row(sequence, tokens, (sequence.index,), choice=choice)
 
@@ -300,7 +299,8 @@ class Planner:
     def _admit_urgent(self, plan: StepPlan) -> None:
         """Admit the sequences that come before running ones, and preempt others for them."""
         live = self._live
-        # A plan ahead preempts nobody. So a block for each decode must stay free.
+        # A plan ahead preempts nobody. So a block for each decode must stay free. This is counted
+        # once: sequences that are admitted here have blocks for all of their tokens.
         spare = len(live.running) if plan.ahead else 0
         while True:
             sequence = self._admission.urgent(live.running)
@@ -341,7 +341,8 @@ class Planner:
     def _admit(self, plan: StepPlan, sequence: Sequence, spare: int = 0) -> bool:
         """Run a waiting sequence, with blocks for all of its tokens: first the cached blocks that
         it begins with, then new ones. False, and nothing changed, if too few blocks are free.
-        ``spare`` blocks must stay free, or as many as the watermark if that is more."""
+        ``spare`` blocks must stay free, or as many as the watermark if that is more; none if
+        nothing runs."""
         request = sequence.request
         kv = self._kv
         if not self._preempts and kv.pending_copies():
@@ -366,8 +367,7 @@ class Planner:
             assert self._preempts or plan.ahead, "a reserved block is not free"
             return False
         num_cached = len(hits) * kv.block_size
-        is_first = request.first_scheduled_at is None
-        request.set_prompt_counts(sequence, num_cached, is_first_admission=is_first)
+        request.set_prompt_counts(sequence, num_cached)
         sequence.decodes_from = sequence.num_tokens
         if sequence.output:  # see the docstring of decodes_from
             sequence.decodes_from -= 1

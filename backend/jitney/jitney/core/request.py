@@ -118,19 +118,17 @@ class Request:
         asked = self.message.params.prompt_logprobs is not None
         return not asked or len(self.prompt_logprobs) == len(self.message.prompt)
 
-    def set_prompt_counts(
-        self, sequence: "Sequence", num_cached: int, *, is_first_admission: bool
-    ) -> None:
-        """One of its sequences is admitted, with ``num_cached`` tokens from the prefix cache.
-        ``is_first_admission``: none of its sequences was admitted before."""
+    def set_prompt_counts(self, sequence: "Sequence", num_cached: int) -> None:
+        """One of its sequences is about to be admitted, with ``num_cached`` tokens from the prefix
+        cache. Called before ``LiveRequests.admit``, which sets ``first_scheduled_at``."""
         if not sequence.output:
-            # The prompt is computed, perhaps not for the first time. Each of its steps adds to the
-            # count.
+            # The prompt is computed, perhaps not for the first time. `outcome` adds each chunk to
+            # `computed_prompt_tokens`.
             self.cached_prompt_tokens = num_cached
             self.computed_prompt_tokens = 0
-        elif is_first_admission:
-            # The request is resumed: the prompt is recomputed together with output. The steps of a
-            # sequence with output do not add to the count, so all of it is counted now.
+        elif self.first_scheduled_at is None:
+            # The request is resumed: the prompt is recomputed together with output. `outcome` adds
+            # no chunks of a sequence with output, so all of the prompt is counted now.
             size = len(sequence.prompt)
             self.cached_prompt_tokens = min(num_cached, size)
             self.computed_prompt_tokens = size - self.cached_prompt_tokens
@@ -200,12 +198,16 @@ class Sequence:
     A row that computes the last known token samples the next one, and with drafts one more token
     after each draft. A sample is *pending* until the step is complete. ``max(0, num_planned + 1 -
     num_tokens)`` samples are pending. They will be the tokens at the positions [num_tokens,
-    num_planned + 1). Their number is
+    num_planned + 1). With 8 known tokens, at the positions 0 to 7:
 
-    - 0 if no step in flight samples for the sequence: ``num_planned < num_tokens``;
-    - 1 if a step without drafts is in flight: ``num_planned == num_tokens``;
-    - 2 if two such steps are in flight: ``num_planned == num_tokens + 1``;
-    - d + 1 if a step with d drafts is in flight: ``num_planned == num_tokens + d``.
+    ===========  =======================================  ================================
+    num_planned  in flight                                pending samples: their positions
+    ===========  =======================================  ================================
+    7 or less    no step that samples for the sequence    0
+    8            a step that computes position 7          1: 8
+    9            such a step, and one for position 8      2: 8 and 9
+    8 + d        a step for position 7 and d drafts       d + 1: 8 to 8 + d
+    ===========  =======================================  ================================
 
     When a step is complete, its wrong drafts are subtracted from ``num_planned``.
     """
@@ -220,7 +222,7 @@ class Sequence:
     """Blocks of positions 0, block_size, 2·block_size, …; empty unless RUNNING."""
     hashes: list[bytes] = field(default_factory=list, init=False)
     """Hashes of its leading full blocks, as far as they were asked for. They depend on the tokens
-    alone, so they stay when it is preempted."""
+    and on ``Request.root`` alone, so they stay when it is preempted."""
     num_tokens: int = field(init=False)
     num_computed: int = field(default=0, init=False)
     num_planned: int = field(default=0, init=False)
@@ -229,8 +231,8 @@ class Sequence:
     """The most tokens that are ever computed: all of the prompt and of the longest output, except
     the last token, which is only sampled. So it may have ``max_computed + 1`` tokens."""
     decodes_from: int = field(default=0, init=False)
-    """From this ``num_planned`` on the sequence decodes; before, it has a prompt or a recomputation
-    to compute. Three cases:
+    """The sequence decodes once ``num_planned`` has reached this. Until then it has a prompt or a
+    recomputation to compute. Three cases:
 
     - It was admitted without output: ``num_tokens`` at admission. The whole prompt comes first.
     - It was admitted with output: ``num_tokens - 1`` at admission. Its last token is output, so a
@@ -239,16 +241,17 @@ class Sequence:
     sample_index: int = field(default=0, init=False)
     """Index of the first sample of its latest row among all samples of that step. A row that is
     planned ahead has this index in place of its token, which is not known yet."""
-    num_cached_blocks: int = field(default=0, init=False)
+    num_offered_blocks: int = field(default=0, init=False)
     """Leading blocks of the table that have been offered to the prefix cache."""
     cumulative_logprob: float = field(default=0.0, init=False)
     drafting: Drafting | None = field(default=None, init=False)
-    """What the policy of drafts notes of it; None if that is nothing yet."""
+    """What the policy of drafts notes of it; None if that is nothing yet. Its ``proposal`` is what
+    the policy chooses drafts from, whichever drafter made it."""
     num_read: int = field(default=0, init=False)
     """How many of its tokens the draft model had read when it was asked last."""
     runner_proposal: list[int] = field(default_factory=list, init=False)
-    """The tokens that the runner proposed to follow the last token. A ``RunnerDrafter`` takes
-    the first ``max_drafts`` of them."""
+    """The tokens that the runner proposed to follow the last token. They are the raw material of
+    ``drafting.proposal``: a ``RunnerDrafter`` takes the first ``max_drafts`` of them."""
     reserved_blocks: int = field(default=0, init=False)
     """Blocks reserved for this sequence while it runs. Only with ``eviction: never``, and only in a
     resumed request: its sequences share no prompt, so each reserves blocks, the request none."""
@@ -277,6 +280,12 @@ class Sequence:
         if planned >= self.decodes_from:
             return 0
         return self.num_tokens - planned
+
+    @property
+    def has_drafts_in_flight(self) -> bool:
+        """Whether the step in flight has drafts of it. Asked only while at most one step is in
+        flight: with two, ``num_planned`` is greater than ``num_tokens`` even without drafts."""
+        return self.num_planned > self.num_tokens
 
     @property
     def num_tokens_left(self) -> int:

@@ -87,6 +87,7 @@ class _Entry:
     """Engines in a row that died at the same tokens of it. Back to 0 once it is proved innocent:
     once all its sequences have got past the tokens."""
     is_cancelled: bool = False
+    """Whether ``later`` has a Cancel."""
     was_sent: bool = False
     """Whether any engine has got it. From then on it counts as accepted, so that the next engine
     resumes it, even if the one before died before it could accept or refuse it."""
@@ -162,6 +163,7 @@ class Journal:
     def note_message(self, message: FrontMessage) -> None:
         """Note a message for the engine; :meth:`take_unsent` gives it."""
         if isinstance(message, Submit):
+            assert message.key not in self._open, "a key was used twice"
             sequences = [_Sequence() for _ in range(message.params.n)]
             self._open[message.key] = _Entry(message, sequences)
             self._deadlines.add(message)

@@ -20,7 +20,7 @@ A step, in the order to read: ``protocols`` (what the engine asks), ``runner``, 
 ``interface`` (how it gets there), ``reference`` (attention that runs on any device), ``byte_cache``
 (constants of an int8 cache), ``sampler`` (a pure function of logits, parameters, seed and position)
 with ``logits_processors``, ``filters`` and ``philox``. Beside it: ``low_rank`` (adapters),
-``quantized`` (layers), ``draft``, ``draft_kinds`` and ``eagle`` (models that propose tokens).
+``quantized`` (layers), ``draft``, ``draft_setup`` and ``eagle`` (models that propose tokens).
 
 This room knows no requests: a batch is rows. It declares what can be replaced (``acceleration``),
 and imports neither ``kernels`` nor ``quantization`` nor ``adapters``.

@@ -10,15 +10,31 @@ The runner calls it once for each step that was launched. Beside token ids, a dr
 :class:`DraftInputs`; an ordinary one has :class:`NoInputs`.
 
 An *entry* is the K and V of one position in the draft model's caches. An ordinary draft model
-computes entry p from the token at p, and a head (``eagle``) from the token at p + 1:
-:attr:`DraftInputs.shift` is 0 or 1. In this module ``first_entry`` and ``end_entry`` are numbers of
-entries. ``start`` and ``end`` of a ``Row`` are positions of tokens, except in the row that
-``as_row`` makes for attention: there they are numbers of entries.
+computes entry p from the token at p, and a head (``eagle``) from the token at p + 1. For the tokens
+a, b, c and d, each entry below stands for the token from which it is computed:
+
+    position or number of the entry    0   1   2   3
+    tokens                             a   b   c   d
+    entries of an ordinary model       a   b   c   d      :attr:`DraftInputs.shift` is 0
+    entries of a head                  b   c   d          :attr:`DraftInputs.shift` is 1
+
+In this module ``first_entry`` and ``end_entry`` are numbers of entries. ``start`` and ``end`` of a
+``Row`` are positions of tokens, except in the row that ``as_row`` makes for attention: there they
+are numbers of entries.
 
 *Forced tokens.* Where a grammar allows only one text, the scheduler appends the tokenizer's tokens
-of that text (``batch.GrammarState.forced``). The mask allows other tokenizations too, and a step
-may sample a token s of one of these. The draft model reads s in the same step. Afterwards the
-scheduler may put a forced token in the place of s: the entry of s is then wrong.
+of that text (``batch.GrammarState.forced``). The mask allows other tokenizations too, so a step may
+sample a token of one of these. The draft model reads that sample in the same step. Afterwards the
+scheduler puts a forced token in its place, and the entry of the sample is wrong. There are two
+cases. In both, a row has the token t at position 10 and the drafts d1 and d2 at 11 and 12, d1 is
+sampled at 11, and after d1 the grammar forces a token at 12:
+
+(a) d2 is sampled at 12, but another token f is forced. The next row begins at 12, with f. From its
+    start one can tell that the entries of the tokens from 12 on are wrong.
+(b) Another token s is sampled at 12, but d2 is forced. d2 is the row's draft, so it is accepted:
+    the model has its K and V already. The next row begins at 13, so its start does not tell that
+    the entry of s is wrong. So in a row with a grammar, the entry of the newest sample never counts
+    as valid.
 """
 
 import math
@@ -71,6 +87,14 @@ class NoInputs:
         """Predicts nothing beside logits."""
 
 
+class DraftBytes(NamedTuple):
+    """The memory that a draft model's :class:`DraftInputs` take, in bytes."""
+
+    weights: int
+    block: int
+    """For each block of the cache."""
+
+
 @dataclass(frozen=True, slots=True)
 class _EntryRun:
     """Consecutive entries of one sequence, which a pass computes."""
@@ -119,18 +143,19 @@ class DraftModel:
         model: LoadedModel,
         caches: list[LayerCache],
         block_size: int,
-        inputs: DraftInputs | None = None,
+        inputs: DraftInputs,
     ) -> None:
         self._model = model
         self._caches = caches
         self._block_size = block_size
-        self._inputs: DraftInputs = inputs or NoInputs()
-        self._shift = self._inputs.shift
+        self._inputs = inputs
+        self._shift = inputs.shift
         self._tables = BlockTables()
         num_blocks = caches[0].keys.shape[0]
         self._valid = [0] * num_blocks
-        """By block: so many of its first entries are valid. An entry is valid if it was computed
-        from the tokens whose K and V the model's caches hold in that block now."""
+        """By block: so many of its first entries are valid, which means that they need not be
+        computed again. (A head's entry for a block's last slot may be wrong all the same: see
+        ``eagle``.)"""
 
     def follow(
         self, batch: Batch, meta: AttentionMetadata, outputs: Callable[[], list[RowOutput]]
@@ -142,25 +167,35 @@ class DraftModel:
         if not any(row.propose for row in batch.rows):
             return  # without waiting for the step, so that the next one can be launched meanwhile
 
+        row_outputs = outputs()
+        try:
+            next_pass = self._first_pass(batch.rows, row_outputs)
+            while next_pass is not None:
+                next_pass = self._run(next_pass)
+        except BaseException:
+            # Some entries count as valid that were never computed, and a pass that raised may have
+            # written anything.
+            self._valid = [0] * len(self._valid)
+            raise
+
+    def _first_pass(self, rows: list[Row], outputs: list[RowOutput]) -> _Pass | None:
+        """The pass that reads the tokens of all rows that ask for a proposal. None if there is
+        nothing to read."""
         proposals = []
-        for row, output in zip(batch.rows, outputs(), strict=True):
+        for row, output in zip(rows, outputs, strict=True):
             if not row.propose or not output.token_ids:
                 continue
             run = self._plan_reading(row, output)
             if run is not None:
                 proposals.append(_Proposal(run, output, row.propose))
-        next_pass = _Pass(proposals, predicted=None) if proposals else None
-        try:
-            while next_pass is not None:
-                next_pass = self._run(next_pass)
-        except BaseException:
-            self._valid = [0] * len(self._valid)  # a pass that raised may have written anything
-            raise
+        if not proposals:
+            return None
+        return _Pass(proposals, predicted=None)
 
     def _plan_reading(self, row: Row, output: RowOutput) -> _EntryRun | None:
         """The entries to compute in this step, before the first token of the proposal; None if
-        there are none. Sets in ``output`` how many they are, and how many are left for later
-        steps."""
+        there are none. Counts them as valid. Sets in ``output`` how many they are, and how many are
+        left for later steps."""
         unread = self._unread(row_of_newest_token(row, output))
         output.read = min(len(unread.token_ids), row.most_read)
         output.unread = len(unread.token_ids) - output.read
@@ -170,13 +205,8 @@ class DraftModel:
 
         valid_end = to_read.end_entry
         if row.grammar is not None and not output.unread:
-            # The last token to read is the newest sample s, which a forced token may replace (see
-            # the module's docstring). Usually the next row begins at the forced token, and
-            # `_invalidate` forgets the entry of s. It does not if the forced token is the row's
-            # draft for this position. An example: the row has t, d1 and d2 at positions 10 to 12.
-            # d1 is sampled at 11, and s at 12. After d1 the grammar forces d2, so d2 is accepted:
-            # the model has its K and V from this step. The next row begins at 13, behind the
-            # position of s. So the entry of s is never counted as valid.
+            # The last token to read is the newest sample. In case (b) of the module's docstring a
+            # forced token replaces it, and `_invalidate` would not forget its entry.
             valid_end -= 1
         # Already now, because later rows of the same pass may share blocks with this one.
         self._count_as_valid(to_read, valid_end)
@@ -196,14 +226,15 @@ class DraftModel:
         )
         ids = to_device([token for run in runs for token in run.token_ids], device)
         complete = [r for r, run in enumerate(runs) if self._is_complete(run)]
-        # The last token of each complete run. A model computes logits of at least one token: if no
-        # run is complete, those of run 0, which nobody reads.
+        # A model computes logits of at least one token: if no run is complete, of the last one of
+        # run 0, and nobody reads them.
+        with_logits = complete or [0]
         ends = meta.query_start[1:]
-        last_tokens = ends[to_device(complete or [0], device)].long() - 1
+        last_indices = ends[to_device(with_logits, device)].long() - 1
 
         self._inputs.begin_pass(meta, this_pass.predicted)
         step = PagedStep(self._caches, meta)
-        logits = self._model.forward(ids, meta.positions, last_tokens, step)
+        logits = self._model.forward(ids, meta.positions, last_indices, step)
         if not complete:
             return None
 
@@ -215,8 +246,8 @@ class DraftModel:
         newest = [runs[r].newest for r in complete]
         samples = sample(logits, [(row, row.sample[0]) for row in newest]).wait()
         unfinished: list[_Proposal] = []
-        tokens_of_unfinished: list[int] = []
-        for r, sampled, last_token in zip(complete, samples, last_tokens.tolist(), strict=True):
+        indices_of_unfinished: list[int] = []
+        for r, sampled, last_index in zip(complete, samples, last_indices.tolist(), strict=True):
             if sampled.error is not None:
                 continue  # the proposal ends here
             proposal = this_pass.proposals[r]
@@ -229,10 +260,10 @@ class DraftModel:
                     token_ids=[sampled.token_id],
                 )
                 unfinished.append(proposal)
-                tokens_of_unfinished.append(last_token)
+                indices_of_unfinished.append(last_index)
         if not unfinished:
             return None
-        predicted = self._inputs.predictions_at(to_device(tokens_of_unfinished, device))
+        predicted = self._inputs.predictions_at(to_device(indices_of_unfinished, device))
         return _Pass(unfinished, predicted)
 
     def _is_complete(self, run: _EntryRun) -> bool:
@@ -247,14 +278,14 @@ class DraftModel:
         caches."""
         size = self._block_size
         for _, destination in batch.copies:
-            # A fork copies a block in the model's caches alone.
+            # Only the model's caches are copied: the draft model reads the copied block again.
             self._valid[destination] = 0
         for row in batch.rows:
             if row.grammar is not None:
-                # The draft model may have read samples that forced tokens replaced afterwards. The
-                # first of them stood at this row's start, because the model has yet to compute the
-                # forced token: entries from there on do not count. (`_plan_reading` names the one
-                # exception.)
+                # The draft model may have read samples that forced tokens replaced afterwards. In
+                # case (a) of the module's docstring the first of them stood at this row's start,
+                # because the model has yet to compute the forced token. So the entries from there
+                # on do not count. (`_plan_reading` has seen to case (b).)
                 number, offset = divmod(max(row.start - self._shift, 0), size)
                 block = row.block_table[number]
                 self._valid[block] = min(self._valid[block], offset)
@@ -274,6 +305,8 @@ class DraftModel:
         for number in range(newest_entry // size + 1):
             num_valid = self._valid[newest.block_table[number]]
             if num_valid < size:
+                # A run is contiguous: all entries from the first gap on are computed again, even
+                # those that are valid.
                 first_missing = number * size + num_valid
                 first_entry = min(first_missing, newest_entry)
                 break

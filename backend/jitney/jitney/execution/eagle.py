@@ -6,14 +6,14 @@ the matrix, plus the head's own embedding of the token at p + 1. The head predic
 at p + 1, and so the token at p + 2. For further tokens, its own predictions take the place of the
 model's hidden states.
 
-Like any draft model (``draft``) a head computes nothing before a row asks for a proposal. Until
-then :class:`HeadInputs` keeps the model's hidden states, one for each slot of the KV cache.
+Like any draft model (``draft``) a head computes nothing before a row asks for a proposal. For that
+:class:`HeadInputs` keeps the model's hidden states, one for each slot of the KV cache.
 
 Sequences that share a full block may go on with different tokens. The head's entry for the block's
 last slot was computed from the next token of one of them, and is wrong for the others. That can
 cost them a proposal; an output never depends on it.
 
-Only this module knows of hidden states. A load with drafter ``eagle`` has a :class:`HeadKind`,
+Only this module knows of hidden states. A load with drafter ``eagle`` has a :class:`HeadSetup`,
 which installs a :class:`StateTap` in the model and another one in the head: from the outside, they
 get hidden states out of a module and into it.
 """
@@ -33,8 +33,8 @@ from jitney.config import EngineConfig
 from jitney.errors import CheckpointError, ConfigError, first_line
 from jitney.execution.attention import AttentionMetadata
 from jitney.execution.checkpoint import resolve_model
+from jitney.execution.draft import DraftBytes
 from jitney.execution.interface import LoadedModel, PagedFunction
-from jitney.execution.memory import DraftBytes
 
 WEIGHT = "hidden.weight"
 _FILE = "hidden.safetensors"
@@ -80,16 +80,16 @@ class StateTap:
     It is installed in two parts:
 
     1. Creating the tap, before an accelerator rearranges the module, replaces the embedding by one
-       of a class that accelerators do not know. So an accelerator does not run a whole step as one
-       native call. That is intended, because in such a call the output layer is not called as a
-       module, and its input cannot be read.
+       of a class that accelerators do not know. An accelerator that meets an unknown embedding does
+       not run a whole step as one native call. So the output layer is called as a module, and its
+       input can be read.
     2. :meth:`wrap`, called with the rearranged model, returns a model whose every step is read.
     """
 
     def __init__(self, module: PreTrainedModel) -> None:
         self.last: Tensor | None = None
         """[T, hidden size] of the last step's tokens, behind the last norm. The next step may
-        overwrite them."""
+        overwrite them. None if the output layer was not called as a module."""
         self._embedding = _AddingEmbedding(module.get_input_embeddings())
         self._indices: Tensor | None = None
         """While a step runs: the tokens whose logits are asked for."""
@@ -108,6 +108,7 @@ class StateTap:
             ids: Tensor, positions: Tensor, indices: Tensor, paged: PagedFunction
         ) -> Tensor:
             self._indices = indices
+            self.last = None  # or a step that bypasses the output layer would keep old states
             try:
                 all_tokens = torch.arange(len(ids), device=ids.device)
                 return step(ids, positions, all_tokens, paged)
@@ -200,8 +201,8 @@ class HeadInputs:
         return states[token_indices]
 
 
-class HeadKind:
-    """What a head adds to loading: a ``draft_kinds.DraftKind``, for one load."""
+class HeadSetup:
+    """What a head adds to a load: a ``draft_setup.DraftSetup``."""
 
     def __init__(self) -> None:
         self._taps: list[StateTap] = []
@@ -213,8 +214,8 @@ class HeadKind:
         if device.type != "cpu":
             raise ConfigError.of("speculation.drafter", "eagle", "another one on a GPU")
 
-    def open(self, model: LoadedModel) -> Callable[[LoadedModel], LoadedModel]:
-        """Install a tap. Returns its second part."""
+    def before_rearranging(self, model: LoadedModel) -> Callable[[LoadedModel], LoadedModel]:
+        """Install a tap. Returns :meth:`StateTap.wrap`, for the rearranged model."""
         tap = StateTap(model.module)
         self._taps.append(tap)
         return tap.wrap

@@ -1,6 +1,6 @@
 """Loading, from top to bottom: files → config → weights → proof → speed-up → memory → runner.
 
-Each step is a function that takes the record of the step before and returns its own:
+Each step is a function. It takes records of the steps before it, and returns its own:
 
 =========  =====================  ======================================================
 files      ``check_checkpoint``   :class:`~checkpoint.Checkpoint`: the folder's files, intact
@@ -16,8 +16,9 @@ The first is in ``checkpoint``, the next three are in ``read_model``, the others
 A draft model goes through the same steps up to speed-up; memory and runner are for both models.
 
 Called by ``engine.assemble``, which knows what may speed a model up. Whatever is wrong with
-options, files or architecture is a LoadError of ``errors``. The weights are read only after all
-checks that need no weights.
+options, files or architecture is a LoadError of ``errors``. The weights of each model are read only
+after all checks of that model that need no weights. A draft model comes second: its files are first
+looked at when the target, the model that it drafts for, is through the speed-up.
 """
 
 import logging
@@ -32,7 +33,7 @@ from jitney.errors import ConfigError
 from jitney.execution import machine, memory, options, probe
 from jitney.execution.acceleration import Accelerator, attention_by_layer
 from jitney.execution.draft import DraftInputs, DraftModel, NoInputs
-from jitney.execution.draft_kinds import DraftKind, kind_of
+from jitney.execution.draft_setup import DraftSetup, setup_for
 from jitney.execution.first_steps import first_steps
 from jitney.execution.interface import AttentionFunction, KvScales, LayerCache, LoadedModel
 from jitney.execution.low_rank import find_sites
@@ -50,14 +51,14 @@ class PreparedModel:
 
     model: LoadedModel
     attention: list[AttentionFunction]
-    """Of its layers."""
+    """One function for each layer."""
     accelerator: Accelerator | None
     """None if it runs in plain torch."""
 
     def empty_caches(
         self, config: EngineConfig, dtype: torch.dtype, num_blocks: int
     ) -> list[LayerCache]:
-        """Caches of its layers."""
+        """Zeroed caches, one for each layer."""
         return memory.make_layer_caches(
             layers=self.model.layers,
             attention=self.attention,
@@ -90,29 +91,31 @@ class Allocation:
 def load_runner(
     config: EngineConfig, accelerator: Accelerator | None = None, quantizer: Quantizer | None = None
 ) -> TorchRunner:
-    """Load the model, size and allocate the KV cache, log the ledger, warm the kernels up.
+    """Load the model, size and allocate the KV cache, warm the kernels up, log the ledger.
 
     Without ``accelerator`` everything runs in plain torch. Without ``quantizer`` a quantized
     checkpoint is refused, and so is option ``quantization``. Sets the number of threads of the
-    process's tensor operations. Raises LoadError, ConfigError or MemoryError.
+    process's tensor operations. Raises LoadError (for an option: ConfigError) or MemoryError.
     """
     started = time.monotonic()
     torch.set_num_threads(config.threads or machine.available_cores())
     tools = LoadTools(machine.resolve_device(config.device), accelerator, quantizer)
     machine.enter_device(tools.device)  # kernels run on the calling thread's device
-    kind = kind_of(config)
-    kind.check_device(tools.device)
+    setup = setup_for(config)
+    setup.check_device(tools.device)
+    # Refused early, before weights are read. Whether an accelerator fits the model shows only once
+    # the model is loaded.
     if accelerator is None:
         _refuse_kernel_options(config)
 
-    target = load_and_prepare(config, tools, kind)
-    if target.accelerator is None:  # perhaps because it does not fit this model
+    target = load_and_prepare(config, tools, setup)
+    if target.accelerator is None:
         _refuse_kernel_options(config)
     draft = None
     if options.has_draft_model(config):
-        draft = _prepare_draft(config, tools, kind, target)
+        draft = _prepare_draft(config, tools, setup, target)
     info = _describe(config, target)
-    allocation = allocate(config, info, kind, target, draft)
+    allocation = allocate(config, info, setup, target, draft)
     runner = make_runner(config, info, target, draft, allocation)
     _log.info("%s", allocation.ledger)
     _log_loaded(target.model, runner.info, time.monotonic() - started)
@@ -125,36 +128,40 @@ def _refuse_kernel_options(config: EngineConfig) -> None:
     options.refuse_gpu_options(config)
 
 
-def load_and_prepare(config: EngineConfig, tools: LoadTools, kind: DraftKind) -> PreparedModel:
+def load_and_prepare(config: EngineConfig, tools: LoadTools, setup: DraftSetup) -> PreparedModel:
     """The steps up to speed-up, for a model or its draft model."""
     model = load_model(config, tools)
     if config.adapters is not None:
         model = replace(model, sites=find_sites(model.module))
-    return speed_up(config, tools, kind, model)
+    return speed_up(config, tools, setup, model)
 
 
 # ---------------------------------------------------------------------- speed-up
 
 
 def speed_up(
-    config: EngineConfig, tools: LoadTools, kind: DraftKind, model: LoadedModel
+    config: EngineConfig, tools: LoadTools, setup: DraftSetup, model: LoadedModel
 ) -> PreparedModel:
     """Choose how layers attend, and let the accelerator rearrange the module."""
     accelerator = tools.accelerator
     dtype = options.cache_dtype(config, model.dtype, model.device)
     attention = attention_by_layer(config, model, dtype, accelerator)
+    # The attention functions are kept, even if the accelerator cannot rearrange the module.
     if accelerator is not None and not accelerator.fits(attention):
         accelerator = None
 
-    wrap = kind.open(model)
+    # A head must get at the hidden states, of the model and of itself. An ordinary draft model
+    # changes nothing here.
+    finish = setup.before_rearranging(model)
     if accelerator is not None:
         model = _rearrange(config, model, accelerator)
-    # An adapter's product is added to a layer's result. Where kernels have joined layers, only a
-    # model that is fused as a whole knows which columns of the joined result are which layer's
-    # (``low_rank.Part``). In any other model, no layer that adapters may change may be joined.
+    # `model.sites` are the linear layers that adapters may change. An adapter's product is added to
+    # such a layer's result. Where kernels have joined layers, only a model that is fused as a whole
+    # knows which columns of the joined result are which layer's (`low_rank.Part`). So in any other
+    # model, none of these layers may be joined.
     if not model.fused:
         _check_sites(model)
-    return PreparedModel(model=wrap(model), attention=attention, accelerator=accelerator)
+    return PreparedModel(model=finish(model), attention=attention, accelerator=accelerator)
 
 
 def _rearrange(config: EngineConfig, model: LoadedModel, accelerator: Accelerator) -> LoadedModel:
@@ -193,22 +200,26 @@ def _check_sites(model: LoadedModel) -> None:
 
 
 def _prepare_draft(
-    config: EngineConfig, tools: LoadTools, kind: DraftKind, target: PreparedModel
+    config: EngineConfig, tools: LoadTools, setup: DraftSetup, target: PreparedModel
 ) -> PreparedModel:
-    """The draft model that option ``speculation`` names. It is quantized if the model is.
+    """The draft model that option ``speculation`` names. Option ``quantization`` holds for it, too.
 
-    Raises ConfigError if its vocabulary is not the model's, and what ``kind.join`` raises.
-    ``support.context_length``, called within :func:`load_and_prepare`, raises ConfigError if its
-    context is shorter than the model's.
+    Raises ConfigError if its vocabulary is not the model's, or if an option needs kernels that do
+    not fit it. Raises what ``setup.join`` raises, too. ``support.context_length``, called within
+    :func:`load_and_prepare`, raises ConfigError if its context is shorter than the model's.
     """
     own = options.draft_options(config, target.model.dtype, target.model.max_model_len)
     # If the accelerator does not fit the model, the draft model runs without it, too.
     tools = replace(tools, accelerator=target.accelerator, is_draft=True)
-    draft = load_and_prepare(own, tools, kind)
+    draft = load_and_prepare(own, tools, setup)
+    # The options were checked already if no accelerator fits the model. (A draft model need not be
+    # batch invariant: an output never depends on it.)
+    if target.accelerator is not None and draft.accelerator is None:
+        options.refuse_gpu_options(own)
     if draft.model.vocab_size != target.model.vocab_size:
         bound = f"a model of {target.model.vocab_size:,} tokens, not {draft.model.vocab_size:,}"
         raise ConfigError.of("speculation.model", own.model, bound)
-    kind.join(config, target.model, draft.model)
+    setup.join(config, target.model, draft.model)
     return draft
 
 
@@ -237,7 +248,7 @@ def _describe(config: EngineConfig, target: PreparedModel) -> ModelInfo:
 def allocate(
     config: EngineConfig,
     info: ModelInfo,
-    kind: DraftKind,
+    setup: DraftSetup,
     target: PreparedModel,
     draft: PreparedModel | None,
 ) -> Allocation:
@@ -253,7 +264,7 @@ def allocate(
 
     needs = _needs_of(config, info, target, dtype)
     if draft is not None:
-        added = kind.added_bytes(model.config.hidden_size, model.dtype, config.block_size)
+        added = setup.added_bytes(model.config.hidden_size, model.dtype, config.block_size)
         own_block = memory.block_bytes(draft.model.layers, config.block_size, dtype)
         needs = replace(
             needs,
@@ -268,9 +279,12 @@ def allocate(
         caches = target.empty_caches(config, dtype, ledger.num_blocks)
         if draft is not None:
             draft_caches = draft.empty_caches(config, dtype, ledger.num_blocks)
-            draft_inputs = kind.inputs(ledger.num_blocks, ledger.block_size)
-    except (RuntimeError, MemoryError, OSError) as error:  # the allocators'
-        raise ConfigError.of("kv_cache_bytes", ledger.cache, f"allocatable ({error})") from None
+            draft_inputs = setup.inputs(ledger.num_blocks, ledger.block_size)
+    except (RuntimeError, MemoryError, OSError) as error:
+        # A RuntimeError is a fault of the device or a bug, unless an allocator of torch raised it.
+        if isinstance(error, RuntimeError) and not machine.is_out_of_memory(error):
+            raise
+        raise memory.wrong_size(config, ledger.cache, f"allocatable ({error})") from None
     return Allocation(
         ledger=ledger,
         caches=_with_scales(caches, scales),
@@ -329,9 +343,9 @@ def make_runner(
         runner = TorchRunner(target.model, allocation.caches, info)
     else:
         runner = target.accelerator.runner(target.model, allocation.caches, info)
-    propose = 0
+    tokens_to_propose = 0
     if draft is not None:
-        propose = 1
+        tokens_to_propose = 1
         runner.use_draft_model(
             DraftModel(
                 model=draft.model,
@@ -340,7 +354,7 @@ def make_runner(
                 inputs=allocation.draft_inputs,
             )
         )
-    runner.warm_up(first_steps(info, propose))
+    runner.warm_up(first_steps(info, tokens_to_propose))
     return runner
 
 

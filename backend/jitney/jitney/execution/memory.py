@@ -1,6 +1,7 @@
 """The KV cache's size and its tensors, and the ledger of where the memory goes.
 
-Called at load, by accelerators that measure, and (for a few blocks) by the probe. Sizes are bytes.
+Called at load, by accelerators that measure, by ``weigh``, and (for a few blocks) by the probe.
+Sizes are bytes.
 """
 
 import contextlib
@@ -55,7 +56,7 @@ class Ledger:
     num_blocks: int
     block_size: int
     block_bytes: int
-    adapters: int = 0
+    adapters: int
     """Of the adapters that may be in memory at once."""
 
     def __str__(self) -> str:
@@ -86,7 +87,7 @@ class Needs:
     block_bytes: int
     """Of one block in the caches of all layers, a draft model's included."""
     steps: StepMemory
-    adapter_bytes: int = 0
+    adapter_bytes: int
     """Of the adapters that may be in memory at once."""
 
     @property
@@ -95,24 +96,17 @@ class Needs:
         return self.steps.total + self.adapter_bytes
 
 
-class DraftBytes(NamedTuple):
-    """What a kind of draft model takes beside its model, in bytes (``draft_kinds``)."""
-
-    weights: int
-    block: int
-    """For each block of the cache."""
-
-
 def plan_memory(config: EngineConfig, needs: Needs, available: int) -> Ledger:
     """Size the cache. ``available`` bytes are free once the weights are loaded.
 
-    Raises ConfigError, naming the option, for a size that is more than there is, or not enough for
-    one block.
+    Raises ConfigError, naming the option, if ``kv_cache_bytes`` is more than there is, or if the
+    size is not enough for one block.
     """
     size = _cache_bytes(config, needs, available)
     num_blocks = size // needs.block_bytes
     if num_blocks < 1:
-        raise _too_small(config, needs, size)
+        bound = f"enough for one block of {config.block_size}, {needs.block_bytes:,} bytes"
+        raise wrong_size(config, size, bound)
     cache = num_blocks * needs.block_bytes
     return Ledger(
         weights=needs.weight_bytes,
@@ -131,7 +125,7 @@ def _cache_bytes(config: EngineConfig, needs: Needs, available: int) -> int:
 
     - ``kv_cache_bytes`` is taken as it is.
     - ``kv_cache_fraction`` is a share of what is available, but leaves room for steps, adapters
-      and :data:`_SPARE_SHARE`.
+      and :data:`_SPARE_SHARE`: a larger share is cut without an error.
     - By default the size is a share, too, and not more than ``max_num_seqs`` sequences of full
       length fill.
     """
@@ -139,12 +133,13 @@ def _cache_bytes(config: EngineConfig, needs: Needs, available: int) -> int:
     if config.kv_cache_bytes is not None:
         _check_stated_bytes(config.kv_cache_bytes, needs, free)
         return config.kv_cache_bytes
-    most = max(0, free - int(available * _SPARE_SHARE))
+    most_beside_steps = max(0, free - int(available * _SPARE_SHARE))
     if config.kv_cache_fraction is not None:
         share = int(available * config.kv_cache_fraction)
-        return min(most, share // config.instances)
+        return min(most_beside_steps, share // config.instances)
     share = _default_share(needs.device, available)
-    return min(most, share // config.instances, _most_useful_bytes(config, needs))
+    most_useful = _most_useful_bytes(config, needs)
+    return min(most_beside_steps, share // config.instances, most_useful)
 
 
 def _check_stated_bytes(stated: int, needs: Needs, free: int) -> None:
@@ -168,10 +163,10 @@ def _most_useful_bytes(config: EngineConfig, needs: Needs) -> int:
     return config.max_num_seqs * sequence_blocks * needs.block_bytes
 
 
-def _too_small(config: EngineConfig, needs: Needs, size: int) -> ConfigError:
-    """The error for a cache of ``size`` bytes, which holds no block. It names the option that led
-    to the size. If neither option is set, it names ``kv_cache_bytes``, which the user can set."""
-    bound = f"enough for one block of {config.block_size}, {needs.block_bytes:,} bytes"
+def wrong_size(config: EngineConfig, size: int, bound: str) -> ConfigError:
+    """The error for a cache of ``size`` bytes, which must be ``bound``. It names the option that
+    led to the size. If neither option is set, it names ``kv_cache_bytes``, which the user can
+    set."""
     if config.kv_cache_bytes is None and config.kv_cache_fraction is not None:
         return ConfigError.of("kv_cache_fraction", config.kv_cache_fraction, bound)
     return ConfigError.of("kv_cache_bytes", size, bound)

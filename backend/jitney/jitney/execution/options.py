@@ -39,12 +39,20 @@ def refuse_gpu_options(config: EngineConfig) -> None:
         )
 
 
+def refuse_int8(config: EngineConfig) -> None:
+    """Called where a GPU serves. Its kernels have no cache of int8: raises ConfigError if option
+    ``kv_cache_dtype`` asks for one."""
+    if config.kv_cache_dtype == "int8":
+        bound = "float32, bfloat16, float16, float8_e4m3 or auto on a GPU"
+        raise ConfigError.of("kv_cache_dtype", "int8", bound)
+
+
 def cache_dtype(
     config: EngineConfig, model_dtype: torch.dtype, device: torch.device
 ) -> torch.dtype:
     """The dtype of option ``kv_cache_dtype``. Raises ConfigError for float16 on a CPU. What kernels
-    do not have is refused elsewhere: float8 by :func:`refuse_gpu_options`, int8 by the accelerator
-    of a GPU."""
+    do not have is refused elsewhere: float8 by :func:`refuse_gpu_options`, int8 by
+    :func:`refuse_int8`."""
     if config.kv_cache_dtype == "auto":
         return model_dtype
     if config.kv_cache_dtype == FLOAT8:

@@ -12,11 +12,11 @@ from msgspec.structs import replace
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from jitney.config import EngineConfig
-from jitney.errors import ConfigError, LoadError
+from jitney.errors import LoadError
 from jitney.execution import interface, memory, options, probe, support
 from jitney.execution.acceleration import Accelerator
 from jitney.execution.checkpoint import Checkpoint, check_checkpoint, resolve_model
-from jitney.execution.draft_kinds import kind_of
+from jitney.execution.draft_setup import DraftSetup, setup_for
 from jitney.execution.interface import LayerSpec, LoadedModel
 from jitney.execution.quantized import Quantizer
 from jitney.execution.read_model import LoadTools, failed_trial, find_weight_format, judge
@@ -29,20 +29,37 @@ def weigh(
 ) -> Footprint:
     """What loading would take: from the module without weights, on torch's meta device.
 
-    Device ``auto`` is taken for a GPU, also on a machine without one. Raises as
-    ``read_model.load_model`` does.
+    Device ``auto`` is taken for a GPU, also on a machine without one. So a head, which runs on a
+    CPU only, is weighed with device ``cpu`` alone. Raises as ``read_model.load_model`` does, and
+    ConfigError for options that a load on that device refuses. Whether kernels fit the model is not
+    checked.
     """
     device = torch.device("cpu" if config.device == "cpu" else "cuda")
-    if device.type == "cpu":
-        options.refuse_gpu_options(config)
-    elif config.kv_cache_dtype == "int8":
-        raise ConfigError.of("kv_cache_dtype", "int8", "float8_e4m3 or auto on a GPU")
-    kind_of(config).check_device(device)
+    _refuse_options(config, device, accelerator)
+    setup = setup_for(config)
+    setup.check_device(device)
     tools = LoadTools(device, accelerator, quantizer)
     model = _weigh_one(config, tools)
     if config.speculation is None:
         return model.footprint
-    return _add_drafts(config, tools, model)
+    return _add_drafts(config, tools, setup, model)
+
+
+def _refuse_options(
+    config: EngineConfig, device: torch.device, accelerator: Accelerator | None
+) -> None:
+    """Raise ConfigError for options that a load on this device refuses, whatever the model is.
+    ``accelerator`` is None on a GPU, where kernels are taken to be installed."""
+    is_reference = config.attention == "reference"
+    if device.type == "cpu":
+        options.refuse_gpu_options(config)
+        if is_reference or accelerator is None:
+            options.refuse_batch_invariant(config)
+        return
+    options.refuse_int8(config)
+    if is_reference:
+        options.refuse_batch_invariant(config)
+        options.refuse_gpu_options(config)
 
 
 class _Weighed(NamedTuple):
@@ -122,7 +139,9 @@ def _stated_layers(config: PreTrainedConfig, windows: list[int | None]) -> list[
     ]
 
 
-def _add_drafts(config: EngineConfig, tools: LoadTools, model: _Weighed) -> Footprint:
+def _add_drafts(
+    config: EngineConfig, tools: LoadTools, setup: DraftSetup, model: _Weighed
+) -> Footprint:
     """The model's footprint, and what option ``speculation`` adds to it."""
     assert config.speculation is not None
     footprint = model.footprint
@@ -134,7 +153,7 @@ def _add_drafts(config: EngineConfig, tools: LoadTools, model: _Weighed) -> Foot
     if options.has_draft_model(config):
         own_options = options.draft_options(config, model.dtype, footprint.max_model_len)
         draft = _weigh_one(own_options, dataclasses.replace(tools, is_draft=True)).footprint
-        added = kind_of(config).added_bytes(model.hidden_size, model.dtype, config.block_size)
+        added = setup.added_bytes(model.hidden_size, model.dtype, config.block_size)
         weights += draft.weights + added.weights
         block += draft.block + added.block
     return replace(footprint, step_row=step_row, weights=weights, block=block)

@@ -3,9 +3,9 @@
 ``seam`` has the questions that scheduler and planner ask, as Protocols. ``plain`` answers them for
 an engine without policies, ``tiers`` and ``tier_limits`` for the option ``tiers``, ``speculation``
 for the option of its name. ``queue_limit`` is what both kinds of admission share. ``cost`` and
-``least_squares`` estimate what a step takes. ``drafters`` propose tokens, and ``lookahead`` cuts
-drafts down to what the rest of a step can spare. ``choose`` reads the options and makes the objects
-that answer.
+``least_squares`` estimate what a step takes. ``drafters`` propose tokens. ``draft_budget`` cuts
+drafts down to what the rest of a step can spare, and allocates blocks for them; the planner calls
+it directly. ``choose`` reads the options and makes the objects that answer.
 
 A policy knows requests and blocks, but neither the scheduler nor the planner.
 """

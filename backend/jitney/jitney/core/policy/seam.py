@@ -206,7 +206,8 @@ class DraftPolicy(Protocol):
         because its drafts are worth more than a step."""
 
     def note_refused(self, sequence: Sequence) -> None:
-        """The step has no budget or blocks for the drafts that were chosen for a sequence."""
+        """The step has no budget, blocks or seconds left for the drafts that were chosen for a
+        sequence."""
 
     def note_rows(self, rows: list[Row]) -> None:
         """A step of these rows is over: complete, or failed."""

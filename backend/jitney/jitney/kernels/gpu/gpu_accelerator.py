@@ -32,6 +32,7 @@ from jitney.execution.interface import (
 )
 from jitney.execution.low_rank import Part
 from jitney.execution.memory import StepMemory
+from jitney.execution.options import refuse_int8
 from jitney.execution.runner import TorchRunner
 from jitney.kernels.gpu.graphs import DecodeGraphs, capture_on, padded_sizes
 from jitney.kernels.gpu.measure import measure_steps
@@ -50,8 +51,7 @@ class GpuAccelerator:
         interpreted on a CPU, also for those that need a GPU."""
         self._config = config
         self._capture = capture_on(device)
-        if config.kv_cache_dtype == "int8":
-            raise ConfigError.of("kv_cache_dtype", "int8", "float8_e4m3 or auto on a GPU")
+        refuse_int8(config)
         if config.batch_invariant and config.adapters is not None:
             bound = "left out with batch_invariant on a GPU"
             raise ConfigError.of("adapters", config.adapters, bound)

@@ -1,9 +1,11 @@
-"""Lookahead: the tokens and blocks of a step that are left for drafts, and for the tokens that a
-draft model proposes after them.
+"""The budget of drafts: the tokens and blocks that a step has left for them, and for the tokens
+that a draft model proposes after them.
 
 The draft policy says which drafts it would like. Here they are cut down to what the rest of the
 step does not need: each running sequence keeps one token of the budget, prompts keep all that they
-need, and blocks that others will need stay free. Called by the planner.
+need, and blocks that others will need stay free. Blocks that are allocated for them are called
+*lookahead*; after the step ``LiveRequests.free_lookahead`` frees those that no token needs. Called
+by the planner.
 """
 
 from jitney.core.kv_cache import KvCache
@@ -11,7 +13,7 @@ from jitney.core.policy.seam import DraftChoice, Policies
 from jitney.core.request import Sequence
 
 
-class Lookahead:
+class DraftBudget:
     """What the step that is being planned has left for drafts."""
 
     def __init__(self, kv: KvCache, policies: Policies) -> None:
@@ -25,7 +27,8 @@ class Lookahead:
 
     def begin(self, running: list[Sequence], max_tokens: int) -> None:
         """A step of these sequences is to be planned. A draft model may read as many tokens as the
-        step may compute: ``max_tokens``."""
+        step may compute: ``max_tokens``. ``running`` is the scheduler's own list: it shrinks if a
+        sequence is preempted while the step is planned."""
         self._running = running
         self._prompt_tokens_due = self._count_prompt_tokens()
         self._reads_left = max_tokens
@@ -64,10 +67,12 @@ class Lookahead:
         self, sequence: Sequence, choice: DraftChoice, after: list[Sequence]
     ) -> None:
         """Allocate blocks for a choice, as far as they can be spared, and cut the choice down to
-        the slots that there are. A proposed token needs a slot, too: the draft model writes it."""
+        the slots that there are."""
         kv = self._kv
         table = sequence.table
         start = sequence.num_planned + 1  # position of the first draft
+        # To propose k tokens, the draft model writes the k positions behind the drafts: that of the
+        # row's sample first. (It does not write the last token that it proposes.)
         end = start + len(choice.drafts) + choice.propose
         while len(table) * kv.block_size < end and self._can_spare_block(after):
             grown = kv.grow(table)

@@ -1,5 +1,6 @@
-"""The kinds of draft models, as the loader sees them: what one adds to loading, beside a second
-model. An ordinary draft model adds nothing, a head (``eagle``) reads the model's hidden states.
+"""What a draft model adds to a load, beside a second model. An ordinary one adds nothing. A head
+(``eagle``) reads the model's hidden states: it adds a tap in each of the two models, and a matrix.
+Called by the loader and by ``weigh``.
 """
 
 from collections.abc import Callable
@@ -9,42 +10,42 @@ import torch
 
 from jitney.config import EngineConfig
 from jitney.execution import eagle
-from jitney.execution.draft import DraftInputs, NoInputs
+from jitney.execution.draft import DraftBytes, DraftInputs, NoInputs
 from jitney.execution.interface import LoadedModel
-from jitney.execution.memory import DraftBytes
 
-Wrap = Callable[[LoadedModel], LoadedModel]
-"""Called with a model once an accelerator has rearranged it."""
+Finish = Callable[[LoadedModel], LoadedModel]
+"""Called with a model once an accelerator has rearranged it, or if none fits. Returns the model to
+run."""
 
 
-class DraftKind(Protocol):
-    """One kind, for one load. The methods stand in the order in which a load calls them. Those that
-    need both models are called only if there is a draft model."""
+class DraftSetup(Protocol):
+    """The setup of drafts in one load. It keeps state from call to call. The methods stand in the
+    order in which a load calls them. The last three are called only if there is a draft model."""
 
     def check_device(self, device: torch.device) -> None:
-        """Raise ConfigError if the kind does not run there."""
+        """Raise ConfigError if the draft model does not run there."""
 
-    def open(self, model: LoadedModel) -> Wrap:
+    def before_rearranging(self, model: LoadedModel) -> Finish:
         """Called with the model, then with its draft model, each before an accelerator rearranges
-        it. May change the module. Returns what completes the change."""
+        it. May change the module."""
 
     def join(self, config: EngineConfig, model: LoadedModel, draft: LoadedModel) -> None:
         """Read what joins the two models. Raises ConfigError or CheckpointError."""
 
     def added_bytes(self, hidden_size: int, dtype: torch.dtype, block_size: int) -> DraftBytes:
-        """For a model of this hidden size and dtype."""
+        """For a model of this hidden size and dtype. ``weigh`` calls it, too."""
 
     def inputs(self, num_blocks: int, block_size: int) -> DraftInputs:
         """What the draft model will read beside token ids. Allocates what is kept for each slot."""
 
 
-class Ordinary:
+class OrdinarySetup:
     """No draft model, or one that reads token ids alone."""
 
     def check_device(self, device: torch.device) -> None:
         """Runs on any."""
 
-    def open(self, model: LoadedModel) -> Wrap:
+    def before_rearranging(self, model: LoadedModel) -> Finish:
         """Changes nothing."""
         return _unchanged
 
@@ -52,11 +53,11 @@ class Ordinary:
         """Reads nothing."""
 
     def added_bytes(self, hidden_size: int, dtype: torch.dtype, block_size: int) -> DraftBytes:
-        """None."""
+        """No bytes."""
         return DraftBytes(weights=0, block=0)
 
     def inputs(self, num_blocks: int, block_size: int) -> NoInputs:
-        """None."""
+        """Nothing but token ids."""
         return NoInputs()
 
 
@@ -64,8 +65,8 @@ def _unchanged(model: LoadedModel) -> LoadedModel:
     return model
 
 
-def kind_of(config: EngineConfig) -> DraftKind:
-    """The kind that option ``speculation`` asks for."""
+def setup_for(config: EngineConfig) -> DraftSetup:
+    """The setup that option ``speculation`` asks for, without any state yet."""
     if config.speculation is not None and config.speculation.drafter == "eagle":
-        return eagle.HeadKind()
-    return Ordinary()
+        return eagle.HeadSetup()
+    return OrdinarySetup()
