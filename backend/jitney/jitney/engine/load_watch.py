@@ -48,14 +48,22 @@ def ticks_of_all(pid: int) -> int:
     left = [pid]
     while left:
         next_pid = left.pop()
+        total += ticks_of(next_pid)
         with contextlib.suppress(OSError):
-            text = Path("/proc", str(next_pid), "stat").read_text(encoding="utf-8")
-            # The name of the program, in brackets, may hold spaces.
-            fields = text.rpartition(")")[2].split()
-            # utime, stime, cutime and cstime, the fields 14 to 17 of proc(5). These begin at 3.
-            total += sum(map(int, fields[11:15]))
             left += children_of(next_pid)
     return total
+
+
+def ticks_of(pid: int) -> int:
+    """The same of one process, and of its children that have ended."""
+    try:
+        text = Path("/proc", str(pid), "stat").read_text(encoding="utf-8")
+    except OSError:
+        return 0
+    # The name of the program, in brackets, may hold spaces.
+    fields = text.rpartition(")")[2].split()
+    # utime, stime, cutime and cstime, the fields 14 to 17 of proc(5). These begin at 3.
+    return sum(map(int, fields[11:15]))
 
 
 def children_of(pid: int) -> list[int]:
