@@ -1,11 +1,13 @@
 """What is no adapter of the model is refused by name: the field or tensor, the value, the bound."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from jitney.adapters import peft_files
 from jitney.adapters.peft_files import CONFIG, WEIGHTS, read_adapter
 from jitney.errors import InvalidArgumentError
 from jitney.execution.low_rank import Site
@@ -59,24 +61,65 @@ def test_sum_and_factors_are_of_the_same_bytes(
     folder = write(tmp_path / "a", {}, {})
     before, _ = read_adapter(folder, SITES, 8)
     reads = list[str]()
-    read_bytes = Path.read_bytes
+    read = peft_files._read
 
-    def replaced(path: Path) -> bytes:
+    def replaced(folder: Path, name: str, most: int) -> bytes:
         """Once the second file is read, both are written anew."""
-        data = read_bytes(path)
-        reads.append(path.name)
+        data = read(folder, name, most)
+        reads.append(name)
         if len(reads) == 2:
             zeros = {f"{QUERY}.lora_A.weight": torch.zeros(2, 8)}
             write(folder, {"lora_alpha": 4}, zeros)
         return data
 
-    monkeypatch.setattr(Path, "read_bytes", replaced)
+    monkeypatch.setattr(peft_files, "_read", replaced)
     version, factors = read_adapter(folder, SITES, 8)
     (pair,) = factors.values()
     assert version == before
     assert torch.equal(pair.a, torch.ones(2, 8))
     assert torch.equal(pair.b, torch.full((2, 6), 1.5))
     assert reads == [CONFIG, WEIGHTS]
+
+
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
+def test_a_pipe_is_refused_and_holds_up_nobody(tmp_path: Path, name: str) -> None:
+    folder = write(tmp_path / "a", {}, {})
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(InvalidArgumentError, match=f"{name} is no regular file"):
+        read_adapter(folder, SITES, 8)
+
+
+def test_weights_are_judged_before_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A terabyte, as its header says, of which the disk holds nothing."""
+    folder = write(tmp_path / "a", {}, {})
+    size = 1 << 40
+    tensor = {"dtype": "F32", "shape": [1 << 19, 1 << 19], "data_offsets": [0, size]}
+    header = json.dumps({f"{QUERY}.lora_A.weight": tensor}).encode()
+    with (folder / WEIGHTS).open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)
+    reads: list[str] = []
+    read = peft_files._read
+
+    def note(folder: Path, name: str, most: int) -> bytes:
+        reads.append(name)
+        return read(folder, name, most)
+
+    monkeypatch.setattr(peft_files, "_read", note)
+    with pytest.raises(InvalidArgumentError, match=r"the shape of .* is \(524288, 524288\)"):
+        read_adapter(folder, SITES, 8)
+    assert reads == [CONFIG]
+
+
+def test_a_configuration_without_end_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", {}, {})
+    with (folder / CONFIG).open("r+b") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(InvalidArgumentError, match=r"at most 1,048,576 bytes"):
+        read_adapter(folder, SITES, 8)
 
 
 def test_factors_stay_when_a_file_is_written_in_place(tmp_path: Path) -> None:

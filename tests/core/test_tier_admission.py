@@ -2,6 +2,7 @@
 
 import pytest
 from jitney.core.policy.plain import NoCosts
+from jitney.core.policy.tiers import TierAdmission
 from jitney.messages import Cancel, Failed
 
 from tests.core.play import check_streams
@@ -317,6 +318,18 @@ def test_one_is_overdue_as_soon_as_it_has_aged_however_it_ends(end: str) -> None
     assert fast in play.ends
     assert overdue[:4] == [0, 0, 1, 0]
     assert sum(overdue) == 1
+
+
+def test_nothing_is_kept_of_requests_that_have_ended() -> None:
+    """Although their tier ages slowly."""
+    play = Timed()
+    for key in range(5):
+        play.bulk([key], max_tokens=3)
+    while play.engine.has_work:
+        play.step()
+    admission = play.engine.scheduler.live.admission
+    assert isinstance(admission, TierAdmission)
+    assert not any(admission._may_be_overdue)
 
 
 def test_one_that_did_not_wait_is_not_overdue() -> None:

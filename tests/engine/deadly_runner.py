@@ -22,6 +22,11 @@ from tests.fake_runner import FakeRunner
 KILLS, HANGS, LOSES_THE_DEVICE, COMPILES = 49, 48, 47, 46
 """Tokens of a prompt, and what becomes of the engine that computes them. Others are below 46."""
 
+DEADLY_GRAMMAR = "ends the engine that compiles it"
+SLOW_GRAMMAR = "0,2:7"
+"""It takes four seconds."""
+HANGING_GRAMMAR = "takes an hour"
+
 STEP_S = 0.002
 _COLLECTS = gc.isenabled()
 
@@ -41,11 +46,13 @@ def loader_with_adapters() -> LoadModel:
 
 
 def load(config: EngineConfig, tokenizer: bytes) -> EngineParts:
-    """``model`` says what kind of load it is: ``fine``, ``slow``, ``broken``, ``dies``,
+    """``model`` says what kind of load it is: ``fine``, ``slow``, ``hangs``, ``broken``, ``dies``,
     ``garbage``: refused with what the collector does, or ``measures``: each process finds room for
     another number of blocks, of a byte each."""
     if config.model == "slow":
         time.sleep(3)
+    if config.model == "hangs":
+        time.sleep(3600)
     if config.model == "broken":
         raise CheckpointError("model.safetensors is truncated")
     if config.model == "garbage":
@@ -59,7 +66,18 @@ def load(config: EngineConfig, tokenizer: bytes) -> EngineParts:
     runner = FakeRunner(faults=_faults, num_blocks=num_blocks, step_seconds=STEP_S)
     runner.info = msgspec.structs.replace(runner.info, kv_cache_bytes=num_blocks)
     pool = None if config.adapters is None else _pool(config, runner)
-    return EngineParts(runner, b"" if tokenizer else b"words", FakeGrammar, pool)
+    return EngineParts(runner, b"" if tokenizer else b"words", _compile, pool)
+
+
+def _compile(text: str) -> FakeGrammar:
+    if text == DEADLY_GRAMMAR:
+        os.kill(os.getpid(), signal.SIGABRT)
+        time.sleep(3600)  # until the signal is delivered
+    if text == SLOW_GRAMMAR:
+        time.sleep(4)
+    if text == HANGING_GRAMMAR:
+        time.sleep(3600)
+    return FakeGrammar(text)
 
 
 def _pool(config: EngineConfig, runner: Any) -> Source[Adapter]:

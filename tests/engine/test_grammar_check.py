@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ import msgspec
 import pytest
 from jitney.engine import grammar_check
 from jitney.engine.engine import Engine
-from jitney.engine.grammar_check import GrammarChecker
+from jitney.engine.grammar_check import NUM_PROCESSES, GrammarChecker
 from jitney.errors import InternalError, InvalidArgumentError, UnavailableError
 from jitney.messages import Cancel, Cancelled, Failed, Finished, Submit, Tokens
 from jitney.read_config import make_config
@@ -34,6 +35,13 @@ def checker(**options: object) -> GrammarChecker:
     return GrammarChecker(config, CHECKER_MODULE, checker_first_line(data, info, config))
 
 
+def process_of(one: GrammarChecker) -> subprocess.Popen[bytes]:
+    """The process that checks first: the only one if no two checks were made at once."""
+    process = one._processes[-1]._process
+    assert process is not None
+    return process
+
+
 def test_verdicts_are_kept_and_bounded() -> None:
     one = checker(grammar_cache=2)
     wanted = [StructuredOutputs(regex=text) for text in ("a", "b", "c")]
@@ -49,23 +57,81 @@ def test_verdicts_are_kept_and_bounded() -> None:
     one.close()
 
 
+def test_a_busy_machine_refuses_nothing_that_an_idle_one_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process is stopped half of the time, and so takes twice as long by the clock."""
+    program = """
+import sys, time
+print(flush=True)
+sys.stdin.readline()
+end = time.process_time() + 0.8
+while time.process_time() < end:
+    pass
+print('{"grammar": "fine"}', flush=True)
+"""
+    one = checker_of(program, tmp_path, monkeypatch, setup=b"")
+    with ThreadPoolExecutor(1) as pool:
+        checked = pool.submit(one.check, StructuredOutputs(regex="a"))
+        began = time.monotonic()
+        while not checked.done():
+            time.sleep(0.05)
+            process = one._processes[-1]._process
+            if process is not None:
+                os.kill(process.pid, signal.SIGSTOP)
+                time.sleep(0.15)
+                os.kill(process.pid, signal.SIGCONT)
+        assert checked.result() == "fine"
+    assert time.monotonic() - began > 1.0
+    one.close()
+
+
 def test_a_check_that_takes_too_long_ends_its_process() -> None:
     one = checker(grammar_timeout_s=2.0)
     one.check(StructuredOutputs(regex="a"))
-    first = one._process
+    first = process_of(one)
     with pytest.raises(InvalidArgumentError, match=r"more than 2 s \(grammar_timeout_s\)"):
         one.check(ENDLESS)
     assert first.poll() == -signal.SIGKILL
     one.close()
 
 
+def test_refusals_are_kept_too() -> None:
+    """Else a client could have the same endless check made again and again."""
+    one = checker(grammar_timeout_s=1.0)
+    refusals: list[InvalidArgumentError] = []
+    for wanted in (ENDLESS, StructuredOutputs(regex=""), ENDLESS, StructuredOutputs(regex="")):
+        before = one._processes[-1]._process
+        with pytest.raises(InvalidArgumentError) as caught:
+            one.check(wanted)
+        refusals.append(caught.value)
+        if len(refusals) > 2:
+            assert one._processes[-1]._process is before, "it is checked again"
+    assert [str(each) for each in refusals[:2]] == [str(each) for each in refusals[2:]]
+    assert one.knows(ENDLESS)
+    one.close()
+
+
+def test_a_check_that_takes_long_holds_up_no_other() -> None:
+    one = checker(grammar_timeout_s=30.0)
+    one.check(StructuredOutputs(regex="a"))
+    with ThreadPoolExecutor(1) as pool:
+        endless = pool.submit(one.check, ENDLESS)
+        assert one.check(StructuredOutputs(regex="b"))
+        assert not endless.done()
+        one.close()
+        with pytest.raises(UnavailableError):
+            endless.result()
+
+
 def test_a_process_that_has_died_is_replaced() -> None:
     one = checker()
     one.check(StructuredOutputs(regex="a"))
-    os.kill(one._process.pid, signal.SIGKILL)
-    one._process.wait()
+    first = process_of(one)
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
     assert one.check(StructuredOutputs(regex="b"))
-    last = one._process
+    last = process_of(one)
     one.close()
     assert last.poll() is not None
 
@@ -204,4 +270,4 @@ def test_a_closed_checker_starts_no_process() -> None:
     one.close()
     with pytest.raises(UnavailableError):
         one.check(StructuredOutputs(regex="a"))
-    assert one._process is None
+    assert [process._process for process in one._processes] == [None] * NUM_PROCESSES

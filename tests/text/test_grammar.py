@@ -131,6 +131,20 @@ def test_texts(tokenizer: Tokenizer, given: dict, good: list[str], bad: list[str
     assert [text for text in bad if fits(tokenizer, text, **given)] == []
 
 
+def test_a_choice_may_be_of_thousands(tokenizer: Tokenizer) -> None:
+    """As an ``enum`` may be."""
+    many = tuple(f"number {each}" for each in range(5000))
+    wanted = StructuredOutputs(choice=many)
+    grammar = prove_grammar(wanted, COMPILER, max_bytes=1 << 20, max_depth=MAX_DEPTH)
+    for text, is_one in ((many[0], True), (many[-1], True), ("number", False)):
+        state = GrammarCompiler(tokenizer.data, INFO)(grammar).begin(may_end=True)
+        for token in tokenizer.encode(text, add_special_tokens=False):
+            assert token in allowed(state)
+            state.accept([token])
+        may_end = state.ended or bool(INFO.eos_ids & set(allowed(state)))
+        assert may_end is is_one
+
+
 def test_the_state_follows_from_the_tokens_alone(tokenizer: Tokenizer) -> None:
     """Whether masks were made on the way or not, and however many tokens come at once."""
     schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}

@@ -215,6 +215,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The engine is started again if it makes no step for so many seconds although work waits. When
     a step on a GPU has to compile kernels, the count starts again at each of them. With
     ``compile``, a graph can take minutes: set more."""
+    load_watchdog_s: Annotated[float, Meta(ge=0.1, le=86400)] = 120.0
+    """An engine that gets on with loading its model for so many seconds neither by a message nor by
+    computing is given up; after ten times as many seconds without a message, even if it computes.
+    A first load then fails. Later ones are tried again, with pauses, and open requests end as
+    ``UNAVAILABLE``. So does a request whose adapter or grammar is not there after so many
+    seconds."""
     drain_s: Annotated[float, Meta(ge=0, le=3600)] = 5.0
     """Seconds that running requests have to finish after the model's process gets SIGTERM. Set it
     below the server's exit timeout: clients of unfinished requests then still get an error."""

@@ -3,17 +3,21 @@
 
 A folder holds ``adapter_config.json`` and ``adapter_model.safetensors``. A field that changes the
 result in a way that Jitney does not compute is refused by name. PEFT itself is not needed.
+
+The weights are judged by their file's header before they are read, so that a file that is no
+adapter of this model costs nothing, however large it is.
 """
 
 import hashlib
 import math
 import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
 from torch import Tensor
 
@@ -25,6 +29,7 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _NAME = re.compile(r"(.+)\.lora_([AB])\.weight")
+_MOST_CONFIG_BYTES = 1 << 20
 _LARGEST = 1e308
 """A number of the configuration is at most this. JSON has larger integers: for one of these,
 ``alpha / rank`` would raise OverflowError."""
@@ -68,11 +73,14 @@ class _Pair(NamedTuple):
     """``lora_B.weight`` [outputs, rank]"""
 
 
-class _FoundPair(NamedTuple):
-    """The two tensors of a layer as they are in the file; None if it lacks one."""
+T = TypeVar("T")
 
-    a: Tensor | None
-    b: Tensor | None
+
+class _FoundPair(NamedTuple, Generic[T]):
+    """The two tensors of a layer as they are in the file, or their shapes; None if it lacks one."""
+
+    a: T | None
+    b: T | None
 
 
 class AdapterFiles(NamedTuple):
@@ -91,30 +99,68 @@ def read_adapter(folder: Path, sites: Mapping[str, Site], max_rank: int) -> Adap
     files change meanwhile. Raises InvalidArgumentError for files that are no adapter of this model,
     or that cannot be computed: it names the field or tensor, its value and what it must be.
     """
-    config_bytes = _read(folder, CONFIG)
+    config_bytes = _read(folder, CONFIG, most=_MOST_CONFIG_BYTES)
     try:
         config = parse_json(config_bytes, CONFIG)
     except CheckpointError as error:
         raise InvalidArgumentError(first_line(error, folder)) from None
-    weights_bytes = _read(folder, WEIGHTS)
+    _check_config(config)
+    most_bytes = _judge_header(folder, config, sites, max_rank)
+    weights_bytes = _read(folder, WEIGHTS, most=most_bytes)
     tensors = _parse_weights(weights_bytes, folder)
     digest = hashlib.sha256(config_bytes)
     digest.update(weights_bytes)
 
-    _check_config(config)
     factors = {}
     for path, found in _pairs_of_layers(tensors, sites).items():
-        rank = int(_stated_for(path, config.get("rank_pattern"), default=config["r"]))
-        pair = _check_pair(path, found, rank, sites[path], max_rank)
+        rank = _rank_of(path, config, max_rank)
+        pair = _check_pair(path, found, rank, sites[path])
         factors[path] = _make_factors(path, pair, rank, config)
     return AdapterFiles(digest.hexdigest(), factors)
 
 
-def _read(folder: Path, name: str) -> bytes:
+def _judge_header(
+    folder: Path, config: Mapping[str, Any], sites: Mapping[str, Site], max_rank: int
+) -> int:
+    """Check names and shapes of the weights, reading the header alone. Returns the file's size in
+    bytes. Raises InvalidArgumentError."""
+    size = _check_regular(folder, WEIGHTS)
     try:
-        return (folder / name).read_bytes()
+        # Not as torch opens it: that maps the file for writing, which takes its size in memory.
+        with safe_open(str(folder / WEIGHTS), framework="numpy") as file:
+            names = file.keys()
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    except (SafetensorError, OSError) as error:
+        raise InvalidArgumentError(first_line(error, folder)) from None
+    for path, found in _pairs_of_layers(shapes, sites).items():
+        rank = _rank_of(path, config, max_rank)
+        for name, shape, expected in _expected_shapes(path, found, rank, sites[path]):
+            _check_shape(name, shape, expected)
+    return size
+
+
+def _check_regular(folder: Path, name: str) -> int:
+    """The size of a file in bytes. Raises InvalidArgumentError if it is missing, or of a kind that
+    may never end, such as a pipe."""
+    try:
+        status = (folder / name).stat()
     except FileNotFoundError:
         raise InvalidArgumentError(f"{name} is missing") from None
+    except OSError as error:
+        raise InvalidArgumentError(first_line(error, folder)) from None
+    if not stat.S_ISREG(status.st_mode):
+        raise InvalidArgumentError(f"{name} is no regular file")
+    return status.st_size
+
+
+def _read(folder: Path, name: str, most: int) -> bytes:
+    """A file of at most so many bytes. Raises InvalidArgumentError."""
+    size = _check_regular(folder, name)
+    if size > most:
+        raise InvalidArgumentError.of(f"the size of {name}", size, f"at most {most:,} bytes")
+    try:
+        with (folder / name).open("rb") as file:
+            return file.read(most)
     except OSError as error:
         raise InvalidArgumentError(first_line(error, folder)) from None
 
@@ -184,10 +230,11 @@ def _stated_for(path: str, patterns: Mapping[str, float] | None, default: float)
 
 
 def _pairs_of_layers(
-    tensors: Mapping[str, Tensor], sites: Mapping[str, Site]
-) -> dict[str, _FoundPair]:
-    """The pair of each layer that the tensors name, by the layer's path. The paths are sorted."""
-    of_kind: dict[str, dict[str, Tensor]] = {"A": {}, "B": {}}
+    tensors: Mapping[str, T], sites: Mapping[str, Site]
+) -> dict[str, _FoundPair[T]]:
+    """The pair of each layer that the tensors name, by the layer's path. The paths are sorted.
+    ``tensors`` may as well be their shapes."""
+    of_kind: dict[str, dict[str, T]] = {"A": {}, "B": {}}
     for name, tensor in tensors.items():
         match = _NAME.fullmatch(name.removeprefix(_PREFIX))
         if match is None:
@@ -216,27 +263,46 @@ def _no_site(path: str, sites: Mapping[str, Site]) -> InvalidArgumentError:
     return InvalidArgumentError(f"{show(path)} cannot have an adapter{hint}")
 
 
-def _check_pair(path: str, found: _FoundPair, rank: int, site: Site, max_rank: int) -> _Pair:
-    """The pair, checked. Raises InvalidArgumentError for a rank out of bounds, or a pair that does
-    not have it."""
+def _rank_of(path: str, config: Mapping[str, Any], max_rank: int) -> int:
+    """The rank that the configuration states for a layer. Raises InvalidArgumentError if it is out
+    of bounds."""
+    rank = int(_stated_for(path, config.get("rank_pattern"), default=config["r"]))
     if not 1 <= rank <= max_rank:
         raise InvalidArgumentError.of(f"r of {path}", rank, f"from 1 to {max_rank}")
-    return _Pair(
-        a=_check_tensor(f"{path}.lora_A.weight", found.a, (rank, site.inputs)),
-        b=_check_tensor(f"{path}.lora_B.weight", found.b, (site.outputs, rank)),
-    )
+    return rank
+
+
+def _expected_shapes(
+    path: str, found: _FoundPair[T], rank: int, site: Site
+) -> list[tuple[str, T | None, tuple[int, int]]]:
+    """The name of each of a layer's two tensors, what was found of it, and the shape it must
+    have."""
+    return [
+        (f"{path}.lora_A.weight", found.a, (rank, site.inputs)),
+        (f"{path}.lora_B.weight", found.b, (site.outputs, rank)),
+    ]
+
+
+def _check_pair(path: str, found: _FoundPair[Tensor], rank: int, site: Site) -> _Pair:
+    """The pair, checked. Raises InvalidArgumentError if it does not have that rank."""
+    a, b = [_check_tensor(*each) for each in _expected_shapes(path, found, rank, site)]
+    return _Pair(a, b)
 
 
 def _check_tensor(name: str, tensor: Tensor | None, shape: tuple[int, int]) -> Tensor:
     """The tensor, checked. Raises InvalidArgumentError for one that is missing, or has another
     shape or values that are not finite."""
-    if tensor is None:
-        raise InvalidArgumentError.of(f"the shape of {name}", None, str(shape))
-    if tuple(tensor.shape) != shape:
-        raise InvalidArgumentError.of(f"the shape of {name}", tuple(tensor.shape), str(shape))
+    _check_shape(name, None if tensor is None else tuple(tensor.shape), shape)
+    assert tensor is not None
     if not tensor.is_floating_point() or not bool(torch.isfinite(tensor.float()).all()):
         raise InvalidArgumentError(f"{name} must hold finite numbers of floating point")
     return tensor
+
+
+def _check_shape(name: str, shape: tuple[int, ...] | None, expected: tuple[int, int]) -> None:
+    """Raise InvalidArgumentError for a tensor that is missing or has another shape."""
+    if shape != expected:
+        raise InvalidArgumentError.of(f"the shape of {name}", shape, str(expected))
 
 
 def _make_factors(path: str, pair: _Pair, rank: int, config: Mapping[str, Any]) -> Factors:

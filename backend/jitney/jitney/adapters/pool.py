@@ -66,6 +66,8 @@ class _Request:
 class AdapterPool:
     """See the module's docstring."""
 
+    kind = "adapter"
+
     def __init__(self, load: ReadAdapter, stamp: Stamp, most: int, aging_s: float) -> None:
         """Keeps at most ``most`` adapters in memory.
 
@@ -118,6 +120,10 @@ class AdapterPool:
         ids = self._to_load
         self._to_load = []
         return ids
+
+    def waiting_for(self, id: AdapterId) -> list[int]:
+        """Keys of the requests that wait for this adapter's load."""
+        return sorted(self._entries[id].users)
 
     def make(self, id: AdapterId) -> LowRank:
         """Load an adapter. Called in another thread, so it changes nothing here. Raises a

@@ -26,7 +26,7 @@ from jitney.config import EngineConfig
 from jitney.core.scheduler import Scheduler
 from jitney.engine.grammars import Compile, Grammars, refuse
 from jitney.engine.inbox import UNLOADED, Inbox
-from jitney.engine.pending import Held, Pending, Source
+from jitney.engine.pending import BeforeMaking, Held, Pending, Source, ignore_making
 from jitney.engine.steps import BeforeStep, Steps, ignore_step
 from jitney.errors import DeviceLostError, InternalError, JitneyError, UnavailableError
 from jitney.execution.protocols import Runner
@@ -49,6 +49,9 @@ IDLE_CHECK_S = 0.25
 between two requests of a busy client."""
 _CHECK_PAUSE_S = 0.001
 """Pause between two slices of the integrity check. A slice takes about as long."""
+SIGN_OF_LIFE_S = 0.5
+"""While every open request waits for a resource, the engine reports so often. A front that hears
+nothing from an engine with work takes it for hung."""
 _MOST_READS = 2
 """A step reads the inbox at most so often. A second time, so that messages which come while the
 first ones are applied join this step; no third time, so that a flood of messages cannot keep the
@@ -83,6 +86,7 @@ class Engine:
         before_step: BeforeStep = ignore_step,
         compile_grammar: Compile = refuse,
         adapters: Source[Adapter] | None = None,
+        before_making: BeforeMaking = ignore_making,
     ) -> None:
         """``compile_grammar`` is called in a thread of its own. Without ``adapters``, no request
         names one."""
@@ -92,7 +96,9 @@ class Engine:
         self._before_step = before_step
         self.inbox = Inbox()
         grammars = Grammars(compile_grammar, config.grammar_cache)
-        self.pending = Pending(grammars, adapters, post=self.inbox.put_result)
+        self.pending = Pending(
+            grammars, adapters, post=self.inbox.put_result, before_making=before_making
+        )
         self._open: set[int] = set()  # keys that still need a terminal event
         # What the next report has. If a step raises, its events stay here, so that none is lost.
         self._events: list[Event] = []
@@ -129,7 +135,7 @@ class Engine:
     def step(self) -> StepReport | None:
         """Make one step. None: there was nothing to do, and nothing is in flight. If every open
         request waits for a grammar or an adapter, it sleeps until something comes or a deadline is
-        reached; then the report is empty.
+        reached, but not for long; then the report is empty.
 
         With overlap the events are those of the step before, so the first step has none.
         ``step_seconds`` is the time of this call. In steady state it equals the time of one step on
@@ -137,6 +143,8 @@ class Engine:
         """
         self.scheduler.reset_counts()
         self._steps.reset_counts()
+        if self.pending:
+            self.pending.give_up(self.config.load_watchdog_s, self._clock())
         self._take_inbox()
         now = self._clock()
         self._events += self.scheduler.expire(now)
@@ -347,9 +355,13 @@ class Engine:
         self.inbox.wait(None)
 
     def _wait_for_resource(self, now: float) -> None:
-        """Sleep until something comes, or until a request that waits reaches its deadline."""
+        """Sleep until something comes, or until a request that waits reaches its deadline, but for
+        ``SIGN_OF_LIFE_S`` at most."""
         deadline = self.scheduler.next_deadline
-        self.inbox.wait(None if deadline is None else max(0.0, deadline - now))
+        seconds = SIGN_OF_LIFE_S
+        if deadline is not None:
+            seconds = min(seconds, max(0.0, deadline - now))
+        self.inbox.wait(seconds)
 
 
 def _ended_by(events: Iterable[Event]) -> set[int]:

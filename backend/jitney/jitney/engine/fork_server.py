@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -48,6 +49,22 @@ def default_plan() -> ForkPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class End:
+    """How an engine's process has ended."""
+
+    status: int
+    """Exit status; negative: the signal that ended it."""
+    with_fork_server: bool
+    """It ended because the fork server did, whose status this is."""
+
+    @property
+    def is_from_elsewhere(self) -> bool:
+        """Whether somebody has killed it by a signal that is sent to processes. A fault of its own
+        gives another one, such as SIGSEGV."""
+        return self.status in (-signal.SIGKILL, -signal.SIGTERM)
+
+
+@dataclass(frozen=True, slots=True)
 class ForkedEngine:
     """An engine's process that was just forked."""
 
@@ -73,8 +90,14 @@ class ForkServer:
         # it is started by a thread that lives as long as this object.
         self._starter = ThreadPoolExecutor(1, "jitney-fork-server-starter")
 
-    def fork(self) -> ForkedEngine:
-        """Fork a new engine."""
+    @property
+    def pid(self) -> int | None:
+        """Of its process. None: it was never started."""
+        return None if self._process is None else self._process.pid
+
+    def fork(self, tick: Callable[[], None]) -> ForkedEngine:
+        """Fork a new engine. ``tick`` is called every ``TICK_S`` while the fork server gets ready.
+        If it raises, the fork server is killed."""
         if self._process is None or self._process.poll() is not None:
             self._start()
         assert self._control is not None
@@ -84,16 +107,16 @@ class ForkServer:
             with contextlib.suppress(OSError):
                 socket.send_fds(self._control, [b"+"], [theirs.fileno()])
             # Of the two numbers that the fork server sends for an engine, this is the first.
-            return ForkedEngine(pid=self._receive(), connection=ours)
+            return ForkedEngine(pid=self._receive(tick), connection=ours)
 
-    def wait(self) -> int:
-        """Wait until the engine that was forked last has ended. Returns its exit status."""
-        status = self._receive()  # the second number
+    def wait(self) -> End:
+        """Wait until the engine that was forked last has ended."""
+        status = self._receive(_do_nothing)  # the second number
         if status is not None:
-            return status
-        # The fork server has died, and its engine with it: its status stands for the engine's.
+            return End(status, with_fork_server=False)
+        # The fork server has died, and its engine with it.
         assert self._process is not None
-        return self._process.wait()
+        return End(self._process.wait(), with_fork_server=True)
 
     def close(self) -> None:
         """End it and wait until it has ended."""
@@ -133,7 +156,7 @@ class ForkServer:
             env=environment,
         )
 
-    def _receive(self) -> int | None:
+    def _receive(self, tick: Callable[[], None]) -> int | None:
         """The next number that the fork server sends; None if it has died."""
         assert self._control is not None
         assert self._process is not None
@@ -142,6 +165,11 @@ class ForkServer:
         while not poll.poll(1000 * TICK_S):
             if self._stopped.is_set():
                 self._process.kill()
+            try:
+                tick()
+            except BaseException:
+                self._process.kill()
+                raise
         try:
             data = self._control.recv(NUMBER.size, socket.MSG_WAITALL)
         except ConnectionResetError:  # it died before it read the request
@@ -152,17 +180,22 @@ class ForkServer:
         return int(number)
 
 
+def _do_nothing() -> None:
+    """Nothing is due while a process ends."""
+
+
 class EngineConnection:
     """An engine's process, the socket to it, and a thread that writes to it, so that the one that
     sends does not wait for a process that hangs."""
 
-    def __init__(self, fork_server: ForkServer, start: Start) -> None:
+    def __init__(self, fork_server: ForkServer, start: Start, tick: Callable[[], None]) -> None:
+        """``tick`` is as in :meth:`ForkServer.fork`."""
         self._fork_server = fork_server
-        forked = fork_server.fork()
+        forked = fork_server.fork(tick)
         self.pid = forked.pid
         self.frames: Frames[ToFront] = Frames(forked.connection, ToFront)
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._status: int | None = None  # once it has ended
+        self._end: End | None = None  # once it has ended
         self.send(start)
         threading.Thread(target=self._write, name="jitney-engine-writer", daemon=True).start()
 
@@ -172,18 +205,18 @@ class EngineConnection:
 
     def kill(self) -> None:
         """End the process now. What it has sent can still be received."""
-        if self.pid is not None and self._status is None:
+        if self.pid is not None and self._end is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
-    def close(self) -> int:
-        """End the process, if it has not ended, and close the socket; its exit status."""
-        if self._status is None:
+    def close(self) -> End:
+        """End the process, if it has not ended, and close the socket. Returns how it ended."""
+        if self._end is None:
             self.kill()
-            self._status = self._fork_server.wait()
+            self._end = self._fork_server.wait()
             self._outgoing.put(None)
             self.frames.close()
-        return self._status
+        return self._end
 
     def _write(self) -> None:
         with contextlib.suppress(OSError):  # the engine has died: the reader finds out and acts

@@ -1,27 +1,35 @@
-"""Checks what requests ask for by ``structured_outputs``, in a process of its own.
+"""Checks what requests ask for by ``structured_outputs``, in processes of their own.
 
 Owned by a front; called by the threads that encode. A check may take any time and memory, or crash:
 then the process is killed, that grammar is refused, and the next one gets another process.
 """
 
-import contextlib
 import os
 import select
 import subprocess
 import threading
 import time
 from collections import OrderedDict
+from copy import copy
 
 import msgspec
 
 from jitney.config import EngineConfig
 from jitney.engine.child_process import child_environment, python_executable
 from jitney.engine.inbox import UNLOADED
+from jitney.engine.load_watch import ticks_of
 from jitney.errors import InternalError, InvalidArgumentError, UnavailableError
 from jitney.sampling_params import StructuredOutputs
 
+NUM_PROCESSES = 2
+"""With one, whoever has a check that takes long would delay everybody's."""
 _START_S = 60.0
 """Seconds that a process has to import what it needs and to read the tokenizer."""
+_MOST_SLOWDOWN = 20
+"""A check may last so many times as long by the clock as it may compute: so much slower a busy
+machine may be."""
+_LOOK_S = 0.1
+"""How often it is looked at how much a process has computed."""
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -33,23 +41,22 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 class GrammarChecker:
-    """Starts its process for the first check, and keeps the grammars that were asked for last."""
+    """Keeps what the grammars that were asked for last are, refused ones too. Starts a process when
+    it is first needed."""
 
     def __init__(self, config: EngineConfig, module: str, setup: bytes) -> None:
-        """``module`` is what the process runs, ``setup`` the first line that it reads. It answers
+        """``module`` is what a process runs, ``setup`` the first line that it reads. It answers
         each line with a line."""
-        self._config = config
-        self._module = module
-        self._setup = setup
-        # structured_outputs as JSON -> its grammar; the one used longest ago comes first. Read
-        # without the lock, so that a known grammar waits for no check.
-        self._checked: OrderedDict[bytes, str] = OrderedDict()
-        # Held by the thread that talks to the process, and adds to _checked.
-        self._lock = threading.Lock()
-        # Guards the next two. Never held for long, so close() can kill a process that is at work.
-        self._process_lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._is_closed = False
+        self._most_kept = config.grammar_cache
+        self._changed = threading.Condition()  # its lock guards the next three
+        # structured_outputs as JSON -> its grammar, or why it is refused; the one that was used
+        # longest ago comes first.
+        self._checked: OrderedDict[bytes, str | InvalidArgumentError] = OrderedDict()
+        self._in_progress: set[bytes] = set()
+        self._processes = [
+            _Process(module, setup, config.grammar_timeout_s) for _ in range(NUM_PROCESSES)
+        ]
+        self._idle = self._processes.copy()
 
     def knows(self, structured: StructuredOutputs) -> bool:
         """Whether :meth:`check` would return at once."""
@@ -59,73 +66,117 @@ class GrammarChecker:
         """The grammar for ``Submit.grammar``. Raises InvalidArgumentError that names what is wrong,
         and UnavailableError after :meth:`close`.
 
-        Takes at most ``grammar_timeout_s`` seconds once the checks before it are over. If a process
-        must be started first, that may take ``_START_S`` seconds more."""
+        Takes at most ``grammar_timeout_s`` seconds of processor time once a process is free. If the
+        process must be started first, that may take ``_START_S`` seconds more."""
         asked = msgspec.json.encode(structured)
-        known = self._find(asked)
-        if known is not None:
-            return known
-        with self._lock:
-            # While this thread waited for the lock, another one may have checked the same.
-            known = self._find(asked)
-            if known is not None:
-                return known
-            grammar = self._ask(asked)
-            self._checked[asked] = grammar
-            while len(self._checked) > self._config.grammar_cache:
-                self._checked.popitem(last=False)
-        return grammar
+        with self._changed:
+            self._changed.wait_for(lambda: asked in self._checked or self._may_begin(asked))
+            verdict = self._find(asked)
+            if verdict is None:
+                self._in_progress.add(asked)
+                process = self._idle.pop()
+        if verdict is None:
+            verdict = self._check_in(process, asked)
+        if isinstance(verdict, InvalidArgumentError):
+            # A copy: this one is kept, and each raise would lengthen its traceback, whose frames
+            # would stay alive with it.
+            raise copy(verdict)
+        return verdict
 
     def close(self) -> None:
-        """End the process, and refuse all further checks."""
-        with self._process_lock:
+        """End the processes, and refuse all further checks."""
+        for process in self._processes:
+            process.close()
+
+    def _may_begin(self, asked: bytes) -> bool:
+        """Whether a process is free, and no other thread has one check the same."""
+        return bool(self._idle) and asked not in self._in_progress
+
+    def _find(self, asked: bytes) -> str | InvalidArgumentError | None:
+        """What is kept of it, which is now the one used last. Called under the lock."""
+        verdict = self._checked.get(asked)
+        if verdict is not None:
+            self._checked.move_to_end(asked)
+        return verdict
+
+    def _check_in(self, process: "_Process", asked: bytes) -> str | InvalidArgumentError:
+        """Have a process check it, and keep the verdict. Raises what says nothing about the
+        grammar."""
+        verdict: str | InvalidArgumentError | None = None
+        try:
+            verdict = process.check(asked)
+        finally:
+            with self._changed:
+                self._idle.append(process)
+                self._in_progress.discard(asked)
+                if verdict is not None:
+                    self._checked[asked] = verdict
+                while len(self._checked) > self._most_kept:
+                    self._checked.popitem(last=False)
+                self._changed.notify_all()
+        return verdict
+
+
+class _Process:
+    """A process that checks one grammar at a time. It is started when it is needed, and replaced
+    when it has died. One thread at a time calls :meth:`check`, any thread :meth:`close`."""
+
+    def __init__(self, module: str, setup: bytes, timeout_s: float) -> None:
+        self._module = module
+        self._setup = setup
+        self._timeout_s = timeout_s
+        self._at_work = threading.Lock()  # held by the thread that talks to the process
+        # Guards the next two. Never held for long, so close() can kill a process that is at work.
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_closed = False
+
+    def check(self, asked: bytes) -> str | InvalidArgumentError:
+        """The grammar, or why it is refused. Raises UnavailableError after :meth:`close`, and
+        InternalError if the process does not start."""
+        with self._at_work:
+            return self._ask(asked)
+
+    def close(self) -> None:
+        """End the process, and start no other. A check that is at work ends at once."""
+        with self._lock:
             self._is_closed = True
             if self._process is not None:
-                self._process.kill()  # so a check that is at work ends at once
+                self._process.kill()
+        with self._at_work:
+            self._end()
+
+    def _ask(self, asked: bytes) -> str | InvalidArgumentError:
+        process = self._process
+        if process is None or process.poll() is not None:
+            process = self._start()
+        limits = _Limits(process.pid, self._timeout_s)
+        answer = _exchange(process, asked + b"\n", limits)
+        if answer is None:
+            self._end()
+            if self._is_closed:  # close() has killed it
+                raise UnavailableError(UNLOADED)
+            return InvalidArgumentError(
+                "structured_outputs is too complex: its check took more than "
+                f"{self._timeout_s:g} s (grammar_timeout_s), or too much memory"
+            )
+        answered = msgspec.json.decode(answer, type=_Answer)
+        if answered.refusal:
+            return InvalidArgumentError(answered.refusal)
+        return answered.grammar
+
+    def _end(self) -> None:
         with self._lock:
-            self._end_process()
-
-    def _find(self, asked: bytes) -> str | None:
-        """A grammar that has been checked, which is now the one used last; None if it is not kept.
-        Called with or without the lock."""
-        known = self._checked.get(asked)
-        if known is not None:
-            # Without the lock: the thread that holds it may have evicted it since the line above.
-            with contextlib.suppress(KeyError):
-                self._checked.move_to_end(asked)
-        return known
-
-    def _end_process(self) -> None:
-        with self._process_lock:
             process = self._process
             self._process = None
         if process is not None:
             process.kill()
             process.communicate()
 
-    def _ask(self, asked: bytes) -> str:
-        """Have the process check it, and return its grammar. Called under the lock."""
-        process = self._process
-        if process is None or process.poll() is not None:
-            process = self._start()
-        answer = _exchange(process, asked + b"\n", self._config.grammar_timeout_s)
-        if answer is None:
-            self._end_process()
-            if self._is_closed:  # close() has killed it
-                raise UnavailableError(UNLOADED)
-            raise InvalidArgumentError(
-                "structured_outputs is too complex: its check took more than "
-                f"{self._config.grammar_timeout_s:g} s (grammar_timeout_s), or too much memory"
-            )
-        answered = msgspec.json.decode(answer, type=_Answer)
-        if answered.refusal:
-            raise InvalidArgumentError(answered.refusal)
-        return answered.grammar
-
     def _start(self) -> subprocess.Popen[bytes]:
         """Start a process, in place of one that may have died, and wait until it can check."""
-        self._end_process()
-        with self._process_lock:
+        self._end()
+        with self._lock:
             if self._is_closed:
                 raise UnavailableError(UNLOADED)
             process = subprocess.Popen(
@@ -136,57 +187,87 @@ class GrammarChecker:
                 bufsize=0,
             )
             self._process = process
-        if _exchange(process, self._setup, _START_S) is None:
-            self._end_process()
+        if _exchange(process, self._setup, _Limits(process.pid, _START_S)) is None:
+            self._end()
             if self._is_closed:
                 raise UnavailableError(UNLOADED)
             raise InternalError("the process that checks grammars does not start")
         return process
 
 
-def _exchange(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -> bytes | None:
-    """Send a line and wait for one. None if that takes more than ``timeout_s`` in all, or if the
+class _Limits:
+    """How long a process may work at an answer. What counts is what it computes: a machine that is
+    busy with other things takes longer for the same, and a clock would tell the two apart no
+    better than a client could."""
+
+    def __init__(self, pid: int, seconds: float) -> None:
+        self._pid = pid
+        self._seconds = seconds
+        self._used_before = seconds_of(pid)
+        self._used = self._used_before
+        self._got_on_at = time.monotonic()
+        self._ends_at = self._got_on_at + _MOST_SLOWDOWN * seconds
+
+    def wait_for(self, descriptor: int, event: int) -> bool:
+        """Whether a pipe can be read or written before the process has used up its time: in
+        computing, in doing nothing, or in a much longer time by the clock."""
+        poll = select.poll()
+        poll.register(descriptor, event)
+        while not self._are_used_up():
+            if poll.poll(1000 * _LOOK_S):
+                return True
+        return False
+
+    def _are_used_up(self) -> bool:
+        used = seconds_of(self._pid)
+        now = time.monotonic()
+        if used > self._used:
+            self._used = used
+            self._got_on_at = now
+        computes_for = used - self._used_before
+        waits_for = now - self._got_on_at
+        return max(computes_for, waits_for) > self._seconds or now > self._ends_at
+
+
+def seconds_of(pid: int) -> float:
+    """Processor time of a process, in seconds; 0 if it has ended."""
+    return ticks_of(pid) / os.sysconf("SC_CLK_TCK")
+
+
+def _exchange(process: subprocess.Popen[bytes], line: bytes, limits: _Limits) -> bytes | None:
+    """Send a line and wait for one. None if that takes more than the limits allow, or if the
     process has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
-    deadline = time.monotonic() + timeout_s
     try:
-        if not _write(process.stdin.fileno(), line, deadline):
+        if not _write(process.stdin.fileno(), line, limits):
             return None
     except BrokenPipeError:  # it has ended
         return None
-    return _read_line(process.stdout.fileno(), deadline)
+    return _read_line(process.stdout.fileno(), limits)
 
 
-def _write(descriptor: int, line: bytes, deadline: float) -> bool:
-    """Write a line to a pipe. False if that could not be done until ``deadline``, because the
-    process does not read. Raises BrokenPipeError if it has ended."""
+def _write(descriptor: int, line: bytes, limits: _Limits) -> bool:
+    """Write a line to a pipe. False if the process does not read it within the limits. Raises
+    BrokenPipeError if it has ended."""
     os.set_blocking(descriptor, False)
     rest = memoryview(line)
     while rest:
-        if not _wait_for(descriptor, select.POLLOUT, deadline):
+        if not limits.wait_for(descriptor, select.POLLOUT):
             return False
         written = os.write(descriptor, rest)
         rest = rest[written:]
     return True
 
 
-def _read_line(descriptor: int, deadline: float) -> bytes | None:
-    """Read a line from a pipe. None if none comes until ``deadline``, or the process has ended."""
+def _read_line(descriptor: int, limits: _Limits) -> bytes | None:
+    """Read a line from a pipe. None if none comes within the limits, or the process has ended."""
     line = b""
     while not line.endswith(b"\n"):
-        if not _wait_for(descriptor, select.POLLIN, deadline):
+        if not limits.wait_for(descriptor, select.POLLIN):
             return None
         data = os.read(descriptor, 1 << 20)
         if not data:
             return None
         line += data
     return line
-
-
-def _wait_for(descriptor: int, event: int, deadline: float) -> bool:
-    """Whether a pipe can be read or written before ``deadline``."""
-    poll = select.poll()
-    poll.register(descriptor, event)
-    left_s = max(deadline - time.monotonic(), 0.0)
-    return bool(poll.poll(1000 * left_s))

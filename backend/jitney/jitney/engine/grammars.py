@@ -5,7 +5,12 @@ from collections.abc import Callable, Collection, Sequence
 from copy import copy
 
 from jitney.batch import Grammar
-from jitney.errors import InternalError, InvalidArgumentError, JitneyError
+from jitney.errors import (
+    InternalError,
+    InvalidArgumentError,
+    JitneyError,
+    UnavailableError,
+)
 from jitney.messages import StepStats, Submit
 
 Compile = Callable[[str], Grammar]
@@ -17,6 +22,8 @@ _Result = Grammar | JitneyError
 
 class Grammars:
     """See the module's docstring. A request that has begun keeps its grammar in any case."""
+
+    kind = "grammar"
 
     def __init__(self, compile_grammar: Compile, most: int) -> None:
         """At most ``most`` are kept."""
@@ -55,14 +62,17 @@ class Grammars:
         self._new = []
         return new
 
+    def waiting_for(self, id: str) -> list[int]:
+        return list(self._waiting[id])
+
     def make(self, id: str) -> Grammar:
         return self._compile(id)
 
     def receive(self, id: str, result: _Result, now: float) -> Sequence[int]:
-        # What caused an InternalError may pass, such as a lack of memory. So it is not kept, and
-        # the next request compiles the grammar again. Any other error is due to the grammar's text:
+        # What caused these errors may pass, such as a lack of memory. So they are not kept, and the
+        # next request compiles the grammar again. Any other error is due to the grammar's text:
         # compiling it again would give the same error.
-        if not isinstance(result, InternalError):
+        if not isinstance(result, InternalError | UnavailableError):
             self._kept[id] = result
         while len(self._kept) > self._most:
             self._kept.popitem(last=False)

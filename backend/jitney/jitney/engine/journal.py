@@ -3,11 +3,13 @@
 It is what a new engine needs in place of one that has died: :meth:`Journal.take_unsent` gives the
 messages that bring it to where the old one was.
 
-It also finds the request that ends engines. A request is a suspect once two engines in a row have
-died while they computed the same tokens of it. The next engine then gets this request alone; all
-others wait here until the suspect is proved innocent or has ended. If two more engines die at the
-same tokens, the request is failed. Why an engine died makes no difference here: one that a signal
-from elsewhere has killed counts like one that has failed by itself.
+It also finds the request that ends engines. A request is *at work* if a step computes a row of it,
+or if something is made for it (a grammar, an adapter). It is a suspect once it was at work when two
+engines in a row ended. The next engine then gets this request alone; all others wait here until the
+suspect is proved innocent or has ended. Alone, the second end of an engine fails it. If somebody
+else has killed all of these engines, by SIGKILL or SIGTERM, it is failed by the tenth: such kills
+are usually not due to a request, but the kernel also ends a process like that if it needs too much
+memory.
 
 Pure and without threads: the supervisor calls it under a lock.
 """
@@ -20,7 +22,7 @@ import msgspec
 
 from jitney.core.deadlines import Deadlines
 from jitney.core.outcome import final_event
-from jitney.engine.wire import RowRange
+from jitney.engine.wire import Making, RowOwner
 from jitney.errors import DeadlineExceededError, InternalError, JitneyError
 from jitney.messages import (
     TERMINAL,
@@ -39,15 +41,15 @@ from jitney.messages import (
 )
 
 SUSPECT_DEATHS = 2
-"""Deaths in a row at the same tokens after which a request is tried alone."""
-FATAL_DEATHS = 4
-"""Deaths in a row at the same tokens after which a request is failed. During the last two of these
-it was tried alone. Only earlier suspects, which this engine had proved innocent, may have been
-running beside it."""
+"""Ends in a row of engines that had a request at work, after which it is tried alone."""
+FATAL_DEATHS_ALONE = 2
+"""Further ends, with nothing else at work, after which it is failed."""
+FATAL_KILLS_ALONE = 10
+"""The same if all of these were kills from elsewhere."""
 PROOF_SAMPLES = 2
-"""So many samples of a sequence by one engine prove that this engine has got past the tokens at
-which those before it died. One is not enough: the first token of a resumed sequence comes from its
-prefill, so a fault that only decoding has would not have struck yet."""
+"""So many samples of a sequence by one engine prove that this engine has got past what those before
+it were doing for the sequence when they ended. One is not enough: the first token of a resumed
+sequence comes from its prefill, so a fault that only decoding has would not have struck yet."""
 
 
 @dataclass(slots=True)
@@ -55,18 +57,14 @@ class _Sequence:
     """A sequence of an open request."""
 
     emitted: Emitted = field(default_factory=Emitted)
-    tokens_since_death: int = 0
-    """Tokens emitted since the last death of an engine that was computing this request. The next
-    death counts as at the same tokens if fewer positions than this lie between the two;
-    :func:`_is_same_place` says why."""
     samples_by_engine: int = 0
-    """Samples by the present engine: ``PROOF_SAMPLES`` prove that it has got past the tokens at
-    which those before it died. Tokens that a grammar forces, and accepted drafts, come with the
-    sample before them and do not count."""
+    """Samples by the present engine. Tokens that a grammar forces, and accepted drafts, come with
+    the sample before them and do not count."""
 
     @property
     def has_got_past(self) -> bool:
-        """Whether the present engine has computed the tokens at which those before it died."""
+        """Whether the present engine has got past what those before it were doing when they
+        ended."""
         return self.emitted.ended or self.samples_by_engine >= PROOF_SAMPLES
 
 
@@ -80,12 +78,15 @@ class _Entry:
     """When it emitted its first token, if it has."""
     later: list[Finish | Cancel] = field(default_factory=list)
     """The messages that followed its Submit. Every new engine gets them again."""
-    died_at: list[RowRange] = field(default_factory=list)
-    """Rows of this request at the last death of an engine that was computing rows of it. The row of
-    a sequence is removed once the sequence has got past it."""
+    unproved: set[int] = field(default_factory=set)
+    """Its sequences that were at work at the last end of an engine, and have not got past it."""
     deaths: int = 0
-    """Engines in a row that died at the same tokens of it. Back to 0 once it is proved innocent:
-    once all its sequences have got past the tokens."""
+    """Ends of engines in a row that had it at work. Back to 0 once it is proved innocent: once no
+    sequence is unproved."""
+    deaths_alone: int = 0
+    """Those of them at which it was a suspect, and nothing else was at work."""
+    was_only_killed: bool = True
+    """Whether all of those were kills from elsewhere."""
     is_cancelled: bool = False
     """Whether ``later`` has a Cancel."""
     was_sent: bool = False
@@ -113,32 +114,43 @@ class _Entry:
         if tokens.ids:
             if self.first_token is None:
                 self.first_token = now
-            sequence.tokens_since_death += len(tokens.ids)
             sequence.samples_by_engine += 1
-        if self.died_at and sequence.has_got_past:
+        if sequence.has_got_past and tokens.index in self.unproved:
             # This proves nothing for another sequence, which may still be in its prefill.
-            self.died_at = [row for row in self.died_at if row.index != tokens.index]
-            if not self.died_at:
-                self.deaths = 0
+            self.unproved.discard(tokens.index)
+            if not self.unproved:
+                self._clear()
 
-    def note_death(self, rows: list[RowRange]) -> None:
-        """An engine died while it computed these rows of it."""
-        if self._has_died_there(rows):
-            self.deaths += 1
-        else:
-            self.deaths = 1
-        self.died_at = rows
-        for sequence in self.sequences:
-            sequence.tokens_since_death = 0
+    def _clear(self) -> None:
+        """It is proved innocent."""
+        self.deaths = 0
+        self.deaths_alone = 0
+        self.was_only_killed = True
 
-    def _has_died_there(self, rows: list[RowRange]) -> bool:
-        """Whether the engine before died at these tokens too."""
-        for row in rows:
-            tokens_between = self.sequences[row.index].tokens_since_death
-            for before in self.died_at:
-                if row.index == before.index and _is_same_place(before, row, tokens_between):
-                    return True
-        return False
+    def open_sequences(self) -> set[int]:
+        """Indices of the sequences that have not ended."""
+        return {
+            index for index, sequence in enumerate(self.sequences) if not sequence.emitted.ended
+        }
+
+    def note_death(self, sequences: set[int], *, alone: bool, from_elsewhere: bool) -> None:
+        """An engine ended that had these sequences of it at work."""
+        if alone and self.is_suspect:
+            self.deaths_alone += 1
+            self.was_only_killed = self.was_only_killed and from_elsewhere
+        self.deaths += 1
+        self.unproved = sequences
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it is to be tried alone."""
+        return self.deaths >= SUSPECT_DEATHS
+
+    @property
+    def is_guilty(self) -> bool:
+        """Whether it is to be failed."""
+        most = FATAL_KILLS_ALONE if self.was_only_killed else FATAL_DEATHS_ALONE
+        return self.deaths_alone >= most
 
 
 class Journal:
@@ -213,21 +225,63 @@ class Journal:
 
     # ------------------------------------------------------------------ an engine's death
 
-    def note_death(self, rows: list[RowRange]) -> list[Failed]:
-        """The engine has died while it computed ``rows``; empty if it was between two steps.
-        Returns the events of the requests that are failed because of it."""
+    def note_death(
+        self,
+        rows: Iterable[RowOwner],
+        making: Iterable[Making] = (),
+        *,
+        from_elsewhere: bool = False,
+    ) -> list[Failed]:
+        """The engine has ended while it computed ``rows`` and made the resources of ``making``:
+        both empty if it was not at work, or if its end was nobody's fault. ``from_elsewhere``:
+        somebody else has killed it. Returns the events of the requests that are failed because of
+        it."""
+        at_work = self._at_work(rows, making)
+        for key, sequences in at_work.items():
+            self._open[key].note_death(
+                sequences, alone=len(at_work) == 1, from_elsewhere=from_elsewhere
+            )
         failed: list[Failed] = []
-        for key, own_rows in _by_request(rows).items():
-            entry = self._open.get(key)
-            if entry is None:
-                continue
-            entry.note_death(own_rows)
-            if entry.deaths == FATAL_DEATHS:
-                self._remove(key)
-                error = f"this request ended the engine {FATAL_DEATHS} times at the same tokens"
-                failed.append(Failed(key, InternalError.code, error))
+        for key in at_work:
+            if key in self._open and self._open[key].is_guilty:
+                failed += self._fail_guilty(key, making)
         self._expect_new_engine()
         return failed
+
+    def _at_work(self, rows: Iterable[RowOwner], making: Iterable[Making]) -> dict[int, set[int]]:
+        """The sequences that are at work, by the key of their request. What is made for a request
+        is made for all of its sequences."""
+        at_work: dict[int, set[int]] = {}
+        for row in rows:
+            if row.key in self._open:
+                at_work.setdefault(row.key, set()).add(row.index)
+        for made in making:
+            for key in made.keys:
+                if key in self._open:
+                    at_work[key] = self._open[key].open_sequences()
+        return at_work
+
+    def _fail_guilty(self, key: int, making: Iterable[Making]) -> list[Failed]:
+        """Fail this request and, if something was being made for it, all others that need the
+        same: each of them would end further engines."""
+        entry = self._open[key]
+        times = f"{entry.deaths} times, {entry.deaths_alone} of them with nothing else at work"
+        failed = [Failed(key, InternalError.code, f"this request ended the engine {times}")]
+        for made in making:
+            if key in made.keys:
+                error = f"the {made.kind} of this request ended the engine {times}"
+                failed = [
+                    Failed(other, InternalError.code, error)
+                    for other in self._that_need_the_same(entry.submit, made.kind)
+                ]
+        for each in failed:
+            self._remove(each.key)
+        return failed
+
+    def _that_need_the_same(self, submit: Submit, kind: str) -> list[int]:
+        """Keys of the open requests that need the same resource of this kind as ``submit`` does."""
+        needed = _need_of(submit, kind)
+        return [key for key, entry in self._open.items() if _need_of(entry.submit, kind) == needed]
 
     def _expect_new_engine(self) -> None:
         """The next engine needs every open request, with all of its messages, unsent ones
@@ -242,7 +296,7 @@ class Journal:
     def _next_suspect(self) -> int | None:
         """The request to try alone next. None: all requests can be sent."""
         for key in self._unsent_requests:
-            if self._open[key].deaths >= SUSPECT_DEATHS:
+            if self._open[key].is_suspect:
                 return key
         return None
 
@@ -310,38 +364,11 @@ class Journal:
         return total
 
 
-def _by_request(rows: Iterable[RowRange]) -> dict[int, list[RowRange]]:
-    """The rows of each request, by its key."""
-    rows_by_key: dict[int, list[RowRange]] = {}
-    for row in rows:
-        rows_by_key.setdefault(row.key, []).append(row)
-    return rows_by_key
-
-
-def _is_same_place(before: RowRange, now: RowRange, tokens_between: int) -> bool:
-    """Whether two rows of one sequence, which engines were computing at two deaths, count as the
-    same tokens. ``tokens_between``: how many tokens the sequence emitted between the deaths.
-
-    A fault that only decoding has does not strike in the prefill with which an engine resumes a
-    sequence. That prefill emits a token, so the next decode is at a later position:
-
-    1. Engine 1 decodes position 100, the row [100, 101), and dies.
-    2. Engine 2 resumes the sequence: it prefills [0, 101) and emits one token.
-    3. Engine 2 decodes position 101, the row [101, 102), and dies.
-
-    The row has moved by 1, the number of tokens emitted, so the gap between the rows is 0. If a
-    grammar forces more tokens after the first one, the row may move by as many more.
-
-    Hence the rule: the gap must be smaller than ``tokens_between``. If no tokens were emitted, the
-    rows must overlap.
-
-    The rule is the same if ``now`` comes before ``before``. It does if the second engine dies while
-    it computes earlier positions again: to resume the sequence, or after a preemption. The two
-    deaths may then have different causes, so a request may become a suspect too soon. But it is
-    failed only if two more engines die at the same tokens while it is tried alone.
-    """
-    gap = max(now.start - before.end, before.start - now.end)  # negative if they overlap
-    return gap < tokens_between
+def _need_of(submit: Submit, kind: str) -> str | None:
+    """Name of the resource of this kind that a request needs."""
+    if kind == "grammar":
+        return submit.grammar
+    return submit.params.lora_name
 
 
 def _end_by_deadline(entry: _Entry, now: float) -> list[Event]:

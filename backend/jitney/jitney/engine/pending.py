@@ -1,9 +1,12 @@
 """Requests that wait for what they need: a compiled grammar, an adapter.
 
 The engine holds a request here until all its resources are there. What has to be made meanwhile is
-made in a thread, one for each kind of resource, and the result comes back as a message, a
+made in a thread, one resource of a kind at a time, and the result comes back as a message, a
 :class:`Made`, through the engine's inbox. So one request's wait holds up nobody else, and nothing
 here is shared: the engine's thread alone calls everything but :meth:`Source.make`.
+
+A resource that is not made in time, because a file system hangs for example, is given up: its
+requests fail, its thread is left alone, and the next resource is made in another thread.
 
 Each kind of resource has a :class:`Source`. A request gives the *name* of a resource; what is made
 has an *id*. They can differ: when an adapter's files change, its name stays, and it is made again
@@ -20,13 +23,14 @@ deadline. Only the engine knows what it waits for.
 """
 
 import logging
+import threading
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from jitney.batch import Adapter, Grammar
-from jitney.errors import InternalError, JitneyError
+from jitney.errors import InternalError, JitneyError, UnavailableError
 from jitney.messages import Finish, StepStats, Submit
 
 _log = logging.getLogger(__name__)
@@ -43,6 +47,9 @@ class Source(Protocol[T_co]):
     :meth:`take` once nothing is missing; :meth:`release` when it has ended.
     """
 
+    kind: str
+    """The kind of these resources: ``grammar`` or ``adapter``."""
+
     def name_of(self, message: Submit) -> str | None:
         """Name of the resource that a request needs. None: it needs none of this kind."""
 
@@ -52,6 +59,9 @@ class Source(Protocol[T_co]):
 
     def take_ids_to_make(self) -> Sequence[Hashable]:
         """Take the ids of what is to be made now. Each id is returned once."""
+
+    def waiting_for(self, id: Any) -> list[int]:
+        """Keys of the requests that wait for what has this id and is being made."""
 
     def make(self, id: Any) -> object:
         """Make the resource of this id. Called in another thread, so it changes nothing here.
@@ -73,13 +83,99 @@ class Source(Protocol[T_co]):
         """Add this kind's figures since the last report."""
 
 
+BeforeMaking = Callable[[str, list[int]], None]
+"""Called in the making thread, before a resource is made, with its kind and the keys of the
+requests that wait for it; afterwards with the kind and no keys. So a front knows what was being
+made if the process dies."""
+
+
+def ignore_making(kind: str, keys: list[int]) -> None:
+    """The :data:`BeforeMaking` of a front that need not know."""
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A resource that is being made, or is to be made next."""
+
+    id: Hashable
+    began: float = 0.0
+    """When its thread was started."""
+    is_given_up: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Made:
     """A message to the engine: a resource has been made, or could not be."""
 
-    source: Source[object]
-    id: Hashable
+    maker: "_Maker"
+    job: _Job
     result: object
+
+
+class Thread:
+    """Runs each call in a thread of its own, which does not keep the process from ending."""
+
+    def submit(self, call: Callable[..., object], *args: object) -> None:
+        """Begin a call."""
+        threading.Thread(target=call, args=args, name="jitney-resource", daemon=True).start()
+
+
+class _Maker:
+    """Makes the resources of one source, one at a time."""
+
+    def __init__(
+        self, source: Source[object], post: Callable[[Made], None], before_making: BeforeMaking
+    ) -> None:
+        self.source = source
+        self._post = post
+        self._before_making = before_making
+        self._next: deque[_Job] = deque()
+        self._current: _Job | None = None
+
+    def start_next(self, thread: Thread, now: float) -> None:
+        """Make what the source asks for, if nothing is being made."""
+        self._next.extend(_Job(id) for id in self.source.take_ids_to_make())
+        if self._current is None and self._next:
+            job = self._next.popleft()
+            job.began = now
+            self._current = job
+            thread.submit(self._make, job, self.source.waiting_for(job.id))
+
+    def take_result(self, made: Made, now: float) -> Sequence[int]:
+        """Hand a result to the source. Returns the keys of the requests whose wait ends."""
+        if made.job.is_given_up:
+            return ()  # too late: its requests have failed
+        self._current = None
+        return self.source.receive(made.job.id, made.result, now)
+
+    def give_up(self, most_s: float, now: float) -> Sequence[int]:
+        """Give up what has been in the making for more than ``most_s`` seconds. Returns the keys of
+        the requests whose wait ends."""
+        job = self._current
+        if job is None or now - job.began <= most_s:
+            return ()
+        job.is_given_up = True
+        self._current = None
+        self._before_making(self.source.kind, [])
+        text = f"the {self.source.kind} was not there after {most_s:g} s (load_watchdog_s)"
+        _log.error("%s: %s", text, job.id)
+        return self.source.receive(job.id, UnavailableError(text), now)
+
+    def _make(self, job: _Job, keys: list[int]) -> None:
+        """In a thread. ``keys``: who waits for it."""
+        result: object
+        self._before_making(self.source.kind, keys)
+        try:
+            result = self.source.make(job.id)
+        except JitneyError as error:
+            result = error
+        except BaseException:  # a panic of native code is no Exception
+            _log.exception("a resource could not be made")
+            result = InternalError("what the request needs could not be made")
+        # Else the next one of its kind is being made by now.
+        if not job.is_given_up:
+            self._before_making(self.source.kind, [])
+        self._post(Made(self, job, result))
 
 
 @dataclass(slots=True)
@@ -110,6 +206,7 @@ class Pending:
         grammars: Source[Grammar],
         adapters: Source[Adapter] | None,
         post: Callable[[Made], None],
+        before_making: BeforeMaking = ignore_making,
     ) -> None:
         """Without ``adapters`` no request names one. ``post`` is called from other threads."""
         self._grammars = grammars
@@ -117,9 +214,9 @@ class Pending:
         self._sources: list[Source[object]] = [grammars]
         if adapters is not None:
             self._sources.append(adapters)
-        self.threads = [ThreadPoolExecutor(1, "jitney-resources") for _ in self._sources]
-        """One thread for each of the sources, in their order: it makes that source's resources."""
-        self._post = post
+        self._makers = [_Maker(source, post, before_making) for source in self._sources]
+        self.threads = [Thread() for _ in self._sources]
+        """For each of the sources, in their order, where its resources are made."""
         self.waiting: dict[int, Held] = {}
         """By key."""
         self._ready: dict[int, Held] = {}  # by key: those that wait for nothing any more
@@ -143,7 +240,7 @@ class Pending:
             self.waiting[message.key] = held
         else:
             self._ready[message.key] = held
-        self._start_making()
+        self._start_making(now)
 
     def add_finish_if_here(self, message: Finish) -> bool:
         """If the request is here, keep the message with it. Returns whether it is here."""
@@ -155,8 +252,15 @@ class Pending:
 
     def receive(self, made: Made, now: float) -> None:
         """A resource has been made."""
-        self._end_waits(made.source.receive(made.id, made.result, now))
-        self._start_making()
+        self._end_waits(made.maker.take_result(made, now))
+        self._start_making(now)
+
+    def give_up(self, most_s: float, now: float) -> None:
+        """Fail the requests that wait for a resource which has been in the making for more than
+        ``most_s`` seconds."""
+        for maker in self._makers:
+            self._end_waits(maker.give_up(most_s, now))
+        self._start_making(now)
 
     def take_ready(self) -> list[Held]:
         """Take the requests whose resources are all there or could not be made."""
@@ -182,7 +286,7 @@ class Pending:
             self._ready.pop(key, None)
         for source in self._sources:
             self._end_waits(source.release(keys, now))
-        self._start_making()
+        self._start_making(now)
 
     def report(self, stats: StepStats) -> None:
         """Add the sources' figures."""
@@ -197,19 +301,6 @@ class Pending:
             if not held.num_missing:
                 self._ready[key] = self.waiting.pop(key)
 
-    def _start_making(self) -> None:
-        for source, thread in zip(self._sources, self.threads, strict=True):
-            for id in source.take_ids_to_make():
-                thread.submit(self._make, source, id)
-
-    def _make(self, source: Source[object], id: Hashable) -> None:
-        """In the source's thread."""
-        result: object
-        try:
-            result = source.make(id)
-        except JitneyError as error:
-            result = error
-        except BaseException:  # a panic of native code is no Exception
-            _log.exception("a resource could not be made")
-            result = InternalError("what the request needs could not be made")
-        self._post(Made(source, id, result))
+    def _start_making(self, now: float) -> None:
+        for maker, thread in zip(self._makers, self.threads, strict=True):
+            maker.start_next(thread, now)

@@ -35,9 +35,10 @@ from jitney.engine.quiet import lean_imports, quiet_imports
 from jitney.engine.wire import (
     Frames,
     Logged,
+    Making,
     Ready,
     Refused,
-    RowRange,
+    RowOwner,
     Start,
     StepBegun,
     Stop,
@@ -148,7 +149,7 @@ def _run_engine_and_exit(descriptor: int, load: LoadModel) -> NoReturn:
 
 
 class _Reports:
-    """The engine's outbox: sends its reports, and before each step the rows of that step."""
+    """The engine's outbox: sends its reports, and before any work for requests, whose it is."""
 
     def __init__(self, frames: Frames[ToEngine]) -> None:
         self._frames = frames
@@ -159,14 +160,19 @@ class _Reports:
     def begin_step(self, in_flight: list[Batch], new: Batch) -> None:
         """Send the rows of these steps, so that the front knows which requests were being computed
         if the engine dies."""
-        rows_in_flight: list[RowRange] = []
+        rows_in_flight: list[RowOwner] = []
         for batch in in_flight:
-            rows_in_flight += _row_ranges(batch)
-        self._frames.send(StepBegun(rows_in_flight, new=_row_ranges(new)))
+            rows_in_flight += _owners(batch)
+        self._frames.send(StepBegun(rows_in_flight, new=_owners(new)))
+
+    def begin_making(self, kind: str, keys: list[int]) -> None:
+        """Send whose resource is about to be made, for the same purpose; without ``keys``: it has
+        been made. Called from other threads."""
+        self._frames.send(Making(kind, keys))
 
 
-def _row_ranges(batch: Batch) -> list[RowRange]:
-    return [RowRange(row.key, row.index, row.start, row.end) for row in batch.rows]
+def _owners(batch: Batch) -> list[RowOwner]:
+    return [RowOwner(row.key, row.index) for row in batch.rows]
 
 
 def run_engine(descriptor: int, load: LoadModel) -> int:
@@ -191,6 +197,7 @@ def run_engine(descriptor: int, load: LoadModel) -> int:
         before_step=front.begin_step,
         compile_grammar=parts.compile_grammar,
         adapters=parts.adapters,
+        before_making=front.begin_making,
     )
     frames.send(Ready(engine.info, parts.tokenizer))
     threading.Thread(target=_read, args=(frames, engine), name="jitney-inbox", daemon=True).start()

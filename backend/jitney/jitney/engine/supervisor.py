@@ -6,8 +6,9 @@ although work waits, the supervisor kills what is left of it, starts a new one a
 open request again with what it has emitted. Clients see a pause and then the very next token,
 because sampling depends on seed, index and position alone.
 
-If an engine dies while loading, or engines die too often without completing a step, the open
-requests end as UNAVAILABLE, and further ones are refused until another engine is loaded.
+If an engine's load fails or hangs, or engines fail too often without completing a step, the open
+requests end as UNAVAILABLE, and further ones are refused until another engine is loaded. Kills from
+elsewhere are no reason for that, whatever their number: the next engine is started all the same.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -25,6 +27,7 @@ from jitney.config import EngineConfig
 from jitney.engine.engine import Outbox
 from jitney.engine.fork_server import (
     TICK_S,
+    End,
     EngineConnection,
     ForkPlan,
     ForkServer,
@@ -33,8 +36,19 @@ from jitney.engine.fork_server import (
 from jitney.engine.handle import Death, Health
 from jitney.engine.inbox import UNLOADED
 from jitney.engine.journal import Journal
+from jitney.engine.load_watch import LoadWatch
 from jitney.engine.process import DEVICE_LOST
-from jitney.engine.wire import Logged, Ready, Refused, RowRange, Start, StepBegun, Stop, ToFront
+from jitney.engine.wire import (
+    Logged,
+    Making,
+    Ready,
+    Refused,
+    RowOwner,
+    Start,
+    StepBegun,
+    Stop,
+    ToFront,
+)
 from jitney.errors import (
     CheckpointError,
     ConfigError,
@@ -65,11 +79,30 @@ that were cancelled or whose deadline is reached."""
 _MOST_DEATHS = 5
 _DEATHS_WITHIN_S = 60.0
 """After ``_MOST_DEATHS`` within so many seconds, with no step completed between them, requests are
-refused until another engine is loaded."""
+refused until another engine is loaded. Kills from elsewhere do not count."""
 _MOST_NAMES = 32
 """Most requests that the log line about a new engine names."""
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """Pauses between attempts to start an engine; the last one repeats."""
+_PAUSE_AFTER_KILL_S = 0.5
+"""The same, after an attempt that was killed from elsewhere."""
+
+
+_DOES_NOT_STAY_UP = "the engine does not stay up; it is being started again"
+
+
+class _KilledError(LoadError):
+    """Somebody has killed the engine, or the fork server, while it loaded the model."""
+
+
+class _Death(NamedTuple):
+    """Why an engine is gone."""
+
+    cause: str
+    """One of CAUSES."""
+    from_elsewhere: bool
+    """Somebody else has killed it, or the fork server."""
+    with_fork_server: bool
 
 
 class SupervisedEngine:
@@ -98,9 +131,10 @@ class SupervisedEngine:
         self._kill_at = math.inf
         # The caller's, from run() on.
         self._outbox: Outbox = queue.SimpleQueue()
-        # Rows of the steps in flight: if the engine dies now, they were being computed.
-        self._rows: list[RowRange] = []
-        self._latest_rows: list[RowRange] = []  # those of the step that was launched last
+        # Of the steps in flight: if the engine dies now, they were being computed.
+        self._rows: list[RowOwner] = []
+        self._latest_rows: list[RowOwner] = []  # those of the step that was launched last
+        self._making: dict[str, Making] = {}  # what is being made, by kind
         # Stats of the last report. Until an engine's first one: those of an empty cache.
         self._stats = StepStats()
         # The silence of the engine counts from here: from its last message or, if that is later,
@@ -214,10 +248,10 @@ class SupervisedEngine:
         self._outbox = outbox
         try:
             while self._connection is not None:
-                cause = self._read(self._connection)
+                death = self._read(self._connection)
                 if self._stopped.is_set():
                     break
-                self._replace(cause)
+                self._replace(death)
         finally:
             try:
                 self.health.up = False
@@ -225,8 +259,8 @@ class SupervisedEngine:
             finally:
                 self.kill()
 
-    def _read(self, connection: EngineConnection) -> str:
-        """Hand reports on until the engine ends. Returns why it ended: one of ``CAUSES``."""
+    def _read(self, connection: EngineConnection) -> _Death:
+        """Hand reports on until the engine ends. Returns why it ended."""
         self._heard = self._clock()
         killed_for: str | None = None
         # An EOFError says that it has ended, and that everything that it sent has been received. If
@@ -234,8 +268,14 @@ class SupervisedEngine:
         with contextlib.suppress(EOFError):
             killed_for = self._read_until_killed(connection)
             self._read_rest(connection)
-        status = connection.close()
-        return killed_for or _cause_of(status)
+        end = connection.close()
+        if killed_for is not None:
+            return _Death(killed_for, from_elsewhere=False, with_fork_server=False)
+        return _Death(
+            _cause_of(end.status),
+            from_elsewhere=end.is_from_elsewhere,
+            with_fork_server=end.with_fork_server,
+        )
 
     def _read_until_killed(self, connection: EngineConnection) -> str:
         """Hand reports on until there is a reason to kill the engine, and kill it. Returns the
@@ -268,6 +308,8 @@ class SupervisedEngine:
         if isinstance(message, StepBegun):
             self._rows = message.in_flight + message.new
             self._latest_rows = message.new
+        elif isinstance(message, Making):
+            self._making[message.kind] = message
         elif isinstance(message, StepReport):
             self._take_report(message)
 
@@ -292,13 +334,14 @@ class SupervisedEngine:
             logging.getLogger(message.logger).log(message.level, "%s", message.text)
         return message
 
-    def _expire(self, connection: EngineConnection, now: float) -> None:
+    def _expire(self, connection: EngineConnection | None, now: float) -> None:
         """End the requests that were cancelled or whose deadline is reached, if the engine cannot:
-        those that it has not got, and, if it is silent, all others, too."""
-        is_silent = now - self._heard > _SILENT_S
+        those that it has not got, and, if it is silent, all others, too. Without a ``connection``
+        no engine has got any."""
+        is_silent = connection is not None and now - self._heard > _SILENT_S
         with self._lock:
             events = self._journal.expire(now, engine_is_silent=is_silent)
-        if is_silent:
+        if connection is not None and is_silent:
             # The engine may have these requests. If it goes on after all, it must drop them.
             for event in events:
                 connection.send(Cancel(event.key))
@@ -326,52 +369,68 @@ class SupervisedEngine:
 
     # ------------------------------------------------------------------ another engine
 
-    def _replace(self, cause: str) -> None:
+    def _replace(self, death: _Death) -> None:
         """Start an engine in place of one that has died, and send it all open requests. Returns
         once one is loaded, or when this is stopped."""
         began = self._clock()
-        self._note_death(cause, began)
-        stays_up = len(self._deaths_without_step) < _MOST_DEATHS
-        # The first attempt is made at once. It usually succeeds, and no client notices.
-        is_up = stays_up and self._try_to_connect()
+        self._note_death(death, began)
         pauses = itertools.chain(_PAUSES_S, itertools.repeat(_PAUSES_S[-1]))
-        while not is_up:
-            if self._stopped.is_set():
+        if len(self._deaths_without_step) >= _MOST_DEATHS:
+            self._give_up(_DOES_NOT_STAY_UP)
+            self._pause(next(pauses))
+        # The first attempt is usually made at once. It usually succeeds, and no client notices.
+        while not self._stopped.is_set():
+            try:
+                self._connect(Start(self.config, self._tokenizer))
+                self._log_replaced(death.cause, self._clock() - began)
                 return
-            self._give_up("the engine does not stay up; it is being started again")
-            if self._stopped.wait(next(pauses)):
+            except _KilledError as error:
+                self._log_failed_start(error)
+                self._pause(_PAUSE_AFTER_KILL_S)
+            except Exception as error:
+                self._log_failed_start(error)
+                self._give_up(_DOES_NOT_STAY_UP)
+                self._pause(next(pauses))
+
+    def _pause(self, seconds: float) -> None:
+        """Wait for so long, or until this is stopped."""
+        end = self._clock() + seconds
+        while not self._stopped.wait(min(TICK_S, seconds)):
+            now = self._clock()
+            self._expire(None, now)
+            if now >= end:
                 return
-            is_up = self._try_to_connect()
-        self._log_replaced(cause, self._clock() - began)
 
-    def _try_to_connect(self) -> bool:
-        """Start an engine and load the model. Returns whether that succeeded."""
-        try:
-            self._connect(Start(self.config, self._tokenizer))
-        except Exception as error:
-            if not self._stopped.is_set():
-                _log.error("the engine could not be started again: %r", error)
-            return False
-        return True
-
-    def _note_death(self, cause: str, at: float) -> None:
+    def _note_death(self, death: _Death, at: float) -> None:
         """Count the death, and fail the request that is proved to have caused it."""
         with self._lock:
             self.health.up = False
             self._connection = None
-            failed = self._journal.note_death(self._rows)
+            if death.with_fork_server:
+                failed = self._journal.note_death([])  # nobody's fault: no request is in it
+            else:
+                failed = self._journal.note_death(
+                    self._rows,
+                    list(self._making.values()),
+                    from_elsewhere=death.from_elsewhere,
+                )
         self._rows = []
         self._latest_rows = []
+        self._making.clear()
         self._stats = StepStats(blocks_total=self.info.num_blocks)
-        self.health.restarts[cause] += 1
-        self.health.deaths.append(Death(at, cause))
+        self.health.restarts[death.cause] += 1
+        self.health.deaths.append(Death(at, death.cause))
         self._report(failed)
         if failed:
             self._deaths_without_step.clear()  # the request that caused them is gone
-            return
-        earliest = at - _DEATHS_WITHIN_S
-        recent = [death for death in self._deaths_without_step if death > earliest]
-        self._deaths_without_step = [*recent, at]
+        elif not death.from_elsewhere:
+            earliest = at - _DEATHS_WITHIN_S
+            recent = [before for before in self._deaths_without_step if before > earliest]
+            self._deaths_without_step = [*recent, at]
+
+    def _log_failed_start(self, error: Exception) -> None:
+        if not self._stopped.is_set():
+            _log.error("the engine could not be started again: %r", error)
 
     def _log_replaced(self, cause: str, seconds: float) -> None:
         with self._lock:
@@ -392,9 +451,16 @@ class SupervisedEngine:
     def _connect(self, start: Start) -> Ready:
         """Start a process and wait until it has loaded the model; then send it what is open.
         Raises LoadError."""
-        connection = EngineConnection(self._fork_server, start)
+        watch = LoadWatch(self.config.load_watchdog_s, self._clock())
+
+        def tick() -> None:
+            """Is called while the fork server gets ready."""
+            self._expire(None, self._clock())
+            self._check_load(watch)
+
+        connection = EngineConnection(self._fork_server, start, tick)
         try:
-            ready = self._wait_until_loaded(connection)
+            ready = self._wait_until_loaded(connection, watch)
         except BaseException:
             connection.close()
             raise
@@ -411,17 +477,29 @@ class SupervisedEngine:
                 self._refusal = None
         return ready
 
-    def _wait_until_loaded(self, connection: EngineConnection) -> Ready:
+    def _wait_until_loaded(self, connection: EngineConnection, watch: LoadWatch) -> Ready:
         while not self._stopped.is_set():
             try:
                 message = self._receive(connection)
             except EOFError:
-                raise LoadError(_how_a_load_ended(connection.close())) from None
+                raise _failed_load(connection.close()) from None
             if isinstance(message, Ready):
                 return message
             if isinstance(message, Refused):
                 raise _LOAD_ERRORS.get(message.kind, LoadError)(message.message)
+            if message is not None:
+                watch.note_message(self._clock())
+            self._check_load(watch)
         raise LoadError(UNLOADED)
+
+    def _check_load(self, watch: LoadWatch) -> None:
+        """Raise LoadError if the load hangs."""
+        if watch.hangs(self._fork_server.pid, self._clock()):
+            seconds = self.config.load_watchdog_s
+            raise LoadError(
+                f"the engine's process does not get on with loading the model for {seconds:g} s "
+                "(load_watchdog_s)"
+            )
 
 
 def _cause_of(status: int) -> str:
@@ -433,6 +511,8 @@ def _cause_of(status: int) -> str:
     return "failed"
 
 
-def _how_a_load_ended(status: int) -> str:
-    how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
-    return f"the engine's process ended while it loaded the model ({how})"
+def _failed_load(end: End) -> LoadError:
+    """The error for an engine's process that ended while it loaded the model."""
+    how = f"killed by signal {-end.status}" if end.status < 0 else f"exit status {end.status}"
+    text = f"the engine's process ended while it loaded the model ({how})"
+    return _KilledError(text) if end.is_from_elsewhere else LoadError(text)

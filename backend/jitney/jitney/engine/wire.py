@@ -50,22 +50,29 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
     message: str
 
 
-class RowRange(msgspec.Struct, frozen=True, array_like=True):
-    """A row of a step: positions [start, end) of a sequence."""
+class RowOwner(msgspec.Struct, frozen=True, array_like=True):
+    """The sequence of a step's row."""
 
     key: int
     index: int
-    start: int
-    end: int
 
 
 class StepBegun(msgspec.Struct, frozen=True, array_like=True, tag="begun"):
     """A step is about to be launched."""
 
-    in_flight: list[RowRange]
-    """The rows of the steps that are in flight already."""
-    new: list[RowRange]
-    """The rows of this step."""
+    in_flight: list[RowOwner]
+    """Of the steps that are in flight already."""
+    new: list[RowOwner]
+    """Of this step."""
+
+
+class Making(msgspec.Struct, frozen=True, array_like=True, tag="making"):
+    """A resource is about to be made."""
+
+    kind: str
+    """``Source.kind``. At most one resource of a kind is made at a time."""
+    keys: list[int]
+    """The requests that wait for it; empty: it has been made, or could not be."""
 
 
 class Logged(msgspec.Struct, frozen=True, array_like=True, tag="logged"):
@@ -77,7 +84,7 @@ class Logged(msgspec.Struct, frozen=True, array_like=True, tag="logged"):
 
 
 ToEngine = Start | Submit | Finish | Cancel | Stop
-ToFront = Ready | Refused | StepBegun | StepReport | Logged
+ToFront = Ready | Refused | StepBegun | Making | StepReport | Logged
 
 
 class Frames(Generic[T]):

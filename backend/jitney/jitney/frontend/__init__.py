@@ -8,8 +8,8 @@ Threads of one model instance. An exception in one of them is counted
 thread             owns                              may block on
 =================  ================================  =========================================
 the stub's         parsing of new requests           nothing of ours
-encoders           two for short prompts, one for    the process that checks grammars
-                   long ones, one for new grammars
+encoders           two for short prompts, one for    the processes that check grammars
+                   long ones, two for new grammars
 engine             the supervisor: the engine's      the engine's socket; the responder, while
                    process, its journal              64 reports wait
 engine's writer    what goes to the engine           the engine's socket

@@ -19,14 +19,16 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from jitney.engine.grammar_check import GrammarChecker
+from jitney.engine.grammar_check import NUM_PROCESSES, GrammarChecker
 from jitney.engine.handle import EngineHandle
 from jitney.errors import InternalError, InvalidArgumentError, JitneyError, UnavailableError
 from jitney.frontend.channel import Arrival, Channel, sweep
+from jitney.frontend.fair_pool import FairPool
 from jitney.frontend.metrics import ModelMetrics
 from jitney.frontend.protocol import ClientRequest, ResponseWriter, parse_request
 from jitney.frontend.replies import Reply
@@ -97,10 +99,10 @@ class Service:
         self._logprobs = LogprobsEncoder(tokenizer.token_text)
         self._short = ThreadPoolExecutor(2, "jitney-encode")
         self._long = ThreadPoolExecutor(1, "jitney-encode-long")
-        # The check of a new grammar can take seconds. In this thread it delays only requests that
-        # have a new grammar too.
-        self._new_grammars = ThreadPoolExecutor(1, "jitney-encode-grammar")
-        # The process that checks grammars reads this line before any other.
+        # The check of a new grammar can take seconds. In these threads it delays only requests that
+        # have a new grammar too, and those of others by one check at most.
+        self._new_grammars = FairPool(NUM_PROCESSES, "jitney-encode-grammar")
+        # A process that checks grammars reads this line before any other.
         first_line = checker_first_line(tokenizer.data, info, config)
         self._grammars = GrammarChecker(config, CHECKER_MODULE, first_line)
         self._tier_names = [tier.name for tier in config.tiers]
@@ -173,7 +175,7 @@ class Service:
         self._check_size(request)
         size = request.prompt_bytes + REQUEST_BYTES
         self._check_open_bytes(size)
-        encoders = self._encoders_for(request)
+        submit = self._encoders_for(request)
         tier = None
         if self._tier_names:
             index = self._config.tier_of(params.tier)
@@ -192,7 +194,7 @@ class Service:
         self._responder.add(arrival)
         self._watched.put(arrival)
         try:
-            encoders.submit(self._encode, request, arrival)
+            submit(partial(self._encode, request, arrival))
         except RuntimeError:  # the pool was shut down by close(), or no thread can be started
             reason = self._refusal or "the prompt cannot be encoded now"
             self._responder.abort(arrival.key, UnavailableError(reason))
@@ -219,15 +221,17 @@ class Service:
                 f"{MAX_OPEN_BYTES:,} may be open"
             )
 
-    def _encoders_for(self, request: ClientRequest) -> ThreadPoolExecutor:
-        """The threads that are to encode this request. Slow requests have threads of their own, so
-        that they delay no quick one."""
-        structured = request.params.structured_outputs
+    def _encoders_for(self, request: ClientRequest) -> Callable[[Callable[[], None]], object]:
+        """What hands a call to the threads that are to encode this request. Slow requests have
+        threads of their own, so that they delay no quick one."""
+        params = request.params
+        structured = params.structured_outputs
         if structured is not None and not self._grammars.knows(structured):
-            return self._new_grammars
+            # Requests of one salt are of one tenant, as far as the engine knows.
+            return partial(self._new_grammars.submit, params.cache_salt or "")
         if len(request.prompt) > SHORT_PROMPT:
-            return self._long
-        return self._short
+            return self._long.submit
+        return self._short.submit
 
     # ------------------------------------------------------------------ threads that encode
 
@@ -314,8 +318,9 @@ class Service:
     def close(self) -> None:
         """End every thread, in bounded time. Requests that are still open end with an error."""
         self._refusal = "the model is being unloaded"
-        for encoders in (self._short, self._long, self._new_grammars):
+        for encoders in (self._short, self._long):
             encoders.shutdown(wait=False, cancel_futures=True)
+        self._new_grammars.shutdown()
         self._grammars.close()
         # The engine ends before the responder: what finishes in its last report is answered.
         self._engine.stop()

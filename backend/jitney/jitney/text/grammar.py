@@ -84,7 +84,8 @@ def _grammar(name: str, value: Any, field: str) -> str:
             return LLMatcher.grammar_from_regex(value)
         case "choice":
             choices = " | ".join(json.dumps(each, ensure_ascii=False) for each in value)
-            return LLMatcher.grammar_from_lark(f"start: {choices}")
+            # A terminal: as alternatives of a rule, only 2,000 are taken.
+            return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
     return LLMatcher.grammar_from_lark(_with_checked_schemas(value, field))
 
 

@@ -17,7 +17,7 @@ its first token (``ttft_ms``), running sequences of lower tiers are preempted fo
 
 import itertools
 from bisect import insort
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
 
 from jitney.config import EngineConfig
@@ -57,8 +57,9 @@ class TierAdmission:
         self._queues: list[list[Sequence]] = [[] for _ in tiers]
         # By tier: key of a queued request -> how many sequences it has.
         self._queued: list[dict[int, int]] = [{} for _ in tiers]
-        # Arrival and key of the requests that may become overdue, as they were queued.
-        self._may_be_overdue: list[deque[tuple[float, int]]] = [deque() for _ in tiers]
+        # By tier: key -> arrival of the queued requests that may become overdue, as they were
+        # queued.
+        self._may_be_overdue: list[dict[int, float]] = [{} for _ in tiers]
         # Whether the last step left any sequences of the tier waiting.
         self._left_waiting = [False] * len(tiers)
         self._now = 0.0  # of the last plan
@@ -98,10 +99,12 @@ class TierAdmission:
         tier = self._tier_of(message)
         self._queued[tier][message.key] = message.params.n
         if tier > 0:  # the first tier does not age
-            self._may_be_overdue[tier].append((message.arrival, message.key))
+            self._may_be_overdue[tier][message.key] = message.arrival
 
     def count_dequeued(self, message: Submit) -> None:
-        del self._queued[self._tier_of(message)][message.key]
+        tier = self._tier_of(message)
+        del self._queued[tier][message.key]
+        self._may_be_overdue[tier].pop(message.key, None)
 
     @property
     def num_queued(self) -> int:
@@ -319,12 +322,11 @@ class TierAdmission:
         option ``aging_s`` alone."""
         for tier, requests in enumerate(self._may_be_overdue):
             while requests:
-                arrival, key = requests[0]
-                if self._now - arrival <= self._aging_s[tier]:
+                first = next(iter(requests))
+                if self._now - requests[first] <= self._aging_s[tier]:
                     break
-                requests.popleft()
-                if key in self._queued[tier]:
-                    self._overdue[tier] += 1
+                del requests[first]
+                self._overdue[tier] += 1
 
     def stats(self, running: list[Sequence], held_back: list[int]) -> list[TierStats]:
         num_running = Counter(sequence.request.tier for sequence in running)

@@ -1,0 +1,51 @@
+"""Whether a load gets on: by messages, and by what its processes compute."""
+
+import subprocess
+import sys
+
+import pytest
+from jitney.engine import load_watch
+from jitney.engine.load_watch import LoadWatch, ticks_of_all
+
+
+def test_a_load_without_progress_hangs() -> None:
+    watch = LoadWatch(most_s=5.0, now=100.0)
+    assert not watch.hangs(None, 105.0)
+    assert watch.hangs(None, 105.1)
+    watch.note_message(105.0)
+    assert not watch.hangs(None, 110.0)
+    assert watch.hangs(None, 110.1)
+
+
+def test_what_computes_gets_on_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten times as long as what does nothing."""
+    ticks = iter(range(1000))
+    monkeypatch.setattr(load_watch, "ticks_of_all", lambda pid: next(ticks))
+    watch = LoadWatch(most_s=5.0, now=0.0)
+    for second in range(51):
+        assert not watch.hangs(1, float(second))
+    assert watch.hangs(1, 51.0)
+    watch.note_message(51.0)
+    assert not watch.hangs(1, 52.0)
+
+
+SCRIPT = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+print("on", flush=True)
+time.sleep(3600)
+"""
+
+
+def test_what_a_child_computes_counts() -> None:
+    with subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE) as parent:
+        try:
+            assert parent.stdout is not None
+            assert parent.stdout.readline() == b"on\n"
+            before = ticks_of_all(parent.pid)
+            assert any(ticks_of_all(parent.pid) > before for _ in range(100_000))
+            (child,) = load_watch.children_of(parent.pid)
+            subprocess.run(["kill", "-9", str(child)], check=True)
+        finally:
+            parent.kill()
+    assert ticks_of_all(parent.pid) == 0, "it has ended"
