@@ -181,7 +181,14 @@ def test_an_exception_in_a_thread_of_the_front(
         reply = stream(server.grpc_url, MODEL, input_ids=[5], sampling_parameters=sampling(1))
         assert reply.responses == []
         assert reply.error == "INTERNAL: the request could not be taken in"
-    wait_until(lambda: not (folder / thread).exists())
+
+    def has_raised() -> bool:
+        # If the stream has ended by now, the responder has nothing to do without this.
+        reply = stream(server.grpc_url, MODEL, input_ids=[5], sampling_parameters=sampling(1))
+        assert len(reply.text) == 1
+        return not (folder / thread).exists()
+
+    wait_until(has_raised)
     wait_until(lambda: value(server, "jitney_thread_errors_total") == errors + 1)
     assert server.log_file is not None
     assert "as the test wants it" in server.log_file.read_text(encoding="utf-8")
