@@ -129,7 +129,7 @@ ADMISSION_FAULTS: dict[str, tuple[str, ...]] = {
         "policy/tiers", "return len(of_tier) >= self._most_running(request.tier)", "return False",
     ),
     "a tier's cap is ignored": (
-        "policy/tiers", "return cap - self._admitted(running)[tier] >=", "return 9 >=",
+        "policy/tiers", "return cap - self.admitted(running)[tier] >=", "return 9 >=",
     ),
     "a full tier holds up the others": (
         "policy/tiers", "if not self._is_within_cap(sequence, running):", "if False:",
@@ -145,19 +145,19 @@ ADMISSION_FAULTS: dict[str, tuple[str, ...]] = {
         "given_up[block] == self._kv.num_references(block)",
         "self._kv.num_references(block)",
     ),
-    "who makes way frees hits twice": ("policy/tiers", "set(freed) - kept", "freed"),
+    "who makes way frees hits twice": ("policy/making_way", "set(freed) - kept", "freed"),
     "a waiting request has no hits": (
-        "policy/tiers", "kept = set(hits)", "kept = set[int]()",
+        "policy/making_way", "kept = set(hits)", "kept = set[int]()",
     ),
     "forks beyond a cap make way for others": (
         "policy/tiers", "if cap is not None:", "if False:",
     ),
-    "nobody makes way": ("policy/tiers", "victims.append(sequence)", "pass"),
+    "nobody makes way": ("policy/making_way", "victims.append(sequence)", "pass"),
     "an old request makes way": (
         "policy/tiers", "if order(sequence) < order(urgent):", "if False:",
     ),
     "bulk makes way without a target": (
-        "policy/tiers", "tiers[tier].ttft_ms is None", "tiers[tier].name is None",
+        "policy/tiers", "tiers[tier].ttft_ms is not None", "tiers[tier].name",
     ),
     "a step ahead delays an urgent prompt": (
         "plan", "urgent is not None and self._to_preempt(urgent)", "False",

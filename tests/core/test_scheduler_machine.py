@@ -111,6 +111,7 @@ class Traffic(RuleBasedStateMachine):
         foresight=st.sampled_from([0.5, 0.9, 1.0]),
         asks=st.booleans(),
         tiers=st.sampled_from([0, 0, 2, 3]),
+        priority_preempts=st.sampled_from([False, False, True]),
         seconds=st.tuples(
             st.sampled_from([None, 1, 9, 30]),
             st.sampled_from([None, 1, 3, 6, 12]),

@@ -153,6 +153,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     min_priority: Annotated[int, Meta(ge=-1000, le=0)] = -1000
     """Most urgent ``priority`` that a request may ask for. 0: no request is more urgent than those
     that name no priority."""
+    priority_preempts: bool = False
+    """With ``eviction: preempt``: a request that waits preempts running ones of a lower priority,
+    unless these have aged so far that they come before it. Without it, ``priority`` decides only
+    who is admitted next."""
     tiers: tuple[TierConfig, ...] = ()
     """Kinds of requests, the most urgent first, with targets and limits of their own: a list of
     objects, see [tiers](tiers.md)."""

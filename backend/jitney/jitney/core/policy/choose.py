@@ -6,6 +6,7 @@ from jitney.config import EngineConfig
 from jitney.core.kv_cache import KvCache
 from jitney.core.policy.cost import StepCost
 from jitney.core.policy.plain import ByRank, NoCosts, NoDrafts, NoLimits
+from jitney.core.policy.priorities import PriorityAdmission
 from jitney.core.policy.seam import Admission, DraftPolicy, Policies, StepLimits
 from jitney.core.policy.speculation import Speculation
 from jitney.core.policy.tier_limits import TierLimits
@@ -20,6 +21,8 @@ def choose_policies(
     speculation = config.speculation
     tiers = config.tiers
     admission: Admission = ByRank(max_running, config.max_queued)
+    if config.priority_preempts:
+        admission = PriorityAdmission(max_running, config.max_queued, kv, watermark)
     limits: StepLimits = NoLimits()
     drafts: DraftPolicy = NoDrafts()
     if speculation is None and not tiers:

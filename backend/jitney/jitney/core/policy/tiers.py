@@ -21,7 +21,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 from jitney.config import EngineConfig
-from jitney.core.kv_cache import KvCache, WouldFree
+from jitney.core.kv_cache import KvCache
+from jitney.core.policy.making_way import choose_victims
+from jitney.core.policy.priorities import is_preempted_for
 from jitney.core.policy.queue_limit import FreeSlots, check_queue_limit
 from jitney.core.policy.seam import TierTerms
 from jitney.core.request import Request, Sequence, order, remove_ordered
@@ -158,29 +160,29 @@ class TierAdmission:
         cap = self._caps[tier]
         if cap is None:
             return True
-        return cap - self._admitted(running)[tier] >= sequence.request.slots_needed
+        return cap - self.admitted(running)[tier] >= sequence.request.slots_needed
 
     # ------------------------------------------------------------------ running sequences
 
     def num_free_slots(self, running: list[Sequence]) -> int:
-        return self.max_running - self._num_counted(self._admitted(running))
+        return self.max_running - self.num_counted(self.admitted(running))
 
     def num_forks_due(self, running: list[Sequence]) -> int:
-        # A tier never runs more sequences than its cap, so `_num_counted` leaves out forks only.
+        # A tier never runs more sequences than its cap, so `num_counted` leaves out forks only.
         # Without the running sequences, the forks that count are left.
-        return self._num_counted(self._admitted(running)) - len(running)
+        return self.num_counted(self.admitted(running)) - len(running)
 
     def _free_slots(self, counting: range, running: list[Sequence]) -> FreeSlots:
         """How many more sequences may be admitted, in all and of each of these tiers."""
-        admitted = self._admitted(running)
-        total = self.max_running - self._num_counted(admitted)
+        admitted = self.admitted(running)
+        total = self.max_running - self.num_counted(admitted)
         of_tier = []
         for tier in counting:
             cap = self._caps[tier]
             of_tier.append(total if cap is None else cap - admitted[tier])
         return FreeSlots(total, of_tier)
 
-    def _admitted(self, running: list[Sequence]) -> list[int]:
+    def admitted(self, running: list[Sequence]) -> list[int]:
         """By tier: its running sequences, and the forks that their requests have yet to make."""
         admitted = [0] * len(self._caps)
         for sequence in running:
@@ -188,7 +190,7 @@ class TierAdmission:
             admitted[request.tier] += 1 + request.num_forks_due
         return admitted
 
-    def _num_counted(self, admitted: list[int]) -> int:
+    def num_counted(self, admitted: list[int]) -> int:
         """How many of the ``admitted`` sequences count towards ``max_running``. Forks beyond the
         cap of their tier do not count: they will wait, and keep no other sequence from running. A
         tier without a cap counts in full, so the sum may exceed ``max_running``."""
@@ -255,7 +257,7 @@ class TierAdmission:
 
     def urgent(self, running: list[Sequence]) -> Sequence | None:
         """The first to be admitted, if a running sequence of a lower tier comes after it in
-        order."""
+        order, or one of its own tier that makes way by priority."""
         first = self.first(running)
         if first is None:
             return None
@@ -266,50 +268,41 @@ class TierAdmission:
             is_lower = sequence.request.tier > first.request.tier
             if is_lower and order(sequence) > order(first):
                 return first
+            if self._makes_way_by_priority(sequence, first):
+                return first
         return None
 
     def to_preempt(
         self, urgent: Sequence, hits: list[int], running: list[Sequence]
     ) -> list[Sequence]:
-        tier = urgent.request.tier
-        if self._config.tiers[tier].ttft_ms is None:
-            return []
-        kept = set(hits)
-        needed = self._kv.blocks_for(urgent.num_tokens) - len(kept)
-        free = self._kv.num_available_without(kept)
-        admitted = self._admitted(running)
-        if self._fits(needed, free, admitted, anything_runs=bool(running)):
-            return []  # it needs no preemption
-        would_free = WouldFree(self._kv)
-        victims: list[Sequence] = []
-        for sequence in self._lower_than(urgent, running):
-            victims.append(sequence)
-            request = sequence.request
-            admitted[request.tier] -= 1 + request.num_forks_due
-            freed = would_free.give_up(sequence.table)
-            # The urgent sequence begins with its hits. So a hit is not free for its other tokens.
-            free += len(set(freed) - kept)
-            anything_runs = len(victims) < len(running)
-            if self._fits(needed, free, admitted, anything_runs=anything_runs):
-                return victims
-        return []  # not even all of them would do
+        return choose_victims(
+            urgent,
+            hits,
+            self._candidates(urgent, running),
+            num_running=len(running),
+            places=_Places(self, running),
+            kv=self._kv,
+            watermark=self._watermark,
+        )
 
-    def _lower_than(self, urgent: Sequence, running: list[Sequence]) -> Iterator[Sequence]:
-        """The running sequences of lower tiers that also come after ``urgent`` in order, the last
-        one first."""
+    def _candidates(self, urgent: Sequence, running: list[Sequence]) -> Iterator[Sequence]:
+        """The running sequences that make way for ``urgent`` and come after it in order, the last
+        one first: those of lower tiers if its tier has a target for its first token, and with
+        ``priority_preempts`` those of its own tier that have a lower priority."""
+        tier = urgent.request.tier
         for sequence in reversed(running):
             if order(sequence) < order(urgent):
                 return  # it comes before the urgent one, and so do all that are left
-            if sequence.request.tier > urgent.request.tier:
+            if sequence.request.tier > tier:
+                if self._config.tiers[tier].ttft_ms is not None:
+                    yield sequence
+            elif self._makes_way_by_priority(sequence, urgent):
                 yield sequence
 
-    def _fits(self, needed: int, free: int, admitted: list[int], *, anything_runs: bool) -> bool:
-        """Whether a sequence can run that needs so many blocks, if ``free`` are free, and if these
-        sequences of each tier are ``admitted``. If nothing else runs, no blocks must stay free."""
-        if self._num_counted(admitted) >= self.max_running:
+    def _makes_way_by_priority(self, sequence: Sequence, urgent: Sequence) -> bool:
+        if not self._config.priority_preempts or sequence.request.tier != urgent.request.tier:
             return False
-        spare = self._watermark if anything_runs else 0
-        return free >= needed + spare
+        return is_preempted_for(sequence, urgent)
 
     # ------------------------------------------------------------------ reports
 
@@ -347,3 +340,18 @@ class TierAdmission:
 
     def reset_counts(self) -> None:
         self._overdue = [0] * len(self._overdue)
+
+
+class _Places:
+    """The places of all tiers, for ``choose_victims``."""
+
+    def __init__(self, admission: TierAdmission, running: list[Sequence]) -> None:
+        self._admission = admission
+        self._admitted = admission.admitted(running)
+
+    def give_up(self, sequence: Sequence) -> None:
+        request = sequence.request
+        self._admitted[request.tier] -= 1 + request.num_forks_due
+
+    def any_is_free(self) -> bool:
+        return self._admission.num_counted(self._admitted) < self._admission.max_running
