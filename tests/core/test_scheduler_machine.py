@@ -143,6 +143,8 @@ class Traffic(RuleBasedStateMachine):
         options |= {"model": "fake", "block_size": block_size, "aging_s": 1.0}
         speculation = {"drafter": "draft_model", "model": "m"} if asks else {}
         speculation["max_drafts"] = drafts
+        # The clock jumps by hours, while adapters are loaded when the test wants it.
+        options["load_watchdog_s"] = 86_400
         config = make_config(options | {"speculation": speculation if drafts else None})
         self.loading: list[Callable[[], None]] = []
         pool = AdapterPool(lambda name: LowRank(name, {}), lambda name: (), most=room, aging_s=1.0)

@@ -99,17 +99,17 @@ def test_a_check_that_takes_too_long_ends_its_process() -> None:
 def test_refusals_are_kept_too() -> None:
     """Else a client could have the same endless check made again and again."""
     one = checker(grammar_timeout_s=1.0)
-    refusals: list[InvalidArgumentError] = []
-    for wanted in (ENDLESS, StructuredOutputs(regex=""), ENDLESS, StructuredOutputs(regex="")):
-        before = one._processes[-1]._process
+    texts: list[str] = []
+    for wanted in (ENDLESS, StructuredOutputs(regex="")):
         with pytest.raises(InvalidArgumentError) as caught:
             one.check(wanted)
-        refusals.append(caught.value)
-        if len(refusals) > 2:
-            assert one._processes[-1]._process is before, "it is checked again"
-    assert [str(each) for each in refusals[:2]] == [str(each) for each in refusals[2:]]
-    assert one.knows(ENDLESS)
-    one.close()
+        texts.append(str(caught.value))
+        assert one.knows(wanted)
+    one.close()  # from now on nothing is checked
+    for wanted, text in zip((ENDLESS, StructuredOutputs(regex="")), texts, strict=True):
+        with pytest.raises(InvalidArgumentError) as caught:
+            one.check(wanted)
+        assert str(caught.value) == text
 
 
 def test_a_check_that_takes_long_holds_up_no_other() -> None:
@@ -243,8 +243,39 @@ for _ in range(200):
     print(end="x", flush=True)
 """
     one = checker_of(program, tmp_path, monkeypatch)
-    with pytest.raises(InvalidArgumentError, match="more than 1 s"):
+    with pytest.raises(UnavailableError, match="its check was stopped"):
         one.check(StructuredOutputs(regex="a"))
+    assert not one.knows(StructuredOutputs(regex="a"))
+    one.close()
+
+
+def test_a_check_that_is_killed_from_outside_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That says nothing about the grammar. Each time the first process is killed in its check."""
+    program = f"""
+import os, pathlib, signal, sys
+print(flush=True)
+sys.stdin.readline()
+seen = pathlib.Path({str(tmp_path / "seen")!r})
+if not seen.exists():
+    seen.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+print('{{"grammar": "fine"}}', flush=True)
+"""
+    one = checker_of(program, tmp_path, monkeypatch, setup=b"")
+    assert one.check(StructuredOutputs(regex="a")) == "fine"
+    one.close()
+
+
+def test_a_check_that_ends_its_process_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = "import os, sys\nprint(flush=True)\nsys.stdin.readline()\nos.abort()\n"
+    one = checker_of(program, tmp_path, monkeypatch, setup=b"")
+    for _ in range(2):
+        with pytest.raises(InvalidArgumentError, match="too complex"):
+            one.check(StructuredOutputs(regex="a"))
     one.close()
 
 

@@ -37,8 +37,9 @@ BLOCK = 4
 class Mortal:
     """An engine that is replaced whenever :meth:`crash` says so; what a client has got so far."""
 
-    def __init__(self, num_blocks: int = 64, **options: Any) -> None:
+    def __init__(self, num_blocks: int = 64, overlap: bool = False, **options: Any) -> None:
         self.num_blocks = num_blocks
+        self.overlap = overlap
         self.config = make_config({"model": "fake", "block_size": BLOCK, **options})
         self.journal = Journal()
         self.now = 0.0
@@ -51,7 +52,7 @@ class Mortal:
         self.engine = self.make()
 
     def make(self) -> Engine:
-        runner = FakeRunner(num_blocks=self.num_blocks, block_size=BLOCK)
+        runner = FakeRunner(num_blocks=self.num_blocks, block_size=BLOCK, overlap=self.overlap)
         engine = Engine(self.config, runner, lambda: self.now, self.note, FakeGrammar)
         return make_at_once(engine)
 
@@ -459,7 +460,7 @@ def test_who_has_something_made_is_at_work_too() -> None:
     journal = Journal()
     for key, grammar in enumerate(("bad", "good", "bad", "")):
         journal.note_message(msgspec.structs.replace(submit_of(key), grammar=grammar))
-    making = Making("grammar", [0])
+    making = Making(0, "grammar", [0])
     for _ in range(2):
         assert len(journal.take_unsent()) == 4
         assert journal.note_death([], [making]) == []
@@ -478,7 +479,7 @@ def test_an_adapter_that_ends_engines_is_found_beside_running_requests() -> None
     names_it = submit_of(1, lora_name="deadly")
     for submit in (runs, names_it):
         journal.note_message(submit)
-    making = [Making("adapter", [1])]
+    making = [Making(0, "adapter", [1])]
     failed: list[Failed] = []
     for _ in range(20):
         sent = [message.key for message in journal.take_unsent()]
@@ -495,11 +496,52 @@ def test_an_adapter_that_ends_engines_is_found_beside_running_requests() -> None
     assert [one.key for one in failed] == [1]
 
 
+def test_a_sequence_that_has_ended_is_not_blamed() -> None:
+    """With overlap, the step in flight may have a row of it."""
+    journal = Journal()
+    journal.note_message(submit_of(0, n=2, max_tokens=1000))
+    journal.note_message(submit_of(1, max_tokens=1000))
+    for _ in range(2):
+        journal.take_unsent()
+        ended = Tokens(key=0, index=0, ids=[7], finish_reason="stop")
+        journal.note_report(StepReport([ended], StepStats()), 1.0)
+        assert journal.note_death([RowOwner(0, 0), RowOwner(0, 1)]) == []
+    assert [message.key for message in journal.take_unsent()] == [0]
+    for _ in range(2):
+        journal.note_report(StepReport([Tokens(key=0, index=1, ids=[7])], StepStats()), 1.0)
+    assert [message.key for message in journal.take_unsent()] == [1]
+
+
+def test_a_token_proves_that_the_resources_were_there() -> None:
+    """Of whichever sequence."""
+    journal = Journal()
+    journal.note_message(submit_of(0, n=100, max_tokens=1000))
+    journal.note_message(submit_of(1, max_tokens=1000))
+    for _ in range(2):
+        assert journal.note_death([], [Making(0, "grammar", [0])]) == []
+    assert [message.key for message in journal.take_unsent()] == [0]
+    journal.note_report(StepReport([Tokens(key=0, index=0, ids=[7])], StepStats()), 1.0)
+    assert [message.key for message in journal.take_unsent()] == [1]
+
+
+def test_others_fail_with_it_only_if_the_resource_was_at_fault_each_time() -> None:
+    journal = Journal()
+    for key in range(3):
+        journal.note_message(msgspec.structs.replace(submit_of(key), grammar="shared"))
+    making = [Making(0, "grammar", [0])]
+    for _ in range(3):
+        assert journal.note_death([RowOwner(0, 0)]) == []
+    (failed,) = journal.note_death([], making)
+    assert failed.key == 0
+    assert "this request ended the engine 4 times" in failed.message
+
+
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_hundred_random_kills_fail_nobody(seed: int) -> None:
+def test_a_hundred_random_kills_fail_nobody(seed: int, overlap: bool) -> None:
     rng = random.Random(seed)
-    house = Mortal(num_blocks=96, max_num_seqs=8, max_num_batched_tokens=16)
-    submits = [submit_of(key, [key] * 20, max_tokens=200) for key in range(8)]
+    house = Mortal(num_blocks=192, overlap=overlap, max_num_seqs=8, max_num_batched_tokens=16)
+    submits = [submit_of(key, [key] * 20, n=1 + key % 2, max_tokens=200) for key in range(8)]
     for submit in submits:
         house.send(submit)
     for _ in range(100):
@@ -509,7 +551,8 @@ def test_a_hundred_random_kills_fail_nobody(seed: int) -> None:
         assert house.crash() == []
     house.drain()
     for submit in submits:
-        assert house.streams[submit.key, 0] == solo_stream(submit)
+        for index in range(submit.params.n):
+            assert house.streams[submit.key, index] == solo_stream(submit, index)
 
 
 def test_an_ended_suspect_lets_the_others_in() -> None:

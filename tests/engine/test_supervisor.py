@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+from jitney.engine import fork_server as fork_server_module
 from jitney.engine import process, supervisor
 from jitney.engine.engine import Engine
 from jitney.engine.supervisor import SupervisedEngine
@@ -190,7 +191,8 @@ def test_a_lost_device_is_a_death_too(make_front: Callable[..., Front]) -> None:
     assert isinstance(end, Failed)
     assert end.code == "INTERNAL"
     # Twice among others, at most once beside those that were proved innocent, twice alone.
-    assert front.engine.health.restarts["device_lost"] == front.engine.health.restarts.total() <= 5
+    assert front.engine.health.restarts.keys() == {"device_lost"}
+    assert 4 <= front.engine.health.restarts.total() <= 5
 
 
 def test_who_kills_every_engine_is_failed_and_nobody_else(
@@ -237,21 +239,77 @@ def test_the_fork_server_may_die_too(make_front: Callable[..., Front]) -> None:
     assert front.engine.health.restarts == {"killed": 1}
 
 
+def newest_process(front: Front, victim: str) -> int | None:
+    """The fork server or, once it is forked, its engine: also while a model is loaded."""
+    fork_server = front.engine._fork_server.pid
+    if victim == "fork server":
+        return fork_server
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(fork_server).children():
+            return child.pid
+    return None
+
+
 @pytest.mark.parametrize("victim", ["engine", "fork server"])
-def test_twenty_random_kills_fail_nobody(make_front: Callable[..., Front], victim: str) -> None:
-    """Each within a second of a start, many while a model is loaded or before a step is over."""
+def test_twenty_random_kills_fail_nobody(
+    make_front: Callable[..., Front], monkeypatch: pytest.MonkeyPatch, victim: str
+) -> None:
+    """Each soon after a start, many while a model is loaded or before a step is over."""
+    monkeypatch.setattr(supervisor, "_PAUSES_AFTER_KILLS_S", (0.05,))
     rng = random.Random(victim)
     front = make_front()
-    keys = [front.submit(key, max_tokens=600) for key in range(8)]
-    for _ in range(20):
+    killed: set[int] = set()
+    while len(killed) < 20:
+        while len(front.submits) - len(front.ends) < 8:
+            front.submit(len(front.submits) % 40, max_tokens=400)
         end = time.monotonic() + rng.uniform(0.0, 0.3)
         front.read_until(lambda: time.monotonic() > end)  # noqa: B023
-        pid = front.engine._fork_server.pid if victim == "fork server" else front.engine.pid
-        if pid is not None:
+        pid = newest_process(front, victim)
+        if pid is not None and pid not in killed:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-    front.finish(*keys)
+                killed.add(pid)
+    front.finish(*front.submits)
     assert front.engine._refusal is None
+
+
+@pytest.mark.parametrize("phase", ["the engine ends", "an engine is to be forked"])
+def test_a_fork_server_that_is_stopped_is_given_up(
+    make_front: Callable[..., Front], monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    """Deadlines hold meanwhile, and requests go on with another one."""
+    monkeypatch.setattr(fork_server_module, "_MOST_ENDING_S", 2.0)
+    front = make_front()
+    front.engine.config = msgspec.structs.replace(front.engine.config, load_watchdog_s=2.0)
+    goes_on = front.submit(1, max_tokens=300)
+    front.read_until(lambda: front.has(goes_on, 5))
+    stopped = fork_server_of(front)
+    if phase == "the engine ends":
+        stopped.suspend()
+        front.kill()
+    else:
+        # It reports the engine's end, and is stopped before it forks the next one.
+        fork = fork_server_module.ForkServer.fork
+
+        def fork_once_stopped(self: Any, tick: Any) -> Any:
+            monkeypatch.setattr(fork_server_module.ForkServer, "fork", fork)
+            stopped.suspend()
+            return fork(self, tick)
+
+        monkeypatch.setattr(fork_server_module.ForkServer, "fork", fork_once_stopped)
+        front.kill()
+    late = front.submit(2, deadline=time.monotonic() + 0.2)
+    front.read_until(lambda: late in front.ends)
+    assert not front.engine.health.up
+    end = front.ends[late]
+    assert isinstance(end, Failed)
+    assert end.code == "DEADLINE_EXCEEDED"
+    if phase == "the engine ends":
+        front.finish(goes_on)
+    else:  # a load that hangs ends what is open
+        front.read_until(lambda: goes_on in front.ends)
+        front.read_until(lambda: front.engine.health.up)
+        front.finish(front.submit(3))
 
 
 def test_a_grammar_that_ends_engines_is_found(make_front: Callable[..., Front]) -> None:
@@ -272,7 +330,7 @@ def test_a_grammar_that_ends_engines_is_found(make_front: Callable[..., Front]) 
 
 def test_an_engine_that_waits_for_a_resource_is_not_hung(make_front: Callable[..., Front]) -> None:
     """Although its only request waits for longer than the watchdog does."""
-    front = make_front(watchdog_s=2.5)
+    front = make_front(watchdog_s=3.5)
     front.finish(front.submit(1, grammar=SLOW_GRAMMAR))
     assert not front.engine.health.restarts
 
@@ -280,13 +338,13 @@ def test_an_engine_that_waits_for_a_resource_is_not_hung(make_front: Callable[..
 def test_a_resource_that_is_never_there_ends_its_request_alone(
     make_front: Callable[..., Front],
 ) -> None:
-    """And holds up nobody: the next grammar is compiled."""
-    front = make_front(load_watchdog_s=2.0)
+    """And holds up nobody for long: meanwhile the next grammar is compiled."""
+    front = make_front(load_watchdog_s=8.0)
     stuck = front.submit(1, grammar=HANGING_GRAMMAR)
     good = front.submit(2, grammar="0,2:6")
     front.finish(front.submit(3), good)
     front.read_until(lambda: stuck in front.ends)
-    said = "the grammar was not there after 2 s (load_watchdog_s)"
+    said = "the grammar was not there after 8 s (load_watchdog_s)"
     assert front.ends[stuck] == Failed(stuck, "UNAVAILABLE", said)
     assert not front.engine.health.restarts
 
@@ -429,11 +487,11 @@ def test_an_engine_that_does_not_come_back(make_front: Callable[..., Front]) -> 
 
 def test_a_load_that_hangs_is_given_up_and_tried_again(make_front: Callable[..., Front]) -> None:
     """Open requests end as UNAVAILABLE; once a later attempt succeeds, all is well."""
-    front = make_front(load_watchdog_s=1.5)
+    front = make_front()
     key = front.submit(1, max_tokens=900)
     front.read_until(lambda: front.has(key, 5))
     good = front.engine.config
-    front.engine.config = msgspec.structs.replace(good, model="hangs")
+    front.engine.config = msgspec.structs.replace(good, model="hangs", load_watchdog_s=1.5)
     front.kill()
     late = front.submit(2, deadline=time.monotonic() + 0.2)
     front.read_until(lambda: late in front.ends)

@@ -72,20 +72,31 @@ def test_an_owner_has_one_call_at_a_time(calls: Calls) -> None:
     pool.shutdown()
 
 
+class Panic(BaseException):
+    """As native code raises."""
+
+
 def test_a_call_that_fails_holds_up_nobody(calls: Calls) -> None:
+    def panic() -> None:
+        raise Panic
+
     pool = FairPool(1, "test")
     pool.submit("a", lambda: 1 / 0)
+    pool.submit("a", panic)
     submit(pool, calls, "a1")
     calls.wait_for(1)
     pool.shutdown()
 
 
 def test_after_the_shutdown_nothing_is_taken_or_begun(calls: Calls) -> None:
-    pool = FairPool(1, "test")
+    pool = FairPool(1, "at-shutdown")
     submit(pool, calls, "a1", "a2", "b1")
     calls.wait_for(1)
     pool.shutdown()
     with pytest.raises(RuntimeError, match="shut down"):
         submit(pool, calls, "a3")
     calls.end_one()
+    for thread in threading.enumerate():
+        if thread.name.startswith("at-shutdown"):
+            thread.join(PATIENCE_S)
     assert calls.begun == ["a1"]

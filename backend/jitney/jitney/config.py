@@ -189,8 +189,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Deepest nesting in ``structured_outputs``: of a schema's objects and lists, or of the
     brackets in a regex or a grammar."""
     grammar_timeout_s: Annotated[float, Meta(gt=0, le=600)] = 5.0
-    """Seconds that the check of one grammar may take. Then the process that runs it is ended; it
-    does nothing but check grammars."""
+    """Seconds of processor time that the check of one grammar may take. Then the process that runs
+    it is ended; it does nothing but check grammars."""
     grammar_cache: Annotated[int, Meta(ge=1)] = 64
     """Most grammars that are kept for further requests, those used last: by the front as checked,
     by the engine in compiled form."""
@@ -220,11 +220,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     a step on a GPU has to compile kernels, the count starts again at each of them. With
     ``compile``, a graph can take minutes: set more."""
     load_watchdog_s: Annotated[float, Meta(ge=0.1, le=86400)] = 120.0
-    """An engine that gets on with loading its model for so many seconds neither by a message nor by
-    computing is given up; after ten times as many seconds without a message, even if it computes.
-    A first load then fails. Later ones are tried again, with pauses, and open requests end as
-    ``UNAVAILABLE``. So does a request whose adapter or grammar is not there after so many
-    seconds."""
+    """A load is given up after so many seconds in which its processes sent no message and computed
+    nothing, or after ten times as many without a message. A first load then fails. Later ones are
+    tried again, with pauses, and open requests end as ``UNAVAILABLE``. So do the requests that wait
+    for an adapter or a grammar which has been in the making for so many seconds."""
     drain_s: Annotated[float, Meta(ge=0, le=3600)] = 5.0
     """Seconds that running requests have to finish after the model's process gets SIGTERM. Set it
     below the server's exit timeout: clients of unfinished requests then still get an error."""

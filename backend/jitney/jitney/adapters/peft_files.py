@@ -5,7 +5,7 @@ A folder holds ``adapter_config.json`` and ``adapter_model.safetensors``. A fiel
 result in a way that Jitney does not compute is refused by name. PEFT itself is not needed.
 
 The weights are judged by their file's header before they are read, so that a file that is no
-adapter of this model costs nothing, however large it is.
+adapter of this model costs little, however large it is.
 """
 
 import hashlib
@@ -16,8 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar
 
+import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
@@ -30,6 +31,7 @@ WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _NAME = re.compile(r"(.+)\.lora_([AB])\.weight")
 _MOST_CONFIG_BYTES = 1 << 20
+_MOST_HEADER_BYTES = 1 << 23
 _LARGEST = 1e308
 """A number of the configuration is at most this. JSON has larger integers: for one of these,
 ``alpha / rank`` would raise OverflowError."""
@@ -83,6 +85,12 @@ class _FoundPair(NamedTuple, Generic[T]):
     b: T | None
 
 
+class _Described(msgspec.Struct):
+    """What the header says of one tensor."""
+
+    shape: tuple[int, ...] = ()
+
+
 class AdapterFiles(NamedTuple):
     """What was read."""
 
@@ -95,9 +103,10 @@ class AdapterFiles(NamedTuple):
 def read_adapter(folder: Path, sites: Mapping[str, Site], max_rank: int) -> AdapterFiles:
     """Read the adapter in ``folder``, for a model whose layers ``sites`` may have adapters.
 
-    Each file is read once. So the sha256 is that of the bytes which became the factors, even if the
-    files change meanwhile. Raises InvalidArgumentError for files that are no adapter of this model,
-    or that cannot be computed: it names the field or tensor, its value and what it must be.
+    All bytes of a file that count are read at once. So the sha256 is that of the bytes which became
+    the factors, even if the files change meanwhile. Raises InvalidArgumentError for files that are
+    no adapter of this model, or that cannot be computed: it names the field or tensor, its value
+    and what it must be.
     """
     config_bytes = _read(folder, CONFIG, most=_MOST_CONFIG_BYTES)
     try:
@@ -105,8 +114,8 @@ def read_adapter(folder: Path, sites: Mapping[str, Site], max_rank: int) -> Adap
     except CheckpointError as error:
         raise InvalidArgumentError(first_line(error, folder)) from None
     _check_config(config)
-    most_bytes = _judge_header(folder, config, sites, max_rank)
-    weights_bytes = _read(folder, WEIGHTS, most=most_bytes)
+    num_bytes = _judge_header(folder, config, sites, max_rank)
+    weights_bytes = _read(folder, WEIGHTS, most=num_bytes)
     tensors = _parse_weights(weights_bytes, folder)
     digest = hashlib.sha256(config_bytes)
     digest.update(weights_bytes)
@@ -125,18 +134,29 @@ def _judge_header(
     """Check names and shapes of the weights, reading the header alone. Returns the file's size in
     bytes. Raises InvalidArgumentError."""
     size = _check_regular(folder, WEIGHTS)
-    try:
-        # Not as torch opens it: that maps the file for writing, which takes its size in memory.
-        with safe_open(str(folder / WEIGHTS), framework="numpy") as file:
-            names = file.keys()
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
-    except (SafetensorError, OSError) as error:
-        raise InvalidArgumentError(first_line(error, folder)) from None
+    shapes = _read_shapes(folder)
     for path, found in _pairs_of_layers(shapes, sites).items():
         rank = _rank_of(path, config, max_rank)
         for name, shape, expected in _expected_shapes(path, found, rank, sites[path]):
             _check_shape(name, shape, expected)
     return size
+
+
+def _read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of all tensors, by the header of the weights' file: the length of a JSON object in
+    eight bytes, then that object (the format of safetensors). Raises InvalidArgumentError."""
+    try:
+        with (folder / WEIGHTS).open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > _MOST_HEADER_BYTES:
+                bound = f"at most {_MOST_HEADER_BYTES:,} bytes"
+                raise InvalidArgumentError.of(f"the header of {WEIGHTS}", length, bound)
+            header = msgspec.json.decode(file.read(length), type=dict[str, _Described])
+    except OSError as error:
+        raise InvalidArgumentError(first_line(error, folder)) from None
+    except msgspec.MsgspecError as error:
+        raise InvalidArgumentError(f"the header of {WEIGHTS} is broken: {error}") from None
+    return {name: each.shape for name, each in header.items() if name != "__metadata__"}
 
 
 def _check_regular(folder: Path, name: str) -> int:

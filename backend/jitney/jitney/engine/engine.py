@@ -26,7 +26,7 @@ from jitney.config import EngineConfig
 from jitney.core.scheduler import Scheduler
 from jitney.engine.grammars import Compile, Grammars, refuse
 from jitney.engine.inbox import UNLOADED, Inbox
-from jitney.engine.pending import BeforeMaking, Held, Pending, Source, ignore_making
+from jitney.engine.pending import Held, NoteMaking, Pending, Source, ignore_making
 from jitney.engine.steps import BeforeStep, Steps, ignore_step
 from jitney.errors import DeviceLostError, InternalError, JitneyError, UnavailableError
 from jitney.execution.protocols import Runner
@@ -86,7 +86,7 @@ class Engine:
         before_step: BeforeStep = ignore_step,
         compile_grammar: Compile = refuse,
         adapters: Source[Adapter] | None = None,
-        before_making: BeforeMaking = ignore_making,
+        note_making: NoteMaking = ignore_making,
     ) -> None:
         """``compile_grammar`` is called in a thread of its own. Without ``adapters``, no request
         names one."""
@@ -97,7 +97,7 @@ class Engine:
         self.inbox = Inbox()
         grammars = Grammars(compile_grammar, config.grammar_cache)
         self.pending = Pending(
-            grammars, adapters, post=self.inbox.put_result, before_making=before_making
+            grammars, adapters, post=self.inbox.put_result, note_making=note_making
         )
         self._open: set[int] = set()  # keys that still need a terminal event
         # What the next report has. If a step raises, its events stay here, so that none is lost.

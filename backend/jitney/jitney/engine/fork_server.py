@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ from jitney.engine.wire import Frames, Start, ToEngine, ToFront
 
 TICK_S = 0.5
 """Longest wait for a process before other things are looked at."""
+_MOST_ENDING_S = 10.0
+"""Longest wait for the exit status of an engine that has ended or was killed. A call of the
+device's driver may delay its end, or the fork server may be stopped: both are left behind then."""
 
 AHEAD = "jitney.ahead"
 """Group of entry points that the fork server calls before its long imports. They start processes
@@ -55,7 +59,7 @@ class End:
     status: int
     """Exit status; negative: the signal that ended it."""
     with_fork_server: bool
-    """It ended because the fork server did, whose status this is."""
+    """The fork server has ended first, and the engine with it: ``status`` is the fork server's."""
 
     @property
     def is_from_elsewhere(self) -> bool:
@@ -106,12 +110,25 @@ class ForkServer:
             # An OSError means that the fork server has just died: then no pid comes either.
             with contextlib.suppress(OSError):
                 socket.send_fds(self._control, [b"+"], [theirs.fileno()])
-            # Of the two numbers that the fork server sends for an engine, this is the first.
-            return ForkedEngine(pid=self._receive(tick), connection=ours)
+            try:
+                # Of the two numbers that the fork server sends for an engine, this is the first.
+                return ForkedEngine(pid=self._receive(tick), connection=ours)
+            except BaseException:
+                ours.close()
+                raise
 
-    def wait(self) -> End:
-        """Wait until the engine that was forked last has ended."""
-        status = self._receive(_do_nothing)  # the second number
+    def wait(self, tick: Callable[[], None]) -> End:
+        """Wait until the engine that was forked last has ended; if that takes too long, kill the
+        fork server instead. ``tick`` is called every ``TICK_S``."""
+        give_up_at = time.monotonic() + _MOST_ENDING_S
+
+        def tick_until_given_up() -> None:
+            tick()
+            if time.monotonic() > give_up_at:
+                assert self._process is not None
+                self._process.kill()
+
+        status = self._receive(tick_until_given_up)  # the second number
         if status is not None:
             return End(status, with_fork_server=False)
         # The fork server has died, and its engine with it.
@@ -209,11 +226,12 @@ class EngineConnection:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
-    def close(self) -> End:
-        """End the process, if it has not ended, and close the socket. Returns how it ended."""
+    def close(self, tick: Callable[[], None] = _do_nothing) -> End:
+        """End the process, if it has not ended, and close the socket. Returns how it ended.
+        ``tick`` is called every ``TICK_S`` meanwhile."""
         if self._end is None:
             self.kill()
-            self._end = self._fork_server.wait()
+            self._end = self._fork_server.wait(tick)
             self._outgoing.put(None)
             self.frames.close()
         return self._end

@@ -6,6 +6,7 @@ then the process is killed, that grammar is refused, and the next one gets anoth
 
 import os
 import select
+import signal
 import subprocess
 import threading
 import time
@@ -24,7 +25,8 @@ from jitney.sampling_params import StructuredOutputs
 NUM_PROCESSES = 2
 """With one, whoever has a check that takes long would delay everybody's."""
 _START_S = 60.0
-"""Seconds that a process has to import what it needs and to read the tokenizer."""
+"""The same as ``grammar_timeout_s``, for a process that imports what it needs and reads the
+tokenizer."""
 _MOST_SLOWDOWN = 20
 """A check may last so many times as long by the clock as it may compute: so much slower a busy
 machine may be."""
@@ -40,18 +42,26 @@ class _Answer(msgspec.Struct, frozen=True):
     refusal: str = ""
 
 
+class _StuckError(Exception):
+    """A process gives no answer. ``is_too_complex``: because of what it was asked."""
+
+    def __init__(self, *, is_too_complex: bool) -> None:
+        super().__init__()
+        self.is_too_complex = is_too_complex
+
+
 class GrammarChecker:
-    """Keeps what the grammars that were asked for last are, refused ones too. Starts a process when
-    it is first needed."""
+    """Keeps the verdicts on what was asked for last. Starts a process when it is first needed."""
 
     def __init__(self, config: EngineConfig, module: str, setup: bytes) -> None:
         """``module`` is what a process runs, ``setup`` the first line that it reads. It answers
         each line with a line."""
         self._most_kept = config.grammar_cache
-        self._changed = threading.Condition()  # its lock guards the next three
+        self._changed = threading.Condition()  # its lock guards the next four
         # structured_outputs as JSON -> its grammar, or why it is refused; the one that was used
-        # longest ago comes first.
-        self._checked: OrderedDict[bytes, str | InvalidArgumentError] = OrderedDict()
+        # longest ago comes first. Apart from each other, so that many refused ones evict no other.
+        self._grammars: OrderedDict[bytes, str] = OrderedDict()
+        self._refusals: OrderedDict[bytes, InvalidArgumentError] = OrderedDict()
         self._in_progress: set[bytes] = set()
         self._processes = [
             _Process(module, setup, config.grammar_timeout_s) for _ in range(NUM_PROCESSES)
@@ -60,17 +70,21 @@ class GrammarChecker:
 
     def knows(self, structured: StructuredOutputs) -> bool:
         """Whether :meth:`check` would return at once."""
-        return msgspec.json.encode(structured) in self._checked
+        return self._is_known(msgspec.json.encode(structured))
+
+    def _is_known(self, asked: bytes) -> bool:
+        return asked in self._grammars or asked in self._refusals
 
     def check(self, structured: StructuredOutputs) -> str:
         """The grammar for ``Submit.grammar``. Raises InvalidArgumentError that names what is wrong,
-        and UnavailableError after :meth:`close`.
+        and UnavailableError after :meth:`close`, or if the process is stopped or killed from
+        outside.
 
         Takes at most ``grammar_timeout_s`` seconds of processor time once a process is free. If the
-        process must be started first, that may take ``_START_S`` seconds more."""
+        process must be started first, that may take ``_START_S`` seconds of it more."""
         asked = msgspec.json.encode(structured)
         with self._changed:
-            self._changed.wait_for(lambda: asked in self._checked or self._may_begin(asked))
+            self._changed.wait_for(lambda: self._is_known(asked) or self._may_begin(asked))
             verdict = self._find(asked)
             if verdict is None:
                 self._in_progress.add(asked)
@@ -89,15 +103,18 @@ class GrammarChecker:
             process.close()
 
     def _may_begin(self, asked: bytes) -> bool:
-        """Whether a process is free, and no other thread has one check the same."""
+        """Whether a process is free, and none is checking the same."""
         return bool(self._idle) and asked not in self._in_progress
 
     def _find(self, asked: bytes) -> str | InvalidArgumentError | None:
-        """What is kept of it, which is now the one used last. Called under the lock."""
-        verdict = self._checked.get(asked)
-        if verdict is not None:
-            self._checked.move_to_end(asked)
-        return verdict
+        """The verdict that is kept, which is now the one used last. Called under the lock."""
+        if asked in self._grammars:
+            self._grammars.move_to_end(asked)
+            return self._grammars[asked]
+        if asked in self._refusals:
+            self._refusals.move_to_end(asked)
+            return self._refusals[asked]
+        return None
 
     def _check_in(self, process: "_Process", asked: bytes) -> str | InvalidArgumentError:
         """Have a process check it, and keep the verdict. Raises what says nothing about the
@@ -109,10 +126,13 @@ class GrammarChecker:
             with self._changed:
                 self._idle.append(process)
                 self._in_progress.discard(asked)
-                if verdict is not None:
-                    self._checked[asked] = verdict
-                while len(self._checked) > self._most_kept:
-                    self._checked.popitem(last=False)
+                if isinstance(verdict, InvalidArgumentError):
+                    self._refusals[asked] = verdict
+                elif verdict is not None:
+                    self._grammars[asked] = verdict
+                for kept in (self._grammars, self._refusals):
+                    while len(kept) > self._most_kept:
+                        kept.popitem(last=False)
                 self._changed.notify_all()
         return verdict
 
@@ -147,23 +167,28 @@ class _Process:
             self._end()
 
     def _ask(self, asked: bytes) -> str | InvalidArgumentError:
-        process = self._process
-        if process is None or process.poll() is not None:
-            process = self._start()
-        limits = _Limits(process.pid, self._timeout_s)
-        answer = _exchange(process, asked + b"\n", limits)
-        if answer is None:
-            self._end()
-            if self._is_closed:  # close() has killed it
-                raise UnavailableError(UNLOADED)
-            return InvalidArgumentError(
-                "structured_outputs is too complex: its check took more than "
-                f"{self._timeout_s:g} s (grammar_timeout_s), or too much memory"
-            )
-        answered = msgspec.json.decode(answer, type=_Answer)
-        if answered.refusal:
-            return InvalidArgumentError(answered.refusal)
-        return answered.grammar
+        # Once more if somebody has killed the process: that says nothing about the grammar.
+        for _ in range(2):
+            process = self._process
+            if process is None or process.poll() is not None:
+                process = self._start()
+            try:
+                answer = _exchange(process, asked + b"\n", self._timeout_s)
+            except _StuckError as stuck:
+                self._end()
+                if self._is_closed:  # close() has killed it
+                    raise UnavailableError(UNLOADED) from None
+                if stuck.is_too_complex:
+                    return InvalidArgumentError(
+                        "structured_outputs is too complex: its check took more than "
+                        f"{self._timeout_s:g} s (grammar_timeout_s), or too much memory"
+                    )
+                continue
+            answered = msgspec.json.decode(answer, type=_Answer)
+            if answered.refusal:
+                return InvalidArgumentError(answered.refusal)
+            return answered.grammar
+        raise UnavailableError("structured_outputs cannot be checked now: its check was stopped")
 
     def _end(self) -> None:
         with self._lock:
@@ -187,46 +212,54 @@ class _Process:
                 bufsize=0,
             )
             self._process = process
-        if _exchange(process, self._setup, _Limits(process.pid, _START_S)) is None:
+        try:
+            _exchange(process, self._setup, _START_S)
+        except _StuckError:
             self._end()
             if self._is_closed:
-                raise UnavailableError(UNLOADED)
-            raise InternalError("the process that checks grammars does not start")
+                raise UnavailableError(UNLOADED) from None
+            raise InternalError("the process that checks grammars does not start") from None
         return process
 
 
 class _Limits:
-    """How long a process may work at an answer. What counts is what it computes: a machine that is
-    busy with other things takes longer for the same, and a clock would tell the two apart no
-    better than a client could."""
+    """How long a process may work at an answer. What counts is what it computes: on a busy machine
+    the same work takes longer by the clock."""
 
-    def __init__(self, pid: int, seconds: float) -> None:
-        self._pid = pid
+    def __init__(self, process: subprocess.Popen[bytes], seconds: float) -> None:
+        self._process = process
         self._seconds = seconds
-        self._used_before = seconds_of(pid)
+        self._used_before = seconds_of(process.pid)
         self._used = self._used_before
         self._got_on_at = time.monotonic()
         self._ends_at = self._got_on_at + _MOST_SLOWDOWN * seconds
 
-    def wait_for(self, descriptor: int, event: int) -> bool:
-        """Whether a pipe can be read or written before the process has used up its time: in
-        computing, in doing nothing, or in a much longer time by the clock."""
+    def wait_for(self, descriptor: int, event: int) -> None:
+        """Wait until a pipe can be read or written. Raises _StuckError if the process has used up
+        its time before: has computed for so long, has done nothing for so long, or has taken very
+        much longer by the clock."""
         poll = select.poll()
         poll.register(descriptor, event)
-        while not self._are_used_up():
-            if poll.poll(1000 * _LOOK_S):
-                return True
-        return False
+        while not poll.poll(1000 * _LOOK_S):
+            self._check()
 
-    def _are_used_up(self) -> bool:
-        used = seconds_of(self._pid)
+    def _check(self) -> None:
+        used = seconds_of(self._process.pid)
         now = time.monotonic()
         if used > self._used:
             self._used = used
             self._got_on_at = now
-        computes_for = used - self._used_before
-        waits_for = now - self._got_on_at
-        return max(computes_for, waits_for) > self._seconds or now > self._ends_at
+        if used - self._used_before > self._seconds:
+            raise _StuckError(is_too_complex=True)
+        if now - self._got_on_at > self._seconds or now > self._ends_at:
+            raise _StuckError(is_too_complex=False)
+
+    def ended(self) -> _StuckError:
+        """The error for a process that has ended by itself: for want of memory, or by a fault in
+        native code. If it was killed from outside, that is not due to what it was asked."""
+        status = self._process.wait()
+        is_killed = status in (-signal.SIGKILL, -signal.SIGTERM)
+        return _StuckError(is_too_complex=not is_killed)
 
 
 def seconds_of(pid: int) -> float:
@@ -234,40 +267,36 @@ def seconds_of(pid: int) -> float:
     return ticks_of(pid) / os.sysconf("SC_CLK_TCK")
 
 
-def _exchange(process: subprocess.Popen[bytes], line: bytes, limits: _Limits) -> bytes | None:
-    """Send a line and wait for one. None if that takes more than the limits allow, or if the
-    process has ended."""
+def _exchange(process: subprocess.Popen[bytes], line: bytes, seconds: float) -> bytes:
+    """Send a line and wait for one. Raises _StuckError if that takes more than ``seconds`` (see
+    :class:`_Limits`), or if the process has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
+    limits = _Limits(process, seconds)
     try:
-        if not _write(process.stdin.fileno(), line, limits):
-            return None
-    except BrokenPipeError:  # it has ended
-        return None
+        _write(process.stdin.fileno(), line, limits)
+    except BrokenPipeError:
+        raise limits.ended() from None
     return _read_line(process.stdout.fileno(), limits)
 
 
-def _write(descriptor: int, line: bytes, limits: _Limits) -> bool:
-    """Write a line to a pipe. False if the process does not read it within the limits. Raises
-    BrokenPipeError if it has ended."""
+def _write(descriptor: int, line: bytes, limits: _Limits) -> None:
+    """Write a line to a pipe. Raises BrokenPipeError if the process has ended."""
     os.set_blocking(descriptor, False)
     rest = memoryview(line)
     while rest:
-        if not limits.wait_for(descriptor, select.POLLOUT):
-            return False
+        limits.wait_for(descriptor, select.POLLOUT)
         written = os.write(descriptor, rest)
         rest = rest[written:]
-    return True
 
 
-def _read_line(descriptor: int, limits: _Limits) -> bytes | None:
-    """Read a line from a pipe. None if none comes within the limits, or the process has ended."""
+def _read_line(descriptor: int, limits: _Limits) -> bytes:
+    """Read a line from a pipe."""
     line = b""
     while not line.endswith(b"\n"):
-        if not limits.wait_for(descriptor, select.POLLIN):
-            return None
+        limits.wait_for(descriptor, select.POLLIN)
         data = os.read(descriptor, 1 << 20)
         if not data:
-            return None
+            raise limits.ended()
         line += data
     return line

@@ -69,6 +69,16 @@ class _Sequence:
 
 
 @dataclass(slots=True)
+class _Work:
+    """What of one request was at work when an engine ended."""
+
+    sequences: set[int] = field(default_factory=set)
+    """Indices of those of which rows were computed."""
+    kinds: set[str] = field(default_factory=set)
+    """Kinds of the resources that were being made for it."""
+
+
+@dataclass(slots=True)
 class _Entry:
     """An open request."""
 
@@ -79,14 +89,20 @@ class _Entry:
     later: list[Finish | Cancel] = field(default_factory=list)
     """The messages that followed its Submit. Every new engine gets them again."""
     unproved: set[int] = field(default_factory=set)
-    """Its sequences that were at work at the last end of an engine, and have not got past it."""
+    """Its sequences of which rows were computed when an engine last ended that had it at work.
+    Those that have got past it since are left out."""
+    unproved_kinds: set[str] = field(default_factory=set)
+    """Kinds of resources that were being made for it then. Empty once it has a token since: its
+    resources were there."""
     deaths: int = 0
-    """Ends of engines in a row that had it at work. Back to 0 once it is proved innocent: once no
-    sequence is unproved."""
+    """Ends of engines that had it at work, since it was last proved innocent: since nothing of it
+    was unproved."""
     deaths_alone: int = 0
     """Those of them at which it was a suspect, and nothing else was at work."""
     was_only_killed: bool = True
     """Whether all of those were kills from elsewhere."""
+    kinds_alone: set[str] = field(default_factory=set)
+    """Kinds of resources that were being made at each of those."""
     is_cancelled: bool = False
     """Whether ``later`` has a Cancel."""
     was_sent: bool = False
@@ -115,31 +131,32 @@ class _Entry:
             if self.first_token is None:
                 self.first_token = now
             sequence.samples_by_engine += 1
-        if sequence.has_got_past and tokens.index in self.unproved:
+            self.unproved_kinds.clear()
+        if sequence.has_got_past:
             # This proves nothing for another sequence, which may still be in its prefill.
             self.unproved.discard(tokens.index)
-            if not self.unproved:
-                self._clear()
+        if self.deaths and not self.unproved and not self.unproved_kinds:
+            self._forget_deaths()
 
-    def _clear(self) -> None:
-        """It is proved innocent."""
+    def _forget_deaths(self) -> None:
+        """It is proved innocent of them."""
         self.deaths = 0
         self.deaths_alone = 0
         self.was_only_killed = True
+        self.kinds_alone.clear()
 
-    def open_sequences(self) -> set[int]:
-        """Indices of the sequences that have not ended."""
-        return {
-            index for index, sequence in enumerate(self.sequences) if not sequence.emitted.ended
-        }
-
-    def note_death(self, sequences: set[int], *, alone: bool, from_elsewhere: bool) -> None:
-        """An engine ended that had these sequences of it at work."""
+    def note_death(self, work: "_Work", *, alone: bool, from_elsewhere: bool) -> None:
+        """An engine ended that had this work of it."""
         if alone and self.is_suspect:
+            if self.deaths_alone:
+                self.kinds_alone &= work.kinds
+            else:
+                self.kinds_alone = work.kinds.copy()
             self.deaths_alone += 1
             self.was_only_killed = self.was_only_killed and from_elsewhere
         self.deaths += 1
-        self.unproved = sequences
+        self.unproved = work.sequences
+        self.unproved_kinds = work.kinds
 
     @property
     def is_suspect(self) -> bool:
@@ -237,43 +254,41 @@ class Journal:
         somebody else has killed it. Returns the events of the requests that are failed because of
         it."""
         at_work = self._at_work(rows, making)
-        for key, sequences in at_work.items():
-            self._open[key].note_death(
-                sequences, alone=len(at_work) == 1, from_elsewhere=from_elsewhere
-            )
+        for key, work in at_work.items():
+            self._open[key].note_death(work, alone=len(at_work) == 1, from_elsewhere=from_elsewhere)
         failed: list[Failed] = []
         for key in at_work:
             if key in self._open and self._open[key].is_guilty:
-                failed += self._fail_guilty(key, making)
+                failed += self._fail_guilty(key)
         self._expect_new_engine()
         return failed
 
-    def _at_work(self, rows: Iterable[RowOwner], making: Iterable[Making]) -> dict[int, set[int]]:
-        """The sequences that are at work, by the key of their request. What is made for a request
-        is made for all of its sequences."""
-        at_work: dict[int, set[int]] = {}
+    def _at_work(self, rows: Iterable[RowOwner], making: Iterable[Making]) -> dict[int, _Work]:
+        """What is at work, by the key of its request."""
+        at_work: dict[int, _Work] = {}
         for row in rows:
-            if row.key in self._open:
-                at_work.setdefault(row.key, set()).add(row.index)
+            entry = self._open.get(row.key)
+            # With overlap, a step may have a row of a sequence that the step before it has ended.
+            if entry is not None and not entry.sequences[row.index].emitted.ended:
+                at_work.setdefault(row.key, _Work()).sequences.add(row.index)
         for made in making:
             for key in made.keys:
                 if key in self._open:
-                    at_work[key] = self._open[key].open_sequences()
+                    at_work.setdefault(key, _Work()).kinds.add(made.kind)
         return at_work
 
-    def _fail_guilty(self, key: int, making: Iterable[Making]) -> list[Failed]:
-        """Fail this request and, if something was being made for it, all others that need the
-        same: each of them would end further engines."""
+    def _fail_guilty(self, key: int) -> list[Failed]:
+        """Fail this request and, if something was being made for it whenever it was tried alone,
+        all others that need the same: each of them would end further engines."""
         entry = self._open[key]
         times = f"{entry.deaths} times, {entry.deaths_alone} of them with nothing else at work"
         failed = [Failed(key, InternalError.code, f"this request ended the engine {times}")]
-        for made in making:
-            if key in made.keys:
-                error = f"the {made.kind} of this request ended the engine {times}"
-                failed = [
-                    Failed(other, InternalError.code, error)
-                    for other in self._that_need_the_same(entry.submit, made.kind)
-                ]
+        for kind in entry.kinds_alone:
+            error = f"the {kind} of this request ended the engine {times}"
+            failed = [
+                Failed(other, InternalError.code, error)
+                for other in self._that_need_the_same(entry.submit, kind)
+            ]
         for each in failed:
             self._remove(each.key)
         return failed

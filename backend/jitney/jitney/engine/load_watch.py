@@ -6,11 +6,14 @@ comes compute nothing. Linux alone tells; elsewhere only messages count.
 """
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 
 _MOST_SILENCE = 10
-"""Processes that compute but send no message are left alone for so many times as long: they may be
-in an endless loop."""
+"""Processes that compute are left alone for so many times as long, and no longer: they may be in an
+endless loop."""
+_LONGEST_LOOK_S = 10.0
+"""If nobody looked for longer, this process was stopped itself, and perhaps the others, too."""
 
 
 class LoadWatch:
@@ -21,21 +24,23 @@ class LoadWatch:
         self._most_s = most_s
         self._got_on_at = now
         self._heard_at = now
-        self._ticks = -1
+        self._looked_at = now
+        self._ticks = 0
 
     def note_message(self, now: float) -> None:
         """A process has sent a message."""
         self._got_on_at = now
         self._heard_at = now
 
-    def hangs(self, pid: int | None, now: float) -> bool:
-        """Whether the load hangs. ``pid``: the process that all others are descendants of; None if
-        it is not known."""
-        if pid is not None:
-            ticks = ticks_of_all(pid)
-            if ticks != self._ticks:
-                self._ticks = ticks
-                self._got_on_at = now
+    def hangs(self, pids: Sequence[int], now: float) -> bool:
+        """Whether the load hangs. All of its processes are among ``pids`` and their descendants."""
+        ticks = sum(map(ticks_of_all, pids))
+        if now - self._looked_at > _LONGEST_LOOK_S:
+            self.note_message(now)
+        elif ticks != self._ticks:
+            self._got_on_at = now
+        self._ticks = ticks
+        self._looked_at = now
         without_progress = now - self._got_on_at
         without_message = now - self._heard_at
         return max(without_progress, without_message / _MOST_SILENCE) > self._most_s
@@ -55,19 +60,19 @@ def ticks_of_all(pid: int) -> int:
 
 
 def ticks_of(pid: int) -> int:
-    """The same of one process, and of its children that have ended."""
+    """Processor time of a process, without its living descendants; as in :func:`ticks_of_all`."""
     try:
-        text = Path("/proc", str(pid), "stat").read_text(encoding="utf-8")
+        status = Path("/proc", str(pid), "stat").read_bytes()
     except OSError:
         return 0
     # The name of the program, in brackets, may hold spaces.
-    fields = text.rpartition(")")[2].split()
+    fields = status.rpartition(b")")[2].split()
     # utime, stime, cutime and cstime, the fields 14 to 17 of proc(5). These begin at 3.
     return sum(map(int, fields[11:15]))
 
 
 def children_of(pid: int) -> list[int]:
-    """Of all threads of a process. Raises OSError."""
+    """The living children of a process. Empty if the kernel does not tell. Raises OSError."""
     children: list[int] = []
     for path in Path("/proc", str(pid)).glob("task/*/children"):
         children += map(int, path.read_text(encoding="ascii").split())

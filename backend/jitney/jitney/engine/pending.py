@@ -1,12 +1,12 @@
 """Requests that wait for what they need: a compiled grammar, an adapter.
 
 The engine holds a request here until all its resources are there. What has to be made meanwhile is
-made in a thread, one resource of a kind at a time, and the result comes back as a message, a
-:class:`Made`, through the engine's inbox. So one request's wait holds up nobody else, and nothing
-here is shared: the engine's thread alone calls everything but :meth:`Source.make`.
+made in threads, and the result comes back as a message, a :class:`Made`, through the engine's
+inbox. So one request's wait holds up nobody else. The engine's thread alone calls everything but
+:meth:`Source.make`, and changes everything here.
 
-A resource that is not made in time, because a file system hangs for example, is given up: its
-requests fail, its thread is left alone, and the next resource is made in another thread.
+As a rule one resource of a kind is made at a time. If it takes long, because a file system hangs
+for example, the next ones are made meanwhile; in the end it is given up, and its requests fail.
 
 Each kind of resource has a :class:`Source`. A request gives the *name* of a resource; what is made
 has an *id*. They can differ: when an adapter's files change, its name stays, and it is made again
@@ -22,6 +22,7 @@ The scheduler holds the message of such a request, too: it counts it as queued, 
 deadline. Only the engine knows what it waits for.
 """
 
+import itertools
 import logging
 import threading
 from collections import deque
@@ -30,12 +31,18 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from jitney.batch import Adapter, Grammar
-from jitney.errors import InternalError, JitneyError, UnavailableError
+from jitney.errors import InternalError, JitneyError, UnavailableError, show
 from jitney.messages import Finish, StepStats, Submit
 
 _log = logging.getLogger(__name__)
 
 T_co = TypeVar("T_co", covariant=True)
+
+_PATIENCE_S = 5.0
+"""If a resource takes longer to be made, the next one of its kind is made meanwhile."""
+_MOST_THREADS = 8
+"""Most threads that make resources of one kind, those that were given up included."""
+_numbers = itertools.count()
 
 
 class Source(Protocol[T_co]):
@@ -43,8 +50,8 @@ class Source(Protocol[T_co]):
 
     A request waits for at most one resource of a kind. Its wait ends when :meth:`receive` or
     :meth:`release` returns its key. The calls for one request, in their order: :meth:`name_of`,
-    :meth:`claim`; if it must wait, :meth:`take_ids_to_make`, :meth:`make` and :meth:`receive`;
-    :meth:`take` once nothing is missing; :meth:`release` when it has ended.
+    :meth:`claim`; if it must wait, :meth:`take_ids_to_make`, :meth:`waiting_for`, :meth:`make` and
+    :meth:`receive`; :meth:`take` once nothing is missing; :meth:`release` when it has ended.
     """
 
     kind: str
@@ -83,14 +90,14 @@ class Source(Protocol[T_co]):
         """Add this kind's figures since the last report."""
 
 
-BeforeMaking = Callable[[str, list[int]], None]
-"""Called in the making thread, before a resource is made, with its kind and the keys of the
-requests that wait for it; afterwards with the kind and no keys. So a front knows what was being
-made if the process dies."""
+NoteMaking = Callable[[int, str, list[int]], None]
+"""Called with the arguments of ``wire.Making`` before a resource is made or looked for, and again
+without keys when that is over. So a front knows what was at work if the process dies. Called from
+several threads."""
 
 
-def ignore_making(kind: str, keys: list[int]) -> None:
-    """The :data:`BeforeMaking` of a front that need not know."""
+def ignore_making(number: int, kind: str, keys: list[int]) -> None:
+    """The :data:`NoteMaking` of a front that need not know."""
 
 
 @dataclass(slots=True, eq=False)
@@ -98,6 +105,7 @@ class _Job:
     """A resource that is being made, or is to be made next."""
 
     id: Hashable
+    number: int
     began: float = 0.0
     """When its thread was started."""
     is_given_up: bool = False
@@ -121,50 +129,63 @@ class Thread:
 
 
 class _Maker:
-    """Makes the resources of one source, one at a time."""
+    """Makes the resources of one source: one at a time, or a few if one takes long."""
 
     def __init__(
-        self, source: Source[object], post: Callable[[Made], None], before_making: BeforeMaking
+        self, source: Source[object], post: Callable[[Made], None], note_making: NoteMaking
     ) -> None:
         self.source = source
         self._post = post
-        self._before_making = before_making
+        self._note_making = note_making
         self._next: deque[_Job] = deque()
-        self._current: _Job | None = None
+        self._at_work: list[_Job] = []
+        self._num_given_up = 0  # of which the threads have not come back
 
-    def start_next(self, thread: Thread, now: float) -> None:
-        """Make what the source asks for, if nothing is being made."""
-        self._next.extend(_Job(id) for id in self.source.take_ids_to_make())
-        if self._current is None and self._next:
+    def start(self, thread: Thread, now: float) -> None:
+        """Make what the source asks for, as far as it is its turn."""
+        self._next.extend(_Job(id, next(_numbers)) for id in self.source.take_ids_to_make())
+        while self._next and self._may_start(now):
             job = self._next.popleft()
             job.began = now
-            self._current = job
+            self._at_work.append(job)
             thread.submit(self._make, job, self.source.waiting_for(job.id))
+
+    def _may_start(self, now: float) -> bool:
+        if len(self._at_work) + self._num_given_up >= _MOST_THREADS:
+            return False
+        return all(now - job.began > _PATIENCE_S for job in self._at_work)
 
     def take_result(self, made: Made, now: float) -> Sequence[int]:
         """Hand a result to the source. Returns the keys of the requests whose wait ends."""
         if made.job.is_given_up:
+            self._num_given_up -= 1
             return ()  # too late: its requests have failed
-        self._current = None
+        self._at_work.remove(made.job)
         return self.source.receive(made.job.id, made.result, now)
 
-    def give_up(self, most_s: float, now: float) -> Sequence[int]:
-        """Give up what has been in the making for more than ``most_s`` seconds. Returns the keys of
-        the requests whose wait ends."""
-        job = self._current
-        if job is None or now - job.began <= most_s:
-            return ()
-        job.is_given_up = True
-        self._current = None
-        self._before_making(self.source.kind, [])
+    def give_up(self, most_s: float, now: float) -> list[int]:
+        """Give up what has been in the making for more than ``most_s`` seconds. If all threads are
+        lost that way, give up what is to be made, too. Returns the keys of the requests whose wait
+        ends."""
         text = f"the {self.source.kind} was not there after {most_s:g} s (load_watchdog_s)"
-        _log.error("%s: %s", text, job.id)
-        return self.source.receive(job.id, UnavailableError(text), now)
+        keys: list[int] = []
+        for job in self._at_work.copy():
+            if now - job.began > most_s:
+                self._at_work.remove(job)
+                job.is_given_up = True
+                self._num_given_up += 1
+                self._note_making(job.number, self.source.kind, [])
+                _log.error("%s: %s", text, show(str(job.id)))
+                keys += self.source.receive(job.id, UnavailableError(text), now)
+        while self._next and self._num_given_up >= _MOST_THREADS:
+            error = UnavailableError(f"no {self.source.kind} can be made now")
+            keys += self.source.receive(self._next.popleft().id, error, now)
+        return keys
 
     def _make(self, job: _Job, keys: list[int]) -> None:
         """In a thread. ``keys``: who waits for it."""
         result: object
-        self._before_making(self.source.kind, keys)
+        self._note_making(job.number, self.source.kind, keys)
         try:
             result = self.source.make(job.id)
         except JitneyError as error:
@@ -172,9 +193,7 @@ class _Maker:
         except BaseException:  # a panic of native code is no Exception
             _log.exception("a resource could not be made")
             result = InternalError("what the request needs could not be made")
-        # Else the next one of its kind is being made by now.
-        if not job.is_given_up:
-            self._before_making(self.source.kind, [])
+        self._note_making(job.number, self.source.kind, [])
         self._post(Made(self, job, result))
 
 
@@ -206,7 +225,7 @@ class Pending:
         grammars: Source[Grammar],
         adapters: Source[Adapter] | None,
         post: Callable[[Made], None],
-        before_making: BeforeMaking = ignore_making,
+        note_making: NoteMaking = ignore_making,
     ) -> None:
         """Without ``adapters`` no request names one. ``post`` is called from other threads."""
         self._grammars = grammars
@@ -214,7 +233,8 @@ class Pending:
         self._sources: list[Source[object]] = [grammars]
         if adapters is not None:
             self._sources.append(adapters)
-        self._makers = [_Maker(source, post, before_making) for source in self._sources]
+        self._note_making = note_making
+        self._makers = [_Maker(source, post, note_making) for source in self._sources]
         self.threads = [Thread() for _ in self._sources]
         """For each of the sources, in their order, where its resources are made."""
         self.waiting: dict[int, Held] = {}
@@ -234,13 +254,21 @@ class Pending:
         held = Held(message)
         for source in self._sources:
             name = source.name_of(message)
-            if name is not None and not source.claim(message.key, name, now):
+            if name is not None and not self._claim(source, message.key, name, now):
                 held.num_missing += 1
         if held.num_missing:
             self.waiting[message.key] = held
         else:
             self._ready[message.key] = held
         self._start_making(now)
+
+    def _claim(self, source: Source[object], key: int, name: str, now: float) -> bool:
+        """Claim a resource. To look for it may take time, too: for an adapter's files."""
+        number = next(_numbers)
+        self._note_making(number, source.kind, [key])
+        is_there = source.claim(key, name, now)
+        self._note_making(number, source.kind, [])
+        return is_there
 
     def add_finish_if_here(self, message: Finish) -> bool:
         """If the request is here, keep the message with it. Returns whether it is here."""
@@ -303,4 +331,4 @@ class Pending:
 
     def _start_making(self, now: float) -> None:
         for maker, thread in zip(self._makers, self.threads, strict=True):
-            maker.start_next(thread, now)
+            maker.start(thread, now)

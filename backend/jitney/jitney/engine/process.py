@@ -165,10 +165,10 @@ class _Reports:
             rows_in_flight += _owners(batch)
         self._frames.send(StepBegun(rows_in_flight, new=_owners(new)))
 
-    def begin_making(self, kind: str, keys: list[int]) -> None:
-        """Send whose resource is about to be made, for the same purpose; without ``keys``: it has
-        been made. Called from other threads."""
-        self._frames.send(Making(kind, keys))
+    def note_making(self, number: int, kind: str, keys: list[int]) -> None:
+        """Send whose resource is about to be made, for the same purpose; see ``wire.Making``. Also
+        called from other threads."""
+        self._frames.send(Making(number, kind, keys))
 
 
 def _owners(batch: Batch) -> list[RowOwner]:
@@ -197,7 +197,7 @@ def run_engine(descriptor: int, load: LoadModel) -> int:
         before_step=front.begin_step,
         compile_grammar=parts.compile_grammar,
         adapters=parts.adapters,
-        before_making=front.begin_making,
+        note_making=front.note_making,
     )
     frames.send(Ready(engine.info, parts.tokenizer))
     threading.Thread(target=_read, args=(frames, engine), name="jitney-inbox", daemon=True).start()

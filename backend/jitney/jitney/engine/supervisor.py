@@ -18,7 +18,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -84,8 +84,8 @@ _MOST_NAMES = 32
 """Most requests that the log line about a new engine names."""
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """Pauses between attempts to start an engine; the last one repeats."""
-_PAUSE_AFTER_KILL_S = 0.5
-"""The same, after an attempt that was killed from elsewhere."""
+_PAUSES_AFTER_KILLS_S = (0.2, 0.5, 1.0, 2.0, 5.0)
+"""The same, after attempts that were killed from elsewhere."""
 
 
 _DOES_NOT_STAY_UP = "the engine does not stay up; it is being started again"
@@ -134,7 +134,7 @@ class SupervisedEngine:
         # Of the steps in flight: if the engine dies now, they were being computed.
         self._rows: list[RowOwner] = []
         self._latest_rows: list[RowOwner] = []  # those of the step that was launched last
-        self._making: dict[str, Making] = {}  # what is being made, by kind
+        self._making: dict[int, Making] = {}  # what is being made, by number
         # Stats of the last report. Until an engine's first one: those of an empty cache.
         self._stats = StepStats()
         # The silence of the engine counts from here: from its last message or, if that is later,
@@ -268,7 +268,10 @@ class SupervisedEngine:
         with contextlib.suppress(EOFError):
             killed_for = self._read_until_killed(connection)
             self._read_rest(connection)
-        end = connection.close()
+        with self._lock:
+            self.health.up = False
+            self._connection = None
+        end = connection.close(self._tick_while_ending)
         if killed_for is not None:
             return _Death(killed_for, from_elsewhere=False, with_fork_server=False)
         return _Death(
@@ -309,7 +312,10 @@ class SupervisedEngine:
             self._rows = message.in_flight + message.new
             self._latest_rows = message.new
         elif isinstance(message, Making):
-            self._making[message.kind] = message
+            if message.keys:
+                self._making[message.number] = message
+            else:
+                self._making.pop(message.number, None)
         elif isinstance(message, StepReport):
             self._take_report(message)
 
@@ -347,6 +353,12 @@ class SupervisedEngine:
                 connection.send(Cancel(event.key))
         self._report(events)
 
+    def _tick_while_ending(self) -> None:
+        """Is called while an engine ends, which can do nothing for its requests any more."""
+        with self._lock:
+            events = self._journal.expire(self._clock(), engine_is_silent=True)
+        self._report(events)
+
     def _take_report(self, report: StepReport) -> None:
         """Note a report in the journal and hand it on."""
         if report.stats.batch_sequences:
@@ -374,7 +386,8 @@ class SupervisedEngine:
         once one is loaded, or when this is stopped."""
         began = self._clock()
         self._note_death(death, began)
-        pauses = itertools.chain(_PAUSES_S, itertools.repeat(_PAUSES_S[-1]))
+        pauses = _repeat_last(_PAUSES_S)
+        pauses_after_kills = _repeat_last(_PAUSES_AFTER_KILLS_S)
         if len(self._deaths_without_step) >= _MOST_DEATHS:
             self._give_up(_DOES_NOT_STAY_UP)
             self._pause(next(pauses))
@@ -386,7 +399,7 @@ class SupervisedEngine:
                 return
             except _KilledError as error:
                 self._log_failed_start(error)
-                self._pause(_PAUSE_AFTER_KILL_S)
+                self._pause(next(pauses_after_kills))
             except Exception as error:
                 self._log_failed_start(error)
                 self._give_up(_DOES_NOT_STAY_UP)
@@ -402,12 +415,10 @@ class SupervisedEngine:
                 return
 
     def _note_death(self, death: _Death, at: float) -> None:
-        """Count the death, and fail the request that is proved to have caused it."""
+        """Count the death, and fail the requests that are proved to have caused it."""
         with self._lock:
-            self.health.up = False
-            self._connection = None
             if death.with_fork_server:
-                failed = self._journal.note_death([])  # nobody's fault: no request is in it
+                failed = self._journal.note_death([])  # no request runs in it
             else:
                 failed = self._journal.note_death(
                     self._rows,
@@ -462,7 +473,7 @@ class SupervisedEngine:
         try:
             ready = self._wait_until_loaded(connection, watch)
         except BaseException:
-            connection.close()
+            connection.close(self._tick_while_ending)
             raise
         # Under one hold of the lock: else a new message could overtake the replay.
         with self._lock:
@@ -482,24 +493,29 @@ class SupervisedEngine:
             try:
                 message = self._receive(connection)
             except EOFError:
-                raise _failed_load(connection.close()) from None
+                raise _failed_load(connection.close(self._tick_while_ending)) from None
             if isinstance(message, Ready):
                 return message
             if isinstance(message, Refused):
                 raise _LOAD_ERRORS.get(message.kind, LoadError)(message.message)
             if message is not None:
                 watch.note_message(self._clock())
-            self._check_load(watch)
+            self._check_load(watch, connection.pid)
         raise LoadError(UNLOADED)
 
-    def _check_load(self, watch: LoadWatch) -> None:
+    def _check_load(self, watch: LoadWatch, engine_pid: int | None = None) -> None:
         """Raise LoadError if the load hangs."""
-        if watch.hangs(self._fork_server.pid, self._clock()):
+        pids = [pid for pid in (self._fork_server.pid, engine_pid) if pid is not None]
+        if watch.hangs(pids, self._clock()):
             seconds = self.config.load_watchdog_s
             raise LoadError(
                 f"the engine's process does not get on with loading the model for {seconds:g} s "
                 "(load_watchdog_s)"
             )
+
+
+def _repeat_last(pauses: Sequence[float]) -> Iterator[float]:
+    return itertools.chain(pauses, itertools.repeat(pauses[-1]))
 
 
 def _cause_of(status: int) -> str:

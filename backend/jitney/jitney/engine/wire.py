@@ -67,12 +67,14 @@ class StepBegun(msgspec.Struct, frozen=True, array_like=True, tag="begun"):
 
 
 class Making(msgspec.Struct, frozen=True, array_like=True, tag="making"):
-    """A resource is about to be made."""
+    """A resource is about to be made, or looked for."""
 
+    number: int
+    """Of this message, among those of its engine."""
     kind: str
-    """``Source.kind``. At most one resource of a kind is made at a time."""
+    """``Source.kind``."""
     keys: list[int]
-    """The requests that wait for it; empty: it has been made, or could not be."""
+    """The requests that wait for it. Empty: what the message of this number said is over."""
 
 
 class Logged(msgspec.Struct, frozen=True, array_like=True, tag="logged"):

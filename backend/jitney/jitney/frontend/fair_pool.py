@@ -1,6 +1,7 @@
 """Threads that run the calls of several owners: in turn, at most one call of an owner at a time.
 
-So whoever asks for much that takes long waits for himself, and delays others by one call at most.
+So the many slow calls of one owner wait for each other, and delay those of others by one call at
+most.
 """
 
 import logging
@@ -52,11 +53,12 @@ class FairPool:
                 call = self._take(owner)
             try:
                 call()
-            except Exception:
+            except BaseException:  # a panic of native code is no Exception
                 _log.exception("a call has failed")
-            with self._changed:
-                self._busy.discard(owner)
-                self._changed.notify()
+            finally:
+                with self._changed:
+                    self._busy.discard(owner)
+                    self._changed.notify()
 
     def _next_owner(self) -> str | None:
         """The first owner of whom nothing is being run."""

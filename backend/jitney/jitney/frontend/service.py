@@ -156,7 +156,7 @@ class Service:
             self._metrics.count_failed(refusal)
             channel.fail(refusal)
 
-    def _as_refusal(self, error: Exception) -> JitneyError:
+    def _as_refusal(self, error: BaseException) -> JitneyError:
         """The error that a client gets. Our own errors are made for clients. Any other error is a
         bug: it is logged, and the client learns nothing of it."""
         if isinstance(error, JitneyError):
@@ -222,8 +222,8 @@ class Service:
             )
 
     def _encoders_for(self, request: ClientRequest) -> Callable[[Callable[[], None]], object]:
-        """What hands a call to the threads that are to encode this request. Slow requests have
-        threads of their own, so that they delay no quick one."""
+        """``submit`` of the threads that are to encode this request. Slow requests have threads of
+        their own, so that they delay no quick one."""
         params = request.params
         structured = params.structured_outputs
         if structured is not None and not self._grammars.knows(structured):
@@ -248,7 +248,7 @@ class Service:
             else:
                 answer = perform(request, self._tokenizer, self._config, self._info)
                 self._responder.answer(arrival, answer)
-        except Exception as error:
+        except BaseException as error:  # a panic of native code is no Exception
             self._responder.abort(arrival.key, self._as_refusal(error))
 
     def _make_reply(

@@ -17,7 +17,7 @@ its first token (``ttft_ms``), running sequences of lower tiers are preempted fo
 
 import itertools
 from bisect import insort
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 
 from jitney.config import EngineConfig
@@ -61,7 +61,7 @@ class TierAdmission:
         self._queued: list[dict[int, int]] = [{} for _ in tiers]
         # By tier: key -> arrival of the queued requests that may become overdue, as they were
         # queued.
-        self._may_be_overdue: list[dict[int, float]] = [{} for _ in tiers]
+        self._may_be_overdue: list[OrderedDict[int, float]] = [OrderedDict() for _ in tiers]
         # Whether the last step left any sequences of the tier waiting.
         self._left_waiting = [False] * len(tiers)
         self._now = 0.0  # of the last plan
