@@ -114,6 +114,34 @@ def test_weights_are_judged_before_they_are_read(
     assert reads == [CONFIG]
 
 
+@pytest.mark.parametrize("what", ["longer", "gap", "not UTF-8", "nested", "no object", "no length"])
+def test_a_header_that_does_not_fit_its_file_is_refused(tmp_path: Path, what: str) -> None:
+    """Before the file is read."""
+    folder = write(tmp_path / "a", {}, {})
+    path = folder / WEIGHTS
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    made = data[8 : 8 + length]
+    if what == "gap":
+        name = next(name for name in header if name != "__metadata__")
+        header[name]["data_offsets"] = [0, 1 << 30]
+        made = json.dumps(header).encode()
+    made = {
+        "not UTF-8": b"\xff\xfe{}",
+        "nested": b"[" * 100_000,
+        "no object": b"[]",
+    }.get(what, made)
+    path.write_bytes(len(made).to_bytes(8, "little") + made + data[8 + length :])
+    if what == "longer":
+        with path.open("r+b") as file:
+            file.truncate(1 << 40)
+    if what == "no length":
+        path.write_bytes(b"\x01")
+    with pytest.raises(InvalidArgumentError):
+        read_adapter(folder, SITES, 8)
+
+
 def test_a_configuration_without_end_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "a", {}, {})
     with (folder / CONFIG).open("r+b") as file:
@@ -188,7 +216,7 @@ def test_what_is_not_computed_is_refused(
 def test_broken_files_are_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "a", {}, {})
     whole = (folder / WEIGHTS).read_bytes()
-    for content, says in ((whole[:-5], "Safetensor"), (None, f"{WEIGHTS} is missing")):
+    for content, says in ((whole[:-5], "the size of"), (None, f"{WEIGHTS} is missing")):
         (folder / WEIGHTS).unlink()
         if content is not None:
             (folder / WEIGHTS).write_bytes(content)

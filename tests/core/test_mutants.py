@@ -1,19 +1,11 @@
-"""The other tests of this folder notice deliberate faults of scheduler and KV cache, and soon.
+"""The other tests of this folder notice deliberate faults of scheduler and KV cache, and soon."""
 
-Each fault is made in a copy of the package, whose tests must fail within MOST_SECONDS of computing.
-"""
-
-import os
-import resource
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-MOST_SECONDS = 90
+from tests.mutants import assert_noticed
+
 FIRST = ["kv_cache", "scheduling", "admission", "drafts"]
 """Of the files of tests, those that notice most faults in the least time."""
 LAST = "scheduler_machine"
@@ -167,23 +159,11 @@ ADMISSION_FAULTS: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 ALL_FAULTS = FAULTS | PLANNING_FAULTS | ADMISSION_FAULTS
-# The copy comes before the installed package, which an editable installation finds by itself.
-PROGRAM = """
-import sys
-sys.meta_path[:] = [each for each in sys.meta_path if "editables" not in str(each)]
-sys.path.insert(0, sys.argv[1])
-import jitney, pytest
-assert jitney.__file__.startswith(sys.argv[1])
-sys.exit(pytest.main(sys.argv[2:]))
-"""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ALL_FAULTS)
 def test_a_fault_is_noticed(tmp_path: Path, fault: str) -> None:
-    # With its bytecode, but not what another process is writing of it.
-    ignored = shutil.ignore_patterns("*.pyc.*")
-    shutil.copytree(ROOT / "backend/jitney/jitney", tmp_path / "jitney", ignore=ignored)
     name, *changes = ALL_FAULTS[fault]
     names = {each.stem.removeprefix("test_") for each in Path(__file__).parent.glob("test_*.py")}
     runs = [[*FIRST, *sorted(names - {*FIRST, LAST})], [LAST]]
@@ -191,28 +171,5 @@ def test_a_fault_is_noticed(tmp_path: Path, fault: str) -> None:
         runs = [["tier_planning"]]
     if fault in ADMISSION_FAULTS:
         runs = [["tier_admission"]]
-    path = tmp_path / "jitney" / "core" / f"{name}.py"
-    text = path.read_text(encoding="utf-8")
-    for old, new in zip(changes[::2], changes[1::2], strict=True):
-        assert text.count(old) == 1, f"core/{name}.py has changed: write {old!r} anew here"
-        text = text.replace(old, new)
-    path.write_text(text, encoding="utf-8")
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    for files in runs:
-        options = ["-x", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:xdist"]
-        options += [f"tests/core/test_{name}.py" for name in files]
-        result = subprocess.run(
-            [sys.executable, "-c", PROGRAM, str(tmp_path), *options],
-            cwd=ROOT,
-            env={**os.environ, "TRITON_INTERPRET": "1"},  # or tests/conftest.py imports torch
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        if result.returncode:
-            break
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert result.returncode == 1, result.stdout + result.stderr
-    assert "failed" in result.stdout
-    assert after.ru_utime - before.ru_utime < MOST_SECONDS
+    files = [[f"core/test_{name}.py" for name in run] for run in runs]
+    assert_noticed(tmp_path, f"core/{name}.py", changes, files)

@@ -16,7 +16,7 @@ from jitney.engine.loading import EngineParts, LoadModel
 from jitney.engine.pending import Source
 from jitney.errors import CheckpointError, DeviceLostError
 
-from tests.fake_grammar import FakeGrammar
+from tests.fake_grammar import FakeGrammar, FakeState
 from tests.fake_runner import FakeRunner
 
 KILLS, HANGS, LOSES_THE_DEVICE, COMPILES = 49, 48, 47, 46
@@ -24,7 +24,9 @@ KILLS, HANGS, LOSES_THE_DEVICE, COMPILES = 49, 48, 47, 46
 
 DEADLY_GRAMMAR = "ends the engine that compiles it"
 SLOW_GRAMMAR = "0,2:7"
-"""It takes four seconds."""
+"""It takes six seconds."""
+DEADLY_WHEN_BEGUN = "0,2:8"
+"""It ends the engine when a request begins with it."""
 HANGING_GRAMMAR = "takes an hour"
 
 STEP_S = 0.002
@@ -69,12 +71,21 @@ def load(config: EngineConfig, tokenizer: bytes) -> EngineParts:
     return EngineParts(runner, b"" if tokenizer else b"words", _compile, pool)
 
 
+class _DeadlyGrammar(FakeGrammar):
+    def begin(self, may_end: bool) -> FakeState:
+        os.kill(os.getpid(), signal.SIGABRT)
+        time.sleep(3600)  # until the signal is delivered
+        return super().begin(may_end)
+
+
 def _compile(text: str) -> FakeGrammar:
+    if text == DEADLY_WHEN_BEGUN:
+        return _DeadlyGrammar(text)
     if text == DEADLY_GRAMMAR:
         os.kill(os.getpid(), signal.SIGABRT)
         time.sleep(3600)  # until the signal is delivered
     if text == SLOW_GRAMMAR:
-        time.sleep(4)
+        time.sleep(6)
     if text == HANGING_GRAMMAR:
         time.sleep(3600)
     return FakeGrammar(text)

@@ -524,6 +524,21 @@ def test_a_token_proves_that_the_resources_were_there() -> None:
     assert [message.key for message in journal.take_unsent()] == [1]
 
 
+def test_of_two_kinds_at_fault_only_who_needs_both_fails_with_it() -> None:
+    """Which of the two ends engines is not known."""
+    journal = Journal()
+    needs = [("bad", "law"), ("bad", None), ("", "law"), ("bad", "law")]
+    for key, (grammar, adapter) in enumerate(needs):
+        submit = submit_of(key, lora_name=adapter)
+        journal.note_message(msgspec.structs.replace(submit, grammar=grammar))
+    making = [Making(0, "grammar", [0]), Making(1, "adapter", [0])]
+    for _ in range(3):
+        assert journal.note_death([], making) == []
+    failed = journal.note_death([], making)
+    assert [each.key for each in failed] == [0, 3]
+    assert failed[0].message.startswith("the adapter and the grammar of this request ended")
+
+
 def test_others_fail_with_it_only_if_the_resource_was_at_fault_each_time() -> None:
     journal = Journal()
     for key in range(3):

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 from jitney.adapters.pool import AdapterPool
+from jitney.engine import engine as engine_module
 from jitney.engine.engine import Engine
 from jitney.engine.grammars import Grammars
 from jitney.errors import InvalidArgumentError
@@ -50,7 +51,9 @@ class Later:
 class House:
     """An engine whose clock and threads stand still."""
 
-    def __init__(self, compile_grammar: Callable[[str], FakeGrammar] = FakeGrammar) -> None:
+    def __init__(
+        self, compile_grammar: Callable[[str], FakeGrammar] = FakeGrammar, **more: Any
+    ) -> None:
         config = make_config({"model": "fake", "block_size": 4})
         pool = AdapterPool(lambda name: LowRank(name, {}), lambda name: (), most=1, aging_s=1.0)
         self.now = 0.0
@@ -60,6 +63,7 @@ class House:
             lambda: self.now,
             compile_grammar=compile_grammar,
             adapters=pool,
+            **more,
         )
         self.grammars, self.adapters = Later(), Later()
         self.engine.pending.threads = [self.grammars, self.adapters]  # type: ignore[list-item]
@@ -78,6 +82,11 @@ class House:
 
     def drain(self) -> None:
         while self.engine.has_work:
+            self.step()
+
+    def drain_without(self, key: int) -> None:
+        """Until only this request is open."""
+        while self.engine._open != {key}:
             self.step()
 
     def of(self, key: int) -> list[Event]:
@@ -225,3 +234,94 @@ def test_a_fault_while_messages_are_taken_forgets_nobody(monkeypatch: pytest.Mon
     report = house.engine._step_or_recover()
     assert report is not None
     assert [(event.key, type(event)) for event in report.events] == [(0, Failed), (1, Failed)]
+
+
+def with_grammar(key: int, grammar: str) -> Submit:
+    params = SamplingParams(seed=key, max_tokens=6)
+    return Submit(key=key, prompt=[1, 2, 3], params=params, arrival=0.0, grammar=grammar)
+
+
+def test_what_takes_long_does_not_hold_up_the_next_for_long() -> None:
+    house = House()
+    house.send(with_grammar(0, "0:6"), with_grammar(1, "1:6"))
+    assert len(house.grammars.calls) == 1, "one at a time"
+    house.now = 5.1
+    house.step()
+    assert len(house.grammars.calls) == 2
+    house.grammars.calls.pop(1)()
+    house.drain_without(0)
+    assert house.ids(1) == solo_stream(with_grammar(1, "1:6"))
+    house.grammars.go_on()
+    house.drain()
+    assert house.ids(0) == solo_stream(with_grammar(0, "0:6"))
+
+
+def test_what_comes_too_late_is_dropped_and_made_again_for_the_next() -> None:
+    house = House()
+    house.send(with_grammar(0, GRAMMAR))
+    house.now = 120.1
+    house.step()
+    said = "the grammar was not there after 120 s (load_watchdog_s)"
+    assert house.of(0) == [Failed(0, "UNAVAILABLE", said)]
+    house.grammars.go_on()
+    house.drain()
+    house.send(with_grammar(1, GRAMMAR))
+    house.grammars.go_on()
+    house.drain()
+    assert house.ids(1) == solo_stream(with_grammar(1, GRAMMAR))
+
+
+def test_threads_that_never_come_back_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "SIGN_OF_LIFE_S", 0.01)
+    house = House()
+    for key in range(12):
+        house.engine.send(with_grammar(key, f"{key % 7}:{key + 1}"))
+        house.step()
+        house.now += 130.0
+        house.step()
+        house.step()
+    assert len(house.grammars.calls) == 8
+    ends = [house.of(key)[-1] for key in range(12)]
+    assert [type(end) for end in ends] == [Failed] * 12
+    assert ends[-1] == Failed(11, "UNAVAILABLE", "no grammar can be made now")
+    house.grammars.go_on()
+    house.step()
+    house.engine.send(with_grammar(12, GRAMMAR))
+    house.step()
+    assert len(house.grammars.calls) == 8, "one has come back, so one may begin"
+
+
+def test_what_was_made_in_time_is_not_given_up_because_the_engine_was_away() -> None:
+    """A step may take minutes, or the process be stopped."""
+    house = House()
+    house.send(with_grammar(0, GRAMMAR))
+    house.grammars.go_on()
+    house.now = 3600.0
+    house.drain()
+    assert house.ids(0) == solo_stream(with_grammar(0, GRAMMAR))
+
+
+def test_who_asks_for_what_nobody_waits_for_any_more_waits_from_then_on() -> None:
+    house = House()
+    house.send(with_grammar(0, GRAMMAR), Cancel(0))
+    house.drain()
+    house.now = 3600.0
+    house.send(with_grammar(1, GRAMMAR))
+    assert not [event for event in house.of(1) if isinstance(event, Failed)]
+    house.grammars.go_on()
+    house.drain()
+    assert house.ids(1) == solo_stream(with_grammar(1, GRAMMAR))
+
+
+def test_whoever_waits_is_named_while_a_resource_is_made() -> None:
+    noted: list[tuple[int, str, list[int]]] = []
+    house = House(note_making=lambda *of: noted.append(of))
+    house.send(demanding(3))
+    numbers = [number for number, _, _ in noted]
+    claims = [(kind, keys) for _, kind, keys in noted]
+    assert claims == [("grammar", [3]), ("grammar", []), ("adapter", [3]), ("adapter", [])]
+    assert numbers[0] == numbers[1] != numbers[2] == numbers[3]
+    noted.clear()
+    house.grammars.go_on()
+    ((first, *begun), (last, *over)) = noted
+    assert (begun, over, first) == (["grammar", [3]], ["grammar", []], last)

@@ -39,6 +39,7 @@ from jitney.sampling_params import SamplingParams
 from tests.engine.deadly_runner import (
     COMPILES,
     DEADLY_GRAMMAR,
+    DEADLY_WHEN_BEGUN,
     HANGING_GRAMMAR,
     HANGS,
     KILLS,
@@ -280,7 +281,8 @@ def test_a_fork_server_that_is_stopped_is_given_up(
     """Deadlines hold meanwhile, and requests go on with another one."""
     monkeypatch.setattr(fork_server_module, "_MOST_ENDING_S", 2.0)
     front = make_front()
-    front.engine.config = msgspec.structs.replace(front.engine.config, load_watchdog_s=2.0)
+    if phase == "an engine is to be forked":
+        front.engine.config = msgspec.structs.replace(front.engine.config, load_watchdog_s=2.0)
     goes_on = front.submit(1, max_tokens=300)
     front.read_until(lambda: front.has(goes_on, 5))
     stopped = fork_server_of(front)
@@ -310,6 +312,21 @@ def test_a_fork_server_that_is_stopped_is_given_up(
         front.read_until(lambda: goes_on in front.ends)
         front.read_until(lambda: front.engine.health.up)
         front.finish(front.submit(3))
+
+
+def test_a_grammar_that_ends_engines_when_a_request_begins_is_found(
+    make_front: Callable[..., Front],
+) -> None:
+    """It is compiled, but a request cannot begin with it."""
+    front = make_front()
+    others = [front.submit(key, max_tokens=200) for key in range(2)]
+    front.read_until(lambda: all(front.has(key, 5) for key in others))
+    guilty = front.submit(9, grammar=DEADLY_WHEN_BEGUN)
+    front.finish(*others)
+    front.read_until(lambda: guilty in front.ends)
+    end = front.ends[guilty]
+    assert isinstance(end, Failed)
+    assert "the grammar of this request ended the engine" in end.message
 
 
 def test_a_grammar_that_ends_engines_is_found(make_front: Callable[..., Front]) -> None:
@@ -343,6 +360,7 @@ def test_a_resource_that_is_never_there_ends_its_request_alone(
     stuck = front.submit(1, grammar=HANGING_GRAMMAR)
     good = front.submit(2, grammar="0,2:6")
     front.finish(front.submit(3), good)
+    assert stuck not in front.ends
     front.read_until(lambda: stuck in front.ends)
     said = "the grammar was not there after 8 s (load_watchdog_s)"
     assert front.ends[stuck] == Failed(stuck, "UNAVAILABLE", said)

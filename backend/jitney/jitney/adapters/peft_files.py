@@ -31,7 +31,8 @@ WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _NAME = re.compile(r"(.+)\.lora_([AB])\.weight")
 _MOST_CONFIG_BYTES = 1 << 20
-_MOST_HEADER_BYTES = 1 << 23
+_MOST_HEADER_BYTES = 100_000_000  # safetensors' own bound
+_MOST_ITEM_BYTES = 8
 _LARGEST = 1e308
 """A number of the configuration is at most this. JSON has larger integers: for one of these,
 ``alpha / rank`` would raise OverflowError."""
@@ -88,7 +89,8 @@ class _FoundPair(NamedTuple, Generic[T]):
 class _Described(msgspec.Struct):
     """What the header says of one tensor."""
 
-    shape: tuple[int, ...] = ()
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
 
 
 class AdapterFiles(NamedTuple):
@@ -134,7 +136,7 @@ def _judge_header(
     """Check names and shapes of the weights, reading the header alone. Returns the file's size in
     bytes. Raises InvalidArgumentError."""
     size = _check_regular(folder, WEIGHTS)
-    shapes = _read_shapes(folder)
+    shapes = _read_shapes(folder, size)
     for path, found in _pairs_of_layers(shapes, sites).items():
         rank = _rank_of(path, config, max_rank)
         for name, shape, expected in _expected_shapes(path, found, rank, sites[path]):
@@ -142,21 +144,33 @@ def _judge_header(
     return size
 
 
-def _read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of all tensors, by the header of the weights' file: the length of a JSON object in
-    eight bytes, then that object (the format of safetensors). Raises InvalidArgumentError."""
+def _read_shapes(folder: Path, size: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of all tensors, by the header of the weights' file, which has so many bytes. The
+    format is that of safetensors: the length of a JSON object in eight bytes, that object, then the
+    tensors. Raises InvalidArgumentError if the header is broken or does not account for the size.
+    """
     try:
         with (folder / WEIGHTS).open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if length > _MOST_HEADER_BYTES:
                 bound = f"at most {_MOST_HEADER_BYTES:,} bytes"
                 raise InvalidArgumentError.of(f"the header of {WEIGHTS}", length, bound)
-            header = msgspec.json.decode(file.read(length), type=dict[str, _Described])
+            header = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
+        header.pop("__metadata__", None)
+        tensors = {name: msgspec.json.decode(raw, type=_Described) for name, raw in header.items()}
     except OSError as error:
         raise InvalidArgumentError(first_line(error, folder)) from None
-    except msgspec.MsgspecError as error:
+    except (ValueError, RecursionError) as error:  # also those of msgspec
         raise InvalidArgumentError(f"the header of {WEIGHTS} is broken: {error}") from None
-    return {name: each.shape for name, each in header.items() if name != "__metadata__"}
+    end = max((each.data_offsets[1] for each in tensors.values()), default=0)
+    if 8 + length + end != size:
+        raise InvalidArgumentError.of(f"the size of {WEIGHTS}", size, f"{8 + length + end:,} bytes")
+    for name, each in tensors.items():
+        num_bytes = each.data_offsets[1] - each.data_offsets[0]
+        most = _MOST_ITEM_BYTES * math.prod(each.shape)
+        if not 0 <= num_bytes <= most:
+            raise InvalidArgumentError.of(f"the bytes of {name}", num_bytes, f"at most {most:,}")
+    return {name: each.shape for name, each in tensors.items()}
 
 
 def _check_regular(folder: Path, name: str) -> int:

@@ -143,8 +143,6 @@ class Engine:
         """
         self.scheduler.reset_counts()
         self._steps.reset_counts()
-        if self.pending:
-            self.pending.give_up(self.config.load_watchdog_s, self._clock())
         self._take_inbox()
         now = self._clock()
         self._events += self.scheduler.expire(now)
@@ -218,6 +216,9 @@ class Engine:
         # First of all: if anything below raises, each new request gets its terminal event.
         self._note_open(messages)
         has_received = self._receive_results(now)
+        # After the results: what has been made is not given up. Before the messages: whoever asks
+        # for the same now has not waited yet.
+        self.pending.give_up(self.config.load_watchdog_s, now)
         for message in messages:
             self._apply(message, now)
         for held in self.pending.take_ready():
@@ -267,7 +268,9 @@ class Engine:
             resources = self.pending.resources_of(message)
         except JitneyError as error:
             return self.scheduler.fail(message.key, error)
-        events = self.scheduler.submit(message, resources.grammar, resources.adapter)
+        # The grammar takes over the output of a request that is resumed: native code again.
+        with self.pending.noted("grammar", [message.key]):
+            events = self.scheduler.submit(message, resources.grammar, resources.adapter)
         for finish in held.later:
             events += self.scheduler.stop_sequence(finish.key, finish.index, now)
         return events

@@ -60,12 +60,14 @@ class End:
     """Exit status; negative: the signal that ended it."""
     with_fork_server: bool
     """The fork server has ended first, and the engine with it: ``status`` is the fork server's."""
+    was_given_up: bool = False
+    """The fork server was killed here, because the engine's end took too long."""
 
     @property
     def is_from_elsewhere(self) -> bool:
         """Whether somebody has killed it by a signal that is sent to processes. A fault of its own
         gives another one, such as SIGSEGV."""
-        return self.status in (-signal.SIGKILL, -signal.SIGTERM)
+        return not self.was_given_up and self.status in (-signal.SIGKILL, -signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +123,13 @@ class ForkServer:
         """Wait until the engine that was forked last has ended; if that takes too long, kill the
         fork server instead. ``tick`` is called every ``TICK_S``."""
         give_up_at = time.monotonic() + _MOST_ENDING_S
+        is_given_up = False
 
         def tick_until_given_up() -> None:
+            nonlocal is_given_up
             tick()
             if time.monotonic() > give_up_at:
+                is_given_up = True
                 assert self._process is not None
                 self._process.kill()
 
@@ -133,7 +138,8 @@ class ForkServer:
             return End(status, with_fork_server=False)
         # The fork server has died, and its engine with it.
         assert self._process is not None
-        return End(self._process.wait(), with_fork_server=True)
+        status = self._process.wait()
+        return End(status, with_fork_server=not is_given_up, was_given_up=is_given_up)
 
     def close(self) -> None:
         """End it and wait until it has ended."""

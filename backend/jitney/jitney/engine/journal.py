@@ -282,21 +282,26 @@ class Journal:
         all others that need the same: each of them would end further engines."""
         entry = self._open[key]
         times = f"{entry.deaths} times, {entry.deaths_alone} of them with nothing else at work"
-        failed = [Failed(key, InternalError.code, f"this request ended the engine {times}")]
-        for kind in entry.kinds_alone:
-            error = f"the {kind} of this request ended the engine {times}"
-            failed = [
-                Failed(other, InternalError.code, error)
-                for other in self._that_need_the_same(entry.submit, kind)
-            ]
+        keys = [key]
+        guilty = "this request"
+        if entry.kinds_alone:
+            keys = self._that_need_the_same(entry.submit, entry.kinds_alone)
+            guilty = f"the {' and the '.join(sorted(entry.kinds_alone))} of this request"
+        error = f"{guilty} ended the engine {times}"
+        failed = [Failed(each, InternalError.code, error) for each in keys]
         for each in failed:
             self._remove(each.key)
         return failed
 
-    def _that_need_the_same(self, submit: Submit, kind: str) -> list[int]:
-        """Keys of the open requests that need the same resource of this kind as ``submit`` does."""
-        needed = _need_of(submit, kind)
-        return [key for key, entry in self._open.items() if _need_of(entry.submit, kind) == needed]
+    def _that_need_the_same(self, submit: Submit, kinds: set[str]) -> list[int]:
+        """Keys of the open requests that need the same resources of these kinds as ``submit``
+        does."""
+        needed = [_need_of(submit, kind) for kind in kinds]
+        return [
+            key
+            for key, entry in self._open.items()
+            if [_need_of(entry.submit, kind) for kind in kinds] == needed
+        ]
 
     def _expect_new_engine(self) -> None:
         """The next engine needs every open request, with all of its messages, unsent ones

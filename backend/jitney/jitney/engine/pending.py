@@ -26,7 +26,8 @@ import itertools
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -150,6 +151,11 @@ class _Maker:
             self._at_work.append(job)
             thread.submit(self._make, job, self.source.waiting_for(job.id))
 
+    @property
+    def is_at_work(self) -> bool:
+        """Whether anything is being made, or is to be made."""
+        return bool(self._at_work or self._next)
+
     def _may_start(self, now: float) -> bool:
         if len(self._at_work) + self._num_given_up >= _MOST_THREADS:
             return False
@@ -264,11 +270,18 @@ class Pending:
 
     def _claim(self, source: Source[object], key: int, name: str, now: float) -> bool:
         """Claim a resource. To look for it may take time, too: for an adapter's files."""
+        with self.noted(source.kind, [key]):
+            return source.claim(key, name, now)
+
+    @contextmanager
+    def noted(self, kind: str, keys: list[int]) -> Iterator[None]:
+        """While something of this kind is done for these requests."""
         number = next(_numbers)
-        self._note_making(number, source.kind, [key])
-        is_there = source.claim(key, name, now)
-        self._note_making(number, source.kind, [])
-        return is_there
+        self._note_making(number, kind, keys)
+        try:
+            yield
+        finally:
+            self._note_making(number, kind, [])
 
     def add_finish_if_here(self, message: Finish) -> bool:
         """If the request is here, keep the message with it. Returns whether it is here."""
@@ -287,8 +300,9 @@ class Pending:
         """Fail the requests that wait for a resource which has been in the making for more than
         ``most_s`` seconds."""
         for maker in self._makers:
-            self._end_waits(maker.give_up(most_s, now))
-        self._start_making(now)
+            if maker.is_at_work:
+                self._end_waits(maker.give_up(most_s, now))
+                self._start_making(now)
 
     def take_ready(self) -> list[Held]:
         """Take the requests whose resources are all there or could not be made."""

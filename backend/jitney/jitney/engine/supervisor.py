@@ -272,6 +272,8 @@ class SupervisedEngine:
             self.health.up = False
             self._connection = None
         end = connection.close(self._tick_while_ending)
+        if killed_for is None and end.was_given_up:
+            killed_for = "hung"
         if killed_for is not None:
             return _Death(killed_for, from_elsewhere=False, with_fork_server=False)
         return _Death(

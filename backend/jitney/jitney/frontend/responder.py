@@ -411,7 +411,7 @@ class Responder:
         except SendError as error:
             self._metrics.count("jitney_send_failures_total")
             self._end(arrival, error)
-        except Exception:  # our bug
+        except BaseException:  # our bug, or a panic of native code
             _LOG.exception("request %r could not be answered", arrival.request_id)
             self._metrics.count("jitney_thread_errors_total")
             self._end(arrival, InternalError("the request could not be answered"))

@@ -50,7 +50,7 @@ class Worker:
         while pause is not None and not self._stopped.wait(pause):
             try:
                 pause = self._turn()
-            except Exception:
+            except BaseException:  # a panic of native code is no Exception
                 _LOG.exception("a turn of %s failed", self._thread.name)
                 self._count_error()
                 pause = ERROR_PAUSE_S
