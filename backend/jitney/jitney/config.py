@@ -155,8 +155,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     that name no priority."""
     priority_preempts: bool = False
     """With ``eviction: preempt``: a request that waits preempts running ones of a lower priority,
-    unless these have aged so far that they come before it. Without it, ``priority`` decides only
-    who is admitted next."""
+    unless these have aged so far that they come before it. With ``tiers`` that holds within a tier,
+    unless the tier is at its ``max_running``. Without it, ``priority`` decides only who is admitted
+    next, and who makes way when no block is free."""
     tiers: tuple[TierConfig, ...] = ()
     """Kinds of requests, the most urgent first, with targets and limits of their own: a list of
     objects, see [tiers](tiers.md)."""
