@@ -260,7 +260,9 @@ def test_twenty_random_kills_fail_nobody(
     rng = random.Random(victim)
     front = make_front()
     killed: set[int] = set()
+    ends_at = time.monotonic() + 2 * PATIENCE_S
     while len(killed) < 20:
+        assert time.monotonic() < ends_at, "what was killed is not replaced"
         while len(front.submits) - len(front.ends) < 8:
             front.submit(len(front.submits) % 40, max_tokens=400)
         end = time.monotonic() + rng.uniform(0.0, 0.3)

@@ -71,6 +71,7 @@ def run_fork_server(descriptor: int, ahead: Sequence[str], loader: str) -> int:
     by ``ahead`` may fork processes of their own, which compile kernels: of these nothing is sent.
     """
     _end_only_with_parent()
+    own_pid = os.getpid()
     load = _prepare(ahead, loader)
     with socket.socket(fileno=descriptor) as control:
         while True:
@@ -82,7 +83,7 @@ def run_fork_server(descriptor: int, ahead: Sequence[str], loader: str) -> int:
             if pid == 0:
                 gc.enable()
                 control.close()
-                _run_engine_and_exit(sockets[0], load)
+                _run_engine_and_exit(sockets[0], load, parent=own_pid)
             os.close(sockets[0])
             control.sendall(NUMBER.pack(pid))
             control.sendall(NUMBER.pack(_wait_for(pid)))
@@ -131,13 +132,16 @@ def _wait_for(pid: int) -> int:
             return os.waitstatus_to_exitcode(status)
 
 
-def _run_engine_and_exit(descriptor: int, load: LoadModel) -> NoReturn:
+def _run_engine_and_exit(descriptor: int, load: LoadModel, parent: int) -> NoReturn:
     """In the forked process. It leaves by ``os._exit``, so that no code of the fork server, such as
     an exit handler, runs in it."""
     status = 1
     try:
         # Else a process that the engine starts would keep the socket open after the engine's end.
         os.set_inheritable(descriptor, False)
+        _end_only_with_parent()
+        if os.getppid() != parent:  # it has ended before the kernel was asked to tell
+            os._exit(1)
         status = run_engine(descriptor, load)
     except BaseException:
         traceback.print_exc()
@@ -177,7 +181,6 @@ def _owners(batch: Batch) -> list[RowOwner]:
 
 def run_engine(descriptor: int, load: LoadModel) -> int:
     """Load a model and make steps until told to stop. The exit status."""
-    _end_only_with_parent()
     frames: Frames[ToEngine] = Frames(socket.socket(fileno=descriptor), ToEngine)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE), encoding="ascii")
