@@ -4,11 +4,13 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from jitney.frontend import responder
+from jitney.frontend import responder, service
 from jitney.frontend.channel import Channel
+from jitney.frontend.metrics import ModelMetrics
 
 from tests.frontend.house import (
     LABELS,
@@ -392,6 +394,41 @@ def test_an_exception_in_a_thread_is_counted_and_the_thread_goes_on(
     late.sender.cancelled = True
     wait_until(lambda: ended(late))
     assert all(each.is_alive for each in house.service._workers.values())
+
+
+@pytest.mark.parametrize(
+    ("worker", "turn", "asked", "share"),
+    [
+        ("sweeper", "_sweep", (Channel, "is_cancelled"), 0.05),
+        ("metrics", "_flush_metrics", (ModelMetrics, "flush"), 0.01),
+    ],
+)
+def test_what_asks_the_server_takes_a_small_share_of_the_time(
+    pb: Any,
+    make_house: Callable[..., House],
+    monkeypatch: pytest.MonkeyPatch,
+    worker: str,
+    turn: str,
+    asked: tuple[type, str],
+    share: float,
+) -> None:
+    house = make_house(step_seconds=0.002)
+    house.service._workers[worker].stop()
+    house.service._workers[worker].join(10)
+    request = pb.Request(text_input="a", sampling_parameters=sampling(max_tokens=1900))
+    house.service.accept(request)
+    now = 0.0
+
+    def ask(_: Any) -> bool:
+        nonlocal now
+        now += 0.1
+        return False
+
+    with monkeypatch.context() as slow:
+        slow.setattr(service, "time", SimpleNamespace(monotonic=lambda: now))
+        slow.setattr(*asked, ask)
+        pause = getattr(house.service, turn)()
+    assert 0.1 / (0.1 + pause) == pytest.approx(share)
 
 
 def test_sending_has_its_share_on_a_cpu_and_no_bound_on_a_gpu(

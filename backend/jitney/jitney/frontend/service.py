@@ -64,9 +64,12 @@ REQUEST_BYTES = 16_384
 CPU_SEND_SHARE = 0.2
 """Default of option ``send_share`` on a CPU, where a response costs the engine's cores as much as a
 token or two. Elsewhere it is 1."""
-_SWEEP_SHARE = 0.25
+SWEEP_SHARE = 0.05
 """Largest share of the time that sweeps may take. A sweep asks the server about every open request,
-through the queue that responses take too. So with very many requests there are fewer sweeps."""
+through the queue that responses take too. So with many requests there are fewer sweeps."""
+FLUSH_SHARE = 0.01
+"""Largest share of the time that updates of the server's metrics may take: each changed value goes
+through that same queue."""
 _JOIN_S = 5.0
 """Seconds for which :meth:`Service.close` waits for each thread."""
 
@@ -355,11 +358,18 @@ class Service:
         for key in sweep(self._watched):
             self._responder.cancel(key)
         seconds = time.monotonic() - began
-        # Seconds from one sweep's begin to the next one's.
-        period = max(self._config.cancel_sweep_s, seconds / _SWEEP_SHARE)
-        return period - seconds
+        return _pause_after(seconds, SWEEP_SHARE, self._config.cancel_sweep_s)
 
     def _flush_metrics(self) -> float:
         self._metrics.set_gauges(self._engine.health, self._responder.counts)
+        began = time.monotonic()
         self._metrics.flush()
-        return self._config.metrics_flush_s
+        seconds = time.monotonic() - began
+        return _pause_after(seconds, FLUSH_SHARE, self._config.metrics_flush_s)
+
+
+def _pause_after(seconds: float, share: float, least_period: float) -> float:
+    """Seconds until a turn that took ``seconds`` comes again, so that such turns take ``share`` of
+    the time at most, and begin ``least_period`` seconds apart at least."""
+    period = max(least_period, seconds / share)
+    return period - seconds
