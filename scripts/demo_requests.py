@@ -72,6 +72,8 @@ class DemoRequest:
     """(when, how many) of each response."""
     prompt_tokens: int = 0
     text: str = ""
+    finish_reason: str = "None"
+    """That of its last response."""
     error: str = ""
 
     @property
@@ -117,6 +119,8 @@ def send(request: DemoRequest, grpc_url: str, http_url: str) -> None:
             send_grpc(request, grpc_url)
         else:
             send_http(request, http_url)
+        if request.finish_reason == "None":
+            request.error = "the answer broke off"
     except (
         OSError,
         http.client.HTTPException,
@@ -134,6 +138,7 @@ def send_grpc(request: DemoRequest, url: str) -> None:
         ("text_input", "BYTES", request.prompt.encode()),
         ("stream", "BOOL", True),
         ("sampling_parameters", "BYTES", json.dumps(request.sampling).encode()),
+        ("return_finish_reason", "BOOL", True),
         ("return_num_input_tokens", "BOOL", True),
         ("return_num_output_tokens", "BOOL", True),
     ):
@@ -156,6 +161,7 @@ def send_grpc(request: DemoRequest, url: str) -> None:
                     int(result.as_numpy("num_output_tokens")[0]),
                     int(result.as_numpy("num_input_tokens")[0]),
                 )
+                request.finish_reason = result.as_numpy("finish_reason")[0].decode()
             final = response.parameters["triton_final_response"].bool_param
 
 
@@ -168,6 +174,7 @@ def send_http(request: DemoRequest, url: str) -> None:
     body = {
         "text_input": request.prompt,
         "stream": True,
+        "return_finish_reason": True,
         "return_num_input_tokens": True,
         "return_num_output_tokens": True,
         **request.sampling,
@@ -192,5 +199,6 @@ def send_http(request: DemoRequest, url: str) -> None:
             request.note(
                 event["text_output"], event["num_output_tokens"], event["num_input_tokens"]
             )
+            request.finish_reason = event["finish_reason"]
     finally:
         connection.close()

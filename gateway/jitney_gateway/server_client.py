@@ -340,9 +340,11 @@ class ServerClient:
 
 
 def _is_last(outputs: Mapping[str, Any]) -> bool:
-    """Whether a response is the last one of its request."""
-    is_of_task = "finish_reason" not in outputs  # a task has one response
-    return is_of_task or "timing" in outputs
+    """Whether a response is the last one of its request. Without one, an answer was cut off."""
+    if "finish_reason" not in outputs:
+        return True  # a task has one response
+    have_all_ended = b"None" not in outputs["finish_reason"]
+    return have_all_ended and "timing" in outputs
 
 
 async def _read_to_end(stream: Any) -> None:

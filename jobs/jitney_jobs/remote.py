@@ -72,6 +72,8 @@ class TritonModel:
             return UnavailableError(f"{self._address} sent nothing for {TIMEOUT_S:.0f} s")
         names = [output.name for output in result.get_response().outputs]
         arrays = {name: result.as_numpy(name) for name in names}
+        if self.is_language_model and b"None" in arrays.get("finish_reason", ()):
+            return UnavailableError("the answer broke off")  # docs/contract.md, "Outputs"
         return {name: array[0] if self._batching else array for name, array in arrays.items()}
 
     def _stream(self, inputs: list[Any]) -> Any:

@@ -274,16 +274,21 @@ class HangUp(NamedTuple):
 def hang_up(pid: int, ports: Collection[int]) -> HangUp:
     """Close the clients' connections to ``ports`` of the process ``pid``, one of our children.
 
-    The process reads the end of the connection, as if the client had closed it. Where the system
-    does not allow to take another process's sockets (some containers), this only writes a line to
-    the log. Needs Linux 5.6 or later.
+    The process reads the end of the connection, as if the client had closed it. And the client
+    reads it, once it has what was sent: this server (2.51) does not read a connection whose request
+    has had no response, so it would never close that one. Nothing that the process writes after
+    this reaches the client, so no answer that is cut off here gets a proper end. Connections that
+    the client has closed already (CLOSE_WAIT) end too.
+
+    Where the system does not allow to take another process's sockets (some containers), this only
+    writes a line to the log. Needs Linux 5.6 or later.
     """
     closed = 0
     try:
         with _opened_pidfd(pid) as pidfd:
             for connection in psutil.Process(pid).net_connections(kind="tcp"):
-                is_established = connection.status == psutil.CONN_ESTABLISHED
-                if not is_established or connection.laddr.port not in ports:
+                is_open = connection.status in (psutil.CONN_ESTABLISHED, psutil.CONN_CLOSE_WAIT)
+                if not is_open or connection.laddr.port not in ports:
                     continue
                 if _close(pidfd, connection.fd):
                     closed += 1
@@ -294,11 +299,11 @@ def hang_up(pid: int, ports: Collection[int]) -> HangUp:
 
 
 def _close(pidfd: int, descriptor: int) -> bool:
-    """Close another process's connection. False: its client has closed it already. Raises OSError
-    if the system does not allow it."""
+    """Close another process's connection. False: it has been closed meanwhile. Raises OSError if
+    the system does not allow it."""
     try:
         with _copied_socket(pidfd, descriptor) as copy:
-            copy.shutdown(socket.SHUT_RD)
+            copy.shutdown(socket.SHUT_RDWR)
     except OSError as error:
         if error.errno in _CLOSED_ERRORS:
             return False

@@ -7,12 +7,15 @@ second.
 """
 
 import contextlib
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import psutil
 from jitney.errors import JitneyError
@@ -24,6 +27,8 @@ LOAD_S = 600.0
 """Seconds that the load of a model, or the start of a server, may take."""
 
 _STUB = "triton_python_backend_stub"
+_LOOK_S = 0.5
+"""Seconds between two looks at the models' processes during a call that may last."""
 _PROBE_S = 5.0
 """Seconds between two requests that ask whether a model answers."""
 _MOST_UNANSWERED = 3
@@ -33,6 +38,7 @@ _COUNTED_S = 600.0
 count towards ``most_repairs``."""
 _LONGEST_PAUSE_S = 60.0
 """Between two repairs."""
+T = TypeVar("T")
 
 
 class Supervised(Protocol):
@@ -108,7 +114,7 @@ class Supervisor:
         self._probes_without_metrics = 0
         """One after the other."""
         self._language_models: set[str] | None = None
-        """Those that the last metrics named. None: there were none yet."""
+        """Those that metrics have named. None: there were no metrics yet."""
         self._seen: _Observations
         self._begin()
 
@@ -120,7 +126,8 @@ class Supervisor:
 
     def turn(self) -> str | None:
         """Look once, and make one repair if one is due. Returns why the supervisor gives up; None
-        if it does not. Blocks for as long as a load or a start takes."""
+        if it does not. Blocks for as long as a load or a start takes; during a load it goes on
+        looking for models whose process has ended."""
         seen = self._seen
         if seen.fault is None:
             self._look()
@@ -170,6 +177,18 @@ class Supervisor:
     def _look_at_models(self) -> None:
         """Unload the models whose process was killed, and probe the others now and then."""
         seen = self._seen
+        self._look_for_ended()
+        if seen.processes.zombies:
+            # The next look decides. A probe of a model that has just been killed may take seconds,
+            # and its clients wait.
+            return
+        if self._clock() - seen.probed_at >= _PROBE_S:
+            self._probe()
+            seen.probed_at = self._clock()
+
+    def _look_for_ended(self) -> None:
+        """Unload the models whose process was killed."""
+        seen = self._seen
         zombies_before = seen.processes.zombies
         seen.processes = _find_processes(self._server.pid, seen.processes.model_of_pid)
         # The server ends a process itself when a model is unloaded. That one is a zombie for a
@@ -178,9 +197,15 @@ class Supervisor:
         lasting = seen.processes.zombies & zombies_before
         if lasting:
             self._unload_models_of(lasting)
-        if self._clock() - seen.probed_at >= _PROBE_S:
-            self._probe()
-            seen.probed_at = self._clock()
+
+    def _look_meanwhile(self, call: Callable[[], T]) -> T:
+        """Make a call to the server that may last. Until it returns, look for models whose process
+        has ended: the clients of those must not wait for this call."""
+        made = _call_in_thread(call)
+        while not wait([made], _LOOK_S).done:
+            with contextlib.suppress(CallError, psutil.Error):  # the next look does it
+                self._look_for_ended()
+        return made.result()
 
     def _unload_models_of(self, zombies: set[int]) -> None:
         """Unload the models whose processes these are, unless they were unloaded before. Forgets
@@ -207,7 +232,8 @@ class Supervisor:
             return
         self._probes_without_metrics = 0
         for name in requests.keys() - set(seen.unloaded):
-            if admin.is_answering(name):
+            is_answering = self._look_meanwhile(partial(admin.is_answering, name))
+            if is_answering or name in seen.unloaded:
                 seen.unanswered.pop(name, None)
                 continue
             seen.unanswered[name] += 1
@@ -224,7 +250,7 @@ class Supervisor:
             requests = requests_in_flight(self._server.admin.metrics())
         except CallError:
             return None
-        self._language_models = set(requests)
+        self._language_models = set(requests).union(self._language_models or ())
         return requests
 
     def _kill(self, name: str) -> None:
@@ -247,20 +273,20 @@ class Supervisor:
         a client keeps a stream open.
         """
         self._seen.unloaded.append(name)
+        requests = self._requests_in_flight()  # before: once it is unloaded it may have no metrics
         try:
             self._server.admin.unload(name)
         except CallError as error:
             self._note_fault(f"model {name} cannot be replaced: {error}")
         else:
-            self._end_streams_of(name)
+            self._end_streams_of(name, requests)
 
-    def _end_streams_of(self, name: str) -> None:
+    def _end_streams_of(self, name: str, requests: dict[str, float] | None) -> None:
         """Hang up on all clients if the model is, or may be, a language model.
 
-        If its process was killed while it sent a response, that stream would never end, and nobody
-        can tell which stream it is.
+        The server itself never ends a request that the killed process had taken, and nobody can
+        tell which connections carry one.
         """
-        requests = self._requests_in_flight()
         if self._language_models is not None and name not in self._language_models:
             return
         # Without metrics, nothing is known of its requests.
@@ -278,7 +304,7 @@ class Supervisor:
         seen = self._seen
         began = self._clock()
         try:
-            self._server.admin.load(name, LOAD_S)
+            self._look_meanwhile(partial(self._server.admin.load, name, LOAD_S))
         except RefusedCallError as error:
             # The model's own reason: another server would hear the same. The next repair loads
             # another model, if there is one.
@@ -301,6 +327,20 @@ class Supervisor:
         else:
             self._begin()
             self._say(f"the server is ready again, after {self._clock() - began:.1f} s")
+
+
+def _call_in_thread(call: Callable[[], T]) -> Future[T]:
+    """Make a call in a thread, which holds up no exit. The future has its result or exception."""
+    made: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(call())
+        except BaseException as error:
+            made.set_exception(error)
+
+    threading.Thread(target=run, name="jitney-call", daemon=True).start()
+    return made
 
 
 def _find_processes(server_pid: int | None, known: dict[int, str]) -> _Processes:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from jitney import stub_memory
 from jitney.text.tokenizer import Tokenizer
 
 from tests.backend_utils import FINAL, InferenceResponse, Tensor, TritonModelException, put_into
@@ -24,7 +25,8 @@ def size_of(response: InferenceResponse) -> int:
 
 class Sender:
     """Records what was sent, as the server's response sender would take it. Its shared memory has
-    ``memory`` bytes; after a final response, even one that failed, it takes no other."""
+    ``memory`` bytes, with -1 not even room for an empty response; after a final response, even one
+    that failed, it takes no other."""
 
     def __init__(self) -> None:
         self.sent: list[InferenceResponse] = []
@@ -38,7 +40,8 @@ class Sender:
         if self.closed:
             raise TritonModelException("Response sender has been closed.")
         self.closed = flags == FINAL
-        if response is not None and size_of(response) > self.memory:
+        size = 0 if response is None else size_of(response)
+        if size > self.memory:
             raise TritonModelException("No space left on device")
         if self.on_send is not None:
             self.on_send(response)
@@ -156,6 +159,27 @@ def pb() -> Any:
     MetricFamily.disabled = False
     Logger.lines.clear()
     return module
+
+
+class SharedMemory:
+    """The memory of the stub, which has room or has none; ``senders`` share it."""
+
+    def __init__(self) -> None:
+        self.has_room = True
+        self.senders: list[Sender] = []
+
+    def set_room(self, has_room: bool) -> None:
+        self.has_room = has_room
+        for sender in self.senders:
+            sender.memory = 1 << 30 if has_room else -1
+
+
+@pytest.fixture
+def shared_memory(monkeypatch: pytest.MonkeyPatch) -> SharedMemory:
+    """What ``stub_memory`` sees."""
+    memory = SharedMemory()
+    monkeypatch.setattr(stub_memory, "has_room", lambda: memory.has_room)
+    return memory
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import queue
 import threading
 import time
+import weakref
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,76 @@ def test_a_failed_send_is_a_cancellation_only_if_the_client_has_gone(pb: Any, fi
         channel.send(data, final=final)
     assert channel.closed
     assert (gone.sent, gone.final) == ([], 1)
+
+
+@pytest.mark.parametrize("final", [False, True])
+def test_an_error_gets_the_memory_of_the_response_that_could_not_be_sent(
+    pb: Any, final: bool
+) -> None:
+    """Some of its tensors may have found room."""
+
+    class Pool(pb.Sender):  # type: ignore[misc, name-defined]
+        held: Any = staticmethod(lambda: None)
+
+        def send(self, response: Any = None, flags: int = 0) -> None:
+            if self.held() is not None:
+                raise pb.TritonModelException("No space left on device")
+            if response is not None and response.error is None:
+                self.held = weakref.ref(response)
+                raise pb.TritonModelException("No space left on device")
+            super().send(response, flags)
+
+    sender = Pool()
+    channel = Channel(sender)
+    data = [("text_output", np.array([b"x" * 100_000], object))]
+    try:
+        channel.send(data, final=final)
+    except SendError as error:
+        channel.fail(error)  # while the error is being handled, as the responder does it
+    assert [each.error.text for each in sender.sent] == ["INTERNAL: a response could not be sent"]
+    assert sender.final == 1
+
+
+def test_the_flag_of_a_large_final_response_gets_the_memory_of_its_data(pb: Any) -> None:
+    class Pool(pb.Sender):  # type: ignore[misc, name-defined]
+        held: Any = staticmethod(lambda: None)
+
+        def send(self, response: Any = None, flags: int = 0) -> None:
+            if self.held() is not None:
+                raise pb.TritonModelException("No space left on device")
+            if response is not None:
+                self.held = weakref.ref(response)
+            super().send(response, flags)
+
+    sender = Pool()
+    sent: list[int] = []
+    sender.on_send = lambda response: sent.append(0 if response is None else 1)
+    sender.sent = _Forgetful()
+    Channel(sender).send([("text_output", np.array([b"x" * 100_000], object))], final=True)
+    assert sent == [1, 0]
+    assert sender.final == 1
+
+
+class _Forgetful(list):  # type: ignore[type-arg]
+    """Keeps nothing."""
+
+    def append(self, item: object) -> None:
+        pass
+
+
+def test_without_room_the_server_is_not_asked(pb: Any, shared_memory: Any) -> None:
+    """The question would end the stub."""
+
+    class Fatal(pb.Sender):  # type: ignore[misc, name-defined]
+        def is_cancelled(self) -> bool:
+            assert shared_memory.has_room
+            return True
+
+    channel = Channel(Fatal())
+    shared_memory.set_room(False)
+    assert not channel.is_cancelled()
+    shared_memory.set_room(True)
+    assert channel.is_cancelled()
 
 
 def watch(*senders: Any) -> "queue.SimpleQueue[Arrival]":

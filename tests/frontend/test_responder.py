@@ -306,3 +306,85 @@ def test_an_answer_whose_send_raises_ends_its_request(
     assert response.error.text == "INTERNAL: the request could not be answered"
     assert desk.responder.counts.encoding == 0
     assert desk.responder.ended_bytes == 7
+
+
+# ------------------------------------------------------------------ room in the shared memory
+
+
+def test_what_is_to_end_while_there_is_no_room_ends_once_there_is(
+    make_desk: Callable[..., Desk], shared_memory: Any
+) -> None:
+    """Its last data, an error, an answer that needs no engine, and a refusal; a stream goes on."""
+    desk = make_desk()
+    for key in range(4):
+        desk.add(key, streamed=key != 1)
+    description = Arrival(4, Channel(desk.pb.Sender()), time.monotonic(), None)
+    desk.senders[4] = description.channel._sender
+    refused = Channel(desk.pb.Sender())
+    desk.senders[5] = refused._sender
+    desk.responder.add(description)
+    shared_memory.senders = list(desk.senders.values())
+    desk.turn_until(lambda: desk.responder.counts.submitted == 4)
+    shared_memory.set_room(False)
+    desk.report(*token(0, last=True), *token(1, last=True), *token(2))
+    desk.responder.abort(3, UnavailableError("the queue is full"))
+    desk.responder.answer(description, [("text_output", protocol.string_array(["a"]))])
+    desk.responder.refuse(refused, UnavailableError("the server is shutting down"))
+    for _ in range(20):
+        desk.responder.turn()
+    assert desk.order == []
+    assert not any(sender.closed for sender in desk.senders.values())
+    shared_memory.set_room(True)
+    ended = [desk.senders[key] for key in (0, 1, 3, 4, 5)]
+    desk.turn_until(lambda: all(sender.final for sender in ended) and desk.senders[2].sent)
+    assert [sender.final for sender in ended] == [1] * 5
+    errors = [sender.sent[-1].error for sender in ended]
+    assert [error and error.text for error in errors] == [
+        None, None, "UNAVAILABLE: the queue is full", None,
+        "UNAVAILABLE: the server is shutting down",
+    ]  # fmt: skip
+    desk.report(*token(2, last=True))
+    desk.turn_until(lambda: desk.senders[2].final)
+    reasons = [response.tensors["finish_reason"][0] for response in desk.senders[2].sent]
+    assert reasons == [b"None", b"length"]
+
+
+def test_many_answers_that_fail_one_after_the_other_need_no_deep_stack(
+    make_desk: Callable[..., Desk], shared_memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = make_desk()
+    shared_memory.set_room(False)
+
+    def fail(channel: Channel, tensors: Any, *, final: bool) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Channel, "send", fail)
+    senders = [desk.pb.Sender() for _ in range(1000)]
+    for key, sender in enumerate(senders):
+        arrival = Arrival(key, Channel(sender), time.monotonic(), None)
+        desk.responder.add(arrival)
+        desk.responder.answer(arrival, [])
+    desk.turn_until(lambda: desk.responder.counts.encoding == 1000)
+    desk.turn_until(lambda: desk.responder._inbox.empty())
+    shared_memory.set_room(True)
+    desk.turn_until(lambda: desk.responder._held_back.is_empty)
+    assert all(sender.final == 1 for sender in senders)
+
+
+def test_a_stop_without_room_takes_its_time_and_no_longer(
+    make_desk: Callable[..., Desk], shared_memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LAST_SENDS_S", 0.1)
+    desk = make_desk()
+    desk.add(0)
+    desk.add(1)
+    desk.turn_until(lambda: desk.responder.counts.submitted == 2)
+    shared_memory.set_room(False)
+    desk.report(*token(0, last=True))
+    desk.responder.stop()
+    began = time.monotonic()
+    while desk.responder.turn() is not None:
+        pass
+    assert 0.1 <= time.monotonic() - began < 5
+    texts = [sender.sent[-1].error.text for sender in desk.senders.values()]
+    assert texts == ["UNAVAILABLE: the model is being unloaded"] * 2

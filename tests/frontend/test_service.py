@@ -1,8 +1,11 @@
 """The service with the real engine over an arithmetic runner: accepting, sending, ending."""
 
+import gc
 import json
+import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -250,6 +253,70 @@ def close_pools(house: House) -> None:
     """As :meth:`Service.close` does first."""
     for pool in (house.service._short, house.service._long, house.service._new_grammars):
         pool.shutdown()
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "too large": {"text_input": "the bus " * 100_000},
+    "too long": {"input_ids": list(range(5)) * 1000},
+    "an unknown parameter": {"text_input": "a", "sampling_parameters": '{"temprature": 1}'},
+    "a value out of range": {"text_input": "a", "sampling_parameters": '{"top_p": 2}'},
+    "no JSON": {"text_input": "a", "sampling_parameters": "{"},
+    "two prompts": {"text_input": "a", "messages": "[]"},
+    "a wrong type": {"text_input": "a", "stream": 1},
+    "an unknown input": {"text_input": "a", "text": "b"},
+    "a stream with its prompt": {
+        "text_input": "a", "stream": True, "exclude_input_in_output": False
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", [*REFUSED, "while it drains", "at a bug"])
+def test_the_inputs_of_a_refused_request_are_let_go_at_once(
+    pb: Any, make_house: Callable[..., House], what: str
+) -> None:
+    """They are in the server's shared memory. The garbage collector may come much later."""
+    house = make_house()
+    request = pb.Request(**REFUSED.get(what, {"text_input": "a"}))
+    if what == "while it drains":
+        house.service.drain(60)
+    if what == "at a bug":
+        request.request_id = None
+        logging.disable()  # the test's own handler would keep the exception
+    sender = request.sender
+    kept = weakref.ref(request)
+    gc.disable()
+    try:
+        house.service.accept(request)
+        del request
+        assert sender.final == 1
+        assert sender.sent[0].error is not None
+        assert kept() is None
+    finally:
+        gc.enable()
+        logging.disable(logging.NOTSET)
+
+
+def test_a_refusal_waits_for_room_and_holds_no_inputs(
+    pb: Any, make_house: Callable[..., House], shared_memory: Any
+) -> None:
+    house = make_house()
+    request = pb.Request(text_input="a", sampling_parameters='{"top_p": 2}')
+    sender = request.sender
+    kept = weakref.ref(request)
+    shared_memory.senders = [sender]
+    shared_memory.set_room(False)
+    gc.disable()
+    try:
+        house.service.accept(request)
+        del request
+        assert kept() is None
+    finally:
+        gc.enable()
+    time.sleep(0.1)
+    assert not sender.closed
+    shared_memory.set_room(True)
+    wait_until(lambda: sender.final)
+    assert sender.sent[0].error.text.startswith("INVALID_ARGUMENT: top_p is 2")
 
 
 @pytest.mark.parametrize("fault", ["the pools are closed", "the choice of a pool raises"])

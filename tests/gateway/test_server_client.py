@@ -27,12 +27,18 @@ STEPS = 5
 
 class FakeStream:
     """So many responses, one a turn of the loop, and the end; ``ends`` False: no last one comes,
-    and if it ``breaks`` the stream ends without."""
+    and if it ``breaks`` the stream ends without. The last one has the finish reason ``reason``."""
 
     def __init__(
-        self, steps: int = STEPS, ends: bool = True, error: str = "", breaks: bool = False
+        self,
+        steps: int = STEPS,
+        ends: bool = True,
+        error: str = "",
+        breaks: bool = False,
+        reason: str = "length",
     ) -> None:
         self._steps, self._ends, self._error, self._breaks = steps, ends, error, breaks
+        self._reason = reason
         self.sent = 0
         self.state = "open"
 
@@ -51,14 +57,14 @@ class FakeStream:
             if self._error:
                 yield None, InferenceServerException(self._error)
             else:
-                yield result(self.sent == self._steps and self._ends), None
+                yield result(self.sent == self._steps and self._ends, self._reason), None
 
     def cancel(self) -> None:
         self.state = "cancelled"
 
 
-def result(final: bool) -> Any:
-    texts = {"text_output": ["a"], "finish_reason": ["length" if final else "None"]}
+def result(final: bool, reason: str = "length") -> Any:
+    texts = {"text_output": ["a"], "finish_reason": [reason if final else "None"]}
     if final:
         texts["timing"] = [json.dumps({"total_s": 1.0})]
     arrays: dict[str, Any] = {
@@ -108,8 +114,11 @@ def test_a_stream_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stream.state == "read to its end", "a cancel at the final response harms the server"
 
 
-def test_an_answer_without_its_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = FakeStream(ends=False, breaks=True)
+@pytest.mark.parametrize("stream", [FakeStream(ends=False, breaks=True), FakeStream(reason="None")])
+def test_an_answer_without_its_end_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, stream: FakeStream
+) -> None:
+    """It needs a last response, with a finish reason."""
     with pytest.raises(UnavailableError, match="broke off"):
         asyncio.run(read(backend_of(monkeypatch, stream), STEPS + 1))
 

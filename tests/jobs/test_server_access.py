@@ -12,14 +12,15 @@ import grpc
 import numpy as np
 import pytest
 from google.protobuf.json_format import ParseDict
-from jitney.errors import InvalidArgumentError, UnavailableError
+from jitney.errors import InvalidArgumentError, JitneyError, UnavailableError
 from jitney_jobs.journal import Record
+from jitney_jobs.remote import TritonModel
 from jitney_jobs.worker import submit
 from tritonclient.grpc import service_pb2 as messages
 from tritonclient.grpc import service_pb2_grpc
 from tritonclient.utils import serialize_byte_tensor
 
-from tests.jobs.job_rows import read, run, write_lines
+from tests.jobs.job_rows import job_of, read, run, write_lines
 
 KEY = "a-key-that-nobody-may-read-0123456789"
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the key")
@@ -35,7 +36,8 @@ CONFIGS: dict[str, Config] = {
 
 
 class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):
-    """Two models: ``halves`` halves numbers, ``says`` answers "yes"."""
+    """Two models: ``halves`` halves numbers, ``says`` answers "yes". To a prompt with "cut" its
+    answer has no finish reason."""
 
     def ModelConfig(self, request: Any, context: Any) -> Any:
         _check(context)
@@ -50,8 +52,9 @@ class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     def ModelStreamInfer(self, requests: Any, context: Any) -> Iterator[Any]:
         _check(context)
-        for _ in requests:
-            words = {"text_output": b"yes", "finish_reason": b"stop"}
+        for request in requests:
+            is_cut = any(b"cut" in data for data in request.raw_input_contents)
+            words = {"text_output": b"yes", "finish_reason": b"None" if is_cut else b"stop"}
             texts = {name: np.array([word], np.object_) for name, word in words.items()}
             counts = {f"num_{name}_tokens": np.ones(1, np.uint32) for name in ("input", "output")}
             yield messages.ModelStreamInferResponse(infer_response=_response(**texts, **counts))
@@ -107,6 +110,17 @@ def test_every_call_is_let_through(front: dict[str, Any], tmp_path: Path, model:
     begun = Record.read(journal).begin
     assert begun is not None
     assert begun.job.api_key_file == front["api_key_file"]
+
+
+def test_an_answer_without_a_finish_reason_is_none(front: dict[str, Any], tmp_path: Path) -> None:
+    settings = {**front, "task": "generate", "prompt": "{text}", "model": "says"}
+    model = TritonModel(job_of(tmp_path / "in", tmp_path / "out", **settings))
+    whole = model.ask({"text_input": np.array([b"def"], np.object_)})
+    assert not isinstance(whole, JitneyError)
+    assert whole["finish_reason"].tolist() == [b"stop"]
+    cut = model.ask({"text_input": np.array([b"cut"], np.object_)})
+    assert isinstance(cut, UnavailableError)
+    assert str(cut) == "the answer broke off"
 
 
 def test_who_has_none_is_told_so(front: dict[str, Any], tmp_path: Path) -> None:

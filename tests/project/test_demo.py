@@ -1,5 +1,6 @@
 """`make demo` is a test too: it ends with status 0 only if everything it shows happened."""
 
+import json
 import os
 import re
 import subprocess
@@ -7,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.http_server import Quiet, listening
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -76,3 +79,25 @@ def test_what_makes_the_demo_fail() -> None:
         request.tokens, request.ended = [(float(number), 1)], number + 0.5
     with pytest.raises(demo.DemoError, match="no two requests"):
         demo.check(requests)
+
+
+@pytest.mark.usefixtures("scripts")
+@pytest.mark.parametrize("reason", ["None", "length"])
+def test_an_answer_over_http_without_a_finish_reason_is_an_error(reason: str) -> None:
+    """The server may end one in good order that it has cut off."""
+    import demo_requests
+
+    class Server(Quiet):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+            event = {"text_output": "a", "num_output_tokens": 1, "num_input_tokens": 2}
+            text = json.dumps({**event, "finish_reason": reason})
+            self.wfile.write(f"data: {text}\n\n".encode())
+
+    request = demo_requests.DemoRequest(1, "HTTP", "def", 9)
+    with listening(Server) as url:
+        demo_requests.send(request, "", url)
+    assert request.made == 1
+    assert request.error == ("the answer broke off" if reason == "None" else "")

@@ -41,7 +41,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "quantization": {"execution"},
     "adapters": {"execution"},
     "engine": {"core"},
-    "server_log": set(),
+    "stub_memory": set(),
+    "server_log": {"stub_memory"},
     "access": {"errors"},
     "tracing": {"errors"},
     "frontend": {"text", "engine", "server_log", "tracing", "read_config"},
@@ -77,6 +78,7 @@ CONFINED = {
     "triton": {"kernels"},
     "llguidance": {"text"},
     "triton_python_backend_utils": {"frontend"},
+    "c_python_backend_utils": {"stub_memory"},
     "onnxruntime": {"jitney_server", "export"},
     "tensorrt": {"jitney_server", "export"},
     # measure: its schema of config.pbtxt

@@ -1,7 +1,9 @@
 """Loading what cannot be served; a front and a server that are killed, under the supervisor of
 ``jitney serve``; unloading and stopping with work in flight."""
 
+import contextlib
 import http.client
+import json
 import re
 import shutil
 import threading
@@ -9,7 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -146,6 +148,62 @@ def test_a_killed_stub_and_a_killed_server(
     assert cut(server, supervisor, process) < 30
     wait_until_said("the server is ready again")
     assert not list(Path("/dev/shm").glob(f"{name}*"))
+
+
+def test_nobody_waits_over_http_for_a_killed_stub(
+    server: TritonServer, reasons: dict[str, str]
+) -> None:
+    """Whether a response has come or not. The server itself would never end these requests, nor
+    read that their clients have gone. What was cut off does not look whole."""
+    said: list[str] = []
+    supervisor = Supervisor(server, said.append)
+    process = psutil.Process(server.pid)
+    (stub,) = [each for each in process.children() if model_of(each) == "good"]
+    begun = threading.Event()
+    with ThreadPoolExecutor(10) as pool:
+        endpoints = ["generate"] * 5 + ["generate_stream"] * 5
+        asked = [pool.submit(_read_over_http, server, endpoint, begun) for endpoint in endpoints]
+        assert begun.wait(120)
+        stub.kill()
+        killed = time.monotonic()
+        wait_until(lambda: supervisor.turn() or all(each.done() for each in asked), 120)
+    ends = [each.result() for each in asked]
+    assert max(end.at - killed for end in ends) < 30  # within 5 s on a machine that is not busy
+    assert [end.last for end in ends if b'"finish_reason":"length"' in end.last] == []
+    assert any(b'"finish_reason":"None"' in end.last for end in ends)
+    assert psutil.CONN_CLOSE_WAIT not in [each.status for each in process.net_connections("tcp")]
+    wait_until(lambda: supervisor.turn() or "good is loaded again" in " ".join(said), START_S)
+    wait_until(lambda: answers(server), START_S)
+
+
+class _End(NamedTuple):
+    """Of an answer over HTTP."""
+
+    at: float
+    """When; monotonic seconds."""
+    last: bytes
+    """Its last line that is not empty."""
+
+
+def _read_over_http(server: TritonServer, endpoint: str, begun: threading.Event) -> _End:
+    """Ask for an answer without an end and read what comes. ``begun`` is set at the first line."""
+    body = {
+        **ENDLESS,
+        "stream": endpoint == "generate_stream",
+        "sampling_parameters": json.dumps(ENDLESS["sampling_parameters"]),
+        "return_finish_reason": True,
+    }
+    last = b""
+    connection = http.client.HTTPConnection(server.http_url, timeout=300)
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        headers = {"Content-Type": "application/json"}
+        path = f"/v2/models/good/{endpoint}"
+        connection.request("POST", path, json.dumps(body), headers)
+        for line in connection.getresponse():
+            last = line.strip() or last
+            begun.set()
+    connection.close()
+    return _End(time.monotonic(), last)
 
 
 def _start(server: TritonServer) -> Stream:

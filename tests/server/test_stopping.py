@@ -9,6 +9,7 @@ import sys
 import time
 from typing import cast
 
+import psutil
 import pytest
 from jitney_server import stopping
 from jitney_server.admin import Admin, ModelState, RefusedCallError
@@ -54,6 +55,41 @@ def test_a_child_takes_it_for_the_clients_going() -> None:
             assert hang_up(child.pid, [port + 1]) == HangUp(closed=0, was_allowed=True)
             assert hang_up(child.pid, [port]) == HangUp(closed=1, was_allowed=True)
             assert child.stdout.readline() == "b''\n"
+
+
+def test_a_client_reads_the_end_though_the_server_never_does() -> None:
+    """As this server treats a connection whose request has had no response. And an answer that is
+    under way can have no proper end."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+        with socket.create_connection(address, timeout=30) as client:
+            accepted, _ = listener.accept()
+            with accepted:
+                accepted.sendall(b"half")
+                assert hang_up(os.getpid(), [address[1]]) == HangUp(closed=1, was_allowed=True)
+                with pytest.raises(OSError, match="Broken pipe"):
+                    accepted.sendall(b"end")
+                assert client.recv(100) == b"half"
+                assert client.recv(100) == b""
+
+
+def test_a_connection_that_only_its_client_has_closed_ends() -> None:
+    def statuses() -> list[str]:
+        connections = psutil.Process().net_connections(kind="tcp")
+        return [each.status for each in connections if each.laddr.port == address[1]]
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+        client = socket.create_connection(address)
+        accepted, _ = listener.accept()
+        with accepted:
+            client.close()
+            assert sorted(statuses()) == [psutil.CONN_CLOSE_WAIT, psutil.CONN_LISTEN]
+            assert hang_up(os.getpid(), [address[1]]) == HangUp(closed=1, was_allowed=True)
+            ends = time.monotonic() + 30
+            while psutil.CONN_CLOSE_WAIT in statuses():
+                assert time.monotonic() < ends
+                time.sleep(0.01)
 
 
 def closing_two(monkeypatch: pytest.MonkeyPatch, first_error: int) -> HangUp:

@@ -4,6 +4,7 @@ Real processes are in `test_serve.py`, `tests/compose/test_entrypoint.py` and `t
 """
 
 import itertools
+import time
 import types
 from collections.abc import Callable
 from typing import cast
@@ -162,6 +163,81 @@ def test_clients_of_a_language_model_are_hung_up_on(server, clock, said) -> None
     run(2)
     assert (server.loads, server.hung_up) == (["embed", "chat"], 1)
     assert "5 connections are closed: streams of model chat may be stuck" in said
+
+
+def test_clients_are_hung_up_on_if_an_unloaded_model_has_no_metrics(server, clock, said) -> None:
+    """Without streams it is unloaded at once, and HTTP clients still wait for their answers."""
+    metrics = server.metrics
+    server.metrics = lambda: metrics() if server.states["chat"] == "READY" else ""
+    run = supervise(server, clock, said)
+    server.processes[0].kill()
+    run(2)
+    assert server.hung_up == 1
+
+
+def wait_until(condition: Callable[[], bool]) -> bool:
+    """Whether it holds within ten seconds."""
+    ends = time.monotonic() + 10
+    while time.monotonic() < ends and not condition():
+        time.sleep(0.005)
+    return condition()
+
+
+def test_a_model_that_dies_while_another_one_loads_is_noticed(
+    server, clock, said, monkeypatch
+) -> None:
+    """Its clients must not wait for the end of that load."""
+    monkeypatch.setattr(supervision, "_LOOK_S", 0.01)
+    noticed: list[bool] = []
+    load = server.load
+
+    def slow_load(name: str, timeout_s: float) -> None:
+        if name == "embed":
+            server.processes[0].kill()
+            noticed.append(wait_until(lambda: server.hung_up == 1))
+        load(name, timeout_s)
+
+    server.load = slow_load
+    run = supervise(server, clock, said)
+    server.processes[1].kill()
+    run(10)
+    assert noticed == [True]
+    assert server.loads == ["embed", "chat"]
+
+
+def test_a_model_that_dies_while_it_is_asked_is_noticed(server, clock, said, monkeypatch) -> None:
+    monkeypatch.setattr(supervision, "_LOOK_S", 0.01)
+    noticed: list[bool] = []
+
+    def is_answering(name: str) -> bool:
+        if not noticed:
+            server.processes[0].kill()
+            noticed.append(wait_until(lambda: server.hung_up == 1))
+        return False
+
+    server.is_answering = is_answering
+    run = supervise(server, clock, said)
+    run(7)
+    assert noticed == [True]
+    assert server.loads == ["chat"]
+
+
+def test_nobody_is_asked_while_a_process_may_have_ended(server, clock, said) -> None:
+    """The question may take seconds, in which clients of that process wait."""
+    asked: list[float] = []
+
+    def is_answering(name: str) -> bool:
+        asked.append(clock.now)
+        return True
+
+    server.is_answering = is_answering
+    run = supervise(server, clock, said)
+    run(4.5)
+    server.processes[0].kill()
+    run(0.5)  # now it is time to ask
+    assert (asked, server.loads) == ([], [])
+    run(0.5)
+    assert (asked, server.loads) == ([], ["chat"])
 
 
 def test_where_nobody_may_be_hung_up_on_the_server_is_started_again(server, clock, said) -> None:

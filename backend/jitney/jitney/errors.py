@@ -40,6 +40,17 @@ class JitneyError(Exception):
         """The text a client sees: the code's name, because a stream's error is text alone."""
         return f"{self.code}: {self}"
 
+    def detached(self) -> Self:
+        """This error without the frames that it came through.
+
+        For an error that outlives its ``except`` block, as an answer or a message does. Its frames
+        hold whatever the request brought, the server's tensors included. If one of them refers to
+        the error, all of that stays until the garbage collector runs.
+        """
+        self.__context__ = None
+        self.__cause__ = None
+        return self.with_traceback(None)
+
     @classmethod
     def of(cls, field: str, value: object, bound: str) -> Self:
         """Name the field, show the value (shortened) and state what it must be."""

@@ -1,7 +1,10 @@
 """Sends the package's log records to the server's log, for all models of one Python stub."""
 
 import logging
+import sys
 from typing import Any
+
+from jitney import stub_memory
 
 
 def log_to_server(logger: Any) -> None:
@@ -21,7 +24,10 @@ class _ServerLog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         text = self.format(record)
-        if record.levelno >= logging.ERROR:
+        if not stub_memory.has_room():
+            # The server would lose the whole stub. What the stub prints is in the server's log too.
+            print(f"{record.levelname}: {text}", file=sys.stderr, flush=True)
+        elif record.levelno >= logging.ERROR:
             self._logger.log_error(text)
         elif record.levelno >= logging.WARNING:
             self._logger.log_warn(text)

@@ -44,7 +44,8 @@ def answer(
     try:
         executed = execute(list(readable.values()))
         for index, result in zip(readable, executed, strict=True):
-            results[index] = result
+            # The frames of an error refer to this one, which holds the server's requests.
+            results[index] = result.detached() if isinstance(result, JitneyError) else result
     except Exception:
         _LOG.exception("a batch of %d requests failed", len(readable))
     return [_response(pb_utils, result) for result in results]

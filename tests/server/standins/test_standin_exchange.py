@@ -1,14 +1,17 @@
 """Requests in, responses out, with a stand-in for the server's own module."""
 
+import gc
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 from jitney.errors import InvalidArgumentError, JitneyError
-from jitney_server.standins.batch import BatchArrays, ModelRequest
+from jitney_server.standins.batch import BatchArrays, Batcher, ModelRequest
 from jitney_server.standins.exchange import answer
+from jitney_server.standins.signature import Signature
 
 from tests.backend_utils import InferenceResponse, Tensor, TritonError, put_into
 
@@ -96,3 +99,23 @@ def test_a_bug_of_ours_tells_nothing_of_this_machine(
 
     assert run(execute, requests(1, 2)) == [FAILED, FAILED]
     assert "a batch of 2 requests failed" in caplog.text
+
+
+@pytest.mark.parametrize("batching", [False, True])
+def test_the_inputs_of_requests_that_fail_are_let_go_at_once(batching: bool) -> None:
+    """They are in the server's shared memory. The garbage collector may come much later."""
+
+    def refuse(inputs: BatchArrays, outputs: Sequence[str]) -> list[np.ndarray]:
+        raise InvalidArgumentError("x is odd")
+
+    batcher = Batcher(refuse, Signature((), ()), batching)
+    tensors = [Tensor("x", np.array([number])) for number in (1, 2)]
+    kept = [weakref.ref(tensor) for tensor in tensors]
+    gc.disable()
+    try:
+        odd = (TritonError.INVALID_ARG, "INVALID_ARGUMENT: x is odd")
+        assert run(batcher.execute, [request(tensor) for tensor in tensors]) == [odd, odd]
+        del tensors
+        assert [each() for each in kept] == [None, None]
+    finally:
+        gc.enable()

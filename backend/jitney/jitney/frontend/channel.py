@@ -7,7 +7,9 @@ Owned by the responder once the request is accepted. Only :meth:`Channel.is_canc
 The server takes no response after the final one, even if sending the final one has failed. And a
 send may fail although the client is there: if the server's shared memory is full. So large data
 never travels in the final response. It leaves in a response before that, and the final response is
-empty. If sending the data fails, the request is still open, and an error can be sent.
+empty. If sending the data fails, the request is still open, and an error can be sent. The memory of
+what could not be sent is given back first. And whoever ends a request asks before whether the
+memory has room (``stub_memory.has_room``), and waits until it has.
 
 The final response makes the server delete the request. A call of the server's ``is_cancelled``
 during or after that crashes the whole server (2.51). So a lock is held during the call, and the
@@ -24,6 +26,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from jitney import stub_memory
 from jitney.errors import CancelledError, InternalError, JitneyError
 
 _LOG = logging.getLogger(__name__)
@@ -70,6 +73,22 @@ class Channel:
         - Otherwise CancelledError if the client has gone. The channel is closed.
         - Otherwise SendError. :meth:`fail` can still send an error.
         """
+        failure = self._try_to_send(tensors, final=final)
+        if failure is None:
+            return
+        if self.is_cancelled():
+            # The server keeps a request until its final response, client or not.
+            self._close_with(_EMPTY)
+            raise CancelledError("the client has gone")
+        _LOG.warning("a response could not be sent: %s", failure)
+        raise SendError("a response could not be sent")
+
+    def _try_to_send(self, tensors: Sequence[NamedArray], *, final: bool) -> str | None:
+        """Returns why a response could not be sent; None: it was sent.
+
+        The reason is a text and not an exception, because that would hold the response, and with it
+        the shared memory of the tensors that did find room. The next send may need that memory.
+        """
         size = sum(_size(array) for _, array in tensors)
         try:
             made = [pb_utils.Tensor(name, array) for name, array in tensors]
@@ -80,15 +99,11 @@ class Channel:
                 self._send_final(response)
             else:
                 self._send_more(response)
+                del made, response  # the flag gets the memory of the data
                 self._send_final(_EMPTY)
         except (pb_utils.TritonModelException, MemoryError) as error:
-            # Never after a failed final response: the channel is closed already.
-            if self.is_cancelled():
-                # The server keeps a request until its final response, client or not.
-                self._close_with(_EMPTY)
-                raise CancelledError("the client has gone") from error
-            _LOG.warning("a response could not be sent: %s", error)
-            raise SendError("a response could not be sent") from error
+            return str(error) or "no memory"
+        return None
 
     def fail(self, error: JitneyError) -> None:
         """Send ``error`` as the final response; its text opens with the name of its code. Once the
@@ -99,9 +114,10 @@ class Channel:
 
     def is_cancelled(self) -> bool:
         """Ask the server whether the client has gone: a round trip of about 0.2 ms. False once the
-        channel is closed, or if the server does not answer."""
+        channel is closed, if the server does not answer, or if the shared memory has no room for
+        the question."""
         with self._asking:
-            if self._sender is None:
+            if self._sender is None or not stub_memory.has_room():
                 return False
             try:
                 return bool(self._sender.is_cancelled())
@@ -116,7 +132,7 @@ class Channel:
             return
         try:
             self._send_final(response)
-        except pb_utils.TritonModelException as error:
+        except (pb_utils.TritonModelException, MemoryError) as error:
             _LOG.warning("a final response could not be sent: %s", error)
 
     def _send_final(self, response: Any) -> None:

@@ -1,12 +1,14 @@
-"""What the responder holds of each open request, and the order in which it sends.
+"""What the responder holds of each open request, in which order it sends, what it holds back.
 
 Owned by the responder's thread: nothing here is locked.
 """
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from jitney import stub_memory
 from jitney.errors import CancelledError, JitneyError, from_code
 from jitney.frontend.channel import Arrival
 from jitney.frontend.protocol import PromptLogprobsEncoder, ResponseWriter
@@ -152,3 +154,36 @@ class SendQueue:
         # The send is to be this share of the time that the send and the pause take together.
         pause = seconds / self.share - seconds
         self._pause_until = ended + min(pause, MAX_PAUSE_S)
+
+
+class HeldBack:
+    """Final responses that wait until the server's shared memory has room. The first one goes
+    first."""
+
+    def __init__(self) -> None:
+        self._sends: deque[Callable[[], None]] = deque()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no final response waits."""
+        return not self._sends
+
+    def send(self, send: Callable[[], None]) -> None:
+        """Call ``send``, which sends a final response: at once, or in :meth:`send_again` if there
+        is no room or others wait. (So a ``send`` that itself ends here needs no deeper stack.)"""
+        if self._sends or not stub_memory.has_room():
+            self._sends.append(send)
+        else:
+            send()
+
+    def send_again(self) -> None:
+        """Send what waits, for as long as there is room."""
+        while self._sends and stub_memory.has_room():
+            self._sends.popleft()()
+
+    def send_all(self, until: float) -> None:
+        """Send all that waits. After ``until`` (monotonic seconds) they are sent without room too,
+        because there is no later time."""
+        while self._sends:
+            stub_memory.wait_for_room(until)
+            self._sends.popleft()()

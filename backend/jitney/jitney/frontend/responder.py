@@ -10,7 +10,9 @@ Neither reading the inbox nor sending can starve the other: a turn reads for a b
 then it sends for as long as it has read. If reports come faster than they are read, the engine
 waits until fewer of them are in the inbox.
 
-Every request ends in exactly one final response: its last data, or an error.
+Every request ends in exactly one final response: its last data, or an error. The server takes no
+other one if that fails. So while its shared memory has no room, nothing is sent: replies stay in
+their queue, and errors and the responses of tasks are held back.
 """
 
 import logging
@@ -21,6 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from jitney import stub_memory
 from jitney.core.deadlines import Deadlines
 from jitney.errors import (
     CancelledError,
@@ -29,9 +32,9 @@ from jitney.errors import (
     JitneyError,
     UnavailableError,
 )
-from jitney.frontend.channel import Arrival, NamedArray, SendError
+from jitney.frontend.channel import Arrival, Channel, NamedArray, SendError
 from jitney.frontend.metrics import ModelMetrics, OpenCounts
-from jitney.frontend.replies import CLIENT_GONE, Reply, SendQueue
+from jitney.frontend.replies import CLIENT_GONE, HeldBack, Reply, SendQueue
 from jitney.frontend.spans import RequestSpans
 from jitney.messages import (
     Cancel,
@@ -85,6 +88,7 @@ class Responder:
         self._replies: dict[int, Reply] = {}
         self._deadlines = Deadlines()  # of the requests in _encoding; the engine keeps the others'
         self._send_queue = SendQueue(send_share)
+        self._held_back = HeldBack()  # ends of requests that are in none of these, and of tasks
         self._stopping = False
         self.ended_bytes = 0
         """Sum of ``Arrival.size`` of all requests that have ended."""
@@ -120,6 +124,11 @@ class Responder:
         """Send the only response of a request that needs no engine, unless the request has ended
         meanwhile."""
         self._post(self._answer, arrival, tensors)
+
+    def refuse(self, channel: Channel, error: JitneyError) -> None:
+        """End a request with ``error`` that was never added, once the server's shared memory has
+        room for that."""
+        self._post(self._held_back.send, partial(channel.fail, error))
 
     def cancel(self, key: int) -> None:
         """The client of a request has gone. Does nothing if the request has ended."""
@@ -160,8 +169,8 @@ class Responder:
             self._guard(arrival, partial(self._tell_engine, submit))
 
     def _answer(self, arrival: Arrival, tensors: Sequence[NamedArray]) -> None:
-        if arrival.key in self._encoding:
-            self._guard(arrival, partial(self._send_only_response, arrival, tensors))
+        work = partial(self._send_only_response, arrival, tensors)
+        self._held_back.send(partial(self._guard, arrival, work))
 
     def _cancel(self, key: int) -> None:
         if key in self._encoding:
@@ -199,10 +208,12 @@ class Responder:
         """One turn of the worker: make the calls in the inbox, then send for as long as that took.
 
         If no response may be sent now, it first waits for a call, or until a response may be sent.
+        What was held back goes first.
         Returns 0, which is the pause before the next turn; None once it was stopped and every
         request has ended.
         """
         seconds = self._read_inbox()
+        self._held_back.send_again()
         self._send_responses_for(seconds)
         if not self._stopping:
             return 0
@@ -228,8 +239,12 @@ class Responder:
         try:
             # If ``_stopping`` is set here, a turn has raised after it was set, and the worker makes
             # this one. It must not wait, because no call may come any more.
-            if self._stopping or self._send_queue.may_send:
+            if self._stopping:
                 return self._inbox.get_nowait()
+            if self._send_queue.may_send or not self._held_back.is_empty:
+                if stub_memory.has_room():
+                    return self._inbox.get_nowait()
+                return self._inbox.get(timeout=stub_memory.WAIT_S)
             if self._send_queue.is_empty:
                 return self._inbox.get()
             return self._inbox.get(timeout=self._send_queue.seconds_to_next())
@@ -240,7 +255,7 @@ class Responder:
         """Send responses until so many seconds have passed, or none may be sent any more. The first
         one is sent whatever the time."""
         until = time.monotonic() + seconds
-        while self._send_queue.may_send:
+        while self._send_queue.may_send and stub_memory.has_room():
             self._handle_next_reply()
             if time.monotonic() >= until:
                 return
@@ -258,10 +273,11 @@ class Responder:
         All other requests end with an error."""
         until = time.monotonic() + LAST_SENDS_S
         # Urgent: those with a terminal event, and streams that have had no response yet.
-        while self._send_queue.has_urgent and time.monotonic() < until:
+        while self._send_queue.has_urgent and stub_memory.wait_for_room(until):
             self._handle_next_reply()
         for arrival in self._open():
             self._end(arrival, UnavailableError("the model is being unloaded"))
+        self._held_back.send_all(until)
 
     # ------------------------------------------------------------------ what the engine reports
 
@@ -356,8 +372,9 @@ class Responder:
             self._send_queue.put(reply)
 
     def _send_only_response(self, arrival: Arrival, tensors: Sequence[NamedArray]) -> None:
-        arrival.channel.send(tensors, final=True)
-        self._forget(arrival)
+        if arrival.key in self._encoding:
+            arrival.channel.send(tensors, final=True)
+            self._forget(arrival)
 
     def _note_finished(self, reply: Reply, timing: Timing, reasons: list[str]) -> None:
         """Note that a final response with data has been sent. ``reasons`` are the sequences'."""
@@ -396,7 +413,7 @@ class Responder:
             return
         self._forget(arrival)
         self._metrics.count_failed(error, arrival.tier)
-        arrival.channel.fail(error)
+        self._held_back.send(partial(arrival.channel.fail, error))
         self._tell_engine(Cancel(arrival.key))
         if self._spans is not None:
             self._spans.failed(arrival, error)

@@ -24,6 +24,7 @@ from typing import Any
 
 import msgspec
 
+from jitney import stub_memory
 from jitney.engine.grammar_check import NUM_PROCESSES, GrammarChecker
 from jitney.engine.handle import EngineHandle
 from jitney.errors import InternalError, InvalidArgumentError, JitneyError, UnavailableError
@@ -155,15 +156,21 @@ class Service:
                 raise UnavailableError(self._refusal)
             self._take_over(parse_request(request), channel, now)
         except Exception as error:
-            refusal = self._as_refusal(error)
-            self._metrics.count_failed(refusal)
+            self._refuse(channel, self._as_refusal(error))
+
+    def _refuse(self, channel: Channel, refusal: JitneyError) -> None:
+        """End a request that was not taken over."""
+        self._metrics.count_failed(refusal)
+        if stub_memory.has_room():
             channel.fail(refusal)
+        else:
+            self._responder.refuse(channel, refusal)
 
     def _as_refusal(self, error: BaseException) -> JitneyError:
-        """The error that a client gets. Our own errors are made for clients. Any other error is a
-        bug: it is logged, and the client learns nothing of it."""
+        """The error that a client gets, which holds nothing of the request. Our own errors are made
+        for clients. Any other error is a bug: it is logged, and the client learns nothing of it."""
         if isinstance(error, JitneyError):
-            return error
+            return error.detached()
         _LOG.error("a request could not be taken in", exc_info=error)
         self.count_error()
         return InternalError("the request could not be taken in")

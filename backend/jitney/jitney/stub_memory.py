@@ -1,0 +1,67 @@
+"""The shared memory through which the server's Python stub sends messages to the server.
+
+Every message takes some of it: a response, a log line, a metric, the question whether a client has
+gone. The stub's pool grows for as long as the system lets it. Once it cannot grow, messages fail.
+For most of them that is an exception, but not for these (2.51, and the sources of 26.07):
+
+- A final response: the server takes no other one, so the request would never end.
+- A log line, or the question whether a client has gone: a thread of the stub sends it, and the
+  failure ends the whole process.
+
+So whoever is about to send one of these asks :func:`has_room` first: the front and the handler of
+log records.
+"""
+
+import os
+import resource
+import time
+
+ROOM = 16_384
+"""Bytes that must be free in a pool that may not grow. The largest of these messages is a final
+response of 4 KiB of data, which needs about 5 KiB."""
+SPACE_TO_GROW = 16 << 20
+"""Bytes that must be free on ``FOLDER`` so that the pool surely grows. By default it grows by a
+MiB. With more free space the pool itself is not asked how full it is: its answer is not guarded
+against a growth at the same moment."""
+FOLDER = "/dev/shm"
+"""Where the pool is."""
+WAIT_S = 0.01
+"""Seconds after which whoever waits for room asks again."""
+
+
+def has_room() -> bool:
+    """Whether a small message finds memory. Takes a few microseconds. True outside of a stub."""
+    return _may_grow() or _free_in_pool() >= ROOM
+
+
+def wait_for_room(until: float) -> bool:
+    """Wait until there is room, or until ``until`` (monotonic seconds). Returns whether there is
+    room, and time left."""
+    while time.monotonic() < until:
+        if has_room():
+            return True
+        time.sleep(WAIT_S)
+    return False
+
+
+def _may_grow() -> bool:
+    """Whether the system lets the pool grow."""
+    most_bytes_of_a_file, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if most_bytes_of_a_file != resource.RLIM_INFINITY:
+        return False
+    try:
+        space = os.statvfs(FOLDER)
+    except OSError:
+        return False
+    return space.f_bavail * space.f_frsize >= SPACE_TO_GROW
+
+
+def _free_in_pool() -> int:
+    """Bytes that are free in the pool."""
+    try:
+        # The stub has it built in.
+        from c_python_backend_utils import shared_memory
+    except ImportError:  # there is no stub, and no pool
+        return ROOM
+    free: int = shared_memory.free_memory()
+    return free
