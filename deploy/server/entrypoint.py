@@ -21,11 +21,9 @@ import argparse
 import contextlib
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,7 +32,8 @@ from health import remember
 from jitney.errors import LoadError
 from jitney_server.admin import Admin
 from jitney_server.installation import backend_folder, find_installation, link_backends
-from jitney_server.launch import launch, restrict
+from jitney_server.launch import guard_group, launch, restrict
+from jitney_server.leftovers import RunFolder, sweep
 from jitney_server.ports import ServerPorts
 from jitney_server.server import FORWARDED_HEADERS, LOAD_THREADS
 from jitney_server.serving import NOT_UNLOADED
@@ -100,7 +99,7 @@ class Server:
         ports = ServerPorts(options.http_port, options.grpc_port, options.metrics_port)
         self.admin = Admin(host, ports, {"jitney-key": self.key})
         self.process: subprocess.Popen[bytes] | None = None
-        self.runtime: Path | None = None
+        self.runtime: RunFolder | None = None
         self.was_ready = False
 
     @property
@@ -116,11 +115,12 @@ class Server:
         """Start the server; it is not ready yet."""
         options = self.options
         remember(options.models)
-        self.runtime = runtime = Path(tempfile.mkdtemp(prefix="jitney-"))
+        runtime = RunFolder()
+        self.runtime = runtime
         environment = dict(os.environ)
         if options.embedded:
             installation = find_installation()
-            backends = runtime / "backends"
+            backends = runtime.path / "backends"
             link_backends(backends, installation, backend_folder())
             environment["LD_LIBRARY_PATH"] = installation.library_path
             binary = installation.binary
@@ -138,17 +138,21 @@ class Server:
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # signals to the container's terminal are ours to pass on
         )
+        runtime.note_server(self.process.pid)
+        guard_group(self.process.pid)
 
     # ------------------------------------------------------------------ while it runs
 
     def serve(self) -> str:
         """Start the server and repair it until that is given up; returns why."""
+        sweep()
         self.start()
         while not self.admin.is_ready():  # for ever, if one model does not load
             if not self.is_alive():
                 return f"the server ended by itself with status {self.status}"
             time.sleep(_POLL_S)
         self.was_ready = True
+        self.note_ready()
         most = self.options.most_repairs
         unready_s = self.options.unready_s
         supervisor = Supervisor(self, say, most_repairs=most, unready_s=unready_s)
@@ -171,6 +175,12 @@ class Server:
             if not self.is_alive() or time.monotonic() > deadline:
                 raise LoadError(f"it is not ready; its status is {self.status}")
             time.sleep(_POLL_S)
+        self.note_ready()
+
+    def note_ready(self) -> None:
+        """The server that was started last is ready."""
+        assert self.runtime is not None
+        self.runtime.note_ready()
 
     # ------------------------------------------------------------------ how it ends
 
@@ -205,9 +215,7 @@ class Server:
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
         if self.runtime is not None:
-            for region in Path("/dev/shm").glob(f"{self.runtime.name}-*"):
-                region.unlink(missing_ok=True)
-            shutil.rmtree(self.runtime, ignore_errors=True)
+            self.runtime.remove()
 
 
 def command(options: argparse.Namespace, binary: Path, backends: Path, caches: Path) -> list[str]:

@@ -50,6 +50,23 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 _TRACED = _BIND_TO_PARENT + _ASK_TO_BE_TRACED + _EXEC
 _UNTRACED = _BIND_TO_PARENT + _EXEC
+# When the server is killed, alone or with this process, its stubs stay. They look for their server
+# themselves, but may wait for ever for a lock in shared memory that it held. So another small
+# program waits for the server's end, and kills what is left of its group. Its first process ends at
+# once, so that the second one is not our child.
+_GUARD = """
+import os, select, signal, sys
+server = int(sys.argv[1])
+if os.fork() != 0:
+    os._exit(0)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+try:
+    select.select([os.pidfd_open(server)], [], [])
+except ProcessLookupError:
+    pass  # it has ended already
+os.killpg(server, signal.SIGKILL)
+"""
 _SIGKILL = "9"
 _NO_SIGNAL = "0"
 
@@ -69,6 +86,19 @@ def restrict(key: str) -> list[str]:
     ``jitney-key: KEY``."""
     value = f"{','.join(RESTRICTED)}:jitney-key={key}"
     return [f"--http-restricted-api={value}", f"--grpc-restricted-protocol={value}"]
+
+
+def guard_group(pid: int) -> None:
+    """See to it that every process of the group that ``pid`` leads ends with ``pid``, even if this
+    process is gone by then. Needs Linux 5.3 or later; elsewhere nothing happens."""
+    subprocess.run(
+        [*_python(_GUARD), str(pid)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        check=False,
+    )
 
 
 def launch(

@@ -13,7 +13,6 @@ import atexit
 import contextlib
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,7 +25,8 @@ from jitney.errors import InvalidArgumentError, LoadError
 
 from jitney_server.admin import Admin
 from jitney_server.installation import backend_folder, find_installation, link_backends
-from jitney_server.launch import launch, restrict
+from jitney_server.launch import guard_group, launch, restrict
+from jitney_server.leftovers import RunFolder, sweep
 from jitney_server.ports import ServerPorts, choose_ports
 from jitney_server.start_failure import explain_failure, is_port_taken
 from jitney_server.stopping import StopOutcome, stop
@@ -94,9 +94,8 @@ class TritonServer:
         self.admin = Admin(host, self._requested_ports, self.admin_headers)
         """Each start makes another one, for its ports. So do not keep it."""
         self._process: subprocess.Popen[bytes] | None = None
-        self._runtime: Path | None = None
-        """The folder of links, while there is a process. The names of the shared-memory regions
-        begin with its name."""
+        self._runtime: RunFolder | None = None
+        """Holds links to our backends, while there is a process."""
         self.exit_status: int | None = None
         """That of the last process that has ended. A negative one is the signal that ended it."""
         self.last_stop = StopOutcome()
@@ -165,7 +164,10 @@ class TritonServer:
 
         Raises LoadError with the reason of each model that failed, or if the server is not ready in
         ``timeout_s``. Then nothing is left running, and the log is kept.
+
+        What dead servers of this user have left on this machine is removed first.
         """
+        sweep()
         self._start(self._requested_ports, timeout_s, append_to_log=False)
 
     def _start(self, ports: ServerPorts, timeout_s: float, *, append_to_log: bool) -> None:
@@ -176,6 +178,8 @@ class TritonServer:
             try:
                 self._launch(ports, append_to_log=append_to_log)
                 self._wait_until_ready(timeout_s)
+                assert self._runtime is not None
+                self._runtime.note_ready()
                 return
             except _PortTakenError:
                 is_last = attempts_left == 0
@@ -213,9 +217,9 @@ class TritonServer:
     def _launch(self, requested: ServerPorts, *, append_to_log: bool) -> None:
         ports = ServerPorts(*choose_ports(self.host, requested._asdict()))
         self.admin = Admin(self.host, ports, self.admin_headers)
-        runtime = Path(tempfile.mkdtemp(prefix="jitney-server-"))
+        runtime = RunFolder()
         self._runtime = runtime
-        link_backends(runtime / "backends", self._installation, backend_folder())
+        link_backends(runtime.path / "backends", self._installation, backend_folder())
         if self._has_temporary_log and not append_to_log:
             self.log_file = None
         log_file = self._prepare_log_file()
@@ -231,6 +235,8 @@ class TritonServer:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # the terminal sends Ctrl-C to our group, not to this one
             )
+        runtime.note_server(self._process.pid)
+        guard_group(self._process.pid)
         atexit.register(self._clean_up, keep_log=True)
 
     def _prepare_log_file(self) -> Path:
@@ -242,12 +248,12 @@ class TritonServer:
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         return self.log_file
 
-    def _command(self, runtime: Path) -> list[str]:
+    def _command(self, runtime: RunFolder) -> list[str]:
         """The command line, without the secret arguments."""
         command = [
             str(self._installation.binary),
             f"--model-repository={self.model_repository}",
-            f"--backend-directory={runtime / 'backends'}",
+            f"--backend-directory={runtime.path / 'backends'}",
             f"--cache-directory={self._installation.caches}",
             f"--exit-timeout-secs={self._exit_timeout_s}",
             f"--model-load-thread-count={LOAD_THREADS}",
@@ -266,7 +272,7 @@ class TritonServer:
         command += [f"--load-model={name}" for name in models]
         return command + self._extra_args
 
-    def _environment(self, runtime: Path) -> dict[str, str]:
+    def _environment(self, runtime: RunFolder) -> dict[str, str]:
         """The server's environment. Its stubs find our virtual environment by it.
 
         The Python in a stub looks for ``python3`` on PATH and uses the virtual environment to which
@@ -283,7 +289,7 @@ class TritonServer:
         is_ours = python3.exists() and python3.samefile(sys.executable)
         if not is_ours:
             # The folder's `python3` is missing or of another version: a link stands in for it.
-            folder = runtime / "bin"
+            folder = runtime.path / "bin"
             folder.mkdir()
             (folder / "python3").symlink_to(sys.executable)
         environment["PATH"] = f"{folder}:{environment.get('PATH', os.defpath)}"
@@ -325,9 +331,7 @@ class TritonServer:
             atexit.unregister(self._clean_up)
             self._process = None
         if self._runtime is not None:
-            for region in Path("/dev/shm").glob(f"{self._runtime.name}-*"):
-                region.unlink(missing_ok=True)
-            shutil.rmtree(self._runtime, ignore_errors=True)
+            self._runtime.remove()
             self._runtime = None
         if self._has_temporary_log and not keep_log and self.log_file is not None:
             self.log_file.unlink(missing_ok=True)

@@ -22,6 +22,7 @@ from jitney.frontend.contract import complete_config
 from jitney.frontend.worker import on_sigterm
 from jitney.read_config import load_config
 from jitney.server_log import log_to_server
+from jitney.server_watch import end_with_server
 
 if TYPE_CHECKING:
     from jitney.frontend.service import Service
@@ -43,6 +44,7 @@ class TritonPythonModel:
         Raises TritonModelException with the reason if it cannot be served; the server then reports
         the model as unavailable and goes on with the others.
         """
+        end_with_server()
         log_to_server(pb_utils.Logger)
         quiet_imports()
         version_folder = Path(args["model_repository"]) / args["model_version"]
