@@ -8,7 +8,6 @@ after every response has been sent.
 import gc
 import json
 import logging
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from jitney.config import EngineConfig
 from jitney.engine.quiet import quiet_imports
 from jitney.errors import JitneyError
 from jitney.frontend.contract import complete_config
-from jitney.frontend.worker import on_sigterm
+from jitney.frontend.termination import drain_at_signals
 from jitney.read_config import load_config
 from jitney.server_log import log_to_server
 from jitney.server_watch import end_with_server
@@ -53,7 +52,7 @@ class TritonPythonModel:
             config = assign_device(options, args)
             service = _start(config, args)
             self._service = service
-            on_sigterm(partial(service.drain, config.drain_s), service.count_error)
+            drain_at_signals(service, config.drain_s)
         except JitneyError as error:
             raise pb_utils.TritonModelException(error.client_message) from None
         except MemoryError:
