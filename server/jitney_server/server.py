@@ -80,7 +80,8 @@ class TritonServer:
         self.model_repository = model_repository.resolve()
         self.host = host
         self.models = None if models is None else list(models)
-        self._requested_ports = ServerPorts(http_port, grpc_port, metrics_port)
+        self.requested_ports = ServerPorts(http_port, grpc_port, metrics_port)
+        """As given: 0 where a free one is to be picked."""
         self.log_file = log_file
         self._has_temporary_log = log_file is None
         self._log_start = 0
@@ -91,7 +92,7 @@ class TritonServer:
         self._keep_going = keep_going
         self._open_endpoints = open_endpoints
         self._key = secrets.token_hex(16)
-        self.admin = Admin(host, self._requested_ports, self.admin_headers)
+        self.admin = Admin(host, self.requested_ports, self.admin_headers)
         """Each start makes another one, for its ports. So do not keep it."""
         self._process: subprocess.Popen[bytes] | None = None
         self._runtime: RunFolder | None = None
@@ -168,7 +169,7 @@ class TritonServer:
         What dead servers of this user have left on this machine is removed first.
         """
         sweep()
-        self._start(self._requested_ports, timeout_s, append_to_log=False)
+        self._start(self.requested_ports, timeout_s, append_to_log=False)
 
     def _start(self, ports: ServerPorts, timeout_s: float, *, append_to_log: bool) -> None:
         assert self._process is None, "started twice"
