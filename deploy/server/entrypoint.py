@@ -6,8 +6,8 @@
 Owns the server's command line, its signals and the container's exit status. Everything that the
 server and its models print goes to standard output, which the container engine rotates.
 
-SIGTERM: the models get it first (ours refuse new requests, and end running ones with an error after
-their option ``drain_s``) and are unloaded, and the server gets it once they are. By itself the
+SIGTERM: the models are told first (ours refuse new requests, and end running ones with an error
+after ``--drain-s``) and are unloaded, and the server gets it once they are. By itself the
 server would cut streams, and would not end while a stream or a connection is open. The status is 0
 if no request was cut off.
 
@@ -202,10 +202,13 @@ class Server:
         )
         if outcome.problem is not None:
             say(outcome.problem)
+        if outcome.stuck is not None:
+            say(f"this server does not unload what has no requests: {outcome.stuck}")
         if outcome.cut_requests:
             say("not every request had ended")
             return 1
-        is_clean = self.status == 0 and outcome.problem is None
+        was_killed_for_good = outcome.stuck is not None
+        is_clean = outcome.problem is None and (self.status == 0 or was_killed_for_good)
         return 0 if is_clean else NOT_UNLOADED
 
     def kill(self) -> None:
@@ -228,6 +231,9 @@ def command(options: argparse.Namespace, binary: Path, backends: Path, caches: P
         f"--cache-directory={caches}",
         "--model-control-mode=explicit",
         "--load-model=*",
+        # Once it has started, it is ready although one of its models is loaded again. Else nobody
+        # would be sent to the others meanwhile.
+        "--strict-readiness=false",
         f"--http-address={options.host}",
         f"--http-port={options.http_port}",
         f"--grpc-address={options.host}",

@@ -265,8 +265,11 @@ class TritonServer:
         ]
         for kind, port in self.admin.ports._asdict().items():
             command += [f"--{kind}-address={self.host}", f"--{kind}-port={port}"]
+        # Once it has started, a server is ready although one of its models is loaded again: the
+        # others serve. That model's own readiness says so.
+        command.append("--strict-readiness=false")
         if self._keep_going:
-            command += ["--exit-on-error=false", "--strict-readiness=false"]
+            command.append("--exit-on-error=false")
         # Explicit control lets `stop` unload the models. Clients would need the key for it.
         command.append("--model-control-mode=explicit")
         models = ["*"] if self.models is None else self.models
