@@ -132,14 +132,21 @@ class ServerClient:
     async def _watch(self) -> None:
         while True:
             try:
-                for name in await self.listed_models():
-                    if name not in self._models:
-                        await self.find_model(name)
+                await self._learn_models()
             except JitneyError as error:
-                _LOG.debug("the models are not known yet: %s", error)
+                _LOG.debug("nobody knows which models are ready: %s", error)
             except Exception:
                 _LOG.exception("a look at the server's models failed")
             await asyncio.sleep(_LOOK_S)
+
+    async def _learn_models(self) -> None:
+        for name in await self.listed_models():
+            if name in self._models:
+                continue
+            try:
+                await self.find_model(name)
+            except JitneyError as error:
+                _LOG.debug("model %r is not known yet: %s", name, error)
 
     async def listed_models(self) -> list[str]:
         """Names of the models that are ready, or were so a while ago and are expected back."""

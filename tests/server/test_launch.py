@@ -100,6 +100,17 @@ def test_the_program_ends_with_its_parent(how: str) -> None:
             started.kill()
 
 
+@pytest.mark.parametrize("program", [module._TRACED, module._UNTRACED])
+def test_a_program_whose_parent_was_killed_before_it_was_bound_does_not_start(
+    program: str, tmp_path: Path
+) -> None:
+    somebody_else = "1"
+    touched = tmp_path / "started"
+    command = [*module._python(program), "9", somebody_else, "/usr/bin/touch", str(touched)]
+    assert subprocess.run(command, check=False).returncode == 98
+    assert not touched.exists()
+
+
 def test_the_program_outlives_a_thread_that_started_it() -> None:
     with ThreadPoolExecutor(1) as pool:
         process = pool.submit(

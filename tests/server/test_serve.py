@@ -120,6 +120,18 @@ def ask(address: str) -> object:
     return y["data"]
 
 
+READY = "/v2/models/plus_one/ready"
+
+
+def status(url: str) -> int:
+    """The status of the answer."""
+    try:
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
 def wait_for(pattern: str, file: Path, process: subprocess.Popen[bytes]) -> str:
     """The first group of ``pattern`` once it stands in ``file``."""
     deadline = time.monotonic() + 180
@@ -214,7 +226,12 @@ def test_what_dies_comes_back_until_a_signal(repository: Path, tmp_path: Path) -
         (name,) = re.findall(r"shm-region-prefix-name=(\S+)", " ".join(shown))
         stub.kill()
         wait_for(r"(process of model plus_one has ended)", output, process)
-        wait_for(r"(model plus_one is loaded again)", output, process)
+        seen = set()
+        while "model plus_one is loaded again" not in output.read_text(encoding="utf-8"):
+            assert process.poll() is None
+            seen.add((status(f"{address}/v2/health/ready"), status(f"{address}{READY}")))
+        assert {of_server for of_server, _ in seen} == {200}, "others go on being served"
+        assert 400 in {of_model for _, of_model in seen}
         assert ask(address) == [2, 3, 4]
         server.kill()
         wait_for(r"(the server ended by itself)", output, process)
