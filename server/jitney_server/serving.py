@@ -175,9 +175,10 @@ class GatewayProcess:
             self._process.terminate()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until it has ended: clients may read the last of their answers still."""
+        """Wait until it has ended: clients may read the last of their answers still. Another signal
+        ends the wait."""
         if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
                 self._process.wait(timeout_s)
 
     def kill(self) -> None:
