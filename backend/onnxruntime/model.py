@@ -12,6 +12,7 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 from jitney.errors import JitneyError
 from jitney.server_log import log_to_server
+from jitney.server_watch import end_with_server
 from jitney_server.standins.batch import Batcher
 from jitney_server.standins.exchange import answer, model_path, refusal
 from jitney_server.standins.onnx_options import read_options
@@ -43,6 +44,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Load the model. Raises TritonModelException with the reason if that is impossible."""
+        end_with_server()
         log_to_server(pb_utils.Logger)
         config = json.loads(args["model_config"])
         folder = Path(args["model_repository"], args["model_version"])

@@ -6,8 +6,8 @@
 Owns the server's command line, its signals and the container's exit status. Everything that the
 server and its models print goes to standard output, which the container engine rotates.
 
-SIGTERM: the models get it first (ours refuse new requests, and end running ones with an error after
-their option ``drain_s``) and are unloaded, and the server gets it once they are. By itself the
+SIGTERM: the models are told first (ours refuse new requests, and end running ones with an error
+after ``--drain-s``) and are unloaded, and the server gets it once they are. By itself the
 server would cut streams, and would not end while a stream or a connection is open. The status is 0
 if no request was cut off.
 
@@ -21,11 +21,9 @@ import argparse
 import contextlib
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,7 +32,8 @@ from health import remember
 from jitney.errors import LoadError
 from jitney_server.admin import Admin
 from jitney_server.installation import backend_folder, find_installation, link_backends
-from jitney_server.launch import launch, restrict
+from jitney_server.launch import guard_group, launch, restrict
+from jitney_server.leftovers import RunFolder, sweep
 from jitney_server.ports import ServerPorts
 from jitney_server.server import FORWARDED_HEADERS, LOAD_THREADS
 from jitney_server.serving import NOT_UNLOADED
@@ -100,7 +99,7 @@ class Server:
         ports = ServerPorts(options.http_port, options.grpc_port, options.metrics_port)
         self.admin = Admin(host, ports, {"jitney-key": self.key})
         self.process: subprocess.Popen[bytes] | None = None
-        self.runtime: Path | None = None
+        self.runtime: RunFolder | None = None
         self.was_ready = False
 
     @property
@@ -116,11 +115,12 @@ class Server:
         """Start the server; it is not ready yet."""
         options = self.options
         remember(options.models)
-        self.runtime = runtime = Path(tempfile.mkdtemp(prefix="jitney-"))
+        runtime = RunFolder()
+        self.runtime = runtime
         environment = dict(os.environ)
         if options.embedded:
             installation = find_installation()
-            backends = runtime / "backends"
+            backends = runtime.path / "backends"
             link_backends(backends, installation, backend_folder())
             environment["LD_LIBRARY_PATH"] = installation.library_path
             binary = installation.binary
@@ -138,17 +138,21 @@ class Server:
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # signals to the container's terminal are ours to pass on
         )
+        runtime.note_server(self.process.pid)
+        guard_group(self.process.pid)
 
     # ------------------------------------------------------------------ while it runs
 
     def serve(self) -> str:
         """Start the server and repair it until that is given up; returns why."""
+        sweep()
         self.start()
         while not self.admin.is_ready():  # for ever, if one model does not load
             if not self.is_alive():
                 return f"the server ended by itself with status {self.status}"
             time.sleep(_POLL_S)
         self.was_ready = True
+        self.note_ready()
         most = self.options.most_repairs
         unready_s = self.options.unready_s
         supervisor = Supervisor(self, say, most_repairs=most, unready_s=unready_s)
@@ -171,6 +175,12 @@ class Server:
             if not self.is_alive() or time.monotonic() > deadline:
                 raise LoadError(f"it is not ready; its status is {self.status}")
             time.sleep(_POLL_S)
+        self.note_ready()
+
+    def note_ready(self) -> None:
+        """The server that was started last is ready."""
+        assert self.runtime is not None
+        self.runtime.note_ready()
 
     # ------------------------------------------------------------------ how it ends
 
@@ -192,10 +202,13 @@ class Server:
         )
         if outcome.problem is not None:
             say(outcome.problem)
+        if outcome.stuck is not None:
+            say(f"this server does not unload what has no requests: {outcome.stuck}")
         if outcome.cut_requests:
             say("not every request had ended")
             return 1
-        is_clean = self.status == 0 and outcome.problem is None
+        was_killed_for_good = outcome.stuck is not None
+        is_clean = outcome.problem is None and (self.status == 0 or was_killed_for_good)
         return 0 if is_clean else NOT_UNLOADED
 
     def kill(self) -> None:
@@ -205,9 +218,7 @@ class Server:
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
         if self.runtime is not None:
-            for region in Path("/dev/shm").glob(f"{self.runtime.name}-*"):
-                region.unlink(missing_ok=True)
-            shutil.rmtree(self.runtime, ignore_errors=True)
+            self.runtime.remove()
 
 
 def command(options: argparse.Namespace, binary: Path, backends: Path, caches: Path) -> list[str]:
@@ -220,6 +231,9 @@ def command(options: argparse.Namespace, binary: Path, backends: Path, caches: P
         f"--cache-directory={caches}",
         "--model-control-mode=explicit",
         "--load-model=*",
+        # Once it has started, it is ready although one of its models is loaded again. Else nobody
+        # would be sent to the others meanwhile.
+        "--strict-readiness=false",
         f"--http-address={options.host}",
         f"--http-port={options.http_port}",
         f"--grpc-address={options.host}",

@@ -78,6 +78,7 @@ def make_app(
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(server.watching())
             for service in services:
                 await stack.enter_async_context(service.working(url))
             yield  # while the gateway serves
@@ -283,12 +284,12 @@ class Gateway:
         return as_json(await function(self._server, model, body))
 
     async def models(self, request: Request) -> Response:
-        """The models and adapters that serve one of the endpoints. A model that does not answer is
-        left out."""
+        """The models and adapters that serve one of the endpoints, those that are loaded again
+        included. A model that does not answer and was never known is left out."""
         models: dict[str, ServedModel] = {}
-        for name in await self._server.ready_models():
+        for name in await self._server.listed_models():
             try:
-                models[name] = await self._server.find_model(name)
+                models[name] = await self._find_listed(name)
             except UnknownModelError:
                 continue  # it has just been unloaded
             except JitneyError as error:
@@ -304,10 +305,22 @@ class Gateway:
 
     async def model(self, request: Request) -> Response:
         """One of the models."""
-        entry = _entry(await self._server.find_model(request.path_params["name"]))
+        entry = _entry(await self._find_listed(request.path_params["name"]))
         if entry is None:
             raise UnknownModelError("this model serves none of the gateway's endpoints")
         return as_json(entry)
+
+    async def _find_listed(self, name: str) -> ServedModel:
+        """A model, as it was known last if it does not answer now. Raises as ``find_model``."""
+        try:
+            return await self._server.find_model(name)
+        except UnknownModelError:
+            raise
+        except JitneyError:
+            known = self._server.known_model(name)
+            if known is None:
+                raise
+            return known
 
     async def health(self, request: Request) -> Response:
         """Whether the server is ready."""

@@ -31,6 +31,10 @@ def gateway(
         Path | None, typer.Option(help="Folder of files and batches. Default: there are none.")
     ] = None,
     grace: Annotated[int, typer.Option(help="Seconds that streams get at the stop.", min=0)] = 10,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Only say what is wrong with these options."),
+    ] = False,
 ) -> None:
     """Serve the models of a running server to clients of OpenAI's API.
 
@@ -53,4 +57,5 @@ def gateway(
         metrics_url=metrics_url,
         batches=batches,
         grace_s=grace,
+        only_check=check,
     )

@@ -27,6 +27,7 @@ def run_gateway(
     metrics_url: str | None = None,
     batches: Path | None = None,
     grace_s: int = 10,
+    only_check: bool = False,
 ) -> None:
     """Print the gateway's address and serve until SIGINT or SIGTERM.
 
@@ -35,6 +36,7 @@ def run_gateway(
     - ``metrics_url``: the server's metrics, from which the gateway reads the server's load.
     - ``batches``: the folder in which files and batches are kept.
     - ``grace_s``: seconds that streams get to end at the stop.
+    - ``only_check``: return where serving would begin.
 
     Raises ConfigError for a key file, an address or a folder that cannot be used. A package that an
     option needs and that is missing is a ConfigError or an InstallationError.
@@ -46,6 +48,9 @@ def run_gateway(
     if api_key_file is not None:
         keys = FileKeys(api_key_file, services)
     listener = listen(host, port)
+    if only_check:
+        listener.close()
+        return
     bound_host, bound_port = listener.getsockname()
 
     def make() -> FastAPI:

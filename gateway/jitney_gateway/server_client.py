@@ -33,6 +33,10 @@ MAX_WAITING = 4096
 """Steps of one answer that may wait for a slow client."""
 _FRESH_S = 30.0
 """Seconds for which the gateway trusts what it knows of a model."""
+_LOOK_S = 5.0
+"""Seconds between two looks at which models are ready."""
+_RELOAD_S = 600.0
+"""A model that was ready so many seconds ago, and is not now, is expected to come back."""
 _ADAPTERS_FRESH_S = 1.0
 """Seconds for which the gateway trusts that a model lacks an adapter that a client asks for."""
 _CODES = ("INVALID_ARGUMENT", "UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "INTERNAL")
@@ -97,6 +101,8 @@ class ServerClient:
     def __init__(self, address: str) -> None:
         self._client = aio.InferenceServerClient(address, channel_args=_CHANNEL_OPTIONS)
         self._models: dict[str, ServedModel] = {}
+        self._ready_at: dict[str, float] = {}
+        """Name of a model, no adapter -> when it was last seen ready; monotonic seconds."""
         self._draining: set[asyncio.Task[None]] = set()
         """Tasks that read ended streams to their end. They are held here because the event loop
         does not keep them from being collected."""
@@ -112,6 +118,55 @@ class ServerClient:
         return False
 
     # ------------------------------------------------------------------ models
+
+    @contextlib.asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """While it is entered, looks now and then which models are ready, and learns of each. So a
+        model that is loaded again is known even if nobody has asked for it yet."""
+        watch = asyncio.create_task(self._watch())
+        try:
+            yield
+        finally:
+            watch.cancel()
+
+    async def _watch(self) -> None:
+        while True:
+            try:
+                await self._learn_models()
+            except JitneyError as error:
+                _LOG.debug("nobody knows which models are ready: %s", error)
+            except Exception:
+                _LOG.exception("a look at the server's models failed")
+            await asyncio.sleep(_LOOK_S)
+
+    async def _learn_models(self) -> None:
+        for name in await self.listed_models():
+            if name in self._models:
+                continue
+            try:
+                await self.find_model(name)
+            except JitneyError as error:
+                _LOG.debug("model %r is not known yet: %s", name, error)
+
+    async def listed_models(self) -> list[str]:
+        """Names of the models that are ready, or were so a while ago and are expected back."""
+        ready = await self.ready_models()
+        for name in ready:
+            self._ready_at[name] = time.monotonic()
+        return sorted(name for name in {*ready, *self._ready_at} if self._is_expected(name))
+
+    def known_model(self, name: str) -> ServedModel | None:
+        """What is known of a model or adapter, without asking the server; of a model that is not
+        ready too, if it is expected back."""
+        known = self._models.get(name)
+        if known is None or not self._is_expected(known.base or known.name):
+            return None
+        return known
+
+    def _is_expected(self, name: str) -> bool:
+        """Whether the model is ready, or was so a while ago: it is loaded again if it has died."""
+        ready_at = self._ready_at.get(name)
+        return ready_at is not None and time.monotonic() - ready_at <= _RELOAD_S
 
     async def ready_models(self) -> list[str]:
         """Names of the models that are ready."""
@@ -140,7 +195,8 @@ class ServerClient:
         return model
 
     async def find_model(self, name: str) -> ServedModel:
-        """A model, or an adapter of one. Raises UnknownModelError if it is not ready."""
+        """A model, or an adapter of one. Raises UnknownModelError if it is not ready, and
+        UnavailableError if it is expected back."""
         known = self._models.get(name)
         if known is not None and time.monotonic() - known.fetched_at <= _FRESH_S:
             return known
@@ -167,7 +223,7 @@ class ServerClient:
     async def _find_adapter(self, name: str) -> ServedModel | None:
         """The adapter of that name, of the first model that has one. A model that does not answer
         is passed over, unless it is known to have the adapter: then its error is raised."""
-        for base in await self.ready_models():
+        for base in await self.listed_models():
             try:
                 model = await self._find_base(base, adapter=name)
             except UnknownModelError:
@@ -197,8 +253,9 @@ class ServerClient:
         return model
 
     async def _fetch_model(self, name: str) -> ServedModel:
-        """Ask the server for a model. Raises UnknownModelError if it is not ready."""
-        with _translated_errors(name):
+        """Ask the server for a model. Raises UnknownModelError if it is not ready, and
+        UnavailableError if it is expected back."""
+        with self._translated_errors_of(name):
             answer = await self._client.get_model_config(name, as_json=True)
         config = answer["config"]
         endpoint = config.get("parameters", {}).get("openai_endpoint", {})
@@ -214,13 +271,26 @@ class ServerClient:
             arrays = await self._last_response(request)
             text = arrays["text_output"][0]
             model.description = msgspec.json.decode(text, type=ModelDescription)
+        self._ready_at[name] = time.monotonic()
         return model
+
+    @contextlib.contextmanager
+    def _translated_errors_of(self, model: str) -> Iterator[None]:
+        """Raise the client library's errors as ours. For the server, a model that is loaded again
+        is an unknown one meanwhile; for our clients it is unavailable."""
+        try:
+            with _translated_errors(model):
+                yield
+        except UnknownModelError:
+            if not self._is_expected(model):
+                raise
+            raise UnavailableError(f"model {model!r} is not ready; it may be loading") from None
 
     # ------------------------------------------------------------------ answers
 
     async def infer(self, model: str, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The outputs of a model that is no language model."""
-        with _translated_errors(model):
+        with self._translated_errors_of(model):
             result = await self._client.infer(model, _input_tensors(tensors))
         return _output_arrays(result)
 
@@ -312,7 +382,7 @@ class ServerClient:
                 "request_id": request.request_id,
             }
 
-        with _translated_errors(request.model):
+        with self._translated_errors_of(request.model):
             stream = self._client.stream_infer(sent_requests(), headers=dict(headers or {}))
             has_ended = False
             try:
@@ -374,6 +444,8 @@ def translated(model: str, status: str, text: str) -> JitneyError:
     if code in _CODES:
         return from_code(code, message)
     code = status.rpartition(".")[2]  # "StatusCode.UNAVAILABLE"
+    if "is not healthy" in text:  # its process has died, and the server has not been told so yet
+        return UnavailableError(f"model {model!r} is not ready; it may be loading")
     # For an unknown model the server has texts and no status of its own.
     is_unknown = "is not found" in text or "is not ready" in text
     if code == "NOT_FOUND" or is_unknown:

@@ -29,9 +29,10 @@ _PTRACE_DETACH = 17
 
 # What is started is a small Python program, put together from the parts below:
 #
-#     ask the kernel to send us the signal argv[1] once the thread that started us has ended
+#     ask the kernel to send us the signal argv[1] once the thread that started us has ended, and
+#         end if its process, argv[2], has ended before that
 #     ask to be traced by it (left out where the system does not allow that)
-#     become the real program, which is argv[2], with the arguments that follow it
+#     become the real program, which is argv[3], with the arguments that follow it
 #
 # A function between `fork` and `exec` could do the same. But it would run in a copy of this
 # process, where locks of other threads may be held for ever.
@@ -39,6 +40,8 @@ _BIND_TO_PARENT = """
 import ctypes, os, sys
 PR_SET_PDEATHSIG = 1
 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(sys.argv[1]))
+if os.getppid() != int(sys.argv[2]):
+    os._exit(98)
 """
 _ASK_TO_BE_TRACED = """
 PTRACE_TRACEME = 0  # a traced process stops after its next exec
@@ -46,10 +49,27 @@ if ctypes.CDLL(None).ptrace(PTRACE_TRACEME, 0, None, None) != 0:
     os._exit(99)
 """
 _EXEC = """
-os.execv(sys.argv[2], sys.argv[2:])
+os.execv(sys.argv[3], sys.argv[3:])
 """
 _TRACED = _BIND_TO_PARENT + _ASK_TO_BE_TRACED + _EXEC
 _UNTRACED = _BIND_TO_PARENT + _EXEC
+# When the server is killed, alone or with this process, its stubs stay. They look for their server
+# themselves, but may wait for ever for a lock in shared memory that it held. So another small
+# program waits for the server's end, and kills what is left of its group. Its first process ends at
+# once, so that the second one is not our child.
+_GUARD = """
+import os, select, signal, sys
+server = int(sys.argv[1])
+if os.fork() != 0:
+    os._exit(0)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+try:
+    select.select([os.pidfd_open(server)], [], [])
+except ProcessLookupError:
+    pass  # it has ended already
+os.killpg(server, signal.SIGKILL)
+"""
 _SIGKILL = "9"
 _NO_SIGNAL = "0"
 
@@ -71,6 +91,19 @@ def restrict(key: str) -> list[str]:
     return [f"--http-restricted-api={value}", f"--grpc-restricted-protocol={value}"]
 
 
+def guard_group(pid: int) -> None:
+    """See to it that every process of the group that ``pid`` leads ends with ``pid``, even if this
+    process is gone by then. Needs Linux 5.3 or later; elsewhere nothing happens."""
+    subprocess.run(
+        [*_python(_GUARD), str(pid)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        check=False,
+    )
+
+
 def launch(
     command: Sequence[str], secret: Sequence[str], environment: Mapping[str, str], **options: Any
 ) -> subprocess.Popen[bytes]:
@@ -89,7 +122,7 @@ def launch(
         return process
     if secret:
         _LOG.warning("the key of the server's restricted endpoints is visible to every local user")
-    program = [*_python(_UNTRACED), end_signal, *command, *secret]
+    program = [*_python(_UNTRACED), end_signal, str(os.getpid()), *command, *secret]
     return subprocess.Popen(program, env=environment, **options)
 
 
@@ -106,7 +139,7 @@ def _launch_hidden(
 ) -> subprocess.Popen[bytes] | None:
     """Start the program with hidden arguments. None: this system does not allow that."""
     names = [f"JITNEY_ARGUMENT_{number}" for number in range(len(secret))]
-    program = [*_python(_TRACED), end_signal, *command, *names]
+    program = [*_python(_TRACED), end_signal, str(os.getpid()), *command, *names]
     variables = {**environment, **dict(zip(names, secret, strict=True))}
     process = subprocess.Popen(program, env=variables, **options)
     try:

@@ -13,7 +13,6 @@ import atexit
 import contextlib
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,7 +25,8 @@ from jitney.errors import InvalidArgumentError, LoadError
 
 from jitney_server.admin import Admin
 from jitney_server.installation import backend_folder, find_installation, link_backends
-from jitney_server.launch import launch, restrict
+from jitney_server.launch import guard_group, launch, restrict
+from jitney_server.leftovers import RunFolder, sweep
 from jitney_server.ports import ServerPorts, choose_ports
 from jitney_server.start_failure import explain_failure, is_port_taken
 from jitney_server.stopping import StopOutcome, stop
@@ -80,7 +80,8 @@ class TritonServer:
         self.model_repository = model_repository.resolve()
         self.host = host
         self.models = None if models is None else list(models)
-        self._requested_ports = ServerPorts(http_port, grpc_port, metrics_port)
+        self.requested_ports = ServerPorts(http_port, grpc_port, metrics_port)
+        """As given: 0 where a free one is to be picked."""
         self.log_file = log_file
         self._has_temporary_log = log_file is None
         self._log_start = 0
@@ -91,12 +92,11 @@ class TritonServer:
         self._keep_going = keep_going
         self._open_endpoints = open_endpoints
         self._key = secrets.token_hex(16)
-        self.admin = Admin(host, self._requested_ports, self.admin_headers)
+        self.admin = Admin(host, self.requested_ports, self.admin_headers)
         """Each start makes another one, for its ports. So do not keep it."""
         self._process: subprocess.Popen[bytes] | None = None
-        self._runtime: Path | None = None
-        """The folder of links, while there is a process. The names of the shared-memory regions
-        begin with its name."""
+        self._runtime: RunFolder | None = None
+        """Holds links to our backends, while there is a process."""
         self.exit_status: int | None = None
         """That of the last process that has ended. A negative one is the signal that ended it."""
         self.last_stop = StopOutcome()
@@ -165,8 +165,11 @@ class TritonServer:
 
         Raises LoadError with the reason of each model that failed, or if the server is not ready in
         ``timeout_s``. Then nothing is left running, and the log is kept.
+
+        What dead servers of this user have left on this machine is removed first.
         """
-        self._start(self._requested_ports, timeout_s, append_to_log=False)
+        sweep()
+        self._start(self.requested_ports, timeout_s, append_to_log=False)
 
     def _start(self, ports: ServerPorts, timeout_s: float, *, append_to_log: bool) -> None:
         assert self._process is None, "started twice"
@@ -176,6 +179,8 @@ class TritonServer:
             try:
                 self._launch(ports, append_to_log=append_to_log)
                 self._wait_until_ready(timeout_s)
+                assert self._runtime is not None
+                self._runtime.note_ready()
                 return
             except _PortTakenError:
                 is_last = attempts_left == 0
@@ -213,9 +218,9 @@ class TritonServer:
     def _launch(self, requested: ServerPorts, *, append_to_log: bool) -> None:
         ports = ServerPorts(*choose_ports(self.host, requested._asdict()))
         self.admin = Admin(self.host, ports, self.admin_headers)
-        runtime = Path(tempfile.mkdtemp(prefix="jitney-server-"))
+        runtime = RunFolder()
         self._runtime = runtime
-        link_backends(runtime / "backends", self._installation, backend_folder())
+        link_backends(runtime.path / "backends", self._installation, backend_folder())
         if self._has_temporary_log and not append_to_log:
             self.log_file = None
         log_file = self._prepare_log_file()
@@ -231,6 +236,8 @@ class TritonServer:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # the terminal sends Ctrl-C to our group, not to this one
             )
+        runtime.note_server(self._process.pid)
+        guard_group(self._process.pid)
         atexit.register(self._clean_up, keep_log=True)
 
     def _prepare_log_file(self) -> Path:
@@ -242,12 +249,12 @@ class TritonServer:
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         return self.log_file
 
-    def _command(self, runtime: Path) -> list[str]:
+    def _command(self, runtime: RunFolder) -> list[str]:
         """The command line, without the secret arguments."""
         command = [
             str(self._installation.binary),
             f"--model-repository={self.model_repository}",
-            f"--backend-directory={runtime / 'backends'}",
+            f"--backend-directory={runtime.path / 'backends'}",
             f"--cache-directory={self._installation.caches}",
             f"--exit-timeout-secs={self._exit_timeout_s}",
             f"--model-load-thread-count={LOAD_THREADS}",
@@ -258,15 +265,18 @@ class TritonServer:
         ]
         for kind, port in self.admin.ports._asdict().items():
             command += [f"--{kind}-address={self.host}", f"--{kind}-port={port}"]
+        # Once it has started, a server is ready although one of its models is loaded again: the
+        # others serve. That model's own readiness says so.
+        command.append("--strict-readiness=false")
         if self._keep_going:
-            command += ["--exit-on-error=false", "--strict-readiness=false"]
+            command.append("--exit-on-error=false")
         # Explicit control lets `stop` unload the models. Clients would need the key for it.
         command.append("--model-control-mode=explicit")
         models = ["*"] if self.models is None else self.models
         command += [f"--load-model={name}" for name in models]
         return command + self._extra_args
 
-    def _environment(self, runtime: Path) -> dict[str, str]:
+    def _environment(self, runtime: RunFolder) -> dict[str, str]:
         """The server's environment. Its stubs find our virtual environment by it.
 
         The Python in a stub looks for ``python3`` on PATH and uses the virtual environment to which
@@ -283,7 +293,7 @@ class TritonServer:
         is_ours = python3.exists() and python3.samefile(sys.executable)
         if not is_ours:
             # The folder's `python3` is missing or of another version: a link stands in for it.
-            folder = runtime / "bin"
+            folder = runtime.path / "bin"
             folder.mkdir()
             (folder / "python3").symlink_to(sys.executable)
         environment["PATH"] = f"{folder}:{environment.get('PATH', os.defpath)}"
@@ -325,9 +335,7 @@ class TritonServer:
             atexit.unregister(self._clean_up)
             self._process = None
         if self._runtime is not None:
-            for region in Path("/dev/shm").glob(f"{self._runtime.name}-*"):
-                region.unlink(missing_ok=True)
-            shutil.rmtree(self._runtime, ignore_errors=True)
+            self._runtime.remove()
             self._runtime = None
         if self._has_temporary_log and not keep_log and self.log_file is not None:
             self.log_file.unlink(missing_ok=True)

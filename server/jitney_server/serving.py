@@ -1,5 +1,6 @@
 """``jitney serve``: runs a server until it is told to stop, and repairs it meanwhile."""
 
+import contextlib
 import json
 import select
 import subprocess
@@ -16,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from jitney_server.admin import ModelState
-from jitney_server.ports import choose_ports
+from jitney_server.ports import check_different, choose_ports
 from jitney_server.server import TritonServer
 from jitney_server.start_failure import failed_models
 from jitney_server.stopping import interruptible
@@ -27,7 +28,9 @@ _ERR = Console(stderr=True, highlight=False, emoji=False)
 _PAUSE_S = 0.5
 """Between two looks at the server and the gateway."""
 _GATEWAY_START_S = 60.0
-"""Seconds after which a gateway must listen."""
+"""Seconds after which a gateway must listen, and have checked its options."""
+_GATEWAY_END_S = 2.0
+"""Seconds that a gateway has to end once the server has answered every request."""
 _LONGEST_PAUSE_S = 60.0
 """Longest pause between the end of a gateway and its next start. After a run that was longer than
 this, the pauses begin anew."""
@@ -54,18 +57,24 @@ def serve_until_stopped(
     """Start ``server``, print its addresses, keep it going until a signal comes, and stop it.
 
     With ``openai_port`` a gateway with ``gateway_options`` runs beside it; 0 is a free port.
-    Returns the exit status: 0 or NOT_UNLOADED. Raises JitneyError if the server or the gateway does
-    not start, or if the stop may have cut requests off.
+    Returns the exit status: 0 or NOT_UNLOADED. Raises JitneyError if the gateway's options or port
+    cannot be used, before anything is loaded; if the server does not start; or if the stop may have
+    cut requests off.
     """
     gateway: GatewayProcess | None = None
     if openai_port is not None:
-        gateway = GatewayProcess(server, openai_port, gateway_options)
+        # Its streams end when the server's do.
+        gateway = GatewayProcess(server, openai_port, [*gateway_options, f"--grace={grace_s}"])
     with interruptible() as asked_to_stop:
         try:
             _run(server, gateway, asked_to_stop, start_timeout_s)
             if gateway is not None:
                 gateway.begin_to_stop()
-            return _stop(server, grace_s)
+            try:
+                return _stop(server, grace_s)
+            finally:
+                if gateway is not None:
+                    gateway.wait(_GATEWAY_END_S)
         finally:
             if gateway is not None:
                 gateway.kill()
@@ -78,19 +87,22 @@ def _run(
     start_timeout_s: float,
 ) -> None:
     """Start the server and the gateway, and keep them going. Returns at a signal. Raises
-    JitneyError if one of them does not start; then the server is stopped."""
+    JitneyError if the gateway cannot be started, or the server does not start; then nothing is left
+    running."""
     what = ", ".join(server.models or ()) or f"all of {server.model_repository.name}"
     try:
+        if gateway is not None:
+            gateway.check()
         with _ERR.status(f"Loading {what} …"):
             server.start(start_timeout_s)
         supervisor = Supervisor(server, _say)
         _print_welcome(server)
-        if gateway is not None:
-            gateway.start()
-        while not asked_to_stop.wait(_PAUSE_S):
-            supervisor.turn()
+        while True:
             if gateway is not None:
                 gateway.turn()
+            if asked_to_stop.wait(_PAUSE_S):
+                return
+            supervisor.turn()
     except KeyboardInterrupt:
         pass  # the signal: `interruptible` raises it wherever we are
     except JitneyError:
@@ -99,7 +111,11 @@ def _run(
 
 
 class GatewayProcess:
-    """A gateway beside the server, as a process."""
+    """A gateway beside the server, as a process that is started again whenever it has ended.
+
+    Each start doubles the pause before the next one, unless the gateway ran for longer than
+    _LONGEST_PAUSE_S. Nothing that happens to it stops the server.
+    """
 
     def __init__(self, server: TritonServer, port: int, options: Sequence[str]) -> None:
         """Does not start it. ``port``: 0 is a free one."""
@@ -108,62 +124,116 @@ class GatewayProcess:
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
         self._started_at = 0.0
+        self._listens = False
+        """Whether the process has said so."""
+        self._has_listened = False
+        """Whether any of its processes has."""
         self._pause_s = 0.0
         """Seconds to wait, when the process ends the next time, before it is started again."""
-        self._start_again_at: float | None = None
-        """When it must be started again. None: it has not ended."""
+        self._start_at: float | None = 0.0
+        """When it must be started. None: it was started."""
 
-    def start(self) -> None:
-        """Start it and wait until it listens. Raises JitneyError if it ends before, or does not
-        listen within ``_GATEWAY_START_S``. It has printed why itself."""
-        (self._port,) = choose_ports(self._server.host, {"gateway": self._port})
-        self._process = self._launch()
-        assert self._process.stdout is not None
-        # The gateway prints one line, its address, when it listens (`run_gateway`).
-        has_line = select.select([self._process.stdout], [], [], _GATEWAY_START_S)[0]
-        if not has_line:
-            raise JitneyError(f"the gateway does not listen after {_GATEWAY_START_S:.0f} s")
-        address = self._process.stdout.readline().decode().strip()
-        if not address:
-            raise JitneyError(f"the gateway ended at once, with status {self._process.wait()}")
-        _OUT.print(address)
+    def check(self) -> None:
+        """Raise JitneyError if a gateway could not be started now: its port is taken, or one of its
+        options is wrong. The server need not run."""
+        check_different({**self._server.requested_ports._asdict(), "gateway": self._port})
+        try:
+            checked = subprocess.run(
+                [*self._command(), "--check"],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=_GATEWAY_START_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise JitneyError(
+                f"the gateway does not check its options within {_GATEWAY_START_S:.0f} s"
+            ) from None
+        if checked.returncode != 0:
+            said = checked.stderr.strip().removeprefix("error: ")
+            reason = said or f"it ended with status {checked.returncode}"
+            raise JitneyError(f"the gateway cannot be started: {reason}")
 
     def turn(self) -> None:
-        """Start it again, on the same port, if it has ended.
-
-        Each start doubles the pause before the next one, unless the gateway ran for longer than
-        _LONGEST_PAUSE_S. This does not wait until the gateway listens: the server must be watched
-        meanwhile.
-        """
-        assert self._process is not None
-        status = self._process.poll()
-        if status is None:
+        """Start it if it does not run and the pause is over. Kill it if it does not listen within
+        _GATEWAY_START_S. Print its address once it listens. Never waits: the server must be watched
+        meanwhile."""
+        if self._process is not None and self._process.poll() is None:
+            self._look_whether_it_listens(self._process)
             return
         now = time.monotonic()
-        if self._start_again_at is None:
-            _say(f"the gateway ended by itself, with status {status}")
-            if now - self._started_at > _LONGEST_PAUSE_S:
-                self._pause_s = 0.0
-            self._start_again_at = now + self._pause_s
-            self._pause_s = min(max(1.0, 2 * self._pause_s), _LONGEST_PAUSE_S)
-        if now >= self._start_again_at:
-            self._start_again_at = None
-            self._process = self._launch()
+        if self._start_at is None:
+            assert self._process is not None
+            self._wait_before_start(f"the gateway ended by itself, with status {self._end()}", now)
+        if self._start_at is not None and now >= self._start_at:
+            self._start(now)
 
     def begin_to_stop(self) -> None:
         """Let it take no new requests. Its streams go on while the server still answers them."""
         if self._process is not None:
             self._process.terminate()
 
+    def wait(self, timeout_s: float) -> None:
+        """Wait until it has ended: clients may read the last of their answers still. Another signal
+        ends the wait."""
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+                self._process.wait(timeout_s)
+
     def kill(self) -> None:
         """End it at once."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
+            self._end()
 
-    def _launch(self) -> "subprocess.Popen[bytes]":
+    def _start(self, now: float) -> None:
+        self._started_at = now
+        self._start_at = None
+        self._listens = False
+        try:
+            # Its port stays the same from the first start on.
+            (self._port,) = choose_ports(self._server.host, {"gateway": self._port})
+            # A group of its own: the terminal sends Ctrl-C to ours, and we decide what ends when.
+            self._process = subprocess.Popen(
+                self._command(), stdout=subprocess.PIPE, start_new_session=True
+            )
+        except (OSError, JitneyError) as error:
+            self._process = None
+            self._wait_before_start(f"the gateway could not be started: {error}", now)
+
+    def _look_whether_it_listens(self, process: "subprocess.Popen[bytes]") -> None:
+        if self._listens:
+            return
+        # The gateway prints one line, its address, when it listens (`run_gateway`).
+        assert process.stdout is not None
+        if select.select([process.stdout], [], [], 0)[0]:
+            address = process.stdout.readline().decode().strip()
+            self._listens = address != ""
+            if self._listens and not self._has_listened:
+                self._has_listened = True
+                _OUT.print(address)
+        elif time.monotonic() - self._started_at > _GATEWAY_START_S:
+            _say(f"the gateway does not listen after {_GATEWAY_START_S:.0f} s")
+            process.kill()
+
+    def _wait_before_start(self, why: str, now: float) -> None:
+        _say(why)
+        if now - self._started_at > _LONGEST_PAUSE_S:
+            self._pause_s = 0.0
+        self._start_at = now + self._pause_s
+        self._pause_s = min(max(1.0, 2 * self._pause_s), _LONGEST_PAUSE_S)
+
+    def _end(self) -> int:
+        """Wait for its end. Returns its exit status."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        return self._process.wait()
+
+    def _command(self) -> list[str]:
         server = self._server
-        command = [
+        return [
             sys.executable,
             "-c",
             _RUN_GATEWAY,
@@ -174,9 +244,6 @@ class GatewayProcess:
             f"--metrics-url={server.metrics_url}",
             *self._options,
         ]
-        self._started_at = time.monotonic()
-        # A group of its own: the terminal sends Ctrl-C to ours, and we decide what ends when.
-        return subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
 
 
 def _say(text: str) -> None:
@@ -193,6 +260,8 @@ def _stop(server: TritonServer, grace_s: int) -> int:
         server.stop(0)
     outcome = server.last_stop
     if outcome.problem is None:
+        if outcome.stuck is not None:
+            _say(f"every request was answered; the server was killed, because {outcome.stuck}")
         _ERR.print("Stopped.")
         return 0
     problem = f"{outcome.problem}; its log is {server.log_file}"

@@ -6,8 +6,10 @@ This server (2.51) does not end in time on SIGTERM while clients hold connection
 HTTP connections until its exit timeout. And it keeps a model loaded while a client holds a gRPC
 stream open that has carried a request to the model, even if the stream is idle now. So a stop
 
-1. tells the models (SIGTERM) and asks the server to unload them (:func:`unload_all`),
-2. waits until no request is in flight (:func:`requests_in_flight`),
+1. tells the models (``jitney.stop_signals``) and asks the server to unload them
+   (:func:`unload_all`),
+2. waits until no request is in flight (:func:`requests_in_flight`), or until the grace is over:
+   then it tells the models to end what is open with an error, and counts it,
 3. closes the clients' connections (:func:`hang_up`): now the server can unload the models,
 4. sends SIGTERM to the server, which then exits by itself.
 """
@@ -27,6 +29,7 @@ from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 import psutil
+from jitney.stop_signals import STOPS, TIME_IS_KEPT, TIME_IS_OVER
 
 from jitney_server.admin import Admin, CallError, RefusedCallError
 
@@ -46,10 +49,16 @@ _ASK_AGAIN_S = 2.0
 _UNLOAD_S = 30.0
 """Seconds, after the grace, that models without requests have to end. A process that has imported
 torch needs two seconds of a core to end, and many of them end at once."""
-_STUCK_S = 3.0
-"""The same if one of these models is unloading and still has metrics. A model withdraws them when
-the server tells it to end. Sometimes this server never does (docs/troubleshooting.md): then a
-longer wait is of no use."""
+_CUT_S = 3.0
+"""Seconds, after the grace, that models with requests have to end them with an error."""
+_STUCK_S = 5.0
+"""Seconds for which models without requests may be unloading and still have metrics. A model
+withdraws them when the server tells it to end. Sometimes this server never does
+(docs/troubleshooting.md): then a longer wait is of no use."""
+_STUCK_AFTER_GRACE_S = 3.0
+"""They have no more than these seconds after the grace."""
+_LAG_S = 0.3
+"""The metrics may show a request for so long after its end."""
 _EXIT_S = 2.0
 """Seconds that the server has to exit once its models are unloaded."""
 _PAUSE_S = 0.05
@@ -91,31 +100,41 @@ class StopOutcome(NamedTuple):
     """How a stop went."""
 
     problem: str | None = None
-    """Why the stop was not clean. None: every request had ended and every model was unloaded."""
+    """Why the stop was not clean. None: every request had ended, and every model was unloaded, or
+    is one that this server never unloads."""
     cut_requests: bool = False
     """Whether requests may have been cut off."""
+    stuck: str | None = None
+    """The models without requests that this server does not unload, by its known fault. They are
+    killed, and nothing is lost with them."""
 
 
 def stop(admin: Admin, process: "subprocess.Popen[bytes]", grace_s: float) -> StopOutcome:
     """Stop a server, as the module's docstring says.
 
-    New requests are refused at once, and those in flight get up to ``grace_s`` seconds; a model of
-    ours ends its requests with an error after its option ``drain_s``. If the process has not ended
-    when this returns, the caller kills it with its group.
+    New requests are refused at once, and those in flight get up to ``grace_s`` seconds; then a
+    model of ours ends them with an error. If the process has not ended when this returns, the
+    caller kills it with its group.
     """
-    for stub in model_processes(process.pid):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            # Our models take it as the sign to refuse requests. The stub itself ignores it.
-            stub.send_signal(signal.SIGTERM)
+    _tell_models(process.pid, TIME_IS_KEPT)
+    # Our models need not hear this one, but others may. The stub itself ignores it.
+    _tell_models(process.pid, STOPS)
     if process.poll() is not None:
         problem = f"the server had ended before, with status {process.poll()}"
         return StopOutcome(problem, cut_requests=True)
     outcome = unload_all(admin, process.pid, grace_s)
     hang_up(process.pid, admin.ports)
     process.send_signal(signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_EXIT_S)
+    if outcome.stuck is None:  # else it does not exit by itself
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_EXIT_S)
     return outcome
+
+
+def _tell_models(server_pid: int, number: signal.Signals) -> None:
+    for stub in model_processes(server_pid):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            stub.send_signal(number)
 
 
 def model_processes(server_pid: int | None) -> list[psutil.Process]:
@@ -144,30 +163,41 @@ def requests_in_flight(metrics: str) -> dict[str, float]:
 
 
 def unload_all(admin: Admin, pid: int, grace_s: float) -> StopOutcome:
-    """Unload every model of the server ``pid``. It ends in one of three ways:
+    """Unload every model of the server ``pid``. It ends in one of four ways:
 
-    - no model is left: this is a clean stop;
-    - the time is over that the models have (``_Unloading.allowed_s``), and some are left;
+    - no model is left;
+    - the only ones left have no requests, and are stuck in this server;
+    - the time is over, and others are left;
     - a call to the server fails: then only signals are left.
+
+    Requests that are open after ``grace_s`` seconds are cut off, and counted, in each of them.
     """
     unloading = _Unloading(admin)
     began = time.monotonic()
     quiet_since = began
+    cut: str | None = None
     try:
         while True:
             unloading.look_at_models()
             if not unloading.live:
-                return StopOutcome()
+                return StopOutcome(cut, cut_requests=cut is not None)
             now = time.monotonic()
             unloading.ask_to_unload(now)
             unloading.look_at_requests()
             is_quiet = unloading.is_quiet()
-            if now - began > unloading.allowed_s(grace_s):
-                problem = f"after {now - began:.1f} s {unloading.describe()}"
-                return StopOutcome(problem, cut_requests=not is_quiet)
             if not is_quiet:
                 quiet_since = now
-            elif now - quiet_since > _QUIET_S:
+            if now - began > grace_s + _LAG_S and not is_quiet and cut is None:
+                cut = f"after {now - began:.1f} s {unloading.describe_cut()}"
+                _tell_models(pid, TIME_IS_OVER)
+            stuck_until = min(quiet_since + _STUCK_S, began + grace_s + _STUCK_AFTER_GRACE_S)
+            if is_quiet and unloading.is_stuck() and now > stuck_until:
+                text = unloading.describe()
+                return StopOutcome(cut, cut_requests=cut is not None, stuck=text)
+            if now - began > grace_s + (_UNLOAD_S if is_quiet else _CUT_S):
+                problem = cut or f"after {now - began:.1f} s {unloading.describe()}"
+                return StopOutcome(problem, cut_requests=cut is not None)
+            if now - quiet_since > _QUIET_S:
                 # Only an idle stream can still hold a model now.
                 hang_up(pid, [admin.ports.grpc])
             time.sleep(_PAUSE_S)
@@ -223,15 +253,6 @@ class _Unloading:
             except RefusedCallError as error:
                 self._refusals[name] = str(error)
 
-    def allowed_s(self, grace_s: float) -> float:
-        """Seconds from the begin of the stop that the models have, by what was noted last."""
-        if not self.is_quiet():
-            return grace_s
-        # No request is lost by a longer wait.
-        if self.is_stuck():
-            return grace_s + _STUCK_S
-        return grace_s + _UNLOAD_S
-
     def is_quiet(self) -> bool:
         """Whether the metrics show that no live model has a request.
 
@@ -241,10 +262,21 @@ class _Unloading:
         return all(self._requests.get(name) == 0 for name in self.live)
 
     def is_stuck(self) -> bool:
-        """Whether a model that is unloading was never told to end: it still has metrics."""
-        return any(
+        """Whether every model that is left is unloading and was never told to end: it still has
+        metrics."""
+        return all(
             state == "UNLOADING" and name in self._with_metrics for name, state in self.live.items()
         )
+
+    def describe_cut(self) -> str:
+        """How many requests are cut off if that is done now, and which models have them."""
+        number = sum(self._requests.get(name, 0.0) for name in self.live)
+        is_unknown = any(name not in self._requests for name in self.live)
+        if number == 0 or is_unknown:
+            at_least = f"{number:.0f} or more requests" if number else "requests"
+            return f"{at_least} may have been cut off: {self.describe()}"
+        noun = "request was" if number == 1 else "requests were"
+        return f"{number:.0f} {noun} cut off: {self.describe()}"
 
     def describe(self) -> str:
         """The models that are left, and why."""

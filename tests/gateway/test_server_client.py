@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jitney.errors import CancelledError, InternalError, InvalidArgumentError, UnavailableError
+from jitney.errors import CancelledError, InvalidArgumentError, UnavailableError
 from jitney_gateway import server_client as module
 from jitney_gateway.app import Gateway, make_app
 from jitney_gateway.keys import FixedKeys
@@ -21,6 +21,8 @@ from jitney_gateway.server_request import ModelDescription, ServerRequest
 from starlette.requests import Request
 from starlette.testclient import TestClient
 from tritonclient.utils import InferenceServerException
+
+from tests.real_server.client import wait_until
 
 STEPS = 5
 
@@ -296,12 +298,83 @@ def test_a_dead_model_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) 
         assert (await backend.find_model("m-law")).base == "m"
         with pytest.raises(UnknownModelError, match="'misspelt'"):
             await backend.find_model("misspelt")
-        with pytest.raises(InternalError, match="not healthy"):
+        with pytest.raises(UnavailableError, match="'a' is not ready"):
             await backend.find_model("a-law")
         return await Gateway(backend, FixedKeys({}), None).models(Request({"type": "http"}))
 
     listed = json.loads(bytes(asyncio.run(play()).body))["data"]
-    assert [each["id"] for each in listed] == ["m", "m-law"]
+    assert [each["id"] for each in listed] == ["a", "m", "a-law", "m-law"]
+
+
+def model_server(monkeypatch: pytest.MonkeyPatch, backend: ServerClient) -> set[str]:
+    """Has the models that are in the set now. They make embeddings."""
+    ready = {"m", "other"}
+
+    def check(name: str) -> None:
+        if name not in ready:
+            text = f"Request for unknown model: {name!r} is not found"
+            raise InferenceServerException(text, status="StatusCode.NOT_FOUND")
+
+    async def statistics(**options: Any) -> Any:
+        return {"model_stats": [{"name": name} for name in ready]}
+
+    async def config(name: str, **options: Any) -> Any:
+        check(name)
+        endpoint = {"openai_endpoint": {"string_value": "embeddings"}}
+        return {"config": {"backend": "onnxruntime", "parameters": endpoint}}
+
+    async def infer(name: str, inputs: Any) -> Any:
+        check(name)
+
+    monkeypatch.setattr(backend._client, "get_inference_statistics", statistics, raising=False)
+    monkeypatch.setattr(backend._client, "get_model_config", config, raising=False)
+    monkeypatch.setattr(backend._client, "infer", infer, raising=False)
+    return ready
+
+
+@pytest.mark.parametrize("fresh_s", [0.0, 60.0])
+def test_a_model_that_is_loaded_again_is_listed_and_unavailable(
+    monkeypatch: pytest.MonkeyPatch, fresh_s: float
+) -> None:
+    """Even if nobody has asked for it before. One that stays away is forgotten."""
+    monkeypatch.setattr(module, "_FRESH_S", fresh_s)
+    backend = backend_of(monkeypatch)
+    ready = model_server(monkeypatch, backend)
+
+    async def close() -> None:
+        """Nothing is open."""
+
+    monkeypatch.setattr(backend, "close", close)
+    with TestClient(make_app(backend, FixedKeys({}))) as client:
+
+        def listed() -> list[str]:
+            return [entry["id"] for entry in client.get("/v1/models").json()["data"]]
+
+        def embed(model: str) -> Any:
+            return client.post("/v1/embeddings", json={"model": model, "input": "hi"})
+
+        wait_until(lambda: backend.known_model("m") is not None)
+        ready.remove("m")
+        assert listed() == ["m", "other"]
+        assert client.get("/v1/models/m").status_code == 200
+        answer = embed("m")
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert "model 'm' is not ready" in answer.json()["error"]["message"]
+        assert embed("unheard-of").status_code == 404
+        monkeypatch.setattr(module, "_FRESH_S", 0.0)
+        monkeypatch.setattr(module, "_RELOAD_S", 0.0)
+        assert "m" not in listed()
+        assert embed("m").status_code == 404
+
+
+def test_a_stream_of_a_model_that_is_loaded_again_is_unavailable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for text in ("Request for unknown model: 'm' is not found", "Stub process 'm' is not healthy"):
+        backend = backend_of(monkeypatch, FakeStream(error=text))
+        backend._ready_at["m"] = time.monotonic()
+        with pytest.raises(UnavailableError, match="model 'm' is not ready"):
+            asyncio.run(read(backend, 1))
 
 
 def test_a_list_of_adapters_asks_each_model_once(monkeypatch: pytest.MonkeyPatch) -> None:

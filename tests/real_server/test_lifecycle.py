@@ -22,6 +22,7 @@ from tests.real_server.client import Stream, generate, metric, settled, stream, 
 from tests.real_server.conftest import CONTEXT, START_S, write_model
 
 EXIT_TIMEOUT_S = 60
+GRACE_S = 6.0
 ENDLESS = {
     "input_ids": [5, 6, 7],
     "stream": True,
@@ -265,8 +266,8 @@ def test_a_stream_cancelled_after_its_end_does_not_hold_up_the_exit(
 
 
 def test_sigterm_with_work_in_flight(server: TritonServer) -> None:
-    """One request that ends in time, one that does not, a new one, and an idle client that keeps
-    its stream open all the while."""
+    """One request that ends in time, though after ``drain_s``, one that does not, and an idle
+    client that keeps its stream open all the while. What was cut off is counted."""
     idle = Stream(server.grpc_url, "good", {"text_input": "a", "stream": True})
     while idle.step():
         pass
@@ -276,16 +277,21 @@ def test_sigterm_with_work_in_flight(server: TritonServer) -> None:
     in_time = Stream(server.grpc_url, "good", tensors)
     in_time.step()
     with ThreadPoolExecutor() as pool:
-        reading = [pool.submit(one.read) for one in (running, in_time)]
         began = time.monotonic()
-        clean = server.stop()
+        reading = [pool.submit(one.read) for one in (running, in_time)]
+        cut_after: list[float] = []
+        reading[0].add_done_callback(lambda _: cut_after.append(time.monotonic() - began))
+        clean = server.stop(GRACE_S)
         took = time.monotonic() - began
     cut, whole = (one.result() for one in reading)
     assert cut.responses, "what was made is delivered"
     assert cut.error.startswith("UNAVAILABLE: the server is shutting down")
     assert whole.errors == []
     assert whole.text
-    assert clean
-    assert server.exit_status == 0
-    assert took < EXIT_TIMEOUT_S, "the idle client held it up"
+    assert cut_after[0] > GRACE_S
+    assert not clean
+    assert server.last_stop.cut_requests
+    assert server.last_stop.problem is not None
+    assert "1 request was cut off" in server.last_stop.problem
+    assert took < GRACE_S + 30, "the idle client held it up"
     idle.close()

@@ -1,6 +1,8 @@
 """How a program is started with arguments that stand on no command line."""
 
 import logging
+import os
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -98,6 +100,17 @@ def test_the_program_ends_with_its_parent(how: str) -> None:
             started.kill()
 
 
+@pytest.mark.parametrize("program", [module._TRACED, module._UNTRACED])
+def test_a_program_whose_parent_was_killed_before_it_was_bound_does_not_start(
+    program: str, tmp_path: Path
+) -> None:
+    somebody_else = "1"
+    touched = tmp_path / "started"
+    command = [*module._python(program), "9", somebody_else, "/usr/bin/touch", str(touched)]
+    assert subprocess.run(command, check=False).returncode == 98
+    assert not touched.exists()
+
+
 def test_the_program_outlives_a_thread_that_started_it() -> None:
     with ThreadPoolExecutor(1) as pool:
         process = pool.submit(
@@ -109,3 +122,47 @@ def test_the_program_outlives_a_thread_that_started_it() -> None:
         assert process.stdout.readline() == b"--plain=1\n"
         process.stdin.close()
         assert process.wait(60) == 0
+
+
+# A server with a model's process that heeds no signal but SIGKILL.
+SERVER = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+stub = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+print(stub.pid, flush=True)
+time.sleep(3600)
+"""
+LAUNCHER = """
+import os, subprocess, sys, time
+from jitney_server.launch import guard_group, launch
+command = [sys.executable, "-c", sys.argv[1]]
+server = launch(command, [], os.environ, stdout=subprocess.PIPE, start_new_session=True)
+guard_group(server.pid)
+print(server.pid, server.stdout.readline().decode(), flush=True)
+time.sleep(3600)
+"""
+
+
+@pytest.mark.parametrize("killed", ["launcher", "server"])
+def test_what_a_killed_server_has_started_ends_too(killed: str) -> None:
+    command = [sys.executable, "-c", LAUNCHER, SERVER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        server, stub = map(psutil.Process, map(int, launcher.stdout.readline().split()))
+        try:
+            assert stub.is_running()
+            os.kill(launcher.pid if killed == "launcher" else server.pid, signal.SIGKILL)
+            wait_until(lambda: has_ended(stub))
+            assert has_ended(server)
+        finally:
+            launcher.kill()
+            if not has_ended(stub):
+                stub.kill()
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Who takes over an orphan may collect it late."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

@@ -10,6 +10,7 @@ import time
 import types
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,18 @@ def ask(address: str) -> object:
     return y["data"]
 
 
+READY = "/v2/models/plus_one/ready"
+
+
+def status(url: str) -> int:
+    """The status of the answer."""
+    try:
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
 def wait_for(pattern: str, file: Path, process: subprocess.Popen[bytes]) -> str:
     """The first group of ``pattern`` once it stands in ``file``."""
     deadline = time.monotonic() + 180
@@ -213,7 +226,12 @@ def test_what_dies_comes_back_until_a_signal(repository: Path, tmp_path: Path) -
         (name,) = re.findall(r"shm-region-prefix-name=(\S+)", " ".join(shown))
         stub.kill()
         wait_for(r"(process of model plus_one has ended)", output, process)
-        wait_for(r"(model plus_one is loaded again)", output, process)
+        seen = set()
+        while "model plus_one is loaded again" not in output.read_text(encoding="utf-8"):
+            assert process.poll() is None
+            seen.add((status(f"{address}/v2/health/ready"), status(f"{address}{READY}")))
+        assert {of_server for of_server, _ in seen} == {200}, "others go on being served"
+        assert 400 in {of_model for _, of_model in seen}
         assert ask(address) == [2, 3, 4]
         server.kill()
         wait_for(r"(the server ended by itself)", output, process)
@@ -280,13 +298,15 @@ def test_a_gateway_beside_comes_back_and_stops_too(repository: Path, tmp_path: P
 
 
 GATEWAY = """
-import signal, sys, types
+import sys, time, types
 from jitney_server import serving
 server = types.SimpleNamespace(
     grpc_url="127.0.0.1:1", host="127.0.0.1", metrics_url="http://127.0.0.1:2/metrics"
 )
-serving.GatewayProcess(server, int(sys.argv[1]), ()).start()
-signal.pause()
+gateway = serving.GatewayProcess(server, int(sys.argv[1]), ())
+while True:
+    gateway.turn()
+    time.sleep(0.1)
 """
 
 
@@ -309,46 +329,160 @@ def test_a_gateway_ends_when_who_started_it_is_killed() -> None:
     wait_until(is_free)
 
 
-def gateway_that_runs(code: str, monkeypatch: pytest.MonkeyPatch) -> serving.GatewayProcess:
-    monkeypatch.setattr(serving, "_RUN_GATEWAY", code)
-    server = types.SimpleNamespace(grpc_url="", host="127.0.0.1", metrics_url="")
-    return serving.GatewayProcess(server, 0, ())  # type: ignore[arg-type]
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is told of a gateway."""
+    lines: list[str] = []
+    monkeypatch.setattr(serving, "_say", lines.append)
+    return lines
+
+
+Gateways = Callable[[str], serving.GatewayProcess]
+
+
+@pytest.fixture
+def gateway_that_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateways]:
+    """Makes a gateway whose processes run some code."""
+    made: list[serving.GatewayProcess] = []
+
+    def make(code: str) -> serving.GatewayProcess:
+        monkeypatch.setattr(serving, "_RUN_GATEWAY", code)
+        server = types.SimpleNamespace(
+            grpc_url="", host="127.0.0.1", metrics_url="", requested_ports=ServerPorts(8000, 0, 0)
+        )
+        made.append(serving.GatewayProcess(server, 0, ()))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.kill()
+
+
+LISTENS = "import time; print('address', flush=True); time.sleep(3600)"
 
 
 @pytest.mark.parametrize(
-    ("code", "error"),
+    ("code", "reason"),
     [
-        ("raise SystemExit(3)", "the gateway ended at once, with status 3"),
-        ("import signal; signal.pause()", "the gateway does not listen after 0 s"),
+        ("raise SystemExit(3)", "the gateway cannot be started: it ended with status 3"),
+        (
+            "import sys; sys.exit('error: the key file is empty')",
+            "the gateway cannot be started: the key file is empty",
+        ),
+        ("import time; time.sleep(3600)", "the gateway does not check its options within 0 s"),
     ],
 )
-def test_a_gateway_that_does_not_start_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, code: str, error: str
+def test_a_gateway_that_could_not_start_is_found_before_the_models_load(
+    gateway_that_runs: Gateways, monkeypatch: pytest.MonkeyPatch, code: str, reason: str
 ) -> None:
-    if "pause" in code:
+    if "sleep" in code:
         monkeypatch.setattr(serving, "_GATEWAY_START_S", 0.1)
-    gateway = gateway_that_runs(code, monkeypatch)
-    try:
-        with pytest.raises(JitneyError, match=error):
-            gateway.start()
-    finally:
-        gateway.kill()
+    gateway = gateway_that_runs(code)
+    with pytest.raises(JitneyError, match=reason):
+        gateway.check()
 
 
-def test_a_gateway_that_cannot_be_started_again_is_tried_again_after_a_pause(
-    monkeypatch: pytest.MonkeyPatch,
+def test_what_a_gateway_needs_is_checked_by_the_gateway_itself(tmp_path: Path) -> None:
+    """Before the models load: the port, the key file, the port's difference from the server's."""
+    (port,) = choose_ports("127.0.0.1", {"gateway": 0})
+    server = types.SimpleNamespace(
+        grpc_url="127.0.0.1:0",
+        host="127.0.0.1",
+        metrics_url="http://127.0.0.1:0/metrics",
+        requested_ports=ServerPorts(8000, 0, 0),
+    )
+
+    def check(port: int, *options: str) -> None:
+        serving.GatewayProcess(server, port, options).check()  # type: ignore[arg-type]
+
+    check(port)
+    check(0)
+    with pytest.raises(JitneyError, match="8000 is requested for both http and gateway"):
+        check(8000)
+    with pytest.raises(JitneyError, match=r"nowhere cannot be read"):
+        check(port, f"--api-key-file={tmp_path / 'nowhere'}")
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(JitneyError, match="in use"):
+        check(port)
+
+
+def test_nothing_is_loaded_for_a_gateway_that_cannot_start(
+    gateway_that_runs: Gateways, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "_RUN_GATEWAY", "raise SystemExit(3)")
+    calls: list[str] = []
+    server = types.SimpleNamespace(
+        grpc_url="",
+        host="127.0.0.1",
+        metrics_url="",
+        requested_ports=ServerPorts(0, 0, 0),
+        models=["m"],
+        model_repository=Path("models"),
+        start=lambda timeout_s: calls.append("start"),
+        stop=lambda: calls.append("stop"),
+    )
+    with pytest.raises(JitneyError, match="the gateway cannot be started"):
+        serving.serve_until_stopped(
+            server,  # type: ignore[arg-type]
+            start_timeout_s=1,
+            grace_s=1,
+            openai_port=0,
+        )
+    assert "start" not in calls
+
+
+def test_a_gateway_that_ends_is_started_again_after_growing_pauses(
+    gateway_that_runs: Gateways, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
     """It does not stop the server, and no turn waits for it."""
-    gateway = gateway_that_runs("print('address', flush=True)", monkeypatch)
-    gateway.start()
+    gateway = gateway_that_runs("print('address', flush=True)")
+    wait_until(lambda: gateway.turn() or len(said) == 1)
     monkeypatch.setattr(serving, "_RUN_GATEWAY", "raise SystemExit(3)")
-    said: list[str] = []
-    monkeypatch.setattr(serving, "_say", said.append)
-    try:
-        wait_until(lambda: gateway.turn() or len(said) == 2)
-        assert said == [f"the gateway ended by itself, with status {n}" for n in (0, 3)]
-        began = time.monotonic()
-        wait_until(lambda: gateway.turn() or len(said) == 3)
-        assert time.monotonic() - began > 0.9, "the second start waits for a second"
-    finally:
-        gateway.kill()
+    wait_until(lambda: gateway.turn() or len(said) >= 2)
+    assert said[0] == "the gateway ended by itself, with status 0"
+    assert said[-1] == "the gateway ended by itself, with status 3"
+    number = len(said)
+    began = time.monotonic()
+    wait_until(lambda: gateway.turn() or len(said) > number)
+    assert time.monotonic() - began > 0.9, "the next start waits for a second"
+
+
+def test_a_gateway_whose_start_fails_once_is_started_again(
+    gateway_that_runs: Gateways,
+    monkeypatch: pytest.MonkeyPatch,
+    said: list[str],
+) -> None:
+    """The system has no process for it, or its port is taken: that passes."""
+    gateway = gateway_that_runs(LISTENS)
+    real = subprocess.Popen
+    errors: list[Exception] = [BlockingIOError("no process"), JitneyError("the port is taken")]
+
+    def start(*arguments: Any, **options: Any) -> Any:
+        if errors:
+            raise errors.pop(0)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(serving.subprocess, "Popen", start)
+    printed: list[str] = []
+    monkeypatch.setattr(serving._OUT, "print", printed.append)
+    wait_until(lambda: gateway.turn() or printed == ["address"])
+    assert said == [
+        "the gateway could not be started: no process",
+        "the gateway could not be started: the port is taken",
+    ]
+
+
+def test_a_gateway_that_does_not_listen_is_started_again(
+    gateway_that_runs: Gateways, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    monkeypatch.setattr(serving, "_GATEWAY_START_S", 0.2)
+    gateway = gateway_that_runs("import time; time.sleep(3600)")
+    wait_until(lambda: gateway.turn() or len(said) >= 2)
+    assert said[:2] == [
+        "the gateway does not listen after 0 s",
+        "the gateway ended by itself, with status -9",
+    ]
+    monkeypatch.setattr(serving, "_GATEWAY_START_S", 60.0)
+    monkeypatch.setattr(serving, "_RUN_GATEWAY", LISTENS)
+    printed: list[str] = []
+    monkeypatch.setattr(serving._OUT, "print", printed.append)
+    wait_until(lambda: gateway.turn() or printed == ["address"])

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -11,10 +12,17 @@ from typing import cast
 
 import psutil
 import pytest
+from jitney.stop_signals import TIME_IS_OVER
 from jitney_server import stopping
 from jitney_server.admin import Admin, ModelState, RefusedCallError
 from jitney_server.ports import ServerPorts
-from jitney_server.stopping import HangUp, hang_up, requests_in_flight, unload_all
+from jitney_server.stopping import (
+    HangUp,
+    StopOutcome,
+    hang_up,
+    requests_in_flight,
+    unload_all,
+)
 
 METRICS = """
 # HELP jitney_running_requests Requests accepted and not waiting
@@ -136,6 +144,7 @@ class FakeAdmin:
         self.refusals, self.stuck, self.requests = refusals, stuck, requests
         self.state = "READY"
         self.asked = 0
+        self.told: list[signal.Signals] = []
 
     def model_states(self) -> dict[str, ModelState]:
         return {"chat": ModelState(self.state, ""), "never": ModelState("", "")}
@@ -151,41 +160,94 @@ class FakeAdmin:
         return f'jitney_running_requests{{model="chat"}} {self.requests}\n'
 
 
-def stop_of(
+def outcome_of(
     server: FakeAdmin, monkeypatch: pytest.MonkeyPatch, grace_s: float = 0.2, unload_s: float = 0.4
-) -> tuple[str | None, bool]:
+) -> StopOutcome:
+    """How the server is unloaded, without the seconds in the texts."""
     monkeypatch.setattr(stopping, "_ASK_AGAIN_S", 0.02)
     monkeypatch.setattr(stopping, "_UNLOAD_S", unload_s)
+    monkeypatch.setattr(stopping, "_CUT_S", 0.4)
+    monkeypatch.setattr(stopping, "_LAG_S", 0.0)
     monkeypatch.setattr(stopping, "_STUCK_S", 0.1)
+    monkeypatch.setattr(stopping, "_STUCK_AFTER_GRACE_S", 0.1)
+
+    def tell(pid: int, number: signal.Signals) -> None:
+        assert pid == os.getpid()
+        server.told.append(number)
+
+    monkeypatch.setattr(stopping, "_tell_models", tell)
     outcome = unload_all(cast("Admin", server), os.getpid(), grace_s)
     if outcome.problem is None:
-        return None, outcome.cut_requests
-    return re.sub(r"^after \S+ s ", "", outcome.problem), outcome.cut_requests
+        return outcome
+    return outcome._replace(problem=re.sub(r"^after \S+ s ", "", outcome.problem))
 
 
 def test_a_model_that_refused_to_unload_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     server = FakeAdmin(refusals=2)
-    assert stop_of(server, monkeypatch, grace_s=60) == (None, False)
+    assert outcome_of(server, monkeypatch, grace_s=60) == StopOutcome()
     assert server.asked == 3
 
 
-def test_what_was_left_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    stuck = FakeAdmin(stuck=True, requests=3)
-    said = stop_of(stuck, monkeypatch)
-    assert said == ("chat is UNLOADING with 3 requests in flight", True)
-    assert stuck.asked == 1, "a model that is unloading need not be asked again"
-    said = stop_of(FakeAdmin(refusals=10**6), monkeypatch)
+def test_a_model_that_is_left_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "chat is READY with 0 requests in flight (busy with something else)"
-    assert said == (text, False)
+    assert outcome_of(FakeAdmin(refusals=10**6), monkeypatch) == StopOutcome(text)
 
 
-def test_a_model_that_the_server_does_not_end_holds_up_a_stop_for_seconds_only(
+def test_what_is_open_after_the_grace_is_cut_off_and_counted(
     monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not before. The model is told, and has a moment to send its clients an error."""
+
+    class Server(FakeAdmin):
+        def model_states(self) -> dict[str, ModelState]:
+            if self.told:
+                self.requests = 0
+                self.state = "UNAVAILABLE"
+            return super().model_states()
+
+    server = Server(stuck=True, requests=3)
+    began = time.monotonic()
+    outcome = outcome_of(server, monkeypatch, grace_s=0.5)
+    assert time.monotonic() - began > 0.5
+    assert server.told == [TIME_IS_OVER]
+    text = "3 requests were cut off: chat is UNLOADING with 3 requests in flight"
+    assert outcome == StopOutcome(text, cut_requests=True)
+    assert server.asked == 1, "a model that is unloading need not be asked again"
+
+
+def test_a_model_that_does_not_end_what_is_open_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    outcome = outcome_of(FakeAdmin(stuck=True, requests=1), monkeypatch, unload_s=3600)
+    text = "1 request was cut off: chat is UNLOADING with 1 requests in flight"
+    assert outcome == StopOutcome(text, cut_requests=True)
+
+
+@pytest.mark.parametrize("grace_s", [0.2, 3600])
+def test_a_model_that_the_server_does_not_end_holds_up_no_stop_and_is_no_problem(
+    monkeypatch: pytest.MonkeyPatch, grace_s: float
 ) -> None:
     """The server's race: UNLOADING, no request in flight, and the model was never told to end: its
     metrics are still there. No request is lost with it."""
-    said = stop_of(FakeAdmin(stuck=True), monkeypatch, unload_s=3600)
-    assert said == ("chat is UNLOADING with 0 requests in flight", False)
+    server = FakeAdmin(stuck=True)
+    outcome = outcome_of(server, monkeypatch, grace_s, unload_s=3600)
+    assert outcome == StopOutcome(stuck="chat is UNLOADING with 0 requests in flight")
+    assert server.told == []
+
+
+def test_a_stop_with_a_stuck_model_tells_what_was_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Server(FakeAdmin):
+        def metrics(self) -> str:
+            if self.told:
+                self.requests = 0
+            return super().metrics()
+
+    outcome = outcome_of(Server(stuck=True, requests=2), monkeypatch, unload_s=3600)
+    assert outcome.cut_requests
+    assert outcome.problem == (
+        "2 requests were cut off: chat is UNLOADING with 2 requests in flight"
+    )
+    assert outcome.stuck == "chat is UNLOADING with 0 requests in flight"
 
 
 def test_models_without_requests_may_take_longer_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +261,8 @@ def test_models_without_requests_may_take_longer_to_end(monkeypatch: pytest.Monk
     monkeypatch.setattr(server, "model_states", states)
     metrics = iter([server.metrics()])
     monkeypatch.setattr(server, "metrics", lambda: next(metrics, ""))
-    assert stop_of(server, monkeypatch, unload_s=60) == (None, False)
+    assert outcome_of(server, monkeypatch, unload_s=60) == StopOutcome()
     silent = FakeAdmin(stuck=True)
     monkeypatch.setattr(silent, "metrics", lambda: "")
-    assert stop_of(silent, monkeypatch) == ("chat is UNLOADING", True), "who knows"
+    text = "requests may have been cut off: chat is UNLOADING"
+    assert outcome_of(silent, monkeypatch) == StopOutcome(text, cut_requests=True), "who knows"

@@ -227,8 +227,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tried again, with pauses, and open requests end as ``UNAVAILABLE``. So do the requests that wait
     for an adapter or a grammar which has been in the making for so many seconds."""
     drain_s: Annotated[float, Meta(ge=0, le=3600)] = 5.0
-    """Seconds that running requests have to finish after the model's process gets SIGTERM. Set it
-    below the server's exit timeout: clients of unfinished requests then still get an error."""
+    """Seconds that running requests have to finish after SIGTERM, where neither ``jitney serve``
+    (``--grace``) nor our container (``DRAIN_SECONDS``) stops the server. Set it below the server's
+    exit timeout: clients of unfinished requests then still get an error."""
 
     # -- observation
     trace_endpoint: str | None = None

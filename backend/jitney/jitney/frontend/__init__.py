@@ -19,8 +19,8 @@ sweeper            the list of open requests, to     the server
                    ask which clients have gone
 metrics            the counts, written a few times   the server
                    a second
-SIGTERM            the drain: ``drain_s`` seconds    a signal
-                   for what is open
+signals            the drain: when it begins, and    a signal
+                   when its time is over
 =================  ================================  =========================================
 
 The threads exchange messages. Each of these, which several threads change, has a lock: the

@@ -8,7 +8,6 @@ after every response has been sent.
 import gc
 import json
 import logging
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +18,10 @@ from jitney.config import EngineConfig
 from jitney.engine.quiet import quiet_imports
 from jitney.errors import JitneyError
 from jitney.frontend.contract import complete_config
-from jitney.frontend.worker import on_sigterm
+from jitney.frontend.termination import drain_at_signals
 from jitney.read_config import load_config
 from jitney.server_log import log_to_server
+from jitney.server_watch import end_with_server
 
 if TYPE_CHECKING:
     from jitney.frontend.service import Service
@@ -43,6 +43,7 @@ class TritonPythonModel:
         Raises TritonModelException with the reason if it cannot be served; the server then reports
         the model as unavailable and goes on with the others.
         """
+        end_with_server()
         log_to_server(pb_utils.Logger)
         quiet_imports()
         version_folder = Path(args["model_repository"]) / args["model_version"]
@@ -51,7 +52,7 @@ class TritonPythonModel:
             config = assign_device(options, args)
             service = _start(config, args)
             self._service = service
-            on_sigterm(partial(service.drain, config.drain_s), service.count_error)
+            drain_at_signals(service, config.drain_s)
         except JitneyError as error:
             raise pb_utils.TritonModelException(error.client_message) from None
         except MemoryError:

@@ -13,6 +13,7 @@ one limit of its own, on the bytes of all open prompts, which is there to protec
 
 import itertools
 import logging
+import math
 import queue
 import threading
 import time
@@ -96,6 +97,7 @@ class Service:
         self._tracing = tracing
         self._keys = itertools.count()
         self._refusal: str | None = None  # set once no request is accepted any more: why
+        self._cut: threading.Timer | None = None  # ends what is open when the drain's time is over
         # The bytes of the open requests are this number minus the responder's ``ended_bytes``. Both
         # only grow: this one is written by the server's thread alone, that one by the responder's
         # alone.
@@ -318,12 +320,17 @@ class Service:
         return self._refusal is None and self._engine.health.up
 
     def drain(self, grace_s: float) -> None:
-        """Refuse new requests from now on, and end after ``grace_s`` seconds what is still open."""
+        """Refuse new requests from now on, and end after ``grace_s`` seconds what is still open;
+        never, if that is infinite. A later call changes the time; one thread makes them all."""
         self._refusal = "the server is shutting down"
-        error = UnavailableError(self._refusal)
-        timer = threading.Timer(grace_s, self._responder.abort_all, (error,))
-        timer.daemon = True
-        timer.start()
+        if self._cut is not None:
+            self._cut.cancel()
+        self._cut = None
+        if math.isfinite(grace_s):
+            error = UnavailableError(self._refusal)
+            self._cut = threading.Timer(grace_s, self._responder.abort_all, (error,))
+            self._cut.daemon = True
+            self._cut.start()
 
     def close(self) -> None:
         """End every thread, in bounded time. Requests that are still open end with an error."""

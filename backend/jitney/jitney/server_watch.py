@@ -1,0 +1,43 @@
+"""Ends the process of a model at once when its server has ended.
+
+The server's stub looks for its server every 0.3 s and ends, too. But it frees its shared memory
+before, and may wait for a lock there that the dead server held: such a stub stays for ever, and
+with it whatever it has started. So every backend of ours calls :func:`end_with_server` before it
+loads anything.
+
+``jitney serve`` also has a guard that kills what is left (``jitney_server.launch``). This thread is
+for servers that others have started; it cannot run while another thread waits for such a lock and
+holds the interpreter's.
+"""
+
+import contextlib
+import os
+import select
+import threading
+import time
+
+STATUS = 1
+"""Exit status of a process whose server has ended."""
+_LOOK_S = 0.1
+"""Seconds between two looks at the parent, on a system without process descriptors."""
+
+
+def end_with_server() -> None:
+    """Have a thread end this process, without any clean-up, when the process that started it has
+    ended. The processes of an engine end with this one by themselves."""
+    watch = threading.Thread(
+        target=_end_without, args=(os.getppid(),), name="jitney-server-watch", daemon=True
+    )
+    watch.start()
+
+
+def _end_without(server: int) -> None:
+    ended = select.poll()
+    # An error says that it has just ended, or that this system cannot wait for it.
+    with contextlib.suppress(OSError):
+        ended.register(os.pidfd_open(server), select.POLLIN)
+        ended.poll()
+    # A process whose parent ends gets another parent at once, even while the old one is a zombie.
+    while os.getppid() == server:
+        time.sleep(_LOOK_S)
+    os._exit(STATUS)  # exit handlers and destructors would use the dead server's shared memory

@@ -1,0 +1,250 @@
+"""What is removed of dead servers, and what stays of living ones and of other users."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+from jitney_server import leftovers
+from jitney_server.leftovers import Machine, Owner, ProcessKey, RunFolder, sweep
+
+from tests.real_server.client import wait_until
+
+LAUNCHER = """
+import os, pathlib, subprocess, sys, time
+from jitney_server.leftovers import RunFolder
+folder = RunFolder()
+server = subprocess.Popen(["sleep", "3600"])
+folder.note_server(server.pid)
+environment = pathlib.Path(sys.argv[1], f"python_env_{os.getpid()}")
+environment.mkdir()
+if "ready" in sys.argv:
+    time.sleep(0.05)  # a file's time may be older than the clock's by some milliseconds
+    folder.note_ready()
+print(folder.path, server.pid, environment, flush=True)
+time.sleep(3600)
+"""
+
+
+class Machinery:
+    """Folders of a test in place of the machine's."""
+
+    def __init__(self, folder: Path) -> None:
+        self.temporary = folder / "temporary"
+        self.shared = folder / "shared"
+        self.environments = folder / "environments"
+        for each in (self.temporary, self.shared, self.environments):
+            each.mkdir()
+
+    def names(self) -> set[str]:
+        """Of all files in them."""
+        places = (self.temporary, self.shared, self.environments)
+        return {entry.name for place in places for entry in place.iterdir()}
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machinery:
+    made = Machinery(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(made.temporary))
+    monkeypatch.setattr(leftovers, "_SHARED_MEMORY", made.shared)
+    monkeypatch.setattr(leftovers, "_ENVIRONMENTS", made.environments)
+    # Servers of other tests run on this machine.
+    monkeypatch.setattr(leftovers, "_PYTHON_BACKEND", "nobody has this in memory")
+    return made
+
+
+class Launched:
+    """A launcher in a process of its own, with a server, a region and a folder in `/tmp`."""
+
+    def __init__(self, machine: Machinery, *words: str) -> None:
+        environment = {**os.environ, "TMPDIR": str(machine.temporary)}
+        command = [sys.executable, "-c", LAUNCHER, str(machine.environments), *words]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        assert self.process.stdout is not None
+        folder, server, python = self.process.stdout.readline().split()
+        self.folder = Path(folder)
+        self.server = psutil.Process(int(server))
+        self.region = machine.shared / f"{self.folder.name}-region"
+        self.region.write_bytes(b"x")
+        self.names = {self.folder.name, self.region.name, Path(python).name}
+
+    def kill(self) -> None:
+        """End the launcher, as `kill -9` does, and then its server."""
+        self.process.kill()
+        self.process.wait()
+        self.kill_server()
+
+    def kill_server(self) -> None:
+        if self.server.is_running():
+            self.server.kill()
+            wait_until(lambda: not is_alive(self.server))
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture
+def launched(machine: Machinery) -> Iterator[list[Launched]]:
+    made: list[Launched] = []
+    yield made
+    for each in made:
+        each.kill()
+
+
+def test_what_a_killed_server_left_is_removed_and_what_lives_stays(
+    machine: Machinery, launched: list[Launched]
+) -> None:
+    dead = Launched(machine, "ready")
+    launched.append(dead)
+    time.sleep(0.1)
+    living = Launched(machine, "ready")
+    launched.append(living)
+    dead.kill()
+    (machine.shared / "of-somebody-else").write_bytes(b"x")
+    sweep()
+    assert machine.names() == living.names | {"of-somebody-else"}
+
+
+@pytest.mark.parametrize("dies", ["launcher", "server"])
+def test_nothing_goes_while_the_launcher_or_the_server_lives(
+    machine: Machinery, launched: list[Launched], dies: str
+) -> None:
+    """A launcher starts its server again; and a server that was started by another thread than the
+    main one outlives its launcher."""
+    made = Launched(machine, "ready")
+    launched.append(made)
+    if dies == "launcher":
+        made.process.kill()
+        made.process.wait()
+    else:
+        made.kill_server()
+    sweep()
+    assert machine.names() == made.names
+    made.kill()
+    sweep()
+    assert machine.names() == set()
+
+
+def test_a_folder_that_a_starting_server_may_have_made_stays(
+    machine: Machinery, launched: list[Launched]
+) -> None:
+    """Both were starting when either made its folder in `/tmp`: nobody can tell whose is which."""
+    both = [Launched(machine), Launched(machine)]
+    launched.extend(both)
+    both[1].kill()
+    sweep()
+    of_environments = {name for name in machine.names() if name.startswith("python_env")}
+    assert machine.names() - of_environments == {
+        name for name in both[0].names if not name.startswith("python_env")
+    }
+    assert both[0].names <= machine.names()
+    both[0].kill()
+    sweep()
+    assert machine.names() == set()
+
+
+def test_a_server_that_others_started_keeps_its_folder(
+    machine: Machinery, launched: list[Launched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leftovers, "_PYTHON_BACKEND", "python")  # this very process has it
+    dead = Launched(machine, "ready")
+    launched.append(dead)
+    dead.kill()
+    sweep()
+    assert machine.names() == {name for name in dead.names if name.startswith("python_env")}
+
+
+def test_what_belongs_to_another_user_stays(
+    machine: Machinery, launched: list[Launched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead = Launched(machine, "ready")
+    launched.append(dead)
+    dead.kill()
+    own = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+    sweep()
+    assert machine.names() == dead.names
+
+
+def test_a_link_to_a_folder_is_not_followed(machine: Machinery, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    nobody = ProcessKey(1 << 30, 0)
+    owner = Owner(leftovers._this_machine(), nobody, launched_at=time.time())
+    (precious / "owner.json").write_bytes(msgspec.json.encode(owner))
+    (machine.temporary / "jitney-server-x").symlink_to(precious)
+    sweep()
+    assert (precious / "owner.json").exists()
+
+
+@pytest.mark.parametrize("record", [None, b"", b"{}", b"\xff"])
+def test_a_folder_without_a_record_stays(machine: Machinery, record: bytes | None) -> None:
+    """It is just being made, or an older version has made it."""
+    folder = machine.temporary / "jitney-server-x"
+    folder.mkdir()
+    if record is not None:
+        (folder / "owner.json").write_bytes(record)
+    sweep()
+    assert folder.exists()
+
+
+HERE = leftovers._this_machine()
+
+
+@pytest.mark.parametrize(
+    ("machine_of_record", "stays"),
+    [
+        (HERE, False),
+        (msgspec.structs.replace(HERE, boot="another"), False),
+        (msgspec.structs.replace(HERE, namespace="of a container"), True),
+        (msgspec.structs.replace(HERE, host="another", boot="another"), True),
+    ],
+)
+def test_a_record_counts_where_its_process_ids_have_a_meaning(
+    machine: Machinery, machine_of_record: Machine, stays: bool
+) -> None:
+    folder = machine.temporary / "jitney-server-x"
+    folder.mkdir()
+    # This process lives, but it was not started then: the id is used again.
+    launcher = ProcessKey(os.getpid(), started=1)
+    owner = Owner(machine_of_record, launcher, launched_at=time.time())
+    (folder / "owner.json").write_bytes(msgspec.json.encode(owner))
+    sweep()
+    assert folder.exists() == stays
+
+
+def test_a_stub_that_outlives_its_server_is_killed(
+    machine: Machinery, launched: list[Launched]
+) -> None:
+    dead = Launched(machine, "ready")
+    launched.append(dead)
+    program = Path(shutil.copy(shutil.which("sleep") or "", dead.folder / "stub"))
+    with subprocess.Popen([str(program), "3600"]) as stub:
+        sweep()
+        assert stub.poll() is None
+        dead.kill()
+        sweep()
+        assert stub.wait(60) == -signal.SIGKILL
+    assert machine.names() == set()
+
+
+def test_a_server_that_ends_leaves_nothing(machine: Machinery) -> None:
+    folder = RunFolder()
+    (folder.path / "backends").mkdir()
+    (machine.shared / f"{folder.name}-1").write_bytes(b"x")
+    (machine.environments / "python_env_x").mkdir()
+    folder.remove()
+    assert machine.names() == set()
+    folder.remove()
