@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import psutil
 from jitney.errors import InstallationError, JitneyError
+from jitney.execution.cgroups import free_memory
 from rich.console import Console
 from rich.markup import escape
 
@@ -313,7 +313,7 @@ def _check_shared_memory() -> Finding:
 
 
 def _check_memory() -> Finding:
-    free = psutil.virtual_memory().available // _MIB
+    free = free_memory() // _MIB
     if free < 2048:
         repair = "use a smaller model, or set kv_cache_bytes in its model.json"
         return Finding("warns", f"only {free:,} MiB are free", repair)

@@ -2,7 +2,6 @@
 
 import errno
 import mmap
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from jitney.errors import ConfigError
 from jitney.execution.interface import LayerSpec
 from jitney.execution.low_rank import Site
-from jitney.execution.machine import available_cores, available_memory
 from jitney.execution.memory import (
     Needs,
     StepMemory,
@@ -152,16 +150,3 @@ def test_a_kernel_without_huge_pages_gives_caches_too(monkeypatch: pytest.Monkey
     )
     assert not cache.keys.any()
     assert not cache.values.any()
-
-
-def test_limits_of_a_container(tmp_path: Path) -> None:
-    (tmp_path / "cpu.max").write_text("150000 100000\n")
-    (tmp_path / "memory.max").write_text("1000000\n")
-    (tmp_path / "memory.current").write_text("400000\n")
-    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 50000\n")
-    assert available_cores(tmp_path) == min(2, available_cores(tmp_path / "none"))
-    assert available_memory(CPU, tmp_path) == 650_000
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    (tmp_path / "memory.max").write_text("max\n")
-    assert available_cores(tmp_path) == available_cores(tmp_path / "none") >= 1
-    assert available_memory(CPU, tmp_path) > 1 << 20

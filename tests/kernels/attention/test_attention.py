@@ -339,21 +339,6 @@ def test_without_numba(monkeypatch):
         choose("cpu")
 
 
-def test_packages_that_cannot_be_written_compile_all_the_same(monkeypatch, caplog):
-    """Numba gives up caching if no folder can be written; the load does not."""
-    from jitney.kernels.cpu import compiled
-
-    def refuse(cache=False, **options):
-        if cache:
-            raise RuntimeError("cannot cache function 'attend': no locator available")
-        return lambda body: "compiled"
-
-    monkeypatch.setattr(compiled, "njit", refuse)
-    with caplog.at_level(logging.WARNING):
-        assert compiled.compile_function(lambda: None) == "compiled"
-    assert "each load compiles" in caplog.text
-
-
 @pytest.mark.slow
 def test_code_for_avx512_alone(tmp_path):
     """Without AVX512-BF16 and tile unit: the same tests, in a process whose Numba compiles for such

@@ -1,26 +1,23 @@
 """What this process may use of the machine: the device and its dtypes, cores, memory. Also how
 numbers get to the device.
 
-A container sees the host's figures in most places; the limits that bind it stand in the cgroup
-files (docs.kernel.org/admin-guide/cgroup-v2).
+A container sees the host's figures in most places; ``cgroups`` reads the limits that bind it.
 """
 
 import errno
 import logging
-import math
 import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 import torch
 from torch import Tensor
 
 from jitney.errors import ConfigError
+from jitney.execution import cgroups
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +25,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 _BYTES_PER_THREAD = 64 << 20
 """Weights that keep one thread busy in the proof at load."""
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def resolve_device(name: str) -> torch.device:
@@ -158,37 +154,15 @@ def cpu_has_bfloat16() -> bool:
     return any(found.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
 
 
-def available_cores(cgroup: Path = _CGROUP) -> int:
+def available_cores() -> int:
     """CPU cores that this process may run on: its affinity, and its CPU quota rounded up."""
     cores = len(os.sched_getaffinity(0))
-    # "<quota> <period>", in microseconds of CPU time and of time; "max <period>" without a quota.
-    limit = re.match(r"(\d+) (\d+)", _read(cgroup / "cpu.max"))
-    if limit is not None:
-        quota = int(limit[1])
-        period = int(limit[2])
-        cores = min(cores, math.ceil(quota / period))
-    return max(1, cores)
+    quota = cgroups.cpu_quota()
+    return cores if quota is None else min(cores, quota)
 
 
-def available_memory(device: torch.device, cgroup: Path = _CGROUP) -> int:
+def available_memory(device: torch.device) -> int:
     """Bytes that could be allocated on ``device`` now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    free_on_host = psutil.virtual_memory().available
-    limit = _read(cgroup / "memory.max")
-    used = _read(cgroup / "memory.current")
-    if not limit.isdigit() or not used.isdigit():
-        return free_on_host  # no limit is set
-    # Pages of files that were not used lately count as used, but are freed when needed.
-    inactive = re.search(r"^inactive_file (\d+)", _read(cgroup / "memory.stat"), re.MULTILINE)
-    reclaimable = int(inactive[1]) if inactive else 0
-    free_in_container = int(limit) - int(used) + reclaimable
-    return min(free_on_host, max(0, free_in_container))
-
-
-def _read(path: Path) -> str:
-    """The file's text, or an empty string where there is no such file: no limit is set there."""
-    try:
-        return path.read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
+    return cgroups.free_memory()

@@ -2,8 +2,7 @@
 
 Of all kernels that one takes the longest to compile. The fork server
 (``engine.process``) calls :func:`compile_ahead` before its long imports. An engine that is forked
-from it calls :func:`wait_for_compiler` when it needs the kernel, and then loads it from Numba's
-cache.
+from it calls :func:`wait_for_compiler` when it needs the kernel, and then loads it from the cache.
 """
 
 import ctypes

@@ -72,7 +72,7 @@ from jitney.kernels.cpu.cache_blocks import (
     write_token,
 )
 from jitney.kernels.cpu.cache_groups import load_some
-from jitney.kernels.cpu.compiled import THREADS_BEGUN_OFFSET, Kernel, source_version
+from jitney.kernels.cpu.compiled import THREADS_BEGUN_OFFSET, Kernel
 from jitney.kernels.cpu.emit import F32_BYTES, I64_BYTES, LANES, VECTOR_BYTES, round_up
 from jitney.kernels.cpu.micro_kernel import MAX_ROWS_AMX, begin_tiles
 from jitney.kernels.cpu.processor import must_widen_bf16
@@ -118,12 +118,9 @@ def attention_kernels(dtype: torch.dtype, model_dtype: torch.dtype) -> Attention
         # WIDE widens keys and values when a product reads them. Bytes are widened before that in
         # any case, so they are widened to float32 at once.
         product_tag = F32 if dtype == torch.int8 else WIDE
-    version = source_version()
     return AttentionKernels(
-        attend=Kernel(
-            lambda address: attend_body(tag, cache_tag, product_tag, address) if version else None
-        ),
-        write=Kernel(lambda address: write_body(tag, cache_tag, address) if version else None),
+        attend=Kernel(lambda address: attend_body(tag, cache_tag, product_tag, address)),
+        write=Kernel(lambda address: write_body(tag, cache_tag, address)),
     )
 
 

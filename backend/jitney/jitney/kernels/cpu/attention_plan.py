@@ -105,8 +105,7 @@ def plan_step(
     ``query_start`` and ``context_len`` are int32 arrays as in ``AttentionMetadata``. A piece has at
     most ``piece_tokens`` tokens. A token sees at most ``reach`` keys (the window, if there is
     one). The keys of a decode are split at each multiple of ``split_tokens``. Pieces begin at a
-    multiple of ``group_tokens`` keys. (The last two and ``piece_tokens`` are constants of other
-    files, which compiled code of this kind must not use: see ``compile_function``.)
+    multiple of ``group_tokens`` keys.
     """
     pieces, splits, split_batch_rows = _cut_rows(
         query_start, context_len, piece_tokens, reach, split_tokens, group_tokens

@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from jitney.execution.quantized import MOST_OUTLIERS, OUTLIER
 from jitney.kernels.cpu.amx import TILE_BYTES
-from jitney.kernels.cpu.compiled import Kernel, KernelCall, source_version
+from jitney.kernels.cpu.compiled import Kernel, KernelCall
 from jitney.kernels.cpu.convert_kernel import ConvertCall, convert_body
 from jitney.kernels.cpu.dot import MOST_BYTE_INPUTS
 from jitney.kernels.cpu.emit import LANES, host_has
@@ -47,17 +47,15 @@ int8 and nibbles (uint8, two inputs in each) x is converted, into rows that are 
 @lru_cache(typed=True)
 def compiled_product(tag: Any) -> Kernel:
     """The product with weights of the tag's type; compiled, or loaded, at its first use."""
-    version = source_version()
     if tag is I4:
-        return Kernel(lambda address: four_bit_body(I4, address) if version else None)
-    return Kernel(lambda address: product_body(tag, address) if version else None)
+        return Kernel(lambda address: four_bit_body(I4, address))
+    return Kernel(lambda address: product_body(tag, address))
 
 
 @lru_cache(typed=True)
 def compiled_conversion(tag: Any) -> Kernel:
     """What turns rows of bfloat16 into those that products of the tag's type read."""
-    version = source_version()
-    return Kernel(lambda address: convert_body(tag, address) if version else None)
+    return Kernel(lambda address: convert_body(tag, address))
 
 
 def fits_columns(weight: Tensor, activation: Activation | None = None) -> bool:

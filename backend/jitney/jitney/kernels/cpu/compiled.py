@@ -1,7 +1,7 @@
 """What a Numba kernel is to the host: a record of arguments, machine code, and threads to run it.
 
-A kernel is compiled at its first use and found in Numba's cache at later loads. From its definition
-to a run::
+A kernel is compiled at its first use and found in the cache of ``code_cache`` at later loads. From
+its definition to a run::
 
     @record
     class ScaleCall(KernelCall):            # ctypes: the host fills it
@@ -19,8 +19,7 @@ to a run::
                 return
             ...
 
-    version = source_version()              # "if version": see Kernel
-    kernel = Kernel(lambda address: scale_body(F32, address) if version else None)
+    kernel = Kernel(lambda address: scale_body(F32, address))
     kernel.run(ScaleCall(count=rows, x=x.data_ptr(), factor=0.5), threads=2)
 
 Kernels run on the threads that torch itself uses. A second thread pool would fight torch's for the
@@ -33,19 +32,18 @@ Called by every module of this folder that has a kernel of its own. Imported onl
 """
 
 import ctypes
-import hashlib
 import logging
 from collections import namedtuple
 from collections.abc import Callable
-from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 import torch
 from numba import cfunc, njit, types
+from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
-from jitney.execution import byte_cache
+from jitney.kernels.cpu.code_cache import CodeCache
 from jitney.kernels.cpu.emit import f32, i64, offset_by, pointer
 
 _log = logging.getLogger(__name__)
@@ -105,23 +103,17 @@ def reader(cls: type[ctypes.Structure]) -> Any:
 
 
 class Kernel:
-    """The machine code of a body: a C function ``void body(void *arguments)`` at ``address``.
-
-    The body that is compiled is always written like this::
-
-        version = source_version()
-        Kernel(lambda address: norm_rotary_body(tag, address) if version else None)
-
-    The condition is always true. It is there to make ``version`` a closure variable of the lambda,
-    which Numba compares before it takes code from its cache: otherwise it would compare the file of
-    the lambda alone, and take old code after a change of ``norm_rotary_body`` in another file.
-    """
+    """The machine code of a body: a C function ``void body(void *arguments)`` at ``address``."""
 
     def __init__(self, body: Callable[[int], None]) -> None:
-        signature = types.void(types.intp)
-        # This object owns the code.
-        self._function = _with_cache(partial(cfunc, signature, **_OPTIONS), body)
-        self.address = int(self._function.address)
+        takes_address = ((types.intp,), types.void)
+        # What Numba's `cfunc` does, but with our cache. This object owns the code.
+        self._function = CFunc(body, takes_address, locals={}, options=_OPTIONS)
+        _use_cache(self._function, body)
+        self._function.compile()
+        address = self._function.address
+        assert address is not None, "it is compiled"
+        self.address = int(address)
         self.was_cached: bool = self._function.cache_hits > 0
         # void GOMP_parallel(void (*fn)(void *), void *data, unsigned threads, unsigned flags)
         kind = ctypes.CFUNCTYPE(
@@ -136,11 +128,10 @@ class Kernel:
 
 
 def compile_function(function: Callable[..., Any]) -> Any:
-    """``function`` for Python to call, compiled at the first call.
-
-    It must use nothing of other files, as Numba's cache does not see when these change. Values that
-    are defined elsewhere are passed as arguments."""
-    return _with_cache(partial(njit, **_OPTIONS), function)
+    """``function`` for Python to call, compiled at the first call."""
+    compiled = njit(**_OPTIONS)(function)
+    _use_cache(compiled, function)
+    return compiled
 
 
 def import_compiler() -> None:
@@ -148,27 +139,19 @@ def import_compiler() -> None:
     cfunc(types.void())(lambda: None)
 
 
-def _with_cache(compiler: Callable[..., Any], function: Callable[..., Any]) -> Any:
-    """``compiler(cache=True)(function)``, or without a cache where no folder for it can be
-    written."""
+def _use_cache(compiled: Any, function: Callable[..., Any]) -> None:
+    """Let ``compiled``, what Numba made of ``function``, take its code from our cache. Without a
+    folder for that, it is compiled at each load."""
     try:
-        return compiler(cache=True)(function)
+        compiled._cache = CodeCache(function)  # as its `enable_caching` does with Numba's
     except RuntimeError as error:
         if "no locator" not in str(error):
             raise
-        _log.warning("no folder for compiled code can be written, so each load compiles: %s", error)
-        return compiler()(function)
-
-
-@cache
-def source_version() -> int:
-    """A number that changes with the files of this folder, and with the one outside it whose
-    constants are compiled into kernels; never 0. See :class:`Kernel`."""
-    digest = hashlib.sha256()
-    for path in [*sorted(Path(__file__).parent.glob("*.py")), Path(byte_cache.__file__)]:
-        digest.update(path.read_bytes())
-    fits_int64 = digest.digest()[:7]
-    return int.from_bytes(fits_int64, "little") | 1  # never 0
+        _log.warning(
+            "no folder for compiled code can be written, so each load compiles; set "
+            "NUMBA_CACHE_DIR to one that can: %s",
+            error,
+        )
 
 
 def function_address(name: str) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from jitney.execution.quantized import QuantizedLinear, is_linear, weight_of
 from jitney.kernels.cpu.attention_kernel import TAGS
 from jitney.kernels.cpu.column_linear import ColumnLinear, fits_columns
-from jitney.kernels.cpu.compiled import Kernel, source_version
+from jitney.kernels.cpu.compiled import Kernel
 from jitney.kernels.cpu.linear import PackedLinear, can_pack
 from jitney.kernels.cpu.norm_rotary_kernel import CpuAttentionLayer, RowNorm, norm_rotary_body
 from jitney.kernels.cpu.program import LayerProgram
@@ -47,7 +47,7 @@ class CpuLayerKernels:
     """The :class:`fused.whole_model.ModelKernels` of a CPU, for one dtype."""
 
     def __init__(self, dtype: torch.dtype, rows: int, *, batch_invariant: bool = False) -> None:
-        """Compile the kernel of norms, or load it from Numba's cache.
+        """Compile the kernel of norms, or load it from the cache of compiled code.
 
         ``dtype`` is float32 or bfloat16: on a CPU, loads refuse float16 before they come here
         (``machine.resolve_dtype``). ``rows`` are the tokens of a usual step. With
@@ -57,10 +57,7 @@ class CpuLayerKernels:
         self._rows = rows
         self._batch_invariant = batch_invariant
         tag = TAGS[dtype]
-        version = source_version()
-        self._rows_kernel = Kernel(
-            lambda address: norm_rotary_body(tag, address) if version else None
-        )
+        self._rows_kernel = Kernel(lambda address: norm_rotary_body(tag, address))
         # Asked once for each dtype: it tries to pack a weight.
         self._why_not_packed = cache(can_pack)
 

@@ -94,7 +94,7 @@ class CpuAttention:
 
     @cached_property
     def kernels(self) -> AttentionKernels:
-        """Compiled, or loaded from Numba's cache, at first use.
+        """Compiled, or loaded from the cache of compiled code, at first use.
 
         Another process may be compiling this kernel (``ahead``). Its first use comes after all
         other kernels of a load, so there is the least to wait for that process."""

@@ -39,7 +39,7 @@ from jitney.kernels.cpu.adapter_kernel import expand_body, shrink_body
 from jitney.kernels.cpu.adapter_table import PackedAdapter, pack_adapter
 from jitney.kernels.cpu.attention_records import AttentionArguments
 from jitney.kernels.cpu.column_linear import ColumnLinear
-from jitney.kernels.cpu.compiled import Kernel, function_address, source_version
+from jitney.kernels.cpu.compiled import Kernel, function_address
 from jitney.kernels.cpu.emit import I64_BYTES, LANES
 from jitney.kernels.cpu.norm_rotary_kernel import RowNorm
 from jitney.kernels.cpu.paged_attention import CpuAttention
@@ -117,11 +117,10 @@ class LayerProgram:
         )
         self._caches: list[LayerCache] = []
         self._memory: _Memory | None = None
-        version = source_version()
-        self._kernel = Kernel(lambda address: run_body(address) if version else None)
+        self._kernel = Kernel(lambda address: run_body(address))
         if places is not None:
-            self._shrink = Kernel(lambda address: shrink_body(address) if version else None)
-            self._expand = Kernel(lambda address: expand_body(address) if version else None)
+            self._shrink = Kernel(lambda address: shrink_body(address))
+            self._expand = Kernel(lambda address: expand_body(address))
 
     @classmethod
     def of(

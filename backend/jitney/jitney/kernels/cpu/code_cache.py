@@ -1,0 +1,115 @@
+"""Where the machine code of kernels is kept from one load to the next.
+
+Numba itself names the folder of compiled code after the folder that the source was imported from.
+The server imports this package through a folder of links whose name is new at each start, so Numba
+would find nothing again. Here the folder is named after what is compiled: the sources, wherever
+they are, and Numba's version. A checkout that moves finds its code too.
+
+Called by ``compiled``. Imported only where Numba is.
+"""
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numba
+from numba import config
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
+from numba.misc.appdirs import AppDirs
+
+from jitney.execution import byte_cache
+
+_OUTSIDE = Path(byte_cache.__file__)
+"""The one file outside this folder whose constants are compiled into kernels."""
+_OTHERS_MAY_USE = 0o077
+
+
+class _Locator(_CacheLocator):
+    """The folder of one function's code, and what tells it from other functions and versions."""
+
+    def __init__(self, function: Callable[..., Any], file: str, folder: Path) -> None:
+        self._line = function.__code__.co_firstlineno
+        self._py_file = file  # Numba's own warnings name it
+        self._folder = folder
+
+    @classmethod
+    def from_function(cls, py_func: Callable[..., Any], py_file: str) -> "_Locator | None":
+        """For the first folder that can be written to. None: there is none, or the function is of
+        no file, so that nobody would see that it has changed."""
+        source = Path(py_file)
+        if not source.is_file():
+            return None
+        for folder in _folders(source):
+            locator = cls(py_func, py_file, folder / _folder_name())
+            with contextlib.suppress(OSError):
+                locator.ensure_cache_path()
+                return locator
+        return None
+
+    def get_cache_path(self) -> str:
+        return str(self._folder)
+
+    def get_source_stamp(self) -> bytes:
+        """A digest of the function's own file, which may be none of this folder: a test's."""
+        return hashlib.sha256(Path(self._py_file).read_bytes()).digest()
+
+    def get_disambiguator(self) -> str:
+        return str(self._line)
+
+
+class _CodeFiles(CompileResultCacheImpl):
+    """Numba's files of compiled code, in the folders of :class:`_Locator`."""
+
+    _locator_classes: ClassVar[list[type]] = [_Locator]
+
+
+class CodeCache(FunctionCache):
+    """What Numba asks for the code of one function before it compiles it, and gives the code to.
+
+    To make one raises RuntimeError, with "no locator" in its text, if no folder can be written to.
+    """
+
+    _impl_class = _CodeFiles
+
+
+def _folders(source: Path) -> Iterator[Path]:
+    """Folders for compiled code, the best first. ``source``: the file of the function."""
+    # The environment variable NUMBA_CACHE_DIR; empty if it is not set.
+    named = config.CACHE_DIR  # type: ignore[attr-defined]
+    if named:
+        yield Path(named)
+    yield source.resolve().parent / "__pycache__"
+    yield Path(AppDirs("jitney", appauthor=False).user_cache_dir)
+    # For a user without a home.
+    folder = Path(tempfile.gettempdir(), f"jitney-kernels-{os.getuid()}")
+    if _is_private(folder):
+        yield folder
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether only this user can write to ``folder``, which is made if there is none. Code that
+    another user can change must not be run."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError:
+        return False
+    return found.st_uid == os.getuid() and not found.st_mode & _OTHERS_MAY_USE
+
+
+@cache
+def _folder_name() -> str:
+    """A name that changes with the files of this folder, the one outside it, and Numba.
+
+    Each kernel is compiled from many of these files, and Numba itself compares only the one that
+    the kernel's outermost function is in.
+    """
+    digest = hashlib.sha256(numba.__version__.encode())
+    for path in [*sorted(Path(__file__).parent.glob("*.py")), _OUTSIDE]:
+        digest.update(path.read_bytes())
+    return f"jitney-kernels-{digest.hexdigest()[:16]}"
