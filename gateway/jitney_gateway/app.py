@@ -8,22 +8,33 @@ import contextlib
 import hmac
 import logging
 import secrets
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from fastapi.middleware.cors import CORSMiddleware
+from jitney import __version__
 from jitney.errors import CancelledError, InvalidArgumentError, JitneyError, UnavailableError
 from jitney.tracing import Tracing
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from jitney_gateway.document import ERRORS, TEXT, Endpoint, Handler, Schema, operation
+from jitney_gateway.field_rules import IgnoredFields
 from jitney_gateway.gateway_metrics import GatewayMetrics
 from jitney_gateway.keys import KeySource
 from jitney_gateway.language import LanguageEndpoints
 from jitney_gateway.mounting import MountedService
-from jitney_gateway.pooling import PoolingFunction, classify, embed, rerank
+from jitney_gateway.pooling import (
+    PoolingFunction,
+    classify,
+    embed,
+    rerank,
+    rerank_for_cohere,
+    score,
+)
 from jitney_gateway.refusals import (
     DescribeError,
     StatusError,
@@ -35,14 +46,20 @@ from jitney_gateway.refusals import (
     name_clients_field,
     unforeseen_error,
 )
+from jitney_gateway.request_body import (
+    check_content_type,
+    check_not_encoded,
+    check_origin,
+    read_body,
+)
 from jitney_gateway.server_client import ServedModel, ServerClient
-from jitney_gateway.server_load import REQUEST_HEADER, ServerLoad
+from jitney_gateway.server_load import REQUEST_HEADER, RESPONSE_HEADER, ServerLoad
 from jitney_gateway.tracing_middleware import TracingMiddleware
 from jitney_gateway.wire import (
-    MAX_BODY_BYTES,
     ClassifyRequest,
     EmbeddingRequest,
     RerankRequest,
+    ScoreRequest,
     WireRecord,
     body_schemas,
     decode,
@@ -50,10 +67,16 @@ from jitney_gateway.wire import (
 
 _LOG = logging.getLogger(__name__)
 
-_OPERATIONAL_PATHS = ("/health", "/metrics")
+IGNORED_HEADER = "jitney-ignored"
+"""The header of a response that names the fields of the request that had no effect."""
+_EXPOSED_HEADERS = (IGNORED_HEADER, "x-request-id", "retry-after", RESPONSE_HEADER)
+"""Headers of a response that a page of another origin may read."""
+_OPERATIONAL_PATHS = ("/health", "/health/ready", "/ping", "/metrics")
 """Paths that those who run the gateway ask: they need no key and get no span."""
 _MAX_ID_LENGTH = 40
 """Of the id that a client gives its request."""
+_MOST_LOGGED = 1000
+"""Most kinds of requests of which the log says once what was ignored in them."""
 
 
 # ------------------------------------------------------------------------------- the application
@@ -67,10 +90,16 @@ def make_app(
     load: ServerLoad | None = None,
     services: Sequence[MountedService] = (),
     url: str = "",
+    strict: bool = False,
+    allowed_origins: Sequence[str] = (),
 ) -> FastAPI:
-    """The application. ``url`` is the gateway's own address, at which the mounted ``services`` send
-    it requests."""
-    gateway = Gateway(server, keys, load)
+    """The application.
+
+    - ``url``: the gateway's own address, at which the mounted ``services`` send it requests.
+    - ``strict``: fields that have no effect are refused, not ignored.
+    - ``allowed_origins``: web origins whose pages may use the gateway; ``*`` for all.
+    """
+    gateway = Gateway(server, keys, load, strict=strict, allowed_origins=allowed_origins)
     endpoints = gateway.endpoints()
     for service in services:
         endpoints += service.endpoints(server)
@@ -86,12 +115,35 @@ def make_app(
         if tracing is not None:
             tracing.close()
 
-    app = FastAPI(title="Jitney", lifespan=lifespan, docs_url=None, redoc_url=None)
+    # The document has a route of ours, which wants a key.
+    app = FastAPI(title="Jitney", lifespan=lifespan, openapi_url=None)
+    endpoints.append(_document_endpoint(app))
     _add_routes(app, gateway, endpoints)
     app.add_exception_handler(HTTPException, _answer_unknown_route)
     if tracing is not None:
         app.add_middleware(TracingMiddleware, tracing=tracing, without=_OPERATIONAL_PATHS)
+    if allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=allowed_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=_EXPOSED_HEADERS,
+        )
     return app
+
+
+def _document_endpoint(app: FastAPI) -> Endpoint:
+    async def document(request: Request) -> Response:
+        return as_json(app.openapi())
+
+    return Endpoint(
+        method="GET",
+        path="/openapi.json",
+        answer=document,
+        text="This document.",
+        fields=("openapi", "info", "paths"),
+    )
 
 
 def _add_routes(app: FastAPI, gateway: "Gateway", endpoints: Sequence[Endpoint]) -> None:
@@ -100,9 +152,9 @@ def _add_routes(app: FastAPI, gateway: "Gateway", endpoints: Sequence[Endpoint])
     schemas = body_schemas(bodies)
     for endpoint in endpoints:
         if endpoint.body is None:
-            _add_route(app, gateway, endpoint, endpoint.answer, None)
+            _add_route(app, gateway, endpoint, gateway.without_json(endpoint), None)
         else:
-            handler = partial(_answer_with_body, endpoint.answer, endpoint.body)
+            handler = partial(gateway.answer_with_body, endpoint.answer, endpoint.body)
             _add_route(app, gateway, endpoint, handler, schemas.of_type[endpoint.body])
     # FastAPI makes the document once and keeps it, so what is added here stays.
     document = app.openapi()
@@ -116,9 +168,10 @@ def _add_route(
     handler: Handler,
     body_schema: Schema | None,
 ) -> None:
+    answer = partial(gateway.serve, endpoint.path, handler)
     app.add_api_route(
         endpoint.path,
-        partial(gateway.serve, endpoint.path, handler),
+        answer,
         methods=[endpoint.method],
         name=endpoint.path,
         summary=endpoint.path,
@@ -126,6 +179,8 @@ def _add_route(
         response_class=Response,
         openapi_extra=operation(endpoint, body_schema),
     )
+    if endpoint.method == "GET":
+        app.add_api_route(endpoint.path, answer, methods=["HEAD"], include_in_schema=False)
 
 
 async def _answer_unknown_route(request: Request, error: Exception) -> Response:
@@ -143,35 +198,29 @@ def _describe_error_of(path: str) -> DescribeError:
     return describe_for_messages if path.startswith("/v1/messages") else describe
 
 
-async def _answer_with_body(answer: Handler, type_: type[WireRecord], request: Request) -> Response:
-    """Read the body of a request and answer it. A refusal names the body's own field."""
-    body = decode(await _read_body(request), type_)
-    try:
-        return await answer(request, body)
-    except InvalidArgumentError as error:
-        raise name_clients_field(error, body) from None
-
-
-async def _read_body(request: Request) -> bytes:
-    """Raises StatusError for a body that is too large, as soon as that is seen."""
-    data = bytearray()
-    async for piece in request.stream():
-        data += piece
-        if len(data) > MAX_BODY_BYTES:
-            raise StatusError(413, f"the body has more than {MAX_BODY_BYTES:,} bytes")
-    return bytes(data)
-
-
 # ------------------------------------------------------------------------------- the gateway
 
 
 class Gateway:
     """Answers every request, and has the endpoints that are not those of language models."""
 
-    def __init__(self, server: ServerClient, keys: KeySource, load: ServerLoad | None) -> None:
+    def __init__(
+        self,
+        server: ServerClient,
+        keys: KeySource,
+        load: ServerLoad | None,
+        *,
+        strict: bool = False,
+        allowed_origins: Sequence[str] = (),
+    ) -> None:
         self._server = server
         self._keys = keys
         self._load = load
+        self._strict = strict
+        self._allowed_origins = allowed_origins
+        self._started_at = int(time.time())
+        self._logged: set[tuple[str, str]] = set()
+        """Path and ignored fields of requests of which the log has told."""
         self._metrics = GatewayMetrics()
         self._language = LanguageEndpoints(server, self._metrics)
 
@@ -194,11 +243,13 @@ class Gateway:
                 text="One of the models.",
                 fields=("id", "object", "created", "owned_by"),
             ),
+            *self._health_endpoints(),
             Endpoint(
                 method="GET",
-                path="/health",
-                answer=self.health,
-                text="Whether the server is ready.",
+                path="/version",
+                answer=self.version,
+                text="The version of the gateway.",
+                fields=("version",),
             ),
             Endpoint(
                 method="GET",
@@ -209,26 +260,47 @@ class Gateway:
             ),
         ]
 
+    def _health_endpoints(self) -> list[Endpoint]:
+        endpoints = []
+        # The second is that of the server's own front end, the third that of SageMaker.
+        for path in ("/health", "/health/ready", "/ping"):
+            endpoint = Endpoint(
+                method="GET",
+                path=path,
+                answer=self.health,
+                text="Whether the server is ready.",
+            )
+            endpoints.append(endpoint)
+        return endpoints
+
     def _pooling_endpoints(self) -> list[Endpoint]:
-        list_fields = ("object", "data", "model", "usage")
-        rank_fields = ("model", "results", "usage")
+        lists = ("object", "data", "model", "usage")
+        ranks = ("model", "results", "usage")
+        cohere = ("id", "results", "meta")
+        add = self._pooling_endpoint
         return [
-            self._pooling_endpoint("/v1/embeddings", embed, EmbeddingRequest, list_fields),
-            self._pooling_endpoint("/v1/classify", classify, ClassifyRequest, list_fields),
-            self._pooling_endpoint("/v1/rerank", rerank, RerankRequest, rank_fields),
+            add("/v1/embeddings", "/v1/embeddings", embed, EmbeddingRequest, lists),
+            add("/v1/classify", "/v1/classify", classify, ClassifyRequest, lists),
+            add("/v1/rerank", "/v1/rerank", rerank, RerankRequest, ranks),
+            add("/rerank", "/v1/rerank", rerank, RerankRequest, ranks),
+            add("/v2/rerank", "/v1/rerank", rerank_for_cohere, RerankRequest, cohere),
+            add("/score", "/v1/rerank", score, ScoreRequest, lists),
+            add("/v1/score", "/v1/rerank", score, ScoreRequest, lists),
         ]
 
     def _pooling_endpoint(
         self,
         path: str,
+        served: str,
         function: PoolingFunction,
         body: type[WireRecord],
         fields: tuple[str, ...],
     ) -> Endpoint:
+        """``served``: the endpoint that a model must serve for this one."""
         return Endpoint(
             method="POST",
             path=path,
-            answer=partial(self.pool, function),
+            answer=partial(self.pool, served, function),
             text=body.__doc__,
             body=body,
             fields=fields,
@@ -239,6 +311,7 @@ class Gateway:
         describe_error = _describe_error_of(path)
         state = request.state
         _set_state(request, path)
+        state.ignored = IgnoredFields(strict=self._strict)
         try:
             if path not in _OPERATIONAL_PATHS:
                 state.owner = self._owner_of_key(request.headers)
@@ -253,13 +326,50 @@ class Gateway:
         except Exception:
             response = error_response(unforeseen_error(state.id), describe_error)
         response.headers["x-request-id"] = state.id
+        ignored = state.ignored.header()
+        if ignored:
+            response.headers[IGNORED_HEADER] = ignored
+            self._log_ignored(path, state.id, ignored)
         load_form = request.headers.get(REQUEST_HEADER)
         if load_form and self._load is not None:
             # An adapter has no load of its own. No model is named if the request was refused early.
             model = self._server.base_of(state.model)
             response.headers.update(await self._load.header(load_form, model))
         self._metrics.count_request(path, state.model, response.status_code)
+        if request.method == "HEAD":
+            response.body = b""  # the headers stay, with the length that it had
         return response
+
+    def _log_ignored(self, path: str, request_id: str, ignored: str) -> None:
+        """Log what had no effect, once for all requests that are alike in that."""
+        kind = (path, ignored)
+        if kind in self._logged or len(self._logged) == _MOST_LOGGED:
+            return
+        self._logged.add(kind)
+        _LOG.warning("request %s to %s: these fields were ignored: %s", request_id, path, ignored)
+
+    async def answer_with_body(
+        self, answer: Handler, type_: type[WireRecord], request: Request
+    ) -> Response:
+        """Read the body of a request and answer it. A refusal names the body's own field."""
+        if self._allowed_origins:
+            check_content_type(request.headers)
+        body = decode(await read_body(request), type_, request.state.ignored)
+        try:
+            return await answer(request, body)
+        except InvalidArgumentError as error:
+            raise name_clients_field(error, body) from None
+
+    def without_json(self, endpoint: Endpoint) -> Handler:
+        """The handler of an endpoint that takes no JSON."""
+
+        async def answer(request: Request) -> Response:
+            if endpoint.method != "GET":
+                check_not_encoded(request.headers)
+                check_origin(request.headers, self._allowed_origins)
+            return await endpoint.answer(request)
+
+        return answer
 
     def _owner_of_key(self, headers: Mapping[str, str]) -> str:
         """The owner of the key that a request has; empty if no key is needed. Raises
@@ -277,9 +387,11 @@ class Gateway:
                 return owner
         raise StatusError(401, "the header Authorization must be: Bearer, and a known API key")
 
-    async def pool(self, function: PoolingFunction, request: Request, body: Any) -> Response:
-        """Embed, classify or rank."""
-        model = await self._server.find_model_for(request.url.path, body.model)
+    async def pool(
+        self, served: str, function: PoolingFunction, request: Request, body: Any
+    ) -> Response:
+        """Embed, classify or rank with a model that serves the endpoint ``served``."""
+        model = await self._server.find_model_for(served, body.model)
         request.state.model = body.model
         return as_json(await function(self._server, model, body))
 
@@ -299,13 +411,18 @@ class Gateway:
             for name in adapters:
                 if name not in models:
                     models[name] = base.adapter(name)
-        entries = [_entry(model) for model in models.values()]
+        for alias, name in self._server.aliases.items():
+            if name in models:
+                models[alias] = models[name].alias(alias)
+        entries = [_entry(model, self._started_at) for model in models.values()]
         data = [entry for entry in entries if entry is not None]
         return as_json({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
         """One of the models."""
-        entry = _entry(await self._find_listed(request.path_params["name"]))
+        name = request.path_params["name"]
+        model = await self._find_listed(name)
+        entry = _entry(model.alias(name), self._started_at)
         if entry is None:
             raise UnknownModelError("this model serves none of the gateway's endpoints")
         return as_json(entry)
@@ -327,6 +444,10 @@ class Gateway:
         if not await self._server.is_ready():
             raise UnavailableError("the server is not ready")
         return Response()
+
+    async def version(self, request: Request) -> Response:
+        """The version of the gateway."""
+        return as_json({"version": __version__})
 
     async def metrics(self, request: Request) -> Response:
         """What Prometheus reads."""
@@ -355,14 +476,15 @@ def _id_of(headers: Mapping[str, str]) -> str:
     return secrets.token_hex(12)
 
 
-def _entry(model: ServedModel) -> dict[str, Any] | None:
-    """A model's entry in the list of models. None: it serves none of the endpoints."""
+def _entry(model: ServedModel, created: int) -> dict[str, Any] | None:
+    """A model's entry in the list of models. None: it serves none of the endpoints. ``created``:
+    seconds since 1970; of all models, the time since which this gateway has served them."""
     if model.description is None and not model.endpoint:
         return None
     entry: dict[str, Any] = {
         "id": model.name,
         "object": "model",
-        "created": 0,
+        "created": created,
         "owned_by": "jitney",
     }
     if model.description is not None:

@@ -8,6 +8,12 @@ import msgspec
 from jitney_gateway.refusals import FieldError
 from jitney_gateway.wire import ContentPart, Message, Tool
 
+_PARTS_OF_TEXT = ("text", "input_text", "output_text", "refusal")
+"""Types of parts that are text: the second and third are those of ``/v1/responses``."""
+_PARTS_OF_REASONING = ("thinking", "redacted_thinking", "reasoning")
+"""Types of parts in which other servers send reasoning. It is left out, as templates leave out that
+of earlier turns."""
+
 
 def chat_input(
     messages: Sequence[Message],
@@ -37,13 +43,13 @@ def _as_templates_expect(path: str, message: Message) -> dict[str, Any]:
     """The message with one text as its content, with objects as arguments of calls, and with
     ``system`` in place of OpenAI's role ``developer``. ``path`` leads to it in the body."""
     expected = msgspec.to_builtins(message)
-    expected.pop("annotations", None)
+    expected.pop("refusal", None)
     if message.role == "developer":
         expected["role"] = "system"
     if isinstance(message.content, list):
         expected["content"] = _joined_parts(path, message.content)
-    elif message.content is None and message.tool_calls:
-        expected["content"] = ""
+    elif message.content is None and message.role in ("assistant", "tool"):
+        expected["content"] = message.refusal or ""
     for index, call in enumerate(message.tool_calls or []):
         field = f"{path}.tool_calls[{index}].function.arguments"
         arguments = parsed_arguments(field, call.function.arguments)
@@ -54,11 +60,14 @@ def _as_templates_expect(path: str, message: Message) -> dict[str, Any]:
 def _joined_parts(path: str, parts: Sequence[ContentPart]) -> str:
     texts = []
     for index, part in enumerate(parts):
-        if part.type != "text" or part.text is None:
+        text = part.refusal if part.type == "refusal" else part.text
+        if part.type in _PARTS_OF_REASONING:
+            continue
+        if part.type not in _PARTS_OF_TEXT or text is None:
             field = f"{path}.content[{index}]"
             reason = f"{field} is of type {part.type[:64]!r}: only text is taken"
             raise FieldError(field, reason)
-        texts.append(part.text)
+        texts.append(text)
     return "\n".join(texts)
 
 

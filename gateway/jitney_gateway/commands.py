@@ -3,10 +3,12 @@
 The gateway itself is imported when the command runs: the packages that it needs are an extra.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from jitney.errors import InvalidArgumentError
 
 
 def gateway(
@@ -31,6 +33,17 @@ def gateway(
         Path | None, typer.Option(help="Folder of files and batches. Default: there are none.")
     ] = None,
     grace: Annotated[int, typer.Option(help="Seconds that streams get at the stop.", min=0)] = 10,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse fields that have no effect, by name.")
+    ] = False,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Web origin whose pages may use the gateway (CORS); * for all."),
+    ] = None,
+    alias: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=MODEL: another name of a model or adapter. May be given again."),
+    ] = None,
     check: Annotated[
         bool,
         typer.Option("--check", help="Only say what is wrong with these options."),
@@ -57,5 +70,19 @@ def gateway(
         metrics_url=metrics_url,
         batches=batches,
         grace_s=grace,
+        strict=strict,
+        allowed_origins=allow_origin or (),
+        aliases=read_aliases(alias or ()),
         only_check=check,
     )
+
+
+def read_aliases(given: Sequence[str]) -> dict[str, str]:
+    """Alias -> the model's own name, from ``NAME=MODEL``. Raises InvalidArgumentError."""
+    aliases = {}
+    for text in given:
+        name, sign, model = text.partition("=")
+        if not name or not sign or not model:
+            raise InvalidArgumentError(f"--alias is {text!r}, but must be NAME=MODEL")
+        aliases[name] = model
+    return aliases

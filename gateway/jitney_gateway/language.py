@@ -20,9 +20,11 @@ from starlette.types import Receive, Scope, Send
 from jitney_gateway.answers import ChatAnswer, CompletionAnswer, ModelAnswer
 from jitney_gateway.content_blocks import SequenceContent
 from jitney_gateway.document import Endpoint, Handler
+from jitney_gateway.field_rules import IgnoredFields
 from jitney_gateway.gateway_metrics import AnswerTimer, GatewayMetrics
 from jitney_gateway.messages_answer import MessageAnswer
 from jitney_gateway.messages_request import (
+    NAMES_OF_MESSAGE,
     CountTokensRequest,
     MessageRequest,
     chat_of_message,
@@ -31,7 +33,11 @@ from jitney_gateway.messages_request import (
 from jitney_gateway.parsers import Parser
 from jitney_gateway.refusals import as_json, unforeseen_error
 from jitney_gateway.responses_answer import ResponseAnswer
-from jitney_gateway.responses_request import ResponseRequest, chat_of_response
+from jitney_gateway.responses_request import (
+    NAMES_OF_RESPONSE,
+    ResponseRequest,
+    chat_of_response,
+)
 from jitney_gateway.server_client import ServerClient, Step
 from jitney_gateway.server_request import (
     InputValue,
@@ -42,6 +48,7 @@ from jitney_gateway.server_request import (
     request_of_token_ids,
     requests_of_completions,
 )
+from jitney_gateway.tool_choice import choose_allowed_tools
 from jitney_gateway.wire import (
     ChatRequest,
     CompletionRequest,
@@ -49,6 +56,12 @@ from jitney_gateway.wire import (
     JsonObject,
     TokenizeRequest,
     WireRecord,
+)
+from jitney_gateway.without_effect import (
+    NamesOfFields,
+    known_kwargs,
+    leave_out,
+    leave_out_of_chat,
 )
 
 T = TypeVar("T")
@@ -58,15 +71,26 @@ class ChatApi(NamedTuple):
     """An API in which clients send chats: its body, what makes a chat of a body, and its answer."""
 
     body: type[WireRecord]
-    chat_of_body: Callable[[Any, ModelDescription], ChatRequest]
+    chat_of_body: Callable[[Any, ModelDescription, IgnoredFields], ChatRequest]
+    """Adds what has no effect to the ignored fields."""
+    names: NamesOfFields
     answer: Callable[[Any, str, Sequence[SequenceContent]], ModelAnswer]
     """Makes the answer from the body, the request's id and its sequences."""
     fields: tuple[str, ...]
     """The fields that every answer has."""
 
 
-def _chat_of_chat(body: ChatRequest, model: ModelDescription) -> ChatRequest:
+def _chat_of_chat(
+    body: ChatRequest, model: ModelDescription, ignored: IgnoredFields
+) -> ChatRequest:
+    choose_allowed_tools(body)
     return body
+
+
+def _chat_of_response(
+    body: ResponseRequest, model: ModelDescription, ignored: IgnoredFields
+) -> ChatRequest:
+    return chat_of_response(body, model)
 
 
 _FIELDS_WITH_CHOICES = ("id", "object", "created", "model", "choices", "usage")
@@ -74,18 +98,21 @@ _CHAT_APIS = {
     "/v1/chat/completions": ChatApi(
         body=ChatRequest,
         chat_of_body=_chat_of_chat,
+        names={},
         answer=ChatAnswer,
         fields=_FIELDS_WITH_CHOICES,
     ),
     "/v1/responses": ChatApi(
         body=ResponseRequest,
-        chat_of_body=chat_of_response,
+        chat_of_body=_chat_of_response,
+        names=NAMES_OF_RESPONSE,
         answer=ResponseAnswer,
         fields=("id", "object", "created_at", "model", "status", "output", "usage"),
     ),
     "/v1/messages": ChatApi(
         body=MessageRequest,
         chat_of_body=chat_of_message,
+        names=NAMES_OF_MESSAGE,
         answer=MessageAnswer,
         fields=("id", "type", "role", "model", "content", "stop_reason", "usage"),
     ),
@@ -125,7 +152,9 @@ class LanguageEndpoints:
         """Continue a chat."""
         request_id = request.state.id
         model = await self._find_model(request, body.model)
-        chat = api.chat_of_body(body, model)
+        ignored = request.state.ignored
+        chat = api.chat_of_body(body, model, ignored)
+        leave_out_of_chat(chat, model, ignored, api.names)
         limits = parse_limits(request.state.limits)
         server_request = request_of_chat(chat, model, request_id, limits)
 
@@ -145,6 +174,7 @@ class LanguageEndpoints:
         """Continue texts."""
         request_id = request.state.id
         model = await self._find_model(request, body.model)
+        leave_out(body, model, request.state.ignored)
         limits = parse_limits(request.state.limits)
         server_requests = requests_of_completions(body, model, request_id, limits)
         sequences = []
@@ -182,6 +212,8 @@ class LanguageEndpoints:
     async def tokenize(self, request: Request, body: TokenizeRequest) -> Response:
         """The token ids of a text or of a chat."""
         model = await self._find_model(request, body.model)
+        ignored = request.state.ignored
+        body.chat_template_kwargs = known_kwargs(body.chat_template_kwargs, model, ignored)
         outputs = await self._server.infer_task(request_of_token_ids(body))
         ids = outputs["output_ids"].tolist()
         answer = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids}
@@ -191,7 +223,10 @@ class LanguageEndpoints:
         """The number of tokens in a chat's prompt."""
         model = await self._find_model(request, body.model)
         # A request to generate is made, and not sent: so this refuses what `/v1/messages` refuses.
-        unsent = request_of_chat(chat_of_prompt(body, model), model, request.state.id)
+        ignored = request.state.ignored
+        chat = chat_of_prompt(body, model, ignored)
+        leave_out_of_chat(chat, model, ignored, NAMES_OF_MESSAGE)
+        unsent = request_of_chat(chat, model, request.state.id)
         messages = unsent.inputs["messages"]
         outputs = await self._infer_task(body.model, "tokenize", messages=messages)
         return as_json({"input_tokens": len(outputs["output_ids"])})

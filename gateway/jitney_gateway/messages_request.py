@@ -6,15 +6,18 @@ from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
+from jitney.errors import show
 from msgspec import Meta
 
 from jitney_gateway.content_blocks import AssistantPart, join_assistant_parts
+from jitney_gateway.field_rules import FieldRules, IgnoredFields, Refused
 from jitney_gateway.formats import find_reasoning
 from jitney_gateway.refusals import FieldError
 from jitney_gateway.server_request import ModelDescription, formats_of_answer
 from jitney_gateway.wire import (
     MAX_MESSAGES,
     MAX_TOOLS,
+    REFUSED_OF_SAMPLING,
     Call,
     Called,
     ChatRequest,
@@ -25,10 +28,14 @@ from jitney_gateway.wire import (
     TextFormat,
     TextPart,
     Tool,
+    ToolChoice,
     WireRecord,
     check_fields,
     joined_text,
 )
+
+NAMES_OF_MESSAGE = {"reasoning_effort": "output_config.effort"}
+"""Field of the chat -> its path in the body."""
 
 _FIELDS_OF_BLOCKS = {
     "text": FieldsOfType(required=("text",)),
@@ -43,6 +50,12 @@ _BLOCKS_OF_ROLES = {
     "system": ("text",),
 }
 """Role of a turn -> the types of its blocks."""
+_KNOWN_TYPES = frozenset(
+    [*_FIELDS_OF_BLOCKS, "redacted_thinking", "image", "document", "search_result",
+     "container_upload"]
+)  # fmt: skip
+"""Types of blocks that are not just ignored. What the last four hold would be missing in the
+prompt, so they are refused. Any other type is what another server's own tools have left."""
 _FIELDS_OF_FORMATS = {"json_schema": FieldsOfType(required=("schema",))}
 """Type of ``output_config.format`` -> its fields."""
 _FIELDS_OF_CHOICES = {
@@ -57,42 +70,60 @@ _FIELDS_OF_CHOICES = {
 # ------------------------------------------------------------------------------- what clients send
 
 
+class ResultPart(TextPart):
+    """A part of a tool's result."""
+
+    rules: ClassVar = TextPart.rules._replace(
+        types=frozenset(["text"]), ignored_types=frozenset(["tool_reference"])
+    )
+
+
 class InputBlock(WireRecord, kw_only=True):
     """One block of a message."""
 
-    type: Literal["text", "thinking", "tool_use", "tool_result"]
+    rules: ClassVar = FieldRules(
+        silent=frozenset(["citations", "caller", "parsed_output"]),
+        types=_KNOWN_TYPES,
+        comes_back=True,
+    )
+    type: str
     text: str | None = None
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | list[TextPart] | None = None
+    content: str | list[ResultPart] | None = None
     is_error: bool | None = None
     signature: str | None = None
-    citations: None = None
-    cache_control: dict[str, Any] | None = None
 
 
 class InputTurn(WireRecord):
-    """One turn of the conversation."""
+    """One turn of the conversation. A client may send the whole message back."""
 
+    rules: ClassVar = FieldRules(
+        silent=frozenset(
+            ["id", "type", "model", "stop_reason", "stop_sequence", "stop_details", "usage",
+             "container", "context_management"]
+        ),
+        comes_back=True,
+    )  # fmt: skip
     role: Literal["user", "assistant", "system"]
-    content: str | list[InputBlock]
+    content: str | list[InputBlock] | None = None
 
 
 class CustomTool(WireRecord):
     """A function that the model may call."""
 
+    rules: ClassVar = FieldRules(types=frozenset(["custom"]))
     name: FunctionName
     input_schema: dict[str, Any]
     description: str | None = None
     strict: bool | None = None
     type: Literal["custom"] | None = None
-    cache_control: dict[str, Any] | None = None
 
 
-class ToolChoice(WireRecord):
+class ChoiceOfMessage(WireRecord):
     """Whether the answer calls tools. ``name`` goes with the type ``tool``."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -120,11 +151,18 @@ class PromptFields(WireRecord, kw_only=True):
     messages: Annotated[list[InputTurn], Meta(min_length=1, max_length=MAX_MESSAGES)]
     system: str | list[TextPart] | None = None
     tools: Annotated[list[CustomTool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: ChoiceOfMessage | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: TextFormat | None = None
+    """The older name of ``output_config.format``."""
     chat_template_kwargs: dict[str, Any] | None = None
-    cache_control: dict[str, Any] | None = None
+
+
+class MessageMetadata(WireRecord):
+    """Who asks."""
+
+    user_id: str | None = None
 
 
 class CountTokensRequest(PromptFields, kw_only=True):
@@ -134,6 +172,10 @@ class CountTokensRequest(PromptFields, kw_only=True):
 class MessageRequest(PromptFields, kw_only=True):
     """The body of ``/v1/messages``."""
 
+    rules: ClassVar = FieldRules(
+        refused={"best_of": Refused(unless=(1,)), **REFUSED_OF_SAMPLING},
+        only={"service_tier": ("auto", "standard_only")},
+    )
     refused_params: ClassVar[tuple[str, ...]] = (
         "prompt_logprobs", "n", "logprobs", "stop", "structured_outputs",
     )  # fmt: skip
@@ -142,27 +184,34 @@ class MessageRequest(PromptFields, kw_only=True):
     max_tokens: int
     stream: bool | None = None
     stop_sequences: list[str] | None = None
-    metadata: dict[Literal["user_id"], str | None] | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
+    metadata: MessageMetadata | None = None
+    service_tier: str | None = None
 
 
 # ------------------------------------------------------------------------------- body to chat
 
 
-def chat_of_message(body: MessageRequest, model: ModelDescription) -> ChatRequest:
-    """The chat that the body of ``/v1/messages`` stands for. Raises FieldError."""
-    chat = chat_of_prompt(body, model)
+def chat_of_message(
+    body: MessageRequest, model: ModelDescription, ignored: IgnoredFields | None = None
+) -> ChatRequest:
+    """The chat that the body of ``/v1/messages`` stands for. What has no effect is added to
+    ``ignored``. Raises FieldError."""
+    chat = chat_of_prompt(body, model, ignored)
     chat.params = {**body.params, "max_tokens": body.max_tokens}
     if body.stop_sequences is not None:
         chat.params["stop"] = body.stop_sequences
     chat.stream = body.stream
-    chat.user = (body.metadata or {}).get("user_id")
+    chat.user = None if body.metadata is None else body.metadata.user_id
     return chat
 
 
-def chat_of_prompt(body: PromptFields, model: ModelDescription) -> ChatRequest:
-    """The chat with what makes its prompt: all that ``/v1/messages/count_tokens`` needs. Raises
-    FieldError."""
+def chat_of_prompt(
+    body: PromptFields, model: ModelDescription, ignored: IgnoredFields | None = None
+) -> ChatRequest:
+    """The chat with what makes its prompt: all that ``/v1/messages/count_tokens`` needs. What has
+    no effect is added to ``ignored``. Raises FieldError."""
+    if ignored is None:
+        ignored = IgnoredFields()
     if body.messages[-1].role == "assistant":
         reason = "the last of messages is the assistant's: to go on with it is not supported"
         raise FieldError("messages", reason)
@@ -171,7 +220,10 @@ def chat_of_prompt(body: PromptFields, model: ModelDescription) -> ChatRequest:
     if output.format is not None:
         check_fields("output_config.format", output.format, _FIELDS_OF_FORMATS)
         response_format = output.format.as_response_format()
-    choice = body.tool_choice or ToolChoice("auto")
+    elif body.output_format is not None:
+        check_fields("output_format", body.output_format, _FIELDS_OF_FORMATS)
+        response_format = body.output_format.as_response_format()
+    choice = body.tool_choice or ChoiceOfMessage("auto")
     check_fields("tool_choice", choice, _FIELDS_OF_CHOICES)
     chat = ChatRequest(
         model=body.model,
@@ -184,7 +236,7 @@ def chat_of_prompt(body: PromptFields, model: ModelDescription) -> ChatRequest:
         chat_template_kwargs=body.chat_template_kwargs,
     )
     if body.thinking is not None:
-        _set_thinking(chat, body.thinking, model)
+        _set_thinking(chat, body.thinking, model, ignored)
     return chat
 
 
@@ -204,20 +256,22 @@ def _messages(body: PromptFields) -> list[Message]:
     return messages
 
 
-def _tool_choice_of_chat(choice: ToolChoice) -> Any:
+def _tool_choice_of_chat(choice: ChoiceOfMessage) -> Any:
     """A choice of tools in the form of a chat."""
     if choice.type == "any":
         return "required"
     if choice.type == "tool":
-        return Tool(type="function", function=Function(name=choice.name or ""))
+        return ToolChoice("function", Function(name=choice.name or ""))
     return choice.type
 
 
-def _set_thinking(chat: ChatRequest, thinking: Thinking, model: ModelDescription) -> None:
+def _set_thinking(
+    chat: ChatRequest, thinking: Thinking, model: ModelDescription, ignored: IgnoredFields
+) -> None:
     """Let the model reason or not, by a parameter of its chat template.
 
-    A model whose template has no such parameter either reasons always or never. Raises FieldError
-    if the client wants the opposite.
+    A model whose template has no such parameter either reasons always or never. If the client wants
+    the opposite, that is ignored.
     """
     is_wanted = thinking.type != "disabled"
     if "enable_thinking" in (model.chat_template or ""):
@@ -227,34 +281,40 @@ def _set_thinking(chat: ChatRequest, thinking: Thinking, model: ModelDescription
     formats = formats_of_answer(chat, model)
     always_reasons = find_reasoning(formats.reasoning) is not None
     if is_wanted != always_reasons:
-        reason = f"thinking is {thinking.type!r}, but model {chat.model!r} has no choice"
-        raise FieldError("thinking", reason)
+        ignored.add(
+            "thinking", fault=f"is {thinking.type!r}, but model {chat.model!r} has no choice"
+        )
 
 
 def _checked_blocks(path: str, turn: InputTurn) -> list[InputBlock]:
     """The blocks of a turn, to which ``path`` leads in the body. Raises FieldError for a block that
-    lacks a field or has one of another type, and for one that the turn's role cannot have."""
+    lacks a field, and for one that the turn's role cannot have."""
     if isinstance(turn.content, str):
         return [InputBlock(type="text", text=turn.content)]
     # An answer of the model may be empty, and comes back as it was.
     if not turn.content and turn.role != "assistant":
         raise FieldError(f"{path}.content", f"{path}.content is empty")
     types = _BLOCKS_OF_ROLES[turn.role]
-    for index, block in enumerate(turn.content):
+    blocks = []
+    for index, block in enumerate(turn.content or ()):
         block_path = f"{path}.content[{index}]"
-        check_fields(block_path, block, _FIELDS_OF_BLOCKS)
+        if block.type == "redacted_thinking":
+            continue  # only its maker can read it
         if block.type not in types:
             field = f"{block_path}.type"
             reason = f"must be {' or '.join(types)} in a turn of the {turn.role}"
-            raise FieldError(field, f"{field} is {block.type!r}, but {reason}")
-    return turn.content
+            raise FieldError(field, f"{field} is {show(block.type)}, but {reason}")
+        check_fields(block_path, block, _FIELDS_OF_BLOCKS)
+        blocks.append(block)
+    return blocks
 
 
 def _parts_of_assistant(blocks: Iterable[InputBlock]) -> Iterator[AssistantPart]:
     """What the model said in a turn."""
     for block in blocks:
         if block.type == "thinking":
-            yield AssistantPart(reasoning=block.thinking)
+            if block.thinking:  # a server may keep its text to itself
+                yield AssistantPart(reasoning=block.thinking)
         elif block.type == "tool_use":
             arguments = msgspec.json.encode(block.input).decode()
             called = Called(name=str(block.name), arguments=arguments)

@@ -74,12 +74,15 @@ _KINDS = (
     ErrorKind(JitneyError, 500, "internal_error"),
 )
 """The first row that fits counts: the last one fits every error."""
-_CODES = {401: "invalid_api_key", 404: "not_found", 405: "not_allowed", 413: "too_large"}
+_CODES = {
+    401: "invalid_api_key", 403: "not_allowed", 404: "not_found", 405: "not_allowed",
+    413: "too_large", 415: "unsupported_media_type",
+}  # fmt: skip
 """Status of a StatusError -> OpenAI's code."""
 _MESSAGES_TYPES = {
-    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error",
-    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
-    504: "timeout_error",
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
+    404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error",
+    503: "overloaded_error", 504: "timeout_error",
 }  # fmt: skip
 """Status -> the type of Anthropic's error."""
 
@@ -120,6 +123,8 @@ _CLIENT_FIELDS_OF_CHAT: dict[str, tuple[str, ...]] = {
 }
 """A field of a chat -> the fields that can set it in the body of ``/v1/responses`` or
 ``/v1/messages``, from which the gateway made the chat."""
+_ALLOWED_PARAMETERS = re.compile(r", but only these are allowed: (.*)", re.DOTALL)
+"""How a model's refusal of a parameter of its chat template ends."""
 _OBJECTS_SENT_ON = ("structured_outputs", "chat_template_kwargs")
 """Fields whose objects a model gets with the client's own keys."""
 
@@ -150,6 +155,10 @@ def name_clients_field(error: InvalidArgumentError, body: msgspec.Struct) -> Inv
             continue
         if name == "structured_outputs" and not _constrains_answer(field, value):
             continue
+        allowed = _ALLOWED_PARAMETERS.search(text)
+        if name == "chat_template_parameters" and field != "chat_template_kwargs" and allowed:
+            reason = f"the model's chat template takes only these parameters: {allowed[1]}"
+            return FieldError(field, f"{field} is not supported: {reason}")
         return FieldError(field, _renamed(text, name, field, value))
     return error
 
@@ -205,11 +214,16 @@ def describe(error: JitneyError) -> ErrorAnswer:
         # The model is there, but has too many requests: clients know 429 for that.
         status = 429
         code = "queue_full"
-    type_ = "invalid_request_error" if status < 429 else "server_error"
     field = _field_at_fault(error)
-    return ErrorAnswer(
-        status, {"error": {"message": text, "type": type_, "param": field, "code": code}}
-    )
+    details = {"message": text, "type": _type_of(status), "param": field, "code": code}
+    return ErrorAnswer(status, {"error": details})
+
+
+def _type_of(status: int) -> str:
+    """The type of OpenAI's error."""
+    if status == 429:
+        return "rate_limit_error"
+    return "invalid_request_error" if status < 429 else "server_error"
 
 
 def _field_at_fault(error: JitneyError) -> str | None:

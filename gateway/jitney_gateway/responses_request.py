@@ -4,6 +4,7 @@ The gateway stores no answers. A field that would need an earlier one is refused
 whole input each time.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -11,12 +12,16 @@ from msgspec import Meta
 
 from jitney_gateway.chat import parsed_arguments
 from jitney_gateway.content_blocks import AssistantPart, join_assistant_parts
+from jitney_gateway.field_rules import FieldRules, Refused
 from jitney_gateway.formats import find_reasoning
 from jitney_gateway.refusals import FieldError
 from jitney_gateway.server_request import ModelDescription, formats_of_answer
+from jitney_gateway.tool_choice import choose_allowed_tools
 from jitney_gateway.wire import (
     MAX_MESSAGES,
     MAX_TOOLS,
+    REFUSED_OF_SAMPLING,
+    AllowedTools,
     Call,
     Called,
     ChatRequest,
@@ -27,11 +32,14 @@ from jitney_gateway.wire import (
     TextFormat,
     TextPart,
     Tool,
+    ToolChoice,
     WireRecord,
     check_fields,
     joined_text,
 )
 
+NAMES_OF_RESPONSE = {"reasoning_effort": "reasoning.effort", "verbosity": "text.verbosity"}
+"""Field of the chat -> its path in the body."""
 _SHARED_WITH_CHATS = (
     "model", "params", "stream", "structured_outputs", "chat_template_kwargs",
     "parallel_tool_calls", "user", "safety_identifier", "prompt_cache_key", "service_tier",
@@ -39,9 +47,11 @@ _SHARED_WITH_CHATS = (
 """Fields of the body that a chat has too."""
 _FIELDS_OF_ITEMS = {
     "message": FieldsOfType(required=("role", "content")),
-    "reasoning": FieldsOfType(required=("content",)),
+    "reasoning": FieldsOfType(optional=("content", "summary")),
     "function_call": FieldsOfType(required=("call_id", "name", "arguments")),
     "function_call_output": FieldsOfType(required=("call_id", "output")),
+    "custom_tool_call": FieldsOfType(required=("call_id", "name", "input")),
+    "custom_tool_call_output": FieldsOfType(required=("call_id", "output")),
 }
 """Type of an item of the input -> its fields."""
 _FIELDS_OF_FORMATS = {
@@ -50,33 +60,52 @@ _FIELDS_OF_FORMATS = {
     "json_schema": FieldsOfType(required=("name", "schema"), optional=("description", "strict")),
 }
 """Type of ``text.format`` -> its fields."""
+_FIELDS_OF_CHOICES = {
+    "function": FieldsOfType(required=("name",)),
+    "allowed_tools": FieldsOfType(required=("mode", "tools")),
+}
+"""Type of ``tool_choice`` -> its fields."""
+_NO_STORE = "answers are not stored here: send the whole input"
 
 
 # ------------------------------------------------------------------------------- what clients send
 
 
 class InputItem(WireRecord, kw_only=True):
-    """One item of the input. A client sends items of earlier answers back as it got them.
-    Fields that must be null, or that change nothing, are there for that."""
+    """One item of the input. A client sends items of earlier answers back as it got them, and those
+    of other servers."""
 
-    type: Literal["message", "reasoning", "function_call", "function_call_output"] | None = None
+    rules: ClassVar = FieldRules(
+        silent=frozenset(["status", "encrypted_content", "phase", "parsed_arguments", "namespace"]),
+        types=frozenset([*_FIELDS_OF_ITEMS, "item_reference"]),
+        comes_back=True,
+    )
+    type: str | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: str | list[TextPart] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
+    input: str | None = None
     output: str | list[TextPart] | None = None
     id: str | None = None
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
-    summary: Annotated[list[Any], Meta(max_length=0)] | None = None
-    encrypted_content: None = None
-    phase: None = None
+    summary: list[TextPart] | None = None
 
 
 class FlatFunction(Function, kw_only=True):
     """A tool, or the choice of one. A chat has the function in an inner object."""
 
+    rules: ClassVar = FieldRules(types=frozenset(["function"]))
     type: Literal["function"]
+
+
+class FlatToolChoice(WireRecord):
+    """The choice of a tool by its ``name``, or of some by the two other fields."""
+
+    type: Literal["function", "allowed_tools"]
+    name: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[FlatFunction] | None = None
 
 
 class TextOptions(WireRecord):
@@ -90,13 +119,23 @@ class ReasoningOptions(WireRecord):
     """How much the model should reason."""
 
     effort: str | None = None
-    summary: None = None
-    generate_summary: None = None
 
 
 class ResponseRequest(WireRecord, kw_only=True):
     """The body of ``/v1/responses``."""
 
+    rules: ClassVar = FieldRules(
+        refused={
+            **REFUSED_OF_SAMPLING,
+            "best_of": Refused(unless=(1,)),
+            "previous_response_id": Refused(because=_NO_STORE),
+            "conversation": Refused(because=_NO_STORE),
+            "prompt": Refused(because="the prompt must stand in input"),
+            "background": Refused(unless=(False,)),
+        },
+        only={"store": (False,), "truncation": ("disabled",)},
+        items={"include": ("message.output_text.logprobs",)},
+    )
     refused_params: ClassVar[tuple[str, ...]] = ("prompt_logprobs", "n", "max_tokens", "logprobs")
     model: str
     params: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -106,7 +145,7 @@ class ResponseRequest(WireRecord, kw_only=True):
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     tools: Annotated[list[FlatFunction], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FlatFunction | None = None
+    tool_choice: Literal["none", "auto", "required"] | FlatToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     max_output_tokens: int | None = None
@@ -119,11 +158,6 @@ class ResponseRequest(WireRecord, kw_only=True):
     prompt_cache_key: str | None = None
     service_tier: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    truncation: Literal["disabled"] | None = None
-    store: Literal[False] | None = None
-    background: Literal[False] | None = None
-    previous_response_id: None = None
-    conversation: None = None
 
 
 # ------------------------------------------------------------------------------- body to chat
@@ -138,8 +172,8 @@ def chat_of_response(body: ResponseRequest, model: ModelDescription) -> ChatRequ
         check_fields("text.format", text.format, _FIELDS_OF_FORMATS)
         response_format = text.format.as_response_format()
     tool_choice: Any = body.tool_choice
-    if isinstance(tool_choice, FlatFunction):
-        tool_choice = _tool(tool_choice)
+    if isinstance(tool_choice, FlatToolChoice):
+        tool_choice = _tool_choice_of_chat(tool_choice)
     shared = {name: getattr(body, name) for name in _SHARED_WITH_CHATS}
     chat = ChatRequest(
         messages=_messages(body),
@@ -153,9 +187,19 @@ def chat_of_response(body: ResponseRequest, model: ModelDescription) -> ChatRequ
         reasoning_effort=reasoning.effort,
         **shared,
     )
+    choose_allowed_tools(chat)
     if chat.logprobs:
         _check_logprobs(body, chat, model)
     return chat
+
+
+def _tool_choice_of_chat(choice: FlatToolChoice) -> ToolChoice:
+    """The same choice in the form of a chat, with the fields of its type. Raises FieldError."""
+    check_fields("tool_choice", choice, _FIELDS_OF_CHOICES)
+    if choice.type == "function":
+        return ToolChoice("function", Function(name=choice.name or ""))
+    tools = [_tool(tool) for tool in choice.tools or ()]
+    return ToolChoice("allowed_tools", None, AllowedTools(choice.mode or "auto", tools))
 
 
 def _check_logprobs(body: ResponseRequest, chat: ChatRequest, model: ModelDescription) -> None:
@@ -173,32 +217,45 @@ def _messages(body: ResponseRequest) -> list[Message]:
     items = body.input
     if isinstance(items, str):
         items = [InputItem(role="user", content=items)]
-    history = [_message_or_part(f"input[{index}]", item) for index, item in enumerate(items)]
+    history: list[Message | AssistantPart] = []
+    for index, item in enumerate(items):
+        history += _messages_or_parts(f"input[{index}]", item)
     messages = list(join_assistant_parts(history))
     if body.instructions:
         messages.insert(0, Message(role="system", content=body.instructions))
     return messages
 
 
-def _message_or_part(path: str, item: InputItem) -> Message | AssistantPart:
-    """An item of the input: a message, or a part of what the model said. ``path`` leads to the item
-    in the body."""
+def _messages_or_parts(path: str, item: InputItem) -> Sequence[Message | AssistantPart]:
+    """An item of the input: a message, or a part of what the model said; nothing, if the item says
+    nothing. ``path`` leads to the item in the body."""
     item.type = item.type or "message"
+    if item.role == "assistant" and item.content is None:
+        item.content = ""
     check_fields(path, item, _FIELDS_OF_ITEMS)
     if item.type == "function_call":
         parsed_arguments(f"{path}.arguments", item.arguments)
-        called = Called(name=str(item.name), arguments=str(item.arguments))
-        return AssistantPart(call=Call(type="function", id=item.call_id, function=called))
-    if item.type == "function_call_output":
+        return [_call(item, str(item.arguments))]
+    if item.type == "custom_tool_call":
+        return [_call(item, msgspec.json.encode({"input": item.input}).decode())]
+    if item.type in ("function_call_output", "custom_tool_call_output"):
         text = joined_text(item.output)
-        return Message(role="tool", content=text, tool_call_id=item.call_id)
-    text = joined_text(item.content)
+        return [Message(role="tool", content=text, tool_call_id=item.call_id)]
     if item.type == "reasoning":
-        return AssistantPart(reasoning=text)
+        # Another server may have kept it to itself, or have sent a summary alone.
+        text = joined_text(item.content) or joined_text(item.summary)
+        return [AssistantPart(reasoning=text)] if text else []
+    text = joined_text(item.content)
     assert item.role is not None  # `check_fields` has seen it
     if item.role == "assistant":
-        return AssistantPart(text=text)
-    return Message(role=item.role, content=text)
+        return [AssistantPart(text=text)]
+    return [Message(role=item.role, content=text)]
+
+
+def _call(item: InputItem, arguments: str) -> AssistantPart:
+    """A call that the model made. ``arguments``: JSON of an object."""
+    called = Called(name=str(item.name), arguments=arguments)
+    return AssistantPart(call=Call(type="function", id=item.call_id, function=called))
 
 
 def _tool(flat: FlatFunction) -> Tool:

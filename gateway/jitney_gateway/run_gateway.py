@@ -2,6 +2,7 @@
 
 import signal
 import socket
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -27,6 +28,9 @@ def run_gateway(
     metrics_url: str | None = None,
     batches: Path | None = None,
     grace_s: int = 10,
+    strict: bool = False,
+    allowed_origins: Sequence[str] = (),
+    aliases: Mapping[str, str] | None = None,
     only_check: bool = False,
 ) -> None:
     """Print the gateway's address and serve until SIGINT or SIGTERM.
@@ -36,6 +40,9 @@ def run_gateway(
     - ``metrics_url``: the server's metrics, from which the gateway reads the server's load.
     - ``batches``: the folder in which files and batches are kept.
     - ``grace_s``: seconds that streams get to end at the stop.
+    - ``strict``: fields that have no effect are refused, not ignored.
+    - ``allowed_origins``: web origins whose pages may use the gateway; ``*`` for all.
+    - ``aliases``: another name of a model -> its own name.
     - ``only_check``: return where serving would begin.
 
     Raises ConfigError for a key file, an address or a folder that cannot be used. A package that an
@@ -55,12 +62,14 @@ def run_gateway(
 
     def make() -> FastAPI:
         return make_app(
-            ServerClient(server_address),
+            ServerClient(server_address, aliases),
             keys,
             tracing=tracing,
             load=load,
             services=services,
             url=f"http://{bound_host}:{bound_port}",
+            strict=strict,
+            allowed_origins=allowed_origins,
         )
 
     config = uvicorn.Config(

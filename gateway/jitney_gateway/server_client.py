@@ -45,8 +45,8 @@ _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_reconnect_backoff_ms", 1000),  # a server that was started again is found soon
 )
-_DATATYPES = {"U": "BYTES", "O": "BYTES", "b": "BOOL", "i": "INT32"}
-"""Kind of a numpy dtype -> the server's datatype."""
+_DATATYPES = {"|O": "BYTES", "|b1": "BOOL", "<i4": "INT32", "<i8": "INT64"}
+"""A numpy dtype -> the server's datatype."""
 
 
 class Step(msgspec.Struct):
@@ -94,11 +94,17 @@ class ServedModel(msgspec.Struct):
         """The adapter of that name, as a model."""
         return msgspec.structs.replace(self, name=name, base=self.name)
 
+    def alias(self, name: str) -> "ServedModel":
+        """The same model under another name."""
+        return msgspec.structs.replace(self, name=name)
+
 
 class ServerClient:
     """A client of one server. Its methods raise UnavailableError if the server does not answer."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, aliases: Mapping[str, str] | None = None) -> None:
+        """``aliases``: another name of a model or adapter -> its own name."""
+        self.aliases = dict(aliases or {})
         self._client = aio.InferenceServerClient(address, channel_args=_CHANNEL_OPTIONS)
         self._models: dict[str, ServedModel] = {}
         self._ready_at: dict[str, float] = {}
@@ -158,7 +164,7 @@ class ServerClient:
     def known_model(self, name: str) -> ServedModel | None:
         """What is known of a model or adapter, without asking the server; of a model that is not
         ready too, if it is expected back."""
-        known = self._models.get(name)
+        known = self._models.get(self._own_name(name))
         if known is None or not self._is_expected(known.base or known.name):
             return None
         return known
@@ -195,8 +201,9 @@ class ServerClient:
         return model
 
     async def find_model(self, name: str) -> ServedModel:
-        """A model, or an adapter of one. Raises UnknownModelError if it is not ready, and
-        UnavailableError if it is expected back."""
+        """A model, or an adapter of one; it has its own name, whatever alias was asked for. Raises
+        UnknownModelError if it is not ready, and UnavailableError if it is expected back."""
+        name = self._own_name(name)
         known = self._models.get(name)
         if known is not None and time.monotonic() - known.fetched_at <= _FRESH_S:
             return known
@@ -212,9 +219,14 @@ class ServerClient:
         self._models[name] = model
         return model
 
+    def _own_name(self, name: str) -> str:
+        """The name for which ``name`` is an alias, or itself."""
+        return self.aliases.get(name, name)
+
     def base_of(self, name: str) -> str:
-        """The model that the adapter ``name`` belongs to, as far as it was asked for. Else
-        ``name``."""
+        """The model that the adapter ``name`` belongs to, as far as it was asked for. Else the
+        model of that name."""
+        name = self._own_name(name)
         known = self._models.get(name)
         if known is None or known.base is None:
             return name
@@ -290,8 +302,9 @@ class ServerClient:
 
     async def infer(self, model: str, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The outputs of a model that is no language model."""
-        with self._translated_errors_of(model):
-            result = await self._client.infer(model, _input_tensors(tensors))
+        name = self._own_name(model)
+        with self._translated_errors_of(name):
+            result = await self._client.infer(name, _input_tensors(tensors))
         return _output_arrays(result)
 
     async def infer_task(self, request: ServerRequest) -> dict[str, Any]:
@@ -355,12 +368,13 @@ class ServerClient:
 
     def _with_adapter(self, request: ServerRequest) -> ServerRequest:
         """The request as the server understands it: an adapter is a parameter of its model."""
-        base = self.base_of(request.model)
-        if base == request.model:
-            return request
+        name = self._own_name(request.model)
+        base = self.base_of(name)
+        if base == name:
+            return msgspec.structs.replace(request, model=name)
         text = request.inputs.get("sampling_parameters", b"{}")
         assert isinstance(text, bytes)
-        params = msgspec.json.decode(text) | {"lora_name": request.model}
+        params = msgspec.json.decode(text) | {"lora_name": name}
         inputs = request.inputs | {"sampling_parameters": msgspec.json.encode(params)}
         return msgspec.structs.replace(request, model=base, inputs=inputs)
 
@@ -484,7 +498,7 @@ def _array(value: InputValue) -> np.ndarray:
 def _input_tensors(arrays: Mapping[str, np.ndarray]) -> list[aio.InferInput]:
     tensors = []
     for name, array in arrays.items():
-        tensor = aio.InferInput(name, list(array.shape), _DATATYPES[array.dtype.kind])
+        tensor = aio.InferInput(name, list(array.shape), _DATATYPES[array.dtype.str])
         tensors.append(tensor.set_data_from_numpy(array))
     return tensors
 

@@ -50,6 +50,8 @@ class ModelDescription(msgspec.Struct):
     max_n: int
     sampling_parameters: frozenset[str]
     chat_template: str | None = None
+    chat_template_parameters: frozenset[str] | None = None
+    """The parameters that clients may give the chat template. None: the model does not tell."""
     tool_format: str | None = None
     reasoning_format: str | None = None
     added_tokens: dict[str, int] = {}
@@ -82,6 +84,26 @@ def request_of_chat(
     """The request for a chat. ``limits`` are those of the client's key. Raises FieldError."""
     params = _params_of_service_tier(body.service_tier, model.tiers, limits)
     params |= _params_of_chat(body)  # a tier or priority that the client names itself wins
+    formats = formats_of_answer(body, model)
+    if formats.tool is not None or find_reasoning(formats.reasoning) is not None:
+        # A parser's markers may be special tokens: then the text must keep them.
+        params.setdefault("skip_special_tokens", False)
+    return _complete_request(
+        body,
+        model,
+        inputs=_inputs_of_chat(body),
+        params=params,
+        request_id=_joined_id(request_id, body.user, body.safety_identifier),
+        constraint=_constraint_of_chat(body, model, formats),
+    )
+
+
+def _inputs_of_chat(body: ChatRequest) -> dict[str, InputValue]:
+    """The prompt: messages, or the token ids that the client has made of them."""
+    if body.prompt_token_ids:
+        return {"input_ids": body.prompt_token_ids}
+    if not body.messages:
+        raise FieldError("messages", "messages: Expected `array` of length >= 1")
     tools = None if body.tool_choice == "none" else body.tools
     messages = chat_input(
         body.messages,
@@ -91,28 +113,14 @@ def request_of_chat(
         reasoning_effort=body.reasoning_effort,
         verbosity=body.verbosity,
     )
-    formats = formats_of_answer(body, model)
-    if formats.tool is not None or find_reasoning(formats.reasoning) is not None:
-        # A parser's markers may be special tokens: then the text must keep them.
-        params.setdefault("skip_special_tokens", False)
-    return _complete_request(
-        body,
-        model,
-        inputs={"messages": messages},
-        params=params,
-        request_id=_joined_id(request_id, body.user, body.safety_identifier),
-        constraint=_constraint_of_chat(body, model, formats),
-    )
+    return {"messages": messages}
 
 
 def _params_of_chat(body: ChatRequest) -> dict[str, Any]:
     """The sampling parameters that the body's fields stand for."""
     params = dict(body.params)
-    limit = body.max_completion_tokens
-    if limit is not None:
-        if params.get("max_tokens", limit) != limit:
-            raise FieldError("max_tokens", "max_tokens and max_completion_tokens differ: give one")
-        params["max_tokens"] = limit
+    if body.max_completion_tokens is not None:
+        params["max_tokens"] = body.max_completion_tokens  # the newer name wins
     # As with OpenAI, an answer without a limit may fill the context.
     params.setdefault("max_tokens", -1)
     if body.logprobs:
@@ -278,13 +286,18 @@ def _params_of_service_tier(
         return {}
     if service_tier in ("auto", "default") and service_tier not in tiers:
         return {}
-    names = dict.fromkeys((*_PRIORITIES, *tiers))
+    names = known_service_tiers(tiers)
     if service_tier not in names:
         reason = f"service_tier is {show(service_tier)}, but must be one of {', '.join(names)}"
         raise FieldError("service_tier", reason)
     if tiers:
         return {"tier": _tier_of(service_tier, tiers, limits)}
     return {"priority": _PRIORITIES[service_tier]}
+
+
+def known_service_tiers(tiers: Sequence[str]) -> list[str]:
+    """The service tiers that a model with these ``tiers`` has."""
+    return list(dict.fromkeys((*_PRIORITIES, *tiers)))
 
 
 def _tier_of(service_tier: str, tiers: Sequence[str], limits: Limits) -> str:
@@ -318,6 +331,9 @@ def _complete_request(
     if body.stream_options is not None and not body.stream:
         raise FieldError("stream_options", "stream_options goes with stream true")
     params = dict(params)
+    if body.best_of is not None and body.best_of > (body.n or 1):
+        reason = f"best_of is {body.best_of}, but must be at most n, which is {body.n or 1}"
+        raise FieldError("best_of", reason)
     if body.n is not None:
         if body.n > model.max_n:
             raise FieldError("n", f"n is {body.n}, but must be at most {model.max_n}")
@@ -359,6 +375,12 @@ def request_of_token_ids(body: TokenizeRequest) -> ServerRequest:
     """The request for the token ids of a prompt or of a chat. Raises FieldError."""
     if (body.prompt is None) == (body.messages is None):
         raise FieldError("prompt", "either prompt or messages must be given")
+    # A prompt gets the tokenizer's special tokens. Those of a chat are in its template.
+    adds_special_tokens = body.prompt is not None
+    if body.add_special_tokens not in (None, adds_special_tokens):
+        what = "a prompt" if adds_special_tokens else "messages"
+        reason = f"is {show(body.add_special_tokens)}, but this is not supported with {what}"
+        raise FieldError("add_special_tokens", f"add_special_tokens {reason}")
     inputs: dict[str, InputValue] = {"task": b"tokenize"}
     if body.messages is not None:
         inputs["messages"] = chat_input(

@@ -1,7 +1,8 @@
 """What clients send, as records: OpenAI's names and, beside them, vLLM's.
 
-A field that no record has is refused by its name, and so is a value of a wrong type. Null stands
-for an absent field. The model checks ranges: its error names the field too.
+A value of a wrong type is refused by the field's name. ``field_rules.py`` says what happens to a
+field that no record has. Null stands for an absent field. The model checks ranges: its error names
+the field too.
 """
 
 import re
@@ -13,6 +14,13 @@ from jitney.sampling_params import NAMES, SamplingParams
 from msgspec import Meta
 from msgspec.json import schema_components
 
+from jitney_gateway.field_rules import (
+    FieldRules,
+    IgnoredFields,
+    Refused,
+    RuledRecord,
+    honoured_part,
+)
 from jitney_gateway.refusals import FieldError
 
 JsonObject = dict[str, Any]
@@ -29,11 +37,18 @@ FunctionName = Annotated[str, Meta(pattern=r"^[\w.:/-]{1,128}(?!\n)$")]
 ``\\Z``, because the OpenAPI document shows the pattern, and JSON Schema has no ``\\Z``."""
 T = TypeVar("T", bound="WireRecord")
 _Id = Annotated[int, Meta(ge=0, lt=1 << 31)]
-_Ids = list[_Id]
+Ids = list[_Id]
 Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
 
 
-class WireRecord(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+REFUSED_OF_SAMPLING: Mapping[str, Refused] = {
+    "use_beam_search": Refused(unless=(False,)),
+    "logits_processors": Refused(unless=([],)),
+}
+"""Sampling parameters of other servers that would change the answer."""
+
+
+class WireRecord(RuledRecord, forbid_unknown_fields=True, omit_defaults=True):
     """What a client sends: a body, or an object in one."""
 
     refused_params: ClassVar[tuple[str, ...]] = ("prompt_logprobs",)
@@ -45,6 +60,7 @@ class WireRecord(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True)
 class ContentPart(WireRecord):
     """A part of a message's content. Only text is taken."""
 
+    rules: ClassVar = FieldRules(comes_back=True)
     type: str
     text: str | None = None
     image_url: Any = None
@@ -56,6 +72,7 @@ class ContentPart(WireRecord):
 class Called(WireRecord):
     """The function of a call."""
 
+    rules: ClassVar = FieldRules(silent=frozenset(["parsed_arguments"]), comes_back=True)
     name: str
     arguments: str | None = None
     """JSON."""
@@ -64,15 +81,23 @@ class Called(WireRecord):
 class Call(WireRecord):
     """A call that the model made earlier."""
 
+    rules: ClassVar = FieldRules(
+        silent=frozenset(["index"]), types=frozenset(["function"]), comes_back=True
+    )
     type: Literal["function"]
     function: Called
     id: str | None = None
 
 
 class Message(WireRecord):
-    """One message of a chat. Some fields must be null: OpenAI's answers have them, and clients send
-    a message back as they got it."""
+    """One message of a chat. Clients send a message back as they got it, with whatever their
+    library has added."""
 
+    rules: ClassVar = FieldRules(
+        refused={"function_call": Refused(because="a call must stand in tool_calls")},
+        silent=frozenset(["parsed", "annotations", "audio"]),
+        comes_back=True,
+    )
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
@@ -80,10 +105,8 @@ class Message(WireRecord):
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
+    refusal: str | None = None
+    """What the model said instead of an answer: the content, if there is no other."""
 
 
 class Function(WireRecord):
@@ -98,8 +121,24 @@ class Function(WireRecord):
 class Tool(WireRecord):
     """A tool, or the choice of one; functions are the only ones."""
 
+    rules: ClassVar = FieldRules(types=frozenset(["function"]))
     type: Literal["function"]
     function: Function
+
+
+class AllowedTools(WireRecord):
+    """Some of the tools, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: list[Tool]
+
+
+class ToolChoice(WireRecord):
+    """The choice of a tool, or of some. Exactly one field goes with the type."""
+
+    type: Literal["function", "allowed_tools"]
+    function: Function | None = None
+    allowed_tools: AllowedTools | None = None
 
 
 class JsonSchema(WireRecord):
@@ -119,15 +158,20 @@ class ResponseFormat(WireRecord):
 
 
 class TextPart(WireRecord):
-    """A part of a text, as ``/v1/responses`` and ``/v1/messages`` have it. The fields besides the
-    text change nothing: they come back from an earlier answer, or ask for caching."""
+    """A part of a text, as ``/v1/responses`` and ``/v1/messages`` have it."""
 
-    type: Literal["text", "input_text", "output_text", "reasoning_text"]
-    text: str
-    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
-    logprobs: list[Any] | None = None
-    citations: None = None
-    cache_control: dict[str, Any] | None = None
+    rules: ClassVar = FieldRules(
+        silent=frozenset(["annotations", "logprobs", "citations", "parsed"]), comes_back=True
+    )
+    type: Literal["text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal"]
+    text: str | None = None
+    refusal: str | None = None
+    """In place of ``text`` in a part of the type ``refusal``."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, which msgspec tells with the path."""
+        if self.text is None and self.refusal is None:
+            raise ValueError("text is missing")
 
 
 class TextFormat(WireRecord):
@@ -155,6 +199,7 @@ class TextFormat(WireRecord):
 class StructuredChoice(WireRecord):
     """vLLM's object for a constraint on the output. Exactly one field is set."""
 
+    rules: ClassVar = FieldRules(refused={"structural_tag": Refused()})
     json: str | dict[str, Any] | None = None
     json_object: bool | None = None
     regex: str | None = None
@@ -165,20 +210,22 @@ class StructuredChoice(WireRecord):
 class StreamOptions(WireRecord):
     """What a stream has beside its deltas."""
 
+    rules: ClassVar = FieldRules(only={"include_obfuscation": (False,)})
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: Literal[False] | None = None
 
 
 class Generation(WireRecord, kw_only=True):
     """What chats and completions have in common."""
 
     model: str
-    params: dict[str, Any] = {}
+    params: dict[str, Any] = msgspec.field(default_factory=dict)
     """The sampling parameters for which this record has no field of their own: name -> value. In
     the body they stand among the other fields, so clients send no ``params``. The model gets them
     as they are, and checks types and ranges."""
     n: Annotated[int, Meta(ge=1)] | None = None
+    best_of: int | None = None
+    """Sequences of which the best ``n`` would be taken. More than ``n`` is refused."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -194,12 +241,29 @@ class Generation(WireRecord, kw_only=True):
 class ChatRequest(Generation, kw_only=True):
     """The body of ``/v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    rules: ClassVar = FieldRules(
+        refused={
+            **REFUSED_OF_SAMPLING,
+            "functions": Refused(unless=([],), because="functions must stand in tools"),
+            "function_call": Refused(unless=("none", "auto"), because="tool_choice stands for it"),
+            "chat_template": Refused(because="the model's own is used"),
+            "documents": Refused(unless=([],)),
+            "continue_final_message": Refused(unless=(False,)),
+            "add_special_tokens": Refused(unless=(False,)),
+            "echo": Refused(unless=(False,)),
+            "suffix": Refused(unless=("",)),
+        },
+        only={"store": (False,)},
+    )
+    messages: Annotated[list[Message], Meta(max_length=MAX_MESSAGES)]
+    """At least one, unless there are ``prompt_token_ids``."""
+    prompt_token_ids: Ids | None = None
+    """The chat as the chat template would have made it, in token ids; TensorRT-LLM's name."""
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | Tool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -207,14 +271,21 @@ class ChatRequest(Generation, kw_only=True):
     verbosity: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    store: Literal[False] | None = None
     modalities: list[Literal["text"]] | None = None
 
 
 class CompletionRequest(Generation, kw_only=True):
     """The body of ``/v1/completions``."""
 
-    prompt: str | list[str | _Id | _Ids]
+    rules: ClassVar = FieldRules(
+        refused={
+            **REFUSED_OF_SAMPLING,
+            "suffix": Refused(unless=("",)),
+            "add_special_tokens": Refused(unless=(True,)),
+            "prompt_embeds": Refused(unless=([],)),
+        }
+    )
+    prompt: str | list[str | _Id | Ids]
     logprobs: int | None = None
     echo: bool | None = None
 
@@ -228,21 +299,23 @@ class TokenizeRequest(WireRecord):
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = None
 
 
 class DetokenizeRequest(WireRecord):
     """The body of ``/detokenize``."""
 
     model: str
-    tokens: _Ids
+    tokens: Ids
 
 
 class EmbeddingRequest(WireRecord):
-    """The body of ``/v1/embeddings``."""
+    """The body of ``/v1/embeddings``: texts, or token ids of the model's own tokenizer."""
 
     model: str
-    input: str | Texts
+    input: str | Annotated[list[str | _Id | Ids], Meta(min_length=1)]
     encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
 
 
 class ClassifyRequest(WireRecord):
@@ -252,37 +325,63 @@ class ClassifyRequest(WireRecord):
     input: str | Texts
 
 
+class Document(WireRecord):
+    """A text to rank."""
+
+    text: str
+
+
 class RerankRequest(WireRecord):
-    """The body of ``/v1/rerank``, in Jina's form."""
+    """The body of ``/v1/rerank``, in Jina's form, and of ``/v2/rerank``, in Cohere's."""
 
     model: str
     query: str
-    documents: Texts
+    documents: Annotated[list[str | Document], Meta(min_length=1, max_length=MAX_TEXTS)]
     top_n: Annotated[int, Meta(ge=1)] | None = None
     return_documents: bool | None = None
 
+    def texts(self) -> list[str]:
+        """The texts of the documents."""
+        return [each if isinstance(each, str) else each.text for each in self.documents]
 
-def decode(data: bytes, type_: type[T]) -> T:
-    """Read a body. Raises FieldError."""
+
+class ScoreRequest(WireRecord):
+    """The body of ``/score``, in vLLM's form: a text with each of others, or two lists in pairs."""
+
+    model: str
+    text_1: str | Texts
+    text_2: str | Texts
+
+
+def decode(data: bytes, type_: type[T], ignored: IgnoredFields | None = None) -> T:
+    """Read a body. What has no effect in it is added to ``ignored``. Raises FieldError."""
+    if ignored is None:
+        ignored = IgnoredFields()
     try:
         fields = msgspec.json.decode(data, type=dict[str, Any])
+        params = None
         if "params" in type_.__struct_fields__:
-            _gather_params(fields, type_)
+            params = _take_params(fields, type_, ignored)
+        fields = honoured_part(fields, type_, ignored)
+        if params is not None:
+            fields["params"] = params
         return msgspec.convert(fields, type_)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise _field_error(str(error)) from None
 
 
-def _gather_params(fields: dict[str, Any], type_: type[WireRecord]) -> None:
-    """Move sampling parameters that are no fields of the record into the field ``params``."""
-    if "params" in fields:
-        raise FieldError("params", "params is unknown or not supported")
+def _take_params(
+    fields: dict[str, Any], type_: type[WireRecord], ignored: IgnoredFields
+) -> dict[str, Any]:
+    """Take out the sampling parameters that are no fields of the record: its ``params``."""
+    if fields.pop("params", None) is not None:
+        ignored.add("params")  # clients know no field of that name
     params = {}
     for name in _names_of_params(type_):
         value = fields.pop(name, None)
         if value is not None:
             params[name] = value
-    fields["params"] = params
+    return params
 
 
 def _names_of_params(type_: type[WireRecord]) -> set[str]:
@@ -316,7 +415,8 @@ class FieldsOfType(NamedTuple):
 
 
 def check_fields(path: str, record: Any, types: Mapping[str, FieldsOfType]) -> None:
-    """Check that a record has the fields of its type and none of those of other types.
+    """Check that a record has the fields of its type and none of those of other types, which are
+    allowed only in what comes back from earlier answers.
 
     ``path`` leads to the record in the body. A field that belongs to no type is always allowed.
     Raises FieldError.
@@ -334,7 +434,7 @@ def check_fields(path: str, record: Any, types: Mapping[str, FieldsOfType]) -> N
         if name in own.required:
             if not is_given:
                 raise FieldError(field, f"{field} is missing")
-        elif is_given and name not in own.optional:
+        elif is_given and name not in own.optional and not record.rules.comes_back:
             raise FieldError(field, f"{field} does not go with the type {record.type}")
 
 
@@ -344,7 +444,7 @@ def joined_text(content: str | Sequence[TextPart] | None) -> str:
         return ""
     if isinstance(content, str):
         return content
-    return "\n".join(part.text for part in content)
+    return "\n".join(part.text or part.refusal or "" for part in content)
 
 
 class BodySchemas(NamedTuple):

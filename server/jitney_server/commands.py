@@ -66,6 +66,10 @@ def serve(
         list[str] | None,
         typer.Option(help="Handed to tritonserver as it is, e.g. --server-arg=--log-verbose=1."),
     ] = None,
+    gateway_arg: Annotated[
+        list[str] | None,
+        typer.Option(help="Handed to the gateway as it is, e.g. --gateway-arg=--strict."),
+    ] = None,
 ) -> None:
     """Start Triton Inference Server over a model repository and run until Ctrl-C.
 
@@ -84,11 +88,14 @@ def serve(
         "--api-key-file": api_key_file,
         "--otlp-endpoint": otlp_endpoint,
         "--batches": batches,
+        "--gateway-arg": gateway_arg or None,
     }
     given = {name: value for name, value in of_gateway.items() if value is not None}
     if given and openai_port is None:
         name = next(iter(given))
         raise InvalidArgumentError(f"{name} belongs to the gateway: give --openai-port too")
+    given.pop("--gateway-arg", None)
+    gateway_options = [f"{name}={value}" for name, value in given.items()]
     server = TritonServer(
         repository,
         models=model or None,
@@ -107,7 +114,7 @@ def serve(
         start_timeout_s=start_timeout,
         grace_s=grace,
         openai_port=openai_port,
-        gateway_options=[f"{name}={value}" for name, value in given.items()],
+        gateway_options=[*gateway_options, *(gateway_arg or ())],
     )
     raise typer.Exit(status)
 

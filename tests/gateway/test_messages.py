@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from jitney.errors import InvalidArgumentError, UnavailableError
 from jitney_gateway.content_blocks import SequenceContent
+from jitney_gateway.field_rules import IgnoredFields
 from jitney_gateway.messages_answer import MessageAnswer
 from jitney_gateway.messages_request import (
     CountTokensRequest,
@@ -46,19 +47,23 @@ PROMPT: dict[str, Any] = {
     "model": "other", "messages": [USER, USER], "system": "Be brief.", "tools": [TOOL],
     "output_config": {"effort": "low"}, "chat_template_kwargs": {"a": 1},
     "thinking": {"type": "enabled"},
+    "output_format": {"type": "json_schema", "schema": SCHEMA},
 }  # fmt: skip
 CHANGES: dict[str, Any] = {
     **PROMPT, "max_tokens": 3, "stop_sequences": ["x"], "stream": True,
     "metadata": {"user_id": "someone"},
 }  # fmt: skip
-ELSEWHERE = {"tool_choice", "cache_control", "service_tier"}
+ELSEWHERE = {"tool_choice", "service_tier"}
 THINKS = msgspec.structs.replace(KNOWN, chat_template="{% if enable_thinking %}<think></think>")
 
 
-def ask(body: dict[str, Any], known: ModelDescription = THINKS) -> ServerRequest:
-    data = decode(json.dumps(body).encode(), MessageRequest)
+def ask(
+    body: dict[str, Any], known: ModelDescription = THINKS, *, strict: bool = False
+) -> ServerRequest:
+    ignored = IgnoredFields(strict=strict)
+    data = decode(json.dumps(body).encode(), MessageRequest, ignored)
     try:
-        return request_of_chat(chat_of_message(data, known), known, "id")
+        return request_of_chat(chat_of_message(data, known, ignored), known, "id")
     except InvalidArgumentError as error:
         raise name_clients_field(error, data) from None
 
@@ -73,7 +78,7 @@ def params_of(body: dict[str, Any], known: ModelDescription = KNOWN) -> Any:
 
 def test_each_field_changes_the_request() -> None:
     assert {*MessageRequest.__struct_fields__} - {"params"} == {*CHANGES, *ELSEWHERE}
-    assert {*CountTokensRequest.__struct_fields__} == {*PROMPT, "tool_choice", "cache_control"}
+    assert {*CountTokensRequest.__struct_fields__} == {*PROMPT, "tool_choice"}
     for name, value in CHANGES.items():
         assert ask(BODY | {name: value}) != ask(BODY), name
     for name in PARAMS.keys() - {"stop", "max_tokens"}:
@@ -99,7 +104,7 @@ def test_tools_are_chosen() -> None:
 @pytest.mark.parametrize("name", sorted({*CHANGES, *ELSEWHERE, "container", "stop", "n"}))
 def test_a_wrong_type_or_an_unknown_name_is_refused_by_name(name: str) -> None:
     with pytest.raises(FieldError) as caught:
-        ask(BODY | {name: 1.5})
+        ask(BODY | {name: 1.5}, strict=True)
     status, body = told(caught.value)
     assert status == 400
     assert body["type"] == "error"
@@ -126,20 +131,34 @@ def block(**fields: Any) -> dict[str, Any]:
          "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
         (block(type="text"), "messages[0].content[0].text"),
-        (block(type="text", text="a", is_error=True), "messages[0].content[0].is_error"),
-        (block(type="text", text="a", citations=[]), "messages[0].content[0].citations"),
-        ({"tools": [{"type": "web_search_20250305", "name": "a"}]}, "tools[0].type"),
+        (block(**{**RESULT, "content": [{"type": "image", "source": {}}]}),
+         "messages[0].content[0].content[0].type"),
         ({"tools": [TOOL | {"name": "stop\n"}]}, "tools[0].name"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tools": [TOOL], "tool_choice": {"type": "auto", "name": "a"}}, "tool_choice.name"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.budget_tokens"),
         ({"output_config": {"format": {"type": "text"}}}, "output_config.format.type"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_served_is_refused_by_name(more: dict[str, Any], field: str) -> None:
     with pytest.raises(FieldError) as caught:
         ask(BODY | more)
+    assert describe(caught.value)[1]["error"]["param"] == field
+
+
+@pytest.mark.parametrize(
+    ("more", "field"),
+    [
+        ({"tools": [{"type": "web_search_20250305", "name": "a"}]}, "tools[0].type"),
+        ({"thinking": {"type": "enabled", "display": "omitted"}}, "thinking.display"),
+        ({"context_management": {"edits": []}}, "context_management"),
+        ({"service_tier": "batch"}, "service_tier"),
+    ],
+)
+def test_a_strict_gateway_refuses_what_has_no_effect(more: dict[str, Any], field: str) -> None:
+    assert ask(BODY | more)
+    with pytest.raises(FieldError) as caught:
+        ask(BODY | more, strict=True)
     assert describe(caught.value)[1]["error"]["param"] == field
 
 
@@ -191,8 +210,9 @@ def test_thinking_is_what_the_model_can_choose() -> None:
     always = msgspec.structs.replace(KNOWN, reasoning_format="think")
     assert asked("enabled", always) is asked("disabled", KNOWN) is None, "as it does anyway"
     for kind, known in (("enabled", KNOWN), ("disabled", always)):
+        assert asked(kind, known) is None, "it has no choice"
         with pytest.raises(FieldError, match=f"thinking is '{kind}', but model 'm'"):
-            asked(kind, known)
+            ask(BODY | {"thinking": {"type": kind}}, known, strict=True)
 
 
 def answer_of(parser: Parser) -> MessageAnswer:

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from jitney.errors import InvalidArgumentError, UnavailableError
 from jitney_gateway.content_blocks import SequenceContent
+from jitney_gateway.field_rules import IgnoredFields
 from jitney_gateway.parsers import Parser
 from jitney_gateway.refusals import FieldError, describe, name_clients_field
 from jitney_gateway.responses_answer import ResponseAnswer
@@ -42,13 +43,13 @@ CHANGES: dict[str, Any] = {
 # Fields that go with another one, whose effect is on the answer, or whose only value is what is
 # done anyway: tested below.
 ELSEWHERE = {
-    "tool_choice", "parallel_tool_calls", "metadata", "truncation", "store", "background",
-    "previous_response_id", "conversation",
+    "tool_choice", "parallel_tool_calls", "metadata",
 }  # fmt: skip
 
 
-def ask(body: dict[str, Any]) -> ServerRequest:
-    data = decode(json.dumps(body).encode(), ResponseRequest)
+def ask(body: dict[str, Any], *, strict: bool = False) -> ServerRequest:
+    ignored = IgnoredFields(strict=strict)
+    data = decode(json.dumps(body).encode(), ResponseRequest, ignored)
     try:
         return request_of_chat(chat_of_response(data, KNOWN), KNOWN, "id")
     except InvalidArgumentError as error:
@@ -77,29 +78,30 @@ def test_each_field_changes_the_request() -> None:
         assert "stop" in forced["structured_outputs"]["grammar"]
 
 
-@pytest.mark.parametrize("name", sorted({*CHANGES, *ELSEWHERE, "prompt", "max_tokens", "n"}))
+REFUSED = {"background", "previous_response_id", "conversation", "prompt", "max_tokens", "n"}
+IGNORED = {"truncation", "store", "client_metadata"}
+
+
+@pytest.mark.parametrize("name", sorted({*CHANGES, *ELSEWHERE, *REFUSED, *IGNORED}))
 def test_a_wrong_type_or_an_unknown_name_is_refused_by_name(name: str) -> None:
     with pytest.raises(FieldError) as caught:
-        ask(BODY | {name: 1.5})
+        ask(BODY | {name: 1.5}, strict=name in IGNORED)
     assert describe(caught.value)[1]["error"]["param"] == name
 
 
 @pytest.mark.parametrize(
     ("more", "field"),
     [
-        ({"store": True}, "store"),
         ({"background": True}, "background"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "conv_1"}, "conversation"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"include": ["reasoning.encrypted_content"]}, "include[0]"),
-        ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"input": []}, "input"),
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
          "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
+         "input[0].content[0]"),
         ({"input": [{**TALK[4], "arguments": "{"}]}, "input[0].arguments"),
         ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format.schema"),
         ({"top_logprobs": 2, "tools": [TOOL]}, "top_logprobs"),
@@ -110,6 +112,23 @@ def test_a_wrong_type_or_an_unknown_name_is_refused_by_name(name: str) -> None:
 def test_what_cannot_be_served_is_refused_by_name(more: dict[str, Any], field: str) -> None:
     with pytest.raises(FieldError) as caught:
         ask(BODY | more)
+    assert describe(caught.value)[1]["error"]["param"] == field
+
+
+@pytest.mark.parametrize(
+    ("more", "field"),
+    [
+        ({"store": True}, "store"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"include": ["reasoning.encrypted_content"]}, "include[0]"),
+        ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ],
+)
+def test_a_strict_gateway_refuses_what_has_no_effect(more: dict[str, Any], field: str) -> None:
+    assert ask(BODY | more)
+    with pytest.raises(FieldError) as caught:
+        ask(BODY | more, strict=True)
     assert describe(caught.value)[1]["error"]["param"] == field
 
 

@@ -237,6 +237,36 @@ def test_an_adapter_is_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asyncio.run(backend.find_model("tax")).base == "m"
 
 
+def test_an_alias_is_the_model_that_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = backend_of(monkeypatch, FakeStream(steps=1), FakeStream(steps=1))
+    asked: list[Any] = []
+    backend.aliases = {"gpt": "m", "lex": "law"}
+    known = ModelDescription(64, 1, frozenset(), adapters=["law"])
+    model = ServedModel("m", "", {}, known, time.monotonic())
+    backend._models = {"m": model, "law": model.adapter("law")}
+    opened = backend._client.stream_infer
+
+    def stream_infer(requests: Any, headers: dict[str, str]) -> FakeStream:
+        asked.append(requests)
+        return opened(requests, headers)
+
+    monkeypatch.setattr(backend._client, "stream_infer", stream_infer)
+
+    async def play() -> list[dict[str, Any]]:
+        assert (await backend.find_model("gpt")).name == "m"
+        assert (await backend.find_model("lex")).base == "m"
+        inputs: dict[str, Any] = {"sampling_parameters": b"{}"}
+        for name in ("gpt", "lex"):
+            await backend.infer_task(ServerRequest(model=name, inputs=inputs))
+        return [await anext(requests) for requests in asked]
+
+    found = asyncio.run(play())
+    assert [each["model_name"] for each in found] == ["m", "m"]
+    params = [json.loads(each["inputs"][0]._get_content()[4:]) for each in found]
+    assert params == [{}, {"lora_name": "law"}]
+    assert backend.base_of("lex") == "m", "its load is that of the model"
+
+
 def test_an_adapters_load_is_that_of_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
     class Load:
         async def header(self, form: str, model: str) -> dict[str, str]:

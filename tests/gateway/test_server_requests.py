@@ -1,4 +1,5 @@
-"""Every field of a body changes what the model is asked, or is refused by its name."""
+"""Every field of a body changes what the model is asked, is refused by its name, or is ignored and
+named."""
 
 import json
 import re
@@ -9,6 +10,7 @@ import msgspec
 import pytest
 from jitney.errors import ConfigError, InvalidArgumentError
 from jitney.sampling_params import NAMES, parse_limits
+from jitney_gateway.field_rules import IgnoredFields
 from jitney_gateway.messages_request import MessageRequest
 from jitney_gateway.refusals import FieldError, describe, name_clients_field
 from jitney_gateway.responses_request import ResponseRequest
@@ -30,6 +32,7 @@ from jitney_gateway.wire import (
     WireRecord,
     decode,
 )
+from jitney_gateway.without_effect import leave_out_of_chat
 
 KNOWN = ModelDescription(
     max_model_len=100,
@@ -61,28 +64,33 @@ ONLY_CHAT: dict[str, Any] = {
     "messages": [{**USER, "content": "ho"}], "max_completion_tokens": 3, "logprobs": True,
     "tools": [TOOL, TOOL], "tool_choice": "none", "chat_template_kwargs": {"a": 1},
     "add_generation_prompt": False, "reasoning_effort": "low", "verbosity": "low",
-    "safety_identifier": "someone", "prompt_cache_key": "k",
+    "safety_identifier": "someone", "prompt_cache_key": "k", "prompt_token_ids": [5, 6],
 }  # fmt: skip
 # Fields whose effect is on the answer (tests/real_server/test_openai.py, test_answers.py), that go
 # with another one, or whose only value is what is done anyway.
-ELSEWHERE = {"stream_options", "top_logprobs", "parallel_tool_calls", "store", "modalities", "echo"}
+ELSEWHERE = {
+    "stream_options", "top_logprobs", "parallel_tool_calls", "modalities", "echo", "best_of",
+}  # fmt: skip
 
 
-def ask(body: dict[str, Any]) -> list[ServerRequest]:
+def ask(body: dict[str, Any], *, strict: bool = False) -> list[ServerRequest]:
     data = json.dumps(body).encode()
+    ignored = IgnoredFields(strict=strict)
     if "prompt" in body:
-        return requests_of_completions(decode(data, CompletionRequest), KNOWN, "id")
-    return [request_of_chat(decode(data, ChatRequest), KNOWN, "id")]
+        return requests_of_completions(decode(data, CompletionRequest, ignored), KNOWN, "id")
+    chat = decode(data, ChatRequest, ignored)
+    leave_out_of_chat(chat, KNOWN, ignored)
+    return [request_of_chat(chat, KNOWN, "id")]
 
 
 def params_of(body: dict[str, Any]) -> dict[str, Any]:
     return json.loads(ask(body)[0].inputs["sampling_parameters"])  # type: ignore[arg-type]
 
 
-def refused(body: dict[str, Any]) -> tuple[Any, str]:
+def refused(body: dict[str, Any], *, strict: bool = False) -> tuple[Any, str]:
     """The error object's field and text."""
     with pytest.raises(FieldError) as caught:
-        ask(body)
+        ask(body, strict=strict)
     status, said = describe(caught.value)
     assert status == 400
     assert said["error"]["type"] == "invalid_request_error"
@@ -178,7 +186,7 @@ CHECKED = {*COMMON, *ONLY_CHAT, *ELSEWHERE} - PARAMS.keys()
 
 @pytest.mark.parametrize("name", sorted(CHECKED | {"foo", "audio", "functions", "suffix"}))
 def test_a_wrong_type_or_an_unknown_name_is_refused_by_name(name: str) -> None:
-    field, message = refused(CHAT | {name: 1.5})
+    field, message = refused(CHAT | {name: 1.5}, strict=True)
     assert field == name
     assert name in message
 
@@ -188,7 +196,7 @@ def test_a_wrong_type_or_an_unknown_name_is_refused_by_name(name: str) -> None:
     [
         ({"messages": []}, "messages", "length >= 1"),
         ({"messages": [{"role": "bus"}]}, "messages[0].role", "'bus'"),
-        ({"messages": [USER, {**USER, "contents": ""}]}, "messages[1].contents", "unknown"),
+        ({"messages": [{**USER, "function_call": {}}]}, "messages[0].function_call", "tool_calls"),
         ({"messages": [USER | {"content": [{"type": "image_url", "image_url": {}}]}]},
          "messages[0].content[0]", "'image_url'"),
         ({"messages": [{"role": "assistant", "tool_calls": [
@@ -197,15 +205,12 @@ def test_a_wrong_type_or_an_unknown_name_is_refused_by_name(name: str) -> None:
         ({"messages": [USER] * 4097}, "messages", "4096"),
         ({"tools": [TOOL] * 129}, "tools", "128"),
         ({"tools": None, "tool_choice": "required"}, "tool_choice", "goes with tools"),
-        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "differ"),
         ({"top_logprobs": 2}, "top_logprobs", "goes with logprobs"),
-        ({"stream_options": {"include_usage": True}}, "stream_options", "goes with stream"),
-        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown"),
         ({"n": 5}, "n", "at most 4"),
-        ({"store": True}, "store", "store"),
-        ({"service_tier": "scale"}, "service_tier", "'scale'"),
+        ({"best_of": 2}, "best_of", "best_of is 2, but must be at most n, which is 1"),
         ({"prompt_logprobs": 1}, "prompt_logprobs", "not supported"),
-        ({"params": {}}, "params", "unknown"),
+        ({"functions": [{}]}, "functions", "must stand in tools"),
+        ({"modalities": ["audio"]}, "modalities[0]", "'audio'"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "must be"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "exclude"),
     ],
@@ -213,6 +218,27 @@ def test_a_wrong_type_or_an_unknown_name_is_refused_by_name(name: str) -> None:
 def test_what_cannot_be_served_is_refused(more: dict[str, Any], field: str, said: str) -> None:
     assert refused(CHAT | more)[0] == field
     assert said in refused(CHAT | more)[1]
+
+
+@pytest.mark.parametrize(
+    ("more", "field", "said"),
+    [
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "differ"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "goes with stream"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown"),
+        ({"store": True}, "store", "store is True, but"),
+        ({"service_tier": "scale"}, "service_tier", "'scale', but must be one of auto"),
+        ({"params": {}}, "params", "unknown"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "but must be function"),
+    ],
+)  # fmt: skip
+def test_a_strict_gateway_refuses_what_has_no_effect(
+    more: dict[str, Any], field: str, said: str
+) -> None:
+    assert ask(CHAT | more)
+    name, message = refused(CHAT | more, strict=True)
+    assert name == field
+    assert said in message
 
 
 @pytest.mark.parametrize(
@@ -333,14 +359,16 @@ def test_large_template_parameters_are_not_kept() -> None:
         ("cache_salt is", {"prompt_cache_key": "a", "cache_salt": "b"}, None),
         ("priority is", {"service_tier": "auto", "priority": -2000}, None),
         (
-            "chat_template_parameters has 'reasoning_effort', but",
+            "chat_template_parameters has 'reasoning_effort', but only these are allowed: a, b",
             {"reasoning_effort": "a"},
-            "reasoning_effort has 'reasoning_effort', but",
+            "reasoning_effort is not supported: the model's chat template takes only these "
+            "parameters: a, b",
         ),
         (
-            "chat_template_parameters has 'verbosity', but",
+            "chat_template_parameters has 'verbosity', but only these are allowed: none",
             {"reasoning_effort": "a", "verbosity": "b"},
-            "verbosity has 'verbosity', but",
+            "verbosity is not supported: the model's chat template takes only these "
+            "parameters: none",
         ),
         (
             "chat_template_parameters has 'foo', but",
@@ -492,7 +520,7 @@ def test_structured_outputs_are_one(given: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", ["foo-bar", "a b", "", "a`b", "a\nb"])
 def test_any_unknown_name_is_told(name: str) -> None:
-    assert refused(CHAT | {name: 1})[0] == (name or None)
+    assert refused(CHAT | {name: 1}, strict=True)[0] == (name or None)
 
 
 def records(of: type[WireRecord]) -> Iterator[type[WireRecord]]:

@@ -81,6 +81,7 @@ def test_every_request_gets_its_own_bucket(load: Load, tmp_path: Path) -> None:
         [1, 1, 1, 0, 0, 0, 0, 0],
         [1, 1, 1, 1, 1, 0, 0, 0],
     ]
+    assert [each.tensors["num_tokens"].tolist() for each in made] == [[[3], [5]], [[3]], [[16]]]
     assert made[2].tensors["input_ids"][0].tolist() == [2, *[4] * 14, 3]
     assert {array.dtype for array in made[0].tensors.values()} == {np.dtype(np.int64)}
 

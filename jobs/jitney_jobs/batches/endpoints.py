@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from fastapi import Request, Response
 from fastapi.responses import FileResponse
-from jitney.errors import InvalidArgumentError, JitneyError, UnavailableError
+from jitney.errors import InvalidArgumentError, JitneyError, UnavailableError, show
 from jitney_gateway.document import TEXT, Endpoint, Handler, Schema
 from jitney_gateway.document import record as record_schema
 from jitney_gateway.refusals import FieldError, StatusError, as_json
@@ -62,7 +62,8 @@ _DEFAULT_BATCHES = 20
 
 def _list_query(most: int, **more: Schema) -> dict[str, Schema]:
     limit = {"type": "integer", "minimum": 1, "maximum": most}
-    return {"limit": limit, "after": TEXT, **more}
+    order = {"enum": ["asc", "desc"]}
+    return {"limit": limit, "after": TEXT, "order": order, **more}
 
 
 class BatchRequest(WireRecord):
@@ -176,7 +177,7 @@ class Batches:
         folder = self._folder
         form = await _form(request)
         try:
-            file = _checked(form)
+            file = _checked(form, request)
             record = FileRecord(
                 id=new_id("file-"),
                 bytes=file.size or 0,
@@ -265,7 +266,7 @@ class Batches:
     def _list_files(self, request: Request) -> Response:
         query = request.query_params
         limit = _limit(query.get("limit"), default=_MOST_FILES, most=_MOST_FILES)
-        _check_names(query, ("limit", "after", "purpose"))
+        _ignore_others(query, ("limit", "after", "purpose", "order"), request)
         files = self._own(FileRecord, request)
         purpose = query.get("purpose")
         if purpose is not None:
@@ -275,16 +276,23 @@ class Batches:
     def _list_batches(self, request: Request) -> Response:
         query = request.query_params
         limit = _limit(query.get("limit"), default=_DEFAULT_BATCHES, most=_MOST_BATCHES)
-        _check_names(query, ("limit", "after"))
+        _ignore_others(query, ("limit", "after", "order"), request)
         return self._page(self._own(BatchRecord, request), limit)
 
     def _own(self, kind: type[R], request: Request) -> Iterator[R]:
-        """The client's records, the newest first. With ``after`` in the query, only those that are
-        older than the record of that id. A newer record has a greater id."""
-        after = request.query_params.get("after")
-        for record in self._folder.all(kind):
-            comes_after = after is None or record.id < after
-            if record.owner == request.state.owner and comes_after:
+        """The client's records, the newest first, or the oldest first with ``order`` asc in the
+        query. With ``after``, only those behind the record of that id. A newer record has a greater
+        id."""
+        query = request.query_params
+        after = query.get("after")
+        is_ascending = _is_ascending(query.get("order"))
+        records: Iterable[R] = self._folder.all(kind)
+        if is_ascending:
+            records = reversed(list(records))
+        for record in records:
+            if record.owner != request.state.owner:
+                continue
+            if after is None or _is_behind(record.id, after, is_ascending):
                 yield record
 
     def _page(self, records: Iterable[FileRecord | BatchRecord], limit: int) -> Response:
@@ -328,11 +336,23 @@ def _in_thread(answer: Callable[[Request], Response]) -> Handler:
     return handler
 
 
-def _check_names(given: Iterable[str], known: tuple[str, ...]) -> None:
-    """Of the fields of a query or a form. Raises FieldError."""
+def _ignore_others(given: Iterable[str], known: tuple[str, ...], request: Request) -> None:
+    """Note which fields of a query or a form have no effect. Raises FieldError if the gateway is
+    strict."""
     for name in given:
         if name not in known:
-            raise FieldError(name, f"{name} is unknown or not supported")
+            request.state.ignored.add(name)
+
+
+def _is_ascending(order: str | None) -> bool:
+    """Whether the oldest comes first. Raises FieldError."""
+    if order not in (None, "asc", "desc"):
+        raise FieldError("order", f"order is {show(order)}, but must be asc or desc")
+    return order == "asc"
+
+
+def _is_behind(id_: str, after: str, is_ascending: bool) -> bool:
+    return id_ > after if is_ascending else id_ < after
 
 
 def _limit(given: str | None, *, default: int, most: int) -> int:
@@ -377,9 +397,9 @@ async def _form(request: Request) -> FormData:
         raise FieldError("file", f"the form cannot be read: {error.message}") from None
 
 
-def _checked(form: FormData) -> UploadFile:
+def _checked(form: FormData, request: Request) -> UploadFile:
     """The form's file. Raises FieldError."""
-    _check_names(form, ("file", "purpose"))
+    _ignore_others(form, ("file", "purpose"), request)
     file = form.get("file")
     if not isinstance(file, UploadFile):
         raise FieldError("file", "file is missing, or has no name")

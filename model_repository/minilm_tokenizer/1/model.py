@@ -1,4 +1,4 @@
-"""Text to token ids and attention mask, padded to one of a few lengths.
+"""Text to token ids and attention mask, padded to one of a few lengths, and the number of tokens.
 
 The encoder's dynamic batcher joins requests of equal shape only. So a request is padded to the
 smallest bucket that holds its longest text, and requests of different lengths meet in a few shapes
@@ -83,6 +83,7 @@ class TritonPythonModel:
             [
                 pb_utils.Tensor("input_ids", input_ids),
                 pb_utils.Tensor("attention_mask", attention_mask),
+                pb_utils.Tensor("num_tokens", count_tokens(attention_mask)),
             ]
         )
 
@@ -156,3 +157,8 @@ def pad(
         row[:length] = encoding.ids
     attention_mask = (np.arange(bucket) < np.array(lengths)[:, None]).astype(np.int64)
     return input_ids, attention_mask
+
+
+def count_tokens(attention_mask: np.ndarray) -> np.ndarray:
+    """The tokens of each text, without padding: INT64 [texts, 1]."""
+    return attention_mask.sum(axis=1, keepdims=True)

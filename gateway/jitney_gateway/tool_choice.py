@@ -1,0 +1,38 @@
+"""The choice of some of a chat's tools, ``allowed_tools``. Pure."""
+
+from collections.abc import Sequence
+
+from jitney.errors import show
+
+from jitney_gateway.refusals import FieldError
+from jitney_gateway.wire import AllowedTools, ChatRequest, Tool, ToolChoice
+
+
+def check_tool_choice(choice: ToolChoice) -> None:
+    """Check that a choice has the one field that goes with its type. Raises FieldError."""
+    field = f"tool_choice.{choice.type}"
+    if getattr(choice, choice.type) is None:
+        raise FieldError(field, f"{field} is missing")
+
+
+def choose_allowed_tools(chat: ChatRequest) -> None:
+    """Leave the chat with its allowed tools alone, if its ``tool_choice`` names some. Raises
+    FieldError for a tool that the chat does not have."""
+    choice = chat.tool_choice
+    if not isinstance(choice, ToolChoice):
+        return
+    check_tool_choice(choice)
+    if choice.allowed_tools is None:
+        return
+    chat.tools = _allowed(chat.tools or (), choice.allowed_tools)
+    chat.tool_choice = choice.allowed_tools.mode
+
+
+def _allowed(tools: Sequence[Tool], allowed: AllowedTools) -> list[Tool]:
+    names = [tool.function.name for tool in allowed.tools]
+    known = [tool.function.name for tool in tools]
+    for index, name in enumerate(names):
+        if name not in known:
+            field = f"tool_choice.allowed_tools.tools[{index}]"
+            raise FieldError(field, f"{field} is {show(name)}, but must be one of tools")
+    return [tool for tool in tools if tool.function.name in names]

@@ -1,0 +1,99 @@
+"""What a body asks for in vain, because of the model that it is for, is left out of it.
+
+``field_rules.py`` does the same before the model is known. ``language.py`` calls this module before
+it makes a request to the model.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from jitney.errors import show
+
+from jitney_gateway.field_rules import IgnoredFields
+from jitney_gateway.server_request import ModelDescription, known_service_tiers
+from jitney_gateway.wire import ChatRequest, CompletionRequest, Generation
+
+NamesOfFields = Mapping[str, str]
+"""Field of a chat -> its path in the client's body, from which the gateway made the chat. A field
+that is not there has the same name in both."""
+
+_GUIDING = ("reasoning_effort", "verbosity")
+"""Fields of a chat that are parameters of its template, and say how much to write."""
+
+
+def leave_out_of_chat(
+    body: ChatRequest,
+    model: ModelDescription,
+    ignored: IgnoredFields,
+    names: NamesOfFields | None = None,
+) -> None:
+    """Leave out of a chat what has no effect on this model. Raises FieldError if the gateway is
+    strict."""
+    leave_out(body, model, ignored)
+    for name in _GUIDING:
+        value = getattr(body, name)
+        if value is None or takes_parameter(model, name):
+            continue
+        field = (names or {}).get(name, name)
+        ignored.add(field, fault=_unknown_to_template(value, model))
+        setattr(body, name, None)
+    body.chat_template_kwargs = known_kwargs(body.chat_template_kwargs, model, ignored)
+    limit = body.max_completion_tokens
+    if limit is not None and body.params.pop("max_tokens", limit) != limit:
+        ignored.add("max_tokens", fault="differs from max_completion_tokens: give one")
+    if body.top_logprobs == 0 and not body.logprobs:
+        body.top_logprobs = None
+
+
+def leave_out(
+    body: ChatRequest | CompletionRequest, model: ModelDescription, ignored: IgnoredFields
+) -> None:
+    """Leave out of a body what has no effect on this model. Raises FieldError if the gateway is
+    strict."""
+    _leave_out_service_tier(body, model, ignored)
+    if body.stream_options is not None and not body.stream:
+        ignored.add("stream_options", fault="goes with stream true")
+        body.stream_options = None
+
+
+def _leave_out_service_tier(
+    body: Generation, model: ModelDescription, ignored: IgnoredFields
+) -> None:
+    known = known_service_tiers(model.tiers)
+    if body.service_tier is None or body.service_tier in known:
+        return
+    fault = f"is {show(body.service_tier)}, but must be one of {', '.join(known)}"
+    ignored.add("service_tier", fault=fault)
+    body.service_tier = None
+
+
+def takes_parameter(model: ModelDescription, name: str) -> bool:
+    """Whether the model's option ``chat_template_parameters`` allows the parameter. Yes, if the
+    model does not tell: then it answers itself."""
+    allowed = model.chat_template_parameters
+    return allowed is None or name in allowed
+
+
+def known_kwargs(
+    kwargs: dict[str, Any] | None, model: ModelDescription, ignored: IgnoredFields
+) -> dict[str, Any] | None:
+    """``chat_template_kwargs`` without those that the chat template never reads. One that it reads
+    is kept, though the model may refuse it: it would change the prompt."""
+    if kwargs is None:
+        return None
+    template = model.chat_template or ""
+    kept = {}
+    for name, value in kwargs.items():
+        is_read = re.search(rf"\b{re.escape(name)}\b", template) is not None
+        if is_read or takes_parameter(model, name):
+            kept[name] = value
+        else:
+            fault = _unknown_to_template(value, model)
+            ignored.add(f"chat_template_kwargs.{name}", fault=fault)
+    return kept
+
+
+def _unknown_to_template(value: Any, model: ModelDescription) -> str:
+    listed = ", ".join(sorted(model.chat_template_parameters or ())) or "none"
+    return f"is {show(value)}, but the model's chat template takes only these: {listed}"
