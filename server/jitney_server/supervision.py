@@ -115,6 +115,8 @@ class Supervisor:
         """One after the other."""
         self._language_models: set[str] | None = None
         """Those that metrics have named. None: there were no metrics yet."""
+        self._num_hang_ups = 0
+        """How often all connections were closed, ours among them."""
         self._seen: _Observations
         self._begin()
 
@@ -295,6 +297,7 @@ class Supervisor:
             return
         ports = self._server.admin.ports
         hung_up = hang_up(self._server.pid, [ports.http, ports.grpc])
+        self._num_hang_ups += 1
         self._say(f"{hung_up.closed} connections are closed: streams of model {name} may be stuck")
         if may_have_streams and not hung_up.was_allowed:
             # The stuck streams cannot be closed here: only a restart of the server ends them.
@@ -303,6 +306,7 @@ class Supervisor:
     def _load(self, name: str) -> None:
         seen = self._seen
         began = self._clock()
+        num_hang_ups = self._num_hang_ups
         try:
             self._look_meanwhile(partial(self._server.admin.load, name, LOAD_S))
         except RefusedCallError as error:
@@ -312,7 +316,10 @@ class Supervisor:
             seen.unloaded.append(name)
             self._say(f"model {name} cannot be loaded again: {error}")
         except NoAnswerError as error:
-            self._note_fault(f"model {name} cannot be loaded again: {error}")
+            # If the connection of this call was closed by ourselves, the server goes on loading,
+            # and the next repair asks once more.
+            if self._num_hang_ups == num_hang_ups:
+                self._note_fault(f"model {name} cannot be loaded again: {error}")
         else:
             seen.unloaded.remove(name)
             seen.processes = _find_processes(self._server.pid, seen.processes.model_of_pid)

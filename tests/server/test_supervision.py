@@ -205,6 +205,28 @@ def test_a_model_that_dies_while_another_one_loads_is_noticed(
     assert server.loads == ["embed", "chat"]
 
 
+def test_a_load_that_loses_its_connection_to_a_hang_up_is_asked_for_again(
+    server, clock, said, monkeypatch
+) -> None:
+    monkeypatch.setattr(supervision, "_LOOK_S", 0.01)
+    load = server.load
+
+    def cut_load(name: str, timeout_s: float) -> None:
+        if server.hung_up == 0:
+            server.processes[0].kill()
+            assert wait_until(lambda: server.hung_up == 1)
+            server.loads.append(name)
+            raise NoAnswerError("connection closed")
+        load(name, timeout_s)
+
+    server.load = cut_load
+    run = supervise(server, clock, said)
+    server.processes[1].kill()
+    run(10)
+    assert server.loads == ["embed", "embed", "chat"]
+    assert server.starts == 0
+
+
 def test_a_model_that_dies_while_it_is_asked_is_noticed(server, clock, said, monkeypatch) -> None:
     monkeypatch.setattr(supervision, "_LOOK_S", 0.01)
     noticed: list[bool] = []
