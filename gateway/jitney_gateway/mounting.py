@@ -49,4 +49,6 @@ def open_service(name: str, folder: Path | None) -> MountedService:
     for point in entry_points(group=SERVICES, name=name):
         open_: OpenService = point.load()
         return open_(folder)
-    raise InstallationError(f"no installed package offers {name}: install triton-jitney again")
+    raise InstallationError(
+        f"no installed package offers {name}: run `pip install --no-deps -e .` in Jitney's checkout"
+    )

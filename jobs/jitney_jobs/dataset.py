@@ -20,7 +20,13 @@ from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import unquote
 
 import msgspec
-from jitney.errors import InstallationError, InvalidArgumentError, JitneyError, UnavailableError
+from jitney.errors import (
+    InstallationError,
+    InvalidArgumentError,
+    JitneyError,
+    UnavailableError,
+    install_extra,
+)
 
 from jitney_jobs.job import InputFormat, Job
 from jitney_jobs.journal import FileRows, InputFile, Ranges, Record
@@ -31,7 +37,7 @@ try:
     import pyarrow.parquet as pq
 except ImportError:
     raise InstallationError(
-        "jobs need pyarrow, which is not installed: pip install 'triton-jitney[jobs]'"
+        f"jobs need pyarrow, which is not installed: {install_extra('jobs')}"
     ) from None
 
 RowValues = dict[str, Any]

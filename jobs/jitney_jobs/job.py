@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-from jitney.errors import InstallationError, InvalidArgumentError, nearest, show
+from jitney.errors import InstallationError, InvalidArgumentError, install_extra, nearest, show
 from jitney.field_types import field_at_fault
 from msgspec import Meta
 
@@ -311,9 +311,7 @@ def read_job(path: Path) -> dict[str, Any]:
     try:
         import yaml
     except ImportError:
-        raise InstallationError(
-            "a job file needs pyyaml: pip install 'triton-jitney[jobs]'"
-        ) from None
+        raise InstallationError(f"a job file needs pyyaml: {install_extra('jobs')}") from None
 
     class Loader(yaml.SafeLoader):
         """YAML 1.1 takes 16:00 for the number 960; here it stays a text."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jitney.errors import InstallationError, UnavailableError
+from jitney.errors import InstallationError, UnavailableError, install_extra
 from jitney.progress import State
 
 from jitney_jobs.job import Job
@@ -15,7 +15,7 @@ try:
     from prometheus_client import CollectorRegistry, Metric, push_to_gateway, start_http_server
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 except ImportError:
-    missing = "metrics of jobs need prometheus_client: pip install 'triton-jitney[jobs]'"
+    missing = f"metrics of jobs need prometheus_client: {install_extra('jobs')}"
     raise InstallationError(missing) from None
 
 _PUSH_S = 15.0

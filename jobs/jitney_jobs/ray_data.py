@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jitney.errors import InstallationError, JitneyError, UnavailableError
+from jitney.errors import InstallationError, JitneyError, UnavailableError, install_extra
 
 from jitney_jobs.dataset import Chunk, Dataset
 from jitney_jobs.executors import load
@@ -37,9 +37,7 @@ try:
     import ray
     import ray.data as ray_data
 except ImportError:
-    raise InstallationError(
-        "a job on a cluster needs Ray: pip install 'triton-jitney[ray]'"
-    ) from None
+    raise InstallationError(f"a job on a cluster needs Ray: {install_extra('ray')}") from None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from jitney.errors import InstallationError, InvalidArgumentError
+from jitney.errors import InstallationError, InvalidArgumentError, install_extra
 from jitney_server.standins.batch import NUMPY_TYPES
 from jitney_server.standins.signature import Signature, TensorInfo
 from tokenizers import Tokenizer
@@ -95,9 +95,7 @@ class Tensors:
         try:
             from PIL import Image
         except ImportError:
-            raise InstallationError(
-                "images need pillow: pip install 'triton-jitney[jobs]'"
-            ) from None
+            raise InstallationError(f"images need pillow: {install_extra('jobs')}") from None
         if len(info.dims) != 3 or min(info.dims) < 1:
             bound = "an image's: three dimensions of fixed size"
             raise InvalidArgumentError.of(f"the shape of input {info.name}", info.dims, bound)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jitney.config import EngineConfig
-from jitney.errors import InstallationError, InvalidArgumentError, nearest
+from jitney.errors import InstallationError, InvalidArgumentError, install_extra, nearest
 from jitney.read_config import load_config
 from jitney_server.server import TritonServer
 
@@ -25,8 +25,8 @@ try:
     from tritonclient.grpc.model_config_pb2 import ModelConfig
 except ImportError:
     raise InstallationError(
-        "config.pbtxt is read with Triton's client library, which is not installed: "
-        "pip install 'triton-jitney[server]'"
+        f"config.pbtxt is read with Triton's client library, which is not installed: "
+        f"{install_extra('server')}"
     ) from None
 
 _DEFAULT_TOKENS_ON_CPU = 512

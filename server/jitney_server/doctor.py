@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from jitney.errors import InstallationError, JitneyError
+from jitney.errors import InstallationError, JitneyError, install_extra
 from jitney.execution.cgroups import free_memory
 from rich.console import Console
 from rich.markup import escape
@@ -32,6 +32,8 @@ from jitney_server.ports import check_different, choose_ports
 from jitney_server.trial import try_server
 
 _MIB = 1 << 20
+_LEAST_SHARED_MIB = 2
+"""Shared memory with which one model was seen to serve."""
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 """Those that our kernels use, as /proc/cpuinfo names them."""
 _MARKS = {"ok": "[green]ok   [/]", "warns": "[yellow]warns[/]", "fails": "[red]FAILS[/]"}
@@ -175,7 +177,7 @@ def _check_numba() -> Finding:
     return _check_optional(
         ["numba"],
         without="attention on the CPU falls back to the slow reference",
-        repair="pip install 'triton-jitney[cpu]'",
+        repair=install_extra("cpu"),
     )
 
 
@@ -183,7 +185,7 @@ def _check_onnxruntime() -> Finding:
     return _check_optional(
         ["onnxruntime", "onnxruntime-gpu"],
         without="models of the onnxruntime backend cannot be served",
-        repair="pip install 'triton-jitney[onnx]' (with a GPU: [onnx-gpu])",
+        repair=f"{install_extra('onnx')} (with a GPU: [onnx-gpu])",
     )
 
 
@@ -309,7 +311,7 @@ def _check_shared_memory() -> Finding:
         return Finding("ok", f"{free:,} MiB free in /dev/shm")
     text = f"{free} MiB of {usage.total // _MIB} MiB are free"
     repair = "give the container more: docker run --shm-size=1g, or compose's shm_size"
-    return Finding("fails" if free < 16 else "warns", text, repair)
+    return Finding("fails" if free < _LEAST_SHARED_MIB else "warns", text, repair)
 
 
 def _check_memory() -> Finding:

@@ -16,7 +16,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from jitney.errors import InstallationError
+from jitney.errors import InstallationError, install_extra
 
 PYTHONS = ((3, 11), (3, 12))
 """Versions that have both a stub in the wheel and a numpy below 2."""
@@ -35,7 +35,7 @@ _SYSTEM_FOLDERS = (
     "/usr/lib",
 )
 
-_INSTALL = "pip install 'triton-jitney[server]'"
+_INSTALL = install_extra("server")
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def backend_folder() -> Path:
             return folder
     raise InstallationError(
         f"the backend folders are missing beside {package}; "
-        f"{REPAIR_WITH}pip install --force-reinstall --no-deps triton-jitney"
+        f"{REPAIR_WITH}`pip install --no-deps -e .` in Jitney's checkout"
     )
 
 

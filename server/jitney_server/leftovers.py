@@ -15,13 +15,14 @@ import os
 import shutil
 import socket
 import stat
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import psutil
+
+from jitney_server.plain_paths import make_runtime_folder, runtime_parents
 
 PREFIX = "jitney-server-"
 """Of the names of all run folders."""
@@ -70,8 +71,8 @@ class RunFolder:
     """The folder of one run of a server. The caller puts into it what the server needs."""
 
     def __init__(self) -> None:
-        """Makes the folder."""
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+        """Makes the folder. Raises InstallationError if there is no place for one."""
+        self.path = make_runtime_folder(PREFIX)
         launcher = _key_of(os.getpid())
         assert launcher is not None
         self._owner = Owner(_this_machine(), launcher, launched_at=time.time())
@@ -113,7 +114,8 @@ def sweep() -> None:
 def _owned_folders() -> Iterator[tuple[Path, Owner]]:
     """The run folders of this user that have a record. One without a record may be just being
     made."""
-    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    found = (path for parent in runtime_parents() for path in Path(parent).glob(f"{PREFIX}*"))
+    for path in found:
         if not _is_own_folder(path):
             continue
         try:

@@ -11,6 +11,7 @@ A stopped server may be started again; it then has new free ports.
 
 import atexit
 import contextlib
+import math
 import os
 import secrets
 import signal
@@ -21,15 +22,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 from jitney.errors import InvalidArgumentError, LoadError
 
 from jitney_server.admin import Admin
 from jitney_server.installation import backend_folder, find_installation, link_backends
 from jitney_server.launch import guard_group, launch, restrict
 from jitney_server.leftovers import RunFolder, sweep
+from jitney_server.plain_paths import check_model_names, plain_path
 from jitney_server.ports import ServerPorts, choose_ports
 from jitney_server.start_failure import explain_failure, is_port_taken
-from jitney_server.stopping import StopOutcome, stop
+from jitney_server.stopping import StopOutcome, model_processes, stop
 from jitney_server.supervision import LOAD_S
 
 EXIT_TIMEOUT_S = 10
@@ -43,6 +46,10 @@ FORWARDED_HEADERS = "(?i)traceparent|tracestate|jitney-limits"
 key."""
 _PORT_ATTEMPTS = 3
 _POLL_S = 0.05
+_STUBS_POLL_S = 1.0
+"""Between two looks at the stubs of a server that starts."""
+_ENDED_STUB_S = 10.0
+"""A stub that has ended for so long is one whose end the server does not notice."""
 
 
 class TritonServer:
@@ -188,8 +195,11 @@ class TritonServer:
                 if is_last:
                     raise
                 # Another process took one of our free ports: the next attempt chooses others.
-            except BaseException:
-                self._clean_up(keep_log=True)
+            except Exception:
+                self._clean_up(keep_log=True)  # the error names it
+                raise
+            except BaseException:  # Ctrl-C
+                self._clean_up(keep_log=append_to_log)
                 raise
 
     def stop(self, grace_s: float | None = None) -> bool:
@@ -200,13 +210,15 @@ class TritonServer:
         was not running.
         """
         outcome = StopOutcome()
+        was_running = self._process is not None
         if self._process is not None:
             if grace_s is None:
                 grace_s = float(self._exit_timeout_s)
             outcome = stop(self.admin, self._process, grace_s)
         self.last_stop = outcome
         is_clean = outcome.problem is None
-        self._clean_up(keep_log=not is_clean)
+        # After a start that failed nothing runs, and the error has named the log.
+        self._clean_up(keep_log=not (is_clean and was_running))
         return is_clean
 
     def restart(self, timeout_s: float = LOAD_S) -> None:
@@ -251,9 +263,10 @@ class TritonServer:
 
     def _command(self, runtime: RunFolder) -> list[str]:
         """The command line, without the secret arguments."""
+        repository = plain_path(self.model_repository, runtime.path / "models")
         command = [
             str(self._installation.binary),
-            f"--model-repository={self.model_repository}",
+            f"--model-repository={repository}",
             f"--backend-directory={runtime.path / 'backends'}",
             f"--cache-directory={self._installation.caches}",
             f"--exit-timeout-secs={self._exit_timeout_s}",
@@ -305,10 +318,16 @@ class TritonServer:
     def _wait_until_ready(self, timeout_s: float) -> None:
         assert self._process is not None
         deadline = time.monotonic() + timeout_s
+        stubs = _StartingStubs(self._process.pid)
         while not self.is_ready():
             status = self._process.poll()
             if status is not None:
                 raise self._start_error(status)
+            if not self._keep_going and stubs.one_has_ended(time.monotonic()):
+                raise LoadError(
+                    f"the process of a model has ended while the server started, which the server "
+                    f"has not noticed; the log is {self.log_file}:\n{self.log_tail(10)}"
+                )
             if time.monotonic() > deadline:
                 raise LoadError(
                     f"the server was not ready within {timeout_s:.0f} s; the log is "
@@ -342,16 +361,41 @@ class TritonServer:
             self.log_file = None
 
 
+class _StartingStubs:
+    """The stubs of a server that starts. It waits without an end for a stub that ended early."""
+
+    def __init__(self, server_pid: int) -> None:
+        self._server_pid = server_pid
+        self._looked_at = -math.inf
+        self._ended_at: dict[int, float] = {}
+        """Process id of a stub that has ended -> when that was seen first."""
+
+    def one_has_ended(self, now: float) -> bool:
+        """Whether one is a zombie for _ENDED_STUB_S: the server has not asked for its status."""
+        if now - self._looked_at < _STUBS_POLL_S:
+            return False
+        self._looked_at = now
+        ended_at = {}
+        for process in model_processes(self._server_pid):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.status() == psutil.STATUS_ZOMBIE:
+                    ended_at[process.pid] = self._ended_at.get(process.pid, now)
+        self._ended_at = ended_at
+        return any(now - since >= _ENDED_STUB_S for since in ended_at.values())
+
+
 class _PortTakenError(LoadError):
     """Another process took a port between our choice and the server's bind."""
 
 
 def _check_repository(folder: Path, models: Sequence[str]) -> None:
     """Raise InvalidArgumentError if the repository is not a folder, or one of the models is not in
-    it."""
+    it, or has a name that the server cannot start its process with."""
     if not folder.is_dir():
         raise InvalidArgumentError(f"the model repository {folder} is not a folder")
     present = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+    shown = [name for name in present if not name.startswith(".")]
+    check_model_names(models or shown)
     for name in models:
         if name not in present:
             listed = ", ".join(present) or "nothing"

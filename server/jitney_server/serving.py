@@ -304,10 +304,13 @@ def _listed_models(server: TritonServer) -> Iterator[ListedModel]:
 
 
 def _print_welcome(server: TritonServer) -> None:
-    """Print the models, the addresses, and one line to try."""
+    """Print the models, the addresses, and one line to try. Warn if there are no models."""
+    listed = list(_listed_models(server))
+    if not listed:
+        _say(f"warning: {server.model_repository} holds no models, so nothing is served")
     table = Table("model", "state", box=None, pad_edge=False, header_style="dim")
     language_models = []
-    for model in _listed_models(server):
+    for model in listed:
         if model.state == "READY":
             table.add_row(model.name, "[green]ready[/]")
             inputs = server.admin.model_inputs(model.name)

@@ -16,6 +16,13 @@ _FAILED_MODEL = re.compile(
 # "Invalid argument: ensemble 'embed' depends on 'minilm' which …"
 # "… ensemble embed contains models that are not available …"
 _FAILED_ENSEMBLE = re.compile(r"(?P<why>ensemble '?(?P<model>[^' ]+)'? (?:depends on|contains) .*)")
+# [libprotobuf ERROR …/text_format.cc:337] Error parsing text-format inference.ModelConfig: 3:14: …
+_PARSE_ERROR = re.compile(
+    r"Error parsing text-format \S+: (?P<line>\d+):(?P<column>\d+): (?P<why>.*)"
+)
+_UNREADABLE_CONFIG = "failed to read text proto from"
+_USAGE = "Usage: tritonserver [options]"
+"""What the server prints after its reason, and before all its options, if one is wrong."""
 # A line of the log of the level error or fatal, and a line that the server prints without its
 # logger.
 _ERROR = re.compile(r"^[EF]\d{4} [\d:.]+ \d+ \S+\] (?P<text>.*)|^error: (?P<plain>.*)")
@@ -26,12 +33,20 @@ _MOST_LINES = 5
 def failed_models(text: str) -> dict[str, str]:
     """Model -> why it failed to load, without tracebacks, in the order of the log."""
     failures: dict[str, str] = {}
+    parse_error: str | None = None
+    """Of the configuration that is being read: it comes before the line that names the model."""
     for line in text.splitlines():
+        parsed = _PARSE_ERROR.search(line)
+        if parsed is not None and parse_error is None:
+            parse_error = f"line {parsed['line']}, column {parsed['column']}: {parsed['why']}"
         match = _FAILED_MODEL.search(line) or _FAILED_ENSEMBLE.search(line)
         if match is None or match["model"] in failures:
             continue
         # A record of the log is one line: the newlines inside are escaped.
         reason = without_frames_and_repetitions(match["why"].replace("\\n", "\n"))
+        if parse_error is not None and _UNREADABLE_CONFIG in reason:
+            reason += f": {parse_error}"
+            parse_error = None
         failures[match["model"]] = reason.replace("\n", "\n    ")
     return failures
 
@@ -68,13 +83,22 @@ def explain_failure(text: str, status: int) -> str:
         head = "one model" if len(failures) == 1 else f"{len(failures)} models"
         listed = "".join(f"\n  {model}: {why}" for model, why in failures.items())
         return f"the server stopped because {head} failed to load:{listed}"
-    lines = (_error_lines(text) or text.splitlines())[-_MOST_LINES:]
+    lines = _lines_before_usage(text) or _error_lines(text) or text.splitlines()
+    lines = lines[-_MOST_LINES:]
     without_repetitions = dict.fromkeys(lines)
     listed = "".join(f"\n  {line}" for line in without_repetitions) or " it printed nothing"
     ending = f"exited with status {status}"
     if status < 0:
         ending = f"was ended by {signal.Signals(-status).name}"
     return f"the server {ending}:{listed}"
+
+
+def _lines_before_usage(text: str) -> list[str]:
+    """The server's reason to print its usage: it refused one of its options. Else nothing."""
+    before, usage, _ = text.partition(_USAGE)
+    if not usage:
+        return []
+    return [line for line in before.splitlines() if line.strip()]
 
 
 def _error_lines(text: str) -> list[str]:

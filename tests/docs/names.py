@@ -164,8 +164,10 @@ def _project() -> dict[str, Any]:
 def _pip(words: Sequence[str]) -> Problems:
     extras = _project()["project"]["optional-dependencies"]
     for word in words:
-        match = re.fullmatch(r"(\.|triton-jitney)\[([\w,-]+)\]", word)
-        for extra in match[2].split(",") if match else ():
+        if word.startswith("triton-jitney"):
+            yield "no package index has triton-jitney"
+        match = re.fullmatch(r"\.\[([\w,-]+)\]", word)
+        for extra in match[1].split(",") if match else ():
             if extra not in extras:
                 yield f"pyproject.toml has no extra {extra}"
 

@@ -9,7 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 from jitney.engine.assemble import load_model
-from jitney.errors import CheckpointError, UnsupportedModelError
+from jitney.errors import CheckpointError, ConfigError, UnsupportedModelError
 from jitney.execution import eagle
 from jitney.execution.checkpoint import INDEX, WEIGHTS, check_checkpoint, resolve_model
 from jitney.read_config import make_config
@@ -175,8 +175,9 @@ def test_weights_in_eight_bits(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["no/such-model", "nowhere", "../up", "a b/c:d", "/no/such/place"])
 def test_neither_folder_nor_cached(name: str) -> None:
-    with pytest.raises(CheckpointError, match="neither a folder nor in the local hub cache"):
+    with pytest.raises(ConfigError, match="neither a folder nor in the local hub cache") as raised:
         resolve_model(name)
+    assert repr(name) in str(raised.value)
 
 
 def test_a_broken_head(folder: Path, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_without_matplotlib_it_is_said_first(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     error = error_of("--concurrency", "nonsense")
     assert isinstance(error, InstallationError)
-    assert "triton-jitney[bench]" in str(error)
+    assert ".[bench]" in str(error)
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:

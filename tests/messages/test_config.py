@@ -1,7 +1,10 @@
 """Options of ``model.json``: what is wrong is named, with the value and the bound."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -201,3 +204,45 @@ def test_every_option_can_be_described() -> None:
 def test_a_removed_option_is_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert make_config({"model": "m", "refuse_late": True}) == make_config({"model": "m"})
     assert "option refuse_late was removed and is ignored" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "name", ["/no/such/place", "../up", "./here", "~/models/a", "a/b/c", "x.gguf"]
+)
+def test_a_path_to_nothing_is_refused_when_the_file_is_read(tmp_path: Path, name: str) -> None:
+    """Not an id of the hub, which only the engine looks up, 20 seconds later."""
+    file = write(tmp_path, f'{{"model": "{name}"}}')
+    with pytest.raises(ConfigError) as raised:
+        load_config(file)
+    assert f"option model is '{name}', but must be a folder" in str(raised.value)
+    assert raised.value.client_message.startswith("INVALID_ARGUMENT: ")
+
+
+def test_a_long_path_is_shown_to_its_end(tmp_path: Path) -> None:
+    name = f"/{'deep/' * 40}typo"
+    with pytest.raises(ConfigError, match="/typo'"):
+        load_config(write(tmp_path, f'{{"model": "{name}"}}'))
+
+
+_IN_STUB = """
+import sys
+from pathlib import Path
+from jitney.read_config import load_config
+assert sys.getfilesystemencoding() == "ascii"
+config = load_config(Path(sys.argv[1], "model.json"))
+print(ascii(config.model), ascii(config.adapters))
+"""
+
+
+def test_paths_with_any_letters_are_found_where_names_of_files_are_ascii(tmp_path: Path) -> None:
+    """As in the server's stub, whatever the locale. A link leads to the repository there."""
+    version = tmp_path / "m\u00fcll" / "1"
+    (version / "mod\u00e8le").mkdir(parents=True)
+    write(version, '{"model": "mod\u00e8le", "adapters": "\u00fcber"}')
+    (tmp_path / "link").symlink_to(version)
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-c", _IN_STUB, str(tmp_path / "link")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = [ascii(str(version.resolve() / name)) for name in ("mod\u00e8le", "\u00fcber")]
+    assert done.stdout.split() == found

@@ -3,14 +3,16 @@
 import importlib.metadata
 import importlib.util
 import os
+import re
 import sys
 import sysconfig
+import tomllib
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
-from jitney.errors import InstallationError
+from jitney.errors import InstallationError, install_extra
 from jitney_server import installation
 
 
@@ -52,7 +54,7 @@ def test_numpy_1_is_taken_and_none_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_missing_wheel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InstallationError, match=r"pip install 'triton-jitney\[server\]'"):
+    with pytest.raises(InstallationError, match=r"pip install -e '\.\[server\]'"):
         installation.find_installation()
 
 
@@ -108,3 +110,38 @@ def test_runtime_directory_of_links(tmp_path: Path) -> None:
     assert (target / "one" / "model.py").exists()
     assert os.access(target / "python" / stub.name, os.X_OK)
     assert not os.access(stub, os.X_OK), "nothing in the environment is changed"
+
+
+_ROOT = Path(__file__).resolve().parents[2]
+_ROOMS = ("backend", "server", "gateway", "jobs", "measure", "export", "scripts", "deploy", "docs")
+_NAMED_EXTRAS = re.compile(
+    r"""pip\ install\ -e\ '\.\[(?P<written>[\w,-]+)\]'|install_extra\((?P<asked>["'][^)]*)\)""",
+    re.X,
+)
+
+
+def sources() -> list[Path]:
+    found = [_ROOT / "README.md"]
+    for room in _ROOMS:
+        for suffix in (".py", ".md"):
+            found += (_ROOT / room).rglob(f"*{suffix}")
+    return [path for path in found if path.name != "log.md"]
+
+
+def test_no_repair_takes_us_from_a_package_index() -> None:
+    """Whoever took the name there would be installed."""
+    for path in sources():
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"install[^\n]*\btriton-jitney", text), path
+
+
+def test_every_extra_that_is_named_is_there() -> None:
+    project = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    extras = project["project"]["optional-dependencies"]
+    named = set()
+    for path in sources():
+        for match in _NAMED_EXTRAS.finditer(path.read_text(encoding="utf-8")):
+            named |= set(re.findall(r"[\w-]+", match["written"] or match["asked"]))
+    assert {"cpu", "server", "gateway", "jobs"} <= named
+    assert named <= extras.keys()
+    assert install_extra("gateway", "jobs").startswith("`pip install -e '.[gateway,jobs]'`")

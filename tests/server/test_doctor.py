@@ -133,7 +133,9 @@ def test_gpus(
     assert text in found.text
 
 
-@pytest.mark.parametrize(("free_mib", "state"), [(8, "fails"), (64, "warns"), (512, "ok")])
+@pytest.mark.parametrize(
+    ("free_mib", "state"), [(1, "fails"), (2, "warns"), (64, "warns"), (512, "ok")]
+)
 def test_shared_memory(monkeypatch: pytest.MonkeyPatch, free_mib: int, state: str) -> None:
     usage = namedtuple("usage", "total used free")(1 << 30, 0, free_mib << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)

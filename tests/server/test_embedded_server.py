@@ -248,24 +248,78 @@ def test_a_start_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     assert not server.is_alive()
 
 
+def start_that_prints(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each server that is started print one line and end."""
+
+    def launch(
+        command: object, secret: object, environment: object, **options: Any
+    ) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(["/bin/sh", "-c", 'echo "$1"; exit 1', "sh", line], **options)
+
+    monkeypatch.setattr(module, "launch", launch)
+
+
+def test_the_log_that_an_error_names_stays(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`jitney serve` stops the server after a start that failed."""
+    server = TritonServer(repository)
+    start_that_prints("error: creating server: no", monkeypatch)
+    with pytest.raises(LoadError) as caught:
+        server.start()
+    assert server.stop()
+    named = Path(str(caught.value).rpartition("The whole log is ")[2])
+    assert named.read_text(encoding="utf-8") == "error: creating server: no\n"
+    named.unlink()
+
+
+def test_a_start_that_ctrl_c_ends_leaves_no_log(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = TritonServer(repository)
+    start_that_prints("loading", monkeypatch)
+    logs = []
+
+    def interrupt(timeout_s: float) -> None:
+        logs.append(server.log_file)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(server, "_wait_until_ready", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        server.start()
+    assert not logs[0].exists()
+
+
+def test_a_start_notices_a_stub_that_has_ended(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server itself waits for it without an end."""
+
+    def launch(
+        command: object, secret: object, environment: object, **options: Any
+    ) -> "subprocess.Popen[bytes]":
+        # `sleep` does not ask for the status of the child that it has from the shell.
+        return subprocess.Popen(["/bin/sh", "-c", "exit 1 & exec sleep 60"], **options)
+
+    monkeypatch.setattr(module, "launch", launch)
+    monkeypatch.setattr(module, "_STUBS_POLL_S", 0.1)
+    monkeypatch.setattr(module, "_ENDED_STUB_S", 0.3)
+    server = TritonServer(repository, log_file=tmp_path / "log")
+    with pytest.raises(LoadError, match="the process of a model has ended while the server"):
+        server.start(timeout_s=50)
+    assert not server.is_alive()
+
+
 def test_a_restart_that_fails_is_not_explained_by_an_earlier_start(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The log of the earlier start stays in the file."""
 
-    def start_that_prints(line: str) -> None:
-        def launch(
-            command: object, secret: object, environment: object, **options: Any
-        ) -> "subprocess.Popen[bytes]":
-            return subprocess.Popen(["/bin/sh", "-c", 'echo "$1"; exit 1', "sh", line], **options)
-
-        monkeypatch.setattr(module, "launch", launch)
-
     server = TritonServer(repository, log_file=tmp_path / "log")
-    start_that_prints("failed to load 'old' version 1: Internal: no")
+    start_that_prints("failed to load 'old' version 1: Internal: no", monkeypatch)
     with pytest.raises(LoadError, match="old: Internal: no"):
         server.start()
-    start_that_prints("error: creating server: out of memory")
+    start_that_prints("error: creating server: out of memory", monkeypatch)
     with pytest.raises(LoadError, match="creating server: out of memory") as caught:
         server.restart()
     assert "old" not in str(caught.value)

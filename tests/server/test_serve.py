@@ -21,6 +21,7 @@ from jitney_server import serving
 from jitney_server.admin import Admin
 from jitney_server.doctor import Finding
 from jitney_server.ports import ServerPorts, choose_ports
+from jitney_server.server import TritonServer
 from jitney_server.stopping import interruptible
 from typer.testing import CliRunner, Result
 
@@ -199,6 +200,17 @@ def test_every_model_that_is_not_served_is_listed(repository: Path, tmp_path: Pa
     assert "ValueError: no" in states["broken"]
     assert "ensemble 'lost' depends on 'broken'" in states["lost"]
     assert "at least one version must be available" in states["empty"]
+
+
+def test_a_repository_without_models_is_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / "config.pbtxt").write_text("")  # a file beside the models is no model
+    server = TritonServer(tmp_path)
+    monkeypatch.setattr(Admin, "model_states", lambda self: {})
+    serving._print_welcome(server)
+    assert f"warning: {tmp_path} holds no models" in capsys.readouterr().err
 
 
 @pytest.mark.server

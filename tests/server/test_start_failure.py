@@ -76,3 +76,39 @@ def test_only_the_server_itself_says_that_a_port_is_taken() -> None:
     line = """E1120 18:39:00.1 1 main.cc:355] "failed to start HTTP service: Unavailable - """
     assert is_port_taken(f"{line}Socket '127.0.0.1:8000' already in use \"")
     assert not is_port_taken("the cache is already in use")
+
+
+BROKEN = r"""[libprotobuf ERROR /tmp/build/src/google/protobuf/text_format.cc:337] Error parsing text-format inference.ModelConfig: 2:16: Message type "inference.ModelConfig" has no field named "max_batch_sise".
+E1120 18:38:58.168306 1 model_repository_manager.cc:1460] "Poll failed for model directory 'typo': failed to read text proto from /srv/typo/config.pbtxt"
+[libprotobuf ERROR /tmp/build/src/google/protobuf/text_format.cc:337] Error parsing text-format inference.ModelConfig: 7:1: Expected "}".
+E1120 18:38:58.168406 1 model_repository_manager.cc:1460] "Poll failed for model directory 'open': failed to read text proto from /srv/open/config.pbtxt"
+E1120 18:38:58.186433 1 model_repository_manager.cc:724] "failed to load model 'empty': at least one version must be available under the version policy of model 'empty'"
+"""
+
+
+def test_a_broken_configuration_is_named_with_line_and_column() -> None:
+    assert failed_models(BROKEN) == {
+        "typo": "failed to read text proto from /srv/typo/config.pbtxt: line 2, column 16: Message "
+        'type "inference.ModelConfig" has no field named "max_batch_sise".',
+        "open": "failed to read text proto from /srv/open/config.pbtxt: line 7, column 1: "
+        'Expected "}".',
+        "empty": "at least one version must be available under the version policy of model 'empty'",
+    }
+
+
+REFUSED = """/opt/tritonserver: unrecognized option '--nonsense=1'
+
+Usage: tritonserver [options]
+  --help
+	Print usage
+
+Logging:
+  --log-verbose <integer>
+"""
+
+
+def test_why_an_option_was_refused_stands_first_and_the_usage_nowhere() -> None:
+    assert explain_failure(REFUSED, 1).splitlines() == [
+        "the server exited with status 1:",
+        "  /opt/tritonserver: unrecognized option '--nonsense=1'",
+    ]

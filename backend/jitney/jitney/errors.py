@@ -22,6 +22,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Self
 
+MOST_OF_PATH = 4096
+"""Characters of a path that a message shows: all, for what is wrong is mostly at its end."""
+
 
 class JitneyError(Exception):
     """Base of all errors raised on purpose. ``code`` opens every message that a client sees."""
@@ -138,6 +141,12 @@ _BY_CODE: dict[str, type[JitneyError]] = {
 def from_code(code: str, message: str) -> JitneyError:
     """Rebuild an error that crossed from the engine as a code and a message."""
     return _BY_CODE.get(code, InternalError)(message)
+
+
+def install_extra(*names: str) -> str:
+    """How to install packages that Jitney can do without, for the text of an error. It is done from
+    a checkout: no package index has the distribution, and anybody could take its name there."""
+    return f"`pip install -e '.[{','.join(names)}]'` in Jitney's checkout"
 
 
 def show(value: object, limit: int = 60) -> str:

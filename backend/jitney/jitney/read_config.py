@@ -3,6 +3,7 @@
 """
 
 import logging
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ import msgspec
 from msgspec import inspect
 
 from jitney.config import EngineConfig, SpeculationConfig, TierConfig
-from jitney.errors import ConfigError, nearest
+from jitney.errors import MOST_OF_PATH, ConfigError, nearest, show
 from jitney.field_types import describe_range, describe_type, field_at_fault, kind_of, may_be_none
 
 _log = logging.getLogger(__name__)
@@ -88,19 +89,50 @@ def _with_absolute_paths(config: EngineConfig, folder: Path) -> EngineConfig:
             changes["speculation"] = msgspec.structs.replace(speculation, model=draft_model)
 
     if config.adapters is not None:
-        changes["adapters"] = str((folder / config.adapters).resolve())
+        changes["adapters"] = _absolute("adapters", config.adapters, folder)
     return msgspec.structs.replace(config, **changes)
 
 
 def _find(option: str, name: str, folder: Path) -> str | None:
-    """The absolute path of the file or folder ``name`` in ``folder``; None if there is none. Raises
-    ConfigError if the system refuses to look: the name is too long, or permission is missing."""
-    path = folder / name
+    """The absolute path of the file or folder ``name`` in ``folder``; None if there is none, but
+    ``name`` may be an id. Raises ConfigError if it can only be a path, so that nobody waits for an
+    engine to find that out; and if the system refuses to look: the name is too long, or permission
+    is missing."""
     try:
-        return str(path.resolve()) if path.exists() else None
+        os.stat(_bytes_of_path(folder, name))
+        return _absolute(option, name, folder)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
     except OSError as error:
         bound = f"a path that can be looked up ({error.strerror})"
         raise ConfigError.of(option, name, bound) from None
+    if _can_only_be_path(name):
+        shown = show(name, MOST_OF_PATH)
+        raise ConfigError(
+            f"option {option} is {shown}, but must be a folder or a GGUF file that exists, or the "
+            f"id of a model in the local hub cache"
+        )
+    return None
+
+
+def _absolute(option: str, name: str, folder: Path) -> str:
+    """The absolute path of ``name`` in ``folder``, which need not be there, without links. Raises
+    ConfigError if it is not UTF-8."""
+    try:
+        return os.path.realpath(_bytes_of_path(folder, name)).decode()
+    except UnicodeDecodeError:
+        raise ConfigError.of(option, name, "a path in UTF-8") from None
+
+
+def _bytes_of_path(folder: Path, name: str) -> bytes:
+    """The path of ``name`` in ``folder``. The server's stub takes the names of files for ASCII
+    whatever the locale, so it can use one with other letters only as bytes."""
+    return os.path.join(os.fsencode(folder), name.encode())
+
+
+def _can_only_be_path(name: str) -> bool:
+    """Whether ``name`` is no id of the hub, which is NAME or OWNER/NAME."""
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1 or name.endswith(".gguf")
 
 
 # --------------------------------------------------------------------------- the struct

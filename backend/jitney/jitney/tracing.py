@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from threading import Timer
 from typing import Any
 
-from jitney.errors import ConfigError
+from jitney.errors import ConfigError, install_extra
 
 HEADERS = ("traceparent", "tracestate")
 """What carries a trace from one process to the next (W3C Trace Context)."""
@@ -93,7 +93,7 @@ class Tracing:
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
             from opentelemetry.trace.propagation import tracecontext
         except ImportError:
-            raise ConfigError("traces need OpenTelemetry: install triton-jitney[otel]") from None
+            raise ConfigError(f"traces need OpenTelemetry: {install_extra('otel')}") from None
         self._exporter = OTLPSpanExporter(endpoint, timeout=_EXPORT_S)
         self._provider = TracerProvider(
             # A trace that begins elsewhere is recorded here if it is recorded there. A trace that

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
-from jitney.errors import ConfigError, InstallationError
+from jitney.errors import ConfigError, InstallationError, install_extra
 from jitney_gateway.document import Endpoint
 from jitney_gateway.server_client import ServerClient
 
@@ -46,7 +46,7 @@ def open_service(root: Path | None) -> BatchService:
         return BatchService(None)
     for package in _NEEDED:
         if importlib.util.find_spec(package) is None:
-            needed = "pip install 'triton-jitney[gateway,jobs]'"
+            needed = install_extra("gateway", "jobs")
             raise InstallationError(f"batches are jobs, which need {package}: {needed}")
     try:
         return BatchService(Folder(root.absolute()))

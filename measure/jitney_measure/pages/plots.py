@@ -4,7 +4,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jitney.errors import InstallationError
+from jitney.errors import InstallationError, install_extra
 
 from jitney_measure.pages.page import Plot
 
@@ -15,8 +15,7 @@ try:
     from matplotlib.figure import Figure
 except ImportError:
     raise InstallationError(
-        "the report's plots need matplotlib, which is not installed: "
-        "pip install 'triton-jitney[bench]'"
+        f"the report's plots need matplotlib, which is not installed: {install_extra('bench')}"
     ) from None
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#000000")

@@ -19,6 +19,7 @@ from jitney.errors import (
     JitneyError,
     LoadError,
     UnsupportedModelError,
+    install_extra,
 )
 from onnxruntime.capi.onnxruntime_pybind11_state import OrtValue as _OrtValue
 
@@ -56,10 +57,10 @@ _GRAPH_LEVELS: dict[GraphLevel, Any] = {
     "none": onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL,
 }
 _REPAIR = {
-    CUDA: "repair it with: pip uninstall onnxruntime; pip install 'triton-jitney[onnx-gpu]' on "
+    CUDA: f"repair it with: pip uninstall onnxruntime; {install_extra('onnx-gpu')}, on "
     "a machine with CUDA and cuDNN; or keep the model on the CPU with instance_group { kind: "
     "KIND_CPU }",
-    TENSORRT: "repair it with: pip uninstall onnxruntime; pip install 'triton-jitney[onnx-gpu]' "
+    TENSORRT: f"repair it with: pip uninstall onnxruntime; {install_extra('onnx-gpu')}, "
     "and TensorRT's libraries; or leave the tensorrt accelerator out",
     OPENVINO: "repair it with: pip uninstall onnxruntime; pip install onnxruntime-openvino; or "
     "leave the openvino accelerator out",

@@ -80,7 +80,7 @@ def test_without_the_language(monkeypatch, caplog):
         monkeypatch.setitem(sys.modules, name, None)
     with caplog.at_level(logging.WARNING):
         assert choose("auto", CUDA, BF16, 128, 32, 8).name == "reference"
-    assert "triton-jitney[gpu]" in caplog.text
+    assert ".[gpu]" in caplog.text
 
 
 @pytest.mark.parametrize("group", [1, 4, 7, 71, 128])

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from jitney.errors import CheckpointError, LoadError, first_line, show
+from jitney.errors import MOST_OF_PATH, CheckpointError, ConfigError, LoadError, first_line, show
 from jitney.execution.gguf_file import FLOATS, SUFFIX, GgufFile
 
 CONFIG = "config.json"
@@ -72,7 +72,8 @@ def resolve_model(model: str) -> Path:
 
     The option is a path, or the name of a model in the local hub cache. A folder that has a GGUF
     file and no safetensors stands for that file. Nothing is downloaded: a server should not fetch
-    gigabytes because a name was mistyped. Raises CheckpointError if nothing is found.
+    gigabytes because a name was mistyped. Raises ConfigError if nothing is found, and
+    CheckpointError for a folder with several GGUF files.
     """
     path = Path(model)
     if path.is_file() and path.suffix == SUFFIX:
@@ -90,16 +91,16 @@ def resolve_model(model: str) -> Path:
 
 
 def _cached_folder(model: str) -> Path:
-    """The folder of a model in the local hub cache. Raises CheckpointError if it is not there."""
+    """The folder of a model in the local hub cache. Raises ConfigError if it is not there."""
     import huggingface_hub
     from huggingface_hub.errors import HFValidationError
 
     try:
         return Path(huggingface_hub.snapshot_download(model, local_files_only=True))
     except (OSError, ValueError, HFValidationError):
-        raise CheckpointError(
-            f"model {show(Path(model).name)} is neither a folder nor in the local hub cache, nor a "
-            "GGUF file; `hf download` fetches a model of the hub"
+        raise ConfigError(
+            f"model {show(model, MOST_OF_PATH)} is neither a folder nor in the local hub cache, "
+            "nor a GGUF file; `hf download` fetches a model of the hub"
         ) from None
 
 

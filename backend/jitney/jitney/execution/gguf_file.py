@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from jitney.errors import CheckpointError, UnsupportedModelError, show
+from jitney.errors import CheckpointError, UnsupportedModelError, install_extra, show
 
 SUFFIX = ".gguf"
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -82,7 +82,7 @@ class GgufFile:
         except ImportError:
             raise CheckpointError(
                 f"{path.name} is a GGUF file, which needs the package gguf "
-                "(pip install 'triton-jitney[gguf]')"
+                f"({install_extra('gguf')})"
             ) from None
         self.name = path.name
         self._dequantize = gguf.dequantize

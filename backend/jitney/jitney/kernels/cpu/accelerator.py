@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import torch
 
 from jitney.config import EngineConfig
-from jitney.errors import ConfigError
+from jitney.errors import ConfigError, install_extra
 from jitney.execution.acceleration import NoKernelError
 from jitney.execution.attention import AttentionShape
 from jitney.execution.checkpoint import Checkpoint
@@ -64,7 +64,7 @@ class CpuAccelerator:
             from jitney.kernels.cpu.paged_attention import CpuAttention
         except ImportError as error:
             raise NoKernelError(
-                f"the CPU kernel needs numba (pip install 'triton-jitney[cpu]'): {error}"
+                f"the CPU kernel needs numba ({install_extra('cpu')}): {error}"
             ) from None
         if self._config.block_size % 16 != 0:
             raise NoKernelError(

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from jitney.config import EngineConfig
-from jitney.errors import ConfigError
+from jitney.errors import ConfigError, install_extra
 from jitney.execution.acceleration import NoKernelError
 from jitney.execution.attention import AttentionMetadata, AttentionShape
 from jitney.execution.checkpoint import Checkpoint
@@ -77,7 +77,7 @@ class GpuAccelerator:
         try:
             import triton
         except ImportError as error:
-            install = "pip install 'triton-jitney[gpu]'"
+            install = install_extra("gpu")
             raise NoKernelError(
                 f"the GPU's kernels need the Triton language ({install}): {error}"
             ) from None

@@ -1,0 +1,60 @@
+"""What the server's stubs could not be started with is linked, or refused."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from jitney.errors import InvalidArgumentError
+from jitney_server.plain_paths import is_plain, make_runtime_folder, plain_path
+from jitney_server.server import TritonServer
+
+
+@pytest.mark.parametrize("name", ["a b", "m\u00fcll", "a;b", "$HOME", "it's", "(1)", "a&b", "*"])
+def test_a_repository_is_reached_through_a_link(tmp_path: Path, name: str) -> None:
+    repository = tmp_path / name
+    repository.mkdir()
+    (repository / "chat").mkdir()
+    found = plain_path(repository, tmp_path / "models")
+    assert is_plain(found)
+    assert (found / "chat").is_dir()
+
+
+def test_a_plain_repository_stays_as_it_is(tmp_path: Path) -> None:
+    assert plain_path(tmp_path, tmp_path / "models") == tmp_path
+    assert not (tmp_path / "models").exists()
+
+
+@pytest.mark.parametrize("name", ["a b", "m\u00fcll"])
+def test_the_folder_of_links_has_a_plain_path(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / name
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    folder = make_runtime_folder("jitney-test-")
+    folder.rmdir()
+    assert is_plain(folder)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = make_runtime_folder("jitney-test-")
+    assert folder.parent == tmp_path
+
+
+@pytest.mark.parametrize("name", ["my chat", "m\u00fcll", "a;b"])
+def test_a_model_whose_name_cannot_be_served_is_refused_at_once(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / ".not a model").mkdir()
+    (tmp_path / "plain").mkdir()
+    with pytest.raises(InvalidArgumentError) as raised:
+        TritonServer(tmp_path)
+    assert repr(name) in str(raised.value)
+    TritonServer(tmp_path, models=["plain"])
+
+
+def test_the_server_gets_the_link(tmp_path: Path) -> None:
+    repository = tmp_path / "a b"
+    repository.mkdir()
+    runtime = tmp_path / "runtime"
+    runtime.mkdir()
+    command = TritonServer(repository)._command(runtime)
+    assert f"--model-repository={runtime / 'models'}" in command
+    assert (runtime / "models").resolve() == repository
