@@ -26,16 +26,16 @@ def is_plain(path: Path | str) -> bool:
 def make_runtime_folder(prefix: str) -> Path:
     """A new folder for temporary files with a plain path. Raises InstallationError if there is no
     place for one."""
-    for folder in runtime_parents():
+    parents = runtime_parents()
+    for folder in parents:
         try:
             return Path(tempfile.mkdtemp(prefix=prefix, dir=folder))
         except OSError:
             continue
-    tried = ", ".join(_TEMPORARY_FOLDERS)
     raise InstallationError(
-        f"the folder for temporary files is {tempfile.gettempdir()!r}, which the server's stub "
-        f"cannot be started from, and none of {tried} can be written to; set TMPDIR to a path of "
-        f"ASCII letters, without spaces"
+        f"no folder can be made in {', '.join(parents)} (TMPDIR is {tempfile.gettempdir()!r}); set "
+        f"TMPDIR to a folder whose path has ASCII letters alone, without spaces: the server's stub "
+        f"cannot be started from another"
     )
 
 

@@ -82,7 +82,7 @@ def test_embeddings_in_batches(url: str) -> None:
             if coding == "base64":
                 vectors = [np.frombuffer(base64.b64decode(each), "<f4") for each in vectors]
             assert [list(each) for each in vectors] == wanted
-        with pytest.raises(openai.BadRequestError, match="dimensions is unknown or not supported"):
+        with pytest.raises(openai.BadRequestError, match="dimensions is 1, but must be 2"):
             client.embeddings.create(model="embeddings", input="a", dimensions=1)
         with pytest.raises(openai.NotFoundError, match="does not serve /v1/embeddings"):
             client.embeddings.create(model="classify", input="a")
@@ -109,3 +109,7 @@ def test_documents_are_ranked(url: str) -> None:
     assert results[0]["document"] == {"text": "aa"}
     best = post(url, "rerank", **body, top_n=1, return_documents=False)["results"]
     assert best == [{"index": 1, "relevance_score": 5}]
+    root = url.removesuffix("/v1")
+    assert post(root, "v2/rerank", **body, top_n=1)["results"] == best
+    scored = post(root, "score", model="rerank", text_1="bus", text_2=body["documents"])["data"]
+    assert [each["score"] for each in scored] == [3, 5, 4]

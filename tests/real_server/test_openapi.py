@@ -34,7 +34,8 @@ BATCHES = {"/v1/batches", "/v1/batches/{id}", "/v1/batches/{id}/cancel"}
 
 @pytest.fixture(scope="module")
 def document(address: str) -> Any:
-    return schemathesis.openapi.from_url(f"http://{address}/openapi.json")
+    headers = {"Authorization": f"Bearer {KEY}"}
+    return schemathesis.openapi.from_url(f"http://{address}/openapi.json", headers=headers)
 
 
 @pytest.mark.parametrize(

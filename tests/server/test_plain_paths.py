@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from jitney.errors import InvalidArgumentError
+from jitney_server.leftovers import RunFolder
 from jitney_server.plain_paths import is_plain, make_runtime_folder, plain_path
 from jitney_server.server import TritonServer
 
@@ -50,11 +51,12 @@ def test_a_model_whose_name_cannot_be_served_is_refused_at_once(tmp_path: Path, 
     TritonServer(tmp_path, models=["plain"])
 
 
-def test_the_server_gets_the_link(tmp_path: Path) -> None:
+def test_the_server_gets_the_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     repository = tmp_path / "a b"
     repository.mkdir()
-    runtime = tmp_path / "runtime"
-    runtime.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    runtime = RunFolder()
     command = TritonServer(repository)._command(runtime)
-    assert f"--model-repository={runtime / 'models'}" in command
-    assert (runtime / "models").resolve() == repository
+    link = runtime.path / "models"
+    assert f"--model-repository={link}" in command
+    assert link.resolve() == repository
