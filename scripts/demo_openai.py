@@ -22,6 +22,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 CURL = "curl --silent --show-error --fail-with-body"
+JSON = "Content-Type: application/json"
 
 
 def show(console: Console, server: TritonServer) -> list[str]:
@@ -46,9 +47,9 @@ def show(console: Console, server: TritonServer) -> list[str]:
 def _ask(console: Console, url: str) -> list[str]:
     wanted = {"type": "json_schema", "json_schema": {"name": "function", "schema": SCHEMA}}
     body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 64, "response_format": wanted}
-    console.print(Text(f"$ {CURL} {url}/completions -d '{json.dumps(body)}'", "dim"))
+    console.print(Text(f"$ {CURL} {url}/completions -H '{JSON}' -d '{json.dumps(body)}'", "dim"))
     asked = subprocess.run(
-        [*CURL.split(), f"{url}/completions", "-d", json.dumps(body)],
+        [*CURL.split(), f"{url}/completions", "-H", JSON, "-d", json.dumps(body)],
         capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
     )  # fmt: skip
     if asked.returncode != 0:

@@ -23,9 +23,8 @@ change four times a second (`metrics_flush_s`). Names end in their unit.
 """
 
 HISTOGRAMS = """
-Triton accepts one observation of a histogram at a time, too slow for thousands of tokens a second.
-So each histogram is sent as the counters `NAME_bucket`, `NAME_sum` and `NAME_count`. Prometheus'
-`histogram_quantile` works on them; only their declared type is `counter`.
+Each is sent as the counters `NAME_bucket`, `NAME_sum` and `NAME_count`; `histogram_quantile` works
+on them.
 
 """
 
@@ -97,18 +96,17 @@ def make_page(metrics: Any, of_jobs: Any, of_gateway: str) -> str:
     drafts = {name: f"{text}, by `drafter`" for name, text in metrics.DRAFT_COUNTERS.items()}
     counters = metrics.COUNTERS | drafts
     counters |= {metrics.REQUESTS: requests, metrics.RESTARTS: restarts}
-    buckets = {
-        name: f"{text}. Bounds: {', '.join(f'{bound:g}' for bound in bounds)}"
-        for name, (text, bounds) in metrics.HISTOGRAMS.items()
-    }
+    histograms = {name: text for name, (text, _) in metrics.HISTOGRAMS.items()}
+    build = "Always 1; the label `release` is the version of Jitney"
     jobs = {f"jitney_job_{name}": text for name, (text, _) in of_jobs.FAMILIES.items()}
     return "".join(
         [
             INTRODUCTION,
-            "## Gauges\n\nTheir values after the last step.\n\n" + _table("metric", metrics.GAUGES),
+            "## Gauges\n\nTheir values after the last step.\n\n"
+            + _table("metric", {**metrics.GAUGES, metrics.BUILD: build}),
             "\n## Counters\n\n",
             _table("metric", counters),
-            "\n## Histograms\n" + HISTOGRAMS + _table("metric", buckets),
+            "\n## Histograms\n" + HISTOGRAMS + _bounds(metrics) + _table("metric", histograms),
             TIERS + _table("metric", {**metrics.TIER_GAUGES, **metrics.TIER_COUNTERS}),
             f"\n## Load headers: `{metrics.ORCA}`\n" + ORCA,
             _table("`kv_cache_block_type`", KINDS),
@@ -117,6 +115,17 @@ def make_page(metrics: Any, of_jobs: Any, of_gateway: str) -> str:
             QUERIES,
         ]
     )
+
+
+def _bounds(metrics: Any) -> str:
+    """Upper bounds of the buckets, by the unit in which the names of histograms end."""
+    of_unit = {}
+    for name, (_, bounds) in metrics.HISTOGRAMS.items():
+        unit = name.rpartition("_")[2]
+        written = ", ".join(f"{bound:g}" for bound in bounds)
+        assert of_unit.setdefault(unit, written) == written, name
+    lines = [f"- `_{unit}`: {written}" for unit, written in of_unit.items()]
+    return "Upper bounds of the buckets:\n\n" + "\n".join(lines) + "\n\n"
 
 
 def _table(head: str, rows: dict[str, str]) -> str:

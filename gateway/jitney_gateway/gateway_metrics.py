@@ -6,11 +6,16 @@ The metrics are in a registry of their own. ``docs/metrics.md`` is made from the
 import time
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from jitney import __version__
+from prometheus_client import CollectorRegistry, Counter, Histogram, Info, generate_latest
 
 from jitney_gateway.server_client import Step
 
 _BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
+_BUCKETS_TOKENS = (
+    1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000,
+    10_000, 20_000, 50_000, 100_000, 200_000, 500_000,
+)  # fmt: skip
 
 
 class GatewayMetrics:
@@ -23,18 +28,42 @@ class GatewayMetrics:
             Histogram,
             namespace="jitney_gateway",
             registry=self._registry,
-            buckets=_BUCKETS_S,
         )
+        build = Info(
+            "build",
+            "Always 1; the label version is Jitney's",
+            namespace="jitney_gateway",
+            registry=self._registry,
+        )
+        build.info({"version": __version__})
         self._requests = counter(
             "requests", "Requests that were answered", ("endpoint", "model", "status")
         )
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts", ("model", "key"))
         self.generated_tokens = counter("generated_tokens", "Tokens of answers", ("model", "key"))
         self.time_to_first_token = histogram(
-            "time_to_first_token_seconds", "From a request's arrival to its first token", ("model",)
+            "time_to_first_token_seconds",
+            "From a request's arrival to its first token",
+            ("model",),
+            buckets=_BUCKETS_S,
         )
         self.inter_token_latency = histogram(
-            "inter_token_seconds", "Between two tokens of a streamed sequence", ("model",)
+            "inter_token_seconds",
+            "Between two tokens of a streamed sequence",
+            ("model",),
+            buckets=_BUCKETS_S,
+        )
+        self.request_prompt_tokens = histogram(
+            "request_prompt_tokens",
+            "Tokens of a request's prompts",
+            ("model",),
+            buckets=_BUCKETS_TOKENS,
+        )
+        self.request_generated_tokens = histogram(
+            "request_generated_tokens",
+            "Tokens of a request's answer",
+            ("model",),
+            buckets=_BUCKETS_TOKENS,
         )
 
     def exposition(self) -> bytes:
@@ -91,3 +120,5 @@ class AnswerTimer:
         labels = (self._model, self._key)
         self._metrics.prompt_tokens.labels(*labels).inc(prompt_tokens)
         self._metrics.generated_tokens.labels(*labels).inc(generated_tokens)
+        self._metrics.request_prompt_tokens.labels(self._model).observe(prompt_tokens)
+        self._metrics.request_generated_tokens.labels(self._model).observe(generated_tokens)

@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from jitney_server.admin import ModelState
+from jitney_server.launch import unshielded
 from jitney_server.ports import check_different, choose_ports
 from jitney_server.server import TritonServer
 from jitney_server.start_failure import failed_models
@@ -329,5 +330,7 @@ def _print_welcome(server: TritonServer) -> None:
         body = json.dumps({"text_input": "def add(a, b):", "stream": True, "max_tokens": 32})
         url = f"http://{server.http_url}/v2/models/{language_models[0]}/generate_stream"
         _OUT.print("\nTry it:", style="bold")
-        _OUT.print(f"curl -N {url} -d '{body}'", soft_wrap=True, markup=False)
-    _OUT.print("\nCtrl-C stops the server.", style="dim")
+        sent = f"-H 'Content-Type: application/json' -d '{body}'"
+        _OUT.print(f"curl -N {url} {sent}", soft_wrap=True, markup=False)
+    _OUT.print(f"\nNot for strangers: {unshielded()}.", style="dim", soft_wrap=True)
+    _OUT.print("Ctrl-C stops the server.", style="dim")

@@ -27,10 +27,16 @@ FIRED_BY_LOAD = {
     "ServerQueueGrowing": "slow",
 }
 FIRED_BY_A_KILL = {"ServerDown", "NotReady", "Restarted"}
+_PROMTOOL = "takes long; its value is asked, and promtool has both ways to it"
 _NO_JOB = "tests/jobs serves and pushes a job's metrics; no job runs beside this server"
 _NO_ENGINE_DIES = "tests/real_server kills and stops engines; nothing here reaches into a stub"
 NOT_FIRED = {
-    "GatewayDown": "fires after a minute; its value is asked, and promtool has both ways to it",
+    "GatewayDown": _PROMTOOL,
+    "ProxyDown": _PROMTOOL,
+    "CertificateExpiring": _PROMTOOL,
+    "ModelFailing": _PROMTOOL,
+    "GatewayFailing": _PROMTOOL,
+    "VolumeFull": _PROMTOOL,
     "EngineDown": _NO_ENGINE_DIES,
     "EngineRestarted": _NO_ENGINE_DIES,
     "StepHung": _NO_ENGINE_DIES,

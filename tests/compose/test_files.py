@@ -136,6 +136,31 @@ def test_queries_name_metrics_that_there_are() -> None:
             assert name in known, expression
 
 
+def test_every_volume_is_watched() -> None:
+    mounted = {volume.split(":")[0]: volume for volume in SERVICES["disks"]["volumes"]}
+    assert set(mounted) == set(yaml.safe_load(COMPOSE)["volumes"])
+    for name, volume in mounted.items():
+        assert volume == f"{name}:/volumes/{name}:ro"
+    assert "/volumes/" in alerts()["VolumeFull"]
+
+
+def test_prometheus_asks_services_and_the_prober_has_its_probes() -> None:
+    folder = DEPLOY / "prometheus"
+    asked = yaml.safe_load((folder / "prometheus.yml").read_text(encoding="utf-8"))
+    probes = yaml.safe_load((folder / "prober.yml").read_text(encoding="utf-8"))["modules"]
+    jobs = {job["job_name"]: job for job in asked["scrape_configs"]}
+    for job in jobs.values():
+        for target in (
+            each for found in job.get("static_configs", ()) for each in found["targets"]
+        ):
+            host = re.sub(r"^https?://|:\d+.*$", "", target)
+            assert host in {*SERVICES, "localhost"}, target
+        assert set(job.get("params", {}).get("module", ())) <= set(probes)
+    for name, condition in alerts().items():
+        for job_name in re.findall(r'job="(\w+)"', condition):
+            assert job_name in jobs, name
+
+
 def test_alerts_are_explained_in_the_document() -> None:
     for name, condition in alerts().items():
         assert f"\n### {name}\n" in DOCUMENT

@@ -167,6 +167,34 @@ def test_what_streams_without_a_key_hold_is_small(server: Server) -> None:
 # --------------------------------------------------------------------------- with a key
 
 
+FORM = "application/x-www-form-urlencoded"
+
+
+@pytest.mark.parametrize(
+    ("sent", "reached"),
+    [
+        ([FORM], "application/json"),
+        ([f"\t{FORM.upper()};charset=utf-8"], "application/json"),
+        ([f"{FORM}nonsense"], "application/json"),
+        (["multipart/form-data; boundary=x"], "application/json"),
+        (["application/json", FORM], "application/json"),
+        ([FORM, "application/octet-stream"], "application/json"),
+        (["application/json; charset=utf-8"], "application/json; charset=utf-8"),
+        (["application/octet-stream"], "application/octet-stream"),
+        ([], None),
+    ],
+)
+def test_a_form_does_not_reach_the_server_as_one(
+    proxy: Proxy, server: Server, sent: list[str], reached: str | None
+) -> None:
+    """The server takes forms apart on the stack of a thread: one of 4.2 MB ended it."""
+    headers = [("Content-Type", value) for value in sent]
+    for path in ("/v2/models/x/generate", "/v2/models/x/infer", "/v2/models/x/versions/1/infer"):
+        assert send(proxy, path, b"{}", *headers)[0] == 200
+    assert [request[2].get("content-type") for request in server.asked()] == [reached] * 3
+    assert [request[3] for request in server.asked()] == [b"{}"] * 3
+
+
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "identity, gzip"])
 def test_a_compressed_request_is_refused_over_http(
     proxy: Proxy, server: Server, encoding: str

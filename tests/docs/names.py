@@ -21,7 +21,7 @@ from tests.docs.commands import Command
 
 # fmt: off
 COMMON = (
-    ".", "cat", "cd", "chmod", "cp", "curl", "cut", "date", "echo", "exit", "export",
+    ".", "cat", "cd", "chmod", "cp", "cut", "date", "echo", "exit", "export",
     "false", "grep", "head", "jq", "kill", "mkdir", "mv", "printf", "pwd", "rm", "sed",
     "set", "sleep", "sort", "source", "tail", "tar", "tee", "test", "timeout", "tr", "true", "wait",
 )
@@ -227,6 +227,13 @@ def _docker(words: Sequence[str]) -> Problems:
         yield f"docker compose {subcommand!r} is not known to tests/docs/names.py"
 
 
+def _curl(words: Sequence[str]) -> Problems:
+    """Without a type, curl sends a form. A large one ends Triton."""
+    sends = any(word == "-d" or word.startswith("--data") for word in words)
+    if sends and "Content-Type: application/json" not in words:
+        yield "curl sends a form: say -H 'Content-Type: application/json'"
+
+
 def compose_words(words: Sequence[str]) -> list[str]:
     """Words from the subcommand on, without options and the values of the options before it."""
     rest = list(words)
@@ -242,5 +249,6 @@ CHECKS: dict[str, Callable[[Sequence[str]], Problems]] = {
     "pip": _pip,
     "pytest": _pytest,
     "jitney": _jitney,
+    "curl": _curl,
     "docker": _docker,
 }

@@ -62,6 +62,7 @@ def test_the_convention_is_written_down() -> None:
         ("bash", "sleep 1 | .venv/bin/jitney nonsense", "no command nonsense"),
         ("bash", "python -m benchmarks.engine --nonsense", "no option --nonsense"),
         ("bash", "cat deploy/nonsense", "the path deploy/nonsense"),
+        ("bash", "curl http://localhost -d '{}'", "curl sends a form"),
         ("bash", "for x in 1; do", "syntax error"),
         ("sh", "ls", "must be one of"),
         ("python", "def f(:", "invalid syntax"),

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jitney import __version__
 from jitney.config import SpeculationConfig, TierConfig
 from jitney.engine.handle import Health
 from jitney.errors import InvalidArgumentError, UnavailableError
@@ -35,7 +36,8 @@ def value(pb: Any, name: str, **labels: str) -> float:
 def test_every_family_stands_at_the_server_from_the_start(pb: Any) -> None:
     module.ModelMetrics(LABELS, INFO)
     names = {name for name, _ in pb.MetricFamily.values}
-    assert {*module.GAUGES, *module.COUNTERS, module.REQUESTS, module.ORCA} <= names
+    assert {*module.GAUGES, *module.COUNTERS, module.REQUESTS, module.BUILD} <= names
+    assert module.ORCA in names
     for name in module.HISTOGRAMS:
         assert {f"{name}_bucket", f"{name}_sum", f"{name}_count"} <= names
 
@@ -123,7 +125,7 @@ def test_a_finished_request_counts_by_its_reason(pb: Any) -> None:
         queue_s=0.5, first_token_s=None, total_s=2.0, cached_prompt_tokens=0,
         computed_prompt_tokens=3, preemptions=0,
     )  # fmt: skip
-    metrics.count_finished(timing, "deadline")
+    metrics.count_finished(timing, "deadline", prompt_tokens=12, generated_tokens=700)
     metrics.count_failed(InvalidArgumentError("no"))
     metrics.close()
     assert value(pb, module.REQUESTS, outcome="deadline") == 1
@@ -131,6 +133,38 @@ def test_a_finished_request_counts_by_its_reason(pb: Any) -> None:
     assert value(pb, module.REQUESTS, outcome="stop") == 0
     assert value(pb, "jitney_queue_seconds_count") == 1
     assert value(pb, "jitney_request_seconds_sum") == 2.0
+    for name, below, above, count in (
+        ("jitney_request_prompt_tokens", "10", "20", 12),
+        ("jitney_request_generated_tokens", "500", "1000", 700),
+    ):
+        assert value(pb, f"{name}_bucket", le=below) == 0
+        assert value(pb, f"{name}_bucket", le=above) == 1
+        assert value(pb, f"{name}_sum") == count
+
+
+def test_what_was_built_and_how_many_may_wait_is_told(
+    pb: Any, make_house: Callable[..., House]
+) -> None:
+    house = make_house(max_queued=7)
+    house.service.close()
+    assert value(pb, module.BUILD, release=__version__) == 1
+    assert value(pb, "jitney_queue_limit_requests") == 7
+
+
+def test_a_request_counts_by_its_lengths(pb: Any, make_house: Callable[..., House]) -> None:
+    """Those of all its sequences. One that failed has none."""
+    house = make_house()
+    requests = [
+        pb.Request(text_input="abcd", sampling_parameters=sampling(max_tokens=3, n=2)),
+        pb.Request(text_input="abcd", sampling_parameters=sampling(max_tokens=-3)),
+    ]
+    for request in requests:
+        house.service.accept(request)
+    wait_until(lambda: ended(*requests))
+    house.service.close()
+    assert value(pb, "jitney_request_prompt_tokens_count") == 1
+    assert value(pb, "jitney_request_prompt_tokens_sum") == value(pb, "jitney_prompt_tokens_total")
+    assert value(pb, "jitney_request_generated_tokens_sum") == 6
 
 
 def test_drafts_count_by_their_drafter(pb: Any) -> None:
@@ -156,7 +190,11 @@ def test_requests_count_by_tier_where_there_are_any(pb: Any) -> None:
     for tier, seconds in (("fast", 0.01), ("bulk", 3.0), ("bulk", 4.0)):
         metrics.observe("jitney_time_to_first_token_seconds", seconds, tier=tier)
         metrics.count_finished(
-            Timing(queue_s=seconds, first_token_s=None, total_s=9.0), "stop", tier
+            Timing(queue_s=seconds, first_token_s=None, total_s=9.0),
+            "stop",
+            prompt_tokens=1,
+            generated_tokens=1,
+            tier=tier,
         )
     metrics.count_failed(InvalidArgumentError("no"))
     metrics.count_failed(UnavailableError("no"), "fast")

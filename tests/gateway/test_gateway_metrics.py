@@ -1,6 +1,7 @@
 """The times of one answer in the gateway's metrics."""
 
 import pytest
+from jitney import __version__
 from jitney_gateway import gateway_metrics as module
 from jitney_gateway.gateway_metrics import AnswerTimer, GatewayMetrics
 from jitney_gateway.server_client import Step
@@ -33,3 +34,22 @@ def test_a_sequence_without_new_tokens_keeps_the_time_of_its_last_one(
         "2 and 1, and 3 without a token between"
     )
     assert 'inter_token_seconds_count{model="m"} 3.0' in text
+
+
+def test_an_answer_counts_by_its_lengths() -> None:
+    metrics = GatewayMetrics()
+    AnswerTimer(metrics, "m", "first", streamed=False).end(prompt_tokens=12, generated_tokens=700)
+    text = metrics.exposition().decode()
+    for name, below, above, count in (
+        ("prompt", "10.0", "20.0", 12),
+        ("generated", "500.0", "1000.0", 700),
+    ):
+        family = f"jitney_gateway_request_{name}_tokens"
+        assert f'{family}_bucket{{le="{below}",model="m"}} 0.0' in text
+        assert f'{family}_bucket{{le="{above}",model="m"}} 1.0' in text
+        assert f'{family}_sum{{model="m"}} {count}.0' in text
+
+
+def test_a_gateway_tells_what_was_built() -> None:
+    text = GatewayMetrics().exposition().decode()
+    assert f'jitney_gateway_build_info{{version="{__version__}"}} 1.0' in text

@@ -122,6 +122,19 @@ def test_it_answers_with_our_environment(server: TritonServer) -> None:
     assert f"PREFIX {sys.prefix} NUMPY 1." in server.log_tail(500)
 
 
+def test_a_large_form_does_not_end_it(repository: Path) -> None:
+    """Its HTTP library has every form twice on the stack of a thread. curl sends forms."""
+    body = {
+        "inputs": [{"name": "x", "shape": [1], "datatype": "INT32", "data": [1]}],
+        "parameters": {"filler": "x" * (32 << 20)},
+    }
+    form = {"Content-Type": "application/x-www-form-urlencoded"}
+    with TritonServer(repository) as server:
+        status, answer = post(server.http_url, "/v2/models/plus_one/infer", body, form)
+        assert status == 200
+        assert answer["outputs"][0]["data"] == [2]
+
+
 def test_it_listens_on_loopback_only(server: TritonServer) -> None:
     listening = {
         connection.laddr.ip

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -71,6 +72,58 @@ def test_without_a_secret_nothing_is_said(
     with caplog.at_level(logging.WARNING), launch(["/bin/true"], [], {}) as process:
         assert process.wait(60) == 0
     assert caplog.text == ""
+
+
+STACK = """
+import ctypes, resource
+libc = ctypes.CDLL(None)
+attributes = ctypes.create_string_buffer(64)
+size = ctypes.c_size_t()
+libc.pthread_getattr_default_np(attributes)
+libc.pthread_attr_getstacksize(attributes, ctypes.byref(size))
+print(*resource.getrlimit(resource.RLIMIT_STACK), size.value)
+"""
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("how", ["hidden", "open"])
+@pytest.mark.parametrize(
+    ("soft", "hard", "expected"),
+    [
+        (8 * MIB, resource.RLIM_INFINITY, 128 * MIB),
+        (8 * MIB, 16 * MIB, 16 * MIB),
+        (256 * MIB, 512 * MIB, 256 * MIB),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 128 * MIB),
+    ],
+)
+def test_threads_get_large_stacks(
+    monkeypatch: pytest.MonkeyPatch, how: str, soft: int, hard: int, expected: int
+) -> None:
+    """Triton puts what some requests send on the stack of a thread."""
+    if how == "open":
+        monkeypatch.setattr(module, "_TRACED", "import os; os._exit(99)")
+    own_hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
+    if own_hard != resource.RLIM_INFINITY:
+        pytest.skip("the stack is limited here")
+    # Of a process between: a hard limit cannot be raised again.
+    limits = f"import resource; resource.setrlimit(resource.RLIMIT_STACK, ({soft}, {hard}))"
+    start = f"""
+import sys
+from jitney_server import launch as module
+module._TRACED = {module._TRACED!r}
+sys.exit(module.launch([sys.executable, "-c", {STACK!r}], [], {{}}).wait())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", limits + start], stdout=subprocess.PIPE, text=True, check=True
+    )
+    soft_then, hard_then, of_a_thread = map(int, done.stdout.split())
+    assert (soft_then, hard_then) == (expected, hard)
+    assert of_a_thread == expected
+
+
+def test_what_a_large_stack_does_not_shield_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (8 * MIB, 16 * MIB))
+    assert "of over 8 MiB, or JSON nested more than 125,203 deep" in module.unshielded()
 
 
 PARENT = """

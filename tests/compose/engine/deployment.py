@@ -11,7 +11,7 @@ from urllib.parse import quote
 from tests.compose.engine.clients import Client
 from tests.compose.engine.machine import Engine
 
-SERVICES = ("triton-cpu", "gateway", "proxy", "prometheus", "prober", "grafana")
+SERVICES = ("triton-cpu", "gateway", "proxy", "prometheus", "prober", "disks", "grafana")
 """Of profile `cpu`."""
 
 

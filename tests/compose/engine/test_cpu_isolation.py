@@ -23,6 +23,7 @@ INNER = [
     ("gateway", "http://{}:9000/metrics", "jitney_gateway_requests"),
     ("prometheus", "http://{}:9090/api/v1/status/buildinfo", "goVersion"),
     ("prober", "http://{}:9115/", "Blackbox"),
+    ("disks", "http://{}:9100/metrics", "node_filesystem"),
     ("grafana", "http://{}:3000/jitney.json", "panels"),
     ("proxy", "https://{}:8443/alive", "alive"),
     ("proxy", "https://{}:3000/jitney.json", "panels"),

@@ -49,7 +49,7 @@ def test_the_configuration_reserves_the_gpus_and_shuts_the_server_in(
 ) -> None:
     made = resolved(engine, project, gpu_settings)
     assert in_profile(made, "gpu") == {
-        *("triton", "gateway", "proxy", "prometheus", "prober", "grafana"),
+        *("triton", "gateway", "proxy", "prometheus", "prober", "disks", "grafana"),
     }
     triton = made["services"]["triton"]
     (device,) = triton["deploy"]["resources"]["reservations"]["devices"]

@@ -11,10 +11,15 @@ _SECONDS = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5,
     1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0,
 )  # fmt: skip
+_TOKENS = (
+    1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1_000.0, 2_000.0, 5_000.0,
+    10_000.0, 20_000.0, 50_000.0, 100_000.0, 200_000.0, 500_000.0,
+)  # fmt: skip
 _SEQUENCES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 
 GAUGES = {
     "jitney_waiting_requests": "Requests that wait to be encoded or to join the batch",
+    "jitney_queue_limit_requests": "Requests that may wait (option `max_queued`)",
     "jitney_running_requests": "Requests accepted and not waiting",
     "jitney_running_sequences": "Sequences in the running batch (a request with n > 1 has several)",
     "jitney_waiting_reports": "Reports of steps that wait to be read; at 64 the engine waits too",
@@ -85,6 +90,10 @@ HISTOGRAMS = {
     "jitney_request_seconds": Histogram(
         "From arrival until the end of a finished request", _SECONDS
     ),
+    "jitney_request_prompt_tokens": Histogram("Tokens of a finished request's prompt", _TOKENS),
+    "jitney_request_generated_tokens": Histogram(
+        "Tokens sent to a finished request, all its sequences together", _TOKENS
+    ),
 }
 HISTOGRAMS_WITHOUT_TIER = ("jitney_step_seconds", "jitney_batch_sequences")
 """They are of a step, which has requests of several tiers."""
@@ -99,6 +108,8 @@ _OUTCOME_OF_CODE = {
     "CANCELLED": "cancelled",
     "DEADLINE_EXCEEDED": "deadline",
 }
+BUILD = "jitney_build_info"
+"""Always 1; its label ``release`` is the package's version. (``version`` is the model's.)"""
 RESTARTS = "jitney_engine_restarts_total"
 ORCA = "nv_trt_llm_kv_cache_block_metrics"
 """The one family from which the server makes ORCA load headers; its names are fixed."""

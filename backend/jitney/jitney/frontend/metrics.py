@@ -22,10 +22,12 @@ from typing import Any, NamedTuple
 
 import triton_python_backend_utils as pb_utils
 
+from jitney import __version__
 from jitney.engine.handle import Health
 from jitney.engine.supervisor import CAUSES
 from jitney.errors import JitneyError
 from jitney.frontend.families import (
+    BUILD,
     COUNTERS,
     DRAFT_COUNTERS,
     GAUGES,
@@ -97,10 +99,12 @@ class ModelMetrics:
         info: ModelInfo,
         tiers: Sequence[str] = (),
         drafter: str | None = None,
+        *,
+        max_queued: int = 0,
     ) -> None:
         """Every metric has ``labels``. If there are ``tiers``, metrics of requests also have the
-        label ``tier``. Without ``drafter`` there are no metrics of drafts. If the server was
-        started without metrics, nothing is sent."""
+        label ``tier``. Without ``drafter`` there are no metrics of drafts. ``max_queued``: requests
+        that may wait. If the server was started without metrics, nothing is sent."""
         self._lock = threading.Lock()
         self._tiers = tuple(tiers)
         self._drafter = drafter
@@ -109,6 +113,8 @@ class ModelMetrics:
         self.stats = StepStats(blocks_total=info.num_blocks)
         # What every metric should show, except for the buckets and counts of histograms.
         self._totals: defaultdict[_Key, float] = defaultdict(float)
+        self._totals[_Key(BUILD, own_label=__version__)] = 1
+        self._totals[_Key("jitney_queue_limit_requests")] = max_queued
         # Bucket of a histogram -> the observations that fell into it. Those of the buckets below it
         # are added by flush().
         self._observations: defaultdict[_Key, float] = defaultdict(float)
@@ -213,11 +219,21 @@ class ModelMetrics:
             self.observe("jitney_step_seconds", stats.step_seconds)
             self.observe("jitney_batch_sequences", stats.batch_sequences)
 
-    def count_finished(self, timing: Timing, reason: str, tier: str | None = None) -> None:
+    def count_finished(
+        self,
+        timing: Timing,
+        reason: str,
+        *,
+        prompt_tokens: int,
+        generated_tokens: int,
+        tier: str | None = None,
+    ) -> None:
         """Count a request that ran to its end, for this finish reason."""
         with self._lock:
             self._totals[_Key(REQUESTS, own_label=reason, tier=tier)] += 1
         self.observe("jitney_request_seconds", timing.total_s, tier=tier)
+        self.observe("jitney_request_prompt_tokens", prompt_tokens, tier=tier)
+        self.observe("jitney_request_generated_tokens", generated_tokens, tier=tier)
         if timing.queue_s is not None:
             self.observe("jitney_queue_seconds", timing.queue_s, tier=tier)
 
@@ -257,6 +273,13 @@ class ModelMetrics:
         """Make the server's objects of every metric."""
         for name, text in GAUGES.items():
             self._add(name, text, is_counter=False)
+        self._add(
+            BUILD,
+            "Always 1; the label release is the version of Jitney",
+            label="release",
+            values=[__version__],
+            is_counter=False,
+        )
         for name, text in COUNTERS.items():
             self._add(name, text)
         if self._drafter:

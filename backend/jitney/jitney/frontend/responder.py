@@ -380,7 +380,13 @@ class Responder:
         """Note that a final response with data has been sent. ``reasons`` are the sequences'."""
         self._forget(reply.arrival)
         # A request counts once, by the sequence with the highest index.
-        self._metrics.count_finished(timing, reasons[-1], reply.arrival.tier)
+        self._metrics.count_finished(
+            timing,
+            reasons[-1],
+            prompt_tokens=reply.writer.num_prompt,
+            generated_tokens=reply.num_sent,
+            tier=reply.arrival.tier,
+        )
         if self._spans is not None:
             self._spans.finished(
                 reply.arrival,

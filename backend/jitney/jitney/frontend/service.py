@@ -113,7 +113,13 @@ class Service:
         self._grammars = GrammarChecker(config, CHECKER_MODULE, first_line)
         self._tier_names = [tier.name for tier in config.tiers]
         drafter = None if config.speculation is None else config.speculation.drafter
-        self._metrics = ModelMetrics(labels, info, tiers=self._tier_names, drafter=drafter)
+        self._metrics = ModelMetrics(
+            labels,
+            info,
+            tiers=self._tier_names,
+            drafter=drafter,
+            max_queued=config.max_queued,
+        )
         self._responder = self._make_responder(labels["model"])
         # Requests whose clients may have gone: all that are open, and some that ended lately.
         self._watched: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
