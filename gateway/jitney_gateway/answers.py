@@ -19,6 +19,8 @@ from jitney_gateway.wire import ChatRequest, CompletionRequest, JsonObject, Stre
 _MESSAGE_FIELDS = {"text": ["content"], "reasoning": ["reasoning", "reasoning_content"]}
 """Kind of a block -> the fields of a message that have its text: vLLM has had two names."""
 _END_OF_STREAM = b"data: [DONE]\n\n"
+COMMENT = b": keep-alive\n\n"
+"""A comment of server-sent events, which every client skips."""
 
 
 class Usage:
@@ -59,6 +61,8 @@ class ModelAnswer(Protocol):
     """Inputs of the contract by which this form asks the model for more outputs."""
     end_of_stream: ClassVar[bytes]
     """What a stream sends after its last event."""
+    sign_of_life: ClassVar[bytes]
+    """What a stream sends when there has been nothing to send for a while."""
     usage: Usage
 
     def feed(self, step: Step) -> Iterator[JsonObject]:
@@ -122,6 +126,7 @@ class ChatAnswer:
 
     extra_inputs: ClassVar[tuple[str, ...]] = ()
     end_of_stream: ClassVar[bytes] = _END_OF_STREAM
+    sign_of_life: ClassVar[bytes] = COMMENT
 
     def __init__(self, body: ChatRequest, id_: str, sequences: Sequence[SequenceContent]) -> None:
         self.usage = Usage()
@@ -257,6 +262,7 @@ class CompletionAnswer:
 
     extra_inputs: ClassVar[tuple[str, ...]] = ()
     end_of_stream: ClassVar[bytes] = _END_OF_STREAM
+    sign_of_life: ClassVar[bytes] = COMMENT
 
     def __init__(
         self, body: CompletionRequest, id_: str, sequences: Sequence[SequenceContent]

@@ -5,6 +5,7 @@ of server-sent events.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -52,6 +53,13 @@ from jitney_gateway.wire import (
 )
 
 T = TypeVar("T")
+HEADERS_S = 1.0
+"""Seconds after which a stream begins, even if the model has said nothing yet: until then, an error
+has a status of its own."""
+SILENCE_S = 5.0
+"""Seconds without a byte after which a stream sends a sign of life."""
+_NextEvents = asyncio.Future[list[JsonObject] | None]
+"""The events of a step to come; None if there is none any more."""
 
 
 class ChatApi(NamedTuple):
@@ -172,8 +180,7 @@ class LanguageEndpoints:
         steps = self._server.generate(server_requests, headers)
         events = _events_of_steps(steps, answer, timer, state.id)
         if body.stream:
-            # An error before the first step still becomes a response with a status.
-            first = await _unless_gone(request.receive, anext(events))
+            first = await _first_or_late(request.receive, events)
             stream = _server_sent_events(first, events, answer)
             return _EventStream(stream, media_type="text/event-stream")
         await _unless_gone(request.receive, _exhaust(events))
@@ -250,7 +257,8 @@ def _endpoint(
 # one that it reads: `_server_sent_events` closes `_events_of_steps`, which closes the steps of
 # `ServerClient.generate`, and that cancels the requests. What closes the outermost one:
 #
-# - before the first step, and for an answer that is no stream: `_unless_gone`, by a cancellation;
+# - before the headers: `_first_or_late`;
+# - for an answer that is no stream: `_unless_gone`, by a cancellation;
 # - during a stream and after it: `_EventStream`.
 
 
@@ -276,22 +284,62 @@ async def _exhaust(events: AsyncGenerator[list[JsonObject]]) -> None:
         pass
 
 
+async def _first_or_late(receive: Receive, events: AsyncGenerator[list[JsonObject]]) -> _NextEvents:
+    """The first events of a stream, for which its headers wait ``HEADERS_S`` at most.
+
+    An error that comes before still becomes a response with a status, and is raised here. Raises
+    CancelledError if the client leaves first.
+    """
+    first: _NextEvents = asyncio.ensure_future(anext(events, None))
+    try:
+        await _unless_gone(receive, _done_or_late(first))
+        if first.done():
+            first.result()
+    except BaseException:
+        await _abandon(first, events)
+        raise
+    return first
+
+
+async def _done_or_late(task: asyncio.Future[Any]) -> None:
+    await asyncio.wait({task}, timeout=HEADERS_S)
+
+
+async def _abandon(pending: _NextEvents, events: AsyncGenerator[list[JsonObject]]) -> None:
+    """Close ``events``, whose next ones may be awaited at this moment."""
+    pending.cancel()
+    await asyncio.gather(pending, return_exceptions=True)
+    await events.aclose()
+
+
 async def _server_sent_events(
-    first: list[JsonObject], more: AsyncGenerator[list[JsonObject]], answer: ModelAnswer
+    first: _NextEvents, more: AsyncGenerator[list[JsonObject]], answer: ModelAnswer
 ) -> AsyncGenerator[bytes]:
     """The bytes of a stream: the events of one step in one piece, and the end of the answer, which
-    may be an error."""
+    may be an error. After each ``SILENCE_S`` without any bytes there is a sign of life, so that
+    proxies and clients do not take the stream for dead."""
+    pending = first
+    sent_at = time.monotonic()
     try:
-        if first:
-            yield _encoded(first)
-        async for events in more:
+        while True:
+            remaining = sent_at + SILENCE_S - time.monotonic()
+            await asyncio.wait({pending}, timeout=max(remaining, 0.0))
+            if not pending.done():
+                yield answer.sign_of_life
+                sent_at = time.monotonic()
+                continue
+            events = pending.result()
+            if events is None:
+                break
             if events:
                 yield _encoded(events)
+                sent_at = time.monotonic()
+            pending = asyncio.ensure_future(anext(more, None))
         last = answer.closing_events()
     except JitneyError as error:
         last = answer.error_events(error)
     finally:
-        await more.aclose()
+        await _abandon(pending, more)
     yield _encoded(last) + answer.end_of_stream
 
 

@@ -34,6 +34,7 @@ class MessageAnswer:
 
     extra_inputs: ClassVar[tuple[str, ...]] = ("return_stop_string",)
     end_of_stream: ClassVar[bytes] = b""
+    sign_of_life: ClassVar[bytes] = b'event: ping\ndata: {"type":"ping"}\n\n'
 
     def __init__(
         self, body: MessageRequest, id_: str, sequences: Sequence[SequenceContent]

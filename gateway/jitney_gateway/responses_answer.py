@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 import msgspec
 from jitney.errors import JitneyError
 
-from jitney_gateway.answers import Usage, chat_logprob
+from jitney_gateway.answers import COMMENT, Usage, chat_logprob
 from jitney_gateway.content_blocks import BlockEvent, ContentBlock, SequenceContent
 from jitney_gateway.parsers import PieceKind
 from jitney_gateway.refusals import describe
@@ -63,6 +63,7 @@ class ResponseAnswer:
 
     extra_inputs: ClassVar[tuple[str, ...]] = ()
     end_of_stream: ClassVar[bytes] = b""
+    sign_of_life: ClassVar[bytes] = COMMENT
 
     def __init__(
         self, body: ResponseRequest, id_: str, sequences: Sequence[SequenceContent]
