@@ -170,7 +170,7 @@ class ChatAnswer:
     def _choice(self, index: int, content: JsonObject, logprobs: list[JsonObject]) -> JsonObject:
         sequence = self._sequences[index]
         reason = sequence.finish_reason
-        if reason == "stop" and sequence.calls():
+        if reason == "stop" and sequence.has_complete_call():
             reason = "tool_calls"
         return {
             "index": index,
@@ -204,8 +204,9 @@ def _push(sequence: SequenceContent, text: str, finish_reason: str | None) -> Js
             continue
         if event.block.kind == "call":
             last_index = len(sequence.calls()) - 1
-            call = {"index": last_index, **_tool_call(event.block)}
-            delta.setdefault("tool_calls", []).append(call)
+            is_first = len(event.block.pieces) == 1
+            call = _tool_call(event.block) if is_first else _more_arguments(event.text)
+            delta.setdefault("tool_calls", []).append({"index": last_index, **call})
             continue
         for field in _MESSAGE_FIELDS[event.block.kind]:
             delta[field] = delta.get(field, "") + event.text
@@ -229,6 +230,11 @@ def _message(sequence: SequenceContent) -> JsonObject:
 def _tool_call(block: ContentBlock) -> JsonObject:
     function = {"name": block.name, "arguments": block.text}
     return {"id": f"call_{block.id}", "type": "function", "function": function}
+
+
+def _more_arguments(text: str) -> JsonObject:
+    """What a later delta of a call has: the other fields came with the first."""
+    return {"function": {"arguments": text}}
 
 
 def chat_logprob(position: JsonObject, top: int) -> JsonObject:

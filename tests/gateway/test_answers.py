@@ -88,11 +88,47 @@ def test_the_deltas_of_a_chat_make_the_whole(text: str, size: int) -> None:
         assert [json.loads(each["function"]["arguments"]) for each in calls] == [{"at": "é"}] * 2
 
 
-def test_without_parallel_calls_there_is_one() -> None:
+@pytest.mark.parametrize("size", [1, 1000])
+def test_without_parallel_calls_there_is_one(size: int) -> None:
     answer = chat([Parser("hermes", None, [TOOL])], parallel_tool_calls=False)
-    chunks = list(answer.feed(step(CALLING, end="stop")))
-    assert len(joined(chunks, 0)["calls"]) == 1
+    chunks = []
+    for start in range(0, len(CALLING), size):
+        end = "stop" if start + size >= len(CALLING) else None
+        chunks += list(answer.feed(step(CALLING[start : start + size], end=end)))
+    (call,) = joined(chunks, 0)["calls"].values()
+    assert json.loads(call["arguments"]) == {"at": "é"}
     assert len(answer.as_json()["choices"][0]["message"]["tool_calls"]) == 1
+
+
+CUT = '<tool_call>\n{"name": "stop", "arguments": {"at": "the bus'
+
+
+@pytest.mark.parametrize(("end", "reason"), [("length", "length"), ("stop", "stop")])
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_a_call_that_is_cut_has_its_arguments_so_far(end: str, reason: str, size: int) -> None:
+    answer = chat([Parser("hermes", None, [TOOL])])
+    chunks = []
+    for start in range(0, len(CUT), size):
+        last = start + size >= len(CUT)
+        chunks += list(answer.feed(step(CUT[start : start + size], end=end if last else None)))
+    (choice,) = answer.as_json()["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "stop", "arguments": '{"at": "the bus'}
+    assert choice["message"]["content"] is None
+    assert choice["finish_reason"] == reason, "no call that a client could make"
+    streamed = joined(chunks, 0)
+    assert streamed["content"] == ""
+    assert streamed["finish_reason"] == reason
+    (of_stream,) = streamed["calls"].values()
+    assert of_stream["arguments"] == call["function"]["arguments"]
+    first, *others = [
+        delta["tool_calls"][0]
+        for chunk in chunks
+        if "tool_calls" in (delta := chunk["choices"][0]["delta"])
+    ]
+    assert first["id"] == call["id"]
+    assert all(other.keys() == {"index", "function"} for other in others)
+    assert len(others) > 10 or size > 1
 
 
 def test_usage_counts_every_prompt_once() -> None:

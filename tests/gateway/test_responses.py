@@ -228,6 +228,24 @@ def test_the_events_make_the_whole_at_every_split(text: str, end: str) -> None:
     assert whole[-1]["type"] != "message" or (statuses[-1] == "completed") == (end == "stop")
 
 
+def test_a_call_that_is_cut_is_incomplete() -> None:
+    cut = '<tool_call>{"name": "stop", "arguments": {"at": "the bus'
+
+    def output(pieces: list[str]) -> list[JsonObject]:
+        answer = answer_of(Parser("hermes", None, [CHAT_TOOL]))
+        assert joined(fed(answer, pieces, "length")) == answer.as_json()["output"]
+        return plain(answer.as_json()["output"])
+
+    for at in range(1, len(cut)):
+        (item,) = output([cut[:at], cut[at:]])
+        assert item == {
+            "type": "function_call",
+            "status": "incomplete",
+            "name": "stop",
+            "arguments": '{"at": "the bus',
+        }
+
+
 def test_the_whole_answer() -> None:
     answer = answer_of(Parser("hermes", None, [CHAT_TOOL]), metadata={"a": "b"}, temperature=0.5,
                        parallel_tool_calls=False, tools=[TOOL])  # fmt: skip
