@@ -18,7 +18,7 @@ from jitney.sampling_params import LIMITS_HEADER, parse_limits
 from jitney.tracing import HEADERS
 from starlette.types import Receive, Scope, Send
 
-from jitney_gateway.answers import ChatAnswer, CompletionAnswer, ModelAnswer
+from jitney_gateway.answers import ChatAnswer, CompletionAnswer, ModelAnswer, PromptEcho
 from jitney_gateway.content_blocks import SequenceContent
 from jitney_gateway.document import Endpoint, Handler
 from jitney_gateway.gateway_metrics import AnswerTimer, GatewayMetrics
@@ -30,6 +30,7 @@ from jitney_gateway.messages_request import (
     chat_of_prompt,
 )
 from jitney_gateway.parsers import Parser
+from jitney_gateway.reasoning_tokens import reasoning_counter
 from jitney_gateway.refusals import as_json, unforeseen_error
 from jitney_gateway.responses_answer import ResponseAnswer
 from jitney_gateway.responses_request import ResponseRequest, chat_of_response
@@ -145,7 +146,12 @@ class LanguageEndpoints:
             parser = Parser(formats.tool, formats.reasoning, tools)
             sequences.append(SequenceContent(parser, most_calls))
         answer = api.answer(body, request_id, sequences)
-        for name in answer.extra_inputs:
+        if len(sequences) == 1:
+            answer.usage.reasoning = reasoning_counter(formats.reasoning, model.added_tokens)
+        extra_inputs = list(answer.extra_inputs)
+        if answer.usage.reasoning is not None:
+            extra_inputs.append("return_output_ids")  # which a model has for one sequence only
+        for name in extra_inputs:
             server_request.inputs[name] = True
         return await self._generate(request, chat, answer, [server_request])
 
@@ -156,12 +162,17 @@ class LanguageEndpoints:
         limits = parse_limits(request.state.limits)
         server_requests = requests_of_completions(body, model, request_id, limits)
         sequences = []
+        echoes = []
         for server_request in server_requests:
-            echo = await self._prompt_text(server_request) if body.echo else ""
+            echo = PromptEcho()
+            if body.echo:
+                wants_logprobs = body.logprobs is not None
+                echo = await self._echo(server_request, with_first_token=wants_logprobs)
+                echoes.append(echo)
             for _ in range(body.n or 1):
                 parser = Parser(None, None)
-                sequences.append(SequenceContent(parser, echo=echo))
-        answer = CompletionAnswer(body, request_id, sequences)
+                sequences.append(SequenceContent(parser, echo=echo.text))
+        answer = CompletionAnswer(body, request_id, sequences, echoes)
         return await self._generate(request, body, answer, server_requests)
 
     async def _generate(
@@ -209,12 +220,26 @@ class LanguageEndpoints:
         text = await self._text_of_ids(body.model, body.tokens)
         return as_json({"prompt": text})
 
-    async def _prompt_text(self, server_request: ServerRequest) -> str:
+    async def _echo(self, server_request: ServerRequest, *, with_first_token: bool) -> PromptEcho:
         """The prompt of a request as text."""
-        text = server_request.inputs.get("text_input")
-        if isinstance(text, bytes):
-            return text.decode()
-        return await self._text_of_ids(server_request.model, server_request.inputs["input_ids"])
+        model = server_request.model
+        inputs = server_request.inputs
+        first_token = ""
+        if "input_ids" in inputs:
+            ids = inputs["input_ids"]
+            text = await self._text_of_ids(model, ids)
+        else:
+            given = inputs["text_input"]
+            assert isinstance(given, bytes)
+            text = given.decode()
+            ids = []
+            if with_first_token:
+                outputs = await self._infer_task(model, "tokenize", text_input=given)
+                ids = outputs["output_ids"].tolist()
+        assert isinstance(ids, list)
+        if with_first_token:
+            first_token = await self._text_of_ids(model, ids[:1])
+        return PromptEcho(text, first_token)
 
     async def _text_of_ids(self, model: str, ids: InputValue) -> str:
         outputs = await self._infer_task(model, "detokenize", input_ids=ids)

@@ -205,6 +205,7 @@ class ChatRequest(Generation, kw_only=True):
     add_generation_prompt: bool | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=0, le=1 << 20)] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     store: Literal[False] | None = None
@@ -214,9 +215,15 @@ class ChatRequest(Generation, kw_only=True):
 class CompletionRequest(Generation, kw_only=True):
     """The body of ``/v1/completions``."""
 
+    refused_params: ClassVar[tuple[str, ...]] = ()
     prompt: str | list[str | _Id | _Ids]
     logprobs: int | None = None
     echo: bool | None = None
+
+    @property
+    def is_echo_alone(self) -> bool:
+        """Whether the client wants the prompt without a new token. A model makes one at least."""
+        return bool(self.echo) and self.params.get("max_tokens") == 0
 
 
 class TokenizeRequest(WireRecord):

@@ -133,7 +133,7 @@ def block(**fields: Any) -> dict[str, Any]:
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tools": [TOOL], "tool_choice": {"type": "auto", "name": "a"}}, "tool_choice.name"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens"),
         ({"output_config": {"format": {"type": "text"}}}, "output_config.format.type"),
     ],
 )  # fmt: skip
@@ -193,6 +193,18 @@ def test_thinking_is_what_the_model_can_choose() -> None:
     for kind, known in (("enabled", KNOWN), ("disabled", always)):
         with pytest.raises(FieldError, match=f"thinking is '{kind}', but model 'm'"):
             asked(kind, known)
+
+
+def test_thinking_has_a_budget() -> None:
+    ids = {"<think>": 6, "</think>": 7}
+    known = msgspec.structs.replace(KNOWN, reasoning_format="think_opened", added_tokens=ids)
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    made = params_of(BODY | {"thinking": thinking}, known)
+    assert "[max_tokens=1024]" in made["structured_outputs"]["grammar"]
+    spelt = msgspec.structs.replace(known, added_tokens={})
+    with pytest.raises(FieldError) as caught:
+        params_of(BODY | {"thinking": thinking}, spelt)
+    assert caught.value.field == "thinking"
 
 
 def answer_of(parser: Parser) -> MessageAnswer:

@@ -8,6 +8,7 @@ import pytest
 from jitney.errors import InvalidArgumentError, UnavailableError
 from jitney_gateway.content_blocks import SequenceContent
 from jitney_gateway.parsers import Parser
+from jitney_gateway.reasoning_tokens import reasoning_counter
 from jitney_gateway.refusals import FieldError, describe, name_clients_field
 from jitney_gateway.responses_answer import ResponseAnswer
 from jitney_gateway.responses_request import ResponseRequest, chat_of_response
@@ -269,6 +270,8 @@ def test_the_whole_answer() -> None:
     fed(answer, ["<think>Hm"], "length")
     assert answer.as_json()["incomplete_details"] == {"reason": "max_output_tokens"}
     assert answer.as_json()["usage"]["output_tokens_details"] == {"reasoning_tokens": None}
+    answer.usage.reasoning = reasoning_counter("think", {"<think>": 6, "</think>": 7})
+    assert answer.as_json()["usage"]["output_tokens_details"] == {"reasoning_tokens": 0}
 
 
 def test_logprobs_come_with_the_text() -> None:
