@@ -1,18 +1,20 @@
-"""The body of a tool call in a model's text: where it ends, and which functions it calls.
+"""The body of a tool call in a model's text: whether it certainly calls a tool, where it ends, and
+which functions it calls.
 
-The parser makes a ``CallBody`` when it has found the head of a call, and asks it for the end as the
-text grows.
+The parser makes a ``CallBody`` when it has found the head of a call. As the text grows, it asks
+first whether the body certainly is a call: then its arguments are read as they come
+(``call_arguments.py``). Else it asks for the body's end.
 """
 
 import ast
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
 import regex
 
-_PARSE_ERRORS = (
+PARSE_ERRORS = (
     ValueError,  # msgspec.DecodeError is one
     TypeError,
     SyntaxError,
@@ -41,6 +43,25 @@ _VALUES_OF_JSON_NAMES = {"true": True, "false": False, "null": None}
 _JSON_OF_PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
 
 
+_SPACE = r"[ \t\r\n]*"
+_TEXT_MEMBERS = rf'(?:"(?:type|id)"{_SPACE}:{_SPACE}"[^"\\\x00-\x1f]*"{_SPACE},{_SPACE})*'
+"""Members of a call's object that some models write besides the name and the arguments."""
+_NAMED_OBJECT = (
+    rf'\{{{_SPACE}{_TEXT_MEMBERS}"name"{_SPACE}:{_SPACE}"(?P<name>[^"\\\x00-\x1f]*)"{_SPACE},'
+    rf'{_SPACE}{_TEXT_MEMBERS}"(?:arguments|parameters)"{_SPACE}:{_SPACE}'
+)
+_OBJECT_FOLLOWS = rf'(?=\{{{_SPACE}["}}])'
+_PYTHON_CALL = rf"(?P<name>[A-Za-z_][\w.]*){_SPACE}\((?={_SPACE}(?:\)|[A-Za-z_]\w*{_SPACE}=[^=]))"
+_CERTAIN = {
+    "json": regex.compile(rf"(?P<list>\[{_SPACE})?{_NAMED_OBJECT}{_OBJECT_FOLLOWS}"),
+    "python": regex.compile(rf"(?:(?P<list>\[){_SPACE})?{_PYTHON_CALL}"),
+}
+"""Kind of a body that has the function's name -> its beginning, up to the arguments."""
+_CERTAIN_ARGUMENTS = regex.compile(_OBJECT_FOLLOWS)
+"""The beginning of a body of JSON that is the arguments alone."""
+_ANYTHING = regex.compile("")
+
+
 class MalformedCallError(Exception):
     """A text is no body of a call."""
 
@@ -53,12 +74,28 @@ class ParsedCall(NamedTuple):
     """JSON of an object."""
 
 
+class CertainCall(NamedTuple):
+    """A body that is certainly a call of a known tool."""
+
+    name: str
+    start: int
+    """Index of the arguments in the text."""
+    in_object: bool
+    """The arguments stand in a JSON object, which goes on behind them."""
+    in_list: bool
+    """The call stands in a list, which may have more of them."""
+
+
 class CallBody:
     """A body that begins at the index ``start`` of a text."""
 
-    def __init__(self, kind: str, start: int, name: str | None) -> None:
-        """``kind``: as ToolFormat has it. ``name``: the function's, if the head has it."""
+    def __init__(
+        self, kind: str, start: int, name: str | None, *, is_list_item: bool = False
+    ) -> None:
+        """``kind``: as ToolFormat has it. ``name``: the function's, if the head has it.
+        ``is_list_item``: it is one call of a list, whose calls before were read already."""
         self.start = start
+        self.is_list_item = is_list_item
         self._kind = kind
         self._name = name
         # The scanner's state: the text before `_scanned` has been looked at.
@@ -66,6 +103,38 @@ class CallBody:
         self._depth = 0
         self._open_quote = ""
         self._is_escaped = False
+
+    def find_certain_call(self, text: str, names: Container[str]) -> CertainCall | None:
+        """The call of one of the functions ``names`` that the body certainly is; None if it is not
+        certain, or not yet. Each ``text`` must begin with the one before."""
+        match = self._match_beginning(text)
+        if match is None or match.partial:
+            return None
+        groups = match.groupdict()
+        name = self._name or groups["name"]
+        if name not in names:
+            return None
+        return CertainCall(
+            name=name,
+            start=match.end(),
+            in_object=self._kind == "json" and self._name is None,
+            in_list=self.is_list_item or groups.get("list") is not None,
+        )
+
+    def name_in_beginning(self, text: str, names: Container[str]) -> str | None:
+        """The one of the functions ``names`` that a body calls of which ``text`` has only the
+        beginning; None if that is not known."""
+        match = self._match_beginning(text)
+        if match is None:
+            return None
+        name = self._name or match.groupdict()["name"]
+        return name if name in names else None
+
+    def _match_beginning(self, text: str) -> regex.Match[str] | None:
+        if self._kind == "xml":
+            return _ANYTHING.match(text, self.start)  # the head has seen the first tag
+        pattern = _CERTAIN_ARGUMENTS if self._name else _CERTAIN[self._kind]
+        return pattern.match(text, self.start, partial=True)
 
     def find_end(self, text: str) -> int | None:
         """The index behind the body; None if ``text`` does not hold its end yet.
@@ -125,7 +194,7 @@ class CallBody:
             for call in calls:
                 # A client must be able to read the arguments: this raises if it cannot.
                 msgspec.json.decode(call.arguments, type=dict[str, Any])
-        except _PARSE_ERRORS as error:
+        except PARSE_ERRORS as error:
             raise MalformedCallError(str(error)) from None
         return calls
 
@@ -185,6 +254,11 @@ def _parse_python_call(call: ast.expr) -> ParsedCall:
     """A call with keywords whose values are literals."""
     if not isinstance(call, ast.Call) or call.args:
         raise ValueError("no call with keywords only")
+    arguments = json.dumps(_values_of_keywords(call), ensure_ascii=False)
+    return ParsedCall(ast.unparse(call.func), arguments)
+
+
+def _values_of_keywords(call: ast.Call) -> dict[str, Any]:
     values = {}
     for keyword in call.keywords:
         if keyword.arg is None:
@@ -193,9 +267,18 @@ def _parse_python_call(call: ast.expr) -> ParsedCall:
     # A value may hold a surrogate pair as two code points. Written as JSON with escapes and read
     # again, they are one.
     values = json.loads(json.dumps(values, allow_nan=False))
-    arguments = json.dumps(values, ensure_ascii=False)
-    arguments.encode()  # raises for a surrogate without its pair, which no client could read
-    return ParsedCall(ast.unparse(call.func), arguments)
+    # A client must be able to read them: a surrogate without its pair, or a number that is too
+    # large, raises here.
+    msgspec.json.decode(json.dumps(values, ensure_ascii=False).encode())
+    return values
+
+
+def python_values(text: str) -> dict[str, Any]:
+    """The values of the keywords of a call in Python. Raises one of PARSE_ERRORS."""
+    call = ast.parse(text.strip(), mode="eval").body
+    if not isinstance(call, ast.Call) or call.args:
+        raise ValueError("no call with keywords only")
+    return _values_of_keywords(call)
 
 
 def _parse_tags(text: str, schema: Mapping[str, Any]) -> str:
@@ -205,14 +288,14 @@ def _parse_tags(text: str, schema: Mapping[str, Any]) -> str:
     index = 0
     while parameter := _PARAMETER.match(text, index):
         name = parameter["name"]
-        arguments[name] = _typed_value(parameter["value"], properties.get(name) or {}, schema)
+        arguments[name] = typed_value(parameter["value"], properties.get(name) or {}, schema)
         index = parameter.end()
     if text[index:].strip() != _LAST_TAG:
         raise ValueError("text between the parameters")
     return msgspec.json.encode(arguments).decode()
 
 
-def _typed_value(text: str, schema: Any, whole: Mapping[str, Any]) -> str | msgspec.Raw:
+def typed_value(text: str, schema: Any, whole: Mapping[str, Any]) -> str | msgspec.Raw:
     """The value of a parameter: JSON if its schema allows no string, and text if it allows one or
     if the text is no JSON. ``whole``: see :func:`may_be_string`."""
     if _allows_text(text, schema, whole):
@@ -225,6 +308,16 @@ def _typed_value(text: str, schema: Any, whole: Mapping[str, Any]) -> str | msgs
         return msgspec.Raw(text.encode())
     except msgspec.DecodeError:
         return text
+
+
+def is_surely_text(beginning: str, schema: Any, whole: Mapping[str, Any]) -> bool:
+    """Whether a value of ``schema`` that begins like this is text, however it goes on."""
+    if isinstance(schema, Mapping) and "type" not in schema and "enum" in schema:
+        return False
+    if not may_be_string(schema, whole):
+        return False
+    may_be_null = "null".startswith(beginning) and "null" in _types_of(schema)
+    return not may_be_null
 
 
 def _allows_text(text: str, schema: Any, whole: Mapping[str, Any]) -> bool:

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from jitney_gateway.parsers import Parser, PieceKind
+from jitney_gateway.parsers import Parser, Piece, PieceKind
 from jitney_gateway.wire import Call, Message
 
 
@@ -26,11 +26,12 @@ class ContentBlock(msgspec.Struct, kw_only=True):
     """Of a call: its function."""
     pieces: list[str] = []
     state: Literal["open", "complete", "incomplete"] = "open"
-    """Incomplete: the sequence was cut off in this block, by a limit or an error."""
+    """Incomplete: the sequence was cut off in this block, by a limit or an error; or a call went on
+    as no arguments can."""
 
     @property
     def text(self) -> str:
-        """The whole text. Of a call: its arguments, as JSON."""
+        """The whole text. Of a call: its arguments, which are JSON if it is complete."""
         return "".join(self.pieces)
 
 
@@ -53,10 +54,15 @@ class SequenceContent:
         self._echo = echo
         self.blocks: list[ContentBlock] = []
         self.finish_reason: str | None = None
+        self._leaves_call_out = False
 
     def calls(self) -> list[ContentBlock]:
         """The blocks that are calls."""
         return [block for block in self.blocks if block.kind == "call"]
+
+    def has_complete_call(self) -> bool:
+        """Whether a client can make one of the calls."""
+        return any(block.state == "complete" for block in self.calls())
 
     def joined_text(self, kind: PieceKind) -> str:
         """The text of all blocks of a kind."""
@@ -73,23 +79,27 @@ class SequenceContent:
         if finish_reason is not None:
             pieces += self._parser.finish()
         for piece in pieces:
-            if piece.kind == "call" and len(self.calls()) == self._most_calls:
+            if piece.name is not None:
+                self._leaves_call_out = len(self.calls()) == self._most_calls
+            if piece.kind == "call" and self._leaves_call_out:
                 continue
-            if self._begins_block(piece.kind):
+            if self._begins_block(piece):
                 yield from self._close_last("complete")
                 yield self._open(piece.kind, piece.name)
             block = self.blocks[-1]
             block.pieces.append(piece.text)
+            if piece.completes_call:
+                block.state = "complete"
             yield BlockEvent("delta", block, piece.text)
         self.finish_reason = finish_reason
         if finish_reason is not None:
             yield from self._close_last("complete" if finish_reason == "stop" else "incomplete")
 
-    def _begins_block(self, kind: PieceKind) -> bool:
-        """Whether the next piece, of this kind, is not part of the last block."""
-        if kind == "call" or not self.blocks:
+    def _begins_block(self, piece: Piece) -> bool:
+        """Whether the next piece is not part of the last block."""
+        if piece.name is not None or not self.blocks:
             return True
-        return self.blocks[-1].kind != kind
+        return self.blocks[-1].kind != piece.kind
 
     def _open(self, kind: PieceKind, name: str | None) -> BlockEvent:
         id_ = secrets.token_hex(12)
@@ -101,8 +111,9 @@ class SequenceContent:
         if not self.blocks:
             return
         block = self.blocks[-1]
-        # A call comes in one piece: it is complete whatever ends the sequence.
-        block.state = "complete" if block.kind == "call" else state
+        # A call that has all its arguments is complete already, whatever ends the sequence.
+        if block.state == "open":
+            block.state = "incomplete" if block.kind == "call" else state
         yield BlockEvent("stop", block)
 
 

@@ -5,6 +5,7 @@ of server-sent events.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -17,7 +18,7 @@ from jitney.sampling_params import LIMITS_HEADER, parse_limits
 from jitney.tracing import HEADERS
 from starlette.types import Receive, Scope, Send
 
-from jitney_gateway.answers import ChatAnswer, CompletionAnswer, ModelAnswer
+from jitney_gateway.answers import ChatAnswer, CompletionAnswer, ModelAnswer, PromptEcho
 from jitney_gateway.content_blocks import SequenceContent
 from jitney_gateway.document import Endpoint, Handler
 from jitney_gateway.field_rules import IgnoredFields
@@ -31,6 +32,7 @@ from jitney_gateway.messages_request import (
     chat_of_prompt,
 )
 from jitney_gateway.parsers import Parser
+from jitney_gateway.reasoning_tokens import reasoning_counter
 from jitney_gateway.refusals import as_json, unforeseen_error
 from jitney_gateway.responses_answer import ResponseAnswer
 from jitney_gateway.responses_request import (
@@ -65,6 +67,13 @@ from jitney_gateway.without_effect import (
 )
 
 T = TypeVar("T")
+HEADERS_S = 1.0
+"""Seconds after which a stream begins, even if the model has said nothing yet: until then, an error
+has a status of its own."""
+SILENCE_S = 5.0
+"""Seconds without a byte after which a stream sends a sign of life."""
+_NextEvents = asyncio.Future[list[JsonObject] | None]
+"""The events of a step to come; None if there is none any more."""
 
 
 class ChatApi(NamedTuple):
@@ -166,7 +175,12 @@ class LanguageEndpoints:
             parser = Parser(formats.tool, formats.reasoning, tools)
             sequences.append(SequenceContent(parser, most_calls))
         answer = api.answer(body, request_id, sequences)
-        for name in answer.extra_inputs:
+        if len(sequences) == 1:
+            answer.usage.reasoning = reasoning_counter(formats.reasoning, model.added_tokens)
+        extra_inputs = list(answer.extra_inputs)
+        if answer.usage.reasoning is not None:
+            extra_inputs.append("return_output_ids")  # which a model has for one sequence only
+        for name in extra_inputs:
             server_request.inputs[name] = True
         return await self._generate(request, chat, answer, [server_request])
 
@@ -178,12 +192,17 @@ class LanguageEndpoints:
         limits = parse_limits(request.state.limits)
         server_requests = requests_of_completions(body, model, request_id, limits)
         sequences = []
+        echoes = []
         for server_request in server_requests:
-            echo = await self._prompt_text(server_request) if body.echo else ""
+            echo = PromptEcho()
+            if body.echo:
+                wants_logprobs = body.logprobs is not None
+                echo = await self._echo(server_request, with_first_token=wants_logprobs)
+                echoes.append(echo)
             for _ in range(body.n or 1):
                 parser = Parser(None, None)
-                sequences.append(SequenceContent(parser, echo=echo))
-        answer = CompletionAnswer(body, request_id, sequences)
+                sequences.append(SequenceContent(parser, echo=echo.text))
+        answer = CompletionAnswer(body, request_id, sequences, echoes)
         return await self._generate(request, body, answer, server_requests)
 
     async def _generate(
@@ -202,8 +221,7 @@ class LanguageEndpoints:
         steps = self._server.generate(server_requests, headers)
         events = _events_of_steps(steps, answer, timer, state.id)
         if body.stream:
-            # An error before the first step still becomes a response with a status.
-            first = await _unless_gone(request.receive, anext(events))
+            first = await _first_or_late(request.receive, events)
             stream = _server_sent_events(first, events, answer)
             return _EventStream(stream, media_type="text/event-stream")
         await _unless_gone(request.receive, _exhaust(events))
@@ -237,12 +255,26 @@ class LanguageEndpoints:
         text = await self._text_of_ids(body.model, body.tokens)
         return as_json({"prompt": text})
 
-    async def _prompt_text(self, server_request: ServerRequest) -> str:
+    async def _echo(self, server_request: ServerRequest, *, with_first_token: bool) -> PromptEcho:
         """The prompt of a request as text."""
-        text = server_request.inputs.get("text_input")
-        if isinstance(text, bytes):
-            return text.decode()
-        return await self._text_of_ids(server_request.model, server_request.inputs["input_ids"])
+        model = server_request.model
+        inputs = server_request.inputs
+        first_token = ""
+        if "input_ids" in inputs:
+            ids = inputs["input_ids"]
+            text = await self._text_of_ids(model, ids)
+        else:
+            given = inputs["text_input"]
+            assert isinstance(given, bytes)
+            text = given.decode()
+            ids = []
+            if with_first_token:
+                outputs = await self._infer_task(model, "tokenize", text_input=given)
+                ids = outputs["output_ids"].tolist()
+        assert isinstance(ids, list)
+        if with_first_token:
+            first_token = await self._text_of_ids(model, ids[:1])
+        return PromptEcho(text, first_token)
 
     async def _text_of_ids(self, model: str, ids: InputValue) -> str:
         outputs = await self._infer_task(model, "detokenize", input_ids=ids)
@@ -285,7 +317,8 @@ def _endpoint(
 # one that it reads: `_server_sent_events` closes `_events_of_steps`, which closes the steps of
 # `ServerClient.generate`, and that cancels the requests. What closes the outermost one:
 #
-# - before the first step, and for an answer that is no stream: `_unless_gone`, by a cancellation;
+# - before the headers: `_first_or_late`;
+# - for an answer that is no stream: `_unless_gone`, by a cancellation;
 # - during a stream and after it: `_EventStream`.
 
 
@@ -311,22 +344,62 @@ async def _exhaust(events: AsyncGenerator[list[JsonObject]]) -> None:
         pass
 
 
+async def _first_or_late(receive: Receive, events: AsyncGenerator[list[JsonObject]]) -> _NextEvents:
+    """The first events of a stream, for which its headers wait ``HEADERS_S`` at most.
+
+    An error that comes before still becomes a response with a status, and is raised here. Raises
+    CancelledError if the client leaves first.
+    """
+    first: _NextEvents = asyncio.ensure_future(anext(events, None))
+    try:
+        await _unless_gone(receive, _done_or_late(first))
+        if first.done():
+            first.result()
+    except BaseException:
+        await _abandon(first, events)
+        raise
+    return first
+
+
+async def _done_or_late(task: asyncio.Future[Any]) -> None:
+    await asyncio.wait({task}, timeout=HEADERS_S)
+
+
+async def _abandon(pending: _NextEvents, events: AsyncGenerator[list[JsonObject]]) -> None:
+    """Close ``events``, whose next ones may be awaited at this moment."""
+    pending.cancel()
+    await asyncio.gather(pending, return_exceptions=True)
+    await events.aclose()
+
+
 async def _server_sent_events(
-    first: list[JsonObject], more: AsyncGenerator[list[JsonObject]], answer: ModelAnswer
+    first: _NextEvents, more: AsyncGenerator[list[JsonObject]], answer: ModelAnswer
 ) -> AsyncGenerator[bytes]:
     """The bytes of a stream: the events of one step in one piece, and the end of the answer, which
-    may be an error."""
+    may be an error. After each ``SILENCE_S`` without any bytes there is a sign of life, so that
+    proxies and clients do not take the stream for dead."""
+    pending = first
+    sent_at = time.monotonic()
     try:
-        if first:
-            yield _encoded(first)
-        async for events in more:
+        while True:
+            remaining = sent_at + SILENCE_S - time.monotonic()
+            await asyncio.wait({pending}, timeout=max(remaining, 0.0))
+            if not pending.done():
+                yield answer.sign_of_life
+                sent_at = time.monotonic()
+                continue
+            events = pending.result()
+            if events is None:
+                break
             if events:
                 yield _encoded(events)
+                sent_at = time.monotonic()
+            pending = asyncio.ensure_future(anext(more, None))
         last = answer.closing_events()
     except JitneyError as error:
         last = answer.error_events(error)
     finally:
-        await more.aclose()
+        await _abandon(pending, more)
     yield _encoded(last) + answer.end_of_stream
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
 import msgspec
+import pydantic_core
 from jitney.errors import JitneyError
 
 from jitney_gateway.answers import Usage
@@ -34,6 +35,7 @@ class MessageAnswer:
 
     extra_inputs: ClassVar[tuple[str, ...]] = ("return_stop_string",)
     end_of_stream: ClassVar[bytes] = b""
+    sign_of_life: ClassVar[bytes] = b'event: ping\ndata: {"type":"ping"}\n\n'
 
     def __init__(
         self, body: MessageRequest, id_: str, sequences: Sequence[SequenceContent]
@@ -91,7 +93,7 @@ class MessageAnswer:
         if self._stop_string is not None:
             reason = "stop_sequence"
         elif reason == "stop":
-            reason = "tool_use" if self._sequence.calls() else "end_turn"
+            reason = "tool_use" if self._sequence.has_complete_call() else "end_turn"
         elif reason == "length":
             reason = "max_tokens"
         return {"stop_reason": reason, "stop_sequence": self._stop_string}
@@ -126,5 +128,13 @@ def _content(block: ContentBlock) -> JsonObject:
         "type": "tool_use",
         "id": f"toolu_{block.id}",
         "name": block.name,
-        "input": msgspec.json.decode(block.text or "{}"),
+        "input": _input_of_call(block),
     }
+
+
+def _input_of_call(block: ContentBlock) -> JsonObject:
+    """The arguments of a call. Of one that was cut: those that are there, as Anthropic's clients
+    read them from a stream."""
+    if block.state == "complete":
+        return msgspec.json.decode(block.text, type=JsonObject)
+    return pydantic_core.from_json(block.text or "{}", allow_partial=True)

@@ -132,9 +132,10 @@ class ChoiceOfMessage(WireRecord):
 
 
 class Thinking(WireRecord):
-    """Whether the model should reason."""
+    """Whether the model should reason, and with how many tokens at most."""
 
     type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Annotated[int, Meta(ge=0, le=1 << 20)] | None = None
 
 
 class OutputConfig(WireRecord):
@@ -274,6 +275,7 @@ def _set_thinking(
     the opposite, that is ignored.
     """
     is_wanted = thinking.type != "disabled"
+    chat.thinking_token_budget = thinking.budget_tokens
     if "enable_thinking" in (model.chat_template or ""):
         kwargs = chat.chat_template_kwargs or {}
         chat.chat_template_kwargs = {"enable_thinking": is_wanted, **kwargs}

@@ -2,10 +2,15 @@
 
 Pure: text in, pieces out. The gateway makes a parser for each sequence of an answer. The pieces,
 joined, do not depend on how the text was cut. What may become a marker is held back, with the space
-before it, and so is a call until it is complete: a client can always parse the calls that it gets.
+before it.
 
-A call that is malformed or unfinished is content, to the letter. A call behind it is still found if
-it begins with a marker, with two exceptions:
+The arguments of a call leave as they come, once its head is certain: it names one of the request's
+tools, and its arguments have begun. Such a call stays a call. If it is unfinished, or its text goes
+on as no arguments can, it ends there, and the client gets its arguments so far.
+
+Any other call, such as one that names an unknown function, is held until it is complete. If it is
+malformed or unfinished, it is content, to the letter. A call behind it is still found if it begins
+with a marker, with two exceptions:
 
 - A string that is not closed, or in Python a bracket, may hide the calls behind it: they are
   content.
@@ -20,6 +25,13 @@ from typing import Any, Literal, NamedTuple
 # have several groups with one name.
 import regex
 
+from jitney_gateway.call_arguments import (
+    ArgumentsReader,
+    JsonArguments,
+    Progress,
+    PythonArguments,
+    TaggedArguments,
+)
 from jitney_gateway.call_body import CallBody, MalformedCallError
 from jitney_gateway.formats import TOOL_FORMATS, Reasoning, ToolFormat, find_reasoning
 
@@ -33,13 +45,15 @@ PieceKind = Literal["reasoning", "text", "call"]
 
 
 class Piece(NamedTuple):
-    """What a text added: more reasoning, more content, or a whole call."""
+    """What a text added: more reasoning, more content, or more of a call."""
 
     kind: PieceKind
     text: str
-    """Of a call: its arguments, as JSON."""
+    """Of a call: more of its arguments, which are JSON once they are complete."""
     name: str | None = None
-    """Of a call: its function."""
+    """Of the first piece of a call: its function."""
+    completes_call: bool = False
+    """The arguments are complete. A call that never gets there was cut."""
 
 
 class _InContent(NamedTuple):
@@ -64,13 +78,41 @@ class _Skipping(NamedTuple):
 
 
 class _InCall(NamedTuple):
-    """The text is held until the call is complete."""
+    """The text is held until the call is certain or complete."""
 
     body: CallBody
 
 
+class _BehindArguments(NamedTuple):
+    """What is around the arguments of a call ends: it is dropped."""
+
+    in_object: bool
+    in_list: bool
+    """The list may go on with another call."""
+
+
+class _InArguments(NamedTuple):
+    """The text is the arguments of a call."""
+
+    name: str
+    head: str
+    """The text up to the arguments. Empty once they have begun: only then the call is certain."""
+    reader: ArgumentsReader
+    following: _BehindArguments
+    """The state after this one."""
+
+
+_END_OF_OBJECT = regex.compile(r'(?:\s*,\s*"\w+"\s*:\s*"[^"\\]*")*\s*\}')
+"""What may follow the arguments in the JSON object of a call, such as an id."""
+_NEXT_IN_LIST = {
+    "json": regex.compile(r"\s*(?:(?P<end>,?\s*\])|,\s*(?=\{))"),
+    "python": regex.compile(r"\s*(?:(?P<end>,?\s*\])|,\s*(?=[A-Za-z_][\w.]{0,127}\s*\())"),
+}
+"""Kind of a body -> what divides a call of a list from the next one, or ends the list."""
+
+
 class Parser:
-    """Parses the text of one sequence. It is in one of four states, which are the classes above."""
+    """Parses the text of one sequence. It is in one of six states, which are the classes above."""
 
     def __init__(
         self,
@@ -94,7 +136,9 @@ class Parser:
         self._pieces: list[Piece] = []
         self._has_content = False
         """Content has come, at any time."""
-        self._state: _InContent | _InReasoning | _Skipping | _InCall
+        self._state: (
+            _InContent | _InReasoning | _Skipping | _InCall | _InArguments | _BehindArguments
+        )
         self._state = _InContent(at_beginning=True)
         if reasoning is not None and reasoning.is_open:
             # The begin marker ended the prompt; a model may repeat it.
@@ -109,6 +153,18 @@ class Parser:
 
     def finish(self) -> list[Piece]:
         """The sequence has ended. Returns what was held back."""
+        if isinstance(self._state, _InArguments):
+            self._finish_arguments(self._state)
+            # A call that was cut may have text behind it, which is read as after any call.
+            pieces = self.push("")
+            return pieces + self.finish()
+        if isinstance(self._state, _BehindArguments):
+            self._held = ""
+        if isinstance(self._state, _InCall):
+            name = self._state.body.name_in_beginning(self._held, self._schemas)
+            if name is not None:
+                self._held = ""
+                self._pieces.append(Piece("call", "", name))
         state: object = self._state
         if isinstance(state, _Skipping):
             self._held = self._held.lstrip()
@@ -130,7 +186,11 @@ class Parser:
             case _Skipping():
                 return self._skip(self._state)
             case _InCall():
-                return self._complete_call(self._state.body)
+                return self._begin_call(self._state.body) or self._complete_call(self._state.body)
+            case _InArguments():
+                return self._read_arguments(self._state)
+            case _BehindArguments():
+                return self._end_call(self._state)
             case _InReasoning():
                 return self._read_reasoning()
             case _InContent():
@@ -183,6 +243,101 @@ class Parser:
         self._state = state.following
         return True
 
+    def _begin_call(self, body: CallBody) -> bool:
+        """Read the arguments from now on, if the text so far is a call of a known tool."""
+        assert self._format is not None
+        call = body.find_certain_call(self._held, self._schemas)
+        if call is None:
+            return False
+        reader: ArgumentsReader
+        if self._format.body == "json":
+            reader = JsonArguments(self._format.markers)
+        elif self._format.body == "xml":
+            reader = TaggedArguments(self._schemas[call.name])
+        else:
+            reader = PythonArguments()
+        self._state = _InArguments(
+            name=call.name,
+            head=self._take(call.start),
+            reader=reader,
+            following=_BehindArguments(in_object=call.in_object, in_list=call.in_list),
+        )
+        return True
+
+    def _read_arguments(self, state: _InArguments) -> bool:
+        """Make a piece of more arguments."""
+        progress = state.reader.read(self._held)
+        read = self._take(progress.size)
+        if progress.arguments:
+            self._add_to_call(state, progress)
+            state = state._replace(head="")
+        elif state.head:
+            state = state._replace(head=state.head + read)
+        self._state = state
+        if progress.end == "complete":
+            self._state = state.following
+        elif progress.end == "cut" and state.head:
+            # The arguments never began, so it is not a call.
+            self._held = state.head + self._held
+            self._state = _InContent(at_beginning=False)
+            self._send_content(len(state.head))
+        elif progress.end == "cut":
+            self._skip_closing_markers()  # what follows is read as after a call
+        return progress.end is not None
+
+    def _finish_arguments(self, state: _InArguments) -> None:
+        """The sequence has ended in a call, which is cut."""
+        progress = state.reader.finish(self._held)
+        self._take(progress.size)
+        if progress.arguments or state.head:
+            self._add_to_call(state, progress)
+        self._skip_closing_markers()
+
+    def _add_to_call(self, state: _InArguments, progress: Progress) -> None:
+        is_complete = progress.end == "complete"
+        if state.head:
+            self._pieces.append(Piece("call", progress.arguments, state.name, is_complete))
+            return
+        text = progress.arguments
+        name = None
+        if self._pieces and self._pieces[-1].kind == "call":
+            # Pieces of one call from one text become one.
+            last = self._pieces.pop()
+            text = last.text + text
+            name = last.name
+        self._pieces.append(Piece("call", text, name, is_complete))
+
+    def _end_call(self, state: _BehindArguments) -> bool:
+        assert self._format is not None
+        if state.in_object:
+            pattern = _END_OF_OBJECT
+        elif state.in_list:
+            pattern = _NEXT_IN_LIST[self._format.body]
+        else:
+            self._skip_closing_markers()
+            return True
+        match = pattern.match(self._held, partial=True)
+        if match is None:
+            # The call itself is complete: that its end is malformed does no harm.
+            self._skip_closing_markers()
+            return True
+        if match.partial:
+            return False
+        if state.in_object:
+            self._take(len(match[0]))
+            self._state = state._replace(in_object=False)
+        elif match["end"] is not None:
+            self._take(len(match[0]))
+            self._skip_closing_markers()
+        else:
+            body = CallBody(self._format.body, len(match[0]), None, is_list_item=True)
+            self._state = _InCall(body)
+        return True
+
+    def _skip_closing_markers(self) -> None:
+        assert self._format is not None
+        self._state = _Skipping(self._format.closing, following=_InContent(at_beginning=True))
+
     def _complete_call(self, body: CallBody) -> bool:
         """Make a piece of a call that is complete."""
         assert self._format is not None
@@ -198,9 +353,12 @@ class Parser:
             self._send_content(body.start)
             return True
         for call in calls:
-            self._pieces.append(Piece("call", call.arguments, call.name))
+            self._pieces.append(Piece("call", call.arguments, call.name, completes_call=True))
         self._take(end)
-        self._state = _Skipping(self._format.closing, following=_InContent(at_beginning=True))
+        if body.is_list_item:
+            self._state = _BehindArguments(in_object=False, in_list=True)
+        else:
+            self._skip_closing_markers()
         return True
 
     def _send_reasoning(self, size: int) -> None:

@@ -102,7 +102,8 @@ _CLIENT_FIELDS = {
     "messages": ("input",),
     "structured_outputs": (
         "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-        "response_format", "text", "output_config", "tool_choice",
+        "response_format", "text", "output_config", "tool_choice", "tools",
+        "thinking_token_budget", "thinking",
     ),
 }  # fmt: skip
 """An input or parameter of the model -> the fields of a client's body that can set it."""
@@ -120,6 +121,7 @@ but …`` or ``chat_template_parameters.a is …``."""
 _CLIENT_FIELDS_OF_CHAT: dict[str, tuple[str, ...]] = {
     "messages": ("input",),
     "response_format": ("text", "output_config"),
+    "thinking_token_budget": ("thinking",),
 }
 """A field of a chat -> the fields that can set it in the body of ``/v1/responses`` or
 ``/v1/messages``, from which the gateway made the chat."""
@@ -175,7 +177,9 @@ def _fields_of_template_parameter(text: str, values: Mapping[str, Any]) -> tuple
 
 def _constrains_answer(field: str, value: Any) -> bool:
     """Whether a field that can set ``structured_outputs`` does. ``text`` and ``output_config`` may
-    have no format, and the format may allow any text."""
+    have no format, and the format may allow any text; a choice of tools may force no call."""
+    if field == "tool_choice":
+        return value not in ("auto", "none")
     if field not in ("response_format", "text", "output_config"):
         return True
     answer_format = value if field == "response_format" else value.format

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 import msgspec
 from jitney.errors import JitneyError
 
-from jitney_gateway.answers import Usage, chat_logprob
+from jitney_gateway.answers import COMMENT, Usage, chat_logprob
 from jitney_gateway.content_blocks import BlockEvent, ContentBlock, SequenceContent
 from jitney_gateway.parsers import PieceKind
 from jitney_gateway.refusals import describe
@@ -63,6 +63,7 @@ class ResponseAnswer:
 
     extra_inputs: ClassVar[tuple[str, ...]] = ()
     end_of_stream: ClassVar[bytes] = b""
+    sign_of_life: ClassVar[bytes] = COMMENT
 
     def __init__(
         self, body: ResponseRequest, id_: str, sequences: Sequence[SequenceContent]
@@ -191,14 +192,17 @@ class ResponseAnswer:
         return self._response("incomplete", usage=self._usage(), incomplete_details={"reason": why})
 
     def _usage(self) -> JsonObject:
-        """``reasoning_tokens`` is null if there is reasoning: the model does not tell which tokens
-        it is."""
-        reasons = any(block.kind == "reasoning" for block in self._sequence.blocks)
+        """``reasoning_tokens`` is null if there is reasoning that cannot be counted."""
+        number: int | None = None
+        if self.usage.reasoning is not None:
+            number = self.usage.reasoning.count
+        elif not any(block.kind == "reasoning" for block in self._sequence.blocks):
+            number = 0
         return {
             "input_tokens": self.usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": self.usage.cached_tokens},
             "output_tokens": self.usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": None if reasons else 0},
+            "output_tokens_details": {"reasoning_tokens": number},
             "total_tokens": self.usage.prompt_tokens + self.usage.completion_tokens,
         }
 

@@ -66,6 +66,11 @@ class Step(msgspec.Struct):
     """Empty before the last step."""
     stop_strings: list[str | None] = []
     """The stop string that ended each sequence, if that was asked for."""
+    prompt_logprobs: list[dict[str, dict[str, Any]] | None] | None = None
+    """For each token of the prompt, in its first step, if they were asked for. None for the first
+    token, which nothing precedes."""
+    output_ids: list[int] = []
+    """New tokens of the one sequence, if they were asked for."""
 
     def logprobs_of(self, index: int) -> list[dict[str, dict[str, Any]]]:
         """Those of the new tokens of one sequence; empty if none were asked for."""
@@ -474,7 +479,11 @@ def _step(prompt: int, outputs: Mapping[str, Any]) -> Step:
     logprobs = outputs.get("logprobs")
     if logprobs is not None:
         logprobs = [msgspec.json.decode(text) for text in logprobs]
+    prompt_logprobs = outputs.get("prompt_logprobs")
+    if prompt_logprobs is not None:
+        prompt_logprobs = msgspec.json.decode(prompt_logprobs[0])
     timing = outputs.get("timing")
+    output_ids = outputs.get("output_ids")
     return Step(
         prompt=prompt,
         texts=[text.decode() for text in outputs["text_output"]],
@@ -484,6 +493,8 @@ def _step(prompt: int, outputs: Mapping[str, Any]) -> Step:
         logprobs=logprobs,
         timing={} if timing is None else msgspec.json.decode(timing[0]),
         stop_strings=[text.decode() or None for text in outputs.get("stop_string", ())],
+        prompt_logprobs=prompt_logprobs,
+        output_ids=[] if output_ids is None else output_ids.tolist(),
     )
 
 

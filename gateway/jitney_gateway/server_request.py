@@ -25,7 +25,13 @@ from jitney_gateway.formats import (
 )
 from jitney_gateway.refusals import FieldError
 from jitney_gateway.structured import OutputConstraint, constraint_of_body
-from jitney_gateway.tool_grammar import after_reasoning, grammar_of_calls
+from jitney_gateway.tool_grammar import (
+    ANY_TEXT,
+    after_reasoning,
+    calls_or,
+    grammar_of_calls,
+    grammar_of_strict_tools,
+)
 from jitney_gateway.wire import (
     MAX_PROMPTS,
     ChatRequest,
@@ -37,6 +43,8 @@ from jitney_gateway.wire import (
 _PRIORITIES = {"auto": 0, "default": 0, "flex": 10, "priority": -10}
 """Service tier -> priority, for a model without tiers of its own. A lower priority goes first."""
 _NO_LIMITS = Limits()
+BUDGET = "thinking_token_budget"
+"""The field that bounds the reasoning of a chat."""
 _LARGEST_CACHED_KWARGS = 4096
 """Bytes of JSON. Larger ``chat_template_kwargs`` are not cached: the model has not checked them
 yet, and clients could fill the memory with values as large as a body."""
@@ -135,39 +143,64 @@ def _params_of_chat(body: ChatRequest) -> dict[str, Any]:
 def _constraint_of_chat(
     body: ChatRequest, model: ModelDescription, formats: AnswerFormats
 ) -> OutputConstraint | None:
-    """What the answer must be: what the body says, or a call of a tool in the model's syntax. The
-    model may reason before."""
+    """What the answer must be: what the body says, calls of tools in the model's syntax, or either.
+    The model may reason before."""
     token_ids = {}
     for marker in special_markers(formats):
         if marker in model.added_tokens:
             token_ids[marker] = model.added_tokens[marker]
     constraint = constraint_of_body(body)
-    forced_call = _constraint_of_forced_call(body, formats, token_ids)
-    if forced_call is not None:
-        if constraint is not None:
-            reason = f"tool_choice and {constraint.field} exclude one another"
-            raise FieldError("tool_choice", reason)
-        constraint = forced_call
+    if formats.tool is not None:
+        constraint = _with_calls(constraint, body, formats.tool, token_ids)
+    budget = body.thinking_token_budget
+    reasoning = find_reasoning(formats.reasoning)
+    if reasoning is None:
+        budget = None  # there is nothing that it could bound
+    if budget is not None:
+        if not {reasoning.begin, reasoning.end} <= token_ids.keys():
+            reason = f"the markers of reasoning are no tokens of model {body.model!r}"
+            raise FieldError(BUDGET, f"{BUDGET} is not supported: {reason}")
+        if constraint is None:
+            constraint = OutputConstraint(BUDGET, ANY_TEXT)
     if constraint is None:
         return None
-    parameter = after_reasoning(constraint.structured_outputs, formats.reasoning, token_ids)
+    parameter = after_reasoning(constraint.structured_outputs, formats.reasoning, token_ids, budget)
     return OutputConstraint(constraint.field, parameter)
 
 
-def _constraint_of_forced_call(
-    body: ChatRequest, formats: AnswerFormats, token_ids: dict[str, int]
+def _with_calls(
+    constraint: OutputConstraint | None,
+    body: ChatRequest,
+    tool_format: str,
+    token_ids: dict[str, int],
 ) -> OutputConstraint | None:
-    """None: the answer need not call a tool."""
-    if formats.tool is None:
-        return None
-    grammar = grammar_of_calls(
-        tools=msgspec.to_builtins(body.tools),
-        tool_choice=msgspec.to_builtins(body.tool_choice),
-        parallel=body.parallel_tool_calls is not False,
-        tool_format=formats.tool,
-        token_ids=token_ids,
-    )
-    return None if grammar is None else OutputConstraint("tool_choice", grammar)
+    """What the answer must be, for a body with tools:
+
+    ====================  ==========================  =====================
+    ``tool_choice``       ``constraint``              the answer
+    ====================  ==========================  =====================
+    a forced call         none, ``response_format``   calls
+    a forced call         any other                   FieldError
+    ``auto``              any                         calls, or what it says
+    ``auto``              none, a tool is strict      text, and strict calls
+    ``auto``              none                        anything
+    ====================  ==========================  =====================
+    """
+    tools = msgspec.to_builtins(body.tools)
+    parallel = body.parallel_tool_calls is not False
+    choice = msgspec.to_builtins(body.tool_choice)
+    forced = grammar_of_calls(tools, choice, parallel, tool_format, token_ids)
+    if forced is not None:
+        if constraint is not None and constraint.field != "response_format":
+            reason = f"tool_choice and {constraint.field} exclude one another"
+            raise FieldError("tool_choice", reason)
+        return OutputConstraint("tool_choice", forced)
+    if constraint is not None:
+        parameter = constraint.structured_outputs
+        either = calls_or(parameter, tools, parallel, tool_format, token_ids)
+        return OutputConstraint(constraint.field, either)
+    strict = grammar_of_strict_tools(tools, parallel, tool_format, token_ids)
+    return None if strict is None else OutputConstraint("tools", strict)
 
 
 def formats_of_answer(body: ChatRequest, model: ModelDescription) -> AnswerFormats:
@@ -224,7 +257,9 @@ def requests_of_completions(
     if body.logprobs is not None:
         params["logprobs"] = body.logprobs
         if body.echo:
-            raise FieldError("echo", "echo with logprobs is not supported")
+            params.setdefault("prompt_logprobs", body.logprobs)
+    if body.is_echo_alone:
+        params["max_tokens"] = 1
     constraint = constraint_of_body(body)
     requests = []
     for inputs in _inputs_of_prompts(body):

@@ -269,6 +269,7 @@ class ChatRequest(Generation, kw_only=True):
     add_generation_prompt: bool | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=0, le=1 << 20)] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     modalities: list[Literal["text"]] | None = None
@@ -285,9 +286,15 @@ class CompletionRequest(Generation, kw_only=True):
             "prompt_embeds": Refused(unless=([],)),
         }
     )
+    refused_params: ClassVar[tuple[str, ...]] = ()
     prompt: str | list[str | _Id | Ids]
     logprobs: int | None = None
     echo: bool | None = None
+
+    @property
+    def is_echo_alone(self) -> bool:
+        """Whether the client wants the prompt without a new token. A model makes one at least."""
+        return bool(self.echo) and self.params.get("max_tokens") == 0
 
 
 class TokenizeRequest(WireRecord):

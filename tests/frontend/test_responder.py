@@ -64,7 +64,7 @@ class Desk:
         sampling = SamplingParams(seed=1, max_tokens=1000, **params)
         submit = Submit(key=key, prompt=[5], params=sampling, arrival=time.monotonic())
         request = ClientRequest("input_ids", np.array([5]), sampling, streamed, False, RETURNS, "")
-        encoder = LogprobsEncoder(self.tokenizer.token_text)
+        encoder = LogprobsEncoder(self.tokenizer)
         writer = ResponseWriter(request, "", 1, encoder)
         sender = self.senders[key] = self.pb.Sender()
         sender.on_send = lambda response: self.order.append(key)

@@ -3,10 +3,12 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
-from jitney_gateway.answers import ChatAnswer, CompletionAnswer
+from jitney_gateway.answers import ChatAnswer, CompletionAnswer, PromptEcho
 from jitney_gateway.content_blocks import SequenceContent
 from jitney_gateway.parsers import Parser
+from jitney_gateway.reasoning_tokens import reasoning_counter
 from jitney_gateway.refusals import describe
 from jitney_gateway.server_client import Step, translated
 from jitney_gateway.wire import ChatRequest, CompletionRequest, JsonObject, decode
@@ -88,11 +90,47 @@ def test_the_deltas_of_a_chat_make_the_whole(text: str, size: int) -> None:
         assert [json.loads(each["function"]["arguments"]) for each in calls] == [{"at": "é"}] * 2
 
 
-def test_without_parallel_calls_there_is_one() -> None:
+@pytest.mark.parametrize("size", [1, 1000])
+def test_without_parallel_calls_there_is_one(size: int) -> None:
     answer = chat([Parser("hermes", None, [TOOL])], parallel_tool_calls=False)
-    chunks = list(answer.feed(step(CALLING, end="stop")))
-    assert len(joined(chunks, 0)["calls"]) == 1
+    chunks = []
+    for start in range(0, len(CALLING), size):
+        end = "stop" if start + size >= len(CALLING) else None
+        chunks += list(answer.feed(step(CALLING[start : start + size], end=end)))
+    (call,) = joined(chunks, 0)["calls"].values()
+    assert json.loads(call["arguments"]) == {"at": "é"}
     assert len(answer.as_json()["choices"][0]["message"]["tool_calls"]) == 1
+
+
+CUT = '<tool_call>\n{"name": "stop", "arguments": {"at": "the bus'
+
+
+@pytest.mark.parametrize(("end", "reason"), [("length", "length"), ("stop", "stop")])
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_a_call_that_is_cut_has_its_arguments_so_far(end: str, reason: str, size: int) -> None:
+    answer = chat([Parser("hermes", None, [TOOL])])
+    chunks = []
+    for start in range(0, len(CUT), size):
+        last = start + size >= len(CUT)
+        chunks += list(answer.feed(step(CUT[start : start + size], end=end if last else None)))
+    (choice,) = answer.as_json()["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "stop", "arguments": '{"at": "the bus'}
+    assert choice["message"]["content"] is None
+    assert choice["finish_reason"] == reason, "no call that a client could make"
+    streamed = joined(chunks, 0)
+    assert streamed["content"] == ""
+    assert streamed["finish_reason"] == reason
+    (of_stream,) = streamed["calls"].values()
+    assert of_stream["arguments"] == call["function"]["arguments"]
+    first, *others = [
+        delta["tool_calls"][0]
+        for chunk in chunks
+        if "tool_calls" in (delta := chunk["choices"][0]["delta"])
+    ]
+    assert first["id"] == call["id"]
+    assert all(other.keys() == {"index", "function"} for other in others)
+    assert len(others) > 10 or size > 1
 
 
 def test_usage_counts_every_prompt_once() -> None:
@@ -121,13 +159,150 @@ def position(*entries: tuple[int, str, float, int]) -> dict[str, dict[str, Any]]
 def test_logprobs_of_a_chat() -> None:
     answer = chat([Parser(None, None)], logprobs=True, top_logprobs=2)
     chosen_last = position((7, "x", -3.0, 9), (1, "é", -0.1, 1), (2, "\ufffd", -0.2, 2))
+    chosen_last["2"]["bytes"] = [195]
     (chunk,) = answer.feed(step("x", logprobs=[[chosen_last]], end="stop"))
     (token,) = chunk["choices"][0]["logprobs"]["content"]
     assert (token["token"], token["logprob"], token["bytes"]) == ("x", -3.0, [120])
     assert [(each["token"], each["bytes"]) for each in token["top_logprobs"]] == [
-        ("é", [195, 169]), ("\ufffd", None),
+        ("é", [195, 169]), ("\ufffd", [195]),
     ]  # fmt: skip
     assert answer.as_json()["choices"][0]["logprobs"] == {"content": [token]}
+
+
+def parts(text: str) -> list[dict[str, dict[str, Any]]]:
+    """Positions of a text whose characters beyond ASCII are one token for each byte."""
+    found = []
+    for character in text:
+        if character.isascii():
+            found.append(position((ord(character), character, -0.5, 1)))
+            continue
+        for byte in character.encode():
+            part = position((byte, "\ufffd", -0.5, 1))
+            part[str(byte)]["bytes"] = [byte]
+            found.append(part)
+    return found
+
+
+def test_bytes_of_the_tokens_make_the_text() -> None:
+    answer = chat([Parser(None, None)], logprobs=True)
+    text = "a😀é!"
+    list(answer.feed(step(text, logprobs=[parts(text)], end="stop")))
+    tokens = answer.as_json()["choices"][0]["logprobs"]["content"]
+    assert len(tokens) == len(text.encode())
+    assert bytes(byte for token in tokens for byte in token["bytes"]).decode() == text
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_an_offset_counts_characters_and_not_their_parts(size: int) -> None:
+    answer = completion(1, logprobs=0)
+    positions = parts("a😀é!")
+    for start in range(0, len(positions), size):
+        list(answer.feed(step("", logprobs=[positions[start : start + size]])))
+    list(answer.feed(step("", end="stop")))
+    offsets = answer.as_json()["choices"][0]["logprobs"]["text_offset"]
+    assert offsets == [0, 1, 1, 1, 1, 2, 2, 3]
+
+
+def test_tokens_with_one_text_have_the_best_logprob() -> None:
+    answer = completion(1, logprobs=2)
+    chosen = position((5, "\ufffd", -0.1, 1), (6, "\ufffd", -4.0, 2))
+    list(answer.feed(step("", logprobs=[[chosen]], end="stop")))
+    assert answer.as_json()["choices"][0]["logprobs"]["top_logprobs"] == [{"\ufffd": -0.1}]
+
+
+PROMPT = [None, *parts("hé")[1:], position((7, " bus", -3.0, 4), (8, " car", -0.25, 1))]
+"""The logprobs of the prompt "hé bus", whose first token is "h"."""
+
+
+def echoing(**more: Any) -> CompletionAnswer:
+    body = decode(
+        json.dumps({"model": "m", "prompt": "hé bus", "echo": True, **more}).encode(),
+        CompletionRequest,
+    )
+    sequences = [SequenceContent(Parser(None, None), echo="hé bus") for _ in range(body.n or 1)]
+    return CompletionAnswer(body, "id", sequences, [PromptEcho("hé bus", "h")])
+
+
+def first_step(*texts: str, end: str | None = None) -> Step:
+    made = step(*texts, end=end, logprobs=[[position((9, "!", -1.0, 1))] for _ in texts])
+    return msgspec.structs.replace(made, prompt_logprobs=PROMPT)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_echo_has_the_logprobs_of_the_prompt(n: int) -> None:
+    """The answer that lm-eval's loglikelihood reads."""
+    answer = echoing(logprobs=1, max_tokens=1, n=n)
+    chunks = list(answer.feed(first_step(*["!"] * n, end="length")))
+    for chunk, choice in zip(chunks, answer.as_json()["choices"], strict=True):
+        assert choice["text"] == "hé bus!"
+        logprobs = choice["logprobs"]
+        assert logprobs == chunk["choices"][0]["logprobs"]
+        assert logprobs["tokens"] == ["h", "\ufffd", "\ufffd", " bus", "!"]
+        assert logprobs["token_logprobs"] == [None, -0.5, -0.5, -3.0, -1.0]
+        assert logprobs["top_logprobs"][0] is None
+        assert logprobs["top_logprobs"][3] == {" bus": -3.0, " car": -0.25}
+        assert logprobs["text_offset"] == [0, 1, 1, 2, 6]
+
+
+def test_an_echo_may_come_alone() -> None:
+    answer = echoing(logprobs=1, max_tokens=0)
+    list(answer.feed(first_step("!", end="stop")))
+    (choice,) = answer.as_json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("hé bus", "length")
+    assert choice["logprobs"]["token_logprobs"] == [None, -0.5, -0.5, -3.0]
+    assert answer.as_json()["usage"]["completion_tokens"] == 0
+
+
+def test_a_token_before_the_text_has_no_room_in_it() -> None:
+    body = {"model": "m", "prompt": "a", "echo": True, "logprobs": 0}
+    answer = CompletionAnswer(
+        decode(json.dumps(body).encode(), CompletionRequest),
+        "id",
+        [SequenceContent(Parser(None, None), echo="a")],
+        [PromptEcho("a", "<s>")],
+    )
+    made = step("!", end="stop", logprobs=[[position((9, "!", -1.0, 1))]])
+    prompt = [None, position((8, "a", -1.0, 1))]
+    list(answer.feed(msgspec.structs.replace(made, prompt_logprobs=prompt)))
+    assert answer.as_json()["choices"][0]["logprobs"]["text_offset"] == [0, 0, 1]
+
+
+def test_prompt_logprobs_come_once() -> None:
+    answer = completion(1, prompt_logprobs=1)
+    first = msgspec.structs.replace(step("a"), prompt_logprobs=PROMPT)
+    chunks = [*answer.feed(first), *answer.feed(step("b", end="stop"))]
+    assert chunks[0]["choices"][0]["prompt_logprobs"] == PROMPT
+    assert "prompt_logprobs" not in chunks[1]["choices"][0]
+    (choice,) = answer.as_json()["choices"]
+    assert choice["prompt_logprobs"] == PROMPT
+    assert choice["logprobs"] is None
+
+
+@pytest.mark.parametrize("size", [1, 2, 100])
+@pytest.mark.parametrize(
+    ("reasoning_format", "ids", "count"),
+    [
+        ("think_opened", [1, 2, 3, 7, 4, 5], 3),
+        ("think_opened", [6, 1, 2, 7, 4], 2),
+        ("think_opened", [1, 2], 2),
+        ("think", [6, 1, 2, 7, 4, 6, 1], 2),
+        ("think", [9, 6, 1, 7], 1),
+        ("think", [1, 2, 3, 4, 6, 5, 5], 0),
+    ],
+)
+def test_reasoning_tokens_are_counted(
+    reasoning_format: str, ids: list[int], count: int, size: int
+) -> None:
+    counter = reasoning_counter(reasoning_format, {"<think>": 6, "</think>": 7})
+    answer = chat([Parser(None, None)])
+    answer.usage.reasoning = counter
+    for start in range(0, len(ids), size):
+        made = step("a" * len(ids[start : start + size]))
+        list(answer.feed(msgspec.structs.replace(made, output_ids=ids[start : start + size])))
+    usage = answer.as_json()["usage"]
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": count}
+    assert reasoning_counter(reasoning_format, {}) is None
+    assert reasoning_counter(None, {"<think>": 6, "</think>": 7}) is None
 
 
 def test_logprobs_of_completions() -> None:

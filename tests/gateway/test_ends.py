@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import jitney_gateway.language as language
 import pytest
 from jitney.errors import UnavailableError
 from jitney_gateway.app import make_app
@@ -37,6 +39,106 @@ class Ending:
     async def generate(self, asks: Sequence[ServerRequest], headers: Any) -> AsyncIterator[Step]:
         yield step("one")
         raise self._error
+
+
+class Slow:
+    """In place of a server: it waits, says one thing, waits again and ends."""
+
+    def __init__(self, wait_s: float, error: Exception | None = None) -> None:
+        self._wait_s = wait_s
+        self._error = error
+        self.is_closed = False
+
+    async def language_model(self, name: str) -> ModelDescription:
+        return KNOWN
+
+    async def generate(self, asks: Sequence[ServerRequest], headers: Any) -> AsyncIterator[Step]:
+        try:
+            await asyncio.sleep(self._wait_s)
+            if self._error is not None:
+                raise self._error
+            yield step("one")
+            # Steps without text: what they may become is held back.
+            for _ in range(4):
+                await asyncio.sleep(self._wait_s / 4)
+                yield step("")
+            yield step("two", end="stop")
+        finally:
+            self.is_closed = True
+
+
+def times_of_messages(server: Slow, path: str, *, leaves: bool = False) -> list[tuple[float, Any]]:
+    """What a gateway sends for a stream, and when, in seconds. ``leaves``: the client goes after
+    the first message."""
+    sent: list[tuple[float, Any]] = []
+    body = json.dumps({"model": "m", **BODIES[path], "stream": True}).encode()
+    bodies = [{"type": "http.request", "body": body}]
+    gone = asyncio.Event()
+
+    async def receive() -> Any:
+        if bodies:
+            return bodies.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append((time.monotonic() - began, message))
+        if leaves:
+            gone.set()
+
+    scope: dict[str, Any] = {
+        "type": "http", "method": "POST", "path": path, "headers": [], "query_string": b"",
+        "root_path": "", "scheme": "http", "http_version": "1.1", "asgi": {"spec_version": "2.3"},
+    }  # fmt: skip
+    began = time.monotonic()
+    asyncio.run(make_app(server, FixedKeys({}))(scope, receive, send))  # type: ignore[arg-type]
+    return sent
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_stream_begins_and_lives_without_tokens(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(language, "HEADERS_S", 0.1)
+    monkeypatch.setattr(language, "SILENCE_S", 0.3)
+    sent = times_of_messages(Slow(wait_s=1.0), path)
+    assert sent[0][1]["status"] == 200
+    assert sent[0][0] < 0.9
+    text = b"".join(message.get("body", b"") for _, message in sent).decode()
+    events = [event for event in text.split("\n\n") if event]
+    life = 'event: ping\ndata: {"type":"ping"}' if path == "/v1/messages" else ": keep-alive"
+    before = events.index(next(event for event in events if "one" in event))
+    assert events[:before].count(life) >= 2
+    after = events.index(next(event for event in events if "two" in event))
+    assert events[before:after].count(life) >= 2
+    # Without them, the stream is what it is without silences.
+    monkeypatch.setattr(language, "SILENCE_S", 60.0)
+    plain = times_of_messages(Slow(wait_s=0.0), path)
+    quick = b"".join(message.get("body", b"") for _, message in plain).decode()
+    others = [event for event in quick.split("\n\n") if event]
+    assert life not in others
+    assert len(others) == len(events) - events.count(life)
+
+
+def test_what_is_refused_before_the_headers_has_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = UnavailableError("it stopped")
+    for headers_s, status in ((5.0, 503), (0.1, 200)):
+        monkeypatch.setattr(language, "HEADERS_S", headers_s)
+        server = Slow(wait_s=0.5, error=error)
+        sent = times_of_messages(server, "/v1/chat/completions")
+        assert sent[0][1]["status"] == status
+        assert server.is_closed
+        assert b"it stopped" in b"".join(message.get("body", b"") for _, message in sent)
+
+
+def test_a_client_that_leaves_before_the_first_token_ends_its_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(language, "HEADERS_S", 0.1)
+    server = Slow(wait_s=20.0)
+    sent = times_of_messages(server, "/v1/chat/completions", leaves=True)
+    assert server.is_closed
+    assert sent[-1][0] < 15
 
 
 def ask(path: str, error: Exception, **more: Any) -> Any:

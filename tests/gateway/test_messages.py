@@ -137,6 +137,7 @@ def block(**fields: Any) -> dict[str, Any]:
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tools": [TOOL], "tool_choice": {"type": "auto", "name": "a"}}, "tool_choice.name"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens"),
         ({"output_config": {"format": {"type": "text"}}}, "output_config.format.type"),
     ],
 )  # fmt: skip
@@ -213,6 +214,18 @@ def test_thinking_is_what_the_model_can_choose() -> None:
         assert asked(kind, known) is None, "it has no choice"
         with pytest.raises(FieldError, match=f"thinking is '{kind}', but model 'm'"):
             ask(BODY | {"thinking": {"type": kind}}, known, strict=True)
+
+
+def test_thinking_has_a_budget() -> None:
+    ids = {"<think>": 6, "</think>": 7}
+    known = msgspec.structs.replace(KNOWN, reasoning_format="think_opened", added_tokens=ids)
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    made = params_of(BODY | {"thinking": thinking}, known)
+    assert "[max_tokens=1024]" in made["structured_outputs"]["grammar"]
+    spelt = msgspec.structs.replace(known, added_tokens={})
+    with pytest.raises(FieldError) as caught:
+        params_of(BODY | {"thinking": thinking}, spelt)
+    assert caught.value.field == "thinking"
 
 
 def answer_of(parser: Parser) -> MessageAnswer:
@@ -320,8 +333,28 @@ def test_a_call_that_no_client_could_read_is_text(number: str) -> None:
         tool = {"function": {"name": "stop", "parameters": {"properties": {"at": {"type": "n"}}}}}
         answer = answer_of(Parser(tool_format, None, [tool]))
         list(answer.feed(step(said, end="stop")))
-        (made,) = answer.as_json()["content"]
-        if tool_format == "qwen_xml":
+        made, *_ = answer.as_json()["content"]
+        if tool_format == "hermes":
+            # Its arguments had begun: they end before the number.
+            assert made["input"] == {}
+            assert answer.as_json()["content"][1]["text"] == f"{number}}}}}</tool_call>"
+            assert answer.as_json()["stop_reason"] == "end_turn"
+        elif tool_format == "qwen_xml":
             assert made["input"] == {"at": number}
         else:
             assert made == {"type": "text", "text": said}
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_a_call_that_is_cut_has_its_input_so_far(size: int) -> None:
+    cut = '<tool_call>{"name": "stop", "arguments": {"a": [1, "x"], "b": "ha'
+    answer = answer_of(Parser("hermes", None, [CHAT_TOOL]))
+    events = []
+    for start in range(0, len(cut), size):
+        end = "length" if start + size >= len(cut) else None
+        events += list(answer.feed(step(cut[start : start + size], end=end)))
+    (made,) = answer.as_json()["content"]
+    assert made["input"] == {"a": [1, "x"]}
+    assert answer.as_json()["stop_reason"] == "max_tokens"
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    assert "".join(delta["partial_json"] for delta in deltas) == '{"a": [1, "x"], "b": "ha'

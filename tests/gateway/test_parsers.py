@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jitney_gateway.formats import REASONING_FORMATS, TOOL_FORMATS, detect
-from jitney_gateway.parsers import Parser
+from jitney_gateway.parsers import Parser, Piece
 
 TOOLS = [
     {
@@ -38,6 +38,8 @@ class Read(NamedTuple):
     content: str = ""
     calls: tuple[tuple[str, Any], ...] = ()
     reasoning: str = ""
+    cut: tuple[tuple[str, str], ...] = ()
+    """Calls that were cut, with their arguments to the letter."""
 
 
 DEFINITIONS = {
@@ -78,10 +80,23 @@ def test_a_parameter_between_tags_is_text_unless_its_schema_says_otherwise(
 def read(tool_format: str | None, reasoning_format: str | None, pieces: Iterable[str]) -> Read:
     parser = Parser(tool_format, reasoning_format, TOOLS)
     made = [each for piece in pieces for each in parser.push(piece)] + parser.finish()
+    calls: list[Piece] = []
+    for number, each in enumerate(made):
+        if each.kind != "call":
+            continue
+        if each.name is None:
+            # Nothing comes between the pieces of a call.
+            assert made[number - 1].kind == "call"
+            begun = calls.pop()
+            assert not begun.completes_call
+            text = begun.text + each.text
+            each = begun._replace(text=text, completes_call=each.completes_call)
+        calls.append(each)
     return Read(
         "".join(each.text for each in made if each.kind == "text"),
-        tuple((str(each.name), json.loads(each.text)) for each in made if each.kind == "call"),
+        tuple((str(each.name), json.loads(each.text)) for each in calls if each.completes_call),
         "".join(each.text for each in made if each.kind == "reasoning"),
+        tuple((str(each.name), each.text) for each in calls if not each.completes_call),
     )
 
 
@@ -112,8 +127,8 @@ READ = {  # tool format, reasoning format, text, what it says
     "hermes, no last tag": ("hermes", None, CALL[:-12], Read("", ONE)),
     "hermes, after a broken one": (
         *("hermes", None),
-        f'<tool_call>{{"name": "find", "arguments": {{"n: 1}}}}</tool_call>{CALL}',
-        Read('<tool_call>{"name": "find", "arguments": {"n: 1}}</tool_call>', ONE),
+        f'<tool_call>{{"name": "f", "arguments": {{"n: 1}}}}</tool_call>{CALL}',
+        Read('<tool_call>{"name": "f", "arguments": {"n: 1}}</tool_call>', ONE),
     ),
     "hermes, arguments as a string": (
         *("hermes", None),
@@ -211,24 +226,79 @@ READ = {  # tool format, reasoning format, text, what it says
     ),
     "think, unfinished": (None, "cohere_opened", "a<|END_THIN", Read("", (), "a<|END_THIN")),
 }
+HEAD = '<tool_call>{"name": "find", "arguments": '
+CUT = {  # tool format, text, what it says: calls that were certain, and end too early
+    "in a number": ("hermes", HEAD + '{"n": 1', Read(cut=((FIND, '{"n": 1'),))),
+    "in a string": ("hermes", HEAD + '{"zip": "a\\u00', Read(cut=((FIND, '{"zip": "a\\u00'),))),
+    "before the arguments": ("hermes", HEAD, Read(cut=((FIND, ""),))),
+    "in the second": (
+        *("mistral", f'[TOOL_CALLS] [{{"name": "g", "arguments": {NESTED_JSON}}}, {{"nam'),
+        Read(f'[TOOL_CALLS] [{{"name": "g", "arguments": {NESTED_JSON}}}, {{"nam'),
+    ),
+    "behind the first": (
+        *("mistral", '[TOOL_CALLS] [{"name": "find", "arguments": {"n": 1}}, {"nam'),
+        Read(', {"nam', ONE),
+    ),
+    "deepseek": ("deepseek", V3[: V3.index("1}")], Read(cut=((FIND, '{"n": '),))),
+    "a name in the head": ("mistral_args", "[TOOL_CALLS]find[ARGS]{", Read(cut=((FIND, ""),))),
+    "tags": ("qwen_xml", XML[: XML.index("1")] + "1", Read(cut=((FIND, ""),))),
+    "tags, text": (
+        *("qwen_xml", "<function=find>\n<parameter=n>\n1\n</parameter><parameter=zip>\n01\n</par"),
+        Read(cut=((FIND, '{"n":1,"zip":"01'),)),
+    ),
+    "tags, last": ("qwen_xml", XML[:-14], Read(cut=((FIND, '{"n":1'),))),
+    "python": ("pythonic", "[find(n=1, zip='01", Read(cut=((FIND, '{"n": 1'),))),
+    "not a number": (
+        *("hermes", HEAD + '{"n": NaN}}</tool_call>' + CALL),
+        Read("NaN}}</tool_call>", ONE, "", ((FIND, '{"n":'),)),
+    ),
+    "a number that is too large": (
+        *("hermes", HEAD + '{"n": 1e999}}</tool_call>'),
+        Read("1e999}}</tool_call>", (), "", ((FIND, '{"n":'),)),
+    ),
+    "half a surrogate": (
+        *("hermes", HEAD + '{"zip": "a\\ud83d"}}</tool_call>'),
+        Read('\\ud83d"}}</tool_call>', (), "", ((FIND, '{"zip": "a'),)),
+    ),
+    "the wrong bracket": (
+        *("hermes", HEAD + '{"n": [1}}</tool_call>'),
+        Read("}}</tool_call>", (), "", ((FIND, '{"n": [1'),)),
+    ),
+    "a string without its end": (
+        *("hermes", HEAD + '{"zip": "01}}</tool_call>' + CALL),
+        Read("", ONE, "", ((FIND, '{"zip": "01}}'),)),
+    ),
+    "deep": (
+        *("hermes", HEAD + f'{{"n": {"[" * 9000}{"]" * 9000}}}}}'),
+        Read(f"{'[' * 8901}{']' * 9000}}}}}", (), "", ((FIND, '{"n": ' + "[" * 99),)),
+    ),
+    "no last bracket": ("hermes", HEAD + '{"n": 1}</tool_call>', Read("", ONE)),
+    "python, behind a call": (
+        *("pythonic", "[find(n=1) for x in y]"),
+        Read("for x in y]", ONE),
+    ),
+    "python, in a list": ("pythonic", "[find(n=1), 1]", Read(", 1]", ONE)),
+    "python, twice": (
+        *("pythonic", "[find(n=1, n=2)]"),
+        Read("n=2)]", (), "", ((FIND, '{"n": 1'),)),
+    ),
+}
 LOST = [  # what is no call, or none yet
-    ("hermes", '<tool_call>\n{"name": "find", "arguments": {"n": 1'),
     ("hermes", '<tool_call>{"name": "find", "arguments": [1]}</tool_call> so'),
     ("hermes", '<tool_call>{"name": 1, "arguments": {}}</tool_call>'),
-    ("hermes", '<tool_call>{"name": "find", "arguments": {"n": NaN}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "find", "arguments": {...}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "unknown", "arguments": {"n": NaN}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "unknown", "arguments": {"n": 1'),
     ("hermes", f"<tool_call>{{{'[' * 9000}"),
-    ("hermes", f'<tool_call>{{"name": "find", "arguments": {{"n": {"[" * 9000}{"]" * 9000}}}}}'),
     ("hermes", "a < b <tool_call"),
     ("hermes", "Space stays  \n "),
     ("llama3_json", '{"name": "Ann", "age": 3'),
     ("llama3_json", '<|python_tag|>search.call(query="x")'),
-    ("mistral", '[TOOL_CALLS] [{"name": "find", "arguments": {"n": 1}}, {"nam'),
     ("mistral", "[TOOL_CALLS]find[ARGS][1]"),
-    ("deepseek", V3[: V3.index("1}")]),
-    ("qwen_xml", XML[:-14]),
+    ("qwen_xml", XML[:-14].replace("find", "f")),
     ("qwen_xml", "<function=f>\n<parameter=n>\n1\n</parameter> text </function>"),
     ("qwen_xml", "Write <function=find> first."),
-    ("pythonic", "[find(n=1), g("),
+    ("pythonic", "[g(n=1), find("),
     ("pythonic", "[find(1)]"),
     ("pythonic", "[find(n=x)]"),
     ("pythonic", "[find(**{})]"),
@@ -236,10 +306,10 @@ LOST = [  # what is no call, or none yet
     ("pythonic", "[find(n=1e999)]"),
     ("pythonic", "[find(n={1, 2})]"),
     ("pythonic", "[find(n=b'')]"),
-    ("pythonic", "[find(n=1) for x in y]"),
+    ("pythonic", "[g(n=1) for x in y]"),
     ("pythonic", "[find(n='\\ud800')]"),
-    ("pythonic", "[find(n=1) g]"),
-    ("pythonic", "[find(n=1), 1]"),
+    ("pythonic", "[g(n=1) g]"),
+    ("pythonic", "[g(n=1), 1]"),
     ("pythonic", f"[find(n={'-' * 9000}1)]"),
     ("pythonic", f"[find(n={'[' * 300}1{']' * 300})]"),
 ]
@@ -252,6 +322,49 @@ def test_an_answer_reads_the_same_however_it_is_cut(name: str) -> None:
     assert read(tool_format, reasoning_format, text) == expected
     for cut in range(1, len(text)):
         assert read(tool_format, reasoning_format, [text[:cut], text[cut:]]) == expected, cut
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_call_that_is_certain_stays_one(name: str) -> None:
+    tool_format, text, expected = CUT[name]
+    assert read(tool_format, None, [text]) == expected
+    if len(text) > 1000:
+        return
+    assert read(tool_format, None, text) == expected
+    for cut in range(1, len(text)):
+        assert read(tool_format, None, [text[:cut], text[cut:]]) == expected, cut
+
+
+LONG = "zip code " * 20
+LEAVING = {  # the beginning of a call, and what has left of its arguments
+    "hermes": (HEAD + '{"zip": "' + LONG, '{"zip": "' + LONG),
+    "llama3_json": ('{"name": "find", "parameters": {"zip": "' + LONG, '{"zip": "' + LONG),
+    "mistral": ('[TOOL_CALLS][{"name": "find", "arguments": {"zip": "' + LONG, '{"zip": "' + LONG),
+    "mistral_args": ('[TOOL_CALLS]find[ARGS]{"zip": "' + LONG, '{"zip": "' + LONG),
+    "deepseek": (V3[: V3.index("1}")] + '1, "zip": "' + LONG, '{"n": 1, "zip": "' + LONG),
+    "deepseek_v31": (V31[: V31.index("1}")] + '1, "zip": "' + LONG, '{"n": 1, "zip": "' + LONG),
+    "qwen_xml": ("<function=find>\n<parameter=zip>\n" + LONG, '{"zip":"' + LONG),
+    "pythonic": (f"[find(zip='{LONG}', n=", f'{{"zip": "{LONG}"'),
+}
+
+
+@pytest.mark.parametrize("tool_format", TOOL_FORMATS)
+def test_arguments_leave_while_the_model_writes_them(tool_format: str) -> None:
+    text, expected = LEAVING[tool_format]
+    parser = Parser(tool_format, None, TOOLS)
+    pieces = [piece for character in text for piece in parser.push(character)]
+    assert "".join(piece.text for piece in pieces) == expected
+    assert [piece.name for piece in pieces if piece.name] == [FIND]
+    most_at_once = max(len(piece.text) for piece in pieces)
+    assert most_at_once < 12 or tool_format == "pythonic"
+
+
+def test_an_optional_text_leaves_once_it_cannot_be_null() -> None:
+    schema = {"properties": {"v": {"type": ["string", "null"]}}}
+    tool = {"type": "function", "function": {"name": FIND, "parameters": schema}}
+    parser = Parser("qwen_xml", None, [tool])
+    assert parser.push("<function=find>\n<parameter=v>\nnul") == []
+    assert parser.push("ls") == [Piece("call", '{"v":"nulls', FIND)]
 
 
 @pytest.mark.parametrize(("tool_format", "text"), LOST)
@@ -268,13 +381,16 @@ def test_every_beginning_of_an_answer_reads_the_same_however_it_is_cut(name: str
         found = read(tool_format, reasoning_format, text[:end])
         assert found == read(tool_format, reasoning_format, [text[:end]]), end
         assert found.calls == expected.calls[: len(found.calls)]
+        assert len(found.cut) <= 1
 
 
 FRAGMENTS = sorted(
     {"<", "{", "[", "]", "}", '"', "\\", "\n", " ", "find", "a", ",", ":", "(", "=", "1", "'", ";"}
     | {
         '{"name": "find", "arguments": {"n": 1}}',
+        '{"name": "find", "arguments": {',
         '{"n": 1}',
+        "n=",
         "find(n=1)",
         "[find(n=1)]",
         "find[ARGS]",

@@ -9,6 +9,7 @@ from jitney.errors import InvalidArgumentError, UnavailableError
 from jitney_gateway.content_blocks import SequenceContent
 from jitney_gateway.field_rules import IgnoredFields
 from jitney_gateway.parsers import Parser
+from jitney_gateway.reasoning_tokens import reasoning_counter
 from jitney_gateway.refusals import FieldError, describe, name_clients_field
 from jitney_gateway.responses_answer import ResponseAnswer
 from jitney_gateway.responses_request import ResponseRequest, chat_of_response
@@ -247,6 +248,24 @@ def test_the_events_make_the_whole_at_every_split(text: str, end: str) -> None:
     assert whole[-1]["type"] != "message" or (statuses[-1] == "completed") == (end == "stop")
 
 
+def test_a_call_that_is_cut_is_incomplete() -> None:
+    cut = '<tool_call>{"name": "stop", "arguments": {"at": "the bus'
+
+    def output(pieces: list[str]) -> list[JsonObject]:
+        answer = answer_of(Parser("hermes", None, [CHAT_TOOL]))
+        assert joined(fed(answer, pieces, "length")) == answer.as_json()["output"]
+        return plain(answer.as_json()["output"])
+
+    for at in range(1, len(cut)):
+        (item,) = output([cut[:at], cut[at:]])
+        assert item == {
+            "type": "function_call",
+            "status": "incomplete",
+            "name": "stop",
+            "arguments": '{"at": "the bus',
+        }
+
+
 def test_the_whole_answer() -> None:
     answer = answer_of(Parser("hermes", None, [CHAT_TOOL]), metadata={"a": "b"}, temperature=0.5,
                        parallel_tool_calls=False, tools=[TOOL])  # fmt: skip
@@ -270,6 +289,8 @@ def test_the_whole_answer() -> None:
     fed(answer, ["<think>Hm"], "length")
     assert answer.as_json()["incomplete_details"] == {"reason": "max_output_tokens"}
     assert answer.as_json()["usage"]["output_tokens_details"] == {"reasoning_tokens": None}
+    answer.usage.reasoning = reasoning_counter("think", {"<think>": 6, "</think>": 7})
+    assert answer.as_json()["usage"]["output_tokens_details"] == {"reasoning_tokens": 0}
 
 
 def test_logprobs_come_with_the_text() -> None:

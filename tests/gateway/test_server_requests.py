@@ -70,6 +70,7 @@ ONLY_CHAT: dict[str, Any] = {
 # with another one, or whose only value is what is done anyway.
 ELSEWHERE = {
     "stream_options", "top_logprobs", "parallel_tool_calls", "modalities", "echo", "best_of",
+    "thinking_token_budget",
 }  # fmt: skip
 
 
@@ -257,9 +258,10 @@ def test_a_strict_gateway_refuses_what_has_no_effect(
     ],
 )  # fmt: skip
 def test_structured_output_has_one_form(more: dict[str, Any], structured: Any) -> None:
-    assert params_of(CHAT | more).get("structured_outputs") == structured
+    without_tools = CHAT | {"tools": None} | more
+    assert params_of(without_tools).get("structured_outputs") == structured
     if structured is not None:
-        body = decode(json.dumps(CHAT | more).encode(), ChatRequest)
+        body = decode(json.dumps(without_tools).encode(), ChatRequest)
         known = msgspec.structs.replace(KNOWN, sampling_parameters=frozenset(PARAMS))
         with pytest.raises(FieldError, match="is not supported by model 'm'") as caught:
             request_of_chat(body, known, "id")
@@ -317,6 +319,53 @@ def test_a_tool_that_must_be_called_is_a_grammar() -> None:
     body = decode(json.dumps(CHAT | {"tool_choice": "required"}).encode(), ChatRequest)
     with pytest.raises(FieldError, match="tool_choice is not supported"):
         request_of_chat(body, known, "id")
+
+
+def test_a_response_format_leaves_room_for_calls() -> None:
+    wanted = {"response_format": {"type": "json_object"}}
+    either = params_of(CHAT | wanted)["structured_outputs"]["grammar"]
+    assert "<tool_call>" in either
+    assert '"type": "object"' in either
+    without = params_of(CHAT | wanted | {"tool_choice": "none"})
+    assert without["structured_outputs"] == {"json_object": True}
+    for choice in ("required", TOOL):
+        forced = params_of(CHAT | {"tool_choice": choice})
+        assert params_of(CHAT | wanted | {"tool_choice": choice}) == forced
+
+
+def test_a_strict_tool_is_a_grammar() -> None:
+    strict = json.loads(json.dumps(TOOL))
+    strict["function"]["strict"] = True
+    body = CHAT | {"tools": [strict]}
+    assert "<tool_call>" in params_of(body)["structured_outputs"]["grammar"]
+    assert "structured_outputs" not in params_of(body | {"tool_choice": "none"})
+    known = msgspec.structs.replace(KNOWN, sampling_parameters=frozenset(PARAMS))
+    chat = decode(json.dumps(body).encode(), ChatRequest)
+    with pytest.raises(FieldError, match="tools is not supported by model 'm'"):
+        request_of_chat(chat, known, "id")
+    error = InvalidArgumentError("structured_outputs.grammar is too large")
+    for choice in ("auto", None):
+        chat = decode(json.dumps(body | {"tool_choice": choice}).encode(), ChatRequest)
+        assert str(name_clients_field(error, chat)) == "tools is too large"
+
+
+def test_a_budget_ends_reasoning() -> None:
+    ids = {"<think>": 6, "</think>": 7}
+    known = msgspec.structs.replace(KNOWN, reasoning_format="think_opened", added_tokens=ids)
+
+    def made(known: ModelDescription, **more: Any) -> Any:
+        body = decode(json.dumps(CHAT | {"tools": None} | more).encode(), ChatRequest)
+        params = json.loads(request_of_chat(body, known, "id").inputs["sampling_parameters"])  # type: ignore
+        return params.get("structured_outputs")
+
+    assert "[max_tokens=9]" in made(known, thinking_token_budget=9)["grammar"]
+    both = made(known, thinking_token_budget=9, response_format={"type": "json_object"})
+    assert "[max_tokens=9]" in both["grammar"]
+    assert "%json" in both["grammar"]
+    assert made(KNOWN, thinking_token_budget=9) is None, "it does not reason"
+    spelt = msgspec.structs.replace(known, added_tokens={})
+    with pytest.raises(FieldError, match="thinking_token_budget is not supported: the markers"):
+        made(spelt, thinking_token_budget=9)
 
 
 def test_a_model_that_reasons_is_bound_only_afterwards() -> None:
@@ -460,6 +509,16 @@ def test_messages_are_what_chat_templates_expect() -> None:
         ],
         "tools": [TOOL],
     }
+
+
+def test_an_echo_with_logprobs_asks_for_those_of_the_prompt() -> None:
+    asked = {"echo": True, "logprobs": 2}
+    assert params_of(TEXT | asked)["prompt_logprobs"] == 2
+    assert params_of(TEXT | asked | {"prompt_logprobs": 1})["prompt_logprobs"] == 1
+    assert "prompt_logprobs" not in params_of(TEXT | {"logprobs": 2})
+    assert params_of(TEXT | asked | {"max_tokens": 0})["max_tokens"] == 1, "it is left out later"
+    assert params_of(TEXT | {"max_tokens": 0})["max_tokens"] == 0, "which the model refuses"
+    assert params_of(TEXT | {"prompt_logprobs": 1})["prompt_logprobs"] == 1
 
 
 def test_a_chat_without_a_limit_gets_what_the_context_holds() -> None:

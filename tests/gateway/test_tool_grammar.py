@@ -10,7 +10,13 @@ import pytest
 from jitney.errors import InvalidArgumentError
 from jitney_gateway.formats import TOOL_FORMATS, AnswerFormats, special_markers
 from jitney_gateway.parsers import Parser
-from jitney_gateway.tool_grammar import after_reasoning, grammar_of_calls
+from jitney_gateway.tool_grammar import (
+    ANY_TEXT,
+    after_reasoning,
+    calls_or,
+    grammar_of_calls,
+    grammar_of_strict_tools,
+)
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 FIND = {
@@ -225,3 +231,104 @@ def test_parameters_that_are_no_schema_are_refused_by_name(
     for tool_format in tool_formats:
         with pytest.raises(InvalidArgumentError, match=r"^tools: .*'f' are no JSON"):
             grammar_of_calls([tool], "required", True, tool_format)
+
+
+CALLS = {  # tool format -> how a call of g is written: ARGUMENTS stand for {"b": 1}
+    "qwen_xml": "<tool_call>\n<function=g>\nARGUMENTS</function>\n</tool_call>",
+    "hermes": '<tool_call>\n{"name": "g", "arguments": ARGUMENTS}\n</tool_call>',
+    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n"
+    "ARGUMENTS\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>g<｜tool▁sep｜>ARGUMENTS"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "mistral_args": "[TOOL_CALLS]g[ARGS]ARGUMENTS",
+    "mistral": '[TOOL_CALLS][{"name": "g", "arguments": ARGUMENTS}]',
+    "pythonic": "[g(ARGUMENTS)]",
+    "llama3_json": '{"name": "g", "parameters": ARGUMENTS}',
+}
+ONLY_AT_BEGINNING = ("pythonic", "llama3_json")
+
+
+def written(tool_format: str, value: str) -> str:
+    """A call of g with an argument b."""
+    arguments = f'{{"b": {value}}}'
+    if tool_format == "qwen_xml":
+        arguments = f"<parameter=b>\n{value}\n</parameter>\n"
+    elif tool_format == "pythonic":
+        arguments = f"b={value}"
+    return CALLS[tool_format].replace("ARGUMENTS", arguments)
+
+
+def known_tokens(tool_format: str, single: bool) -> tuple[Tokenizer, dict[str, int]]:
+    markers = special_markers(AnswerFormats(tool_format, None)) if single else []
+    tokens = tokenizer(markers)
+    return tokens, {marker: tokens.token_to_id(marker) for marker in markers}
+
+
+@pytest.mark.parametrize("single", [False, True], ids=["spelt", "single tokens"])
+@pytest.mark.parametrize("tool_format", TOOL_FORMATS)
+def test_with_a_constraint_an_answer_is_calls_or_what_it_says(
+    tool_format: str, single: bool
+) -> None:
+    tokens, ids = known_tokens(tool_format, single)
+    schema = {"type": "object", "properties": {"answer": {"type": "string"}}}
+    schema |= {"required": ["answer"], "additionalProperties": False}
+    for constraint in ({"json": schema}, {"regex": r"\{.answer.: .a b.\}"}):
+        both = calls_or(constraint, TOOLS, True, tool_format, ids)
+        assert accepts(both, tokens, '{"answer": "a b"}')
+        assert accepts(both, tokens, written(tool_format, "1"))
+        assert not accepts(both, tokens, written(tool_format, '"x"'))
+        assert not accepts(both, tokens, "So: a b")
+        assert not accepts(both, tokens, '{"answer": "a b"}' + written(tool_format, "1"))
+
+
+@pytest.mark.parametrize("single", [False, True], ids=["spelt", "single tokens"])
+@pytest.mark.parametrize("tool_format", TOOL_FORMATS)
+def test_a_strict_tool_is_called_as_its_schema_says(tool_format: str, single: bool) -> None:
+    tokens, ids = known_tokens(tool_format, single)
+    assert grammar_of_strict_tools(TOOLS, True, tool_format, ids) is None
+    strict = json.loads(json.dumps(TOOLS))
+    strict[1]["function"]["strict"] = True
+    free = grammar_of_strict_tools(strict, True, tool_format, ids)
+    call = written(tool_format, "1")
+    wrong = written(tool_format, '"x"')
+    for text in ("", "Hello <b>", "[1] {", call):
+        assert accepts(free, tokens, text), text
+    assert not accepts(free, tokens, wrong)
+    if tool_format in ONLY_AT_BEGINNING:
+        assert not accepts(free, tokens, wrong.replace(" ", "").replace('{"', '{ "'))
+        assert accepts(free, tokens, f"So: {wrong}"), "no call"
+    else:
+        assert accepts(free, tokens, f"So:\n\n{call}")
+        assert accepts(free, tokens, f"{call}\n{call} Bye.")
+        assert not accepts(free, tokens, f"So:\n\n{wrong}")
+    if tool_format not in ("pythonic", "qwen_xml"):
+        other = CALLS[tool_format].replace("ARGUMENTS", '{"b": "x"}')
+        for name in ('"g"', "g\n", "]g[", ">g<"):
+            other = other.replace(name, name.replace("g", "now"))
+        other = other.replace("｜>g<｜", "｜>now<｜")
+        assert accepts(free, tokens, other), "this tool is not strict"
+
+
+@pytest.mark.parametrize("tool_format", TOOL_FORMATS)
+def test_any_object_is_an_answer_beside_calls(tool_format: str) -> None:
+    both = calls_or({"json_object": True}, TOOLS, True, tool_format)
+    for text in ('{"name": "Ann", "a": [1]}', '{"name": "g", "arguments": 5}', "{}"):
+        assert accepts(both, tokenizer([]), text), text
+    assert accepts(both, tokenizer([]), written(tool_format, "1"))
+
+
+def test_reasoning_has_a_budget() -> None:
+    tokens = tokenizer(["<think>", "</think>"])
+    ids = {marker: tokens.token_to_id(marker) for marker in ("<think>", "</think>")}
+    opened = after_reasoning(ANY_TEXT, "think_opened", ids, 5)
+    assert accepts(opened, tokens, "abcde</think>So.")
+    assert accepts(opened, tokens, "ab</think>\n\nSo: abcdefgh")
+    assert not accepts(opened, tokens, "abcdef</think>So.")
+    assert not accepts(opened, tokens, "abcdef")
+    closed = after_reasoning({"regex": "a+"}, "think", ids, 5)
+    assert accepts(closed, tokens, "aaaaaaaaaa")
+    assert accepts(closed, tokens, "<think>abcde</think>aa")
+    assert not accepts(closed, tokens, "<think>abcdef</think>aa")
+    none = after_reasoning(ANY_TEXT, "think_opened", ids, 0)
+    assert accepts(none, tokens, "</think>So.")
+    assert not accepts(none, tokens, "a</think>So.")

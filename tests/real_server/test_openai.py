@@ -153,6 +153,38 @@ def test_logprobs(client: openai.OpenAI) -> None:
     assert len(old.choices[0].logprobs.tokens or []) == 3
 
 
+def test_the_loglikelihood_of_a_text(client: openai.OpenAI) -> None:
+    """Asked for as lm-eval does: an echo of token ids, with logprobs."""
+    tokenized = post_ok(client, "/tokenize", {"model": "tiny", "prompt": "the bus stops here"})
+    ids = tokenized["tokens"]
+    answer = client.completions.create(
+        model="tiny", prompt=[ids], max_tokens=1, logprobs=1, echo=True, temperature=0, seed=1
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.token_logprobs is not None
+    assert logprobs.top_logprobs is not None
+    assert len(logprobs.token_logprobs) == len(ids) + 1
+    assert "".join(logprobs.tokens or []).startswith("the bus stops here")
+    for place in range(1, len(ids)):
+        best = max(logprobs.top_logprobs[place].values())
+        assert logprobs.token_logprobs[place] <= best
+        after = client.completions.create(
+            model="tiny", prompt=[ids[:place]], max_tokens=1, logprobs=1, temperature=0
+        )
+        alone = after.choices[0].logprobs
+        assert alone is not None
+        assert alone.token_logprobs is not None
+        assert alone.token_logprobs[0] == pytest.approx(best, abs=1e-3)
+    for prompt in ("the bus stops here", ids):
+        echo = client.completions.create(
+            model="tiny", prompt=prompt, max_tokens=0, logprobs=1, echo=True
+        )
+        found = echo.choices[0].logprobs
+        assert found is not None
+        assert found.token_logprobs == logprobs.token_logprobs[:-1]
+
+
 def test_models(client: openai.OpenAI) -> None:
     assert {model.id for model in client.models.list()} == {"tiny", "narrow", "busy"}
     assert client.models.retrieve("narrow").id == "narrow"

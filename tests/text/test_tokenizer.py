@@ -30,6 +30,21 @@ def test_load_encode_decode(tmp_path: Path, kind: str) -> None:
     assert tokenizer.vocab == tiny(kind).get_vocab(with_added_tokens=True)
 
 
+@pytest.mark.parametrize("kind", ["byte_level", "llama_style", "gemma_style"])
+def test_parts_of_a_character_have_bytes(tmp_path: Path, kind: str) -> None:
+    tokenizer = Tokenizer.load(save(kind, tmp_path))
+    ids = tokenizer.encode("the 😀", add_special_tokens=False)
+    found = [tokenizer.partial_bytes(token_id) for token_id in ids]
+    assert found[0] is None, "a whole text"
+    joined = b""
+    for token_id, partial in zip(ids, found, strict=True):
+        text = tokenizer.token_text(token_id)
+        assert (partial is not None) == ("\ufffd" in text)
+        joined += text.encode() if partial is None else partial
+    assert joined.endswith("😀".encode())
+    assert tokenizer.partial_bytes(1 << 30) is None
+
+
 def test_missing_or_broken_files(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     folder.mkdir()

@@ -102,7 +102,7 @@ class Service:
         # only grow: this one is written by the server's thread alone, that one by the responder's
         # alone.
         self._accepted_bytes = 0
-        self._logprobs = LogprobsEncoder(tokenizer.token_text)
+        self._logprobs = LogprobsEncoder(tokenizer)
         self._short = ThreadPoolExecutor(2, "jitney-encode")
         self._long = ThreadPoolExecutor(1, "jitney-encode-long")
         # The check of a new grammar can take seconds. In these threads it delays only requests that

@@ -4,8 +4,9 @@ An answer may hold megabytes of it. It is encoded one position at a time, so tha
 other work between two of them. Used by the server's front.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import Protocol
 
 import msgspec
 
@@ -15,16 +16,34 @@ MAX_TEXTS = 65_536
 """Tokens whose text is kept: some megabytes."""
 
 
+class TokenTexts(Protocol):
+    """What is asked of a tokenizer."""
+
+    def token_text(self, token_id: int) -> str:
+        """One token on its own."""
+
+    def partial_bytes(self, token_id: int) -> bytes | None:
+        """The bytes of a token that is no whole text; None for any other."""
+
+
 class LogprobsEncoder:
     """Encodes candidates. It keeps the texts of tokens, so all requests of a model share one."""
 
-    def __init__(self, token_text: Callable[[int], str]) -> None:
-        """``token_text`` decodes one id. That takes longer than all else here, so it is cached."""
-        self._text = lru_cache(MAX_TEXTS)(token_text)
+    def __init__(self, tokenizer: TokenTexts) -> None:
+        self._tokenizer = tokenizer
+        # To decode a token takes longer than all else here.
+        self._fields_of_token = lru_cache(MAX_TEXTS)(self._describe_token)
+
+    def _describe_token(self, token_id: int) -> dict[str, object]:
+        fields: dict[str, object] = {"decoded_token": self._tokenizer.token_text(token_id)}
+        partial = self._tokenizer.partial_bytes(token_id)
+        if partial is not None:
+            fields["bytes"] = list(partial)
+        return fields
 
     def encode(self, candidates: Sequence[Logprob] | None) -> bytes:
         """The candidates at one position: {token id: {logprob, rank, decoded_token}}; null for
-        None."""
+        None. A token that is a part of a character has its ``bytes``, too."""
         if candidates is None:
             return b"null"
         encoded: dict[int, dict[str, object]] = {}
@@ -32,7 +51,7 @@ class LogprobsEncoder:
             encoded[candidate.token_id] = {
                 "logprob": candidate.logprob,
                 "rank": candidate.rank,
-                "decoded_token": self._text(candidate.token_id),
+                **self._fields_of_token(candidate.token_id),
             }
         return msgspec.json.encode(encoded)
 

@@ -146,6 +146,20 @@ class Tokenizer:
         """One token on its own, as listed with its log-probability; special ones are shown."""
         return self._backend.decode([token_id], skip_special_tokens=False)
 
+    def partial_bytes(self, token_id: int) -> bytes | None:
+        """The bytes of a token that begins or ends within a character; None for any other token.
+        Its text has U+FFFD in place of what is not whole."""
+        data = b""
+        if self._rules.byte_level:
+            data = self._rules.token_bytes(token_id)
+        elif token_id in self._rules.byte_values:
+            data = bytes([self._rules.byte_values[token_id]])
+        try:
+            data.decode()
+        except UnicodeDecodeError:
+            return data
+        return None
+
 
 def check_text(field: str, text: str) -> None:
     """Raise InvalidArgumentError for a NUL character or an unpaired surrogate: a string with one is
