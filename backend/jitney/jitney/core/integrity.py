@@ -67,7 +67,9 @@ def _in_state(live: LiveRequests, state: SequenceState) -> list[Sequence]:
 def _check_running(live: LiveRequests) -> None:
     running = _in_state(live, SequenceState.RUNNING)
     assert running == live.running, "running is out of order or incomplete"
-    assert len(running) <= live.admission.max_running, "more sequences run than may"
+    counts = live.admission.running_counts
+    assert len(running) <= counts.max_running, "more sequences run than may"
+    counts.check(running)
     by_tier = Counter(sequence.request.tier for sequence in running)
     for sequence in running:
         request = sequence.request

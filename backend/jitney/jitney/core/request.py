@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from jitney.batch import Adapter, Grammar, GrammarState
-from jitney.core.drafting import Drafting
+from jitney.core.drafting import Drafting, NgramIndex
 from jitney.core.kv_cache import block_hash, root_hash
 from jitney.messages import Logprob, Submit, Timing
 
@@ -67,6 +67,8 @@ class Request:
     """When its first token was made."""
     cached_prompt_tokens: int = field(default=0, init=False)
     computed_prompt_tokens: int = field(default=0, init=False)
+    prompt_ngrams: NgramIndex = field(default_factory=NgramIndex, init=False)
+    """For drafts."""
     preempted_at: list[float] = field(default_factory=list, init=False)
     """When its sequences were preempted."""
     sequences: list["Sequence"] = field(init=False)

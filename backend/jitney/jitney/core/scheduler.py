@@ -320,7 +320,7 @@ class Scheduler:
             return needs
         # A request with entries in ``emitted`` was accepted by an engine that has ended.
         if not message.emitted:
-            self._admission.check_queue(message, self.live.running)
+            self._admission.check_queue(message)
         self._admission.count_queued(message)
         return needs
 
