@@ -68,6 +68,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
         "request_blocks = (1 - max_running) * (size // block_size) + max_running * sequence_blocks",
     ),
     "decodes leave nothing to chunks": ("plan", "return min(share, sum", "return min(0, sum"),
+    "a token is not counted": ("outcome", "sequence.counts.add((token,))", "pass"),
     "a wrong draft is accepted": (
         "outcome", " and drafts[accepted] == token", "",
     ),

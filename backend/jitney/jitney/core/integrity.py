@@ -42,6 +42,9 @@ def _check_request(request: Request, kv: KvCache) -> None:
 
 def _check_sequence(sequence: Sequence, kv: KvCache) -> None:
     assert sequence.num_tokens == len(sequence.prompt) + len(sequence.output)
+    if sequence.counts is not None:
+        counted = dict(zip(sequence.counts.output_ids, sequence.counts.output_counts, strict=True))
+        assert counted == Counter(sequence.output), "the tokens of an output are miscounted"
     if sequence.state is SequenceState.RUNNING:
         planned = sequence.num_planned
         capacity = len(sequence.table) * kv.block_size

@@ -284,6 +284,8 @@ def _add_token(sequence: Sequence, token: int) -> tuple[FinishReason | None, int
     message = request.message
     sequence.output.append(token)
     sequence.num_tokens += 1
+    if sequence.counts is not None:
+        sequence.counts.add((token,))
     num_output = len(sequence.output)
     if token in message.stop_ids and num_output > message.params.min_tokens:
         return "stop", token
