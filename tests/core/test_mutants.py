@@ -161,7 +161,7 @@ ADMISSION_FAULTS: dict[str, tuple[str, ...]] = {
         "policy/making_way", "if order(sequence) < order_of_urgent:", "if False:",
     ),
     "bulk makes way without a target": (
-        "policy/making_way", "return self._has_target[other.tier]", "return True",
+        "policy/making_way", "return self._has_target[tier_of_urgent]", "return True",
     ),
     "a step ahead delays an urgent prompt": (
         "plan", "urgent is not None and self._to_preempt(urgent, self._hits(urgent))", "False",

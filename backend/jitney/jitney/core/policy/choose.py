@@ -25,11 +25,11 @@ def choose_policies(
     limits: StepLimits = NoLimits()
     drafts: DraftPolicy = NoDrafts()
     if speculation is None and not tiers:
-        return Policies(admission, limits, drafts, cost=NoCosts())
+        return Policies(admission, making_way, limits, drafts, cost=NoCosts())
     cost = StepCost()
     if speculation is not None:
         drafts = Speculation(speculation, cost)
     if tiers:
         limits = TierLimits(tiers, cost, config.block_size)
         admission = TierAdmission(config, kv, making_way, max_running=max_running)
-    return Policies(admission, limits, drafts, cost)
+    return Policies(admission, making_way, limits, drafts, cost)

@@ -12,6 +12,7 @@ from jitney.config import EngineConfig
 from jitney.core.kv_cache import KvCache, WouldFree
 from jitney.core.policy.running_counts import RunningCounts
 from jitney.core.request import Sequence, order
+from jitney.messages import Submit
 
 
 class MakingWay:
@@ -100,8 +101,12 @@ class MakingWay:
         """Whether a running sequence that comes after ``urgent`` is preempted for it."""
         request = sequence.request
         other = urgent.request
-        if request.tier > other.tier:
-            return self._has_target[other.tier]
-        if request.tier < other.tier or not self._by_priority:
+        return self.makes_way(request.tier, request.message, other.tier, other.message)
+
+    def makes_way(self, tier: int, message: Submit, tier_of_urgent: int, urgent: Submit) -> bool:
+        """Whether a request of a tier makes way for an urgent one that comes before it in order."""
+        if tier > tier_of_urgent:
+            return self._has_target[tier_of_urgent]
+        if tier < tier_of_urgent or not self._by_priority:
             return False
-        return request.message.params.priority > other.message.params.priority
+        return message.params.priority > urgent.params.priority

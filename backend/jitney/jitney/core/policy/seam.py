@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from jitney.batch import Batch, Row, StepOutput
+from jitney.core.policy.making_way import MakingWay
 from jitney.core.policy.running_counts import RunningCounts
 from jitney.core.request import Sequence
 from jitney.messages import Submit, TierStats
@@ -224,6 +225,7 @@ class Policies:
     """The policies of one engine, one object for each Protocol. ``choose`` makes them."""
 
     admission: Admission
+    making_way: MakingWay
     limits: StepLimits
     drafts: DraftPolicy
     cost: CostModel
