@@ -23,6 +23,9 @@ class Prophet:
         stream = self.streams[row.key, row.index]
         return self._guess(stream[made : made + row.propose])
 
+    def begin_step(self) -> None:
+        """Nothing is counted."""
+
     def propose(self, sequence: Any, most: int) -> list[int]:
         """As a drafter: at most ``most`` tokens."""
         stream = self.streams[sequence.request.message.key, sequence.index]

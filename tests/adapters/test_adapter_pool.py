@@ -11,7 +11,7 @@ from jitney.adapters.pool import AdapterPool
 from jitney.engine.engine import Engine
 from jitney.errors import InternalError, InvalidArgumentError
 from jitney.execution.low_rank import LowRank
-from jitney.messages import Cancel, Failed, Submit, Tokens
+from jitney.messages import Cancel, Failed, Finish, Submit, Tokens
 from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 from jitney.text.intake import adapter_names, check_adapter
@@ -52,7 +52,8 @@ class House:
         self.now = 0.0
         self.files = Files()
         self.pool = AdapterPool(self.files.load, self.files.stamp, most, aging_s)
-        self.runner = FakeRunner(num_blocks=256)
+        overlap = options.pop("overlap", False)
+        self.runner = FakeRunner(num_blocks=256, overlap=overlap)
         config = make_config({"model": "fake", "block_size": 4, **options})
         self.engine = Engine(config, self.runner, lambda: self.now, adapters=self.pool)
         self.submits: dict[int, Submit] = {}
@@ -370,3 +371,153 @@ def test_files_are_found_as_long_as_they_are_there(tmp_path: Path) -> None:
     folder.rename(tmp_path / "other")
     with pytest.raises(InvalidArgumentError, match="lora_name is 'new', but must be the name of"):
         check_adapter("new", config)
+
+
+def load_order(house: House) -> list[str]:
+    """The adapters in the order of their loads, once every request has ended."""
+    house.drain()
+    house.check()
+    return house.files.loads
+
+
+TIERS = [{"name": "fast"}, {"name": "bulk", "aging_s": 50.0}]
+FAST = {"tier": "fast"}
+URGENT = {"priority": -5}
+
+
+@pytest.mark.parametrize(
+    ("options", "urgent"), [({}, URGENT), ({"tiers": TIERS}, FAST)], ids=["priority", "tier"]
+)
+def test_who_waits_for_room_is_ranked_by_tier_and_priority(
+    options: dict[str, Any], urgent: dict[str, Any]
+) -> None:
+    house = House(most=1, aging_s=50.0, **options)
+    house.submit("a", max_tokens=9)
+    for name in "bcd":
+        house.submit(name)
+    house.step()
+    house.submit("urgent", **urgent)
+    assert load_order(house) == ["a", "urgent", "b", "c", "d"]
+
+
+def test_one_that_has_aged_comes_before_a_newcomer_of_the_first_tier() -> None:
+    house = House(most=1, tiers=TIERS)
+    house.submit("a", max_tokens=9)
+    house.submit("old")
+    house.step()
+    house.now = 51.0
+    house.submit("new", **FAST)
+    assert load_order(house) == ["a", "old", "new"]
+
+
+def test_an_urgent_request_whose_adapter_is_in_memory_passes_one_that_has_waited_long() -> None:
+    house = House(most=1, aging_s=1.0)
+    long = house.submit("a", max_tokens=40)
+    house.drain(house.submit("a"))
+    house.submit("b")
+    house.step()
+    house.now = 5.0
+    urgent = house.submit("a", priority=-50)
+    house.drain(urgent)
+    assert long not in house.ends
+    assert load_order(house) == ["a", "b"]
+
+
+def test_adapters_are_loaded_by_rank() -> None:
+    """One after the other: an urgent one does not wait for those that came before it."""
+    house = House(most=8)
+    house.files.close("a")
+    plain = house.submit(None)
+    for name in "abcd":
+        house.submit(name)
+    house.drain(plain)
+    house.submit("urgent", **URGENT)
+    house.submit(None)
+    house.step()
+    house.files.gates["a"].set()
+    assert load_order(house) == ["a", "urgent", "b", "c", "d"]
+
+
+MAKES_WAY = [
+    ({"priority_preempts": True}, URGENT),
+    ({"tiers": [{"name": "fast", "ttft_ms": 100}, {"name": "bulk", "aging_s": 50.0}]}, FAST),
+]
+
+
+@pytest.mark.parametrize(("options", "urgent"), MAKES_WAY, ids=["priority", "tier"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_users_of_an_adapter_make_way_and_go_on_later(
+    options: dict[str, Any], urgent: dict[str, Any], overlap: bool
+) -> None:
+    house = House(most=2, overlap=overlap, **options)
+    a = [house.submit("a", max_tokens=60) for _ in range(2)]
+    b = house.submit("b", max_tokens=60, priority=-1)
+    while any(len(house.streams.get(key, [])) < 9 for key in [*a, b]):
+        house.step()
+    key = house.submit("urgent", **urgent)
+    house.drain(key)
+    assert not house.ends.keys() & {*a, b}, "they would have ended first otherwise"
+    assert len(house.streams[b]) > len(house.streams[a[0]]), "those of the last rank made way"
+    assert load_order(house) == ["a", "b", "urgent", "a"]
+    assert [house.ends[each].timing.preemptions for each in [*a, b, key]] == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "urgent"),
+    [
+        ({}, URGENT),
+        ({"tiers": TIERS}, FAST),
+        ({"priority_preempts": True, "eviction": "never"}, URGENT),
+        ({"priority_preempts": True}, {}),
+    ],
+    ids=["no option", "no target", "no eviction", "no priority"],
+)
+def test_without_an_option_users_of_an_adapter_keep_it(
+    options: dict[str, Any], urgent: dict[str, Any]
+) -> None:
+    house = House(most=1, **options)
+    long = house.submit("a", max_tokens=30)
+    while len(house.streams.get(long, [])) < 9:
+        house.step()
+    house.submit("urgent", **urgent)
+    assert load_order(house) == ["a", "urgent"]
+    assert house.ends[long].timing.preemptions == 0
+
+
+def test_an_adapter_that_a_request_of_a_better_rank_uses_too_is_kept() -> None:
+    house = House(most=1, priority_preempts=True)
+    house.submit("a", max_tokens=30)
+    better = house.submit("a", max_tokens=30, priority=-9)
+    house.step()
+    house.submit("urgent", **URGENT)
+    house.drain(better)
+    assert house.files.loads == ["a"]
+    house.drain()
+    house.check()
+
+
+@pytest.mark.parametrize("end", ["cancel", "deadline", "stop"])
+def test_one_that_was_taken_back_may_end_while_it_waits(end: str) -> None:
+    house = House(most=1, priority_preempts=True)
+    deadline = {"deadline_ms": 1000} if end == "deadline" else {}
+    key = house.submit("a", max_tokens=30, **deadline)
+    while len(house.streams.get(key, [])) < 9:
+        house.step()
+    house.files.close("urgent")
+    urgent = house.submit("urgent", **URGENT)
+    house.submit(None)
+    house.step()
+    assert key in house.engine.pending.waiting
+    if end == "deadline":
+        house.now = 2.0
+    if end == "cancel":
+        house.engine.send(Cancel(key))
+    if end == "stop":
+        house.engine.send(Finish(key, 0))
+    house.submit(None)
+    house.step()
+    house.files.gates["urgent"].set()
+    house.drain()
+    assert len(house.streams[urgent]) == 3
+    assert 9 <= len(house.streams[key]) < 30
+    assert not house.engine.has_work

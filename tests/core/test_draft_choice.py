@@ -249,7 +249,7 @@ def test_an_index_grows_with_the_text() -> None:
 
 
 def test_a_long_prompt_is_indexed_in_parts() -> None:
-    sequence = sequence_of([*range(3000)], [1, 2])
+    sequence = sequence_of([*range(1400)], [1, 2])
     speculation = Speculation(SpeculationConfig(max_drafts=2), StepCost())
     proposals = []
     for token in (3, 4, 5, 6):

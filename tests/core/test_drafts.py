@@ -1,6 +1,8 @@
 """Drafts: the same tokens in fewer steps, nothing that is not accepted, nobody's blocks."""
 
 import pytest
+from jitney.core.policy.plain import NoLimits
+from jitney.core.policy.seam import DraftChoice
 from jitney.core.policy.speculation import NO_DRAFTS, Prices
 from jitney.messages import Tokens
 
@@ -149,6 +151,33 @@ def test_drafts_leave_every_other_sequence_its_token() -> None:
     assert max(batch.num_tokens for batch in some.batches) == 6
     rows = [len(batch.rows) for batch in some.batches if any(row.drafts for row in batch.rows)]
     assert 5 in rows
+
+
+@pytest.mark.parametrize("drafter", [{}, MODEL], ids=["ngram", "model"])
+def test_drafts_without_blocks_take_no_seconds_of_the_step(drafter: dict) -> None:
+    one = drafting(Play, 1.0, drafter, num_blocks=16, watermark=0.0)
+    taken: list[tuple[int, int]] = []
+
+    class Limits(NoLimits):
+        def take_drafts(self, choice: DraftChoice) -> None:
+            taken.append((len(choice.drafts), choice.propose))
+
+    one.scheduler._planner._draft_budget._limits = Limits()
+    keys = [one.submit([key, 2, 3], max_tokens=20) for key in range(4)]
+    lacking = 0
+    while one.engine.has_work:
+        taken.clear()
+        batches = len(one.batches)
+        one.step()
+        if len(one.batches) == batches:
+            continue
+        drafted = [row for row in one.batches[-1].rows if row.drafts or row.propose]
+        assert [each for each in taken if each != (0, 0)] == [
+            (row.drafts, row.propose) for row in drafted
+        ]
+        lacking += sum(row.drafts < 4 for row in drafted)
+    assert lacking > 0
+    check_streams(one, *keys)
 
 
 def test_a_model_proposes_for_the_next_step() -> None:

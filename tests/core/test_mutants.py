@@ -50,9 +50,15 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "the first running sequence is preempted": ("plan", "running[-1]", "running[0]"),
     "one token too many": ("outcome", ">= request.max_output", "> request.max_output"),
     "forks run beyond max_num_seqs": (
-        "policy/plain", "return len(running) >= self.max_running", "return False",
+        "policy/running_counts", "if self.num_running >= self.max_running:", "if False:",
     ),
-    "a prompt counts as one sequence": ("plan", "= 1 + sequence.request.num_forks_due", "= 1"),
+    "a prompt counts as one sequence": (
+        "policy/running_counts", "return self.max_running - self._num_counted",
+        "return self.max_running - self.num_running",
+    ),
+    "a fork that was made is still due": (
+        "live", "running_counts.note_forked(request, num_forks)", "running_counts.copy()",
+    ),
     "forks are promised no place": (
         "plan", "sequence.request.slots_needed > free_slots", "not free_slots",
     ),
@@ -62,6 +68,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
         "request_blocks = (1 - max_running) * (size // block_size) + max_running * sequence_blocks",
     ),
     "decodes leave nothing to chunks": ("plan", "return min(share, sum", "return min(0, sum"),
+    "a token is not counted": ("outcome", "sequence.counts.add((token,))", "pass"),
     "a wrong draft is accepted": (
         "outcome", " and drafts[accepted] == token", "",
     ),
@@ -73,7 +80,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     ),
     "lookahead blocks are kept": ("live", "del sequence.table[kept:]", "kept = 0"),
     "drafts take blocks that others need": (
-        "policy/draft_budget", "num_available > self._blocks_due(after)", "num_available > 0",
+        "policy/draft_budget", "num_available - self._blocks_due(next_index)", "num_available",
     ),
     "a draft may end the sequence": ("policy/speculation", "id not in stop_ids", "True"),
     "drafts go beyond the end": (
@@ -81,7 +88,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
         "num_drafts, sequence.max_computed",
         "num_drafts, 99 + sequence.max_computed",
     ),
-    "drafts take the budget of others": ("policy/draft_budget", " - len(after)\n", "\n"),
+    "drafts take the budget of others": ("policy/draft_budget", " - num_after\n", "\n"),
     "what goes on is refused": ("scheduler", "if not message.emitted:", "if True:"),
     "a held request does not count": (
         "scheduler", "self._held.add(message)", "self._admission.count_dequeued(message)",
@@ -110,6 +117,10 @@ PLANNING_FAULTS: dict[str, tuple[str, ...]] = {
     "bulk is not limited where nobody decodes": (
         "policy/tier_limits", "if tier.ttft_ms is not None:", "if False:",
     ),
+    "each tier takes the seconds of a step with chunks": (
+        "policy/tier_limits", "self._taken_by_tier[tier] += self._expect_chunk()",
+        "self._any_chunk = False\n                self._expect_chunk()",
+    ),
     "the aim stays": ("policy/tier_limits", "self.aim * _EXCEEDED", "self.aim * 1.0"),
     "all tiers are ranked alike": (
         "policy/tiers", "delay_s=self._aging_s[tier]", "delay_s=0.0",
@@ -118,13 +129,14 @@ PLANNING_FAULTS: dict[str, tuple[str, ...]] = {
 # The same, noticed by test_tier_admission.py alone.
 ADMISSION_FAULTS: dict[str, tuple[str, ...]] = {
     "forks run beyond their tier's cap": (
-        "policy/tiers", "return len(of_tier) >= self._most_running(request.tier)", "return False",
+        "policy/running_counts", "return self.of_tier[tier] >= self.most_running(tier)",
+        "return False",
     ),
     "a tier's cap is ignored": (
-        "policy/tiers", "return cap - self.admitted(running)[tier] >=", "return 9 >=",
+        "policy/tiers", "return cap - counts.admitted[tier] >=", "return 9 >=",
     ),
     "a full tier holds up the others": (
-        "policy/tiers", "if not self._is_within_cap(sequence, running):", "if False:",
+        "policy/tiers", "if not self._is_within_cap(sequence):", "if False:",
     ),
     "a tier's queue has no limit": (
         "policy/tiers", "if own_limit is not None:", "if False:",
@@ -142,17 +154,17 @@ ADMISSION_FAULTS: dict[str, tuple[str, ...]] = {
         "policy/making_way", "kept = set(hits)", "kept = set[int]()",
     ),
     "forks beyond a cap make way for others": (
-        "policy/tiers", "if cap is not None:", "if False:",
+        "policy/running_counts", "if cap is not None:", "if False:",
     ),
     "nobody makes way": ("policy/making_way", "victims.append(sequence)", "pass"),
     "an old request makes way": (
-        "policy/tiers", "if order(sequence) < order(urgent):", "if False:",
+        "policy/making_way", "if order(sequence) < order_of_urgent:", "if False:",
     ),
     "bulk makes way without a target": (
-        "policy/tiers", "tiers[tier].ttft_ms is not None", "tiers[tier].name",
+        "policy/making_way", "return self._has_target[tier_of_urgent]", "return True",
     ),
     "a step ahead delays an urgent prompt": (
-        "plan", "urgent is not None and self._to_preempt(urgent)", "False",
+        "plan", "urgent is not None and self._to_preempt(urgent, self._hits(urgent))", "False",
     ),
     "no bulk request is overdue": (
         "policy/tiers", "self._overdue[tier] += 1", "self._overdue[0] += 1",

@@ -195,6 +195,29 @@ def test_a_prompt_waits_for_a_full_step_though_its_tokens_take_no_time() -> None
     check_streams(play, prompt, fast, *crowd)
 
 
+def test_the_seconds_of_a_step_with_chunks_are_taken_once_for_all_tiers() -> None:
+    tiers = [FAST, {"name": "mid", "aging_s": 5.0}, BULK]
+    play = Timed(tiers=tiers, max_num_batched_tokens=64)
+    play.fast([1, 2, 3], max_tokens=50)
+    play.step(2)
+    play.submit([4] * 300, tier="mid", max_tokens=2)
+    play.bulk([5] * 300, max_tokens=2)
+    play.step()
+    limits = play.scheduler.policies.limits
+    assert isinstance(limits, TierLimits)
+    play.scheduler.policies.cost.weights = Weights(step=1.0, any_chunk=100.0)
+    running = play.scheduler.live.running
+    assert [sequence.num_to_prefill > 0 for sequence in running] == [False, True, True]
+    limits.begin(running)
+    assert limits._taken == 101.0
+    play.fast([6] * 300, max_tokens=2)
+    play.step()
+    play.scheduler.policies.cost.weights = Weights(step=1.0, any_chunk=100.0)
+    assert len(running) == 4
+    limits.begin(running)
+    assert limits._taken + limits._prompt_seconds_due == 101.0
+
+
 @OVERLAP
 def test_no_step_is_empty_though_a_target_is_below_the_time_of_any(overlap: bool) -> None:
     """A prompt has its block of the step before a decode that would have to make way for it."""

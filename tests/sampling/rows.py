@@ -5,6 +5,7 @@ from typing import Any
 from jitney.batch import Row
 from jitney.execution.sampler import SampledToken, sample
 from jitney.sampling_params import SamplingParams
+from jitney.token_counts import TokenCounts
 from torch import Tensor
 
 
@@ -48,6 +49,7 @@ def make_row(
         stop_ids=stop_ids,
         bad_words_ids=bad_words_ids or [],
         grammar=grammar,
+        counts=TokenCounts.of(prompt, output),
     )
 
 

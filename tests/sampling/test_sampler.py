@@ -3,6 +3,7 @@
 import math
 import random
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,10 @@ from jitney.execution import filters, sampler
 from jitney.execution.filters import _weights
 from jitney.execution.logits_processors import process_logits
 from jitney.execution.philox import uniforms
+from jitney.execution.row_samples import sampled_rows
 from jitney.execution.sampler import prompt_logprobs
 from jitney.sampling_params import SamplingParams
+from jitney.token_counts import TokenCounts
 
 from tests.sampling.rows import Allows, make_row, sampled
 
@@ -172,6 +175,57 @@ def test_a_repeated_token_is_penalized_once_and_by_its_own_row() -> None:
         [1.0, -4.0, 3.0, 2.0],
         [2.0, -2.0, 3.0, 4.0],
         [2.0, -8.0, 3.0, 4.0],
+    ]
+
+
+class Long(list[int]):
+    """Tokens of a long context, of which no step goes through all."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("each token is looked at")
+
+    def __add__(self, other: object) -> list[int]:
+        raise AssertionError("each token is copied")
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_penalties_cost_nothing_for_each_token_of_a_context(num_drafts: int) -> None:
+    """They need its distinct tokens, which are counted when they come."""
+    prompt = [0, 1] * 30
+    output = [3, 3, 4] * 30
+    penalties = {"repetition_penalty": 2.0, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+    row = make_row(prompt, output, bad_words_ids=[[4, 3, 6]], **penalties)
+    drafts = [3, 6, 5][:num_drafts]
+    row.token_ids += drafts
+    row.drafts = num_drafts
+    row.prompt = Long(prompt)
+    row.output = Long(output)
+    rows = [each for each, _ in sampled_rows(row)]
+    logits = logits_of(1 + num_drafts, 8)
+    expected = []
+    for count, of_row in enumerate(logits.tolist()):
+        alone = make_row(prompt, output + drafts[:count], **penalties)
+        expected.append(reference_logits(of_row, alone))
+        if (output + drafts[:count])[-2:] == [4, 3]:
+            expected[-1][6] = -math.inf
+    process_logits(logits, rows)
+    assert torch.allclose(logits, torch.tensor(expected))
+    assert len(rows) == 1 + num_drafts
+
+
+def test_counts_of_drafts_are_not_kept() -> None:
+    counts = TokenCounts.of([1, 2], [5, 6, 5])
+    ahead = counts.after([6, 7])
+    twice = ahead.after([7, 5, 8])
+    assert list(zip(ahead.output_ids, ahead.output_counts, strict=True)) == [(5, 2), (6, 2), (7, 1)]
+    assert dict(zip(twice.output_ids, twice.output_counts, strict=True)) == Counter(
+        [5, 6, 5, 6, 7, 7, 5, 8]
+    )
+    counts.add([8])
+    assert list(zip(counts.output_ids, counts.output_counts, strict=True)) == [
+        (5, 2),
+        (6, 1),
+        (8, 1),
     ]
 
 

@@ -2,7 +2,7 @@
 row its output. Data only.
 
 The two share a process, so a row refers to the scheduler's own lists and to objects that cross no
-border: the state of a grammar, a loaded adapter.
+border: the state of a grammar, a loaded adapter, the counts of tokens.
 """
 
 from dataclasses import dataclass, field
@@ -11,6 +11,7 @@ from typing import Protocol
 from jitney.errors import JitneyError
 from jitney.messages import Logprob
 from jitney.sampling_params import SamplingParams
+from jitney.token_counts import TokenCounts
 
 
 class GrammarState(Protocol):
@@ -108,6 +109,10 @@ class Row:
     """How many tokens of prompt and output the draft model may compute in this step before it
     proposes. If tokens are left uncomputed after so many, it proposes nothing."""
     adapter: Adapter | None = None
+    counts: TokenCounts | None = None
+    """Of prompt and output, if a penalty depends on them. Like ``output``, they may be read only
+    until ``launch`` returns. The sampler counts the tokens of a row without, which takes time for
+    each token: the scheduler's rows have them."""
 
     @property
     def num_samples(self) -> int:

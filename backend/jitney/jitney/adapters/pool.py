@@ -2,6 +2,7 @@
 
 An adapter is in use while a request that names it is open. When there is no room for a new adapter,
 the unused one that was used longest ago is evicted. If all are in use, the request waits for room.
+The first by rank gets it. The engine may take back requests that use an adapter, to make room.
 
 So a request that names an adapter is in one of three states:
 
@@ -23,6 +24,7 @@ from jitney.errors import InternalError, JitneyError
 from jitney.execution.low_rank import LowRank
 from jitney.execution.runner import TorchRunner
 from jitney.messages import StepStats, Submit
+from jitney.rank import Blocked, Rank, RankedQueue
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +58,7 @@ class _Request:
     """An open request that names an adapter."""
 
     name: str
+    rank: Rank
     since: float
     """When it began to wait, if it waits for room or for a load."""
     entry: _Entry | None = None
@@ -72,8 +75,8 @@ class AdapterPool:
         """Keeps at most ``most`` adapters in memory.
 
         Requests wait in a queue while there is no room for their adapters. A new request whose
-        adapter is in memory does not queue, unless the first in the queue has waited for
-        ``aging_s`` seconds: otherwise popular adapters would never be evicted.
+        adapter is in memory does not queue, unless the first in the queue comes before it and has
+        waited for ``aging_s`` seconds: otherwise popular adapters would never be evicted.
         """
         self._load = load
         self._stamp = stamp
@@ -84,8 +87,8 @@ class AdapterPool:
         self._entries: OrderedDict[AdapterId, _Entry] = OrderedDict()
         # By key.
         self._requests: dict[int, _Request] = {}
-        # Keys of the requests that wait for room, first come first.
-        self._queue: OrderedDict[int, None] = OrderedDict()
+        # The requests that wait for room.
+        self._queue = RankedQueue()
         # Adapters to be loaded that :meth:`take_ids_to_make` has not returned yet.
         self._to_load: list[AdapterId] = []
         # Figures since the last report.
@@ -99,15 +102,16 @@ class AdapterPool:
         """Name of the adapter that a request needs."""
         return message.params.lora_name
 
-    def claim(self, key: int, name: str, now: float) -> bool:
+    def claim(self, rank: Rank, name: str, now: float) -> bool:
         """The request uses this adapter until :meth:`release`. Returns whether it is in memory; if
         not, the request waits."""
+        key = rank.key
         entry = None
-        if not self._must_queue(now):
+        if not self._must_queue(rank, now):
             entry = self._find_or_add(name)
-        self._requests[key] = _Request(name, since=now)
+        self._requests[key] = _Request(name, rank, since=now)
         if entry is None:
-            self._queue[key] = None
+            self._queue.add(rank)
             return False
         self._assign(key, entry)
         if entry.result is None:
@@ -167,11 +171,25 @@ class AdapterPool:
         """These requests have ended; some of them may name no adapter. Returns the keys of the
         requests that wait no longer, because there is room now."""
         for key in keys:
-            self._queue.pop(key, None)
             request = self._requests.pop(key, None)
-            if request is not None and request.entry is not None:
+            if request is None:
+                continue
+            if request.entry is None:
+                self._queue.remove(request.rank)
+            else:
                 self._end_use(key, request.entry)
         return self._admit_queued(now)
+
+    def blocked(self, now: float) -> Blocked | None:
+        """The first request that waits for room, and who uses the adapters in memory. An adapter
+        that is being loaded is left out: it stays in any case."""
+        if not self._queue:
+            return None
+        users = []
+        for entry in self._entries.values():
+            if entry.result is not None and entry.users:
+                users.append(sorted(entry.users))
+        return Blocked(self._queue.first(now).key, users)
 
     def report(self, stats: StepStats) -> None:
         """Add the figures since the last report."""
@@ -186,13 +204,15 @@ class AdapterPool:
 
     # ------------------------------------------------------------------ room
 
-    def _must_queue(self, now: float) -> bool:
-        """Whether a new request must wait behind those in the queue, because the first of them has
-        waited too long."""
+    def _must_queue(self, rank: Rank, now: float) -> bool:
+        """Whether a new request must wait behind the first in the queue, because that one comes
+        before it and has waited too long."""
         if not self._queue:
             return False
-        first = next(iter(self._queue))
-        return now - self._requests[first].since > self._aging_s
+        first = self._queue.first(now)
+        if rank.order(now) < first.order(now):
+            return False
+        return now - self._requests[first.key].since > self._aging_s
 
     def _find_or_add(self, name: str) -> _Entry | None:
         """The entry of a name, which now counts as the one used last. A name without an entry gets
@@ -219,15 +239,16 @@ class AdapterPool:
         return False
 
     def _admit_queued(self, now: float) -> list[int]:
-        """Give the requests in the queue an entry each, in order, while there is room. Returns the
+        """Give the requests in the queue an entry each, by rank, while there is room. Returns the
         keys of those whose adapter is in memory; the others now wait for its load."""
         ready: list[int] = []
         while self._queue:
-            key = next(iter(self._queue))
+            first = self._queue.first(now)
+            key = first.key
             entry = self._find_or_add(self._requests[key].name)
             if entry is None:
                 break
-            del self._queue[key]
+            self._queue.remove(first)
             self._assign(key, entry)
             if entry.result is not None:
                 self._end_wait(key, now)

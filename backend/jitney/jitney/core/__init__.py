@@ -11,6 +11,7 @@ In the order in which they are read:
   compute them, and checks that these agree.
 - ``step_plan``, ``plan``: how a step is filled.
 - ``outcome``: what a step's output does to the sequences.
+- ``taking_back``: requests that make way for one that needs the resource which they use.
 - ``scheduler``: what the engine calls.
 
 There are no phases. A sequence has ``num_tokens`` tokens, of which ``num_computed`` are in the

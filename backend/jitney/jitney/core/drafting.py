@@ -1,7 +1,20 @@
-"""What a policy of drafts notes of one sequence. It stands below ``policy``, because a sequence
-holds it; only ``policy.speculation`` and ``policy.drafters`` read and change it."""
+"""What a policy of drafts notes of a sequence, and of a request's prompt. It stands below
+``policy``, because sequences and requests hold it; only ``policy.speculation`` and
+``policy.drafters`` read and change it."""
 
 from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class NgramIndex:
+    """Where the n-grams of a text are: those that end in it. Their first tokens may be before it,
+    as those of an output are that begin in the prompt."""
+
+    positions: dict[int, int] = field(default_factory=dict)
+    """Hash of an n-gram -> the position after its latest occurrence. The hash alone, to save
+    memory: a collision costs a wrong draft."""
+    end: int = 0
+    """The position up to which n-grams are indexed."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -26,7 +39,5 @@ class Drafting:
     """For how many more steps the sequence does not wait for a pending token (see
     ``DraftPolicy.waits_for_sample``). Set when a step has no budget, blocks or seconds left for its
     drafts."""
-    ngrams: dict[int, int] = field(default_factory=dict)
-    """Hash of an n-gram -> the position after its latest occurrence in the first ``indexed``
-    tokens. The hash alone, to save memory: a collision costs a wrong draft."""
-    indexed: int = 0
+    ngrams: NgramIndex = field(default_factory=NgramIndex)
+    """Of the output. That of the prompt is ``Request.prompt_ngrams``, for all of its sequences."""

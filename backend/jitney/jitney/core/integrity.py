@@ -42,6 +42,9 @@ def _check_request(request: Request, kv: KvCache) -> None:
 
 def _check_sequence(sequence: Sequence, kv: KvCache) -> None:
     assert sequence.num_tokens == len(sequence.prompt) + len(sequence.output)
+    if sequence.counts is not None:
+        counted = dict(zip(sequence.counts.output_ids, sequence.counts.output_counts, strict=True))
+        assert counted == Counter(sequence.output), "the tokens of an output are miscounted"
     if sequence.state is SequenceState.RUNNING:
         planned = sequence.num_planned
         capacity = len(sequence.table) * kv.block_size
@@ -67,7 +70,9 @@ def _in_state(live: LiveRequests, state: SequenceState) -> list[Sequence]:
 def _check_running(live: LiveRequests) -> None:
     running = _in_state(live, SequenceState.RUNNING)
     assert running == live.running, "running is out of order or incomplete"
-    assert len(running) <= live.admission.max_running, "more sequences run than may"
+    counts = live.admission.running_counts
+    assert len(running) <= counts.max_running, "more sequences run than may"
+    counts.check(running)
     by_tier = Counter(sequence.request.tier for sequence in running)
     for sequence in running:
         request = sequence.request

@@ -82,6 +82,7 @@ class LiveRequests:
         sequence.num_offered_blocks = num_computed // self.kv.block_size
         sequence.state = SequenceState.RUNNING
         insort(self.running, sequence, key=order)
+        self.admission.note_admitted(sequence)
         self.reserved_blocks += sequence.reserved_blocks
         request = sequence.request
         if not request.num_running:
@@ -91,6 +92,14 @@ class LiveRequests:
         if request.first_scheduled_at is None:
             request.first_scheduled_at = now
             self.admission.count_dequeued(request.message)
+
+    def make_forks(self, request: Request) -> None:
+        """A running request has computed its prompt: make the other n − 1 sequences. Each of them
+        is then admitted, or waits, or ends."""
+        num_forks = request.num_forks_due
+        self.admission.running_counts.note_forked(request, num_forks)
+        for index in range(1, 1 + num_forks):
+            request.sequences.append(Sequence(request, index))
 
     def preempt(self, sequence: Sequence, now: float) -> None:
         """Put a sequence back into the queue because blocks are short. It will recompute prompt and
@@ -148,6 +157,7 @@ class LiveRequests:
     def _leave_running(self, sequence: Sequence) -> None:
         found = remove_ordered(self.running, sequence)
         assert found, "a running sequence is not where its rank says"
+        self.admission.note_left(sequence)
         request = sequence.request
         request.num_running -= 1
         if not request.num_running:

@@ -102,8 +102,7 @@ class OutputApplier:
         each of the n."""
         request = leader.request
         request.first_token_at = self.now
-        for index in range(1, request.message.params.n):
-            request.sequences.append(Sequence(request, index))
+        self.live.make_forks(request)
         alive: list[Sequence] = []
         ended: list[Sequence] = []
         for index, sequence in enumerate(request.sequences):
@@ -251,7 +250,7 @@ def _fork(live: LiveRequests, leader: Sequence, alive: list[Sequence], now: floa
         sequence.hashes = hashes.copy()
         # If no further sequence may run, the fork waits. When it is admitted, it computes the
         # prompt again, except for what is still cached then.
-        if live.admission.is_full(sequence.request, live.running):
+        if live.admission.running_counts.is_full(sequence.request.tier):
             live.wait(sequence, now)
             continue
         table = live.kv.fork(leader.table, num_computed)
@@ -285,6 +284,8 @@ def _add_token(sequence: Sequence, token: int) -> tuple[FinishReason | None, int
     message = request.message
     sequence.output.append(token)
     sequence.num_tokens += 1
+    if sequence.counts is not None:
+        sequence.counts.add((token,))
     num_output = len(sequence.output)
     if token in message.stop_ids and num_output > message.params.min_tokens:
         return "stop", token

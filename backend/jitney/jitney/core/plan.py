@@ -84,7 +84,7 @@ class Planner:
         # An urgent sequence is admitted before the running ones are planned. If others must be
         # preempted for it, no step is planned ahead, because a plan ahead preempts nobody.
         urgent = self._admission.urgent(live.running)
-        if urgent is not None and self._to_preempt(urgent):
+        if urgent is not None and self._to_preempt(urgent, self._hits(urgent)):
             return False
         step = live.in_flight[-1]
         if step.must_complete_first:  # forks begin with its samples, or it is a retry
@@ -174,7 +174,7 @@ class Planner:
         sequences are preempted. Returns the running sequences that do not decode yet, in order."""
         running = self._live.running
         block_size = self._block_size
-        limited = self._limits.is_active
+        limits = self._limits
         prefills = []
         index = 0
         # `running` may shrink while it is read: a decode that needs a block preempts the last
@@ -204,15 +204,16 @@ class Planner:
             if start >= sequence.max_computed:
                 continue
             # Fourth: the step has no seconds left for it.
-            if limited and not self._limits.may_decode(sequence):
-                self._limits.note_held_back(sequence)
+            limited = limits.is_active and limits.is_limited(sequence)
+            if limited and not limits.may_decode(sequence):
+                limits.note_held_back(sequence)
                 continue
             count = 1 if next_is_pending else num_known  # a pending token takes a slot, too
             end = start + count
             if len(sequence.table) * block_size < end and not self._grow_table(plan, sequence, end):
                 continue  # it was preempted
             if limited:
-                self._limits.count_decode(sequence)
+                limits.count_decode(sequence)
             if next_is_pending:
                 # The token is carried: the device replaces this 0 by the pending token.
                 carried = sequence.sample_index
@@ -234,9 +235,10 @@ class Planner:
         come after it."""
         tokens = [sequence.output[-1]]
         choice = None
-        if self._drafts.is_active:
-            after = self._live.running[next_index:]
-            choice = self._draft_budget.choose(sequence, tokens_left=plan.tokens_left, after=after)
+        if self._drafts.has_choice(sequence):
+            choice = self._draft_budget.choose(
+                sequence, tokens_left=plan.tokens_left, next_index=next_index
+            )
             tokens += choice.drafts
         plan.add_row(sequence, tokens, (sequence.index,), choice=choice)
 
@@ -299,6 +301,7 @@ class Planner:
     def _admit_urgent(self, plan: StepPlan) -> None:
         """Admit the sequences that come before running ones, and preempt others for them."""
         live = self._live
+        counts = self._admission.running_counts
         # A plan ahead preempts nobody. So a block for each decode must stay free. This is counted
         # once: sequences that are admitted here have blocks for all of their tokens.
         spare = len(live.running) if plan.ahead else 0
@@ -306,42 +309,42 @@ class Planner:
             sequence = self._admission.urgent(live.running)
             if sequence is None:
                 return
+            hits = self._hits(sequence)
             if not plan.ahead:
-                for victim in self._to_preempt(sequence):
+                for victim in self._to_preempt(sequence, hits):
                     live.preempt(victim, plan.now)
-            if sequence.request.slots_needed > self._admission.num_free_slots(live.running):
+            if sequence.request.slots_needed > counts.num_free_slots:
                 return
-            if not self._admit(plan, sequence, spare):
+            # Nothing was allocated since `hits` were found. So they are still cached.
+            if not self._admit(plan, sequence, hits, spare):
                 return
 
-    def _to_preempt(self, urgent: Sequence) -> list[Sequence]:
-        """Running sequences to preempt for an urgent one."""
+    def _to_preempt(self, urgent: Sequence, hits: list[int]) -> list[Sequence]:
+        """Running sequences to preempt for an urgent one, which would begin with ``hits``."""
         if not self._preempts:
             return []
-        return self._admission.to_preempt(urgent, self._hits(urgent), self._live.running)
+        return self._admission.to_preempt(urgent, hits, self._live.running)
 
     def _admit_waiting(self, plan: StepPlan) -> None:
         """Admit waiting sequences in order until one does not fit. It is not passed over: small
         requests would starve a large one."""
-        live = self._live
         admission = self._admission
-        if not admission.num_waiting or len(live.running) >= admission.max_running:
-            return
-        free_slots = admission.num_free_slots(live.running)
-        while plan.tokens_left and free_slots > 0:
-            sequence = admission.first(live.running)
+        counts = admission.running_counts
+        while admission.num_waiting and plan.tokens_left:
+            free_slots = counts.num_free_slots
+            if free_slots <= 0:
+                return
+            sequence = admission.first()
             if sequence is None or sequence.request.slots_needed > free_slots:
                 return
-            if not self._admit(plan, sequence):
+            if not self._admit(plan, sequence, self._hits(sequence)):
                 return
-            # Counted here, because to ask the policy again takes time for each running sequence.
-            free_slots -= 1 + sequence.request.num_forks_due
             self._plan_chunk(plan, sequence, plan.tokens_left)
 
-    def _admit(self, plan: StepPlan, sequence: Sequence, spare: int = 0) -> bool:
-        """Run a waiting sequence, with blocks for all of its tokens: first the cached blocks that
-        it begins with, then new ones. False, and nothing changed, if too few blocks are free.
-        ``spare`` blocks must stay free, or as many as the watermark if that is more; none if
+    def _admit(self, plan: StepPlan, sequence: Sequence, hits: list[int], spare: int = 0) -> bool:
+        """Run a waiting sequence, with blocks for all of its tokens: first ``hits``, the cached
+        blocks that it begins with, then new ones. False, and nothing changed, if too few blocks are
+        free. ``spare`` blocks must stay free, or as many as the watermark if that is more; none if
         nothing runs."""
         request = sequence.request
         kv = self._kv
@@ -353,7 +356,6 @@ class Planner:
             reserve += request.reserved_blocks
         if self._live.reserved_blocks + reserve > kv.num_blocks:
             return False
-        hits = self._hits(sequence)
         num_new = kv.blocks_for(sequence.num_tokens) - len(hits)
         # If nothing runs, no blocks will be freed. So the sequence must not wait for blocks that it
         # does not need itself.

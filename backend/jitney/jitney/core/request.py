@@ -6,14 +6,16 @@ its own.
 """
 
 import enum
+from array import array
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from operator import attrgetter
 
 from jitney.batch import Adapter, Grammar, GrammarState
-from jitney.core.drafting import Drafting
+from jitney.core.drafting import Drafting, NgramIndex
 from jitney.core.kv_cache import block_hash, root_hash
 from jitney.messages import Logprob, Submit, Timing
+from jitney.token_counts import TokenCounts, distinct
 
 
 class SequenceState(enum.Enum):
@@ -67,6 +69,11 @@ class Request:
     """When its first token was made."""
     cached_prompt_tokens: int = field(default=0, init=False)
     computed_prompt_tokens: int = field(default=0, init=False)
+    penalized_prompt_ids: "array[int] | None" = field(default=None, init=False)
+    """The distinct tokens of its prompt that are penalized. None if a penalty depends neither on
+    the prompt nor on the output."""
+    prompt_ngrams: NgramIndex = field(default_factory=NgramIndex, init=False)
+    """For drafts."""
     preempted_at: list[float] = field(default_factory=list, init=False)
     """When its sequences were preempted."""
     sequences: list["Sequence"] = field(init=False)
@@ -76,6 +83,7 @@ class Request:
         self.num_live = message.params.n
         self.reads_output = _reads_output(message)
         self.takes_forced = _takes_forced(message)
+        self.penalized_prompt_ids = _penalized_prompt_ids(message)
         version = "" if self.adapter is None else self.adapter.version
         self.root = root_hash(message.params.cache_salt, version)
         self.sequences = [Sequence(self, 0)]
@@ -91,6 +99,8 @@ class Request:
         for sequence, emitted in zip(self.sequences, message.emitted, strict=True):
             sequence.output = list(emitted.ids)
             sequence.num_tokens += len(emitted.ids)
+            if sequence.counts is not None:
+                sequence.counts.add(emitted.ids)
             sequence.cumulative_logprob = emitted.cumulative_logprob
             if emitted.ended:
                 sequence.state = SequenceState.ENDED
@@ -161,14 +171,24 @@ class Request:
 
 def _reads_output(message: Submit) -> bool:
     """See :attr:`Request.reads_output`."""
+    return bool(_is_penalized(message) or message.bad_words_ids or message.grammar)
+
+
+def _is_penalized(message: Submit) -> bool:
+    """Whether sampling a token depends on how often each occurs."""
     params = message.params
-    return bool(
-        params.presence_penalty
-        or params.frequency_penalty
-        or params.repetition_penalty != 1.0
-        or message.bad_words_ids
-        or message.grammar
-    )
+    if params.presence_penalty or params.frequency_penalty:
+        return True
+    return params.repetition_penalty != 1.0
+
+
+def _penalized_prompt_ids(message: Submit) -> "array[int] | None":
+    """See :attr:`Request.penalized_prompt_ids`."""
+    if not _is_penalized(message):
+        return None
+    if message.params.repetition_penalty == 1.0:
+        return distinct([])
+    return distinct(message.prompt)
 
 
 def _takes_forced(message: Submit) -> bool:
@@ -218,6 +238,8 @@ class Sequence:
     output: list[int] = field(default_factory=list, init=False)
     grammar: GrammarState | None = field(default=None, init=False)
     """The state after ``output``."""
+    counts: TokenCounts | None = field(default=None, init=False)
+    """Of prompt and ``output``; None if no penalty depends on them."""
     table: list[int] = field(default_factory=list, init=False)
     """Blocks of positions 0, block_size, 2·block_size, …; empty unless RUNNING."""
     hashes: list[bytes] = field(default_factory=list, init=False)
@@ -269,6 +291,8 @@ class Sequence:
         if request.grammar is not None:
             ignores = request.message.params.ignore_eos
             self.grammar = request.grammar.begin(may_end=not ignores)
+        if request.penalized_prompt_ids is not None:
+            self.counts = TokenCounts(request.penalized_prompt_ids)
         self.num_tokens = len(self.prompt)
         self.max_computed = self.num_tokens + request.max_output - 1
         self.rank = (request.rank_s, request.message.key, self.index)

@@ -37,8 +37,10 @@ from jitney.core.planned_step import PlannedStep
 from jitney.core.policy.choose import choose_policies
 from jitney.core.policy.seam import TierTerms
 from jitney.core.request import Request, Sequence, SequenceState
+from jitney.core.taking_back import Ranked, resumable, users_that_make_way
 from jitney.errors import DeadlineExceededError, InvalidArgumentError, JitneyError, UnavailableError
 from jitney.messages import Cancelled, Event, Failed, FinishReason, StepStats, Submit, Tokens
+from jitney.rank import Blocked, Rank
 
 
 class Scheduler:
@@ -70,6 +72,8 @@ class Scheduler:
         self._admission = self.policies.admission
         self.live = LiveRequests(self.kv, self._admission)
         self._held = HeldRequests()
+        # By key of a held request that was taken back: when its sequences were preempted.
+        self._preempted_at: dict[int, list[float]] = {}
         self._planner = Planner(
             config,
             self.live,
@@ -120,6 +124,27 @@ class Scheduler:
             tiers=self.policies.tier_stats(self.live.running),
         )
 
+    def rank_of(self, message: Submit) -> Rank:
+        """Where a request stands among those that wait."""
+        terms = self._admission.tier_terms_of(message)
+        return Rank(terms.tier, self._rank_s(message, terms), message.key)
+
+    def who_makes_way(self, blocked: Blocked, now: float) -> list[int]:
+        """Keys of the requests to :meth:`take_back` so that a blocked one has room for its
+        resource. Empty: nobody makes way."""
+        if not self._preempts:
+            return []
+        users = [[self._ranked(key) for key in keys] for keys in blocked.users]
+        urgent = self._ranked(blocked.key)
+        found = users_that_make_way(urgent, users, self.policies.making_way, now)
+        return [user.rank.key for user in found]
+
+    def _ranked(self, key: int) -> Ranked:
+        """An open request."""
+        is_held = key in self._held
+        message = self._held.get(key) if is_held else self.live.requests[key].message
+        return Ranked(self.rank_of(message), message)
+
     def reset_counts(self) -> None:
         """Count from zero: the engine does so at the beginning of its step."""
         self._counts = StepStats()
@@ -151,6 +176,22 @@ class Scheduler:
         self._held.add(message)
         return []
 
+    def take_back(self, key: int, now: float) -> Submit:
+        """An open request makes way for one that needs its resource: hold it, with what it has
+        emitted. :meth:`submit` resumes it, and may be called with the message that this returns. No
+        step may be in flight."""
+        assert not self.live.in_flight
+        if key in self._held:
+            return self._held.get(key)
+        request = self.live.requests[key]
+        message = resumable(request)
+        self._preempted_at[key] = [*request.preempted_at, now]
+        self.live.preemptions += 1
+        self.live.remove_request(request)
+        refusal = self.hold(message)
+        assert not refusal, "a request that ran is refused"
+        return message
+
     def submit(
         self,
         message: Submit,
@@ -167,8 +208,10 @@ class Scheduler:
             needs = self._accept(message, terms)
         except (InvalidArgumentError, UnavailableError) as refusal:
             return [Failed(message.key, refusal.code, str(refusal))]
+        preempted_at: list[float] = []
         if message.key in self._held:
             self._held.remove(message.key)
+            preempted_at = self._preempted_at.pop(message.key, [])
         request = Request(
             message,
             max_output=needs.max_output,
@@ -180,6 +223,7 @@ class Scheduler:
             tier=terms.tier,
             most_running=terms.most_running,
         )
+        request.preempted_at = preempted_at
         if message.first_token is not None and not self._preempts:
             # A resumed request does not fork: each sequence computes the prompt on its own, and
             # reserves all of its blocks. Nothing is left to reserve for the request as a whole.
@@ -320,7 +364,7 @@ class Scheduler:
             return needs
         # A request with entries in ``emitted`` was accepted by an engine that has ended.
         if not message.emitted:
-            self._admission.check_queue(message, self.live.running)
+            self._admission.check_queue(message)
         self._admission.count_queued(message)
         return needs
 
@@ -349,6 +393,7 @@ class Scheduler:
     def _release_held(self, key: int) -> None:
         """A held request ends: it is queued no longer."""
         message = self._held.remove(key)
+        self._preempted_at.pop(key, None)
         self._admission.count_dequeued(message)
 
     def _count_prompt_tokens(self, row: Row) -> None:

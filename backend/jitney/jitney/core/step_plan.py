@@ -59,6 +59,7 @@ class StepPlan:
         row.carried = carried
         row.grammar = sequence.grammar
         row.adapter = request.adapter
+        row.counts = sequence.counts
         if choice is not None:
             row.drafts = len(choice.drafts)
             row.propose = choice.propose

@@ -145,6 +145,7 @@ class Engine:
         self._steps.reset_counts()
         self._take_inbox()
         now = self._clock()
+        self._let_make_way(now)
         self._events += self.scheduler.expire(now)
         if self._events or self.scheduler.has_work or self._steps.num_in_flight:
             # If there are only events, _make_step() does nothing, and the events are reported.
@@ -258,8 +259,34 @@ class Engine:
         # The scheduler counts it as queued; its resources are made meanwhile.
         refusal = self.scheduler.hold(message)
         if not refusal:
-            self.pending.hold(message, now)
+            self.pending.hold(message, self.scheduler.rank_of(message), now)
         return refusal
+
+    def _let_make_way(self, now: float) -> None:
+        """If a request waits because all adapters are in use, take back the requests that make way
+        for it. They wait then, and go on as after a preemption."""
+        if self.pending.blocked(now) is None:
+            return
+        self._note_ended(_ended_by(self._events), now)
+        if not self._who_makes_way(now):
+            return
+        # Outputs of steps in flight must not find the requests as they are afterwards. Also, users
+        # of the adapter may end in these steps.
+        try:
+            self._steps.complete_all()
+        finally:
+            self._events += self._steps.take_events()
+        self._note_ended(_ended_by(self._events), now)
+        again = []
+        for key in self._who_makes_way(now):
+            message = self.scheduler.take_back(key, now)
+            again.append(Held(message, self.scheduler.rank_of(message)))
+        if again:
+            self.pending.hold_again(again, now)
+
+    def _who_makes_way(self, now: float) -> list[int]:
+        blocked = self.pending.blocked(now)
+        return [] if blocked is None else self.scheduler.who_makes_way(blocked, now)
 
     def _begin(self, held: Held, now: float) -> list[Event]:
         """Submit a request whose resources are there, or fail it if one could not be made."""

@@ -12,6 +12,7 @@ from jitney.errors import (
     UnavailableError,
 )
 from jitney.messages import StepStats, Submit
+from jitney.rank import Blocked, Rank
 
 Compile = Callable[[str], Grammar]
 """Compiles ``Submit.grammar``. Raises InvalidArgumentError."""
@@ -46,7 +47,8 @@ class Grammars:
         """None: the request has no grammar."""
         return message.grammar or None
 
-    def claim(self, key: int, name: str, now: float) -> bool:
+    def claim(self, rank: Rank, name: str, now: float) -> bool:
+        key = rank.key
         if name in self._kept:
             self._kept.move_to_end(name)
             self._results[key] = self._kept[name]
@@ -96,6 +98,10 @@ class Grammars:
         for waiting in self._waiting.values():
             waiting[:] = [key for key in waiting if key not in keys]
         return ()
+
+    def blocked(self, now: float) -> Blocked | None:
+        """None: a grammar that is used keeps no other one from being compiled."""
+        return None
 
     def report(self, stats: StepStats) -> None:
         """It has no figures."""

@@ -5,8 +5,9 @@ made in threads, and the result comes back as a message, a :class:`Made`, throug
 inbox. So one request's wait holds up nobody else. The engine's thread alone calls everything but
 :meth:`Source.make`, and changes everything here.
 
-As a rule one resource of a kind is made at a time. If it takes long, because a file system hangs
-for example, the next ones are made meanwhile; in the end it is given up, and its requests fail.
+As a rule one resource of a kind is made at a time, that of the first request by rank first. If it
+takes long, because a file system hangs for example, the next ones are made meanwhile; in the end it
+is given up, and its requests fail.
 
 Each kind of resource has a :class:`Source`. A request gives the *name* of a resource; what is made
 has an *id*. They can differ: when an adapter's files change, its name stays, and it is made again
@@ -24,9 +25,17 @@ deadline. Only the engine knows what it waits for.
 
 import itertools
 import logging
+import math
 import threading
-from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -34,6 +43,7 @@ from typing import Any, Protocol, TypeVar
 from jitney.batch import Adapter, Grammar
 from jitney.errors import InternalError, JitneyError, UnavailableError, show
 from jitney.messages import Finish, StepStats, Submit
+from jitney.rank import Blocked, Rank
 
 _log = logging.getLogger(__name__)
 
@@ -61,9 +71,9 @@ class Source(Protocol[T_co]):
     def name_of(self, message: Submit) -> str | None:
         """Name of the resource that a request needs. None: it needs none of this kind."""
 
-    def claim(self, key: int, name: str, now: float) -> bool:
-        """Request ``key`` needs this resource until :meth:`release`. Returns whether it is there;
-        if not, the request waits."""
+    def claim(self, rank: Rank, name: str, now: float) -> bool:
+        """The request of this rank needs this resource until :meth:`release`. Returns whether it is
+        there; if not, the request waits."""
 
     def take_ids_to_make(self) -> Sequence[Hashable]:
         """Take the ids of what is to be made now. Each id is returned once."""
@@ -86,6 +96,9 @@ class Source(Protocol[T_co]):
     def release(self, keys: Collection[int], now: float) -> Sequence[int]:
         """These requests have ended; some of them may have claimed nothing. Returns the keys of
         waiting requests that can go on, now that the ended ones have freed room."""
+
+    def blocked(self, now: float) -> Blocked | None:
+        """The first request that waits until others release what they use, if there is one."""
 
     def report(self, stats: StepStats) -> None:
         """Add this kind's figures since the last report."""
@@ -133,12 +146,18 @@ class _Maker:
     """Makes the resources of one source: one at a time, or a few if one takes long."""
 
     def __init__(
-        self, source: Source[object], post: Callable[[Made], None], note_making: NoteMaking
+        self,
+        source: Source[object],
+        waiting: "Mapping[int, Held]",
+        post: Callable[[Made], None],
+        note_making: NoteMaking,
     ) -> None:
+        """``waiting``: the requests that wait, by key."""
         self.source = source
+        self._waiting = waiting
         self._post = post
         self._note_making = note_making
-        self._next: deque[_Job] = deque()
+        self._next: list[_Job] = []
         self._at_work: list[_Job] = []
         self._num_given_up = 0  # of which the threads have not come back
 
@@ -146,7 +165,7 @@ class _Maker:
         """Make what the source asks for, as far as it is its turn."""
         self._next.extend(_Job(id, next(_numbers)) for id in self.source.take_ids_to_make())
         while self._next and self._may_start(now):
-            job = self._next.popleft()
+            job = self._take_first(now)
             job.began = now
             self._at_work.append(job)
             thread.submit(self._make, job, self.source.waiting_for(job.id))
@@ -185,8 +204,20 @@ class _Maker:
                 keys += self.source.receive(job.id, UnavailableError(text), now)
         while self._next and self._num_given_up >= _MOST_THREADS:
             error = UnavailableError(f"no {self.source.kind} can be made now")
-            keys += self.source.receive(self._next.popleft().id, error, now)
+            keys += self.source.receive(self._take_first(now).id, error, now)
         return keys
+
+    def _take_first(self, now: float) -> _Job:
+        """Take the job of the first request by rank. One that nobody waits for comes last."""
+
+        def order(job: _Job) -> tuple[float, ...]:
+            keys = self.source.waiting_for(job.id)
+            ranks = [self._waiting[key].rank for key in keys if key in self._waiting]
+            return min((rank.order(now) for rank in ranks), default=(math.inf,))
+
+        first = min(self._next, key=order)
+        self._next.remove(first)
+        return first
 
     def _make(self, job: _Job, keys: list[int]) -> None:
         """In a thread. ``keys``: who waits for it."""
@@ -208,6 +239,7 @@ class Held:
     """A request that waits."""
 
     message: Submit
+    rank: Rank
     num_missing: int = 0
     """For how many resources it waits."""
     later: list[Finish] = field(default_factory=list)
@@ -240,11 +272,13 @@ class Pending:
         if adapters is not None:
             self._sources.append(adapters)
         self._note_making = note_making
-        self._makers = [_Maker(source, post, note_making) for source in self._sources]
-        self.threads = [Thread() for _ in self._sources]
-        """For each of the sources, in their order, where its resources are made."""
         self.waiting: dict[int, Held] = {}
         """By key."""
+        self._makers = [
+            _Maker(source, self.waiting, post, note_making) for source in self._sources
+        ]
+        self.threads = [Thread() for _ in self._sources]
+        """For each of the sources, in their order, where its resources are made."""
         self._ready: dict[int, Held] = {}  # by key: those that wait for nothing any more
 
     def __bool__(self) -> bool:
@@ -255,23 +289,50 @@ class Pending:
         """Whether a request needs any resource, there or not."""
         return any(source.name_of(message) is not None for source in self._sources)
 
-    def hold(self, message: Submit, now: float) -> None:
+    def hold(self, message: Submit, rank: Rank, now: float) -> None:
         """Keep a request until its resources are there; :meth:`take_ready` gives it then."""
-        held = Held(message)
-        for source in self._sources:
-            name = source.name_of(message)
-            if name is not None and not self._claim(source, message.key, name, now):
-                held.num_missing += 1
-        if held.num_missing:
-            self.waiting[message.key] = held
-        else:
-            self._ready[message.key] = held
+        self._hold(Held(message, rank), now)
         self._start_making(now)
 
-    def _claim(self, source: Source[object], key: int, name: str, now: float) -> bool:
+    def _hold(self, held: Held, now: float) -> None:
+        held.num_missing = 0
+        key = held.rank.key
+        for source in self._sources:
+            name = source.name_of(held.message)
+            if name is not None and not self._claim(source, held.rank, name, now):
+                held.num_missing += 1
+        if held.num_missing:
+            self.waiting[key] = held
+        else:
+            self._ready[key] = held
+
+    def _claim(self, source: Source[object], rank: Rank, name: str, now: float) -> bool:
         """Claim a resource. To look for it may take time, too: for an adapter's files."""
-        with self.noted(source.kind, [key]):
-            return source.claim(key, name, now)
+        with self.noted(source.kind, [rank.key]):
+            return source.claim(rank, name, now)
+
+    def blocked(self, now: float) -> Blocked | None:
+        """The first request that waits until others release what they use, if there is one."""
+        for source in self._sources:
+            blocked = source.blocked(now)
+            if blocked is not None:
+                return blocked
+        return None
+
+    def hold_again(self, again: Iterable[Held], now: float) -> None:
+        """These requests release what they use, and wait for it again. Some of them are here
+        already; the others were taken."""
+        parked = []
+        for held in again:
+            key = held.rank.key
+            here = self.waiting.pop(key, None) or self._ready.pop(key, None)
+            parked.append(here or held)
+        keys = [held.rank.key for held in parked]
+        for source in self._sources:
+            self._end_waits(source.release(keys, now))
+        for held in parked:
+            self._hold(held, now)
+        self._start_making(now)
 
     @contextmanager
     def noted(self, kind: str, keys: list[int]) -> Iterator[None]:

@@ -106,6 +106,14 @@ class Steps:
         self._events = []
         return events
 
+    def complete_all(self) -> None:
+        """Complete the steps in flight. :meth:`take_events` has their events, also if this raises.
+
+        Raises DeviceLostError.
+        """
+        while self._in_flight:
+            self._complete_oldest()
+
     def abandon(self) -> None:
         """Wait until nothing is in flight. The outputs are dropped."""
         for launched in self._in_flight:

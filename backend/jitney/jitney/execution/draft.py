@@ -339,6 +339,9 @@ def row_of_newest_token(row: Row, output: RowOutput) -> Row:
         if draft != sampled:
             break
         accepted += 1
+    counts = row.counts
+    if counts is not None:
+        counts = counts.after(drafts[:accepted])
     last_accepted = replace(
         row,
         token_ids=row.token_ids[: known + accepted],
@@ -347,10 +350,14 @@ def row_of_newest_token(row: Row, output: RowOutput) -> Row:
         adapter=None,
         drafts=0,
         output=row.output + drafts[:accepted],
+        counts=counts,
     )
     return row_of_next_token(last_accepted, output.token_ids[accepted])
 
 
 def row_of_next_token(row: Row, token: int) -> Row:
     """The row of one ``token`` that follows those of ``row``."""
-    return replace(row, token_ids=[token], start=row.end, output=[*row.output, token])
+    counts = None if row.counts is None else row.counts.after([token])
+    return replace(
+        row, token_ids=[token], start=row.end, output=[*row.output, token], counts=counts
+    )

@@ -6,8 +6,8 @@ their cost does not grow with the vocabulary.
 """
 
 import math
-from collections import Counter
-from collections.abc import Collection, Iterable
+from array import array
+from collections.abc import Collection
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from jitney.batch import Row
 from jitney.execution.machine import to_device
+from jitney.token_counts import TokenCounts
 
 _FORBIDDEN = -math.inf
 _BITS_OF_A_BYTE = np.array([1, 2, 4, 8, 16, 32, 64, 128], np.uint8)
@@ -40,9 +41,12 @@ def _is_changed_beside_grammar(row: Row) -> bool:
     params = row.params
     if params.allowed_token_ids is not None or params.logit_bias or row.bad_words_ids:
         return True
-    if params.repetition_penalty != 1.0:
-        return True
-    return _must_go_on(row) or _penalizes_output(row)
+    return _must_go_on(row) or is_penalized(row)
+
+
+def is_penalized(row: Row) -> bool:
+    """Whether a penalty changes the row's logits: how much depends on its :func:`counts_of`."""
+    return row.params.repetition_penalty != 1.0 or _penalizes_output(row)
 
 
 def process_logits(logits: Tensor, rows: list[Row]) -> None:
@@ -128,7 +132,8 @@ def _apply_bias(logits: Tensor, rows: list[Row]) -> None:
     bias = _TokenValues()
     for i, row in enumerate(rows):
         if row.params.logit_bias:
-            bias.add_each(i, row.params.logit_bias, row.params.logit_bias.values())
+            values = row.params.logit_bias.values()
+            bias.add_each(i, row.params.logit_bias, np.fromiter(values, np.float32, len(values)))
     if bias:
         logits[bias.index(logits)] += bias.values(logits)
 
@@ -140,8 +145,9 @@ def _apply_repetition_penalty(logits: Tensor, rows: list[Row]) -> None:
     for i, row in enumerate(rows):
         penalty = row.params.repetition_penalty
         if penalty != 1.0:
-            penalties.add(i, row.prompt, penalty)
-            penalties.add(i, row.output, penalty)
+            counts = counts_of(row)
+            penalties.add(i, counts.prompt_ids, penalty)
+            penalties.add(i, counts.output_ids, penalty)
     if penalties:
         # An index may occur several times. Each of them then writes the same value.
         index = penalties.index(logits)
@@ -158,11 +164,10 @@ def _apply_output_penalties(logits: Tensor, rows: list[Row]) -> None:
         if not _penalizes_output(row):
             continue
         params = row.params
-        counts = Counter(row.output)
-        totals = [
-            params.presence_penalty + params.frequency_penalty * count for count in counts.values()
-        ]
-        penalties.add_each(i, counts, totals)
+        counts = counts_of(row)
+        occurrences = np.array(counts.output_counts, np.float64)
+        totals = params.presence_penalty + params.frequency_penalty * occurrences
+        penalties.add_each(i, counts.output_ids, totals.astype(np.float32))
     if penalties:
         logits[penalties.index(logits)] -= penalties.values(logits)
 
@@ -174,11 +179,18 @@ def _penalizes_output(row: Row) -> bool:
     return row.params.presence_penalty != 0.0 or row.params.frequency_penalty != 0.0
 
 
+def counts_of(row: Row) -> TokenCounts:
+    """How often each token occurs in prompt and output of a row with penalties."""
+    if row.counts is None:  # no row of a scheduler: that of a probe, for example
+        return TokenCounts.of(row.prompt, row.output)
+    return row.counts
+
+
 class _TokenValues:
     """Numbers for single tokens of the step's rows, gathered on the host.
 
-    Kept as arrays, because a penalized row names its whole context in every step: a tensor made of
-    a list takes three times as long as one of an array.
+    Kept as arrays, because a penalized row names all tokens of its context in every step: a tensor
+    made of a list takes three times as long as one of an array.
     """
 
     def __init__(self) -> None:
@@ -194,15 +206,21 @@ class _TokenValues:
         if tokens:
             self._add(row, tokens, np.full(len(tokens), value, np.float32))
 
-    def add_each(self, row: int, tokens: Collection[int], values: Iterable[float]) -> None:
+    def add_each(
+        self, row: int, tokens: Collection[int], values: npt.NDArray[np.float32]
+    ) -> None:
         """Add a value of its own for each of these tokens of ``row``."""
         if tokens:
-            self._add(row, tokens, np.fromiter(values, np.float32, len(tokens)))
+            self._add(row, tokens, values)
 
     def _add(self, row: int, tokens: Collection[int], values: npt.NDArray[np.float32]) -> None:
         size = len(tokens)
         self._rows.append(np.full(size, row))
-        self._tokens.append(np.fromiter(tokens, np.int64, size))
+        if isinstance(tokens, array):
+            ids = np.array(tokens, np.int64)  # a copy: more tokens may be added to the array
+        else:
+            ids = np.fromiter(tokens, np.int64, size)
+        self._tokens.append(ids)
         self._values.append(values)
 
     def index(self, logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,8 +5,8 @@ once. For an option that is not set, an object of ``plain`` answers.
 from jitney.config import EngineConfig
 from jitney.core.kv_cache import KvCache
 from jitney.core.policy.cost import StepCost
+from jitney.core.policy.making_way import MakingWay
 from jitney.core.policy.plain import ByRank, NoCosts, NoDrafts, NoLimits
-from jitney.core.policy.priorities import PriorityAdmission
 from jitney.core.policy.seam import Admission, DraftPolicy, Policies, StepLimits
 from jitney.core.policy.speculation import Speculation
 from jitney.core.policy.tier_limits import TierLimits
@@ -20,17 +20,16 @@ def choose_policies(
     ``watermark`` blocks free."""
     speculation = config.speculation
     tiers = config.tiers
-    admission: Admission = ByRank(max_running, config.max_queued)
-    if config.priority_preempts:
-        admission = PriorityAdmission(max_running, config.max_queued, kv, watermark)
+    making_way = MakingWay(config, kv, watermark)
+    admission: Admission = ByRank(max_running, config.max_queued, making_way)
     limits: StepLimits = NoLimits()
     drafts: DraftPolicy = NoDrafts()
     if speculation is None and not tiers:
-        return Policies(admission, limits, drafts, cost=NoCosts())
+        return Policies(admission, making_way, limits, drafts, cost=NoCosts())
     cost = StepCost()
     if speculation is not None:
         drafts = Speculation(speculation, cost)
     if tiers:
         limits = TierLimits(tiers, cost, config.block_size)
-        admission = TierAdmission(config, kv, max_running=max_running, watermark=watermark)
-    return Policies(admission, limits, drafts, cost)
+        admission = TierAdmission(config, kv, making_way, max_running=max_running)
+    return Policies(admission, making_way, limits, drafts, cost)

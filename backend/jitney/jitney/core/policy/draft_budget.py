@@ -8,6 +8,8 @@ need, and blocks that others will need stay free. Blocks that are allocated for 
 by the planner.
 """
 
+from itertools import accumulate
+
 from jitney.core.kv_cache import KvCache
 from jitney.core.policy.seam import DraftChoice, Policies
 from jitney.core.request import Sequence
@@ -21,81 +23,108 @@ class DraftBudget:
         self._admission = policies.admission
         self._limits = policies.limits
         self._drafts = policies.drafts
+        # All that follows is of the step that is being planned. begin() sets it anew.
         self._running: list[Sequence] = []
         self._prompt_tokens_due = 0  # tokens of the budget that are left to prompts
         self._reads_left = 0  # tokens that a draft model may read in this step
+        # By index: how many blocks the running sequences before that index may need. Counted when
+        # it is first asked for: most steps have a slot for each draft.
+        self._blocks_before: list[int] = []
 
     def begin(self, running: list[Sequence], max_tokens: int) -> None:
         """A step of these sequences is to be planned. A draft model may read as many tokens as the
-        step may compute: ``max_tokens``. ``running`` is the scheduler's own list: it shrinks if a
-        sequence is preempted while the step is planned."""
+        step may compute: ``max_tokens``. ``running`` is the scheduler's own list: if a sequence is
+        preempted while the step is planned, it becomes shorter at its end."""
         self._running = running
         self._prompt_tokens_due = self._count_prompt_tokens()
         self._reads_left = max_tokens
+        self._blocks_before = []
 
     def _count_prompt_tokens(self) -> int:
         """Tokens that the prompts of running sequences still need, and those of the first waiting
         sequence if it may run."""
-        running = self._running
-        tokens = sum(sequence.num_to_prefill for sequence in running)
-        if self._admission.num_free_slots(running) > 0:
-            first = self._admission.first(running)
+        tokens = sum(sequence.num_to_prefill for sequence in self._running)
+        if self._admission.running_counts.num_free_slots > 0:
+            first = self._admission.first()
             if first is not None:
                 tokens += first.num_tokens
         return tokens
 
-    def choose(self, sequence: Sequence, *, tokens_left: int, after: list[Sequence]) -> DraftChoice:
+    def choose(self, sequence: Sequence, *, tokens_left: int, next_index: int) -> DraftChoice:
         """Choose what a decode computes after its token, and allocate slots for all of it.
-        ``tokens_left``: of the budget, the decode's own token included. ``after``: the running
-        sequences that are planned after this one."""
+        ``tokens_left``: of the budget, the decode's own token included. ``next_index``: the running
+        sequences from there on are planned after this one."""
+        num_after = len(self._running) - next_index
         # Its own token, the prompts, and one token for each sequence after it come first.
-        spare_tokens = tokens_left - 1 - self._prompt_tokens_due - len(after)
+        spare_tokens = tokens_left - 1 - self._prompt_tokens_due - num_after
         choice = self._drafts.choice_of(
             sequence, most=max(spare_tokens, 0), most_read=self._reads_left
         )
         if choice.is_empty:
             return choice
-        # Both calls cut `choice` down in place.
+        # Both calls cut `choice` down in place. Slots come first: what has none takes no seconds.
+        self._cut_to_slots(sequence, choice, next_index)
         self._limits.take_drafts(choice)
-        self._allocate_slots(sequence, choice, after)
         if choice.is_empty:
             self._drafts.note_refused(sequence)
+        else:
+            self._allocate_slots(sequence, choice)
         self._reads_left -= choice.most_read
         return choice
 
-    def _allocate_slots(
-        self, sequence: Sequence, choice: DraftChoice, after: list[Sequence]
-    ) -> None:
-        """Allocate blocks for a choice, as far as they can be spared, and cut the choice down to
-        the slots that there are."""
-        kv = self._kv
-        table = sequence.table
-        start = sequence.num_planned + 1  # position of the first draft
-        # To propose k tokens, the draft model writes the k positions behind the drafts: that of the
-        # row's sample first. (It does not write the last token that it proposes.)
-        end = start + len(choice.drafts) + choice.propose
-        while len(table) * kv.block_size < end and self._can_spare_block(after):
-            grown = kv.grow(table)
-            assert grown, "a block to spare is not free"
-        slots = len(table) * kv.block_size - start
+    def _cut_to_slots(self, sequence: Sequence, choice: DraftChoice, next_index: int) -> None:
+        """Cut a choice down to the slots that the sequence has, or could get from blocks that can
+        be spared."""
+        num_blocks = len(sequence.table)
+        if num_blocks < self._blocks_for(sequence, choice):
+            num_blocks += self._num_spare_blocks(next_index)
+        slots = num_blocks * self._kv.block_size - _first_position(sequence)
         del choice.drafts[slots:]
         choice.propose = min(choice.propose, slots - len(choice.drafts))
         if not choice.propose:
             choice.ask_nothing()
 
-    def _can_spare_block(self, after: list[Sequence]) -> bool:
-        """Whether drafts may take a free block: if no sequence waits, and the sequences ``after``
-        this one find enough blocks without it."""
-        if self._admission.num_waiting:
-            return False
-        return self._kv.num_available > self._blocks_due(after)
+    def _allocate_slots(self, sequence: Sequence, choice: DraftChoice) -> None:
+        """Allocate the blocks for a choice, which can be spared."""
+        size = self._blocks_for(sequence, choice)
+        while len(sequence.table) < size:
+            grown = self._kv.grow(sequence.table)
+            assert grown, "a block to spare is not free"
 
-    def _blocks_due(self, after: list[Sequence]) -> int:
-        """Blocks that others may need in this step. A fork that is due needs one. Each sequence
-        ``after`` this one needs one for the token that it samples, or more if its known tokens lack
-        more."""
-        due = self._admission.num_forks_due(self._running)
-        for sequence in after:
-            missing = self._kv.blocks_for(sequence.num_tokens) - len(sequence.table)
-            due += max(1, missing)
-        return due
+    def _blocks_for(self, sequence: Sequence, choice: DraftChoice) -> int:
+        """Blocks of the sequence with a slot for each token of the choice. To propose k tokens, the
+        draft model writes the k positions behind the drafts: that of the row's sample first. (It
+        does not write the last token that it proposes.)"""
+        end = _first_position(sequence) + len(choice.drafts) + choice.propose
+        return self._kv.blocks_for(end)
+
+    def _num_spare_blocks(self, next_index: int) -> int:
+        """How many free blocks drafts may take: none if a sequence waits; else those that the
+        sequences from ``next_index`` on do not need."""
+        if self._admission.num_waiting:
+            return 0
+        return max(self._kv.num_available - self._blocks_due(next_index), 0)
+
+    def _blocks_due(self, next_index: int) -> int:
+        """Blocks that others may need in this step: the forks that are due, and the sequences from
+        ``next_index`` on."""
+        if not self._blocks_before:
+            of_each = map(self._blocks_due_to, self._running)
+            self._blocks_before = list(accumulate(of_each, initial=0))
+        before = self._blocks_before
+        # Those from `next_index` on are not planned yet. So they need what they needed when it was
+        # counted, unless they were preempted: then they are not among the running any more.
+        of_sequences = before[len(self._running)] - before[next_index]
+        # A fork that is due needs one block.
+        return self._admission.running_counts.num_forks_due + of_sequences
+
+    def _blocks_due_to(self, sequence: Sequence) -> int:
+        """Blocks that a sequence may need: one for the token that it samples, or more if its known
+        tokens lack more."""
+        missing = self._kv.blocks_for(sequence.num_tokens) - len(sequence.table)
+        return max(1, missing)
+
+
+def _first_position(sequence: Sequence) -> int:
+    """Of what a decode computes after its token."""
+    return sequence.num_planned + 1

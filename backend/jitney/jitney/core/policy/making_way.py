@@ -1,57 +1,112 @@
-"""Who makes way for an urgent sequence: as few running sequences as will do, the last one first.
+"""Which running sequences make way for a waiting one: those of lower tiers, and with the option
+``priority_preempts`` those of its own tier that have a lower priority.
 
-Called by the kinds of admission that preempt: they say who may make way at all.
+Only sequences that come after the waiting one in order make way, so that none starves: an old
+request of a low priority comes before a new one. (The parameter ``priority`` is the higher the
+lower its number is.) Both kinds of admission ask here.
 """
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterator
 
+from jitney.config import EngineConfig
 from jitney.core.kv_cache import KvCache, WouldFree
-from jitney.core.request import Sequence
+from jitney.core.policy.running_counts import RunningCounts
+from jitney.core.request import Sequence, order
+from jitney.messages import Submit
 
 
-class Places(Protocol):
-    """The places of the running sequences, and of the forks that are due."""
+class MakingWay:
+    """Who makes way for whom in one engine. Keeps nothing between two calls."""
 
-    def give_up(self, sequence: Sequence) -> None:
-        """Count as if this sequence ran no longer."""
+    def __init__(self, config: EngineConfig, kv: KvCache, watermark: int) -> None:
+        """Admissions leave ``watermark`` blocks free, unless nothing else runs."""
+        self._by_priority = config.priority_preempts
+        # By tier: whether sequences of lower tiers are preempted for it.
+        self._has_target = [tier.ttft_ms is not None for tier in config.tiers]
+        self._any_may_be_urgent = self._by_priority or len(config.tiers) > 1
+        self._kv = kv
+        self._watermark = watermark
 
-    def any_is_free(self) -> bool:
-        """Whether a further sequence may run."""
+    def is_urgent(self, first: Sequence, running: list[Sequence]) -> bool:
+        """Whether the first waiting sequence is admitted before the running ones are planned: if
+        one of these is of a lower tier and comes after it in order, or makes way by priority."""
+        if not self._any_may_be_urgent:
+            return False
+        tier = first.request.tier
+        order_of_first = order(first)
+        # From the end, where lower tiers and priorities are. So few are asked as a rule.
+        for sequence in reversed(running):
+            # Even if `first` has aged, it has the level of its tier while it waits. Running
+            # sequences that have aged have level 0. So they come before it, unless it is of the
+            # first tier: then rank decides.
+            if order(sequence) < order_of_first:
+                return False
+            if sequence.request.tier > tier or self._makes_way(sequence, first):
+                return True
+        return False
 
+    def to_preempt(
+        self,
+        urgent: Sequence,
+        hits: list[int],
+        running: list[Sequence],
+        running_counts: RunningCounts,
+    ) -> list[Sequence]:
+        """The last of the ``running`` sequences that make way, as many as must be preempted so that
+        ``urgent`` can run; the last one first. Empty if it can run without that, or if not even all
+        of them would do. ``hits``: the cached blocks that it would begin with."""
+        kv = self._kv
+        # The usual case: there is a slot, and blocks enough even without any hit.
+        most_needed = kv.blocks_for(urgent.num_tokens) + self._watermark
+        if running_counts.num_free_slots > 0 and kv.num_available >= most_needed:
+            return []
+        kept = set(hits)
+        needed = kv.blocks_for(urgent.num_tokens) - len(kept)
+        free = kv.num_available_without(kept)
+        left = running_counts
 
-def choose_victims(
-    urgent: Sequence,
-    hits: list[int],
-    candidates: Iterable[Sequence],
-    *,
-    num_running: int,
-    places: Places,
-    kv: KvCache,
-    watermark: int,
-) -> list[Sequence]:
-    """The first of the ``candidates``, as many as must be preempted so that ``urgent`` can run.
-    Empty if it can run without that, or if not even all of them would do. ``hits``: the cached
-    blocks that it would begin with. ``watermark``: so many blocks must stay free unless nothing
-    else runs."""
-    kept = set(hits)
-    needed = kv.blocks_for(urgent.num_tokens) - len(kept)
-    free = kv.num_available_without(kept)
+        def fits() -> bool:
+            spare = self._watermark if left.num_running else 0
+            return left.num_free_slots > 0 and free >= needed + spare
 
-    def fits(num_left: int) -> bool:
-        spare = watermark if num_left else 0
-        return places.any_is_free() and free >= needed + spare
-
-    if fits(num_running):
+        if fits():
+            return []
+        left = running_counts.copy()
+        # If there are blocks enough, only the slots are counted.
+        lacks_blocks = free < needed + self._watermark
+        would_free = WouldFree(kv)
+        victims: list[Sequence] = []
+        for sequence in self._candidates(urgent, running):
+            victims.append(sequence)
+            left.remove(sequence)
+            if lacks_blocks:
+                freed = would_free.give_up(sequence.table)
+                # The urgent sequence begins with its hits. So a hit is not free for its other
+                # tokens.
+                free += len(set(freed) - kept)
+            if fits():
+                return victims
         return []
-    would_free = WouldFree(kv)
-    victims: list[Sequence] = []
-    for sequence in candidates:
-        victims.append(sequence)
-        places.give_up(sequence)
-        freed = would_free.give_up(sequence.table)
-        # The urgent sequence begins with its hits. So a hit is not free for its other tokens.
-        free += len(set(freed) - kept)
-        if fits(num_running - len(victims)):
-            return victims
-    return []
+
+    def _candidates(self, urgent: Sequence, running: list[Sequence]) -> Iterator[Sequence]:
+        """The running sequences that make way, the last one first."""
+        order_of_urgent = order(urgent)
+        for sequence in reversed(running):
+            if order(sequence) < order_of_urgent:
+                return  # it comes before the urgent one, and so do all that are left
+            if self._makes_way(sequence, urgent):
+                yield sequence
+
+    def _makes_way(self, sequence: Sequence, urgent: Sequence) -> bool:
+        """Whether a running sequence that comes after ``urgent`` is preempted for it."""
+        request = sequence.request
+        other = urgent.request
+        return self.makes_way(request.tier, request.message, other.tier, other.message)
+
+    def makes_way(self, tier: int, message: Submit, tier_of_urgent: int, urgent: Submit) -> bool:
+        """Whether a request of a tier makes way for an urgent one that comes before it in order."""
+        if tier > tier_of_urgent:
+            return self._has_target[tier_of_urgent]
+        if tier < tier_of_urgent or not self._by_priority:
+            return False
+        return message.params.priority > urgent.params.priority

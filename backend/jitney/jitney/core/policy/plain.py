@@ -4,17 +4,20 @@ from bisect import insort
 from collections.abc import Iterator
 
 from jitney.batch import Batch, Row, StepOutput
+from jitney.core.policy.making_way import MakingWay
 from jitney.core.policy.queue_limit import FreeSlots, check_queue_limit
+from jitney.core.policy.running_counts import RunningCounts
 from jitney.core.policy.seam import DraftChoice, StepLimits, TierTerms
-from jitney.core.request import Request, Sequence, order, remove_ordered
+from jitney.core.request import Sequence, order, remove_ordered
 from jitney.messages import Submit, TierStats
 
 
 class ByRank:
     """One queue, the lowest rank first. An ``Admission``."""
 
-    def __init__(self, max_running: int, max_queued: int) -> None:
-        self.max_running = max_running
+    def __init__(self, max_running: int, max_queued: int, making_way: MakingWay) -> None:
+        self.running_counts = RunningCounts(max_running)
+        self._making_way = making_way
         # Key of a queued request -> how many sequences it has.
         self._queued: dict[int, int] = {}
         self._max_queued = max_queued
@@ -24,22 +27,22 @@ class ByRank:
     # ------------------------------------------------------------------ requests
 
     def tier_terms_of(self, message: Submit) -> TierTerms:
-        return TierTerms(most_running=self.max_running)
+        return TierTerms(most_running=self.running_counts.max_running)
 
     @property
     def num_queued(self) -> int:
         return len(self._queued)
 
-    def check_queue(self, message: Submit, running: list[Sequence]) -> None:
+    def check_queue(self, message: Submit) -> None:
         check_queue_limit(
             [self._queued],
             self._max_queued,
             still_short=self._left_waiting and bool(self._queue),
-            free_slots=lambda: self._free_slots(running),
+            free_slots=self._free_slots,
         )
 
-    def _free_slots(self, running: list[Sequence]) -> FreeSlots:
-        total = self.num_free_slots(running)
+    def _free_slots(self) -> FreeSlots:
+        total = self.running_counts.num_free_slots
         return FreeSlots(total, of_tier=[total])
 
     def count_queued(self, message: Submit) -> None:
@@ -64,30 +67,30 @@ class ByRank:
         assert sorted(self._queue, key=order) == self._queue, "the queue is out of order"
         return iter(self._queue)
 
-    def first(self, running: list[Sequence]) -> Sequence | None:
+    def first(self) -> Sequence | None:
         return self._queue[0] if self._queue else None
 
     # ------------------------------------------------------------------ running sequences
 
-    def num_free_slots(self, running: list[Sequence]) -> int:
-        return self.max_running - len(running) - self.num_forks_due(running)
+    def note_admitted(self, sequence: Sequence) -> None:
+        self.running_counts.add(sequence)
 
-    def num_forks_due(self, running: list[Sequence]) -> int:
-        return sum(sequence.request.num_forks_due for sequence in running)
-
-    def is_full(self, request: Request, running: list[Sequence]) -> bool:
-        return len(running) >= self.max_running
+    def note_left(self, sequence: Sequence) -> None:
+        self.running_counts.remove(sequence)
 
     def begin_step(self, running: list[Sequence], now: float) -> None:
         """Ranks never change, and all levels are 0."""
 
     def urgent(self, running: list[Sequence]) -> Sequence | None:
+        first = self.first()
+        if first is not None and self._making_way.is_urgent(first, running):
+            return first
         return None
 
     def to_preempt(
         self, urgent: Sequence, hits: list[int], running: list[Sequence]
     ) -> list[Sequence]:
-        return []
+        return self._making_way.to_preempt(urgent, hits, running, self.running_counts)
 
     # ------------------------------------------------------------------ reports
 
@@ -145,6 +148,9 @@ class NoDrafts:
 
     def begin(self, running: list[Sequence], limits: StepLimits) -> None:
         """There is nothing to choose."""
+
+    def has_choice(self, sequence: Sequence) -> bool:
+        return False
 
     def choice_of(self, sequence: Sequence, most: int, most_read: int) -> DraftChoice:
         return DraftChoice()

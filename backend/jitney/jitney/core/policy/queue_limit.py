@@ -32,18 +32,19 @@ def check_queue_limit(
     short, and the next step may admit none. ``free_slots`` is called only if the limit may be
     reached.
     """
-    if sum(map(len, queued)) < limit:
+    total = sum(map(len, queued))
+    if total < limit:
         return
     slots = FreeSlots(0, [0] * len(queued)) if still_short else free_slots()
     left = slots.total
-    num_queued = 0
+    num_queued = total
     for of_tier, left_of_tier in zip(queued, slots.of_tier, strict=True):
         for num_sequences in of_tier.values():
-            if min(left, left_of_tier) > 0:
-                left -= num_sequences
-                left_of_tier -= num_sequences
-            else:
-                num_queued += 1
+            if min(left, left_of_tier) <= 0:
+                break  # the others of this tier count, however many they are
+            left -= num_sequences
+            left_of_tier -= num_sequences
+            num_queued -= 1
         fits = min(left, left_of_tier) > 0  # a further request of this tier
     if not fits and num_queued >= limit:
         raise UnavailableError.of_queue(num_queued, limit)

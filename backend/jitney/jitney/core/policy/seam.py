@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from jitney.batch import Batch, Row, StepOutput
-from jitney.core.request import Request, Sequence
+from jitney.core.policy.making_way import MakingWay
+from jitney.core.policy.running_counts import RunningCounts
+from jitney.core.request import Sequence
 from jitney.messages import Submit, TierStats
 
 
@@ -37,8 +39,8 @@ class Admission(Protocol):
     """Who waits, in which order, who may run, and who is preempted for whom. Owns the waiting
     sequences."""
 
-    max_running: int
-    """Most sequences that may run."""
+    running_counts: RunningCounts
+    """How many sequences run, and how many more may. ``live`` keeps it up to date."""
 
     @property
     def num_queued(self) -> int:
@@ -49,7 +51,7 @@ class Admission(Protocol):
     def tier_terms_of(self, message: Submit) -> TierTerms:
         """What follows from the tier of a new request."""
 
-    def check_queue(self, message: Submit, running: list[Sequence]) -> None:
+    def check_queue(self, message: Submit) -> None:
         """Raise UnavailableError if the queue is full for this request."""
 
     def count_queued(self, message: Submit) -> None:
@@ -74,22 +76,16 @@ class Admission(Protocol):
     def waiting(self) -> Iterator[Sequence]:
         """All sequences that wait, for checks of integrity. Asserts that they are in order."""
 
-    def first(self, running: list[Sequence]) -> Sequence | None:
+    def first(self) -> Sequence | None:
         """The waiting sequence to admit next, if any."""
 
     # -- running sequences
 
-    def num_free_slots(self, running: list[Sequence]) -> int:
-        """How many more sequences may be admitted. The forks that the running requests have yet to
-        make are counted as if they ran. Negative if running sequences and forks are more than may
-        run: then some forks will wait."""
+    def note_admitted(self, sequence: Sequence) -> None:
+        """A sequence runs from now on, on its table."""
 
-    def num_forks_due(self, running: list[Sequence]) -> int:
-        """How many forks the running requests have yet to make, as :meth:`num_free_slots` counts
-        them."""
-
-    def is_full(self, request: Request, running: list[Sequence]) -> bool:
-        """Whether no further sequence of this request may run."""
+    def note_left(self, sequence: Sequence) -> None:
+        """A sequence runs no longer: it has ended, or is preempted. It still has its table."""
 
     def begin_step(self, running: list[Sequence], now: float) -> None:
         """A step is to be planned: set the levels of the running sequences as of ``now``, and put
@@ -164,13 +160,13 @@ class StepLimits(Protocol):
         """Whether the decodes of a sequence are limited. They have no drafts then."""
 
     def may_decode(self, sequence: Sequence) -> bool:
-        """Whether the step has seconds left for a decode of this sequence."""
+        """Whether the step has seconds left for a decode of this limited sequence."""
 
     def note_held_back(self, sequence: Sequence) -> None:
         """A decode of this sequence is left out, because it may not decode."""
 
     def count_decode(self, sequence: Sequence) -> None:
-        """A decode of this sequence is planned: count its seconds."""
+        """A decode of this limited sequence is planned: count its seconds."""
 
     def take_chunk(self, sequence: Sequence, most: int) -> int:
         """Take the seconds for a chunk of at most ``most`` tokens. Returns how many tokens it may
@@ -196,6 +192,10 @@ class DraftPolicy(Protocol):
 
     def begin(self, running: list[Sequence], limits: StepLimits) -> None:
         """A step of these sequences is to be planned: choose which of them may have drafts."""
+
+    def has_choice(self, sequence: Sequence) -> bool:
+        """Whether :meth:`begin` chose anything for a sequence. If not, :meth:`choice_of` need not
+        be called."""
 
     def choice_of(self, sequence: Sequence, most: int, most_read: int) -> DraftChoice:
         """What a decode computes after its token: at most ``most`` drafts. If a draft model is
@@ -225,6 +225,7 @@ class Policies:
     """The policies of one engine, one object for each Protocol. ``choose`` makes them."""
 
     admission: Admission
+    making_way: MakingWay
     limits: StepLimits
     drafts: DraftPolicy
     cost: CostModel

@@ -137,6 +137,7 @@ class Speculation:
 
     def begin(self, running: list[Sequence], limits: StepLimits) -> None:
         """Decide how many drafts each of these sequences may take, and what it asks for."""
+        self.drafter.begin_step()
         # Sequences with output and with something left to plan, recomputations included.
         decoding = [
             sequence
@@ -161,9 +162,15 @@ class Speculation:
         if asking:
             self._ask(asking, prices)
 
+    def has_choice(self, sequence: Sequence) -> bool:
+        drafting = sequence.drafting
+        if drafting is None:
+            return False
+        return drafting.num_drafts > 0 or drafting.propose > 0
+
     def choice_of(self, sequence: Sequence, most: int, most_read: int) -> DraftChoice:
         drafting = sequence.drafting
-        if drafting is None or not (drafting.num_drafts or drafting.propose):
+        if drafting is None or not self.has_choice(sequence):
             return DraftChoice()
         drafts = self._good_drafts(sequence, drafting)
         any_chosen = bool(drafts or drafting.propose)

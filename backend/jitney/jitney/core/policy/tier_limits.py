@@ -138,7 +138,8 @@ class TierLimits:
         # All that follows is of the step that is being planned. begin() sets it anew.
         self._limit = _no_limit(tiers)
         self._weights = _NO_WEIGHTS
-        self._any_chunk = False  # whether any row has more than one token
+        # Whether the step has or will have a chunk. What it takes for that is in _taken then.
+        self._any_chunk = False
         self._any_uncut_chunk = False  # whether any chunk is of a tier above first_cut
         self._passes = 0  # of a draft model
         # Seconds that are taken. From the beginning: by the step itself, and by all decodes that
@@ -157,7 +158,13 @@ class TierLimits:
         self._reserved: dict[Sequence, float] = {}
 
     def begin(self, running: list[Sequence]) -> None:
-        decodes = [sequence for sequence in running if not sequence.num_to_prefill]
+        prefills: list[Sequence] = []
+        decodes: list[Sequence] = []
+        for sequence in running:
+            if sequence.num_to_prefill:
+                prefills.append(sequence)
+            else:
+                decodes.append(sequence)
         if self._cost.weights is None:  # no step was measured yet: nothing is limited
             self._limit = _no_limit(self._tiers)
             self._weights = _NO_WEIGHTS
@@ -171,38 +178,66 @@ class TierLimits:
         self._passes = 0
         self._taken_by_tier = [0.0] * len(self._tiers)
         self._rows_by_tier = [0] * len(self._tiers)
-        self._taken = self._weights.step
-        for sequence in decodes:
-            if not self.is_limited(sequence):
-                self._taken += self._seconds_of_decode(sequence)
-        self._keep_for_prompts(running)
-        self._reserve_for_first_of_lower_tiers(running)
+        self._taken = self._weights.step + self._seconds_of_unlimited(decodes)
+        self._keep_for_prompts(prefills)
+        self._find_first_of_lower_tiers(running)
+        self._reserve_for_first_of_lower_tiers()
 
-    def _keep_for_prompts(self, running: list[Sequence]) -> None:
+    def _seconds_of_unlimited(self, decodes: list[Sequence]) -> float:
+        """What the decodes that are not limited add to the step."""
+        top = self._limit.top
+        rows = 0
+        tokens = 0
+        context = 0
+        for sequence in decodes:
+            if sequence.request.tier <= top:
+                start = sequence.num_planned
+                count = max(sequence.num_tokens - start, 1)
+                rows += 1
+                tokens += count
+                context += start + count
+        weights = self._weights
+        return weights.sample * rows + weights.token * tokens + weights.context_token * context
+
+    def _keep_for_prompts(self, prefills: list[Sequence]) -> None:
         """Keep seconds for the prompts of the tiers that are not limited."""
         tokens = 0
-        for sequence in running:
+        for sequence in prefills:
             if not self.is_limited(sequence):
                 tokens += sequence.num_to_prefill
-        self._prompt_seconds_due = 0.0
+        self._prompt_seconds_due = self._weights.token * tokens
         if tokens:
-            self._prompt_seconds_due = self._weights.any_chunk + self._weights.token * tokens
+            self._expect_chunk()
 
-    def _reserve_for_first_of_lower_tiers(self, running: list[Sequence]) -> None:
+    def _find_first_of_lower_tiers(self, running: list[Sequence]) -> None:
+        top = self._limit.top
+        self._first_of_tier = {}
+        for sequence in running:
+            tier = sequence.request.tier
+            if tier > top and tier not in self._first_of_tier:
+                self._first_of_tier[tier] = sequence
+
+    def _reserve_for_first_of_lower_tiers(self) -> None:
         """The first sequence of each lower tier has a row in any case. Decodes are planned before
         chunks. So if its row is a chunk, the seconds for a block of it are reserved now, before
         decodes that come after it take them."""
-        self._first_of_tier = {}
-        for sequence in running:
-            if self.is_limited(sequence):
-                self._first_of_tier.setdefault(sequence.request.tier, sequence)
         self._reserved = {}
         for tier, sequence in self._first_of_tier.items():
             if sequence.num_to_prefill:
+                self._taken_by_tier[tier] += self._expect_chunk()
                 count = min(sequence.num_to_prefill, self._block_size)
                 seconds = self._chunk_cost(sequence).seconds(count)
                 self._reserved[sequence] = seconds
                 self._take(tier, seconds)
+
+    def _expect_chunk(self) -> float:
+        """The step will have a chunk: take what it takes for that, if nothing has taken it yet.
+        Returns these seconds."""
+        if self._any_chunk:
+            return 0.0
+        self._any_chunk = True
+        self._taken += self._weights.any_chunk
+        return self._weights.any_chunk
 
     # ------------------------------------------------------------------ questions
 
@@ -218,16 +253,13 @@ class TierLimits:
         return sequence.request.tier > self._limit.top
 
     def may_decode(self, sequence: Sequence) -> bool:
-        """A decode is held back if all of this holds:
+        """A decode of a tier below the top one is held back if all of this holds:
 
-        - Its tier is below the top one.
         - The tier has a row already, or seconds are reserved for a block of its first prompt.
         - The predicted seconds of the decode exceed what is left of the limit beside the taken
           seconds and the prompts of the tiers that are not limited.
         - They also exceed the rest of the tier's own share.
         """
-        if not self.is_limited(sequence):
-            return True
         tier = sequence.request.tier
         # Each tier has at least one row in the step, whatever that costs.
         if not self._rows_by_tier[tier]:
@@ -262,8 +294,8 @@ class TierLimits:
         self.held_back = [0] * len(self.held_back)
 
     def count_decode(self, sequence: Sequence) -> None:
-        if self.is_limited(sequence):  # begin() has counted all others
-            self._take(sequence.request.tier, self._seconds_of_decode(sequence))
+        # begin() has counted those that are not limited.
+        self._take(sequence.request.tier, self._seconds_of_decode(sequence))
 
     def take_chunk(self, sequence: Sequence, most: int) -> int:
         tier = sequence.request.tier

@@ -1,0 +1,57 @@
+"""Requests that make way for one that needs their resource, such as the adapter that they use. They
+are taken back: held again, with what they have emitted, and resumed later. Called by the scheduler.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from jitney.core.policy.making_way import MakingWay
+from jitney.core.request import Request, SequenceState
+from jitney.messages import Emitted, Submit
+from jitney.rank import Rank
+
+
+class Ranked(NamedTuple):
+    """An open request."""
+
+    rank: Rank
+    message: Submit
+
+
+def users_that_make_way(
+    urgent: Ranked, users: Sequence[Sequence[Ranked]], making_way: MakingWay, now: float
+) -> Sequence[Ranked]:
+    """``users``: for each resource, the requests that use it. Returns all users of one resource, if
+    each of them makes way for ``urgent``. If several resources could make room, the one whose first
+    user by rank is the last. Empty: nobody makes way."""
+    order_of_urgent = urgent.rank.order(now)
+    found: Sequence[Ranked] = ()
+    found_order = order_of_urgent
+    for of_resource in users:
+        first_order = min(user.rank.order(now) for user in of_resource)
+        if first_order < found_order:  # one of them comes before `urgent`, or before those found
+            continue
+        if all(_makes_way(user, urgent, making_way) for user in of_resource):
+            found = of_resource
+            found_order = first_order
+    return found
+
+
+def _makes_way(user: Ranked, urgent: Ranked, making_way: MakingWay) -> bool:
+    return making_way.makes_way(user.rank.tier, user.message, urgent.rank.tier, urgent.message)
+
+
+def resumable(request: Request) -> Submit:
+    """The message of a live request with what it has emitted: submitted again, it goes on."""
+    emitted = [Emitted() for _ in range(request.message.params.n)]
+    for sequence in request.sequences:
+        emitted[sequence.index] = Emitted(
+            ids=sequence.output.copy(),
+            cumulative_logprob=sequence.cumulative_logprob,
+            ended=sequence.state is SequenceState.ENDED,
+        )
+    return msgspec.structs.replace(
+        request.message, emitted=emitted, first_token=request.first_token_at
+    )

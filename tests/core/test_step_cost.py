@@ -1,0 +1,199 @@
+"""What a step costs grows with its rows, not with their square. Counted are the lines of ``core``
+that it runs, which no other load on the machine changes."""
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import jitney.core
+import pytest
+
+from tests.core.play import Play
+from tests.core.timed import Timed
+
+_CORE = jitney.core.__path__[0]
+_ROWS = (64, 128, 256)
+_DRAFTS = {"speculation": {"max_drafts": 4}}
+_ALL = {**_DRAFTS, "priority_preempts": True}
+
+
+def lines_of(call: Callable[[], object]) -> int:
+    """How many lines of ``core`` a call runs, one for each turn of a loop."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal count
+        if not frame.f_code.co_filename.startswith(_CORE):
+            return None
+        count += 1
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def room_for(rows: int, **options: Any) -> dict[str, Any]:
+    """Options of an engine that can run so many short requests, and plan all of them at once."""
+    return {
+        "max_num_seqs": rows,
+        "num_blocks": 64 * rows,
+        "max_num_batched_tokens": 64 * rows,
+        **options,
+    }
+
+
+def newcomers(rows: int) -> Play:
+    play = Timed({"ttft_ms": 1e4}, **room_for(rows), **_ALL)
+    for key in range(rows):
+        play.fast([key % 50] * 8, max_tokens=9)
+    return play
+
+
+def newcomers_beside(rows: int) -> Play:
+    """As many run already, of a lower tier, and there are places for all."""
+    play = Timed({"ttft_ms": 1e4}, **room_for(2 * rows), **_ALL)
+    for key in range(rows):
+        play.bulk([key % 50] * 8, max_tokens=99)
+    play.engine.step()
+    for key in range(rows):
+        play.fast([key % 50] * 8, max_tokens=9)
+    return play
+
+
+def newcomers_for_whom_others_make_way(rows: int, **options: Any) -> Play:
+    play = Timed({"ttft_ms": 1e4}, **room_for(rows, **options), **_ALL)
+    for key in range(rows):
+        play.bulk([key % 50] * 8, max_tokens=99)
+    play.engine.step()
+    for key in range(rows):
+        play.fast([key % 50] * 8, max_tokens=9)
+    return play
+
+
+def newcomers_that_need_the_blocks_of_others(rows: int) -> Play:
+    return newcomers_for_whom_others_make_way(rows, num_blocks=3 * rows, watermark=0.0)
+
+
+def newcomers_of_a_higher_priority(rows: int) -> Play:
+    play = Play(**room_for(rows), **_ALL)
+    for key in range(rows):
+        play.submit([key % 50] * 8, max_tokens=99, priority=5)
+    play.engine.step()
+    for key in range(rows):
+        play.submit([key % 50] * 8, max_tokens=9, priority=-5)
+    return play
+
+
+def a_backlog_that_has_aged(rows: int) -> Play:
+    """Behind a cap, and within its share: each is asked whether it still is."""
+    bulk = {"aging_s": 1.0, "share": 1.0, "max_running": rows}
+    play = Timed({"ttft_ms": 1e4}, bulk, **room_for(rows + 8), **_ALL)
+    for key in range(rows):
+        play.bulk([key % 50] * 8, max_tokens=99)
+    play.now += 100.0
+    return play
+
+
+def drafts_that_need_blocks(rows: int, **options: Any) -> Play:
+    play = Timed(block_size=2, **room_for(rows, **options), **_DRAFTS)
+    play.draft(1.0)
+    for key in range(rows):
+        play.fast([key % 50] * 8, max_tokens=40)
+    play.engine.step()
+    play.engine.step()
+    return play
+
+
+def drafts_that_find_no_blocks(rows: int) -> Play:
+    return drafts_that_need_blocks(rows, num_blocks=6 * rows, watermark=0.0)
+
+
+def n_grams(rows: int) -> Play:
+    play = Timed(**room_for(rows), **_DRAFTS)
+    for key in range(rows):
+        play.fast([key % 50, 1, 2] * 4, max_tokens=40)
+    for _ in range(4):
+        play.engine.step()
+    return play
+
+
+def prompts_that_end_and_fork(rows: int) -> Play:
+    play = Timed({}, {"max_running": 2 * rows}, **room_for(2 * rows + 8), **_DRAFTS)
+    for key in range(rows):
+        play.bulk([key % 50] * 8, n=2, max_tokens=9)
+    return play
+
+
+def a_prompt_that_ends_and_forks(rows: int) -> Play:
+    play = Timed({}, {"max_running": rows}, **room_for(rows + 8), **_DRAFTS)
+    play.bulk([1] * 8, n=rows, max_tokens=9)
+    return play
+
+
+def newcomers_to_a_full_queue(rows: int) -> Play:
+    play = Timed({}, {"max_running": 1}, max_queued=rows)
+    for key in range(rows + 1):
+        play.bulk([key % 50], max_tokens=9)
+    play.engine.step()
+    for key in range(rows):
+        play.bulk([key % 50], max_tokens=9)
+    return play
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        newcomers,
+        newcomers_beside,
+        newcomers_for_whom_others_make_way,
+        newcomers_that_need_the_blocks_of_others,
+        newcomers_of_a_higher_priority,
+        a_backlog_that_has_aged,
+        drafts_that_need_blocks,
+        drafts_that_find_no_blocks,
+        n_grams,
+        prompts_that_end_and_fork,
+        a_prompt_that_ends_and_forks,
+        newcomers_to_a_full_queue,
+    ],
+)
+def test_a_step_of_twice_as_many_rows_costs_twice_as_much(
+    prepare: Callable[[int], Play],
+) -> None:
+    few, some, many = (lines_of(prepare(rows).engine.step) for rows in _ROWS)
+    assert few > 10 * _ROWS[0], "something was done for each row"
+    assert some < 2.15 * few
+    assert many < 2.15 * some
+
+
+_NGRAM_LINES = 12  # most lines that index a token: two for it, and three for each length
+
+
+def after_prompts(num_requests: int, n: int, size: int) -> int:
+    """Lines of the step after that of some prompts, of that many tokens, beside those that it runs
+    if the prompts are short."""
+    lines = []
+    for prompt_size in (8, size):
+        play = Play(
+            max_num_seqs=256,
+            num_blocks=256 * 256,
+            max_num_batched_tokens=256 * 256,
+            **_DRAFTS,
+        )
+        for key in range(num_requests):
+            play.submit([(key + i * i) % 50 for i in range(prompt_size)], n=n, max_tokens=9)
+        play.engine.step()
+        lines.append(lines_of(play.engine.step))
+    return lines[1] - lines[0]
+
+
+@pytest.mark.parametrize(("num_requests", "n"), [(1, 64), (64, 1)], ids=["forks", "requests"])
+def test_a_step_indexes_a_bounded_part_of_long_prompts(num_requests: int, n: int) -> None:
+    """The forks of a request index its prompt once, and many requests one after the other."""
+    assert 0 < after_prompts(num_requests, n, size=400) < 600 * _NGRAM_LINES
