@@ -394,9 +394,9 @@ def _check_repository(folder: Path, models: Sequence[str]) -> None:
     if not folder.is_dir():
         raise InvalidArgumentError(f"the model repository {folder} is not a folder")
     present = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
-    shown = [name for name in present if not name.startswith(".")]
-    check_model_names(models or shown)
     for name in models:
         if name not in present:
             listed = ", ".join(present) or "nothing"
             raise InvalidArgumentError(f"model {name!r} is not in {folder}, which holds {listed}")
+    shown = [name for name in present if not name.startswith(".")]
+    check_model_names(models or shown)

@@ -40,14 +40,15 @@ def failed_models(text: str) -> dict[str, str]:
         if parsed is not None and parse_error is None:
             parse_error = f"line {parsed['line']}, column {parsed['column']}: {parsed['why']}"
         match = _FAILED_MODEL.search(line) or _FAILED_ENSEMBLE.search(line)
-        if match is None or match["model"] in failures:
+        if match is None:
             continue
         # A record of the log is one line: the newlines inside are escaped.
         reason = without_frames_and_repetitions(match["why"].replace("\\n", "\n"))
         if parse_error is not None and _UNREADABLE_CONFIG in reason:
             reason += f": {parse_error}"
             parse_error = None
-        failures[match["model"]] = reason.replace("\n", "\n    ")
+        # The server may name a model several times. The first reason is the cause.
+        failures.setdefault(match["model"], reason.replace("\n", "\n    "))
     return failures
 
 

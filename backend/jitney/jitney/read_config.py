@@ -101,8 +101,8 @@ def _find(option: str, name: str, folder: Path) -> str | None:
     try:
         os.stat(_bytes_of_path(folder, name))
         return _absolute(option, name, folder)
-    except (FileNotFoundError, NotADirectoryError):
-        pass
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        pass  # ValueError: no path can have this name
     except OSError as error:
         bound = f"a path that can be looked up ({error.strerror})"
         raise ConfigError.of(option, name, bound) from None
