@@ -82,7 +82,7 @@ class InputBlock(WireRecord, kw_only=True):
     """One block of a message."""
 
     rules: ClassVar = FieldRules(
-        silent=frozenset(["citations", "caller", "parsed_output"]),
+        silent=frozenset(["citations", "caller", "parsed_output", "data"]),
         types=_KNOWN_TYPES,
         comes_back=True,
     )

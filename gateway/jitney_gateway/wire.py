@@ -60,7 +60,9 @@ class WireRecord(RuledRecord, forbid_unknown_fields=True, omit_defaults=True):
 class ContentPart(WireRecord):
     """A part of a message's content. Only text is taken."""
 
-    rules: ClassVar = FieldRules(comes_back=True)
+    rules: ClassVar = FieldRules(
+        silent=frozenset(["annotations", "thinking", "signature", "data"]), comes_back=True
+    )
     type: str
     text: str | None = None
     image_url: Any = None
