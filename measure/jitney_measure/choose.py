@@ -56,8 +56,41 @@ def nearest(trials: Sequence[Trial]) -> Nearest | None:
 
 
 def choose_setting(trials: Sequence[Trial]) -> Choice | None:
-    """The best of the settings, each by the trial that counts (see :func:`standing`); None if none
-    meets the bounds.
+    """The setting to serve with; None if none meets the bounds.
+
+    It is that of :func:`find_leader`. But if its gain over the current setting is not more than two
+    runs of one setting may differ by, it is the current one: nothing better was found.
+    """
+    leader = find_leader(trials)
+    if leader is None or leader.best is None:
+        return None
+    current = standing(trials)[0]
+    chosen = leader
+    best = leader.best
+    cautions = list(_cautions(leader, current, trials))
+    if leader.values != current.values and current.best is not None:
+        noise = _noise(leader, current, trials)
+        if leader.throughput <= current.throughput * (1 + noise):
+            chosen = current
+            best = current.best
+            gain = leader.throughput / current.throughput - 1
+            cautions = [
+                f"{label(leader.values)} gave {gain:+.0%}, but two runs of one setting may differ "
+                f"by {noise:.0%}"
+            ]
+    return Choice(
+        values=chosen.values,
+        load=best.load,
+        throughput=chosen.throughput,
+        is_current=chosen.values == current.values,
+        before=current.throughput or None,
+        cautions=tuple(cautions),
+    )
+
+
+def find_leader(trials: Sequence[Trial]) -> Trial | None:
+    """The trial with the highest throughput within the bounds, of those that count (see
+    :func:`standing`), by however little; None if none meets the bounds.
 
     If the best was measured again, it is compared with the current setting alone: the first figures
     were the highest of many, and so too high by chance.
@@ -75,17 +108,7 @@ def choose_setting(trials: Sequence[Trial]) -> Choice | None:
         meeting = [
             trial for trial in meeting if trial.phase == "final" or trial.values == current.values
         ]
-    chosen = max(meeting, key=lambda trial: trial.throughput, default=None)
-    if chosen is None or chosen.best is None:
-        return None
-    return Choice(
-        values=chosen.values,
-        load=chosen.best.load,
-        throughput=chosen.throughput,
-        is_current=chosen.values == current.values,
-        before=current.throughput or None,
-        cautions=tuple(_cautions(chosen, current, trials)),
-    )
+    return max(meeting, key=lambda trial: trial.throughput, default=None)
 
 
 def _cautions(chosen: Trial, current: Trial, trials: Sequence[Trial]) -> Iterator[str]:
@@ -106,14 +129,17 @@ def _cautions(chosen: Trial, current: Trial, trials: Sequence[Trial]) -> Iterato
         else:
             were = "was" if len(unrepeated) == 1 else "were"
             yield f"{' and '.join(unrepeated)} {were} not measured again"
-    # If a setting was measured twice, the difference says how much two runs of it may differ.
+
+
+def _noise(leader: Trial, current: Trial, trials: Sequence[Trial]) -> float:
+    """By how much two runs of one setting may differ, as a share. If the leader or the current
+    setting was measured twice, that says how much."""
     noise = _NOISE
-    for counting in (chosen, current):
+    for counting in (leader, current):
         first = next(trial for trial in trials if trial.values == counting.values)
         if first.throughput and counting.throughput:
             noise = max(noise, abs(counting.throughput / first.throughput - 1))
-    if chosen.throughput <= current.throughput * (1 + noise):
-        yield f"the gain is within noise: two runs of one setting may differ by {noise:.0%}"
+    return noise
 
 
 def standing(trials: Sequence[Trial]) -> list[Trial]:

@@ -122,10 +122,10 @@ class Tuner:
 
     def _measure_again(self) -> None:
         """The best and the current setting: the highest of many figures is too high by chance."""
-        choice = choose.choose_setting(self._trials)
-        if choice is None or choice.is_current:
+        leader = choose.find_leader(self._trials)
+        if leader is None or leader.values == self._named(self._current):
             return  # there is nothing to confirm
-        best = tuple(choice.values.values())
+        best = tuple(leader.values.values())
         attempts = [
             _Attempt(best, "final", reserve=1),
             _Attempt(self._current, "final", reserve=0),
@@ -233,8 +233,10 @@ class Tuner:
             named = self._named(attempt.setting)
             first = next(trial for trial in self._trials if trial.values == named)
             return first.best.load if first.best is not None else None
-        choice = choose.choose_setting(self._trials)
-        return choice.load if choice is not None else None
+        leader = choose.find_leader(self._trials)
+        if leader is None or leader.best is None:
+            return None
+        return leader.best.load
 
     def _run(self, target: Target, model: Model, load: Load) -> LoadPoint:
         began = time.monotonic()

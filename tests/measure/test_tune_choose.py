@@ -58,14 +58,42 @@ def test_what_was_measured_again_counts() -> None:
     assert "Nothing better than the current setting" in conclusion(tuning(*first, *again))
     kept = choose.choose_setting((*first, again[0]))
     assert kept is not None
-    assert (kept.values, kept.throughput, kept.before) == (OTHER, 305, 300)
-    assert kept.cautions == (
-        "the current setting was not measured again",
-        "the gain is within noise: two runs of one setting may differ by 8%",
-    )
+    assert (kept.values, kept.throughput, kept.is_current) == (NOW, 300, True)
+    assert kept.cautions == ("batch 8 gave +2%, but two runs of one setting may differ by 8%",)
     low = choose.choose_setting((*first, trial(OTHER, "final", point(4, 290, 0.01))))
     assert low is not None
     assert (low.is_current, low.throughput) == (True, 300)
+
+
+def test_a_gain_below_its_own_noise_is_nothing_better() -> None:
+    """Whatever the current setting was measured as before, and however great the gain looks."""
+    first = (
+        trial(NOW, "current", point(4, 140, 0.01)),
+        trial(OTHER, "search", point(4, 330, 0.01)),
+    )
+    again = (
+        trial(OTHER, "final", point(4, 336, 0.01)),
+        trial(NOW, "final", point(4, 316, 0.01)),
+    )
+    made = tuning(*first, *again)
+    assert made.choice is not None
+    assert (made.choice.values, made.choice.throughput) == (NOW, 316)
+    assert made.choice.cautions == (
+        "batch 8 gave +6%, but two runs of one setting may differ by 126%",
+    )
+    assert "Nothing better than the current setting" in conclusion(made)
+    leader = choose.find_leader(first + again)
+    assert leader is not None
+    assert leader.values == OTHER
+    # Without noise of its own: 5 %.
+    for throughput, values in ((314, NOW), (317, OTHER)):
+        close = (
+            trial(NOW, "current", point(4, 300, 0.01)),
+            trial(OTHER, "search", point(4, throughput, 0.01)),
+        )
+        choice = choose.choose_setting(close)
+        assert choice is not None
+        assert choice.values == values
 
 
 def test_a_best_setting_alone_that_was_not_measured_again_is_named() -> None:
