@@ -129,6 +129,8 @@ class GatewayProcess:
         """Whether the process has said so."""
         self._has_listened = False
         """Whether any of its processes has."""
+        self._is_given_up = False
+        """The process was killed, because it did not listen in time."""
         self._pause_s = 0.0
         """Seconds to wait, when the process ends the next time, before it is started again."""
         self._start_at: float | None = 0.0
@@ -192,6 +194,7 @@ class GatewayProcess:
         self._started_at = now
         self._start_at = None
         self._listens = False
+        self._is_given_up = False
         try:
             # Its port stays the same from the first start on.
             (self._port,) = choose_ports(self._server.host, {"gateway": self._port})
@@ -204,7 +207,7 @@ class GatewayProcess:
             self._wait_before_start(f"the gateway could not be started: {error}", now)
 
     def _look_whether_it_listens(self, process: "subprocess.Popen[bytes]") -> None:
-        if self._listens:
+        if self._listens or self._is_given_up:
             return
         # The gateway prints one line, its address, when it listens (`run_gateway`).
         assert process.stdout is not None
@@ -216,6 +219,7 @@ class GatewayProcess:
                 _OUT.print(address)
         elif time.monotonic() - self._started_at > _GATEWAY_START_S:
             _say(f"the gateway does not listen after {_GATEWAY_START_S:.0f} s")
+            self._is_given_up = True
             process.kill()
 
     def _wait_before_start(self, why: str, now: float) -> None:

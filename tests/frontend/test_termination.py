@@ -38,7 +38,7 @@ def test_without_a_launcher_running_requests_have_drain_s() -> None:
     assert times_after(STOPS, STOPS) == [5.0], "another signal does not give more time"
 
 
-@pytest.mark.parametrize("signals", itertools.permutations([STOPS, TIME_IS_KEPT, STOPS]))
+@pytest.mark.parametrize("signals", [*itertools.permutations([STOPS, TIME_IS_KEPT, STOPS])])
 def test_drain_s_cuts_nothing_while_a_launcher_keeps_the_time(
     signals: tuple[signal.Signals, ...],
 ) -> None:

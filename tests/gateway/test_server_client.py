@@ -351,7 +351,8 @@ def model_server(monkeypatch: pytest.MonkeyPatch, backend: ServerClient) -> set[
     async def config(name: str, **options: Any) -> Any:
         check(name)
         endpoint = {"openai_endpoint": {"string_value": "embeddings"}}
-        return {"config": {"backend": "onnxruntime", "parameters": endpoint}}
+        tensors = {"input": [{"name": "text"}], "output": [{"name": "vector"}]}
+        return {"config": {"backend": "onnxruntime", "parameters": endpoint, **tensors}}
 
     async def infer(name: str, inputs: Any) -> Any:
         check(name)
