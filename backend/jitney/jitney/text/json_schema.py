@@ -172,7 +172,8 @@ class _Checker:
             shown = repr(reference[:64])
             raise self._refusal(at, f"is {shown}, but must point into the schema: #/…")
         self._targets.append((reference, target))
-        schema["$ref"] = quote(reference, safe=_IN_URI)  # llguidance takes no letters but ASCII
+        absolute = self._references.absolute(schema, reference)
+        schema["$ref"] = quote(absolute, safe=_IN_URI)  # llguidance takes no letters but ASCII
 
     def _check_format(self, schema: dict[str, Any], value: Any, at: str) -> None:
         """Formats of numbers, such as ``int64``, say nothing about what JSON is."""

@@ -74,12 +74,7 @@ class References:
 
     def find(self, schema: dict[str, Any], reference: str) -> Any:
         """What a reference in ``schema`` points to; None if that is nothing in the root."""
-        base = self._places[id(schema)].base
-        uri, _, fragment = reference.partition("#")
-        try:
-            uri = urljoin(base, uri) if uri else base
-        except ValueError:  # no URI, such as "http://["
-            return None
+        uri, fragment = self._divided(schema, reference)
         fragment = unquote(fragment)
         if fragment and not fragment.startswith("/"):
             return self._anchors.get((uri, fragment))
@@ -90,6 +85,18 @@ class References:
             # It stands in the value of a keyword that holds no schemas.
             self._note(found, _Place(uri, self._places[id(schema)].draft))
         return found
+
+    def absolute(self, schema: dict[str, Any], reference: str) -> str:
+        """The same reference for any other place. llguidance takes a reference in what it has
+        found by a reference as relative to where it came from."""
+        uri, fragment = self._divided(schema, reference)
+        return f"{uri}#{fragment}"
+
+    def _divided(self, schema: dict[str, Any], reference: str) -> tuple[str, str]:
+        """The absolute URI and the fragment of a reference in ``schema``."""
+        base = self._places[id(schema)].base
+        uri, _, fragment = reference.partition("#")
+        return (_joined(base, uri) if uri else base), fragment
 
     def _note(self, schema: Any, outer: _Place) -> None:
         """Note where a schema and all below it stand, and by which names they can be found."""
@@ -156,7 +163,7 @@ def _joined(base: str, uri: str) -> str:
     try:
         return urljoin(base, uri)
     except ValueError:
-        return uri  # llguidance refuses it
+        return uri  # no URI, such as "http://[", which llguidance refuses
 
 
 def _value_at(value: Any, name: str) -> Any:
