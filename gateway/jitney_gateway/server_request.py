@@ -142,7 +142,12 @@ def _constraint_of_chat(
         constraint = forced_call
     if constraint is None:
         return None
-    parameter = after_reasoning(constraint.structured_outputs, formats.reasoning, token_ids)
+    parameter = after_reasoning(
+        constraint.structured_outputs,
+        formats.reasoning,
+        token_ids,
+        is_call=forced_call is not None,
+    )
     return OutputConstraint(constraint.field, parameter)
 
 
