@@ -65,8 +65,13 @@ def lark_of_string(alternative: Alternative, forbidden: str) -> str | None:
         choices = [json.dumps(each, ensure_ascii=False) for each in listed if isinstance(each, str)]
         parts.append(f"({' | '.join(choices)})")
     elif parts:
-        parts.append(f"~/{_ANY}{_in_lark(re.escape(forbidden))}{_ANY}/")
+        parts.append(lark_without(forbidden))
     return f"({' & '.join(parts)})" if parts else None
+
+
+def lark_without(forbidden: str) -> str:
+    """The texts in which ``forbidden`` does not stand, in a terminal of Lark."""
+    return f"~/{_ANY}{_in_lark(re.escape(forbidden))}{_ANY}/"
 
 
 def _parts_of_rule(rule: Mapping[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 from jitney.errors import InvalidArgumentError
 
 from jitney_gateway.schema_alternatives import Alternative, alternatives_of
-from jitney_gateway.string_rules import lark_of_string
+from jitney_gateway.string_rules import lark_of_string, lark_without
 
 _NOT_KEPT = (
     "not", "if", "contains", "uniqueItems", "prefixItems", "additionalItems", "patternProperties",
@@ -113,8 +113,9 @@ class ValueRules:
         text = lark_of_string(alternative, self._quote)
         mark = self._spelt(self._quote)
         terminal = name.upper()
-        if self._quote_is_token:  # no text can spell it
-            self.rules.append(f"{terminal}: {text or '/(?s:.*)/'}")
+        if self._quote_is_token:
+            # A token that is not special could be read as text, too.
+            self.rules.append(f"{terminal}: {text or lark_without(self._quote)}")
             return f"{mark} {terminal} {mark}"
         if text is None:
             self.rules.append(f"{name}_text[suffix={mark}]: /(?s:.*)/")
