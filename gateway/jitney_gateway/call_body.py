@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import msgspec
 import regex
 
+from jitney_gateway.schema_alternatives import alternatives_of
+
 PARSE_ERRORS = (
     ValueError,  # msgspec.DecodeError is one
     TypeError,
@@ -35,6 +37,16 @@ _PARAMETER = regex.compile(
 )
 """A parameter between its tags. The ends of lines around the value are not part of it. A value may
 hold ``</parameter>``: the tag that ends it is followed by another parameter or the last tag."""
+_GEMMA_QUOTES = ("<escape>", '<|"|>')
+_GEMMA_MARK = regex.compile(r'<escape>|<\|"\|>|[\[\]{}]')
+"""What opens a string or changes the depth, in Gemma's notation."""
+_GEMMA_PART = regex.compile(
+    r"""(?sx)
+    (?P<quote> <escape> | <\|"\|> ) (?P<string> .*? ) (?P=quote)
+    | (?P<name> [\w.$-]+ ) \s* (?= : )
+    | .
+    """
+)
 _QUOTES = {"json": '"', "python": "\"'"}
 """Kind of a body -> the characters that can begin a string in it."""
 _JSON_OUTSIDE_STRINGS = frozenset(":,.+-eEtrufalsn0123456789 \t\r\n")
@@ -107,6 +119,8 @@ class CallBody:
     def find_certain_call(self, text: str, names: Container[str]) -> CertainCall | None:
         """The call of one of the functions ``names`` that the body certainly is; None if it is not
         certain, or not yet. Each ``text`` must begin with the one before."""
+        if self._kind == "gemma":
+            return None  # its notation becomes JSON as a whole
         match = self._match_beginning(text)
         if match is None or match.partial:
             return None
@@ -144,6 +158,8 @@ class CallBody:
         """
         if self._kind == "xml":
             return self._find_end_of_tags(text)
+        if self._kind == "gemma":
+            return self._find_end_of_gemma(text)
         for character in text[self._scanned :]:
             self._scanned += 1
             if self._open_quote:
@@ -183,6 +199,33 @@ class CallBody:
         self._scanned = max(self._scanned, len(text) - len(_LAST_TAG) + 1)
         return None
 
+    def _find_end_of_gemma(self, text: str) -> int | None:
+        """The index behind the last bracket. Strings have no escapes: a marker ends them."""
+        while True:
+            if self._open_quote:
+                end = text.find(self._open_quote, self._scanned)
+                if end < 0:
+                    # A part of the marker may stand at the end of the text.
+                    rest = len(text) - len(self._open_quote) + 1
+                    self._scanned = max(self._scanned, rest)
+                    return None
+                self._scanned = end + len(self._open_quote)
+                self._open_quote = ""
+            mark = _GEMMA_MARK.search(text, self._scanned, partial=True)
+            if mark is None:
+                self._scanned = len(text)
+                return None
+            if mark.partial:
+                self._scanned = mark.start()
+                return None
+            self._scanned = mark.end()
+            if mark[0] in _GEMMA_QUOTES:
+                self._open_quote = mark[0]
+                continue
+            self._depth += 1 if mark[0] in "[{" else -1
+            if self._depth == 0:
+                return self._scanned
+
     def parse(self, text: str, schemas: Mapping[str, Any]) -> list[ParsedCall]:
         """The calls in ``text``, which is the body alone.
 
@@ -202,6 +245,10 @@ class CallBody:
         if self._kind == "python":
             # [find(n=1), find(n=2)]
             return _parse_python(text)
+        if self._kind == "gemma":
+            # {n:1,where:<escape>x<escape>}
+            assert self._name
+            return [ParsedCall(self._name, _GEMMA_PART.sub(_json_of_gemma, text))]
         if self._kind == "xml":
             # <parameter=n>1</parameter></function>
             assert self._name
@@ -281,6 +328,15 @@ def python_values(text: str) -> dict[str, Any]:
     return _values_of_keywords(call)
 
 
+def _json_of_gemma(part: regex.Match[str]) -> str:
+    """A part of a text in Gemma's notation, as JSON has it."""
+    if part["quote"]:
+        return json.dumps(part["string"], ensure_ascii=False)
+    if part["name"]:
+        return json.dumps(part["name"], ensure_ascii=False)
+    return part[0]
+
+
 def _parse_tags(text: str, schema: Mapping[str, Any]) -> str:
     """JSON of the parameters between tags, each read as its schema says."""
     properties = schema.get("properties", {})
@@ -299,7 +355,7 @@ def typed_value(text: str, schema: Any, whole: Mapping[str, Any]) -> str | msgsp
     """The value of a parameter: JSON if its schema allows no string, and text if it allows one or
     if the text is no JSON. ``whole``: see :func:`may_be_string`."""
     if _allows_text(text, schema, whole):
-        if text == "null" and "null" in _types_of(schema):
+        if text == "null" and _may_be_null(schema, whole):
             return msgspec.Raw(b"null")
         return text
     text = _JSON_OF_PYTHON_NAMES.get(text, text)
@@ -316,7 +372,7 @@ def is_surely_text(beginning: str, schema: Any, whole: Mapping[str, Any]) -> boo
         return False
     if not may_be_string(schema, whole):
         return False
-    may_be_null = "null".startswith(beginning) and "null" in _types_of(schema)
+    may_be_null = "null".startswith(beginning) and _may_be_null(schema, whole)
     return not may_be_null
 
 
@@ -327,51 +383,14 @@ def _allows_text(text: str, schema: Any, whole: Mapping[str, Any]) -> bool:
     return may_be_string(schema, whole)
 
 
-def may_be_string(
-    schema: Any, whole: Mapping[str, Any], passed: frozenset[str] = frozenset()
-) -> bool:
+def may_be_string(schema: Any, whole: Mapping[str, Any]) -> bool:
     """Whether a value of ``schema`` may be a string. It may, if the schema does not say what it is.
 
-    ``schema`` is a part of ``whole``, whose definitions it may refer to. ``passed``: the references
-    that led to it; one that leads back to itself allows any value.
+    ``schema`` is a part of ``whole``, whose definitions it may refer to.
     """
-    if not isinstance(schema, Mapping):
-        return True  # ``true``: any value
-    if "type" in schema:
-        named = schema["type"]
-        return named == "string" or (not isinstance(named, str) and "string" in named)
-    if "enum" in schema:
-        return any(isinstance(value, str) for value in schema["enum"])
-    if "const" in schema:
-        return isinstance(schema["const"], str)
-    for key in ("anyOf", "oneOf"):
-        if key in schema:
-            return any(may_be_string(part, whole, passed) for part in schema[key])
-    if "allOf" in schema:
-        return all(may_be_string(part, whole, passed) for part in schema["allOf"])
-    if "$ref" in schema:
-        reference = schema["$ref"]
-        if reference in passed:
-            return True
-        return may_be_string(_definition(reference, whole), whole, passed | {reference})
-    return True
+    return any(each.allows_string() for each in alternatives_of(schema, whole))
 
 
-def _definition(reference: str, whole: Mapping[str, Any]) -> Any:
-    """What a reference such as ``#/$defs/Color`` leads to; ``True``, any value, if to nothing."""
-    found: Any = whole
-    for name in reference.removeprefix("#/").split("/"):
-        if not isinstance(found, Mapping) or name not in found:
-            return True
-        found = found[name]
-    return found
-
-
-def _types_of(schema: Any) -> set[str]:
-    """The types that a JSON schema and its alternatives name; empty if they name none."""
-    if not isinstance(schema, Mapping):
-        return set()
-    named = schema.get("type", [])
-    types = {named} if isinstance(named, str) else set(named)
-    alternatives = [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
-    return types.union(*map(_types_of, alternatives))
+def _may_be_null(schema: Any, whole: Mapping[str, Any]) -> bool:
+    """Whether ``schema``, a part of ``whole``, names ``null``."""
+    return any(each.names_null() for each in alternatives_of(schema, whole))

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from jitney_gateway.parsers import Parser, Piece, PieceKind
+from jitney_gateway.parsers import AnswerParser, Piece, PieceKind
 from jitney_gateway.wire import Call, Message
 
 
@@ -47,7 +47,7 @@ class BlockEvent(NamedTuple):
 class SequenceContent:
     """The blocks of one sequence, which grow with its text."""
 
-    def __init__(self, parser: Parser, most_calls: int | None = None, echo: str = "") -> None:
+    def __init__(self, parser: AnswerParser, most_calls: int | None = None, echo: str = "") -> None:
         """Calls beyond ``most_calls`` are left out. ``echo`` goes before the text."""
         self._parser = parser
         self._most_calls = most_calls

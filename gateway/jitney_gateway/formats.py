@@ -20,7 +20,8 @@ class CallSyntax(NamedTuple):
     """Up to the call's arguments."""
     after_call: str
     """From the end of the call's arguments."""
-    between_calls: str
+    between_calls: str | None
+    """None: a call ends the answer."""
     after_all: str
 
 
@@ -33,7 +34,8 @@ class ToolFormat(NamedTuple):
     """
 
     body: str
-    """``json`` (an object, or a list of them), ``python`` (a list of calls) or ``xml`` (tags)."""
+    """``json`` (an object, or a list of them), ``python`` (a list of calls), ``xml`` (tags) or
+    ``gemma`` (an object with bare names)."""
     head: str
     """Its group ``name`` is the function's name, in a format whose body does not have it."""
     bare_head: str | None
@@ -46,6 +48,8 @@ class ToolFormat(NamedTuple):
     """Markers in ``syntax`` that are single tokens in many tokenizers."""
     hints: tuple[str, ...]
     """A model has this format if all of them stand in its chat template."""
+    quote: str = '"'
+    """What stands before and after a string, in a ``gemma`` body."""
 
 
 class Reasoning(NamedTuple):
@@ -55,6 +59,10 @@ class Reasoning(NamedTuple):
     end: str
     is_open: bool = False
     """Whether the prompt ends with the begin marker: then the answer begins with reasoning."""
+    before_answer: str = ""
+    """What stands before the answer's content, with or without reasoning."""
+    markers: tuple[str, ...] = ()
+    """Single tokens in many tokenizers. Empty: the two markers."""
 
 
 class AnswerFormats(NamedTuple):
@@ -207,7 +215,86 @@ _LLAMA3_JSON = ToolFormat(
     markers=(),
     hints=('{"name": function name, "parameters":',),
 )
+_PHI4_MINI = ToolFormat(
+    body="json",
+    head=r"(?:functools|<\|tool_call\|>)\s*(?=\[\s*\{)",
+    bare_head=None,
+    closing=("<|/tool_call|>",),
+    syntax=CallSyntax(
+        before_all="<|tool_call|>[",
+        before_call=_JSON_CALL,
+        after_call="}",
+        between_calls=", ",
+        after_all="]<|/tool_call|>",
+    ),
+    markers=("<|tool_call|>", "<|/tool_call|>"),
+    hints=("<|tool|>", "<|/tool|>"),
+)
+# The templates of other servers ask the same model for another marker, which is text.
+_PHI4_FUNCTOOLS = _PHI4_MINI._replace(
+    syntax=CallSyntax(
+        before_all="functools[",
+        before_call=_JSON_CALL,
+        after_call="}",
+        between_calls=", ",
+        after_all="]",
+    ),
+    markers=(),
+    hints=("functools[",),
+)
+_GEMMA = ToolFormat(
+    body="gemma",
+    head=rf"<\|tool_call>\s*call:{_NAME}\s*(?=\{{)",
+    bare_head=None,
+    closing=("<tool_call|>", "<|tool_response>"),
+    syntax=CallSyntax(
+        before_all="",
+        before_call="<|tool_call>call:NAME",
+        after_call="<tool_call|>",
+        between_calls="",
+        after_all="",
+    ),
+    markers=("<|tool_call>", "<tool_call|>", '<|"|>'),
+    hints=("<|tool_call>", "call:"),
+    quote='<|"|>',
+)
+_FUNCTION_GEMMA = ToolFormat(
+    body="gemma",
+    head=rf"<start_function_call>\s*call:{_NAME}\s*(?=\{{)",
+    bare_head=None,
+    closing=("<end_function_call>", "<start_function_response>"),
+    syntax=CallSyntax(
+        before_all="",
+        before_call="<start_function_call>call:NAME",
+        after_call="<end_function_call>",
+        between_calls="",
+        after_all="",
+    ),
+    markers=("<start_function_call>", "<end_function_call>", "<escape>"),
+    hints=("<start_function_call>",),
+    quote="<escape>",
+)
+# gpt-oss: an answer is a row of messages, which ``harmony.py`` parses.
+_HARMONY_MARKERS = (
+    "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>",
+)  # fmt: skip
+_HARMONY = ToolFormat(
+    body="json",
+    head=r"(?!)",
+    bare_head=None,
+    closing=(),
+    syntax=CallSyntax(
+        before_all="",
+        before_call="<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
+        after_call="",
+        between_calls=None,
+        after_all="",
+    ),
+    markers=_HARMONY_MARKERS,
+    hints=("<|channel|>", "<|message|>", "functions."),
+)
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
+    "harmony": _HARMONY,
     "qwen_xml": _QWEN_XML,
     "hermes": _HERMES,
     "deepseek": _DEEPSEEK,
@@ -216,6 +303,10 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "mistral": _MISTRAL,
     "pythonic": _PYTHONIC,
     "llama3_json": _LLAMA3_JSON,
+    "phi4_functools": _PHI4_FUNCTOOLS,
+    "phi4_mini": _PHI4_MINI,
+    "gemma": _GEMMA,
+    "function_gemma": _FUNCTION_GEMMA,
 }
 """In the order in which their hints are looked for: a format with more hints comes before one
 that has only some of them."""
@@ -225,7 +316,14 @@ _REASONING = {
     "mistral": Reasoning("[THINK]", "[/THINK]"),
     "seed_oss": Reasoning("<seed:think>", "</seed:think>"),
     "cohere": Reasoning("<|START_THINKING|>", "<|END_THINKING|>"),
+    "gemma": Reasoning("<|channel>thought\n", "<channel|>", markers=("<|channel>", "<channel|>")),
 }
+_HARMONY_REASONING = Reasoning(
+    begin="<|channel|>analysis<|message|>",
+    end="<|end|><|start|>assistant",
+    before_answer="<|channel|>final<|message|>",
+    markers=_HARMONY_MARKERS,
+)
 
 
 def _name_if_open(reasoning_format: str) -> str:
@@ -235,6 +333,7 @@ def _name_if_open(reasoning_format: str) -> str:
 
 def _reasoning_formats() -> dict[str, Reasoning | None]:
     formats: dict[str, Reasoning | None] = {"none": None, **_REASONING}
+    formats["harmony"] = _HARMONY_REASONING
     for name, reasoning in _REASONING.items():
         formats[_name_if_open(name)] = reasoning._replace(is_open=True)
     return formats
@@ -254,10 +353,10 @@ def special_markers(formats: AnswerFormats) -> list[str]:
     markers: list[str] = []
     reasoning = find_reasoning(formats.reasoning)
     if reasoning is not None:
-        markers += [reasoning.begin, reasoning.end]
+        markers += reasoning.markers or (reasoning.begin, reasoning.end)
     if formats.tool is not None:
         markers += TOOL_FORMATS[formats.tool].markers
-    return sorted(markers)
+    return sorted(set(markers))
 
 
 def detect(
@@ -271,7 +370,7 @@ def detect(
     # Templates write the same hint with either quotes, and with escapes.
     plain = chat_template.replace("\\", "").replace("'", '"')
     reasoning = _detect_reasoning(plain)
-    if reasoning is not None:
+    if reasoning in _REASONING:
         prompt = _render_prompt(chat_template, template_parameters or {})
         begin = prompt.rfind(_REASONING[reasoning].begin)
         end = prompt.rfind(_REASONING[reasoning].end)
@@ -288,6 +387,8 @@ def _detect_tool(template: str) -> str | None:
 
 
 def _detect_reasoning(template: str) -> str | None:
+    if _HARMONY_REASONING.begin in template:
+        return "harmony"
     for name, reasoning in _REASONING.items():
         if reasoning.end in template:
             return name

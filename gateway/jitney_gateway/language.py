@@ -23,6 +23,7 @@ from jitney_gateway.content_blocks import SequenceContent
 from jitney_gateway.document import Endpoint, Handler
 from jitney_gateway.field_rules import IgnoredFields
 from jitney_gateway.gateway_metrics import AnswerTimer, GatewayMetrics
+from jitney_gateway.harmony import make_parser
 from jitney_gateway.messages_answer import MessageAnswer
 from jitney_gateway.messages_request import (
     NAMES_OF_MESSAGE,
@@ -172,7 +173,7 @@ class LanguageEndpoints:
         most_calls = 1 if chat.parallel_tool_calls is False else None
         sequences = []
         for _ in range(chat.n or 1):
-            parser = Parser(formats.tool, formats.reasoning, tools)
+            parser = make_parser(formats, tools)
             sequences.append(SequenceContent(parser, most_calls))
         answer = api.answer(body, request_id, sequences)
         if len(sequences) == 1:

@@ -19,7 +19,7 @@ with a marker, with two exceptions:
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 # Unlike `re`, it finds a match of which the text has only the beginning, and it allows a pattern to
 # have several groups with one name.
@@ -54,6 +54,16 @@ class Piece(NamedTuple):
     """Of the first piece of a call: its function."""
     completes_call: bool = False
     """The arguments are complete. A call that never gets there was cut."""
+
+
+class AnswerParser(Protocol):
+    """What an answer asks of the parser of a sequence."""
+
+    def push(self, text: str) -> list[Piece]:
+        """Take the next text of the sequence. Returns what it adds, in order."""
+
+    def finish(self) -> list[Piece]:
+        """The sequence has ended. Returns what was held back."""
 
 
 class _InContent(NamedTuple):

@@ -151,7 +151,7 @@ def _constraint_of_chat(
             token_ids[marker] = model.added_tokens[marker]
     constraint = constraint_of_body(body)
     if formats.tool is not None:
-        constraint = _with_calls(constraint, body, formats.tool, token_ids)
+        constraint = _with_calls(constraint, body, formats, token_ids)
     budget = body.thinking_token_budget
     reasoning = find_reasoning(formats.reasoning)
     if reasoning is None:
@@ -164,14 +164,20 @@ def _constraint_of_chat(
             constraint = OutputConstraint(BUDGET, ANY_TEXT)
     if constraint is None:
         return None
-    parameter = after_reasoning(constraint.structured_outputs, formats.reasoning, token_ids, budget)
+    parameter = after_reasoning(
+        constraint.structured_outputs,
+        formats.reasoning,
+        token_ids,
+        budget,
+        has_header=formats.tool is not None,
+    )
     return OutputConstraint(constraint.field, parameter)
 
 
 def _with_calls(
     constraint: OutputConstraint | None,
     body: ChatRequest,
-    tool_format: str,
+    formats: AnswerFormats,
     token_ids: dict[str, int],
 ) -> OutputConstraint | None:
     """What the answer must be, for a body with tools:
@@ -186,10 +192,13 @@ def _with_calls(
     ``auto``              none                        anything
     ====================  ==========================  =====================
     """
+    assert formats.tool is not None
+    reasoning = find_reasoning(formats.reasoning)
+    before_text = "" if reasoning is None else reasoning.before_answer
     tools = msgspec.to_builtins(body.tools)
     parallel = body.parallel_tool_calls is not False
     choice = msgspec.to_builtins(body.tool_choice)
-    forced = grammar_of_calls(tools, choice, parallel, tool_format, token_ids)
+    forced = grammar_of_calls(tools, choice, parallel, formats.tool, token_ids)
     if forced is not None:
         if constraint is not None and constraint.field != "response_format":
             reason = f"tool_choice and {constraint.field} exclude one another"
@@ -197,9 +206,9 @@ def _with_calls(
         return OutputConstraint("tool_choice", forced)
     if constraint is not None:
         parameter = constraint.structured_outputs
-        either = calls_or(parameter, tools, parallel, tool_format, token_ids)
+        either = calls_or(parameter, tools, parallel, formats.tool, token_ids, before_text)
         return OutputConstraint(constraint.field, either)
-    strict = grammar_of_strict_tools(tools, parallel, tool_format, token_ids)
+    strict = grammar_of_strict_tools(tools, parallel, formats.tool, token_ids, before_text)
     return None if strict is None else OutputConstraint("tools", strict)
 
 

@@ -16,17 +16,26 @@ import keyword
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from jitney.errors import InvalidArgumentError
+from jitney.text.schema_references import DEFINITIONS
 
-from jitney_gateway.call_body import may_be_string
 from jitney_gateway.formats import TOOL_FORMATS, ToolFormat, find_reasoning
+from jitney_gateway.schema_alternatives import alternatives_of
+from jitney_gateway.string_rules import lark_of_string
+from jitney_gateway.value_grammar import ValueRules, argument_list
 
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Space only where chat templates write it: small models lose themselves in free space."""
 ANY_TEXT: Mapping[str, str] = {"regex": "(?s:.*)"}
 """The constraint that allows any answer."""
+_IDENTIFIER = "urn:jitney:parameters"
+"""Of a schema that has no ``$id``."""
+_REFERENCE = re.compile(r'"\$ref": "([^"]*)"')
+_END_OF_PARAMETER = "</parameter>"
+_END_OF_VALUE = f"\n{_END_OF_PARAMETER}"
 _COMMA_IN_LARK = json.dumps(", ")
 Spell = Callable[[str], str]
 """Writes a fixed text in Lark."""
@@ -74,7 +83,9 @@ def _calls_of_functions(
 ) -> str:
     """The grammar of an answer that calls one of the functions; or several, if ``parallel``."""
     syntax = row.syntax
-    more_calls = f"({spell(syntax.between_calls)} call)*" if parallel else ""
+    more_calls = ""
+    if parallel and syntax.between_calls is not None:
+        more_calls = f"({spell(syntax.between_calls)} call)*"
     rules = [
         f"start: {spell(syntax.before_all)} call {more_calls} {spell(syntax.after_all)}",
         *_rules_of_calls("call", functions, row, syntax.before_call, spell),
@@ -94,12 +105,13 @@ def _rules_of_calls(
     names_of_rules = [f"{rule}{index}" for index in range(len(functions))]
     rules = [f"{rule}: {' | '.join(names_of_rules)}"]
     if row.body == "xml":
-        rules.append('text[suffix="</parameter>"]: /(?s:.*)/')
+        rules.append(f"text[suffix={json.dumps(_END_OF_PARAMETER)}]: /(?s:.*)/")
     for name_of_rule, function in zip(names_of_rules, functions, strict=True):
         before = spell(before_call.replace("NAME", function["name"]))
         after = spell(row.syntax.after_call.replace("NAME", function["name"]))
-        arguments = _checked_arguments(function, row.body)
-        rules.append(f"{name_of_rule}: {before} {arguments} {after}")
+        arguments = _checked_arguments(function, row, name_of_rule, spell)
+        rules.append(f"{name_of_rule}: {before} {arguments.lark} {after}")
+        rules += arguments.rules
     return rules
 
 
@@ -112,8 +124,10 @@ def calls_or(
     parallel: bool,
     tool_format: str,
     token_ids: Mapping[str, int] | None = None,
+    before_text: str = "",
 ) -> dict[str, str]:
-    """The grammar of an answer that is either calls of the tools, or what ``constraint`` says."""
+    """The grammar of an answer that is either calls of the tools, or what ``constraint`` says.
+    ``before_text``: what stands before the latter in the model's format."""
     ((kind, value),) = constraint.items()  # it has one key
     row = TOOL_FORMATS[tool_format]
     spell: Spell = partial(_spelt, token_ids=token_ids or {})
@@ -127,7 +141,7 @@ def calls_or(
     rules = [
         "start: calls | answer",
         f"calls: {_inside_another(calls)}",
-        f"answer: {_constrained_answer(kind, value)}",
+        f"answer: {spell(before_text)} {_constrained_answer(kind, value)}",
     ]
     return {"grammar": "\n".join(rules)}
 
@@ -137,11 +151,13 @@ def grammar_of_strict_tools(
     parallel: bool,
     tool_format: str,
     token_ids: Mapping[str, int] | None = None,
+    before_text: str = "",
 ) -> dict[str, str] | None:
     """The grammar of an answer that may call, if one of the tools is ``strict``; else None.
 
     Any text is allowed up to what begins a call. From there on it must be a call of one of the
-    tools, and the arguments of a strict one follow its schema. Raises InvalidArgumentError.
+    tools, and the arguments of a strict one follow its schema. ``before_text``: see
+    :func:`calls_or`. Raises InvalidArgumentError.
     """
     functions = [tool["function"] for tool in tools]
     if not any(function.get("strict") for function in functions):
@@ -149,8 +165,12 @@ def grammar_of_strict_tools(
     row = TOOL_FORMATS[tool_format]
     syntax = row.syntax
     ids = token_ids or {}
-    if row.body == "json":
+    if row.body in ("json", "gemma"):
         functions = [_loosened(function) for function in functions]
+    if syntax.between_calls is None:
+        # Text and call are two kinds of messages, and either is the last one.
+        loosened = [{"function": function} for function in functions]
+        return calls_or(ANY_TEXT, loosened, parallel, tool_format, ids, before_text)
     begin = syntax.before_all or syntax.before_call
     trigger = next((marker for marker in row.markers if begin.startswith(marker)), None)
     spell: Spell = partial(_spelt, token_ids=ids)
@@ -219,77 +239,91 @@ def _freely_spaced(text: str) -> str:
 # ------------------------------------------------------------------------------- arguments
 
 
-def _checked_arguments(function: Mapping[str, Any], body: str) -> str:
-    """The arguments of a function in Lark. Raises InvalidArgumentError."""
+class _Arguments(NamedTuple):
+    """A function's arguments in Lark, and the rules that they use."""
+
+    lark: str
+    rules: list[str]
+
+
+def _checked_arguments(
+    function: Mapping[str, Any], row: ToolFormat, prefix: str, spell: Spell
+) -> _Arguments:
+    """The names of its rules begin with ``prefix``. Raises InvalidArgumentError."""
     try:
-        return _arguments(function, body)
+        return _arguments(function, row, prefix, spell)
+    except InvalidArgumentError as error:
+        reason = f"tools: function {function['name']!r}: {error}"
+        raise InvalidArgumentError(reason) from None
     except _WRONG_SCHEMA:
         reason = f"tools: the parameters of {function['name']!r} are no JSON schema"
         raise InvalidArgumentError(reason) from None
 
 
-def _arguments(function: Mapping[str, Any], body: str) -> str:
+def _arguments(
+    function: Mapping[str, Any], row: ToolFormat, prefix: str, spell: Spell
+) -> _Arguments:
     schema = {"type": "object", **(function.get("parameters") or {})}
-    if body == "json":
-        return _json_value(schema, schema)
+    if row.body == "json":
+        return _Arguments(_json_value(schema), [])
+    if row.body == "gemma":
+        is_token = spell(row.quote) != json.dumps(row.quote)
+        rules = ValueRules(schema, prefix, row.quote, spell, quote_is_token=is_token)
+        return _Arguments(rules.value(schema), rules.rules)
+    required = schema.get("required", ())
+    properties = schema.get("properties", {})
+    properties = {name: value for name, value in properties.items() if value is not False}
     arguments = {}
-    if body == "python":
+    if row.body == "python":
         _check_python_name(function["name"])
-        for name, value in schema.get("properties", {}).items():
+        for name, value in properties.items():
             _check_python_name(name)
-            arguments[name] = _python_argument(name, value, schema)
-        return _argument_list(arguments, schema, separator=_COMMA_IN_LARK)
-    for name, value in schema.get("properties", {}).items():
-        arguments[name] = _xml_argument(name, value, schema)
-    return _argument_list(arguments, schema, separator="")
-
-
-def _argument_list(
-    arguments: Mapping[str, str], schema: Mapping[str, Any], *, separator: str
-) -> str:
-    """Arguments that are written one by one, in Lark.
-
-    ``arguments`` has the Lark of each argument by its name. ``separator`` is Lark, too. Those that
-    ``schema`` requires come first, then any of the others in their order. With ``,`` as the
-    separator and two arguments ``a`` and ``b`` this gives:
-
-    - both required: ``a , b``
-    - ``a`` required: ``a (, b)?``
-    - none required: ``(a (, b)? | b)?``, because the first one has no separator before it
-    """
-    required = [name for name in dict.fromkeys(schema.get("required", ())) if name in arguments]
-    optional = [name for name in arguments if name not in required]
-    more = [f"({separator} {arguments[name]})?" for name in optional]
-    if required:
-        begin = f" {separator} ".join(arguments[name] for name in required)
-        return " ".join([begin, *more])
-    lists = []
-    for index, name in enumerate(optional):
-        lists.append(" ".join([arguments[name], *more[index + 1 :]]))
-    return f"({' | '.join(lists)})?" if lists else ""
+            arguments[name] = f"{json.dumps(f'{name}=')} {_json_property(name, value, schema)}"
+        return _Arguments(argument_list(arguments, required, separator=_COMMA_IN_LARK), [])
+    terminals = []
+    for index, (name, value) in enumerate(properties.items()):
+        written = _xml_value(name, value, schema)
+        terminal = f"{prefix}_{index}".upper()
+        if written.terminal is not None:
+            terminals.append(f"{terminal}: {written.terminal}")
+        lark = written.lark or terminal
+        arguments[name] = f'{json.dumps(f"<parameter={name}>")} "\\n" {lark} "\\n"'
+    return _Arguments(argument_list(arguments, required, separator=""), terminals)
 
 
 def _check_python_name(name: str) -> None:
     if not name.isidentifier() or keyword.iskeyword(name):
-        raise InvalidArgumentError(f"tools: {name!r} is no name that Python allows")
+        raise InvalidArgumentError(f"{name!r} is no name that Python allows")
 
 
-def _python_argument(name: str, schema: Any, whole: Mapping[str, Any]) -> str:
-    return f"{json.dumps(f'{name}=')} {_json_value(schema, whole)}"
+class _Value(NamedTuple):
+    """The value of a parameter up to the tag that ends it. One of the two is set."""
+
+    lark: str | None = None
+    terminal: str | None = None
+    """The right side of a terminal."""
 
 
-def _xml_argument(name: str, schema: Any, whole: Mapping[str, Any]) -> str:
-    """A parameter between its tags. A value that may be a string is any text up to the first
-    ``</parameter>``."""
-    choices = schema.get("enum", ()) if isinstance(schema, Mapping) else ()
-    if choices and all(isinstance(choice, str) for choice in choices):
-        value = f'({" | ".join(map(json.dumps, choices))}) "\\n</parameter>"'
-    elif not may_be_string(schema, whole):
-        value = f'{_json_value(schema, whole)} "\\n</parameter>"'
-    else:
-        value = "text"  # the rule of that name, which ends with the tag
-    begin = json.dumps(f"<parameter={name}>\n")
-    return f'{begin} {value} "\\n"'
+def _xml_value(name: str, schema: Any, whole: Mapping[str, Any]) -> _Value:
+    """What the parser reads as a string is written as one, without quotes; any other value is
+    JSON."""
+    alternatives = alternatives_of(schema, whole)
+    if not any(each.allows_string() for each in alternatives):
+        return _Value(lark=f"{_json_property(name, schema, whole)} {json.dumps(_END_OF_VALUE)}")
+    texts = []
+    for alternative in alternatives:
+        if alternative.names_null():
+            texts.append('"null"')
+        if not alternative.allows_string():
+            continue
+        try:
+            text = lark_of_string(alternative, forbidden=_END_OF_PARAMETER)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"parameter {name!r}: {error}") from None
+        if text is None:
+            return _Value(lark="text")  # the rule of that name, which ends with the tag
+        texts.append(text)
+    return _Value(terminal=f"({' | '.join(texts)}) {json.dumps(_END_OF_VALUE)}")
 
 
 # ------------------------------------------------------------------------------- after reasoning
@@ -300,19 +334,22 @@ def after_reasoning(
     reasoning_format: str | None,
     token_ids: Mapping[str, int] | None = None,
     budget: int | None = None,
+    *,
+    has_header: bool = False,
 ) -> Mapping[str, Any]:
     """The same constraint for a model that may reason first: what follows its reasoning must keep
     to it.
 
     ``budget``: most tokens of the reasoning, after which its end marker comes. For that the markers
-    must be in ``token_ids``.
+    must be in ``token_ids``. ``has_header``: the constraint has what stands before an answer's
+    content, where the format has such a thing.
     """
     reasoning = find_reasoning(reasoning_format)
     if reasoning is None:
         return constraint
     ids = token_ids or {}
     end = _spelt(reasoning.end, ids)
-    if reasoning.end in ids:
+    if any(reasoning.end.startswith(marker) for marker in ids):
         # No text can spell a special token: any text is reasoning, and the token ends it.
         before_answer = f"thoughts {end} SPACE?"
         limit = "" if budget is None else f"[max_tokens={budget}]"
@@ -326,6 +363,8 @@ def after_reasoning(
         thoughts_rule = f"thoughts[suffix={end}]: /(?s:.*)/"
     if not reasoning.is_open:
         before_answer = f"({_spelt(reasoning.begin, ids)} {before_answer})?"
+    if reasoning.before_answer and not has_header:
+        before_answer = f"{before_answer} {_spelt(reasoning.before_answer, ids)}"
     ((kind, value),) = constraint.items()  # it has one key
     rules = [
         f"start: {before_answer} answer",
@@ -363,14 +402,14 @@ def _inside_another(grammar: str) -> str:
 def _spelt(text: str, token_ids: Mapping[str, int]) -> str:
     """A fixed text in Lark: markers as their tokens, all else as strings."""
     if not token_ids:
-        return json.dumps(text)
+        return json.dumps(text, ensure_ascii=False)
     markers = "|".join(map(re.escape, token_ids))
     parts = []
     for part in re.split(f"({markers})", text):
         if part in token_ids:
             parts.append(f"<[{token_ids[part]}]>")
         else:
-            parts.append(json.dumps(part))
+            parts.append(json.dumps(part, ensure_ascii=False))
     return " ".join(parts)
 
 
@@ -387,11 +426,25 @@ def _json_of_schema(schema: Any) -> str:
     if not isinstance(schema, Mapping):
         bound = "a JSON schema that is an object"
         raise InvalidArgumentError.of("structured_outputs.json", schema, bound)
-    return _json_value(schema, schema)
+    return _json_value(schema)
 
 
-def _json_value(schema: Any, whole: Mapping[str, Any]) -> str:
-    """JSON that follows ``schema``, a part of ``whole``, whose definitions it may refer to."""
-    definitions = {key: whole[key] for key in ("$defs", "definitions") if key in whole}
+def _json_value(schema: Mapping[str, Any]) -> str:
+    """JSON that follows a whole schema."""
+    return "%json " + json.dumps({"x-guidance": _SPACING, **schema})
+
+
+def _json_property(name: str, schema: Any, whole: Mapping[str, Any]) -> str:
+    """JSON that follows ``schema``, which is that of a property in ``whole``."""
     own = schema if isinstance(schema, Mapping) else {}
-    return "%json " + json.dumps({"x-guidance": _SPACING, **definitions, **own})
+    definitions = {key: whole[key] for key in DEFINITIONS if key in whole}
+    references = _REFERENCE.findall(json.dumps([own, definitions]))
+    if not references:
+        return _json_value(own)
+    if all(reference.startswith(("#/$defs/", "#/definitions/")) for reference in references):
+        return _json_value({**definitions, **own})
+    # With an id, the whole schema stays the root of what its references point to.
+    identifier = whole.get("$id", _IDENTIFIER)
+    pointer = quote(name.replace("~", "~0").replace("/", "~1"), safe="~")
+    reference = f"{identifier}#/properties/{pointer}"
+    return _json_value({"$ref": reference, "$defs": {"all": {"$id": identifier, **whole}}})

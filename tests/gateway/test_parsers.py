@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jitney_gateway.formats import REASONING_FORMATS, TOOL_FORMATS, detect
+from jitney_gateway.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormats, detect
+from jitney_gateway.harmony import make_parser
 from jitney_gateway.parsers import Parser, Piece
 
 TOOLS = [
@@ -78,7 +79,7 @@ def test_a_parameter_between_tags_is_text_unless_its_schema_says_otherwise(
 
 
 def read(tool_format: str | None, reasoning_format: str | None, pieces: Iterable[str]) -> Read:
-    parser = Parser(tool_format, reasoning_format, TOOLS)
+    parser = make_parser(AnswerFormats(tool_format, reasoning_format), TOOLS)
     made = [each for piece in pieces for each in parser.push(piece)] + parser.finish()
     calls: list[Piece] = []
     for number, each in enumerate(made):
@@ -211,6 +212,65 @@ READ = {  # tool format, reasoning format, text, what it says
         *("pythonic", None, "So <|python_start|>[a.find(n=-1)]<|python_end|> [find(n=1)]"),
         Read("So", (("a.find", {"n": -1}), (FIND, {"n": 1}))),
     ),
+    "phi": (
+        *("phi4_mini", None),
+        'So <|tool_call|>[{"name": "find", "arguments": {"n": 1}}, '
+        f'{{"name": "g", "arguments": {NESTED_JSON}}}]<|/tool_call|>',
+        Read("So", BOTH),
+    ),
+    "gemma": (
+        *("gemma", "gemma"),
+        "<|channel>thought\nhm<channel|>So <|tool_call>call:find{n:1}<tool_call|><|tool_call>call:g"
+        '{q:<|"|>say "hi" {[(\\ </tool_call> 😀 é<|"|>,'
+        'where:{deep:[{},[1.5,null,true],<|"|>]}<|"|>]}}<tool_call|>',
+        Read("So", BOTH, "hm"),
+    ),
+    "gemma, functions": (
+        *("function_gemma", None),
+        "<start_function_call>call:find{n:1}<end_function_call><start_function_response>",
+        Read("", ONE),
+    ),
+    "phi, as text": (
+        *("phi4_functools", None),
+        'The functools are: functools[{"name": "find", "arguments": {"n": 1}}]',
+        Read("The functools are:", ONE),
+    ),
+    "harmony": (
+        *("harmony", "harmony"),
+        "<|channel|>analysis<|message|>hm <b><|end|><|start|>assistant<|channel|>final<|message|>"
+        "So <|x|> \n<|return|>",
+        Read("So <|x|> \n", (), "hm <b>"),
+    ),
+    "harmony, a call": (
+        *("harmony", "harmony"),
+        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b"
+        "<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+        '<|channel|>commentary to=functions.find <|constrain|>json<|message|>{"n": 1}<|call|>'
+        f"<|start|>assistant to=functions.g<|channel|>commentary json<|message|>{NESTED_JSON}",
+        Read("I look.", BOTH, "a\nb"),
+    ),
+    "harmony, two texts": (
+        *("harmony", None),
+        "<|channel|>commentary<|message|>I look.<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>Done.",
+        Read("I look.\nDone."),
+    ),
+    "harmony, no tools": (
+        *(None, "harmony"),
+        '<|channel|>commentary to=functions.find json<|message|>{"n": 1}<|call|>',
+        Read('{"n": 1}'),
+    ),
+    "harmony, a tool of its own": (
+        *("harmony", "harmony"),
+        "<|channel|>analysis to=python code<|message|>print(1)<|call|>",
+        Read("", (), "print(1)"),
+    ),
+    "harmony, text alone": ("harmony", "harmony", "to be or not", Read("to be or not")),
+    "harmony, a role that it has not": (
+        *("harmony", "harmony"),
+        "<|channel|>final<|message|>a<|end|><|start|>user<|message|>b",
+        Read("a\nuser<|message|>b"),
+    ),
     "think": (
         "hermes",
         "think",
@@ -291,6 +351,14 @@ LOST = [  # what is no call, or none yet
     ("hermes", '<tool_call>{"name": "unknown", "arguments": {"n": 1'),
     ("hermes", f"<tool_call>{{{'[' * 9000}"),
     ("hermes", "a < b <tool_call"),
+    ("harmony", '<|channel|>commentary to=functions.find json<|message|>{"n": 1'),
+    ("harmony", "<|channel|>commentary to=functions.find json<|message|>[1]"),
+    ("harmony", "<|channel|>commentary to=functions.find <|message|>no"),
+    ("harmony", "a < b <|en"),
+    ("gemma", '<|tool_call>call:find{q:<|"|>a}<tool_call|>'),
+    ("gemma", "<|tool_call>call:find{q:Rome}<tool_call|>"),
+    ("function_gemma", "<start_function_call>call:find{n:1"),
+    ("phi4_mini", '<|tool_call|>[{"name": "find", "arguments": {"n": 1}'),
     ("hermes", "Space stays  \n "),
     ("llama3_json", '{"name": "Ann", "age": 3'),
     ("llama3_json", '<|python_tag|>search.call(query="x")'),
@@ -396,6 +464,8 @@ FRAGMENTS = sorted(
         "find[ARGS]",
     }
     | {"[TOOL_CALLS]", "<tool_call>", "</tool_call>", "<|python_tag|>", "<think>", "</think>"}
+    | {"<|tool_call>call:find", "{n:", '<|"|>', "<tool_call|>"}
+    | {"<|start|>", "<|channel|>", "final", "to=functions.find", "<|message|>", "<|end|>"}
     | {
         "<function=find>",
         "</function>",
@@ -471,6 +541,15 @@ TEMPLATES = {  # as checkpoints of these families write it, shortened
         "deepseek_v31",
         "think_opened",
     ),
+    "gpt-oss": (
+        """{{ "<|start|>assistant<|channel|>analysis<|message|>" + m.thinking + "<|end|>" }}"""
+        """{{ "<|start|>assistant to=functions." + n + "<|channel|>commentary json<|message|>" }}"""
+        """{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}""",
+        *("harmony", "harmony"),
+    ),
+    "gemma 4": ("{{ '<|tool_call>call:' + n + '{' }}{{ '<channel|>' }}", "gemma", "gemma"),
+    "function gemma": ("{{ '<start_function_call>call:' + n }}", "function_gemma", None),
+    "phi 4 mini": ("{{ '<|tool|>' + m.tools + '<|/tool|>' + '<|end|>' }}", "phi4_mini", None),
     "wants more": ("{{ raise_exception('no system message') }}</think>", None, "think"),
     "plain": (PROMPT, None, None),
 }
@@ -493,7 +572,8 @@ def test_every_reasoning_format_is_read() -> None:
             assert read(None, name, "ab") == Read("ab")
             continue
         begin = "" if reasoning.is_open else reasoning.begin
-        assert read(None, name, f"{begin}a{reasoning.end}b") == Read("b", (), "a"), name
+        text = f"{begin}a{reasoning.end}{reasoning.before_answer}b"
+        assert read(None, name, text) == Read("b", (), "a"), name
 
 
 def test_the_page_names_every_format() -> None:

@@ -8,7 +8,10 @@ import jsonschema
 import llguidance
 import pytest
 from jitney.errors import InvalidArgumentError
+from jitney.sampling_params import StructuredOutputs
+from jitney.text.grammar import prove_grammar
 from jitney_gateway.formats import TOOL_FORMATS, AnswerFormats, special_markers
+from jitney_gateway.harmony import make_parser
 from jitney_gateway.parsers import Parser
 from jitney_gateway.tool_grammar import (
     ANY_TEXT,
@@ -18,6 +21,8 @@ from jitney_gateway.tool_grammar import (
     grammar_of_strict_tools,
 )
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from benchmarks.json_schema_suite import allows, byte_compiler
 
 FIND = {
     "type": "object",
@@ -61,8 +66,9 @@ def tokenizer(markers: list[str]) -> Tokenizer:
     return made
 
 
-def said(constraint: Any, tokens: Tokenizer, seed: int) -> str:
+def said(constraint: Any, tokens: Tokenizer, seed: int, quote: str = '"') -> str:
     """A random text that the grammar allows; it seeks the end of strings and of itself."""
+    end_of_string = "</parameter>" if quote == '"' else quote
     eos = tokens.token_to_id("<eos>")
     known = llguidance.LLTokenizer(tokens.to_str(), eos_token=eos)
     grammar = llguidance.LLMatcher.grammar_from_lark(constraint["grammar"])
@@ -76,9 +82,12 @@ def said(constraint: Any, tokens: Tokenizer, seed: int) -> str:
         text = tokens.decode(ids, skip_special_tokens=False)
         if matcher.is_accepting() and chance.random() < 0.5:
             break
-        size = next(n for n in range(11, -1, -1) if text.endswith("</parameter>"[:n]))
+        sizes = range(len(end_of_string) - 1, -1, -1)
+        size = next(n for n in sizes if text.endswith(end_of_string[:n]))
         free = text.rpartition("<parameter=")[2].startswith("text>")
-        seeking = "</parameter>"[size] if free else ""
+        if quote != '"':
+            free = text.count(quote) % 2 == 1
+        seeking = end_of_string[size] if free else ""
         ends = [i for i in allowed if i >= 256 or tokens.id_to_token(i) in ('"', "}", "]", ")")]
         last = [i for i in allowed if tokens.id_to_token(i) == seeking]
         wanted = (last or ends) if chance.random() < (0.95 if last else 0.6) else allowed
@@ -90,7 +99,7 @@ def said(constraint: Any, tokens: Tokenizer, seed: int) -> str:
 
 def calls(tool_format: str, text: str, reasoning_format: str | None = None) -> list[Any]:
     """All calls of a text that has nothing else, but for reasoning."""
-    parser = Parser(tool_format, reasoning_format, TOOLS)
+    parser = make_parser(AnswerFormats(tool_format, reasoning_format), TOOLS)
     made = [each for each in parser.push(text) + parser.finish() if each.kind != "reasoning"]
     assert all(each.kind == "call" for each in made), text
     return [(str(each.name), json.loads(each.text)) for each in made]
@@ -105,14 +114,16 @@ def test_what_the_grammar_allows_are_calls(tool_format: str, single: bool) -> No
     constraint = grammar_of_calls(TOOLS, "required", True, tool_format, ids)
     named, most = set(), 0
     for seed in range(12):
-        found = calls(tool_format, said(constraint, tokens, seed))
+        text = said(constraint, tokens, seed, TOOL_FORMATS[tool_format].quote)
+        found = calls(tool_format, text)
         assert found
         for name, arguments in found:
             jsonschema.validate(arguments, {"type": "object", **SCHEMAS[name]})
         named |= {name for name, _ in found}
         most = max(most, len(found))
     assert named == set(SCHEMAS)
-    assert most > 1
+    several = TOOL_FORMATS[tool_format].syntax.between_calls is not None
+    assert (most > 1) == several
 
 
 @pytest.mark.parametrize("tool_format", TOOL_FORMATS)
@@ -120,9 +131,8 @@ def test_a_named_function_is_called_once(tool_format: str) -> None:
     choice = {"type": "function", "function": {"name": "g"}}
     constraint = grammar_of_calls(TOOLS, choice, True, tool_format)
     for seed in range(6):
-        assert [name for name, _ in calls(tool_format, said(constraint, tokenizer([]), seed))] == [
-            "g"
-        ]
+        text = said(constraint, tokenizer([]), seed, TOOL_FORMATS[tool_format].quote)
+        assert [name for name, _ in calls(tool_format, text)] == ["g"]
 
 
 def test_one_call_where_parallel_ones_are_not_wanted() -> None:
@@ -188,6 +198,28 @@ def test_a_model_reasons_before_what_is_forced(
     assert after_reasoning(constraint, None) == constraint
 
 
+@pytest.mark.parametrize("single", [False, True], ids=["spelt", "single tokens"])
+def test_harmony_names_the_channel_of_what_is_forced(single: bool) -> None:
+    formats = AnswerFormats("harmony", "harmony")
+    tokens = tokenizer(special_markers(formats) if single else [])
+    ids = {marker: tokens.token_to_id(marker) for marker in special_markers(formats) if single}
+    thoughts = "<|channel|>analysis<|message|>a <b> é<|end|><|start|>assistant"
+
+    schema = after_reasoning({"json": {"type": "integer"}}, "harmony", ids)
+    assert accepts(schema, tokens, "<|channel|>final<|message|>12")
+    assert accepts(schema, tokens, f"{thoughts}<|channel|>final<|message|>12")
+    assert not accepts(schema, tokens, "12")
+    assert not accepts(schema, tokens, f"{thoughts}<|channel|>final<|message|>x")
+
+    grammar = grammar_of_calls(TOOLS, "required", True, "harmony", ids)
+    forced = after_reasoning(grammar, "harmony", ids, is_call=True)
+    call = "<|channel|>commentary to=functions.g <|constrain|>json<|message|>"
+    assert accepts(forced, tokens, f'{thoughts}{call}{{"b": 1}}')
+    assert accepts(forced, tokens, f'{call}{{"b": 1}}')
+    assert not accepts(forced, tokens, f'{call}{{"b": "x"}}')
+    assert not accepts(forced, tokens, f"{thoughts}<|channel|>final<|message|>no")
+
+
 def test_what_a_definition_allows_is_written_as_it_is_read() -> None:
     optional = {"anyOf": [{"$ref": "#/$defs/Code"}, {"type": "null"}]}
     definitions = {"Code": {"type": "string", "enum": ["5"]}, "Number": {"type": "integer"}}
@@ -202,6 +234,150 @@ def test_what_a_definition_allows_is_written_as_it_is_read() -> None:
 
     assert accepts(constraint, tokenizer([]), call("5", "5"))
     assert not accepts(constraint, tokenizer([]), call("5", "x"))
+
+
+ENUM = {"type": "string", "enum": ["red", "green"]}
+VALUES = {
+    "a reference": ({"$ref": "#/$defs/Color"}, ["red", "green"], ["blue", "null"]),
+    "a reference to a property": ({"$ref": "#/properties/other"}, ["7"], ["x"]),
+    "an anchor": ({"$ref": "#code"}, ["5"], ["6"]),
+    "optional": ({"anyOf": [ENUM, {"type": "null"}]}, ["red", "null"], ["blue", "5", '"red"']),
+    "optional reference": (
+        {"anyOf": [{"$ref": "#/$defs/Color"}, {"type": "null"}], "default": None},
+        ["green", "null"],
+        ["blue"],
+    ),
+    "types": ({"type": ["string", "null"], "maxLength": 2}, ["ab", "null"], ["abc"]),
+    "an enum of several types": ({"enum": ["a", 'é/"😀', None]}, ["a", 'é/"😀', "null"], ["b"]),
+    "const": ({"const": "a"}, ["a"], ["b", "null", '"a"']),
+    "const that is no string": ({"const": 5}, ["5"], ["6"]),
+    "pattern": (
+        {"type": "string", "pattern": r"^\d{2}/[a\]\d[]+$"},
+        ["12/a"],
+        ["12/", "x12/a", "12/ax"],
+    ),
+    "pattern that is searched": (
+        {"type": "string", "pattern": "b|^c|d$"},
+        ["abc", "ca", "ad"],
+        ["ac", "da"],
+    ),
+    "maxLength": ({"type": "string", "maxLength": 3}, ["", "äöü", "\n<a"], ["abcd"]),
+    "minLength": ({"type": "string", "minLength": 2}, ["ab"], ["a", ""]),
+    "format": ({"type": "string", "format": "date"}, ["2024-02-28"], ["2024-02-30", "x"]),
+    "allOf": (
+        {"type": "string", "allOf": [{"pattern": "^a"}, {"maxLength": 2}]},
+        ["ab"],
+        ["b", "abc"],
+    ),
+    "rules beside a reference": ({"$ref": "#/$defs/Color", "maxLength": 3}, ["red"], ["green"]),
+    "a union of strings": (
+        {"anyOf": [{"type": "string", "pattern": "^a+$"}, {"const": "b"}]},
+        ["aa", "b"],
+        ["ab"],
+    ),
+    "a number or a word": ({"anyOf": [{"type": "integer"}, {"const": "all"}]}, ["all"], ["5", "x"]),
+    "any": ({}, ["x", "5"], []),
+}
+
+
+@pytest.mark.parametrize("case", VALUES)
+def test_a_parameter_between_tags_keeps_its_schema(case: str) -> None:
+    """What the grammar allows is read as a value of the schema, and what the schema forbids is not
+    allowed."""
+    value, fits, others = VALUES[case]
+    schema = {
+        "type": "object",
+        "properties": {"a/b": value, "other": {"type": "integer"}},
+        "required": ["a/b"],
+        "additionalProperties": False,
+        "$defs": {"Color": {**ENUM, "title": "Color"}, "Code": {"$anchor": "code", "const": "5"}},
+    }
+    tool = {"function": {"name": "g", "parameters": schema}}
+    constraint = grammar_of_calls([tool], "required", False, "qwen_xml")
+    # References are what the engine makes of them.
+    compiler = byte_compiler()
+    structured = StructuredOutputs(grammar=constraint["grammar"])
+    grammar = prove_grammar(structured, compiler, max_bytes=100_000, max_depth=64)
+
+    def call(text: str) -> str:
+        parameter = f"<parameter=a/b>\n{text}\n</parameter>\n"
+        return f"<tool_call>\n<function=g>\n{parameter}</function>\n</tool_call>"
+
+    assert [text for text in fits if not allows(compiler, grammar, call(text))] == []
+    assert [text for text in others if allows(compiler, grammar, call(text))] == []
+    for text in fits:
+        parser = Parser("qwen_xml", None, [tool])
+        (piece,) = parser.push(call(text)) + parser.finish()
+        jsonschema.validate(json.loads(piece.text), schema)
+
+
+GEMMA = {
+    "strings": ({"type": "string", "maxLength": 2}, ['"ab"'], ['"abc"', "5"]),
+    "a reference": ({"$ref": "#/$defs/Color"}, ['"red"'], ['"blue"']),
+    "optional": ({"anyOf": [ENUM, {"type": "null"}]}, ['"red"', "null"], ['"blue"', "red"]),
+    "constants": ({"enum": [5, True, None, [1, "a"], {"b": 1}]}, ["5", '[1,"a"]', "{b:1}"], ["6"]),
+    "numbers": ({"type": "integer", "minimum": 3}, ["3"], ["2", "3.5"]),
+    "arrays": (
+        {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 2},
+        ["[true]", "[true,false]"],
+        ["[]", "[1]", "[true,true,true]"],
+    ),
+    "a tree": (
+        {"$ref": "#/$defs/Tree"},
+        ["{n:1}", "{n:1,kids:[{n:2,kids:[]}]}"],
+        ["{}", "{n:1,m:1}"],
+    ),
+    "any object": ({"type": "object"}, ["{}", '{a:1,b:{c:[null,"x"]}}'], ["[]"]),
+    "allOf": (
+        {"type": "object", "allOf": [{"required": ["a"]}, {"properties": {"a": {"const": 1}}}]},
+        ["{a:1}"],
+        ["{}", "{a:2}"],
+    ),
+}
+
+
+@pytest.mark.parametrize("single", [False, True], ids=["spelt", "single tokens"])
+@pytest.mark.parametrize("case", GEMMA)
+def test_a_value_in_gemmas_notation_keeps_its_schema(case: str, single: bool) -> None:
+    """The values here have double quotes for Gemma's marker."""
+    value, fits, others = GEMMA[case]
+    tree = {
+        "type": "object",
+        "properties": {
+            "n": {"type": "integer"},
+            "kids": {"type": "array", "items": {"$ref": "#/$defs/Tree"}},
+        },
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    schema = {"properties": {"a": value}, "required": ["a"], "$defs": {"Color": ENUM, "Tree": tree}}
+    tool = {"function": {"name": "g", "parameters": schema}}
+    markers = special_markers(AnswerFormats("gemma", None)) if single else []
+    tokens = tokenizer(markers)
+    ids = {marker: tokens.token_to_id(marker) for marker in markers}
+    constraint = grammar_of_calls([tool], "required", False, "gemma", ids)
+
+    def call(text: str) -> str:
+        marked = text.replace('"', '<|"|>')
+        return f"<|tool_call>call:g{{a:{marked}}}<tool_call|>"
+
+    assert [text for text in fits if not accepts(constraint, tokens, call(text))] == []
+    assert [text for text in others if accepts(constraint, tokens, call(text))] == []
+    for text in fits:
+        parser = Parser("gemma", None, [tool])
+        (piece,) = parser.push(call(text)) + parser.finish()
+        jsonschema.validate(json.loads(piece.text), schema)
+
+
+def test_a_parameter_that_no_grammar_keeps_is_refused_by_name() -> None:
+    for value, reason in [
+        ({"type": "string", "not": {"const": "a"}}, "parameter 'a': 'not' of a string"),
+        ({"type": "string", "pattern": "a(^b|c)"}, r"parameter 'a': pattern .* has \^ inside"),
+        ({"type": "string", "format": "regex"}, "parameter 'a': format is 'regex', but must be"),
+    ]:
+        tool = {"function": {"name": "g", "parameters": {"properties": {"a": value}}}}
+        with pytest.raises(InvalidArgumentError, match=f"^tools: function 'g': {reason}"):
+            grammar_of_calls([tool], "required", True, "qwen_xml")
 
 
 def test_json_after_reasoning_is_written_as_without() -> None:

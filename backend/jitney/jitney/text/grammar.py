@@ -101,7 +101,7 @@ def _json_grammar(value: Any, field: str) -> str:
         raise InvalidArgumentError.of(field, value, "a JSON schema that is an object")
     prepare_schema(schema, field)
     return LLMatcher.grammar_from_json_schema(
-        schema,
+        _as_json(schema, field),
         overrides={
             "whitespace_flexible": False,
             "item_separator": ", ",
@@ -129,11 +129,20 @@ def _with_checked_schemas(rules: str, field: str) -> str:
         if "x-guidance" in schema:
             style["x-guidance"] = schema.pop("x-guidance")
         prepare_schema(schema, f"{field}: %json")
-        checked = json.dumps(style | schema)
+        checked = _as_json(style | schema, field)
         parts.append(f"{rules[copied:begin]} {checked}")
         copied = end
     parts.append(rules[copied:])
     return "".join(parts)
+
+
+def _as_json(schema: dict[str, Any], field: str) -> str:
+    """As text, because llguidance takes no integers of over 64 bits from Python, not even in a
+    default."""
+    try:
+        return json.dumps(schema, allow_nan=False)
+    except ValueError:
+        raise InvalidArgumentError(f"{field} has a number that is not finite") from None
 
 
 def _depth(text: str) -> int:

@@ -2,47 +2,83 @@
 compiled.
 
 Called by ``grammar``, in the process that checks grammars. A schema that passes is either enforced
-by llguidance or refused by it.
+by llguidance or refused by it. Keywords that JSON Schema does not know are annotations.
 """
 
+import math
 from itertools import combinations
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote
 
-from jitney.errors import InvalidArgumentError, nearest
+from jitney.errors import InvalidArgumentError, show
+from jitney.text.schema_finiteness import has_finite_instance
+from jitney.text.schema_references import (
+    DEFINITIONS,
+    WITH_LIST,
+    WITH_OBJECT,
+    References,
+    escaped,
+    find_dialect,
+    parts_of,
+)
 
-# Supported keywords, by what their value is: a schema, a list of schemas, an object of schemas, or
-# none of these.
-_WITH_SCHEMA = ("items", "additionalProperties")
-_WITH_LIST = ("anyOf", "oneOf", "allOf", "prefixItems")
-_WITH_OBJECT = ("properties", "patternProperties", "$defs", "definitions")
-_WITHOUT_SCHEMAS = (
-    "$ref", "const", "enum", "type", "format", "minItems", "maxItems", "required",
-    "minProperties", "maxProperties", "minLength", "maxLength", "pattern", "minimum", "maximum",
-    "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
+_REFUSED = {
+    "not": 4, "dependencies": 4, "uniqueItems": 4,
+    "contains": 6, "propertyNames": 6,
+    "if": 7, "then": 7, "else": 7,
+    "dependentRequired": 2019, "dependentSchemas": 2019, "minContains": 2019, "maxContains": 2019,
+    "unevaluatedItems": 2019, "unevaluatedProperties": 2019,
+    "$recursiveRef": 2019, "$recursiveAnchor": 2019,
+    "$dynamicRef": 2020, "$dynamicAnchor": 2020,
+}  # fmt: skip
+"""Keywords that no grammar keeps, and the draft that each of them comes from. In a schema of an
+older draft they are unknown, and so annotations."""
+_ALLOWS_ALL: dict[str, tuple[Any, ...]] = {
+    "uniqueItems": (False,),
+    "propertyNames": (True, {}),
+    "unevaluatedItems": (True, {}),
+    "unevaluatedProperties": (True, {}),
+    "dependencies": ({},),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+}
+"""Values with which these allow everything."""
+_NEEDS_ONE_OF = {
+    "if": ("then", "else"),
+    "then": ("if",),
+    "else": ("if",),
+    "minContains": ("contains",),
+    "maxContains": ("contains",),
+}
+"""Without any of the others in their schema, these allow everything."""
+_COUNTS = (
+    "minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties",
 )  # fmt: skip
-_ANNOTATIONS = (
-    "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
-    "$comment", "contentMediaType", "contentEncoding", "discriminator",
-)  # fmt: skip
-_KEYWORDS = (*_WITH_SCHEMA, *_WITH_LIST, *_WITH_OBJECT, *_WITHOUT_SCHEMAS, *_ANNOTATIONS)
-_ROOT_KEYWORDS = ("$schema", "$id")
+_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_LEAST_NUMBER = -(2**63)
+_MOST_NUMBER = 2**64
+"""Numbers lie between these two, which llguidance cannot read."""
+_MOST_EXACT = 2**53
+"""llguidance compares numbers as doubles. They hold every integer up to this one."""
 _FORMATS = (
     "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
 )  # fmt: skip
-_TYPE_NAMES = {"list": "a list", "dict": "an object", "str": "a string"}
-_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
+_FORMATS_OF_ANY_STRING = ("password", "unknown")
+"""OpenAPI's says how a form shows the string; llguidance's own name for no format."""
 _MAX_REFERENCES = 8
 """References in a row that are followed. They may form a circle."""
+_IN_URI = "/#?:@!$&'()*+,;=~%"
+"""What may stand in a reference as it is, besides letters and digits."""
 
 
 def prepare_schema(schema: Any, field: str) -> None:
     """Raise InvalidArgumentError for what cannot be enforced, and for a schema without a finite
-    instance. It names ``field``, which has the schema. Changes ``schema``: a ``oneOf`` whose
-    branches exclude each other becomes an ``anyOf``, which llguidance can enforce."""
-    checker = _Checker(schema, field)
-    checker.check(schema, "#")
-    if not checker.is_finite(schema, frozenset()):
+    instance. It names ``field``, which has the schema. Changes ``schema`` into one of the same
+    meaning that llguidance can read: so a ``oneOf`` whose branches exclude each other becomes an
+    ``anyOf``."""
+    references = References(schema)
+    _Checker(field, references).check_all(schema)
+    if not has_finite_instance(schema, references):
         raise InvalidArgumentError(f"{field}: no finite JSON fits the schema")
 
 
@@ -50,120 +86,125 @@ class _Checker:
     """Checks one schema, and changes it. ``path`` is the JSON pointer of what is checked, for
     refusals."""
 
-    def __init__(self, root: Any, field: str) -> None:
-        self._root = root
+    def __init__(self, field: str, references: References) -> None:
         self._field = field
-        # Schemas that are known to be finite, by id(): they are dictionaries, which no set can
-        # hold, and the root keeps all of them alive.
-        self._finite: set[int] = set()
+        self._references = references
+        self._checked: set[int] = set()  # schemas by id(); the root keeps all of them alive
+        self._targets: list[tuple[str, Any]] = []  # references, and what they point to
 
-    def check(self, schema: Any, path: str) -> None:
-        """Check a schema and all below it."""
+    def check_all(self, root: Any) -> None:
+        """Check a schema, all below it, and what references in it point to. That may stand in the
+        value of a keyword that is not known."""
+        self._check(root, "#")
+        while self._targets:
+            reference, target = self._targets.pop()
+            self._check(target, reference)
+
+    def _check(self, schema: Any, path: str) -> None:
         if isinstance(schema, bool):
             return
         if not isinstance(schema, dict):
             raise self._refusal(path, "is no schema: it must be an object or a boolean")
+        if id(schema) in self._checked:
+            return
+        self._checked.add(id(schema))
+        draft = self._references.draft_of(schema)
         for keyword, value in list(schema.items()):
-            at = f"{path}/{_escaped(keyword)}"
-            if keyword in _WITH_SCHEMA:
-                self.check(value, at)
-            elif keyword in _WITH_LIST:
-                for index, each in enumerate(self._typed(list, value, at)):
-                    self.check(each, f"{at}/{index}")
-            elif keyword in _WITH_OBJECT:
-                for name, each in self._typed(dict, value, at).items():
-                    self.check(each, f"{at}/{_escaped(name)}")
-            elif path == "#" and keyword in _ROOT_KEYWORDS:
-                continue
+            at = f"{path}/{escaped(keyword)}"
+            if draft >= _REFUSED.get(keyword, math.inf):
+                self._leave_out(schema, keyword, at)
             else:
                 self._check_keyword(schema, keyword, value, at)
+        for part in parts_of(schema):
+            if part.keyword in DEFINITIONS:
+                continue  # a definition counts where a reference points to it
+            self._check(part.schema, f"{path}/{part.pointer}")
         self._settle_one_of(schema)
 
+    def _leave_out(self, schema: dict[str, Any], keyword: str, at: str) -> None:
+        """Take out a keyword that allows everything. Refuse it if it does not."""
+        needed = _NEEDS_ONE_OF.get(keyword)
+        allows_all = schema[keyword] in _ALLOWS_ALL.get(keyword, ())
+        if needed is not None:
+            allows_all = not any(name in schema for name in needed)
+        if not allows_all:
+            raise self._refusal(at, "is not supported")
+        del schema[keyword]
+
     def _check_keyword(self, schema: dict[str, Any], keyword: str, value: Any, at: str) -> None:
-        """Check a keyword that has no schemas in its value."""
-        # x-guidance would change how llguidance reads the schema.
-        is_annotation = keyword.startswith("x-") and keyword != "x-guidance"
-        if keyword not in _KEYWORDS and not is_annotation:
-            raise self._refusal(at, f"is not supported{nearest(keyword, _KEYWORDS)}")
-        if keyword == "$ref":
-            self._target(value, at)
-        if keyword == "format" and value not in _FORMATS:
+        """Check the value of a keyword, but not the schemas in it."""
+        if keyword == "x-guidance":
+            # It would change how llguidance reads the schema.
+            raise self._refusal(at, "is not supported")
+        if keyword in WITH_LIST and not isinstance(value, list):
+            raise self._refusal(at, "must be a list")
+        if keyword in WITH_OBJECT and not isinstance(value, dict):
+            raise self._refusal(at, "must be an object")
+        if keyword == "$schema":
+            self._check_dialect(schema, value)
+        elif keyword == "$ref":
+            self._check_reference(schema, value, at)
+        elif keyword == "format":
+            self._check_format(schema, value, at)
+        elif keyword in _NUMBERS:
+            self._check_number(value, at)
+        elif keyword in _COUNTS:
+            self._check_number(value, at)
+            if isinstance(value, float) and value.is_integer():
+                schema[keyword] = int(value)  # 2.0 is an integer, but not for llguidance
+        elif keyword in ("const", "enum"):
+            self._check_constant(value, at)
+
+    def _check_dialect(self, schema: dict[str, Any], value: Any) -> None:
+        """Write the name of a draft as llguidance knows it. Take any other name out: llguidance
+        would look for what it names."""
+        dialect = find_dialect(value)
+        if dialect is None:
+            del schema["$schema"]
+        else:
+            schema["$schema"] = dialect.name
+
+    def _check_reference(self, schema: dict[str, Any], reference: Any, at: str) -> None:
+        if not isinstance(reference, str):
+            raise self._refusal(at, "must be a string")
+        target = self._references.find(schema, reference)
+        if target is None:
+            shown = repr(reference[:64])
+            raise self._refusal(at, f"is {shown}, but must point into the schema: #/…")
+        self._targets.append((reference, target))
+        absolute = self._references.absolute(schema, reference)
+        schema["$ref"] = quote(absolute, safe=_IN_URI)  # llguidance takes no letters but ASCII
+
+    def _check_format(self, schema: dict[str, Any], value: Any, at: str) -> None:
+        """Formats of numbers, such as ``int64``, say nothing about what JSON is."""
+        types = schema.get("type", "string")
+        if value in _FORMATS or "string" not in types:
+            return
+        if value not in _FORMATS_OF_ANY_STRING:
             raise self._refusal(at, f"is {value!r}, but must be one of {', '.join(_FORMATS)}")
-        if keyword == "minProperties":
-            # A grammar cannot count properties. It knows which ones are required, and whether
-            # there is at least one. So 1 is supported, and as many as are required.
-            num_required = len(schema.get("required", ()))
-            if value > max(1, num_required):
-                raise self._refusal(
-                    at, "above 1 is not supported unless as many names are required"
-                )
+        del schema["format"]
 
-    def _target(self, reference: Any, at: str = "$ref") -> Any:
-        """What a reference points to. Raises InvalidArgumentError if that is nothing in here."""
-        start, *parts = self._typed(str, reference, at).split("/")
-        found = self._root
-        for part in parts:
-            found = _part_of(found, unquote(part).replace("~1", "/").replace("~0", "~"))
-        if start != "#" or found is None:
-            raise self._refusal(at, f"is {reference[:64]!r}, but must point into the schema: #/…")
-        return found
+    def _check_number(self, value: Any, at: str) -> None:
+        """In draft 4, a bound may be true or false: whether the other one is exclusive."""
+        if not isinstance(value, (int, float)):
+            raise self._refusal(at, f"is {show(value)}, but must be a number")
+        if not _LEAST_NUMBER < value < _MOST_NUMBER:
+            raise self._refusal(at, f"is {show(value)}, but must lie between -2**63 and 2**64")
 
-    def _typed(self, kind: type, value: Any, at: str) -> Any:
-        if not isinstance(value, kind):
-            raise self._refusal(at, f"must be {_TYPE_NAMES[kind.__name__]}")
-        return value
+    def _check_constant(self, value: Any, at: str) -> None:
+        """Check the numbers in a value that is allowed."""
+        if isinstance(value, (int, float)) and not abs(value) <= _MOST_EXACT:
+            reason = f"is {show(value)}, but numbers in constants may be at most 2**53"
+            raise self._refusal(at, reason)
+        if isinstance(value, dict):
+            for name, part in value.items():
+                self._check_constant(part, f"{at}/{escaped(name)}")
+        if isinstance(value, list):
+            for index, part in enumerate(value):
+                self._check_constant(part, f"{at}/{index}")
 
     def _refusal(self, path: str, reason: str) -> InvalidArgumentError:
         return InvalidArgumentError(f"{self._field}: {path[:512]} {reason}")
-
-    def is_finite(self, schema: Any, references: frozenset[str]) -> bool:
-        """Whether some finite instance may fit. False if references lead in circles, or to the
-        schema ``false``; other reasons why nothing fits are not looked for.
-
-        ``references`` are those that led from the root to here. One that comes again leads to no
-        finite instance.
-        """
-        if not isinstance(schema, dict):
-            return schema is not False
-        if id(schema) in self._finite:
-            return True
-        finite = (
-            self._reference_is_finite(schema, references)
-            and self._branches_are_finite(schema, references)
-            and self._some_type_is_finite(schema, references)
-        )
-        if finite:
-            self._finite.add(id(schema))
-        return finite
-
-    def _reference_is_finite(self, schema: dict[str, Any], references: frozenset[str]) -> bool:
-        reference = schema.get("$ref")
-        if reference is None:
-            return True
-        if reference in references:
-            return False
-        return self.is_finite(self._target(reference), references | {reference})
-
-    def _branches_are_finite(self, schema: dict[str, Any], references: frozenset[str]) -> bool:
-        """Whether all branches of ``allOf`` are finite, and one of ``anyOf`` and of ``oneOf``."""
-        if not all(self.is_finite(branch, references) for branch in schema.get("allOf", ())):
-            return False
-        for name in ("anyOf", "oneOf"):
-            if name not in schema:
-                continue
-            if not any(self.is_finite(branch, references) for branch in schema[name]):
-                return False
-        return True
-
-    def _some_type_is_finite(self, schema: dict[str, Any], references: frozenset[str]) -> bool:
-        """Whether one of the schema's types has a finite instance."""
-        types = schema.get("type", _TYPES)
-        if isinstance(types, str):
-            types = [types]
-        for kind in types:
-            if all(self.is_finite(part, references) for part in _needed_parts(schema, kind)):
-                return True
-        return False
 
     def _settle_one_of(self, schema: dict[str, Any]) -> None:
         """Replace ``oneOf`` by ``anyOf`` where that means the same: no instance fits two branches,
@@ -178,7 +219,7 @@ class _Checker:
         """Required property -> the values that the schema lists for it, if they are strings."""
         for _ in range(_MAX_REFERENCES):
             if isinstance(schema, dict) and list(schema) == ["$ref"]:
-                schema = self._target(schema["$ref"])
+                schema = self._references.find(schema, schema["$ref"])
         if not isinstance(schema, dict) or schema.get("type") != "object":
             return {}
         listed: dict[str, set[str]] = {}
@@ -187,15 +228,6 @@ class _Checker:
             if values and all(isinstance(value, str) for value in values):
                 listed[name] = set(values)
         return listed
-
-
-def _part_of(value: Any, name: str) -> Any:
-    """A value of an object by its name, or of a list by its index. None: there is none."""
-    if isinstance(value, dict):
-        return value.get(name)
-    if isinstance(value, list) and name.isdecimal() and int(name) < len(value):
-        return value[int(name)]
-    return None
 
 
 def _values_of(schema: Any) -> list[Any]:
@@ -212,30 +244,3 @@ def _values_of(schema: Any) -> list[Any]:
 def _exclude_each_other(one: dict[str, set[str]], other: dict[str, set[str]]) -> bool:
     """Whether a property that both require has no value in common."""
     return any(one[name].isdisjoint(other[name]) for name in one.keys() & other.keys())
-
-
-def _needed_parts(schema: dict[str, Any], kind: str) -> list[Any]:
-    """The schemas of the parts that every instance of type ``kind`` has."""
-    if kind == "object":
-        named = schema.get("properties", {})
-        unnamed = _schema_of_unnamed(schema)
-        return [named.get(name, unnamed) for name in schema.get("required", ())]
-    if kind == "array":
-        least = schema.get("minItems", 0)
-        parts = schema.get("prefixItems", [])[:least]
-        if least > len(parts):
-            parts = [*parts, schema.get("items", True)]
-        return parts
-    return []
-
-
-def _schema_of_unnamed(schema: dict[str, Any]) -> Any:
-    """The schema of properties that ``properties`` does not name. The schema true allows all, and
-    false allows nothing."""
-    if "patternProperties" in schema:
-        return True  # a pattern may allow it
-    return schema.get("additionalProperties", True)
-
-
-def _escaped(name: str) -> str:
-    return name[:64].replace("~", "~0").replace("/", "~1")

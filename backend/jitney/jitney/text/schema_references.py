@@ -1,0 +1,175 @@
+"""Finds what the references of a JSON schema point to: by JSON pointer, ``$anchor`` or ``$id``.
+
+Made by ``json_schema`` for each schema that it checks. It follows llguidance, which resolves them
+once more when it compiles the schema.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+from urllib.parse import unquote, urljoin
+
+# Keywords by what their value is: a schema, a list of schemas, or an object of schemas. ``items``
+# may also be a list, which is what ``prefixItems`` was before 2020-12.
+WITH_SCHEMA = ("items", "additionalItems", "additionalProperties")
+WITH_LIST = ("anyOf", "oneOf", "allOf", "prefixItems")
+WITH_OBJECT = ("properties", "patternProperties", "$defs", "definitions")
+DEFINITIONS = ("$defs", "definitions")
+
+_ALSO_WITH_SCHEMA = (
+    "not", "if", "then", "else", "contains", "propertyNames", "contentSchema",
+    "unevaluatedItems", "unevaluatedProperties",
+)  # fmt: skip
+"""These are not enforced, but a reference may point into their schemas."""
+_NEWEST_DRAFT = 2020
+_DIALECTS = {
+    4: "http://json-schema.org/draft-04/schema",
+    6: "http://json-schema.org/draft-06/schema",
+    7: "http://json-schema.org/draft-07/schema",
+    2019: "https://json-schema.org/draft/2019-09/schema",
+    2020: "https://json-schema.org/draft/2020-12/schema",
+}
+
+
+class Part(NamedTuple):
+    """A schema directly inside another one."""
+
+    keyword: str
+    pointer: str
+    """JSON pointer from the outer schema, such as ``properties/a``."""
+    schema: Any
+
+
+class Dialect(NamedTuple):
+    """A draft of JSON Schema."""
+
+    draft: int
+    """A number such as 7 or 2020."""
+    name: str
+    """The value of ``$schema`` in its schemas."""
+
+
+class _Place(NamedTuple):
+    """Where a schema stands."""
+
+    base: str
+    """The URI that its references are relative to; empty if there is no ``$id`` around it."""
+    draft: int
+
+
+class References:
+    """The references of one schema, ``root``."""
+
+    def __init__(self, root: Any) -> None:
+        # By id(), because a dictionary cannot be a key.
+        self._places: dict[int, _Place] = {}
+        self._noted: list[Any] = []  # keeps them alive, also if a keyword is taken out
+        self._resources: dict[str, Any] = {"": root}  # by URI
+        self._anchors: dict[tuple[str, str], Any] = {}  # by URI and name
+        self._note(root, _Place("", _NEWEST_DRAFT))
+
+    def draft_of(self, schema: dict[str, Any]) -> int:
+        """The draft that says which keywords the schema may have: a number such as 7 or 2020.
+        ``schema`` is a part of the root, or was found by a reference."""
+        return self._places[id(schema)].draft
+
+    def find(self, schema: dict[str, Any], reference: str) -> Any:
+        """What a reference in ``schema`` points to; None if that is nothing in the root."""
+        uri, fragment = self._divided(schema, reference)
+        fragment = unquote(fragment)
+        if fragment and not fragment.startswith("/"):
+            return self._anchors.get((uri, fragment))
+        found = self._resources.get(uri)
+        for name in fragment.split("/")[1:]:
+            found = _value_at(found, name.replace("~1", "/").replace("~0", "~"))
+        if isinstance(found, dict) and id(found) not in self._places:
+            # It stands in the value of a keyword that holds no schemas.
+            self._note(found, _Place(uri, self._places[id(schema)].draft))
+        return found
+
+    def absolute(self, schema: dict[str, Any], reference: str) -> str:
+        """The same reference for any other place. llguidance takes a reference in what it has
+        found by a reference as relative to where it came from."""
+        uri, fragment = self._divided(schema, reference)
+        return f"{uri}#{fragment}"
+
+    def _divided(self, schema: dict[str, Any], reference: str) -> tuple[str, str]:
+        """The absolute URI and the fragment of a reference in ``schema``."""
+        base = self._places[id(schema)].base
+        uri, _, fragment = reference.partition("#")
+        return (_joined(base, uri) if uri else base), fragment
+
+    def _note(self, schema: Any, outer: _Place) -> None:
+        """Note where a schema and all below it stand, and by which names they can be found."""
+        if not isinstance(schema, dict):
+            return
+        base = outer.base
+        draft = outer.draft
+        named = find_dialect(schema.get("$schema"))
+        if named is not None:
+            draft = named.draft
+        identifier = schema.get("$id")
+        # Up to draft 7, what stands beside a reference does not count.
+        if isinstance(identifier, str) and not (draft <= 7 and "$ref" in schema):
+            uri, _, name = identifier.partition("#")
+            if uri:
+                base = _joined(base, uri)
+                self._resources[base] = schema
+            if name:  # up to draft 7, this was an anchor
+                self._anchors[base, name] = schema
+        anchor = schema.get("$anchor")
+        if isinstance(anchor, str):
+            self._anchors[base, anchor] = schema
+        place = _Place(base, draft)
+        self._places[id(schema)] = place
+        self._noted.append(schema)
+        for part in parts_of(schema):
+            self._note(part.schema, place)
+        for keyword in _ALSO_WITH_SCHEMA:
+            self._note(schema.get(keyword), place)
+
+
+def parts_of(schema: dict[str, Any]) -> Iterator[Part]:
+    """The schemas directly inside a schema. Values that are of the wrong type have none."""
+    for keyword, value in schema.items():
+        is_list = keyword in WITH_LIST or keyword == "items"
+        if is_list and isinstance(value, list):
+            for index, part in enumerate(value):
+                yield Part(keyword, f"{keyword}/{index}", part)
+        elif keyword in WITH_SCHEMA:
+            yield Part(keyword, keyword, value)
+        elif keyword in WITH_OBJECT and isinstance(value, dict):
+            for name, part in value.items():
+                yield Part(keyword, f"{keyword}/{escaped(name)}", part)
+
+
+def find_dialect(name: Any) -> Dialect | None:
+    """What the value of ``$schema`` names; None if that is none of JSON Schema's drafts. People
+    write the names with either scheme, and with ``#`` at the end or without."""
+    if not isinstance(name, str):
+        return None
+    wanted = name.removesuffix("#").removeprefix("https").removeprefix("http")
+    for draft, known in _DIALECTS.items():
+        if wanted == known.removeprefix("https").removeprefix("http"):
+            return Dialect(draft, known)
+    return None
+
+
+def escaped(name: str) -> str:
+    """A name in a JSON pointer, shortened."""
+    return name[:64].replace("~", "~0").replace("/", "~1")
+
+
+def _joined(base: str, uri: str) -> str:
+    try:
+        return urljoin(base, uri)
+    except ValueError:
+        return uri  # no URI, such as "http://[", which llguidance refuses
+
+
+def _value_at(value: Any, name: str) -> Any:
+    """A value of an object by its name, or of a list by its index. None: there is none."""
+    if isinstance(value, dict):
+        return value.get(name)
+    if isinstance(value, list) and name.isdecimal() and int(name) < len(value):
+        return value[int(name)]
+    return None
