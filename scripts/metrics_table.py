@@ -119,7 +119,7 @@ def make_page(metrics: Any, of_jobs: Any, of_gateway: str) -> str:
 
 def _bounds(metrics: Any) -> str:
     """Upper bounds of the buckets, by the unit in which the names of histograms end."""
-    of_unit = {}
+    of_unit: dict[str, str] = {}
     for name, (_, bounds) in metrics.HISTOGRAMS.items():
         unit = name.rpartition("_")[2]
         written = ", ".join(f"{bound:g}" for bound in bounds)

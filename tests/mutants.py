@@ -1,8 +1,10 @@
 """Deliberate faults, each in a copy of the package: some of the tests must notice it, and soon."""
 
+import contextlib
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,14 +13,30 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "backend/jitney/jitney"
 MOST_SECONDS = 90
-# The copy comes before the installed package, which an editable installation finds by itself.
+# The copy comes before the installed package, which an editable installation finds by itself. Some
+# faults make a test wait for what never comes: after two minutes that is a failure, too. A thread
+# that goes on waiting must not keep the process.
 PROGRAM = """
-import sys
+import os, signal, sys
 sys.meta_path[:] = [each for each in sys.meta_path if "editables" not in str(each)]
 sys.path.insert(0, sys.argv[1])
 import jitney, pytest
 assert jitney.__file__.startswith(sys.argv[1])
-sys.exit(pytest.main(sys.argv[2:]))
+
+class Bound:
+    def stop(self, number, frame):
+        raise TimeoutError("this test has waited for two minutes")
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_call(self):
+        signal.signal(signal.SIGALRM, self.stop)
+        signal.alarm(120)
+        yield
+        signal.alarm(0)
+
+status = pytest.main(sys.argv[2:], plugins=[Bound()])
+sys.stdout.flush()
+os._exit(status)
 """
 
 
@@ -45,18 +63,32 @@ def assert_noticed(
     for files in runs:
         options = ["-x", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:xdist"]
         options += [f"tests/{name}" for name in files]
-        result = subprocess.run(
-            [sys.executable, "-c", PROGRAM, str(folder), *options],
-            cwd=ROOT,
-            env={**os.environ, "TRITON_INTERPRET": "1"},  # or tests/conftest.py imports torch
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        if result.returncode:
+        status, output = _run([sys.executable, "-c", PROGRAM, str(folder), *options], folder)
+        if status:
             break
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert result.returncode == 1, result.stdout + result.stderr
-    assert "failed" in result.stdout
+    assert status == 1, output
+    assert "failed" in output
     assert after.ru_utime - before.ru_utime < MOST_SECONDS
+
+
+def _run(command: list[str], folder: Path) -> tuple[int, str]:
+    """Run a command to its end; returns its exit status and what it printed. Processes that it
+    leaves behind are killed."""
+    printed = folder / "printed"
+    with printed.open("wb") as out:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "TRITON_INTERPRET": "1"},  # or tests/conftest.py imports torch
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(timeout=600)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return status, printed.read_text(encoding="utf-8", errors="replace")

@@ -418,12 +418,17 @@ def test_kills_from_elsewhere_fail_a_request_at_the_tenth_alone() -> None:
     assert failed == Failed(0, "INTERNAL", said)
 
 
-def test_a_crash_among_the_kills_counts_as_one() -> None:
+@pytest.mark.parametrize("crash_comes_first", [True, False])
+def test_a_crash_among_the_kills_counts_as_one(crash_comes_first: bool) -> None:
     journal = Journal()
     journal.note_message(submit_of(0))
-    for _ in range(3):
-        assert journal.note_death([RowOwner(0, 0)], from_elsewhere=True) == []
-    assert [one.key for one in journal.note_death([RowOwner(0, 0)])] == [0]
+    rows = [RowOwner(0, 0)]
+    for _ in range(2):
+        assert journal.note_death(rows, from_elsewhere=True) == []
+    # From here on it is tried alone.
+    assert journal.note_death(rows, from_elsewhere=not crash_comes_first) == []
+    failed = journal.note_death(rows, from_elsewhere=crash_comes_first)
+    assert [one.key for one in failed] == [0]
 
 
 def test_whoever_has_nothing_at_work_is_not_blamed() -> None:

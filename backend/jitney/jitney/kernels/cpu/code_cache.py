@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numba
 from numba import config
@@ -65,7 +65,7 @@ class _Locator(_CacheLocator):
 class _CodeFiles(CompileResultCacheImpl):
     """Numba's files of compiled code, in the folders of :class:`_Locator`."""
 
-    _locator_classes: ClassVar[list[type]] = [_Locator]
+    _locator_classes: list[type[object]] = [_Locator]  # noqa: RUF012 - as in the base class
 
 
 class CodeCache(FunctionCache):

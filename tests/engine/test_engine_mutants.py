@@ -1,0 +1,198 @@
+"""Tests notice deliberate faults of what watches over engines and their requests, and soon."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.mutants import assert_noticed
+
+JOURNAL = "engine/test_journal.py"
+PENDING = "engine/test_pending.py"
+GRAMMARS = "engine/test_grammar_check.py"
+WATCH = "engine/test_load_watch.py"
+ADAPTERS = "adapters/test_adapter_files.py"
+PRIORITIES = "core/test_priorities.py"
+DRAFT = "execution/test_draft.py"
+POOL = "adapters/test_adapter_pool.py"
+COUNTS = "core/test_penalty_counts.py"
+
+# name -> (file of the package, tests that notice it, what is written there, what in its place; …)
+FAULTS: dict[str, tuple[str, ...]] = {
+    "a cancel never reaches a silent engine's requests": (
+        "engine/journal.py", JOURNAL, "if entry.is_cancelled:", "if False:",
+    ),
+    "a silent engine's deadlines are left to it": (
+        "engine/journal.py", JOURNAL,
+        "self._open if engine_is_silent else self._unsent_requests", "self._unsent_requests",
+    ),
+    "one sample proves a sequence innocent": (
+        "engine/journal.py", JOURNAL, "PROOF_SAMPLES = 2", "PROOF_SAMPLES = 1",
+    ),
+    "samples of earlier engines are proof": (
+        "engine/journal.py", JOURNAL, "sequence.samples_by_engine = 0", "pass",
+    ),
+    "one sequence proves all innocent": (
+        "engine/journal.py", JOURNAL,
+        "self.unproved.discard(tokens.index)", "self.unproved.clear()",
+    ),
+    "ended sequences are blamed": (
+        "engine/journal.py", JOURNAL,
+        "if entry is not None and not entry.sequences[row.index].emitted.ended:",
+        "if entry is not None:",
+    ),
+    "kills count as crashes": (
+        "engine/journal.py", JOURNAL,
+        "self.was_only_killed = self.was_only_killed and from_elsewhere",
+        "self.was_only_killed = False",
+    ),
+    "a crash among kills is forgotten": (
+        "engine/journal.py", JOURNAL,
+        "self.was_only_killed = self.was_only_killed and from_elsewhere",
+        "self.was_only_killed = from_elsewhere",
+    ),
+    "who is beside others counts as alone": (
+        "engine/journal.py", JOURNAL, "alone=len(at_work) == 1", "alone=True",
+    ),
+    "what is made is nobody's work": (
+        "engine/journal.py", JOURNAL,
+        "at_work.setdefault(key, _Work()).kinds.add(made.kind)", "pass",
+    ),
+    "a token does not prove resources innocent": (
+        "engine/journal.py", JOURNAL, "self.unproved_kinds.clear()", "pass",
+    ),
+    "others with the same resource stay": (
+        "engine/journal.py", JOURNAL, "        if entry.kinds_alone:\n", "        if False:\n",
+    ),
+    "others fail for a resource that was at fault once": (
+        "engine/journal.py", JOURNAL,
+        "self.kinds_alone &= work.kinds", "self.kinds_alone |= work.kinds",
+    ),
+    "others join a suspect": (
+        "engine/journal.py", JOURNAL,
+        "if self._alone is not None and key != self._alone:", "if False:",
+    ),
+    "a late result is taken": (
+        "engine/pending.py", PENDING, "if made.job.is_given_up:", "if False:",
+    ),
+    "nothing is given up": (
+        "engine/pending.py", PENDING, "if now - job.began > most_s:", "if False:",
+    ),
+    "threads that are lost are not counted": (
+        "engine/pending.py", PENDING, "self._num_given_up += 1", "pass",
+    ),
+    "a thread that comes back stays lost": (
+        "engine/pending.py", PENDING, "self._num_given_up -= 1", "pass",
+    ),
+    "what takes long holds up the next": (
+        "engine/pending.py", PENDING, "_PATIENCE_S = 5.0", "_PATIENCE_S = 9e9",
+    ),
+    "all are made at once": (
+        "engine/pending.py", PENDING, "_PATIENCE_S = 5.0", "_PATIENCE_S = -1.0",
+    ),
+    "nobody is told that a resource was made": (
+        "engine/pending.py", PENDING,
+        "        self._note_making(job.number, self.source.kind, [])\n        self._post",
+        "        self._post",
+    ),
+    "a refused grammar is checked anew": (
+        "engine/grammar_check.py", GRAMMARS, "self._refusals[asked] = verdict", "pass",
+    ),
+    "a killed check is a refusal": (
+        "engine/grammar_check.py", GRAMMARS,
+        "return _StuckError(is_too_complex=not is_killed)",
+        "return _StuckError(is_too_complex=True)",
+    ),
+    "the clock bounds a check": (
+        "engine/grammar_check.py", GRAMMARS, "_MOST_SLOWDOWN = 20", "_MOST_SLOWDOWN = 1",
+    ),
+    "a check may compute for ever": (
+        "engine/grammar_check.py", GRAMMARS,
+        "if used - self._used_before > self._seconds:", "if False:",
+    ),
+    "a check may do nothing for ever": (
+        "engine/grammar_check.py", GRAMMARS,
+        "if now - self._got_on_at > self._seconds or now > self._ends_at:", "if False:",
+    ),
+    "the same is checked twice at once": (
+        "engine/grammar_check.py", GRAMMARS,
+        "return bool(self._idle) and asked not in self._in_progress", "return bool(self._idle)",
+    ),
+    "a load that only computes gets on for ever": (
+        "engine/load_watch.py", WATCH, "_MOST_SILENCE = 10", "_MOST_SILENCE = 10**9",
+    ),
+    "what children compute does not count": (
+        "engine/load_watch.py", WATCH, "left += children_of(next_pid)", "pass",
+    ),
+    "a pause of the watch counts": (
+        "engine/load_watch.py", WATCH,
+        "if now - self._looked_at > _LONGEST_LOOK_S:", "if False:",
+    ),
+    "an adapter's pipe is read": (
+        "adapters/peft_files.py", ADAPTERS, "if not stat.S_ISREG(status.st_mode):", "if False:",
+    ),
+    "weights are read before they are judged": (
+        "adapters/peft_files.py", ADAPTERS,
+        "    shapes = _read_shapes(folder, size)\n",
+        "    _read(folder, WEIGHTS, 1 << 20)\n    shapes = _read_shapes(folder, size)\n",
+    ),
+    "no bound on an adapter's configuration": (
+        "adapters/peft_files.py", ADAPTERS,
+        "_MOST_CONFIG_BYTES = 1 << 20", "_MOST_CONFIG_BYTES = 1 << 24",
+    ),
+    "an equal priority makes way": (
+        "core/policy/making_way.py", PRIORITIES,
+        "return message.params.priority > urgent.params.priority",
+        "return message.params.priority >= urgent.params.priority",
+    ),
+    "an aged request makes way": (
+        "core/policy/making_way.py", PRIORITIES,
+        "if order(sequence) < order_of_urgent:", "if False:",
+    ),
+    "nobody makes way by priority": (
+        "core/policy/making_way.py", PRIORITIES, "or not self._by_priority:", "or True:",
+    ),
+    "a user that comes first makes way for another": (
+        "core/taking_back.py", POOL, "if first_order < found_order:", "if False:",
+    ),
+    "of an adapter's users some make way": (
+        "core/taking_back.py", POOL,
+        "if all(_makes_way(user, urgent, making_way) for user in of_resource):",
+        "if any(_makes_way(user, urgent, making_way) for user in of_resource):",
+    ),
+    "what a request has emitted is forgotten when it is taken back": (
+        "core/taking_back.py", POOL,
+        "ids=sequence.output.copy(),", "ids=[],",
+    ),
+    "adapters are waited for in order of arrival": (
+        "rank.py", POOL, "return (level, self.at, self.key)", "return (0, self.key, self.key)",
+    ),
+    "a token counts once": (
+        "token_counts.py", COUNTS, "self.output_counts[index] += 1", "pass",
+    ),
+    "drafts count for good": (
+        "token_counts.py", COUNTS,
+        "ahead.output_counts = self.output_counts[:]", "ahead.output_counts = self.output_counts",
+    ),
+    "a read count is kept after a preemption": (
+        "core/live.py", "core/test_drafts.py", "        sequence.num_read = 0\n", "",
+    ),
+    "a copied block counts as filled": (
+        "execution/draft.py", DRAFT, "self._valid[destination] = 0", "pass",
+    ),
+    "entries of replaced tokens stay valid": (
+        "execution/draft.py", DRAFT, "self._valid[block] = min(self._valid[block], offset)", "pass",
+    ),
+    "a block that is begun keeps its entries": (
+        "execution/draft.py", DRAFT,
+        "            for block in row.block_table[first_block:stop_block]:\n"
+        "                self._valid[block] = 0",
+        "            pass",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_noticed(tmp_path: Path, fault: str) -> None:
+    file, tests, *changes = FAULTS[fault]
+    assert_noticed(tmp_path, file, changes, [[tests]])
