@@ -4,6 +4,7 @@ A gateway keeps what it counts, and for half a minute what it knows of a model; 
 are on the disk. So several gateways may stand before one server, and one may be ended at any time.
 """
 
+import asyncio
 import contextlib
 import hmac
 import logging
@@ -52,6 +53,8 @@ _LOG = logging.getLogger(__name__)
 
 _OPERATIONAL_PATHS = ("/health", "/metrics")
 """Paths that those who run the gateway ask: they need no key and get no span."""
+_BODY_S = 120.0
+"""Seconds that a client may take to send a body. Files have no such bound."""
 _MAX_ID_LENGTH = 40
 """Of the id that a client gives its request."""
 
@@ -152,12 +155,16 @@ async def _answer_with_body(answer: Handler, type_: type[WireRecord], request: R
 
 
 async def _read_body(request: Request) -> bytes:
-    """Raises StatusError for a body that is too large, as soon as that is seen."""
+    """Raises StatusError for a body that is too large or too slow, as soon as that is seen."""
     data = bytearray()
-    async for piece in request.stream():
-        data += piece
-        if len(data) > MAX_BODY_BYTES:
-            raise StatusError(413, f"the body has more than {MAX_BODY_BYTES:,} bytes")
+    try:
+        async with asyncio.timeout(_BODY_S):
+            async for piece in request.stream():
+                data += piece
+                if len(data) > MAX_BODY_BYTES:
+                    raise StatusError(413, f"the body has more than {MAX_BODY_BYTES:,} bytes")
+    except TimeoutError:
+        raise StatusError(408, f"the body did not come within {_BODY_S:.0f} s") from None
     return bytes(data)
 
 
