@@ -55,11 +55,52 @@ local function stays_flat(piece)
     return true
 end
 
-ngx.req.read_body()
+-- A body beyond nginx's buffer stands in /tmp until its request ends. So that one key does not fill
+-- it for all, each has a share. While a body comes it counts as long as was announced, or as the most
+-- there may be; then as long as it is. A request that is alone passes, however large bodies may be.
+-- nginx.conf.in gives the bytes back.
+local BUFFER = 16 * 1024
+local SHARE = 80 * 1024 * 1024 -- a quarter of /tmp
+local UNITS = { k = 1024, m = 1024 * 1024, g = 1024 * 1024 * 1024 }
+local digits, unit = ngx.var.max_body:match("^(%d+)(%a?)$")
+local size = tonumber(headers["content-length"])
+if not size and ngx.req.http_version() < 2 and not headers["transfer-encoding"] then size = 0 end
+size = size or tonumber(digits) * (UNITS[unit] or 1)
+
+-- Let this request hold so many bytes; returns how many its key holds then.
+local function hold(bytes)
+    local more = bytes - tonumber(ngx.var.held)
+    ngx.var.held = bytes
+    return ngx.shared.bodies:incr(ngx.var.key_name, more, 0)
+end
+if size > BUFFER then
+    local held = hold(size)
+    if held > SHARE and held > size then
+        return refuse(429, "the bodies of the requests of this key take all of its share")
+    end
+end
+
+-- nginx bounds the time between two pieces of a body, not that of all.
+local is_complete = false
+local reader = ngx.thread.spawn(function()
+    ngx.req.read_body()
+    is_complete = true
+end)
+if not is_complete then
+    local clock = ngx.thread.spawn(function() ngx.sleep(tonumber(ngx.var.body_seconds)) end)
+    ngx.thread.wait(reader, clock)
+    if not is_complete then
+        return ngx.exit(408) -- at which nginx cuts the client off, as at its own time-out
+    end
+    ngx.thread.kill(clock)
+end
 local is_flat = true
 local name = ngx.req.get_body_file()
+if not name and size > BUFFER then hold(0) end
 if name then
     local file = assert(io.open(name, "rb"))
+    hold(file:seek("end"))
+    file:seek("set")
     while is_flat and json_bytes > 0 do
         local piece = file:read(math.min(json_bytes, 65536))
         if not piece then break end

@@ -3,6 +3,7 @@
 ``app.py`` reads every JSON body here.
 """
 
+import asyncio
 import zlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 
@@ -14,6 +15,8 @@ from jitney_gateway.wire import MAX_BODY_BYTES
 _GZIP = 16 + zlib.MAX_WBITS
 """What tells zlib that gzip's header and checksum stand around the data."""
 _ENCODINGS = ("gzip", "x-gzip")
+BODY_S = 120.0
+"""Seconds that a client may take to send a body. Files have no such bound."""
 
 
 def check_content_type(headers: Mapping[str, str]) -> None:
@@ -49,8 +52,8 @@ def check_not_encoded(headers: Mapping[str, str]) -> None:
 
 
 async def read_body(request: Request) -> bytes:
-    """The bytes, decompressed. Raises StatusError for a body that is too large, as soon as that is
-    seen, and for an encoding that is not gzip; FieldError for one that is no gzip."""
+    """The bytes, decompressed. Raises StatusError for a body that is too large or too slow, as soon
+    as that is seen, and for an encoding that is not gzip; FieldError for one that is no gzip."""
     pieces: AsyncIterator[bytes] = request.stream()
     encoding = _encoding(request.headers)
     if encoding in _ENCODINGS:
@@ -59,10 +62,14 @@ async def read_body(request: Request) -> bytes:
         reason = f"the header Content-Encoding is {encoding[:64]!r}, but only gzip is taken"
         raise StatusError(415, reason)
     data = bytearray()
-    async for piece in pieces:
-        data += piece
-        if len(data) > MAX_BODY_BYTES:
-            raise StatusError(413, f"the body has more than {MAX_BODY_BYTES:,} bytes")
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for piece in pieces:
+                data += piece
+                if len(data) > MAX_BODY_BYTES:
+                    raise StatusError(413, f"the body has more than {MAX_BODY_BYTES:,} bytes")
+    except TimeoutError:
+        raise StatusError(408, f"the body did not come within {BODY_S:.0f} s") from None
     return bytes(data)
 
 

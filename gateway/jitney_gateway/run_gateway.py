@@ -12,6 +12,7 @@ from jitney.errors import ConfigError
 from jitney.tracing import Tracing
 
 from jitney_gateway.app import make_app
+from jitney_gateway.connections import ConnectionBounds, most_connections
 from jitney_gateway.keys import FileKeys, FixedKeys, KeySource
 from jitney_gateway.mounting import open_service
 from jitney_gateway.server_client import ServerClient
@@ -79,6 +80,7 @@ def run_gateway(
         log_level="warning",
         timeout_graceful_shutdown=grace_s,
     )
+    ConnectionBounds(most_connections()).bound(config)
     server = uvicorn.Server(config)
 
     def stop(number: int, frame: FrameType | None) -> None:

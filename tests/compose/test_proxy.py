@@ -6,6 +6,8 @@ the tests' own. What a client without a key, or one who means harm, can do to it
 
 import json
 import signal
+import socket
+import ssl
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -281,6 +283,78 @@ def test_a_body_without_a_length_over_http2_is_checked_too(proxy: Proxy, server:
     wait_for(lambda: connection.waiting() == 0, "both answers", 60)
     connection.close()
     assert server.asked() == []
+
+
+SLOW_KEYS = "first:" + "a" * 24 + "\nother:" + "b" * 24 + "\n"
+MANY = 40
+
+
+def upload(proxy: Proxy, key: str, length: int, sent: bytes = b"") -> socket.socket:
+    """A request that was sent but for the rest of its body."""
+    trust = ssl.create_default_context(cafile=proxy.secrets / "tls_certificate")
+    plain = socket.create_connection(("localhost", proxy.port), timeout=60)
+    connection = trust.wrap_socket(plain, server_hostname="localhost")
+    head = (
+        "POST /v2/models/x/generate HTTP/1.1\r\nHost: localhost\r\n"
+        f"Authorization: Bearer {key}\r\nContent-Length: {length}\r\n\r\n"
+    )
+    connection.sendall(head.encode() + sent)
+    return connection
+
+
+def status_of(connection: socket.socket, seconds: float = 60) -> int | None:
+    """Of an answer. None: there is none within so many seconds. 0: it was cut off."""
+    connection.settimeout(seconds)
+    try:
+        head = connection.recv(4096)
+    except TimeoutError:
+        return None
+    return int(head.split(b" ", 2)[1]) if head else 0
+
+
+def test_one_key_does_not_take_the_place_of_all_bodies(server: Server) -> None:
+    """40 slow uploads of the largest size fill /tmp. Another key's are taken, and what is given up
+    is free again."""
+    with Proxy(server) as proxy:
+        (proxy.secrets / "api_keys").write_text(SLOW_KEYS, encoding="utf-8")
+        assert proxy.reload().returncode == 0
+        wait_for(lambda: proxy.client("b" * 24).request("GET", "/v2")[0] == 200, "the keys", 60)
+        held = [upload(proxy, "a" * 24, 8 << 20, b"[") for _ in range(MANY)]
+        statuses = [status_of(each, 1) for each in held]
+        assert statuses.count(None) == 10
+        assert statuses.count(429) == MANY - 10
+        body = json.dumps({"x": "y" * 1_000_000}).encode()
+        connection = upload(proxy, "b" * 24, len(body), body)
+        assert status_of(connection) == 200
+        assert status_of(upload(proxy, "a" * 24, 20_000)) == 429
+        assert status_of(upload(proxy, "a" * 24, 2, b"{}")) == 200
+        for each in held:
+            each.close()
+        wait_for(
+            lambda: status_of(upload(proxy, "a" * 24, len(body), body)) == 200,
+            "what was given up",
+            60,
+            proxy.output,
+        )
+
+
+def test_a_body_must_come_in_time(server: Server) -> None:
+    """However steadily its pieces come."""
+    with Proxy(server, BODY_SECONDS="2") as proxy:
+        key = proxy.client().headers["authorization"].removeprefix("Bearer ")
+        wait_for(lambda: proxy.client().request("GET", "/v2")[0] == 200, "the first answer", 60)
+        connection = upload(proxy, key, 100)
+        status = None
+        for _ in range(40):
+            connection.sendall(b"x")
+            status = status_of(connection, 0.2)
+            if status is not None:
+                break
+        assert status == 0
+        wait_for(lambda: proxy.log("/v2/models/x/generate"), "the line of the log", 60)
+        (line,) = proxy.log("/v2/models/x/generate")
+        assert line["status"] == 408
+        assert 2 <= line["seconds"] < 20
 
 
 def test_what_is_refused_over_grpc_is_logged_with_its_status(proxy: Proxy) -> None:
