@@ -274,9 +274,7 @@ class Pending:
         self._note_making = note_making
         self.waiting: dict[int, Held] = {}
         """By key."""
-        self._makers = [
-            _Maker(source, self.waiting, post, note_making) for source in self._sources
-        ]
+        self._makers = [_Maker(source, self.waiting, post, note_making) for source in self._sources]
         self.threads = [Thread() for _ in self._sources]
         """For each of the sources, in their order, where its resources are made."""
         self._ready: dict[int, Held] = {}  # by key: those that wait for nothing any more

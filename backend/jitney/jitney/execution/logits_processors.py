@@ -206,9 +206,7 @@ class _TokenValues:
         if tokens:
             self._add(row, tokens, np.full(len(tokens), value, np.float32))
 
-    def add_each(
-        self, row: int, tokens: Collection[int], values: npt.NDArray[np.float32]
-    ) -> None:
+    def add_each(self, row: int, tokens: Collection[int], values: npt.NDArray[np.float32]) -> None:
         """Add a value of its own for each of these tokens of ``row``."""
         if tokens:
             self._add(row, tokens, values)
