@@ -136,7 +136,8 @@ ADMISSION_FAULTS: dict[str, tuple[str, ...]] = {
         "policy/tiers", "return cap - counts.admitted[tier] >=", "return 9 >=",
     ),
     "a full tier holds up the others": (
-        "policy/tiers", "if not self._is_within_cap(sequence):", "if False:",
+        "policy/tiers", "for sequence in firsts if self._is_within_cap(sequence)]",
+        "for sequence in firsts]",
     ),
     "a tier's queue has no limit": (
         "policy/tiers", "if own_limit is not None:", "if False:",

@@ -153,8 +153,11 @@ class Speculation:
             # The output has grown since the proposal was made.
             if drafting.made_at != sequence.num_tokens:
                 self._renew_proposal(sequence, drafting)
+            size = len(drafting.proposal)
+            if not size and not self.asks:  # as a rule, where n-grams do not repeat
+                continue
             chance = self._chance(drafting)
-            count, gain = _worth(chance, prices.draft, len(drafting.proposal))
+            count, gain = _worth(chance, prices.draft, size)
             if gain >= prices.drafting_row:
                 drafting.num_drafts = count
             if self.asks and _may_ask(sequence):

@@ -147,19 +147,11 @@ class TierAdmission:
     def first(self) -> Sequence | None:
         """Each queue offers its first sequence, unless its tier is at its cap. Of these, the first
         by level and rank."""
-        found = None
-        found_order = None
-        for queue in self._queues:
-            if not queue:
-                continue
-            sequence = queue[0]
-            if not self._is_within_cap(sequence):
-                continue
-            its_order = (self._level_if_admitted(sequence), sequence.rank)
-            if found_order is None or its_order < found_order:
-                found = sequence
-                found_order = its_order
-        return found
+        firsts = [queue[0] for queue in self._queues if queue]
+        may_run = [sequence for sequence in firsts if self._is_within_cap(sequence)]
+        if len(may_run) > 1:
+            return min(may_run, key=self._order_if_admitted)
+        return may_run[0] if may_run else None
 
     def _is_within_cap(self, sequence: Sequence) -> bool:
         """Whether the cap of its tier lets a waiting sequence run. Whether the engine may run a
@@ -214,6 +206,10 @@ class TierAdmission:
         if count == 1 or (within_count and within_blocks):
             return 0
         return request.tier
+
+    def _order_if_admitted(self, sequence: Sequence) -> tuple[int, tuple[float, int, int]]:
+        """The order that a waiting sequence would have if it ran."""
+        return (self._level_if_admitted(sequence), sequence.rank)
 
     def _level_if_admitted(self, sequence: Sequence) -> int:
         """The level that a waiting sequence would have after the running ones of its tier."""
