@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from jitney.cgroups import free_memory
 from jitney.errors import InstallationError, JitneyError, install_extra
-from jitney.execution.cgroups import free_memory
 from rich.console import Console
 from rich.markup import escape
 

@@ -37,7 +37,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "batch": {"messages", "token_counts"},
     "rank": set(),
     "core": {"batch", "rank"},
-    "execution": {"batch"},
+    "cgroups": set(),
+    "execution": {"batch", "cgroups"},
     "text": {"batch"},
     "kernels": {"execution"},
     "quantization": {"execution"},
@@ -64,7 +65,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "generate": {"llm"},
     "cli": {"engine"},
     # The neighbours. None of the rooms above names one of them.
-    "jitney_server": {"config", "errors", "server_log", "stop_signals"},
+    "jitney_server": {"cgroups", "config", "errors", "server_log", "stop_signals"},
     "jitney_gateway": {"text", "tracing"},
     "jitney_measure": {"jitney_server", "core", "engine", "access", "read_config"},
     "jitney_jobs": {"jitney_gateway", "jitney_measure", "llm"},

@@ -13,8 +13,9 @@ The files of this folder, in the order in which they are read:
 - ``llm``, ``open_requests``: the engine without a server, and the requests that it has open.
 - ``progress``, ``generate``, ``cli``: the progress bar, ``jitney generate``, and the ``jitney``
   command.
-- ``access``, ``server_log``, ``stub_memory``, ``tracing``: TLS and keys, log records, room in the
-  shared memory of the server's stub, spans.
+- ``access``, ``cgroups``, ``server_log``, ``server_watch``, ``stop_signals``, ``stub_memory``,
+  ``tracing``: TLS and keys, limits of containers, log records, the end of the server and the
+  signals that announce it, room in the shared memory of its stub, spans.
 
 After ``batch`` come the rooms: ``core``, ``engine``, ``text``, ``execution``, ``frontend``. Each
 begins with the docstring of its own ``__init__``. docs/architecture.md follows a request through

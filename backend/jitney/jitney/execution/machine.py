@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from jitney import cgroups
 from jitney.errors import ConfigError
-from jitney.execution import cgroups
 
 _log = logging.getLogger(__name__)
 

@@ -99,7 +99,9 @@ class _Sequence:
         self._min_tokens = params.min_tokens
         self._include_stop = params.include_stop_str_in_output
         self._decoder = tokenizer.decoder(submit.prompt, params.skip_special_tokens)
-        self._scanner = StopScanner(strings, params.include_stop_str_in_output)
+        self._scanner: StopScanner | None = None
+        if strings is not None:
+            self._scanner = StopScanner(strings, params.include_stop_str_in_output)
         self._num_tokens = 0
         self.pending = _Pending()
         self.cumulative_logprob: float | None = None
@@ -108,7 +110,7 @@ class _Sequence:
     @property
     def stop_string(self) -> str | None:
         """The stop string that ended the sequence, if one did."""
-        return self._scanner.match
+        return None if self._scanner is None else self._scanner.match
 
     def feed(self, event: Tokens) -> None:
         """Take new tokens. Those after one that completes a stop string are dropped."""
@@ -123,22 +125,30 @@ class _Sequence:
             if not is_stop_token or self._include_stop:
                 text = self._scan(self._decoder.feed(token_id))
             self.pending.texts.append(text)
-            if self._scanner.stopped:
+            if self._has_stopped:
                 break
         self.pending.ids.extend(event.ids[:num_kept])
         self._keep_logprobs(event, num_kept)
-        if self._scanner.stopped:
+        if self._has_stopped:
             self.finish_reason = "stop"
             return
         if event.finish_reason is not None:
             # The last characters that were held back: by the decoder, then by the scanner. The
             # decoder's may complete a stop string.
-            from_decoder = self._scan(self._decoder.flush())
-            self.pending.end_text = from_decoder + self._scanner.flush()
-            self.finish_reason = "stop" if self._scanner.stopped else event.finish_reason
+            self.pending.end_text = self._scan(self._decoder.flush())
+            if self._scanner is not None:
+                self.pending.end_text += self._scanner.flush()
+            self.finish_reason = "stop" if self._has_stopped else event.finish_reason
+
+    @property
+    def _has_stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self._scanner is not None and self._scanner.stopped
 
     def _scan(self, text: str) -> str:
         """Look for a stop string in new text. Returns what may be sent."""
+        if self._scanner is None:
+            return text
         armed = self._num_tokens > self._min_tokens
         return self._scanner.feed(text, armed)
 

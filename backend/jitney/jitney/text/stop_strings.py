@@ -85,7 +85,7 @@ class StopStrings:
 class StopScanner:
     """Scans one sequence's text."""
 
-    def __init__(self, strings: StopStrings | None, include: bool) -> None:
+    def __init__(self, strings: StopStrings, include: bool) -> None:
         """``include``: the text ends after the stop string instead of before it."""
         self._strings = strings
         self._include = include
@@ -103,8 +103,6 @@ class StopScanner:
         still begin in this text.
         """
         strings = self._strings
-        if strings is None:
-            return text
         state = self._state
         whole = self._held + text
         # ``end``: the index in ``whole`` right after this character.

@@ -5,7 +5,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from jitney.execution import cgroups, machine
+from jitney import cgroups
+from jitney.execution import machine
 
 _MIB = 1 << 20
 _NO_LIMIT_OF_VERSION_1 = 9223372036854771712
