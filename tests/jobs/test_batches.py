@@ -333,7 +333,7 @@ def test_fields_of_a_batch(place: Place) -> None:
     id_ = place.upload([line("a")]).json()["id"]
     for changes in (
         {"endpoint": "/v1/images/generations"}, {"completion_window": "soon"},
-        {"metadata": {"a": 1}}, {"output_expires_after": {}},
+        {"metadata": {"a": 1}}, {"input_file_id": 1},
     ):  # fmt: skip
         refused = place.client.post("/v1/batches", json=batch_of(id_, **changes))
         assert refused.status_code == 400
