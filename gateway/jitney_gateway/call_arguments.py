@@ -7,12 +7,13 @@ the text was cut, and is a beginning of JSON that clients can read.
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 import regex
 
 from jitney_gateway.call_body import (
+    GEMMA_QUOTES,
     PARSE_ERRORS,
     MalformedCallError,
     is_surely_text,
@@ -71,6 +72,8 @@ _CLOSING = {"{": "}", "[": "]"}
 class JsonArguments:
     """Arguments that are written as a JSON object: they leave as they come, to the letter."""
 
+    _tokens: ClassVar[Mapping[str, regex.Pattern[str]]] = _TOKENS
+
     def __init__(self, markers: Sequence[str]) -> None:
         """``markers`` of the model's format may stand in a string. More often the string was never
         closed: so what follows a marker is held until the string has an end that JSON allows."""
@@ -118,7 +121,7 @@ class JsonArguments:
         MalformedCallError."""
         if self._in_string:
             return self._scan_string(text)
-        match = _TOKENS[self._expected].match(text, self._scanned, partial=True)
+        match = self._tokens[self._expected].match(text, self._scanned, partial=True)
         if match is None:
             raise MalformedCallError(f"no {self._expected}")
         if match.partial:
@@ -182,6 +185,109 @@ def _check_number(token: str) -> None:
         msgspec.json.decode(token)
     except PARSE_ERRORS as error:
         raise MalformedCallError(str(error)) from None
+
+
+# ------------------------------------------------------------------------------- Gemma
+
+_ANY_QUOTE = "|".join(map(regex.escape, GEMMA_QUOTES))
+_GEMMA_VALUE = _VALUE.replace('(?P<quote>")', f"(?P<quote> {_ANY_QUOTE} )")
+_GEMMA_KEY = rf"(?P<name> [\w.$-]+ (?= {_SPACE} : ) ) | (?P<quote> {_ANY_QUOTE} )"
+_GEMMA_EXPECTED = {
+    **_EXPECTED,
+    "value": _GEMMA_VALUE,
+    "first item": rf"{_GEMMA_VALUE} | (?P<close>\])",
+    "first key": rf"{_GEMMA_KEY} | (?P<close>\}})",
+    "key": _GEMMA_KEY,
+}
+_SCALAR = regex.compile(rf"{_SPACE}[\w.+-]+")
+"""A value that is no string, or a part of one."""
+
+
+class GemmaArguments(JsonArguments):
+    """Arguments in Gemma's notation: JSON with bare names, and with a marker around strings, which
+    have no escapes."""
+
+    _tokens: ClassVar[Mapping[str, regex.Pattern[str]]] = {
+        expected: regex.compile(rf"{_SPACE} (?: {tokens} )", regex.VERBOSE)
+        for expected, tokens in _GEMMA_EXPECTED.items()
+    }
+
+    def __init__(self, markers: Sequence[str]) -> None:
+        """``markers``: as JsonArguments has them."""
+        others = [marker for marker in markers if marker not in GEMMA_QUOTES]
+        super().__init__(others)
+        self._in_quotes = {
+            quote: regex.compile("|".join(map(regex.escape, [quote, *others])))
+            for quote in GEMMA_QUOTES
+        }
+        self._quote = ""
+        self._json = ""
+        """Of the last token."""
+        self._parts: list[tuple[int, str | None]] = []
+        """What has not left yet: where each part ends in the text that the next call gets, and its
+        JSON. None: it is the inside of a string."""
+
+    def finish(self, text: str) -> Progress:
+        """The sequence has ended with ``text``."""
+        if self._marker_at is not None:
+            return Progress(self._marker_at, "", "cut")
+        is_scalar = self._expected in ("value", "first item") and _SCALAR.fullmatch(text)
+        arguments = text if is_scalar and not self._in_string else ""
+        return Progress(len(text), arguments, "cut")
+
+    def _progress(self, text: str, end: Literal["complete", "cut"] | None) -> Progress:
+        progress = super()._progress(text, end)
+        return progress._replace(arguments=self._take_json(text, progress.size))
+
+    def _take_json(self, text: str, size: int) -> str:
+        """JSON of the first ``size`` characters."""
+        pieces = []
+        begin = 0
+        num_whole = 0
+        for end, part in self._parts:
+            if end > size:
+                break
+            pieces.append(_inside_quotes(text[begin:end]) if part is None else part)
+            begin = end
+            num_whole += 1
+        if begin < size:  # in a string, which goes on
+            pieces.append(_inside_quotes(text[begin:size]))
+        self._parts = [(end - size, part) for end, part in self._parts[num_whole:]]
+        return "".join(pieces)
+
+    def _scan(self, text: str) -> bool:
+        if self._in_string:
+            return self._scan_string(text)
+        if not super()._scan(text):
+            return False
+        self._parts.append((self._scanned, self._json))
+        return True
+
+    def _take_token(self, kind: str, token: str) -> None:
+        self._json = token
+        if kind == "name":
+            self._json = json.dumps(token)
+            self._expected = "colon"
+            return
+        super()._take_token(kind, token)
+        if kind == "quote":
+            self._json = '"'
+            self._quote = token
+
+    def _scan_string(self, text: str) -> bool:
+        while True:
+            mark = self._in_quotes[self._quote].search(text, self._scanned, partial=True)
+            if mark is None or mark.partial:
+                self._scanned = len(text) if mark is None else mark.start()
+                self._searched = self._scanned
+                return False
+            self._scanned = mark.end()
+            if mark[0] == self._quote:
+                self._parts += [(mark.start(), None), (mark.end(), '"')]
+                self._in_string = False
+                return True
+            if self._marker_at is None:
+                self._marker_at = mark.start()
 
 
 # ------------------------------------------------------------------------------- tags
@@ -365,4 +471,4 @@ class PythonArguments:
         return Progress(len(text), "", "cut")
 
 
-ArgumentsReader = JsonArguments | TaggedArguments | PythonArguments
+ArgumentsReader = JsonArguments | GemmaArguments | TaggedArguments | PythonArguments

@@ -37,7 +37,7 @@ _PARAMETER = regex.compile(
 )
 """A parameter between its tags. The ends of lines around the value are not part of it. A value may
 hold ``</parameter>``: the tag that ends it is followed by another parameter or the last tag."""
-_GEMMA_QUOTES = ("<escape>", '<|"|>')
+GEMMA_QUOTES = ("<escape>", '<|"|>')
 _GEMMA_MARK = regex.compile(r'<escape>|<\|"\|>|[\[\]{}]')
 """What opens a string or changes the depth, in Gemma's notation."""
 _GEMMA_PART = regex.compile(
@@ -71,6 +71,8 @@ _CERTAIN = {
 """Kind of a body that has the function's name -> its beginning, up to the arguments."""
 _CERTAIN_ARGUMENTS = regex.compile(_OBJECT_FOLLOWS)
 """The beginning of a body of JSON that is the arguments alone."""
+_CERTAIN_IN_GEMMA = regex.compile(rf'(?=\{{{_SPACE}(?:[\w.$-]|\}}|<escape>|<\|"\|>))')
+"""The same in Gemma's notation."""
 _ANYTHING = regex.compile("")
 
 
@@ -119,8 +121,6 @@ class CallBody:
     def find_certain_call(self, text: str, names: Container[str]) -> CertainCall | None:
         """The call of one of the functions ``names`` that the body certainly is; None if it is not
         certain, or not yet. Each ``text`` must begin with the one before."""
-        if self._kind == "gemma":
-            return None  # its notation becomes JSON as a whole
         match = self._match_beginning(text)
         if match is None or match.partial:
             return None
@@ -147,7 +147,10 @@ class CallBody:
     def _match_beginning(self, text: str) -> regex.Match[str] | None:
         if self._kind == "xml":
             return _ANYTHING.match(text, self.start)  # the head has seen the first tag
-        pattern = _CERTAIN_ARGUMENTS if self._name else _CERTAIN[self._kind]
+        if self._kind == "gemma":
+            pattern = _CERTAIN_IN_GEMMA
+        else:
+            pattern = _CERTAIN_ARGUMENTS if self._name else _CERTAIN[self._kind]
         return pattern.match(text, self.start, partial=True)
 
     def find_end(self, text: str) -> int | None:
@@ -219,7 +222,7 @@ class CallBody:
                 self._scanned = mark.start()
                 return None
             self._scanned = mark.end()
-            if mark[0] in _GEMMA_QUOTES:
+            if mark[0] in GEMMA_QUOTES:
                 self._open_quote = mark[0]
                 continue
             self._depth += 1 if mark[0] in "[{" else -1

@@ -34,7 +34,10 @@ from jitney_gateway.wire import (
     joined_text,
 )
 
-NAMES_OF_MESSAGE = {"reasoning_effort": "output_config.effort"}
+NAMES_OF_MESSAGE = {
+    "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
+}
 """Field of the chat -> its path in the body."""
 
 _FIELDS_OF_BLOCKS = {

@@ -27,6 +27,7 @@ import regex
 
 from jitney_gateway.call_arguments import (
     ArgumentsReader,
+    GemmaArguments,
     JsonArguments,
     Progress,
     PythonArguments,
@@ -264,6 +265,8 @@ class Parser:
             reader = JsonArguments(self._format.markers)
         elif self._format.body == "xml":
             reader = TaggedArguments(self._schemas[call.name])
+        elif self._format.body == "gemma":
+            reader = GemmaArguments(self._format.markers)
         else:
             reader = PythonArguments()
         self._state = _InArguments(

@@ -28,9 +28,11 @@ from jitney_gateway.structured import OutputConstraint, constraint_of_body
 from jitney_gateway.tool_grammar import (
     ANY_TEXT,
     after_reasoning,
+    bounds_reasoning,
     calls_or,
     grammar_of_calls,
     grammar_of_strict_tools,
+    with_free_calls,
 )
 from jitney_gateway.wire import (
     MAX_PROMPTS,
@@ -145,23 +147,18 @@ def _constraint_of_chat(
 ) -> OutputConstraint | None:
     """What the answer must be: what the body says, calls of tools in the model's syntax, or either.
     The model may reason before."""
-    token_ids = {}
-    for marker in special_markers(formats):
-        if marker in model.added_tokens:
-            token_ids[marker] = model.added_tokens[marker]
+    token_ids = _ids_of_markers(formats, model)
     constraint = constraint_of_body(body)
     if formats.tool is not None:
         constraint = _with_calls(constraint, body, formats, token_ids)
     budget = body.thinking_token_budget
-    reasoning = find_reasoning(formats.reasoning)
-    if reasoning is None:
+    if find_reasoning(formats.reasoning) is None:
         budget = None  # there is nothing that it could bound
-    if budget is not None:
-        if not {reasoning.begin, reasoning.end} <= token_ids.keys():
-            reason = f"the markers of reasoning are no tokens of model {body.model!r}"
-            raise FieldError(BUDGET, f"{BUDGET} is not supported: {reason}")
-        if constraint is None:
-            constraint = OutputConstraint(BUDGET, ANY_TEXT)
+    if budget is not None and constraint is None:
+        anything = ANY_TEXT
+        if formats.tool is not None:
+            anything = with_free_calls(formats.tool, token_ids)
+        constraint = OutputConstraint(BUDGET, anything)
     if constraint is None:
         return None
     parameter = after_reasoning(
@@ -210,6 +207,27 @@ def _with_calls(
         return OutputConstraint(constraint.field, either)
     strict = grammar_of_strict_tools(tools, parallel, formats.tool, token_ids, before_text)
     return None if strict is None else OutputConstraint("tools", strict)
+
+
+def _ids_of_markers(formats: AnswerFormats, model: ModelDescription) -> dict[str, int]:
+    """The markers that are single tokens of the model -> their ids."""
+    ids = {}
+    for marker in special_markers(formats):
+        if marker in model.added_tokens:
+            ids[marker] = model.added_tokens[marker]
+    return ids
+
+
+def honours_budget(body: ChatRequest, model: ModelDescription) -> bool:
+    """Whether the model's reasoning, if it reasons, can be bound. Raises as
+    ``formats_of_answer``."""
+    formats = formats_of_answer(body, model)
+    reasoning = find_reasoning(formats.reasoning)
+    if reasoning is None:
+        return True
+    if "structured_outputs" not in model.sampling_parameters:
+        return False
+    return bounds_reasoning(reasoning, _ids_of_markers(formats, model))
 
 
 def formats_of_answer(body: ChatRequest, model: ModelDescription) -> AnswerFormats:

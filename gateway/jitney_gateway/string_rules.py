@@ -71,7 +71,8 @@ def lark_of_string(alternative: Alternative, forbidden: str) -> str | None:
 
 def lark_without(forbidden: str) -> str:
     """The texts in which ``forbidden`` does not stand, in a terminal of Lark."""
-    return f"~/{_ANY}{_in_lark(re.escape(forbidden))}{_ANY}/"
+    # Without the first part it would be any bytes, those of special tokens included.
+    return f"/{_ANY}/ & ~/{_ANY}{_in_lark(re.escape(forbidden))}{_ANY}/"
 
 
 def _parts_of_rule(rule: Mapping[str, Any]) -> list[str]:

@@ -22,7 +22,7 @@ from urllib.parse import quote
 from jitney.errors import InvalidArgumentError
 from jitney.text.schema_references import DEFINITIONS
 
-from jitney_gateway.formats import TOOL_FORMATS, ToolFormat, find_reasoning
+from jitney_gateway.formats import TOOL_FORMATS, Reasoning, ToolFormat, find_reasoning
 from jitney_gateway.schema_alternatives import alternatives_of
 from jitney_gateway.string_rules import lark_of_string
 from jitney_gateway.value_grammar import ValueRules, argument_list
@@ -171,32 +171,56 @@ def grammar_of_strict_tools(
         # Text and call are two kinds of messages, and either is the last one.
         loosened = [{"function": function} for function in functions]
         return calls_or(ANY_TEXT, loosened, parallel, tool_format, ids, before_text)
-    begin = syntax.before_all or syntax.before_call
-    trigger = next((marker for marker in row.markers if begin.startswith(marker)), None)
+    before_first = f"{syntax.before_all}{syntax.before_call}"
+    trigger = next((marker for marker in row.markers if before_first.startswith(marker)), None)
     spell: Spell = partial(_spelt, token_ids=ids)
-    if trigger is None:
+    if trigger is not None:
+        trigger_in_lark = spell(trigger)
+    elif row.bare_head is not None:
         return {"grammar": _calls_at_beginning(functions, parallel=parallel, row=row, spell=spell)}
+    else:
+        # The marker is a word, which may stand in a text: the call's first bracket makes it one.
+        # The model may put space where the format has none.
+        trigger = before_first[: 1 + before_first.index("{")]
+        trigger_in_lark = f"/{_freely_spaced(trigger)}/"
 
-    before_all = syntax.before_all.removeprefix(trigger)
-    before_call = syntax.before_call
-    if not syntax.before_all:
-        before_call = before_call.removeprefix(trigger)  # each call has it
     more_calls = ""
     if parallel and syntax.before_all:
         more_calls = f"({spell(syntax.between_calls)} call)*"
+    before_calls = f"before_calls[lazy]: ANY_TEXT {trigger_in_lark}"
     if trigger in ids:
         # No text can spell a special token: the text ends there.
-        before_calls = f"before_calls: ANY_TEXT {spell(trigger)}"
+        before_calls = f"before_calls: ANY_TEXT {trigger_in_lark}"
+    if syntax.before_all.startswith(trigger):
+        begin = spell(syntax.before_all.removeprefix(trigger))
+        first = f"{begin} call"
+        rules_of_calls = _rules_of_calls("call", functions, row, syntax.before_call, spell)
     else:
-        before_calls = f"before_calls[lazy]: ANY_TEXT {spell(trigger)}"
+        first = "first"
+        before_call = before_first.removeprefix(trigger)
+        rules_of_calls = _rules_of_calls("first", functions, row, before_call, spell)
+        if more_calls:
+            rules_of_calls += _rules_of_calls("call", functions, row, syntax.before_call, spell)
     rules = [
         "start: (before_calls calls)* last_text",
-        f"calls: {spell(before_all)} call {more_calls} {spell(syntax.after_all)}",
+        f"calls: {first} {more_calls} {spell(syntax.after_all)}",
         before_calls,
         "last_text: ANY_TEXT",
         "ANY_TEXT: /(?s:.*)/",
-        *_rules_of_calls("call", functions, row, before_call, spell),
+        *rules_of_calls,
     ]
+    return {"grammar": "\n".join(rules)}
+
+
+def with_free_calls(tool_format: str, token_ids: Mapping[str, int]) -> Mapping[str, str]:
+    """The constraint of an answer that may call as it likes, for a model whose reasoning has a
+    budget. ANY_TEXT would be none: no text can spell the special tokens around a call."""
+    row = TOOL_FORMATS[tool_format]
+    markers = [f"<[{token_ids[marker]}]>" for marker in row.markers if marker in token_ids]
+    if not markers:
+        return ANY_TEXT
+    any_marker = " | ".join(markers)
+    rules = [f"start: ANY_TEXT (({any_marker}) ANY_TEXT)*", "ANY_TEXT: /(?s:.*)/"]
     return {"grammar": "\n".join(rules)}
 
 
@@ -219,7 +243,9 @@ def _calls_at_beginning(
     # A model may put space where the format has none.
     like_a_call = rf"\s*{_freely_spaced(begin)}\s*({names})\s*{_freely_spaced(after_name[0])}"
     escaped = f"{like_a_call}(?s:.*)".replace("/", r"\/")
-    more_calls = f"({spell(syntax.between_calls)} call)*" if parallel else ""
+    more_calls = ""
+    if parallel and syntax.between_calls is not None:
+        more_calls = f"({spell(syntax.between_calls)} call)*"
     rules = [
         "start: calls | OTHER_TEXT",
         f"calls: first {more_calls} {spell(syntax.after_all)}",
@@ -329,6 +355,17 @@ def _xml_value(name: str, schema: Any, whole: Mapping[str, Any]) -> _Value:
 # ------------------------------------------------------------------------------- after reasoning
 
 
+def bounds_reasoning(reasoning: Reasoning, token_ids: Mapping[str, int]) -> bool:
+    """Whether a budget can bound the reasoning: both of its markers must begin with tokens of
+    ``token_ids``, which no text can spell."""
+    if reasoning.before_answer:
+        # The answer begins with the same tokens as the reasoning, in which llguidance finds the
+        # reasoning only, if that has a budget.
+        return False
+    markers = (reasoning.begin, reasoning.end)
+    return all(marker.startswith(tuple(token_ids)) for marker in markers)
+
+
 def after_reasoning(
     constraint: Mapping[str, Any],
     reasoning_format: str | None,
@@ -340,8 +377,8 @@ def after_reasoning(
     """The same constraint for a model that may reason first: what follows its reasoning must keep
     to it.
 
-    ``budget``: most tokens of the reasoning, after which its end marker comes. For that the markers
-    must be in ``token_ids``. ``has_header``: the constraint has what stands before an answer's
+    ``budget``: most tokens of the reasoning, after which its end marker comes; see
+    :func:`bounds_reasoning`. ``has_header``: the constraint has what stands before an answer's
     content, where the format has such a thing.
     """
     reasoning = find_reasoning(reasoning_format)
@@ -357,7 +394,7 @@ def after_reasoning(
         if budget == 0:
             thoughts_rule = 'thoughts: ""'
     else:
-        assert budget is None
+        assert budget is None  # without_effect.py has left it out
         # The marker is text: reasoning goes up to its first occurrence.
         before_answer = "thoughts SPACE?"
         thoughts_rule = f"thoughts[suffix={end}]: /(?s:.*)/"

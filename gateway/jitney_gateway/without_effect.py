@@ -11,7 +11,12 @@ from typing import Any
 from jitney.errors import show
 
 from jitney_gateway.field_rules import IgnoredFields
-from jitney_gateway.server_request import ModelDescription, known_service_tiers
+from jitney_gateway.server_request import (
+    BUDGET,
+    ModelDescription,
+    honours_budget,
+    known_service_tiers,
+)
 from jitney_gateway.wire import ChatRequest, CompletionRequest, Generation
 
 NamesOfFields = Mapping[str, str]
@@ -39,6 +44,12 @@ def leave_out_of_chat(
         ignored.add(field, fault=_unknown_to_template(value, model))
         setattr(body, name, None)
     body.chat_template_kwargs = known_kwargs(body.chat_template_kwargs, model, ignored)
+    budget = body.thinking_token_budget
+    if budget is not None and not honours_budget(body, model):
+        field = (names or {}).get(BUDGET, BUDGET)
+        reason = f"the reasoning of model {body.model!r} cannot be bound"
+        ignored.add(field, fault=f"is {budget}, but {reason}")
+        body.thinking_token_budget = None
     limit = body.max_completion_tokens
     if limit is not None and body.params.pop("max_tokens", limit) != limit:
         ignored.add("max_tokens", fault="differs from max_completion_tokens: give one")

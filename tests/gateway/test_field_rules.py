@@ -230,6 +230,37 @@ def test_the_blocks_of_another_server_come_back(strict: bool) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("path", "more", "named"),
+    [
+        (CHATS, {"thinking_token_budget": 9}, "thinking_token_budget"),
+        (
+            MESSAGES,
+            {"thinking": {"type": "enabled", "budget_tokens": 9}},
+            "thinking.budget_tokens",
+        ),
+    ],
+)
+def test_a_budget_that_the_model_cannot_keep_is_ignored(
+    path: str, more: dict[str, Any], named: str
+) -> None:
+    """Its markers are texts, which any tokens may spell; or no grammar can bind it."""
+    template = "{{ enable_thinking }}</think>"
+    ids = {"<think>": 6, "</think>": 7}
+    spelt = msgspec.structs.replace(MODEL, chat_template=template)
+    known = msgspec.structs.replace(spelt, added_tokens=ids)
+    free = known.sampling_parameters - {"structured_outputs"}
+    for model in (spelt, msgspec.structs.replace(known, sampling_parameters=free)):
+        request, said = ask(path, more, model=model)
+        assert said == named
+        assert b"structured_outputs" not in request.inputs["sampling_parameters"]  # type: ignore[operator]
+        with pytest.raises(FieldError, match=f"{named} is 9, but the reasoning of model 'm'"):
+            ask(path, more, model=model, strict=True)
+    request, said = ask(path, more, model=known, strict=True)
+    assert said == ""
+    assert b"[max_tokens=9]" in request.inputs["sampling_parameters"]  # type: ignore[operator]
+
+
 def test_the_newer_limit_wins() -> None:
     for limit in (3, -1):
         request, named = ask(CHATS, {"max_tokens": 9, "max_completion_tokens": limit})

@@ -41,7 +41,7 @@ class Answering:
     async def find_model(self, name: str) -> ServedModel:
         return ServedModel("m", "", {}, KNOWN, 0.0)
 
-    async def ready_models(self) -> list[str]:
+    async def listed_models(self) -> list[str]:
         return ["m"]
 
     async def is_ready(self) -> bool:

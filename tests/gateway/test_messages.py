@@ -10,6 +10,7 @@ from jitney_gateway.content_blocks import SequenceContent
 from jitney_gateway.field_rules import IgnoredFields
 from jitney_gateway.messages_answer import MessageAnswer
 from jitney_gateway.messages_request import (
+    NAMES_OF_MESSAGE,
     CountTokensRequest,
     MessageRequest,
     chat_of_message,
@@ -20,6 +21,7 @@ from jitney_gateway.refusals import FieldError, StatusError, describe, name_clie
 from jitney_gateway.refusals import describe_for_messages as told
 from jitney_gateway.server_request import ModelDescription, ServerRequest, request_of_chat
 from jitney_gateway.wire import JsonObject, decode
+from jitney_gateway.without_effect import leave_out_of_chat
 
 from tests.gateway.test_answers import step
 from tests.gateway.test_responses import TEXTS
@@ -63,7 +65,9 @@ def ask(
     ignored = IgnoredFields(strict=strict)
     data = decode(json.dumps(body).encode(), MessageRequest, ignored)
     try:
-        return request_of_chat(chat_of_message(data, known, ignored), known, "id")
+        made = chat_of_message(data, known, ignored)
+        leave_out_of_chat(made, known, ignored, NAMES_OF_MESSAGE)
+        return request_of_chat(made, known, "id")
     except InvalidArgumentError as error:
         raise name_clients_field(error, data) from None
 
@@ -223,9 +227,9 @@ def test_thinking_has_a_budget() -> None:
     made = params_of(BODY | {"thinking": thinking}, known)
     assert "[max_tokens=1024]" in made["structured_outputs"]["grammar"]
     spelt = msgspec.structs.replace(known, added_tokens={})
-    with pytest.raises(FieldError) as caught:
-        params_of(BODY | {"thinking": thinking}, spelt)
-    assert caught.value.field == "thinking"
+    assert params_of(BODY | {"thinking": thinking}, spelt).get("structured_outputs") is None
+    with pytest.raises(FieldError, match=r"thinking.budget_tokens is 1024, but the reasoning"):
+        ask(BODY | {"thinking": thinking}, spelt, strict=True)
 
 
 def answer_of(parser: Parser) -> MessageAnswer:

@@ -287,6 +287,7 @@ READ = {  # tool format, reasoning format, text, what it says
     "think, unfinished": (None, "cohere_opened", "a<|END_THIN", Read("", (), "a<|END_THIN")),
 }
 HEAD = '<tool_call>{"name": "find", "arguments": '
+GEMMA_HEAD = "<start_function_call>call:find"
 CUT = {  # tool format, text, what it says: calls that were certain, and end too early
     "in a number": ("hermes", HEAD + '{"n": 1', Read(cut=((FIND, '{"n": 1'),))),
     "in a string": ("hermes", HEAD + '{"zip": "a\\u00', Read(cut=((FIND, '{"zip": "a\\u00'),))),
@@ -332,6 +333,40 @@ CUT = {  # tool format, text, what it says: calls that were certain, and end too
         *("hermes", HEAD + f'{{"n": {"[" * 9000}{"]" * 9000}}}}}'),
         Read(f"{'[' * 8901}{']' * 9000}}}}}", (), "", ((FIND, '{"n": ' + "[" * 99),)),
     ),
+    "harmony": (
+        *("harmony", '<|channel|>commentary to=functions.find json<|message|>{"n": 1'),
+        Read(cut=((FIND, '{"n": 1'),)),
+    ),
+    "phi": (
+        *("phi4_mini", '<|tool_call|>[{"name": "find", "arguments": {"n": 1'),
+        Read(cut=((FIND, '{"n": 1'),)),
+    ),
+    "phi, the end of its list": (
+        *("phi4_mini", '<|tool_call|>[{"name": "find", "arguments": {"n": 1}'),
+        Read("", ONE),
+    ),
+    "gemma, before the arguments": ("gemma", "<|tool_call>call:find{", Read(cut=((FIND, ""),))),
+    "gemma, in a name": ("gemma", "<|tool_call>call:find{n:1,zi", Read(cut=((FIND, '{"n":1,'),))),
+    "gemma, in a number": ("function_gemma", f"{GEMMA_HEAD}{{n:1", Read(cut=((FIND, '{"n":1'),))),
+    "gemma, in a string": (
+        *("function_gemma", f'{GEMMA_HEAD}{{zip:<escape>a "b"\n\\<esc'),
+        Read(cut=((FIND, '{"zip":"a \\"b\\"\\n\\\\'),)),
+    ),
+    "gemma, no quotes": (
+        *("gemma", "<|tool_call>call:find{q:Rome}<tool_call|>"),
+        Read("Rome}<tool_call|>", (), "", ((FIND, '{"q":'),)),
+    ),
+    "gemma, a string without its end": (
+        *(
+            "gemma",
+            '<|tool_call>call:find{q:<|"|>a}<tool_call|><|tool_call>call:find{n:1}<tool_call|>',
+        ),
+        Read("", ONE, "", ((FIND, '{"q":"a}'),)),
+    ),
+    "gemma, a string that ends in the next call": (
+        *("gemma", '<|tool_call>call:find{q:<|"|>a}<tool_call|> <|tool_call>call:g{a:<|"|>b<|"|>}'),
+        Read("", (("g", {"a": "b"}),), "", ((FIND, '{"q":"a}'),)),
+    ),
     "no last bracket": ("hermes", HEAD + '{"n": 1}</tool_call>', Read("", ONE)),
     "python, behind a call": (
         *("pythonic", "[find(n=1) for x in y]"),
@@ -351,14 +386,16 @@ LOST = [  # what is no call, or none yet
     ("hermes", '<tool_call>{"name": "unknown", "arguments": {"n": 1'),
     ("hermes", f"<tool_call>{{{'[' * 9000}"),
     ("hermes", "a < b <tool_call"),
-    ("harmony", '<|channel|>commentary to=functions.find json<|message|>{"n": 1'),
+    ("harmony", '<|channel|>commentary to=functions.unknown json<|message|>{"n": 1'),
     ("harmony", "<|channel|>commentary to=functions.find json<|message|>[1]"),
     ("harmony", "<|channel|>commentary to=functions.find <|message|>no"),
     ("harmony", "a < b <|en"),
-    ("gemma", '<|tool_call>call:find{q:<|"|>a}<tool_call|>'),
-    ("gemma", "<|tool_call>call:find{q:Rome}<tool_call|>"),
-    ("function_gemma", "<start_function_call>call:find{n:1"),
-    ("phi4_mini", '<|tool_call|>[{"name": "find", "arguments": {"n": 1}'),
+    ("gemma", '<|tool_call>call:unknown{q:<|"|>a}<tool_call|>'),
+    ("gemma", "<|tool_call>call:unknown{q:Rome}<tool_call|>"),
+    ("gemma", "<|tool_call>call:find{=1}<tool_call|>"),
+    ("function_gemma", "<start_function_call>call:unknown{n:1"),
+    ("phi4_mini", '<|tool_call|>[{"name": "unknown", "arguments": {"n": 1}'),
+    ("phi4_mini", '<|tool_call|>[{"name": "find", "arguments": [1]}]'),
     ("hermes", "Space stays  \n "),
     ("llama3_json", '{"name": "Ann", "age": 3'),
     ("llama3_json", '<|python_tag|>search.call(query="x")'),
@@ -413,13 +450,27 @@ LEAVING = {  # the beginning of a call, and what has left of its arguments
     "deepseek_v31": (V31[: V31.index("1}")] + '1, "zip": "' + LONG, '{"n": 1, "zip": "' + LONG),
     "qwen_xml": ("<function=find>\n<parameter=zip>\n" + LONG, '{"zip":"' + LONG),
     "pythonic": (f"[find(zip='{LONG}', n=", f'{{"zip": "{LONG}"'),
+    "harmony": (
+        '<|channel|>commentary to=functions.find json<|message|>{"zip": "' + LONG,
+        '{"zip": "' + LONG,
+    ),
+    "phi4_functools": (
+        'functools[{"name": "find", "arguments": {"zip": "' + LONG,
+        '{"zip": "' + LONG,
+    ),
+    "phi4_mini": (
+        '<|tool_call|>[{"name": "find", "arguments": {"zip": "' + LONG,
+        '{"zip": "' + LONG,
+    ),
+    "gemma": ('<|tool_call>call:find{n:1,zip:<|"|>' + LONG, '{"n":1,"zip":"' + LONG),
+    "function_gemma": ("<start_function_call>call:find{zip:<escape>" + LONG, '{"zip":"' + LONG),
 }
 
 
 @pytest.mark.parametrize("tool_format", TOOL_FORMATS)
 def test_arguments_leave_while_the_model_writes_them(tool_format: str) -> None:
     text, expected = LEAVING[tool_format]
-    parser = Parser(tool_format, None, TOOLS)
+    parser = make_parser(AnswerFormats(tool_format, None), TOOLS)
     pieces = [piece for character in text for piece in parser.push(character)]
     assert "".join(piece.text for piece in pieces) == expected
     assert [piece.name for piece in pieces if piece.name] == [FIND]

@@ -10,15 +10,17 @@ import pytest
 from jitney.errors import InvalidArgumentError
 from jitney.sampling_params import StructuredOutputs
 from jitney.text.grammar import prove_grammar
-from jitney_gateway.formats import TOOL_FORMATS, AnswerFormats, special_markers
+from jitney_gateway.formats import TOOL_FORMATS, AnswerFormats, find_reasoning, special_markers
 from jitney_gateway.harmony import make_parser
 from jitney_gateway.parsers import Parser
 from jitney_gateway.tool_grammar import (
     ANY_TEXT,
     after_reasoning,
+    bounds_reasoning,
     calls_or,
     grammar_of_calls,
     grammar_of_strict_tools,
+    with_free_calls,
 )
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -212,7 +214,7 @@ def test_harmony_names_the_channel_of_what_is_forced(single: bool) -> None:
     assert not accepts(schema, tokens, f"{thoughts}<|channel|>final<|message|>x")
 
     grammar = grammar_of_calls(TOOLS, "required", True, "harmony", ids)
-    forced = after_reasoning(grammar, "harmony", ids, is_call=True)
+    forced = after_reasoning(grammar, "harmony", ids, has_header=True)
     call = "<|channel|>commentary to=functions.g <|constrain|>json<|message|>"
     assert accepts(forced, tokens, f'{thoughts}{call}{{"b": 1}}')
     assert accepts(forced, tokens, f'{call}{{"b": 1}}')
@@ -409,29 +411,39 @@ def test_parameters_that_are_no_schema_are_refused_by_name(
             grammar_of_calls([tool], "required", True, tool_format)
 
 
-CALLS = {  # tool format -> how a call of g is written: ARGUMENTS stand for {"b": 1}
-    "qwen_xml": "<tool_call>\n<function=g>\nARGUMENTS</function>\n</tool_call>",
-    "hermes": '<tool_call>\n{"name": "g", "arguments": ARGUMENTS}\n</tool_call>',
-    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n"
+CALLS = {  # tool format -> how a call of NAME is written: ARGUMENTS stand for {"b": 1}
+    "qwen_xml": "<tool_call>\n<function=NAME>\nARGUMENTS</function>\n</tool_call>",
+    "hermes": '<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>',
+    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n"
     "ARGUMENTS\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>g<｜tool▁sep｜>ARGUMENTS"
+    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS"
     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-    "mistral_args": "[TOOL_CALLS]g[ARGS]ARGUMENTS",
-    "mistral": '[TOOL_CALLS][{"name": "g", "arguments": ARGUMENTS}]',
-    "pythonic": "[g(ARGUMENTS)]",
-    "llama3_json": '{"name": "g", "parameters": ARGUMENTS}',
+    "mistral_args": "[TOOL_CALLS]NAME[ARGS]ARGUMENTS",
+    "mistral": '[TOOL_CALLS][{"name": "NAME", "arguments": ARGUMENTS}]',
+    "pythonic": "[NAME(ARGUMENTS)]",
+    "llama3_json": '{"name": "NAME", "parameters": ARGUMENTS}',
+    "harmony": "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS",
+    "phi4_functools": 'functools[{"name": "NAME", "arguments": ARGUMENTS}]',
+    "phi4_mini": '<|tool_call|>[{"name": "NAME", "arguments": ARGUMENTS}]<|/tool_call|>',
+    "gemma": "<|tool_call>call:NAMEARGUMENTS<tool_call|>",
+    "function_gemma": "<start_function_call>call:NAMEARGUMENTS<end_function_call>",
 }
 ONLY_AT_BEGINNING = ("pythonic", "llama3_json")
+BEFORE_TEXT = {"harmony": "<|channel|>final<|message|>"}
+"""Tool format -> what stands before an answer's content."""
 
 
-def written(tool_format: str, value: str) -> str:
-    """A call of g with an argument b."""
+def written(tool_format: str, value: str, name: str = "g") -> str:
+    """A call with an argument b."""
     arguments = f'{{"b": {value}}}'
     if tool_format == "qwen_xml":
         arguments = f"<parameter=b>\n{value}\n</parameter>\n"
     elif tool_format == "pythonic":
         arguments = f"b={value}"
-    return CALLS[tool_format].replace("ARGUMENTS", arguments)
+    elif tool_format in ("gemma", "function_gemma"):
+        quote = TOOL_FORMATS[tool_format].quote
+        arguments = f"{{b:{value}}}".replace('"', quote)
+    return CALLS[tool_format].replace("NAME", name).replace("ARGUMENTS", arguments)
 
 
 def known_tokens(tool_format: str, single: bool) -> tuple[Tokenizer, dict[str, int]]:
@@ -448,49 +460,87 @@ def test_with_a_constraint_an_answer_is_calls_or_what_it_says(
     tokens, ids = known_tokens(tool_format, single)
     schema = {"type": "object", "properties": {"answer": {"type": "string"}}}
     schema |= {"required": ["answer"], "additionalProperties": False}
+    before = BEFORE_TEXT.get(tool_format, "")
     for constraint in ({"json": schema}, {"regex": r"\{.answer.: .a b.\}"}):
-        both = calls_or(constraint, TOOLS, True, tool_format, ids)
-        assert accepts(both, tokens, '{"answer": "a b"}')
+        both = calls_or(constraint, TOOLS, True, tool_format, ids, before)
+        assert accepts(both, tokens, before + '{"answer": "a b"}')
         assert accepts(both, tokens, written(tool_format, "1"))
         assert not accepts(both, tokens, written(tool_format, '"x"'))
-        assert not accepts(both, tokens, "So: a b")
-        assert not accepts(both, tokens, '{"answer": "a b"}' + written(tool_format, "1"))
+        assert not accepts(both, tokens, f"{before}So: a b")
+        assert not accepts(both, tokens, before + '{"answer": "a b"}' + written(tool_format, "1"))
 
 
 @pytest.mark.parametrize("single", [False, True], ids=["spelt", "single tokens"])
 @pytest.mark.parametrize("tool_format", TOOL_FORMATS)
 def test_a_strict_tool_is_called_as_its_schema_says(tool_format: str, single: bool) -> None:
     tokens, ids = known_tokens(tool_format, single)
-    assert grammar_of_strict_tools(TOOLS, True, tool_format, ids) is None
+    before = BEFORE_TEXT.get(tool_format, "")
+    assert grammar_of_strict_tools(TOOLS, True, tool_format, ids, before) is None
     strict = json.loads(json.dumps(TOOLS))
     strict[1]["function"]["strict"] = True
-    free = grammar_of_strict_tools(strict, True, tool_format, ids)
+    free = grammar_of_strict_tools(strict, True, tool_format, ids, before)
     call = written(tool_format, "1")
     wrong = written(tool_format, '"x"')
-    for text in ("", "Hello <b>", "[1] {", call):
-        assert accepts(free, tokens, text), text
+    for text in ("", "Hello <b>", "[1] {", "functools [0]"):
+        assert accepts(free, tokens, before + text), text
+    assert accepts(free, tokens, call)
     assert not accepts(free, tokens, wrong)
     if tool_format in ONLY_AT_BEGINNING:
         assert not accepts(free, tokens, wrong.replace(" ", "").replace('{"', '{ "'))
         assert accepts(free, tokens, f"So: {wrong}"), "no call"
+    elif before:
+        assert not accepts(free, tokens, call + call), "a call ends the answer"
+        assert accepts(free, tokens, f"{before}So:{wrong}") is not single
     else:
         assert accepts(free, tokens, f"So:\n\n{call}")
         assert accepts(free, tokens, f"{call}\n{call} Bye.")
         assert not accepts(free, tokens, f"So:\n\n{wrong}")
     if tool_format not in ("pythonic", "qwen_xml"):
-        other = CALLS[tool_format].replace("ARGUMENTS", '{"b": "x"}')
-        for name in ('"g"', "g\n", "]g[", ">g<"):
-            other = other.replace(name, name.replace("g", "now"))
-        other = other.replace("｜>g<｜", "｜>now<｜")
+        other = written(tool_format, '"x"', "now")
         assert accepts(free, tokens, other), "this tool is not strict"
 
 
 @pytest.mark.parametrize("tool_format", TOOL_FORMATS)
 def test_any_object_is_an_answer_beside_calls(tool_format: str) -> None:
-    both = calls_or({"json_object": True}, TOOLS, True, tool_format)
+    before = BEFORE_TEXT.get(tool_format, "")
+    both = calls_or({"json_object": True}, TOOLS, True, tool_format, None, before)
     for text in ('{"name": "Ann", "a": [1]}', '{"name": "g", "arguments": 5}', "{}"):
-        assert accepts(both, tokenizer([]), text), text
+        assert accepts(both, tokenizer([]), before + text), text
     assert accepts(both, tokenizer([]), written(tool_format, "1"))
+
+
+@pytest.mark.parametrize("single", [False, True], ids=["spelt", "single tokens"])
+@pytest.mark.parametrize("tool_format", TOOL_FORMATS)
+def test_a_budget_leaves_a_model_its_calls(tool_format: str, single: bool) -> None:
+    markers = special_markers(AnswerFormats(tool_format, "think")) if single else ["</think>"]
+    tokens = tokenizer(markers)
+    ids = {marker: tokens.token_to_id(marker) for marker in markers}
+    free = after_reasoning(with_free_calls(tool_format, ids), "think_opened", ids, 5)
+    call = written(tool_format, "1")
+    for text in ("", "Hello <b>", call, f"So:\n\n{call}\n{call} Bye."):
+        assert accepts(free, tokens, f"abcde</think>{text}"), text
+    assert not accepts(free, tokens, f"abcdef</think>{call}")
+
+
+def test_a_budget_bounds_gemma_and_not_gpt_oss() -> None:
+    markers = special_markers(AnswerFormats("gemma", "gemma"))
+    tokens = tokenizer(markers)
+    ids = {marker: tokens.token_to_id(marker) for marker in markers}
+    bound = after_reasoning(with_free_calls("gemma", ids), "gemma", ids, 5)
+    call = written("gemma", "1")
+    for text in ("So.", call):
+        assert accepts(bound, tokens, text)
+        assert accepts(bound, tokens, f"<|channel>thought\nabcde<channel|>{text}")
+        assert not accepts(bound, tokens, f"<|channel>thought\nabcdef<channel|>{text}")
+    known = {marker: index for index, marker in enumerate(TOOL_FORMATS["harmony"].markers)}
+    for name, token_ids, is_bound in (
+        ("gemma", ids, True),
+        ("gemma", {}, False),
+        ("harmony", known, False),
+    ):
+        reasoning = find_reasoning(name)
+        assert reasoning is not None
+        assert bounds_reasoning(reasoning, token_ids) is is_bound
 
 
 def test_reasoning_has_a_budget() -> None:
