@@ -486,7 +486,7 @@ def test_without_an_option_users_of_an_adapter_keep_it(
 
 def test_an_adapter_that_a_request_of_a_better_rank_uses_too_is_kept() -> None:
     house = House(most=1, priority_preempts=True)
-    house.submit("a", max_tokens=30)
+    house.submit("a", max_tokens=60)
     better = house.submit("a", max_tokens=30, priority=-9)
     house.step()
     house.submit("urgent", **URGENT)

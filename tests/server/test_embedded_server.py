@@ -182,7 +182,7 @@ def test_a_stop_leaves_nothing_behind(repository: Path) -> None:
     idle.getresponse().read()
     members = group_of(server)
     assert len(members) >= 2, "the server and its stub"
-    runtime, log = server._runtime, server.log_file
+    runtime, log = server._runtime.path, server.log_file
     begin = time.monotonic()
     assert server.stop() is True
     assert time.monotonic() - begin < 60, "the idle connection held it up"
@@ -221,7 +221,7 @@ def test_a_request_beyond_the_grace_is_ended(repository: Path, tmp_path: Path) -
 def test_a_killed_server_leaves_nothing_behind(repository: Path) -> None:
     server = TritonServer(repository)
     server.start()
-    members, runtime = group_of(server), server._runtime
+    members, runtime = group_of(server), server._runtime.path
     assert server.pid is not None
     assert runtime is not None
     os.kill(server.pid, signal.SIGKILL)
