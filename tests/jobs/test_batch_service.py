@@ -17,7 +17,7 @@ def test_the_gateway_finds_it(tmp_path: Path) -> None:
 
 def test_a_package_that_jobs_need_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InstallationError, match=r"need pyarrow: pip install .*\[gateway,jobs\]"):
+    with pytest.raises(InstallationError, match=r"need pyarrow: .*\[gateway,jobs\]"):
         open_service("batches", tmp_path)
     assert open_service("batches", None).keys_of("alice") == {}, "without a folder it needs none"
 

@@ -20,7 +20,7 @@ with overlap the next one, and its own. So there are two kinds of limits:
 
 An estimate is not always met, and the engine has work beside the device. So a step is planned for a
 part of the target, the *aim*. It shrinks with each step that exceeds the target, and grows slowly
-with each step that does not. Both balance if one step in a hundred exceeds the target.
+with each step that does not. Both balance if one step in 146 exceeds the target.
 """
 
 from dataclasses import dataclass, replace
@@ -32,8 +32,8 @@ from jitney.core.policy.seam import DraftChoice
 from jitney.core.request import Sequence
 
 # What the aim is multiplied by after a step that exceeded the target, and after one that did not.
-# 0.95 * 1.0005 ** 99 is about 1: so the aim stays if one step in a hundred exceeds the target.
-_EXCEEDED = 0.95
+# 0.93 * 1.0005 ** 145 is about 1: so the aim stays if one step in 146 exceeds the target.
+_EXCEEDED = 0.93
 _MET = 1.0005
 _LEAST_AIM = 0.5
 _STEPS_TO_FIRST = 3  # the step that runs, with overlap the next one, and its own
