@@ -237,3 +237,14 @@ def test_a_request_counts_in_its_tier(pb: Any, make_house: Callable[..., House])
     assert [value(pb, gap, tier=tier) for tier in ("fast", "bulk")] == [2, 4]
     assert value(pb, module.REQUESTS, tier="bulk", outcome="length") == 2
     assert value(pb, module.REQUESTS, outcome="refused") == 2
+
+
+def test_gauges_can_be_sent_alone(pb: Any) -> None:
+    metrics = module.ModelMetrics(LABELS, INFO)
+    metrics.add_step(StepStats(blocks_total=8, blocks_used=3, generated_tokens=5))
+    metrics.set_gauges(Health(), module.OpenCounts(encoding=1, submitted=0, reports=0))
+    metrics.flush(only_gauges=True)
+    assert value(pb, "jitney_kv_used_blocks") == 3
+    assert value(pb, "jitney_generated_tokens_total") == 0
+    metrics.flush()
+    assert value(pb, "jitney_generated_tokens_total") == 5

@@ -464,39 +464,64 @@ def test_an_exception_in_a_thread_is_counted_and_the_thread_goes_on(
     assert all(each.is_alive for each in house.service._workers.values())
 
 
+def stop_worker(house: House, name: str) -> None:
+    house.service._workers[name].stop()
+    house.service._workers[name].join(10)
+
+
 @pytest.mark.parametrize(
-    ("worker", "turn", "asked", "share"),
-    [
-        ("sweeper", "_sweep", (Channel, "is_cancelled"), 0.05),
-        ("metrics", "_flush_metrics", (ModelMetrics, "flush"), 0.01),
-    ],
+    ("seconds", "period"),
+    [(0.0001, 0.01), (0.01, 0.2), (0.1, 1.0), (1.0, 4.0)],
+    ids=["few requests", "a twentieth of the time", "once a second", "very many requests"],
 )
-def test_what_asks_the_server_takes_a_small_share_of_the_time(
+def test_sweeps_are_fewer_the_longer_they_take(
     pb: Any,
     make_house: Callable[..., House],
     monkeypatch: pytest.MonkeyPatch,
-    worker: str,
-    turn: str,
-    asked: tuple[type, str],
-    share: float,
+    seconds: float,
+    period: float,
 ) -> None:
     house = make_house(step_seconds=0.002)
-    house.service._workers[worker].stop()
-    house.service._workers[worker].join(10)
+    stop_worker(house, "sweeper")
     request = pb.Request(text_input="a", sampling_parameters=sampling(max_tokens=1900))
     house.service.accept(request)
     now = 0.0
 
-    def ask(_: Any) -> bool:
+    def ask(_: Channel) -> bool:
         nonlocal now
-        now += 0.1
+        now += seconds
         return False
 
     with monkeypatch.context() as slow:
         slow.setattr(service, "time", SimpleNamespace(monotonic=lambda: now))
-        slow.setattr(*asked, ask)
-        pause = getattr(house.service, turn)()
-    assert 0.1 / (0.1 + pause) == pytest.approx(share)
+        slow.setattr(Channel, "is_cancelled", ask)
+        pause = house.service._sweep()
+    assert now == seconds
+    assert seconds + pause == pytest.approx(period)
+
+
+def test_counters_are_sent_less_often_than_gauges_if_that_takes_long(
+    make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house = make_house()
+    stop_worker(house, "metrics")
+    now = 100.0
+    house.service._all_metrics_due = now
+    flushes: list[bool] = []
+
+    def flush(_: ModelMetrics, *, only_gauges: bool = False) -> None:
+        nonlocal now
+        flushes.append(only_gauges)
+        now += 0.05
+
+    with monkeypatch.context() as slow:
+        slow.setattr(service, "time", SimpleNamespace(monotonic=lambda: now))
+        slow.setattr(ModelMetrics, "flush", flush)
+        for _ in range(3):
+            assert house.service._flush_metrics() == 0.02
+        now = 105.0  # a hundred times as long as the first one took
+        house.service._flush_metrics()
+    assert flushes == [False, True, True, False]
 
 
 def test_sending_has_its_share_on_a_cpu_and_no_bound_on_a_gpu(

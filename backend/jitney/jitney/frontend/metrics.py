@@ -237,7 +237,7 @@ class ModelMetrics:
         if timing.queue_s is not None:
             self.observe("jitney_queue_seconds", timing.queue_s, tier=tier)
 
-    def flush(self) -> None:
+    def flush(self, *, only_gauges: bool = False) -> None:
         """Send what changed. Called by one thread; blocks for about 0.1 ms a change. Raises the
         server's error; what could not be sent is sent by the next call."""
         with self._lock:
@@ -247,6 +247,8 @@ class ModelMetrics:
             for tier in self._tiers_of(name):
                 totals |= _cumulative(observations, name, tier)
         for key, server_metric in self._metrics.items():
+            if only_gauges and server_metric.is_counter:
+                continue
             total = totals.get(key, 0)
             sent = self._sent.get(key, 0)
             if total == sent:

@@ -67,11 +67,17 @@ CPU_SEND_SHARE = 0.2
 """Default of option ``send_share`` on a CPU, where a response costs the engine's cores as much as a
 token or two. Elsewhere it is 1."""
 SWEEP_SHARE = 0.05
-"""Largest share of the time that sweeps may take. A sweep asks the server about every open request,
-through the queue that responses take too. So with many requests there are fewer sweeps."""
+"""Share of the time that sweeps take at most, if that is often enough. A sweep asks the server
+about every open request, through the queue that responses take too. So with many requests there are
+fewer sweeps."""
+RARE_SWEEP_S = 1.0
+"""Sweeps may take more than that to begin so many seconds apart."""
+MOST_SWEEP_SHARE = 0.25
+"""But no larger share of the time than this."""
 FLUSH_SHARE = 0.01
-"""Largest share of the time that updates of the server's metrics may take: each changed value goes
-through that same queue."""
+"""Share of the time that updates of counters and histograms take at most: each changed value goes
+through that same queue. The few gauges are always up to date, since a stop of the server goes by
+them."""
 _JOIN_S = 5.0
 """Seconds for which :meth:`Service.close` waits for each thread."""
 
@@ -121,6 +127,7 @@ class Service:
             max_queued=config.max_queued,
         )
         self._responder = self._make_responder(labels["model"])
+        self._all_metrics_due = 0.0  # monotonic seconds
         # Requests whose clients may have gone: all that are open, and some that ended lately.
         self._watched: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
         self._workers = self._start_workers()
@@ -378,18 +385,21 @@ class Service:
         for key in sweep(self._watched):
             self._responder.cancel(key)
         seconds = time.monotonic() - began
-        return _pause_after(seconds, SWEEP_SHARE, self._config.cancel_sweep_s)
+        # Seconds from one sweep's begin to the next one's.
+        period = max(
+            self._config.cancel_sweep_s,
+            min(seconds / SWEEP_SHARE, RARE_SWEEP_S),
+            seconds / MOST_SWEEP_SHARE,
+        )
+        return period - seconds
 
     def _flush_metrics(self) -> float:
         self._metrics.set_gauges(self._engine.health, self._responder.counts)
         began = time.monotonic()
-        self._metrics.flush()
-        seconds = time.monotonic() - began
-        return _pause_after(seconds, FLUSH_SHARE, self._config.metrics_flush_s)
-
-
-def _pause_after(seconds: float, share: float, least_period: float) -> float:
-    """Seconds until a turn that took ``seconds`` comes again, so that such turns take ``share`` of
-    the time at most, and begin ``least_period`` seconds apart at least."""
-    period = max(least_period, seconds / share)
-    return period - seconds
+        if began < self._all_metrics_due:
+            self._metrics.flush(only_gauges=True)
+        else:
+            self._metrics.flush()
+            seconds = time.monotonic() - began
+            self._all_metrics_due = began + seconds / FLUSH_SHARE
+        return self._config.metrics_flush_s
