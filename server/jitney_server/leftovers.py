@@ -12,6 +12,7 @@ Nothing of another user is touched, and nothing that may belong to a server that
 
 import contextlib
 import os
+import re
 import shutil
 import socket
 import stat
@@ -30,6 +31,8 @@ _RECORD = "owner.json"
 _SHARED_MEMORY = Path("/dev/shm")
 _ENVIRONMENTS = Path("/tmp")
 """Where the server's Python backend makes its folders, whatever TMPDIR says."""
+_ENVIRONMENT = re.compile(r"python_env_[A-Za-z0-9]{6}")
+"""Their names, which mkdtemp(3) makes."""
 _PYTHON_BACKEND = "libtriton_python.so"
 _FILE_LAG_S = 0.02
 """The time of a new file is that of the kernel's last tick, so many seconds ago at most."""
@@ -199,6 +202,8 @@ def _environments_of(path: Path, owner: Owner) -> list[Path]:
     server started."""
     found = []
     for folder in _ENVIRONMENTS.glob("python_env_*"):
+        if _ENVIRONMENT.fullmatch(folder.name) is None:
+            continue  # somebody else's name
         if _is_own_folder(folder) and _was_starting(owner, folder.lstat().st_mtime):
             found.append(folder)
     if not found:

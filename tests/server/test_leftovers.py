@@ -24,7 +24,7 @@ from jitney_server.leftovers import RunFolder
 folder = RunFolder()
 server = subprocess.Popen(["sleep", "3600"])
 folder.note_server(server.pid)
-environment = pathlib.Path(sys.argv[1], f"python_env_{os.getpid()}")
+environment = pathlib.Path(sys.argv[1], f"python_env_{os.urandom(3).hex()}")
 environment.mkdir()
 if "ready" in sys.argv:
     time.sleep(0.05)  # a file's time may be older than the clock's by some milliseconds
@@ -189,6 +189,19 @@ def test_a_link_to_a_folder_is_not_followed(machine: Machinery, tmp_path: Path) 
     assert (precious / "owner.json").exists()
 
 
+def test_a_folder_with_another_name_than_the_backend_makes_stays(
+    machine: Machinery, launched: list[Launched]
+) -> None:
+    """The server was never ready: nobody knows until when it made folders."""
+    dead = Launched(machine)
+    launched.append(dead)
+    for name in ("python_env_project", "python_env_abc", "python_env_ab-def"):
+        (machine.environments / name).mkdir()
+    dead.kill()
+    sweep()
+    assert machine.names() == {"python_env_project", "python_env_abc", "python_env_ab-def"}
+
+
 @pytest.mark.parametrize("record", [None, b"", b"{}", b"\xff"])
 def test_a_folder_without_a_record_stays(machine: Machinery, record: bytes | None) -> None:
     """It is just being made, or an older version has made it."""
@@ -244,7 +257,7 @@ def test_a_server_that_ends_leaves_nothing(machine: Machinery) -> None:
     folder = RunFolder()
     (folder.path / "backends").mkdir()
     (machine.shared / f"{folder.name}-1").write_bytes(b"x")
-    (machine.environments / "python_env_x").mkdir()
+    (machine.environments / "python_env_aB3xYz").mkdir()
     folder.remove()
     assert machine.names() == set()
     folder.remove()
