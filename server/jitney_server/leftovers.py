@@ -11,6 +11,7 @@ Nothing of another user is touched, and nothing that may belong to a server that
 """
 
 import contextlib
+import logging
 import os
 import re
 import shutil
@@ -27,7 +28,9 @@ from jitney_server.plain_paths import make_runtime_folder, runtime_parents
 
 PREFIX = "jitney-server-"
 """Of the names of all run folders."""
+_LOG = logging.getLogger(__name__)
 _RECORD = "owner.json"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SHARED_MEMORY = Path("/dev/shm")
 _ENVIRONMENTS = Path("/tmp")
 """Where the server's Python backend makes its folders, whatever TMPDIR says."""
@@ -49,7 +52,7 @@ class ProcessKey(msgspec.Struct, frozen=True):
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """Where process ids have a meaning."""
+    """Where process ids have a meaning. Empty: this system does not tell."""
 
     host: str
     boot: str
@@ -108,10 +111,14 @@ class RunFolder:
 
 
 def sweep() -> None:
-    """Remove what dead servers of this user have left, and kill the processes of their models."""
+    """Remove what dead servers of this user have left, and kill the processes of their models. What
+    cannot be removed stays, with a warning: a server can start all the same."""
     for path, owner in _owned_folders():
-        if not _may_live(owner):
-            _remove(path, owner)
+        try:
+            if not _may_live(owner):
+                _remove(path, owner)
+        except OSError as error:
+            _LOG.warning("what a dead server has left in %s cannot be removed: %s", path, error)
 
 
 def _owned_folders() -> Iterator[tuple[Path, Owner]]:
@@ -158,9 +165,11 @@ def _may_live(owner: Owner) -> bool:
     here = _this_machine()
     if owner.machine.host != here.host:
         return True  # the folder is on a disk that another machine uses, too
+    if not owner.machine.boot or not here.boot:
+        return True  # ids and times are of nobody knows which start of the machine
     if owner.machine.boot != here.boot:
         return False
-    if owner.machine.namespace != here.namespace:
+    if not here.namespace or owner.machine.namespace != here.namespace:
         return True
     keys = [owner.launcher] if owner.server is None else [owner.launcher, owner.server]
     return any(_key_of(key.pid) == key for key in keys)
@@ -180,8 +189,14 @@ def _key_of(pid: int) -> ProcessKey | None:
 
 
 def _this_machine() -> Machine:
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return Machine(socket.gethostname(), boot, os.readlink("/proc/self/ns/pid"))
+    # A sandbox may hide either.
+    boot = ""
+    with contextlib.suppress(OSError):
+        boot = _BOOT_ID.read_text(encoding="ascii").strip()
+    namespace = ""
+    with contextlib.suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/pid")
+    return Machine(host=socket.gethostname(), boot=boot, namespace=namespace)
 
 
 def _is_own_folder(path: Path) -> bool:
@@ -204,8 +219,10 @@ def _environments_of(path: Path, owner: Owner) -> list[Path]:
     for folder in _ENVIRONMENTS.glob("python_env_*"):
         if _ENVIRONMENT.fullmatch(folder.name) is None:
             continue  # somebody else's name
-        if _is_own_folder(folder) and _was_starting(owner, folder.lstat().st_mtime):
-            found.append(folder)
+        # Another server that ends now may remove its folders meanwhile.
+        with contextlib.suppress(OSError):
+            if _is_own_folder(folder) and _was_starting(owner, folder.lstat().st_mtime):
+                found.append(folder)
     if not found:
         return []
     others = []

@@ -221,6 +221,7 @@ HERE = leftovers._this_machine()
     [
         (HERE, False),
         (msgspec.structs.replace(HERE, boot="another"), False),
+        (msgspec.structs.replace(HERE, boot=""), True),
         (msgspec.structs.replace(HERE, namespace="of a container"), True),
         (msgspec.structs.replace(HERE, host="another", boot="another"), True),
     ],
@@ -236,6 +237,60 @@ def test_a_record_counts_where_its_process_ids_have_a_meaning(
     (folder / "owner.json").write_bytes(msgspec.json.encode(owner))
     sweep()
     assert folder.exists() == stays
+
+
+def test_where_the_start_of_the_machine_is_not_known_all_stays(
+    machine: Machinery, launched: list[Launched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sandbox hides it."""
+    dead = Launched(machine, "ready")
+    launched.append(dead)
+    dead.kill()
+    monkeypatch.setattr(leftovers, "_BOOT_ID", machine.temporary / "none")
+    sweep()
+    assert machine.names() == dead.names
+    folder = RunFolder()
+    folder.remove()
+    assert not folder.path.exists()
+
+
+def test_a_folder_that_goes_while_it_is_looked_at_stops_nothing(
+    machine: Machinery, launched: list[Launched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two servers end at once."""
+    dead = Launched(machine, "ready")
+    launched.append(dead)
+    dead.kill()
+    is_own_folder = leftovers._is_own_folder
+
+    def look_late(path: Path) -> bool:
+        is_own = is_own_folder(path)
+        if path.parent == machine.environments:
+            path.rmdir()
+        return is_own
+
+    monkeypatch.setattr(leftovers, "_is_own_folder", look_late)
+    sweep()
+    assert machine.names() == set()
+
+
+def test_what_cannot_be_removed_stops_no_start(
+    machine: Machinery,
+    launched: list[Launched],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    dead = Launched(machine, "ready")
+    launched.append(dead)
+    dead.kill()
+
+    def fail(path: Path) -> None:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(leftovers, "_kill_programs_in", fail)
+    sweep()
+    assert machine.names() == dead.names
+    assert str(dead.folder) in caplog.text
 
 
 def test_a_stub_that_outlives_its_server_is_killed(
