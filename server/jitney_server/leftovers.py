@@ -239,11 +239,16 @@ def _may_be_of(folder: Path, others: list[Owner], foreign: list[float]) -> bool:
     ``foreign`` has the times of start of."""
     try:
         made_at = folder.lstat().st_mtime
+        is_empty = not any(folder.iterdir())
     except OSError:
         return True
-    return any(_was_starting(other, made_at) for other in others) or any(
-        started_at - _BOOT_LAG_S <= made_at for started_at in foreign
-    )
+    if any(started_at - _BOOT_LAG_S <= made_at for started_at in foreign):
+        return True
+    if is_empty:
+        return any(_was_starting(other, made_at) for other in others)
+    # The time of a folder is that of its last entry. A server unpacks a Python environment, which
+    # is an entry, whenever it loads a model that has one.
+    return any(other.launched_at - _FILE_LAG_S <= made_at for other in others)
 
 
 def _was_starting(owner: Owner, at: float) -> bool:

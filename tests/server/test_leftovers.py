@@ -166,6 +166,23 @@ def test_a_server_that_others_started_keeps_its_folder(
     assert machine.names() == {name for name in dead.names if name.startswith("python_env")}
 
 
+def test_an_environment_that_a_ready_server_unpacks_stays(
+    machine: Machinery, launched: list[Launched]
+) -> None:
+    """Another server starts at that time, and ends. An empty folder of that time can be only its
+    own."""
+    living = Launched(machine, "ready")
+    launched.append(living)
+    time.sleep(0.1)
+    folder = RunFolder()
+    unpacked = next(machine.environments.iterdir()) / "0"
+    unpacked.mkdir()
+    (machine.environments / "python_env_aB3xYz").mkdir()
+    folder.remove()
+    assert machine.names() == living.names
+    assert unpacked.exists()
+
+
 def test_what_belongs_to_another_user_stays(
     machine: Machinery, launched: list[Launched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
