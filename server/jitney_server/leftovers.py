@@ -151,9 +151,10 @@ def _remove(path: Path, owner: Owner) -> None:
 def _kill_programs_in(path: Path) -> None:
     """Kill the processes that run a program of this folder: stubs, which outlive their server if
     they wait for it."""
+    folder = path.resolve()  # the system names programs so
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if Path(process.exe()).is_relative_to(path):
+            if Path(process.exe()).is_relative_to(folder):
                 process.kill()
 
 

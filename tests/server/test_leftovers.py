@@ -310,9 +310,19 @@ def test_what_cannot_be_removed_stops_no_start(
     assert str(dead.folder) in caplog.text
 
 
+@pytest.mark.parametrize("is_linked", [False, True])
 def test_a_stub_that_outlives_its_server_is_killed(
-    machine: Machinery, launched: list[Launched]
+    machine: Machinery,
+    launched: list[Launched],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_linked: bool,
 ) -> None:
+    if is_linked:  # TMPDIR is a link
+        link = tmp_path / "link"
+        link.symlink_to(machine.temporary)
+        monkeypatch.setattr(tempfile, "tempdir", str(link))
+        monkeypatch.setattr(machine, "temporary", link)
     dead = Launched(machine, "ready")
     launched.append(dead)
     program = Path(shutil.copy(shutil.which("sleep") or "", dead.folder / "stub"))
