@@ -31,6 +31,7 @@ PREFIX = "jitney-server-"
 _LOG = logging.getLogger(__name__)
 _RECORD = "owner.json"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_SYSTEM_ID = Path("/etc/machine-id")
 _SHARED_MEMORY = Path("/dev/shm")
 _ENVIRONMENTS = Path("/tmp")
 """Where the server's Python backend makes its folders, whatever TMPDIR says."""
@@ -58,6 +59,8 @@ class Machine(msgspec.Struct, frozen=True):
     boot: str
     namespace: str
     """Of process ids: containers have their own."""
+    system: str = ""
+    """Tells apart machines with the same host name: machine-id(5), which many containers lack."""
 
 
 class Owner(msgspec.Struct, frozen=True):
@@ -164,7 +167,7 @@ def _kill_programs_in(path: Path) -> None:
 def _may_live(owner: Owner) -> bool:
     """Whether the launcher or the server lives, or nobody can tell."""
     here = _this_machine()
-    if owner.machine.host != here.host:
+    if (owner.machine.host, owner.machine.system) != (here.host, here.system):
         return True  # the folder is on a disk that another machine uses, too
     if not owner.machine.boot or not here.boot:
         return True  # ids and times are of nobody knows which start of the machine
@@ -190,14 +193,23 @@ def _key_of(pid: int) -> ProcessKey | None:
 
 
 def _this_machine() -> Machine:
-    # A sandbox may hide either.
-    boot = ""
-    with contextlib.suppress(OSError):
-        boot = _BOOT_ID.read_text(encoding="ascii").strip()
     namespace = ""
     with contextlib.suppress(OSError):
         namespace = os.readlink("/proc/self/ns/pid")
-    return Machine(host=socket.gethostname(), boot=boot, namespace=namespace)
+    return Machine(
+        host=socket.gethostname(),
+        boot=_read_id(_BOOT_ID),
+        namespace=namespace,
+        system=_read_id(_SYSTEM_ID),
+    )
+
+
+def _read_id(file: Path) -> str:
+    """Empty: there is none, or a sandbox hides it."""
+    try:
+        return file.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeError):
+        return ""
 
 
 def _is_own_folder(path: Path) -> bool:

@@ -241,6 +241,7 @@ HERE = leftovers._this_machine()
         (msgspec.structs.replace(HERE, boot=""), True),
         (msgspec.structs.replace(HERE, namespace="of a container"), True),
         (msgspec.structs.replace(HERE, host="another", boot="another"), True),
+        (msgspec.structs.replace(HERE, system="another", boot="another"), True),
     ],
 )
 def test_a_record_counts_where_its_process_ids_have_a_meaning(
