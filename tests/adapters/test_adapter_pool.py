@@ -41,6 +41,13 @@ class Files:
             raise InvalidArgumentError("r is 0, but must be a number above 0")
         return LowRank(self.versions.get(name, name), {})
 
+    def judge(self, name: str) -> None:
+        gate = self.gates.get(f"judge {name}")
+        if gate is not None:
+            assert gate.wait(60)
+        if name in self.bad:
+            raise InvalidArgumentError("r is 0, but must be a number above 0")
+
     def stamp(self, name: str) -> tuple[int, ...]:
         return (hash(self.versions.get(name, name)),)
 
@@ -51,7 +58,9 @@ class House:
     def __init__(self, most: int = 2, aging_s: float = 10.0, **options: Any) -> None:
         self.now = 0.0
         self.files = Files()
-        self.pool = AdapterPool(self.files.load, self.files.stamp, most, aging_s)
+        self.pool = AdapterPool(
+            self.files.load, self.files.judge, self.files.stamp, most=most, aging_s=aging_s
+        )
         overlap = options.pop("overlap", False)
         self.runner = FakeRunner(num_blocks=256, overlap=overlap)
         config = make_config({"model": "fake", "block_size": 4, **options})
@@ -506,8 +515,8 @@ def test_one_that_was_taken_back_may_end_while_it_waits(end: str) -> None:
     house.files.close("urgent")
     urgent = house.submit("urgent", **URGENT)
     house.submit(None)
-    house.step()
-    assert key in house.engine.pending.waiting
+    while key not in house.engine.pending.waiting:
+        house.step()
     if end == "deadline":
         house.now = 2.0
     if end == "cancel":
@@ -521,3 +530,28 @@ def test_one_that_was_taken_back_may_end_while_it_waits(end: str) -> None:
     assert len(house.streams[urgent]) == 3
     assert 9 <= len(house.streams[key]) < 30
     assert not house.engine.has_work
+
+
+@pytest.mark.parametrize(("options", "urgent"), MAKES_WAY, ids=["priority", "tier"])
+def test_nobody_makes_way_for_an_adapter_that_cannot_be_loaded(
+    options: dict[str, Any], urgent: dict[str, Any]
+) -> None:
+    house = House(most=1, **options)
+    house.files.bad.add("bad")
+    long = house.submit("a", max_tokens=60)
+    while len(house.streams.get(long, [])) < 9:
+        house.step()
+    house.files.close("judge bad")
+    bad = house.submit("bad", **urgent)
+    for _ in range(5):
+        house.step()
+    house.files.gates["judge bad"].set()
+    house.drain(bad)
+    end = house.ends[bad]
+    assert isinstance(end, Failed)
+    assert end.message == "lora_name 'bad' cannot be loaded: r is 0, but must be a number above 0"
+    assert long not in house.ends, "it fails at once"
+    house.drain()
+    assert house.files.loads == ["a"]
+    assert house.ends[long].timing.preemptions == 0
+    assert not house.pool._judgements

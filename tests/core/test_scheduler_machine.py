@@ -147,7 +147,13 @@ class Traffic(RuleBasedStateMachine):
         options["load_watchdog_s"] = 86_400
         config = make_config(options | {"speculation": speculation if drafts else None})
         self.loading: list[Callable[[], None]] = []
-        pool = AdapterPool(lambda name: LowRank(name, {}), lambda name: (), most=room, aging_s=1.0)
+        pool = AdapterPool(
+            lambda name: LowRank(name, {}),
+            lambda name: None,
+            lambda name: (),
+            most=room,
+            aging_s=1.0,
+        )
         self.engine = Engine(
             config, self.runner, lambda: self.now, compile_grammar=FakeGrammar, adapters=pool
         )

@@ -56,7 +56,13 @@ class House:
         self, compile_grammar: Callable[[str], FakeGrammar] = FakeGrammar, **more: Any
     ) -> None:
         config = make_config({"model": "fake", "block_size": 4})
-        pool = AdapterPool(lambda name: LowRank(name, {}), lambda name: (), most=1, aging_s=1.0)
+        pool = AdapterPool(
+            lambda name: LowRank(name, {}),
+            lambda name: None,
+            lambda name: (),
+            most=1,
+            aging_s=1.0,
+        )
         self.now = 0.0
         self.engine = Engine(
             config,

@@ -111,11 +111,7 @@ def read_adapter(folder: Path, sites: Mapping[str, Site], max_rank: int) -> Adap
     and what it must be.
     """
     config_bytes = _read(folder, CONFIG, most=_MOST_CONFIG_BYTES)
-    try:
-        config = parse_json(config_bytes, CONFIG)
-    except CheckpointError as error:
-        raise InvalidArgumentError(first_line(error, folder)) from None
-    _check_config(config)
+    config = _parse_config(config_bytes, folder)
     num_bytes = _judge_header(folder, config, sites, max_rank)
     weights_bytes = _read(folder, WEIGHTS, most=num_bytes)
     tensors = _parse_weights(weights_bytes, folder)
@@ -128,6 +124,23 @@ def read_adapter(folder: Path, sites: Mapping[str, Site], max_rank: int) -> Adap
         pair = _check_pair(path, found, rank, sites[path])
         factors[path] = _make_factors(path, pair, rank, config)
     return AdapterFiles(digest.hexdigest(), factors)
+
+
+def judge_adapter(folder: Path, sites: Mapping[str, Site], max_rank: int) -> None:
+    """Check the configuration and the header of the weights, as :func:`read_adapter` does before it
+    reads the weights. Raises InvalidArgumentError."""
+    config = _parse_config(_read(folder, CONFIG, most=_MOST_CONFIG_BYTES), folder)
+    _judge_header(folder, config, sites, max_rank)
+
+
+def _parse_config(data: bytes, folder: Path) -> Mapping[str, Any]:
+    """The configuration, checked. Raises InvalidArgumentError."""
+    try:
+        config = parse_json(data, CONFIG)
+    except CheckpointError as error:
+        raise InvalidArgumentError(first_line(error, folder)) from None
+    _check_config(config)
+    return config
 
 
 def _judge_header(

@@ -6,7 +6,9 @@ The first by rank gets it. The engine may take back requests that use an adapter
 
 So a request that names an adapter is in one of three states:
 
-- it waits for room: it has no entry, and its key is in the queue;
+- it waits for room: it has no entry, and its key is in the queue. Its adapter's configuration and
+  header are checked meanwhile. If they are bad, the request fails at once. Nobody makes way for it
+  before;
 - its adapter is being loaded: it has an entry without a result;
 - its adapter is in memory, or could not be loaded: it has an entry with a result.
 """
@@ -18,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from jitney.adapters.peft_files import CONFIG, WEIGHTS, read_adapter
+from jitney.adapters.peft_files import CONFIG, WEIGHTS, judge_adapter, read_adapter
 from jitney.config import EngineConfig
-from jitney.errors import InternalError, JitneyError
+from jitney.errors import InternalError, InvalidArgumentError, JitneyError
 from jitney.execution.low_rank import LowRank
 from jitney.execution.runner import TorchRunner
 from jitney.messages import StepStats, Submit
@@ -30,6 +32,9 @@ _log = logging.getLogger(__name__)
 
 ReadAdapter = Callable[[str], LowRank]
 """Reads the adapter of a name. Raises InvalidArgumentError."""
+JudgeAdapter = Callable[[str], None]
+"""Raises InvalidArgumentError if the adapter of a name is missing, or if its configuration or the
+header of its weights is bad. Costs little, however large the adapter is."""
 Stamp = Callable[[str], tuple[int, ...]]
 """Name of an adapter -> numbers that differ once its files are written anew."""
 
@@ -40,6 +45,22 @@ class AdapterId(NamedTuple):
 
     name: str
     stamp: tuple[int, ...]
+
+
+class JudgementId(NamedTuple):
+    """What stands for the check of one adapter's configuration and header."""
+
+    of: AdapterId
+
+
+@dataclass(eq=False, slots=True)
+class _Judgement:
+    """The check of an adapter for which there is no room."""
+
+    id: JudgementId
+    is_done: bool = False
+    users: set[int] = field(default_factory=set)
+    """Requests in the queue that name the adapter."""
 
 
 @dataclass(eq=False, slots=True)
@@ -64,6 +85,8 @@ class _Request:
     entry: _Entry | None = None
     """None: it waits for room. An adapter that could not be loaded is no longer among the pool's
     entries, but its requests still find the error here."""
+    judgement: _Judgement | None = None
+    """None: it does not wait for room."""
 
 
 class AdapterPool:
@@ -71,7 +94,15 @@ class AdapterPool:
 
     kind = "adapter"
 
-    def __init__(self, load: ReadAdapter, stamp: Stamp, most: int, aging_s: float) -> None:
+    def __init__(
+        self,
+        load: ReadAdapter,
+        judge: JudgeAdapter,
+        stamp: Stamp,
+        *,
+        most: int,
+        aging_s: float,
+    ) -> None:
         """Keeps at most ``most`` adapters in memory.
 
         Requests wait in a queue while there is no room for their adapters. A new request whose
@@ -79,6 +110,7 @@ class AdapterPool:
         waited for ``aging_s`` seconds: otherwise popular adapters would never be evicted.
         """
         self._load = load
+        self._judge = judge
         self._stamp = stamp
         self._most = most
         self._aging_s = aging_s
@@ -89,8 +121,10 @@ class AdapterPool:
         self._requests: dict[int, _Request] = {}
         # The requests that wait for room.
         self._queue = RankedQueue()
-        # Adapters to be loaded that :meth:`take_ids_to_make` has not returned yet.
-        self._to_load: list[AdapterId] = []
+        # The checks for these requests.
+        self._judgements: dict[JudgementId, _Judgement] = {}
+        # Adapters to be loaded or checked that :meth:`take_ids_to_make` has not returned yet.
+        self._to_make: list[AdapterId | JudgementId] = []
         # Figures since the last report.
         self._hits = 0
         self._loads = 0
@@ -106,12 +140,14 @@ class AdapterPool:
         """The request uses this adapter until :meth:`release`. Returns whether it is in memory; if
         not, the request waits."""
         key = rank.key
+        id = AdapterId(name, self._stamp(name))
         entry = None
         if not self._must_queue(rank, now):
-            entry = self._find_or_add(name)
+            entry = self._find_or_add(id)
         self._requests[key] = _Request(name, rank, since=now)
         if entry is None:
             self._queue.add(rank)
+            self._have_judged(key, id)
             return False
         self._assign(key, entry)
         if entry.result is None:
@@ -119,32 +155,44 @@ class AdapterPool:
         self._hits += 1
         return True
 
-    def take_ids_to_make(self) -> Sequence[AdapterId]:
-        """Take the ids of the adapters to load now. Each is returned once."""
-        ids = self._to_load
-        self._to_load = []
+    def take_ids_to_make(self) -> Sequence[AdapterId | JudgementId]:
+        """Take the ids of the adapters to load or check now. Each is returned once."""
+        ids = self._to_make
+        self._to_make = []
         return ids
 
-    def waiting_for(self, id: AdapterId) -> list[int]:
-        """Keys of the requests that wait for this adapter's load."""
-        return sorted(self._entries[id].users)
+    def waiting_for(self, id: AdapterId | JudgementId) -> list[int]:
+        """Keys of the requests that wait for this adapter's load or check."""
+        if isinstance(id, AdapterId):
+            return sorted(self._entries[id].users)
+        judgement = self._judgements.get(id)
+        return [] if judgement is None else sorted(judgement.users)
 
-    def make(self, id: AdapterId) -> LowRank:
-        """Load an adapter. Called in another thread, so it changes nothing here. Raises a
-        JitneyError."""
+    def make(self, id: AdapterId | JudgementId) -> LowRank | None:
+        """Load an adapter, or check it, which returns None. Called in another thread, so it changes
+        nothing here. Raises a JitneyError."""
+        name = id.name if isinstance(id, AdapterId) else id.of.name
         try:
-            return self._load(id.name)
+            if isinstance(id, AdapterId):
+                return self._load(name)
+            self._judge(name)
         except JitneyError as error:
-            refusal = type(error)(f"lora_name {id.name!r} cannot be loaded: {error}")
+            refusal = type(error)(f"lora_name {name!r} cannot be loaded: {error}")
             _log.warning("%s", refusal)
             raise refusal from None
         except Exception:
-            _log.exception("adapter %r cannot be loaded", id.name)
-            raise InternalError(f"lora_name {id.name!r} cannot be loaded") from None
+            _log.exception("adapter %r cannot be loaded", name)
+            raise InternalError(f"lora_name {name!r} cannot be loaded") from None
+        return None
 
-    def receive(self, id: AdapterId, result: LowRank | JitneyError, now: float) -> Sequence[int]:
-        """The load of ``id`` has ended. Returns the keys of the requests that wait no longer: those
-        that waited for it, and those for which there is room now."""
+    def receive(
+        self, id: AdapterId | JudgementId, result: LowRank | JitneyError | None, now: float
+    ) -> Sequence[int]:
+        """The load or check of ``id`` has ended. Returns the keys of the requests that wait no
+        longer: those that waited for it, and those for which there is room now."""
+        if isinstance(id, JudgementId):
+            return self._receive_judgement(id, result, now)
+        assert result is not None, "a load returns an adapter"
         entry = self._entries[id]
         entry.result = result
         self._loads += 1
@@ -175,21 +223,27 @@ class AdapterPool:
             if request is None:
                 continue
             if request.entry is None:
-                self._queue.remove(request.rank)
+                self._leave_queue(request)
             else:
                 self._end_use(key, request.entry)
         return self._admit_queued(now)
 
     def blocked(self, now: float) -> Blocked | None:
         """The first request that waits for room, and who uses the adapters in memory. An adapter
-        that is being loaded is left out: it stays in any case."""
+        that is being loaded is left out: it stays in any case. None also while the adapter of the
+        first request is being checked: nobody makes way for one that cannot be loaded."""
         if not self._queue:
+            return None
+        first = self._queue.first(now)
+        judgement = self._requests[first.key].judgement
+        assert judgement is not None, "it does not wait for room"
+        if not judgement.is_done:
             return None
         users = []
         for entry in self._entries.values():
             if entry.result is not None and entry.users:
                 users.append(sorted(entry.users))
-        return Blocked(self._queue.first(now).key, users)
+        return Blocked(first.key, users)
 
     def report(self, stats: StepStats) -> None:
         """Add the figures since the last report."""
@@ -214,18 +268,17 @@ class AdapterPool:
             return False
         return now - self._requests[first.key].since > self._aging_s
 
-    def _find_or_add(self, name: str) -> _Entry | None:
-        """The entry of a name, which now counts as the one used last. A name without an entry gets
-        one, which is then to be loaded; an unused adapter may be evicted for it. None: there is no
-        room."""
-        id = AdapterId(name, self._stamp(name))
+    def _find_or_add(self, id: AdapterId) -> _Entry | None:
+        """The entry of an adapter, which now counts as the one used last. An adapter without an
+        entry gets one, and is then to be loaded; an unused adapter may be evicted for it. None:
+        there is no room."""
         entry = self._entries.get(id)
         if entry is None:
             if len(self._entries) >= self._most and not self._evict():
                 return None
             entry = _Entry(id)
             self._entries[id] = entry
-            self._to_load.append(id)
+            self._to_make.append(id)
         self._entries.move_to_end(id)
         return entry
 
@@ -245,15 +298,56 @@ class AdapterPool:
         while self._queue:
             first = self._queue.first(now)
             key = first.key
-            entry = self._find_or_add(self._requests[key].name)
+            request = self._requests[key]
+            # Its files may have changed while it waited.
+            entry = self._find_or_add(AdapterId(request.name, self._stamp(request.name)))
             if entry is None:
                 break
-            self._queue.remove(first)
+            self._leave_queue(request)
             self._assign(key, entry)
             if entry.result is not None:
                 self._end_wait(key, now)
                 ready.append(key)
         return ready
+
+    def _have_judged(self, key: int, adapter: AdapterId) -> None:
+        """A request that has joined the queue waits until its adapter has been checked."""
+        id = JudgementId(adapter)
+        judgement = self._judgements.get(id)
+        if judgement is None:
+            judgement = _Judgement(id)
+            self._judgements[id] = judgement
+            self._to_make.append(id)
+        judgement.users.add(key)
+        self._requests[key].judgement = judgement
+
+    def _receive_judgement(self, id: JudgementId, result: object, now: float) -> list[int]:
+        """The check of ``id`` has ended. A bad adapter fails the requests that wait for it. Any
+        other error says nothing about the files: the load will meet it again, or not."""
+        judgement = self._judgements.get(id)
+        if judgement is None:  # nobody waits for it any more
+            return []
+        judgement.is_done = True
+        if not isinstance(result, InvalidArgumentError):
+            return []
+        entry = _Entry(id.of, result)
+        failed = sorted(judgement.users)
+        for key in failed:
+            self._leave_queue(self._requests[key])
+            self._assign(key, entry)
+            self._end_wait(key, now)
+        # Others may have waited behind them whose adapter is in memory.
+        return failed + self._admit_queued(now)
+
+    def _leave_queue(self, request: _Request) -> None:
+        """The request waits for room no longer."""
+        self._queue.remove(request.rank)
+        judgement = request.judgement
+        assert judgement is not None, "it does not wait for room"
+        request.judgement = None
+        judgement.users.remove(request.rank.key)
+        if not judgement.users:
+            del self._judgements[judgement.id]
 
     def _assign(self, key: int, entry: _Entry) -> None:
         """The request uses this adapter, until it is released."""
@@ -283,6 +377,9 @@ def make_pool(config: EngineConfig, runner: TorchRunner) -> AdapterPool:
         files = read_adapter(root / name, runner.sites, config.max_adapter_rank)
         return runner.make_adapter(files.sha256, files.factors)
 
+    def judge(name: str) -> None:
+        judge_adapter(root / name, runner.sites, config.max_adapter_rank)
+
     def stamp(name: str) -> tuple[int, ...]:
         found: list[int] = []
         for file in (CONFIG, WEIGHTS):
@@ -294,4 +391,4 @@ def make_pool(config: EngineConfig, runner: TorchRunner) -> AdapterPool:
             found += [status.st_mtime_ns, status.st_size, status.st_ino]
         return tuple(found)
 
-    return AdapterPool(load, stamp, most=config.max_adapters, aging_s=config.aging_s)
+    return AdapterPool(load, judge, stamp, most=config.max_adapters, aging_s=config.aging_s)
