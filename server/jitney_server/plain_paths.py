@@ -11,9 +11,22 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from jitney.errors import InstallationError, InvalidArgumentError
+from jitney.errors import InstallationError
 
 _PLAIN = re.compile(r"[\w./+,:@%=-]+", re.ASCII)
+_BACKEND = re.compile(r"""\b(?:backend|platform)\s*:\s*["']([^"']*)""")
+_COMMENT = re.compile(r"^\s*#.*$", re.MULTILINE)
+_BACKENDS_OF_STUBS = (
+    "jitney",
+    "onnxruntime",
+    "onnxruntime_onnx",
+    "python",
+    "tensorrt",
+    "tensorrt_plan",
+    "vllm",
+)
+"""Backends written in Python, and platforms that mean them."""
+_FILES_OF_STUBS = ("model.py", "model.onnx", "model.plan")
 _TEMPORARY_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 """Used where the folder for temporary files (``TMPDIR``) has no plain path."""
 
@@ -53,12 +66,25 @@ def plain_path(folder: Path, link: Path) -> Path:
     return link
 
 
-def check_model_names(names: Iterable[str]) -> None:
-    """Raise InvalidArgumentError for a model whose name, which is that of its folder, is not
-    plain."""
-    for name in names:
-        if not is_plain(name):
-            raise InvalidArgumentError(
-                f"model {name!r} cannot be served: the name of its folder may have ASCII letters, "
-                f"digits and any of . _ + , : @ % = - only"
+def unservable_models(folders: Iterable[Path]) -> dict[str, str]:
+    """Name -> why it cannot be served, of each of these models whose name, which is that of its
+    folder, is not plain. Models that the server starts no stub for may have any name."""
+    found = {}
+    for folder in folders:
+        if not is_plain(folder.name) and _has_stub(folder):
+            found[folder.name] = (
+                f"model {folder.name!r} cannot be served: the name of its folder may have ASCII "
+                f"letters, digits and any of . _ + , : @ % = - only"
             )
+    return found
+
+
+def _has_stub(folder: Path) -> bool:
+    """Whether the server starts a stub for this model, as far as its configuration tells."""
+    try:
+        config = (folder / "config.pbtxt").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        # The server finds the backend by the model's file.
+        return any(any(folder.glob(f"*/{name}")) for name in _FILES_OF_STUBS)
+    named = _BACKEND.search(_COMMENT.sub("", config))
+    return named is None or named[1] in _BACKENDS_OF_STUBS

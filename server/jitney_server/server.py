@@ -29,7 +29,7 @@ from jitney_server.admin import Admin
 from jitney_server.installation import backend_folder, find_installation, link_backends
 from jitney_server.launch import guard_group, launch, restrict
 from jitney_server.leftovers import RunFolder, sweep
-from jitney_server.plain_paths import check_model_names, plain_path
+from jitney_server.plain_paths import plain_path, unservable_models
 from jitney_server.ports import ServerPorts, choose_ports
 from jitney_server.start_failure import explain_failure, is_port_taken
 from jitney_server.stopping import StopOutcome, model_processes, stop
@@ -83,7 +83,7 @@ class TritonServer:
         keep_going: bool = False,
         open_endpoints: bool = False,
     ) -> None:
-        _check_repository(model_repository, models or ())
+        _check_repository(model_repository, models or (), keep_going=keep_going)
         self.model_repository = model_repository.resolve()
         self.host = host
         self.models = None if models is None else list(models)
@@ -134,6 +134,11 @@ class TritonServer:
         """The id of the server's process, which leads a process group of its own. None before a
         start."""
         return None if self._process is None else self._process.pid
+
+    def unservable(self) -> dict[str, str]:
+        """Name -> why, of the models that are left out because their names cannot be served."""
+        names = _model_names(self.model_repository) if self.models is None else self.models
+        return unservable_models(self.model_repository / name for name in names)
 
     def is_alive(self) -> bool:
         """Whether the process runs, ready or not."""
@@ -285,9 +290,16 @@ class TritonServer:
             command.append("--exit-on-error=false")
         # Explicit control lets `stop` unload the models. Clients would need the key for it.
         command.append("--model-control-mode=explicit")
-        models = ["*"] if self.models is None else self.models
-        command += [f"--load-model={name}" for name in models]
+        command += [f"--load-model={name}" for name in self._names_to_load()]
         return command + self._extra_args
+
+    def _names_to_load(self) -> list[str]:
+        """The models that the server is told to load; ``*`` stands for all of the repository."""
+        unservable = self.unservable()
+        if self.models is None and not unservable:
+            return ["*"]
+        names = _model_names(self.model_repository) if self.models is None else self.models
+        return [name for name in names if name not in unservable]
 
     def _environment(self, runtime: RunFolder) -> dict[str, str]:
         """The server's environment. Its stubs find our virtual environment by it.
@@ -388,15 +400,23 @@ class _PortTakenError(LoadError):
     """Another process took a port between our choice and the server's bind."""
 
 
-def _check_repository(folder: Path, models: Sequence[str]) -> None:
+def _check_repository(folder: Path, models: Sequence[str], *, keep_going: bool) -> None:
     """Raise InvalidArgumentError if the repository is not a folder, or one of the models is not in
-    it, or has a name that the server cannot start its process with."""
+    it, or cannot be served under its name and ``keep_going`` is not set."""
     if not folder.is_dir():
         raise InvalidArgumentError(f"the model repository {folder} is not a folder")
-    present = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+    present = _model_names(folder)
     for name in models:
         if name not in present:
             listed = ", ".join(present) or "nothing"
             raise InvalidArgumentError(f"model {name!r} is not in {folder}, which holds {listed}")
-    shown = [name for name in present if not name.startswith(".")]
-    check_model_names(models or shown)
+    unservable = unservable_models(folder / name for name in models or present)
+    if not keep_going:
+        for reason in unservable.values():
+            raise InvalidArgumentError(reason)
+
+
+def _model_names(repository: Path) -> list[str]:
+    """Of the folders of the repository that are not hidden."""
+    names = sorted(entry.name for entry in repository.iterdir() if entry.is_dir())
+    return [name for name in names if not name.startswith(".")]

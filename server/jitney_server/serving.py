@@ -301,7 +301,7 @@ def _listed_models(server: TritonServer) -> Iterator[ListedModel]:
     if not expected:
         folders = [entry.name for entry in server.model_repository.iterdir() if entry.is_dir()]
         expected = [name for name in folders if not name.startswith(".")]
-    failures = failed_models(server.log_of_last_start())
+    failures = failed_models(server.log_of_last_start()) | server.unservable()
     for name in sorted({*states, *expected}):
         found = states.get(name, ModelState(state="", reason=""))
         reason = found.reason or failures.get(name, "the log says why")

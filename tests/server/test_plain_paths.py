@@ -42,13 +42,72 @@ def test_the_folder_of_links_has_a_plain_path(
 
 @pytest.mark.parametrize("name", ["my chat", "m\u00fcll", "a;b"])
 def test_a_model_whose_name_cannot_be_served_is_refused_at_once(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).mkdir()
-    (tmp_path / ".not a model").mkdir()
-    (tmp_path / "plain").mkdir()
+    add_model(tmp_path, name, 'name: "x" # of a test\nbackend: "python"')
+    add_model(tmp_path, ".not a model", 'backend: "python"')
+    add_model(tmp_path, "plain", 'backend: "python"')
     with pytest.raises(InvalidArgumentError) as raised:
         TritonServer(tmp_path)
     assert repr(name) in str(raised.value)
     TritonServer(tmp_path, models=["plain"])
+
+
+def test_the_others_are_served_if_it_is_to_keep_going(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = tmp_path / "models"
+    repository.mkdir()
+    add_model(repository, "my chat", 'backend: "jitney"')
+    add_model(repository, "plain", 'backend: "jitney"')
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    server = TritonServer(repository, keep_going=True)
+    assert loaded_models(server) == ["plain"]
+    assert list(server.unservable()) == ["my chat"]
+
+
+@pytest.mark.parametrize(
+    ("config", "has_stub"),
+    [
+        ('# backend: "python"\nplatform: "ensemble"', False),
+        ('backend: "identity"', False),
+        ("backend: 'onnxruntime'", True),
+        ('platform: "tensorrt_plan"', True),
+        ("max_batch_size: 8", True),
+        (None, False),
+    ],
+)
+def test_only_a_model_with_a_stub_needs_a_plain_name(
+    tmp_path: Path, config: str | None, has_stub: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = tmp_path / "models"
+    repository.mkdir()
+    add_model(repository, "my model", config)
+    if has_stub:
+        with pytest.raises(InvalidArgumentError):
+            TritonServer(repository)
+        return
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert loaded_models(TritonServer(repository)) == ["*"]
+
+
+def test_without_a_configuration_the_file_tells(tmp_path: Path) -> None:
+    add_model(tmp_path, "my model", None)
+    (tmp_path / "my model" / "1").mkdir()
+    (tmp_path / "my model" / "1" / "model.onnx").touch()
+    with pytest.raises(InvalidArgumentError):
+        TritonServer(tmp_path)
+
+
+def add_model(repository: Path, name: str, config: str | None) -> None:
+    folder = repository / name
+    folder.mkdir()
+    if config is not None:
+        (folder / "config.pbtxt").write_text(config, encoding="utf-8")
+
+
+def loaded_models(server: TritonServer) -> list[str]:
+    option = "--load-model="
+    command = server._command(RunFolder())
+    return [word.removeprefix(option) for word in command if word.startswith(option)]
 
 
 def test_the_server_gets_the_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
