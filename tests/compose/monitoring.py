@@ -38,6 +38,7 @@ NOT_FIRED = {
     "GatewayFailing": _PROMTOOL,
     "VolumeFull": _PROMTOOL,
     "EngineDown": _NO_ENGINE_DIES,
+    "ModelGone": _PROMTOOL,
     "EngineRestarted": _NO_ENGINE_DIES,
     "StepHung": _NO_ENGINE_DIES,
     "JobLate": _NO_JOB,
