@@ -217,11 +217,20 @@ def _push(sequence: SequenceContent, text: str, finish_reason: str | None) -> Js
             last_index = len(sequence.calls()) - 1
             is_first = len(event.block.pieces) == 1
             call = _tool_call(event.block) if is_first else _more_arguments(event.text)
-            delta.setdefault("tool_calls", []).append({"index": last_index, **call})
+            _add_entry(delta.setdefault("tool_calls", []), {"index": last_index, **call})
             continue
         for field in _MESSAGE_FIELDS[event.block.kind]:
             delta[field] = delta.get(field, "") + event.text
     return delta
+
+
+def _add_entry(entries: list[JsonObject], entry: JsonObject) -> None:
+    """Add an entry of a call. Clients take each entry of their first chunk for another call, so a
+    chunk has one for each."""
+    if entries and entries[-1]["index"] == entry["index"]:
+        entries[-1]["function"]["arguments"] += entry["function"]["arguments"]
+    else:
+        entries.append(entry)
 
 
 def _message(sequence: SequenceContent) -> JsonObject:

@@ -23,7 +23,8 @@ from jitney_gateway.call_body import (
 
 _MAX_DEPTH = 100
 """Most brackets that may be open in the arguments: clients' parsers have bounds, too."""
-_SPACE = r"[ \t\r\n]*"
+_SPACE = r"[ \t\r\n]*+"
+_ANY_SPACE = regex.compile(_SPACE)
 
 
 class Progress(NamedTuple):
@@ -61,10 +62,7 @@ _EXPECTED = {
     "colon": r"(?P<colon>:)",
     "next": r"(?P<comma>,) | (?P<close>[}\]])",
 }
-_TOKENS = {
-    expected: regex.compile(rf"{_SPACE} (?: {tokens} )", regex.VERBOSE)
-    for expected, tokens in _EXPECTED.items()
-}
+_TOKENS = {expected: regex.compile(tokens, regex.VERBOSE) for expected, tokens in _EXPECTED.items()}
 """What the grammar of JSON expects -> the tokens that are possible there."""
 _CLOSING = {"{": "}", "[": "]"}
 
@@ -121,6 +119,7 @@ class JsonArguments:
         MalformedCallError."""
         if self._in_string:
             return self._scan_string(text)
+        self._skip_space(text)
         match = self._tokens[self._expected].match(text, self._scanned, partial=True)
         if match is None:
             raise MalformedCallError(f"no {self._expected}")
@@ -133,6 +132,12 @@ class JsonArguments:
         if kind != "quote":
             self._marker_at = None  # the string before has its end
         return True
+
+    def _skip_space(self, text: str) -> None:
+        # It is not looked at again with each piece: a model may write space without end.
+        space = _ANY_SPACE.match(text, self._scanned)
+        assert space is not None
+        self._scanned = space.end()
 
     def _take_token(self, kind: str, token: str) -> None:
         if kind == "open":
@@ -208,7 +213,7 @@ class GemmaArguments(JsonArguments):
     have no escapes."""
 
     _tokens: ClassVar[Mapping[str, regex.Pattern[str]]] = {
-        expected: regex.compile(rf"{_SPACE} (?: {tokens} )", regex.VERBOSE)
+        expected: regex.compile(tokens, regex.VERBOSE)
         for expected, tokens in _GEMMA_EXPECTED.items()
     }
 
@@ -263,6 +268,10 @@ class GemmaArguments(JsonArguments):
         self._parts.append((self._scanned, self._json))
         return True
 
+    def _skip_space(self, text: str) -> None:
+        super()._skip_space(text)
+        self._parts.append((self._scanned, ""))
+
     def _take_token(self, kind: str, token: str) -> None:
         self._json = token
         if kind == "name":
@@ -292,9 +301,9 @@ class GemmaArguments(JsonArguments):
 
 # ------------------------------------------------------------------------------- tags
 
-_HEAD_OF_PARAMETER = regex.compile(r"\s*<parameter=(?P<name>[^>\n]+)>(?:\n|(?=[^\n]))")
-_END_OF_VALUE = regex.compile(r"\n?</parameter>(?=\s*(?:<parameter=|</function>))")
-_END_OF_FUNCTION = regex.compile(r"\s*</function>")
+_HEAD_OF_PARAMETER = regex.compile(r"\s*+<parameter=(?P<name>[^>\n]+)>(?:\n|(?=[^\n]))")
+_END_OF_VALUE = regex.compile(r"\n?</parameter>(?=\s*+(?:<parameter=|</function>))")
+_END_OF_FUNCTION = regex.compile(r"\s*+</function>")
 
 
 class TaggedArguments:

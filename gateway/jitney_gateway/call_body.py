@@ -55,7 +55,7 @@ _VALUES_OF_JSON_NAMES = {"true": True, "false": False, "null": None}
 _JSON_OF_PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
 
 
-_SPACE = r"[ \t\r\n]*"
+_SPACE = r"[ \t\r\n]*+"
 _TEXT_MEMBERS = rf'(?:"(?:type|id)"{_SPACE}:{_SPACE}"[^"\\\x00-\x1f]*"{_SPACE},{_SPACE})*'
 """Members of a call's object that some models write besides the name and the arguments."""
 _NAMED_OBJECT = (

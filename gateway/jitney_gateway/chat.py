@@ -4,10 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+import pydantic_core
 
 from jitney_gateway.refusals import FieldError
 from jitney_gateway.wire import ContentPart, Message, Tool
 
+ARGUMENTS = "messages[].tool_calls[].function.arguments"
+"""Where the arguments of earlier calls stand in a chat."""
 _PARTS_OF_TEXT = ("text", "input_text", "output_text", "refusal")
 """Types of parts that are text: the second and third are those of ``/v1/responses``."""
 _PARTS_OF_REASONING = ("thinking", "redacted_thinking", "reasoning")
@@ -51,8 +54,8 @@ def _as_templates_expect(path: str, message: Message) -> dict[str, Any]:
     elif message.content is None and message.role in ("assistant", "tool"):
         expected["content"] = message.refusal or ""
     for index, call in enumerate(message.tool_calls or []):
-        field = f"{path}.tool_calls[{index}].function.arguments"
-        arguments = parsed_arguments(field, call.function.arguments)
+        arguments = parsed_arguments(call.function.arguments)
+        expected["tool_calls"][index]["type"] = "function"
         expected["tool_calls"][index]["function"]["arguments"] = arguments
     return expected
 
@@ -71,12 +74,31 @@ def _joined_parts(path: str, parts: Sequence[ContentPart]) -> str:
     return "\n".join(texts)
 
 
-def parsed_arguments(field: str, text: str | None) -> dict[str, Any]:
-    """The arguments of a call, from their JSON. Raises FieldError, which names ``field``."""
+def parsed_arguments(text: str | None) -> dict[str, Any]:
+    """The arguments of a call, from their JSON. Of one that was cut: those that are there."""
+    if not text:
+        return {}
     try:
-        return msgspec.json.decode(text or "{}", type=dict[str, Any])
+        return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError):
-        raise FieldError(field, f"{field} is not a JSON object") from None
+        return _arguments_that_are_there(text)
+
+
+def has_whole_arguments(text: str | None) -> bool:
+    """Whether the arguments of a call are the JSON of an object."""
+    try:
+        msgspec.json.decode(text or "{}", type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True
+
+
+def _arguments_that_are_there(text: str) -> dict[str, Any]:
+    try:
+        found = pydantic_core.from_json(text, allow_partial=True, allow_inf_nan=False)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def encoded(field: str, value: object) -> bytes:

@@ -75,7 +75,9 @@ class AnswerFormats(NamedTuple):
 
 
 _NAME = r"(?P<name>[\w.:/-]{1,128})"
-_PYTHON_CALLS_FOLLOW = r"(?=\[\s*[A-Za-z_][\w.]{0,127}\s*\()"
+_SPACE = r"\s{0,64}+"
+"""A model may write space without end, which is read again with each piece of it: it is bounded."""
+_PYTHON_CALLS_FOLLOW = rf"(?=\[{_SPACE}[A-Za-z_][\w.]{{0,127}}{_SPACE}\()"
 _JSON_CALL = '{"name": "NAME", "arguments": '
 
 _DEEPSEEK_CALLS_BEGIN = "<｜tool▁calls▁begin｜>"
@@ -87,12 +89,12 @@ _DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
 _DEEPSEEK = ToolFormat(
     body="json",
     head=(
-        rf"(?:{_DEEPSEEK_CALLS_BEGIN}\s*)?{_DEEPSEEK_CALL_BEGIN}\s*(?:"
+        rf"(?:{_DEEPSEEK_CALLS_BEGIN}{_SPACE})?{_DEEPSEEK_CALL_BEGIN}{_SPACE}(?:"
         # V3: function<｜tool▁sep｜>find ```json {"n": 1}
-        rf"function{_DEEPSEEK_SEPARATOR}{_NAME}\s*```json"
+        rf"function{_DEEPSEEK_SEPARATOR}{_NAME}{_SPACE}```json"
         # V3.1: find<｜tool▁sep｜>{"n": 1}
         rf"|{_NAME}{_DEEPSEEK_SEPARATOR}"
-        r")\s*(?=\{)"
+        rf"){_SPACE}(?=\{{)"
     ),
     bare_head=None,
     closing=("```", _DEEPSEEK_CALL_END, _DEEPSEEK_CALLS_END),
@@ -125,11 +127,11 @@ _DEEPSEEK_V31 = _DEEPSEEK._replace(
 _MISTRAL = ToolFormat(
     body="json",
     head=(
-        r"\[TOOL_CALLS\]\s*(?:"
+        rf"\[TOOL_CALLS\]{_SPACE}(?:"
         # [TOOL_CALLS] [{"name": "find", "arguments": {"n": 1}}]
-        r"(?=\[\s*\{)"
+        rf"(?=\[{_SPACE}\{{)"
         # [TOOL_CALLS]find[CALL_ID]a1[ARGS]{"n": 1}, also without [CALL_ID]a1 or [ARGS]
-        rf"|{_NAME}(?:\[CALL_ID\]\w{{1,64}})?(?:\[ARGS\])?\s*(?=\{{)"
+        rf"|{_NAME}(?:\[CALL_ID\]\w{{1,64}})?(?:\[ARGS\])?{_SPACE}(?=\{{)"
         r")"
     ),
     bare_head=None,
@@ -157,7 +159,7 @@ _MISTRAL_ARGS = _MISTRAL._replace(
 )
 _QWEN_XML = ToolFormat(
     body="xml",
-    head=rf"(?:<tool_call>\s*)?<function={_NAME}>\s*(?=<parameter=|</function>)",
+    head=rf"(?:<tool_call>{_SPACE})?<function={_NAME}>{_SPACE}(?=<parameter=|</function>)",
     bare_head=None,
     closing=("</tool_call>",),
     syntax=CallSyntax(
@@ -172,7 +174,7 @@ _QWEN_XML = ToolFormat(
 )
 _HERMES = ToolFormat(
     body="json",
-    head=r"<tool_call>\s*(?=\{)",
+    head=rf"<tool_call>{_SPACE}(?=\{{)",
     bare_head=None,
     closing=("</tool_call>",),
     syntax=CallSyntax(
@@ -187,7 +189,7 @@ _HERMES = ToolFormat(
 )
 _PYTHONIC = ToolFormat(
     body="python",
-    head=rf"<\|python_(?:start|tag)\|>\s*{_PYTHON_CALLS_FOLLOW}",
+    head=rf"<\|python_(?:start|tag)\|>{_SPACE}{_PYTHON_CALLS_FOLLOW}",
     bare_head=_PYTHON_CALLS_FOLLOW,
     closing=("<|python_end|>",),
     syntax=CallSyntax(
@@ -202,8 +204,8 @@ _PYTHONIC = ToolFormat(
 )
 _LLAMA3_JSON = ToolFormat(
     body="json",
-    head=r"<\|python_tag\|>\s*(?=\{)",
-    bare_head=r'(?=\{\s*"(?:name|type|parameters)")',
+    head=rf"<\|python_tag\|>{_SPACE}(?=\{{)",
+    bare_head=rf'(?=\{{{_SPACE}"(?:name|type|parameters)")',
     closing=(";",),
     syntax=CallSyntax(
         before_all="",
@@ -217,7 +219,7 @@ _LLAMA3_JSON = ToolFormat(
 )
 _PHI4_MINI = ToolFormat(
     body="json",
-    head=r"(?:functools|<\|tool_call\|>)\s*(?=\[\s*\{)",
+    head=rf"(?:functools|<\|tool_call\|>){_SPACE}(?=\[{_SPACE}\{{)",
     bare_head=None,
     closing=("<|/tool_call|>",),
     syntax=CallSyntax(
@@ -244,7 +246,7 @@ _PHI4_FUNCTOOLS = _PHI4_MINI._replace(
 )
 _GEMMA = ToolFormat(
     body="gemma",
-    head=rf"<\|tool_call>\s*call:{_NAME}\s*(?=\{{)",
+    head=rf"<\|tool_call>{_SPACE}call:{_NAME}{_SPACE}(?=\{{)",
     bare_head=None,
     closing=("<tool_call|>", "<|tool_response>"),
     syntax=CallSyntax(
@@ -260,7 +262,7 @@ _GEMMA = ToolFormat(
 )
 _FUNCTION_GEMMA = ToolFormat(
     body="gemma",
-    head=rf"<start_function_call>\s*call:{_NAME}\s*(?=\{{)",
+    head=rf"<start_function_call>{_SPACE}call:{_NAME}{_SPACE}(?=\{{)",
     bare_head=None,
     closing=("<end_function_call>", "<start_function_response>"),
     syntax=CallSyntax(

@@ -113,11 +113,11 @@ class _InArguments(NamedTuple):
     """The state after this one."""
 
 
-_END_OF_OBJECT = regex.compile(r'(?:\s*,\s*"\w+"\s*:\s*"[^"\\]*")*\s*\}')
+_END_OF_OBJECT = regex.compile(r'(?:\s*+,\s*+"\w+"\s*+:\s*+"[^"\\]*")*\s*+\}')
 """What may follow the arguments in the JSON object of a call, such as an id."""
 _NEXT_IN_LIST = {
-    "json": regex.compile(r"\s*(?:(?P<end>,?\s*\])|,\s*(?=\{))"),
-    "python": regex.compile(r"\s*(?:(?P<end>,?\s*\])|,\s*(?=[A-Za-z_][\w.]{0,127}\s*\())"),
+    "json": regex.compile(r"\s*+(?:(?P<end>,?\s*+\])|,\s*+(?=\{))"),
+    "python": regex.compile(r"\s*+(?:(?P<end>,?\s*+\])|,\s*+(?=[A-Za-z_][\w.]{0,127}\s*+\())"),
 }
 """Kind of a body -> what divides a call of a list from the next one, or ends the list."""
 
@@ -141,6 +141,7 @@ class Parser:
         reasoning = find_reasoning(reasoning_format)
         self._head = _head_pattern(self._format)
         self._head_at_beginning = _head_pattern_at_beginning(self._format, reasoning)
+        self._has_heads = self._format is not None or reasoning is not None
         end = "" if reasoning is None else reasoning.end
         self._reasoning_end = regex.compile(_SPACE + regex.escape(end))
         self._held = ""
@@ -220,6 +221,8 @@ class Parser:
         return True
 
     def _read_content(self, state: _InContent) -> bool:
+        if state.at_beginning and self._has_heads and self._held.isspace():
+            return False  # a head may follow; a model may write space without end
         pattern = self._head_at_beginning if state.at_beginning else self._head
         match = pattern.search(self._held, partial=True)
         if match is None:
@@ -413,10 +416,10 @@ def _head_pattern_at_beginning(
     """
     alternatives = []
     if reasoning is not None:
-        alternatives.append(rf"\A\s*(?P<think>{regex.escape(reasoning.begin)})")
+        alternatives.append(rf"\A\s*+(?P<think>{regex.escape(reasoning.begin)})")
     if tool_format is not None:
-        alternatives.append(rf"\A\s*{tool_format.head}")
+        alternatives.append(rf"\A\s*+{tool_format.head}")
         if tool_format.bare_head is not None:
-            alternatives.append(rf"\A\s*{tool_format.bare_head}")
+            alternatives.append(rf"\A\s*+{tool_format.bare_head}")
         alternatives.append(_SPACE + tool_format.head)
     return regex.compile("|".join(alternatives) or _NEVER)

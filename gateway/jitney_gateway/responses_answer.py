@@ -192,12 +192,8 @@ class ResponseAnswer:
         return self._response("incomplete", usage=self._usage(), incomplete_details={"reason": why})
 
     def _usage(self) -> JsonObject:
-        """``reasoning_tokens`` is null if there is reasoning that cannot be counted."""
-        number: int | None = None
-        if self.usage.reasoning is not None:
-            number = self.usage.reasoning.count
-        elif not any(block.kind == "reasoning" for block in self._sequence.blocks):
-            number = 0
+        """``reasoning_tokens`` is 0 if they cannot be counted: clients take no null there."""
+        number = 0 if self.usage.reasoning is None else self.usage.reasoning.count
         return {
             "input_tokens": self.usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": self.usage.cached_tokens},

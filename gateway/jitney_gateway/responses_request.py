@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from jitney_gateway.chat import parsed_arguments
+from jitney_gateway.chat import ARGUMENTS
 from jitney_gateway.content_blocks import AssistantPart, join_assistant_parts
 from jitney_gateway.field_rules import FieldRules, Refused
 from jitney_gateway.formats import find_reasoning
@@ -38,7 +38,11 @@ from jitney_gateway.wire import (
     joined_text,
 )
 
-NAMES_OF_RESPONSE = {"reasoning_effort": "reasoning.effort", "verbosity": "text.verbosity"}
+NAMES_OF_RESPONSE = {
+    "reasoning_effort": "reasoning.effort",
+    "verbosity": "text.verbosity",
+    ARGUMENTS: "input[].arguments",
+}
 """Field of the chat -> its path in the body."""
 _SHARED_WITH_CHATS = (
     "model", "params", "stream", "structured_outputs", "chat_template_kwargs",
@@ -234,7 +238,6 @@ def _messages_or_parts(path: str, item: InputItem) -> Sequence[Message | Assista
         item.content = ""
     check_fields(path, item, _FIELDS_OF_ITEMS)
     if item.type == "function_call":
-        parsed_arguments(f"{path}.arguments", item.arguments)
         return [_call(item, str(item.arguments))]
     if item.type == "custom_tool_call":
         return [_call(item, msgspec.json.encode({"input": item.input}).decode())]

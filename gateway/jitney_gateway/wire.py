@@ -86,8 +86,8 @@ class Call(WireRecord):
     rules: ClassVar = FieldRules(
         silent=frozenset(["index"]), types=frozenset(["function"]), comes_back=True
     )
-    type: Literal["function"]
     function: Called
+    type: Literal["function"] | None = None
     id: str | None = None
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from jitney.errors import show
 
+from jitney_gateway.chat import ARGUMENTS, has_whole_arguments
 from jitney_gateway.field_rules import IgnoredFields
 from jitney_gateway.server_request import (
     BUDGET,
@@ -36,6 +37,11 @@ def leave_out_of_chat(
     """Leave out of a chat what has no effect on this model. Raises FieldError if the gateway is
     strict."""
     leave_out(body, model, ignored)
+    for message in body.messages:
+        for call in message.tool_calls or ():
+            if not has_whole_arguments(call.function.arguments):
+                # The model's own call, which was cut: what it lacks cannot be had any more.
+                ignored.add((names or {}).get(ARGUMENTS, ARGUMENTS), always=True)
     for name in _GUIDING:
         value = getattr(body, name)
         if value is None or takes_parameter(model, name):

@@ -133,6 +133,15 @@ def test_a_call_that_is_cut_has_its_arguments_so_far(end: str, reason: str, size
     assert len(others) > 10 or size > 1
 
 
+def test_a_chunk_has_one_entry_for_each_call() -> None:
+    answer = chat([Parser("hermes", None, [TOOL])])
+    text = '<tool_call>\n{"name": "stop", "arguments": {"at": 12'
+    (chunk,) = answer.feed(step(text, end="length"))
+    (entry,) = chunk["choices"][0]["delta"]["tool_calls"]
+    assert entry["id"]
+    assert entry["function"] == {"name": "stop", "arguments": '{"at": 12'}
+
+
 def test_usage_counts_every_prompt_once() -> None:
     answer = completion(2, n=2)
     for prompt in (0, 1):

@@ -1,6 +1,7 @@
 """Tool calls and reasoning in a model's text: what the parser makes of it, however it is cut."""
 
 import json
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -311,11 +312,11 @@ CUT = {  # tool format, text, what it says: calls that were certain, and end too
     "python": ("pythonic", "[find(n=1, zip='01", Read(cut=((FIND, '{"n": 1'),))),
     "not a number": (
         *("hermes", HEAD + '{"n": NaN}}</tool_call>' + CALL),
-        Read("NaN}}</tool_call>", ONE, "", ((FIND, '{"n":'),)),
+        Read("NaN}}</tool_call>", ONE, "", ((FIND, '{"n": '),)),
     ),
     "a number that is too large": (
         *("hermes", HEAD + '{"n": 1e999}}</tool_call>'),
-        Read("1e999}}</tool_call>", (), "", ((FIND, '{"n":'),)),
+        Read("1e999}}</tool_call>", (), "", ((FIND, '{"n": '),)),
     ),
     "half a surrogate": (
         *("hermes", HEAD + '{"zip": "a\\ud83d"}}</tool_call>'),
@@ -631,3 +632,26 @@ def test_the_page_names_every_format() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "openai.md").read_text(encoding="utf-8")
     for name in (*TOOL_FORMATS, *REASONING_FORMATS):
         assert f"`{name}`" in page, name
+
+
+@pytest.mark.parametrize("reasoning", ["think", None])
+@pytest.mark.parametrize(
+    ("tool_format", "beginning"),
+    [
+        ("hermes", '<tool_call>\n{"name": "find", "arguments": {"a":'),
+        ("gemma", "<|tool_call>call:find{a:"),
+        ("hermes", ""),
+        ("hermes", "<tool_call>"),
+        ("llama3_json", "{"),
+        ("qwen_xml", "<tool_call>\n<function=find>"),
+    ],
+)
+def test_space_without_end_is_not_read_again_and_again(
+    tool_format: str, beginning: str, reasoning: str | None
+) -> None:
+    parser = Parser(tool_format, reasoning, TOOLS)
+    parser.push(beginning)
+    begin = time.process_time()
+    for _ in range(2000):
+        parser.push("\n\n\n\n")
+    assert time.process_time() - begin < 0.5  # it was 2 to 10 s

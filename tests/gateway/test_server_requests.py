@@ -200,9 +200,6 @@ def test_a_wrong_type_or_an_unknown_name_is_refused_by_name(name: str) -> None:
         ({"messages": [{**USER, "function_call": {}}]}, "messages[0].function_call", "tool_calls"),
         ({"messages": [USER | {"content": [{"type": "image_url", "image_url": {}}]}]},
          "messages[0].content[0]", "'image_url'"),
-        ({"messages": [{"role": "assistant", "tool_calls": [
-            {"type": "function", "function": {"name": "a", "arguments": "{"}}]}]},
-         "messages[0].tool_calls[0].function.arguments", "not a JSON object"),
         ({"messages": [USER] * 4097}, "messages", "4096"),
         ({"tools": [TOOL] * 129}, "tools", "128"),
         ({"tools": None, "tool_choice": "required"}, "tool_choice", "goes with tools"),
@@ -219,6 +216,29 @@ def test_a_wrong_type_or_an_unknown_name_is_refused_by_name(name: str) -> None:
 def test_what_cannot_be_served_is_refused(more: dict[str, Any], field: str, said: str) -> None:
     assert refused(CHAT | more)[0] == field
     assert said in refused(CHAT | more)[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "there"),
+    [
+        ('{"n": [1, {"at": 2', {"n": [1, {"at": 2}]}),
+        ('{"n": 1, "at": ', {"n": 1}),
+        ("{", {}),
+        ("[1", {}),
+        ("a bus", {}),
+        ("[" * 100_000, {}),
+    ],
+)
+def test_a_call_that_was_cut_may_come_back(arguments: str, there: Any) -> None:
+    call = {"function": {"name": "stop", "arguments": arguments}}
+    messages = [USER, {"role": "assistant", "tool_calls": [call]}]
+    ignored = IgnoredFields(strict=True)
+    body = decode(msgspec.json.encode(CHAT | {"messages": messages}), ChatRequest, ignored)
+    leave_out_of_chat(body, KNOWN, ignored)
+    sent = json.loads(request_of_chat(body, KNOWN, "id").inputs["messages"])  # type: ignore[arg-type]
+    function = sent["messages"][1]["tool_calls"][0]["function"]
+    assert function["arguments"] == there
+    assert ignored.header() == "messages[].tool_calls[].function.arguments"
 
 
 @pytest.mark.parametrize(
