@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from jitney.adapters.pool import AdapterPool
 from jitney.engine.engine import Engine
-from jitney.errors import InternalError, InvalidArgumentError
+from jitney.errors import InternalError, InvalidArgumentError, UnavailableError
 from jitney.execution.low_rank import LowRank
 from jitney.messages import Cancel, Failed, Finish, Submit, Tokens
 from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 from jitney.text.intake import adapter_names, check_adapter
 
+from tests.fake_grammar import FakeGrammar
 from tests.fake_runner import FakeRunner
 from tests.solo_stream import solo_stream
 
@@ -85,10 +86,16 @@ class House:
     def submit(self, name: str | None, prompt: list[int] | None = None, **more: Any) -> int:
         key = len(self.submits)
         tokens = more.pop("max_tokens", 3)
+        grammar = more.pop("grammar", "")
         params = SamplingParams(seed=key, max_tokens=tokens, lora_name=name, **more)
         deadline = None if params.deadline_ms is None else self.now + params.deadline_ms / 1000
         self.submits[key] = Submit(
-            key=key, prompt=prompt or [1, 2, 3], params=params, arrival=self.now, deadline=deadline
+            key=key,
+            prompt=prompt or [1, 2, 3],
+            params=params,
+            arrival=self.now,
+            deadline=deadline,
+            grammar=grammar,
         )
         self.engine.send(self.submits[key])
         return key
@@ -555,3 +562,95 @@ def test_nobody_makes_way_for_an_adapter_that_cannot_be_loaded(
     assert house.files.loads == ["a"]
     assert house.ends[long].timing.preemptions == 0
     assert not house.pool._judgements
+
+
+def house_with_a_long_request(**more: Any) -> tuple[House, int]:
+    """A request runs with the only adapter that there is room for."""
+    house = House(most=1, priority_preempts=True)
+    key = house.submit("a", max_tokens=60, **more)
+    while len(house.streams.get(key, [])) < 9:
+        house.step()
+    return house, key
+
+
+def test_nobody_makes_way_whose_adapter_could_not_be_loaded_again() -> None:
+    house, key = house_with_a_long_request()
+    house.files.versions["a"] = "a, written anew"
+    house.submit("urgent", **URGENT)
+    assert load_order(house) == ["a", "urgent"]
+    assert house.ends[key].timing.preemptions == 0
+
+
+def take_back(house: House, key: int) -> int:
+    """Returns the urgent request, whose adapter is being loaded."""
+    house.files.close("urgent")
+    urgent = house.submit("urgent", **URGENT)
+    house.submit(None)
+    while key not in house.engine.pending.waiting:
+        house.step()
+    return urgent
+
+
+def test_a_request_does_not_go_on_with_another_version_of_its_adapter() -> None:
+    house, key = house_with_a_long_request()
+    take_back(house, key)
+    house.files.versions["a"] = "a, written anew"
+    house.files.gates["urgent"].set()
+    house.drain()
+    said = "the files of lora_name 'a' have changed while the request waited"
+    assert house.ends[key] == Failed(key, "INVALID_ARGUMENT", said)
+
+
+def test_a_load_that_fails_is_tried_again_for_a_request_that_made_way() -> None:
+    house, key = house_with_a_long_request()
+    urgent = take_back(house, key)
+    load = house.pool._load
+
+    def fail(name: str) -> LowRank:
+        raise UnavailableError("no memory")
+
+    house.pool._load = fail
+    house.files.gates["urgent"].set()
+    while urgent not in house.ends or not house.engine.pending._retries:
+        house.step()
+    house.pool._load = load
+    house.now += 6.0
+    assert load_order(house) == ["a", "urgent", "a"]
+
+
+def test_a_request_that_waits_to_try_again_may_end() -> None:
+    house, key = house_with_a_long_request(deadline_ms=2000)
+    house.pool._load = lambda name: LowRank(name, {}) if name == "urgent" else 1 // 0
+    house.files.close("urgent")
+    house.drain(house.submit("urgent", **URGENT))
+    while not house.engine.pending._retries:
+        house.step()
+    house.now = 3.0
+    house.drain()
+    assert not isinstance(house.ends[key], Failed)
+    assert not house.engine.has_work
+    house.now = 9.0
+    house.drain(house.submit(None))
+    assert not house.engine.pending._retries
+
+
+def test_a_request_that_makes_way_keeps_its_grammar() -> None:
+    """Though others have come since, and the cache has dropped it."""
+    compiled: list[str] = []
+
+    def compile_grammar(text: str) -> FakeGrammar:
+        compiled.append(text)
+        return FakeGrammar(text)
+
+    house = House(most=1, priority_preempts=True, grammar_cache=1)
+    house.engine.pending._grammars._compile = compile_grammar
+    key = house.submit("a", max_tokens=60, grammar="0,2,5:40")
+    while len(house.streams.get(key, [])) < 9:
+        house.step()
+    house.drain(house.submit(None, grammar="1,3:9"))
+    urgent = house.submit("urgent", **URGENT)
+    house.drain(urgent)
+    assert key not in house.ends
+    house.drain()
+    house.check()
+    assert compiled == ["0,2,5:40", "1,3:9"]

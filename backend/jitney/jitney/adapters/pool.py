@@ -72,6 +72,8 @@ class _Entry:
     """None: it is being loaded."""
     users: set[int] = field(default_factory=set)
     """Open requests that name it."""
+    has_changed: bool = False
+    """Whether its files were found to be rewritten or gone. Its users keep it to their end."""
 
 
 @dataclass(slots=True)
@@ -230,8 +232,10 @@ class AdapterPool:
 
     def blocked(self, now: float) -> Blocked | None:
         """The first request that waits for room, and who uses the adapters in memory. An adapter
-        that is being loaded is left out: it stays in any case. None also while the adapter of the
-        first request is being checked: nobody makes way for one that cannot be loaded."""
+        that is being loaded is left out: it stays in any case. So is one whose files have changed:
+        it could not be loaded again, and its users could not go on without it. None also while the
+        adapter of the first request is being checked: nobody makes way for one that cannot be
+        loaded."""
         if not self._queue:
             return None
         first = self._queue.first(now)
@@ -241,9 +245,19 @@ class AdapterPool:
             return None
         users = []
         for entry in self._entries.values():
-            if entry.result is not None and entry.users:
+            if entry.result is not None and entry.users and not entry.has_changed:
                 users.append(sorted(entry.users))
         return Blocked(first.key, users)
+
+    def can_make_again(self, keys: Collection[int]) -> bool:
+        """Whether the files of the adapters that these requests use are still the same."""
+        entries = {self._requests[key].entry for key in keys}
+        for entry in entries:
+            assert entry is not None, "the request waits for room"
+            if self._stamp(entry.id.name) != entry.id.stamp:
+                entry.has_changed = True
+                return False
+        return True
 
     def report(self, stats: StepStats) -> None:
         """Add the figures since the last report."""

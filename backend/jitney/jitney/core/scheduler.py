@@ -37,7 +37,7 @@ from jitney.core.planned_step import PlannedStep
 from jitney.core.policy.choose import choose_policies
 from jitney.core.policy.seam import TierTerms
 from jitney.core.request import Request, Sequence, SequenceState
-from jitney.core.taking_back import Ranked, resumable, users_that_make_way
+from jitney.core.taking_back import Ranked, TakenBack, resumable, users_that_make_way
 from jitney.errors import DeadlineExceededError, InvalidArgumentError, JitneyError, UnavailableError
 from jitney.messages import Cancelled, Event, Failed, FinishReason, StepStats, Submit, Tokens
 from jitney.rank import Blocked, Rank
@@ -176,13 +176,13 @@ class Scheduler:
         self._held.add(message)
         return []
 
-    def take_back(self, key: int, now: float) -> Submit:
+    def take_back(self, key: int, now: float) -> TakenBack:
         """An open request makes way for one that needs its resource: hold it, with what it has
         emitted. :meth:`submit` resumes it, and may be called with the message that this returns. No
         step may be in flight."""
         assert not self.live.in_flight
         if key in self._held:
-            return self._held.get(key)
+            return TakenBack(self._held.get(key))
         request = self.live.requests[key]
         message = resumable(request)
         self._preempted_at[key] = [*request.preempted_at, now]
@@ -190,7 +190,7 @@ class Scheduler:
         self.live.remove_request(request)
         refusal = self.hold(message)
         assert not refusal, "a request that ran is refused"
-        return message
+        return TakenBack(message, request.grammar, request.adapter)
 
     def submit(
         self,

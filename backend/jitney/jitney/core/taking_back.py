@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from jitney.batch import Adapter, Grammar
 from jitney.core.policy.making_way import MakingWay
 from jitney.core.request import Request, SequenceState
 from jitney.messages import Emitted, Submit
@@ -18,6 +19,16 @@ class Ranked(NamedTuple):
 
     rank: Rank
     message: Submit
+
+
+class TakenBack(NamedTuple):
+    """A request that has been taken back."""
+
+    message: Submit
+    """With what it has emitted."""
+    grammar: Grammar | None = None
+    adapter: Adapter | None = None
+    """What it has run with. None: it needs none, or has not begun."""
 
 
 def users_that_make_way(

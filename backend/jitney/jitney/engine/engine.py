@@ -28,7 +28,13 @@ from jitney.engine.grammars import Compile, Grammars, refuse
 from jitney.engine.inbox import UNLOADED, Inbox
 from jitney.engine.pending import Held, NoteMaking, Pending, Source, ignore_making
 from jitney.engine.steps import BeforeStep, Steps, ignore_step
-from jitney.errors import DeviceLostError, InternalError, JitneyError, UnavailableError
+from jitney.errors import (
+    DeviceLostError,
+    InternalError,
+    InvalidArgumentError,
+    JitneyError,
+    UnavailableError,
+)
 from jitney.execution.protocols import Runner
 from jitney.messages import (
     TERMINAL,
@@ -264,11 +270,16 @@ class Engine:
 
     def _let_make_way(self, now: float) -> None:
         """If a request waits because all adapters are in use, take back the requests that make way
-        for it. They wait then, and go on as after a preemption."""
+        for it. They wait then, and go on as after a preemption.
+
+        Nobody is taken back whose adapter's files have changed. If they change later, while the
+        request waits, it fails by name: what was loaded before is gone by then. Any other failure
+        to load the adapter again is tried again, up to the deadline of the request."""
         if self.pending.blocked(now) is None:
             return
         self._note_ended(_ended_by(self._events), now)
-        if not self._who_makes_way(now):
+        found = self._who_makes_way(now)
+        if not found or not self.pending.can_hold_again(found):
             return
         # Outputs of steps in flight must not find the requests as they are afterwards. Also, users
         # of the adapter may end in these steps.
@@ -277,12 +288,17 @@ class Engine:
         finally:
             self._events += self._steps.take_events()
         self._note_ended(_ended_by(self._events), now)
-        again = []
-        for key in self._who_makes_way(now):
-            message = self.scheduler.take_back(key, now)
-            again.append(Held(message, self.scheduler.rank_of(message)))
-        if again:
-            self.pending.hold_again(again, now)
+        found = self._who_makes_way(now)
+        if found and self.pending.can_hold_again(found):
+            self.pending.hold_again([self._take_back(key, now) for key in found], now)
+
+    def _take_back(self, key: int, now: float) -> Held:
+        taken = self.scheduler.take_back(key, now)
+        message = taken.message
+        held = Held(message, self.scheduler.rank_of(message), grammar=taken.grammar)
+        if taken.adapter is not None and message.first_token is not None:
+            held.adapter_version = taken.adapter.version
+        return held
 
     def _who_makes_way(self, now: float) -> list[int]:
         blocked = self.pending.blocked(now)
@@ -292,9 +308,13 @@ class Engine:
         """Submit a request whose resources are there, or fail it if one could not be made."""
         message = held.message
         try:
-            resources = self.pending.resources_of(message)
+            resources = self.pending.resources_of(held)
         except JitneyError as error:
-            return self.scheduler.fail(message.key, error)
+            if held.adapter_version is None or isinstance(error, InvalidArgumentError):
+                return self.scheduler.fail(message.key, error)
+            # It ran, and made way: only its files or its deadline may end it.
+            self.pending.hold_for_retry(held, now)
+            return []
         # The grammar takes over the output of a request that is resumed: native code again.
         with self.pending.noted("grammar", [message.key]):
             events = self.scheduler.submit(message, resources.grammar, resources.adapter)

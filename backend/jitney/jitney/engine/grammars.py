@@ -103,6 +103,10 @@ class Grammars:
         """None: a grammar that is used keeps no other one from being compiled."""
         return None
 
+    def can_make_again(self, keys: Collection[int]) -> bool:
+        """A request that is taken back keeps its grammar."""
+        return True
+
     def report(self, stats: StepStats) -> None:
         """It has no figures."""
 

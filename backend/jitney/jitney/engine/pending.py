@@ -41,7 +41,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from jitney.batch import Adapter, Grammar
-from jitney.errors import InternalError, JitneyError, UnavailableError, show
+from jitney.errors import (
+    InternalError,
+    InvalidArgumentError,
+    JitneyError,
+    UnavailableError,
+    show,
+)
 from jitney.messages import Finish, StepStats, Submit
 from jitney.rank import Blocked, Rank
 
@@ -51,6 +57,8 @@ T_co = TypeVar("T_co", covariant=True)
 
 _PATIENCE_S = 5.0
 """If a resource takes longer to be made, the next one of its kind is made meanwhile."""
+_RETRY_S = 5.0
+"""Pause before an adapter is loaded again for a request that was taken back."""
 _MOST_THREADS = 8
 """Most threads that make resources of one kind, those that were given up included."""
 _numbers = itertools.count()
@@ -99,6 +107,10 @@ class Source(Protocol[T_co]):
 
     def blocked(self, now: float) -> Blocked | None:
         """The first request that waits until others release what they use, if there is one."""
+
+    def can_make_again(self, keys: Collection[int]) -> bool:
+        """Whether what these requests use could be made again, if they were taken back. If not,
+        :meth:`blocked` leaves it out from then on."""
 
     def report(self, stats: StepStats) -> None:
         """Add this kind's figures since the last report."""
@@ -244,7 +256,15 @@ class Held:
     """For how many resources it waits."""
     later: list[Finish] = field(default_factory=list)
     """Messages that came for it while it waited. A Finish follows from a stop string in the output.
-    A request that waits has output only if it is resumed: an engine before this one began it."""
+    A request that waits has output only if an engine before this one began it, or if it was taken
+    back."""
+    grammar: Grammar | None = None
+    """What a request that was taken back keeps: it need not be compiled again."""
+    adapter_version: str | None = None
+    """Version of the adapter that its output was made with. None: it has no output, or its adapter
+    is not known, because an engine before this one began it."""
+    retry_at: float | None = None
+    """While it waits to claim its adapter again, because a load has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +298,8 @@ class Pending:
         self.threads = [Thread() for _ in self._sources]
         """For each of the sources, in their order, where its resources are made."""
         self._ready: dict[int, Held] = {}  # by key: those that wait for nothing any more
+        # Those of `waiting` with a `retry_at`. Some may have ended meanwhile.
+        self._retries: list[Held] = []
 
     def __bool__(self) -> bool:
         """Whether any request is here."""
@@ -296,6 +318,8 @@ class Pending:
         held.num_missing = 0
         key = held.rank.key
         for source in self._sources:
+            if source is self._grammars and held.grammar is not None:
+                continue
             name = source.name_of(held.message)
             if name is not None and not self._claim(source, held.rank, name, now):
                 held.num_missing += 1
@@ -316,6 +340,10 @@ class Pending:
             if blocked is not None:
                 return blocked
         return None
+
+    def can_hold_again(self, keys: Collection[int]) -> bool:
+        """Whether these requests could go on with the same resources if they were taken back."""
+        return all(source.can_make_again(keys) for source in self._sources)
 
     def hold_again(self, again: Iterable[Held], now: float) -> None:
         """These requests release what they use, and wait for it again. Some of them are here
@@ -357,11 +385,37 @@ class Pending:
 
     def give_up(self, most_s: float, now: float) -> None:
         """Fail the requests that wait for a resource which has been in the making for more than
-        ``most_s`` seconds."""
+        ``most_s`` seconds. Claim again what is to be tried again now."""
         for maker in self._makers:
             if maker.is_at_work:
                 self._end_waits(maker.give_up(most_s, now))
                 self._start_making(now)
+        self._try_again(now)
+
+    def hold_for_retry(self, held: Held, now: float) -> None:
+        """The resources of a request that was taken could not be made. Keep it, and claim them
+        again later."""
+        key = held.rank.key
+        for source in self._sources:
+            self._end_waits(source.release([key], now))
+        held.num_missing = 1
+        held.retry_at = now + _RETRY_S
+        self.waiting[key] = held
+        self._retries.append(held)
+        self._start_making(now)
+
+    def _try_again(self, now: float) -> None:
+        """Claim again what the requests whose pause is over need."""
+        due = [held for held in self._retries if held.retry_at is not None and held.retry_at <= now]
+        for held in due:
+            self._retries.remove(held)
+            held.retry_at = None
+            key = held.rank.key
+            if self.waiting.get(key) is held:  # it has not ended meanwhile
+                del self.waiting[key]
+                self._hold(held, now)
+        if due:
+            self._start_making(now)
 
     def take_ready(self) -> list[Held]:
         """Take the requests whose resources are all there or could not be made."""
@@ -369,15 +423,23 @@ class Pending:
         self._ready.clear()
         return ready
 
-    def resources_of(self, message: Submit) -> Resources:
+    def resources_of(self, held: Held) -> Resources:
         """The resources of a request that was taken; to be called once. Raises the JitneyError
-        that tells why one could not be made."""
-        grammar = None
+        that tells why one could not be made. Raises InvalidArgumentError if the output of the
+        request was made with another version of its adapter: it must not go on with this one."""
+        message = held.message
+        grammar = held.grammar
         adapter = None
-        if self._grammars.name_of(message) is not None:
+        if grammar is None and self._grammars.name_of(message) is not None:
             grammar = self._grammars.take(message.key)
         if self._adapters is not None and self._adapters.name_of(message) is not None:
             adapter = self._adapters.take(message.key)
+            version = held.adapter_version
+            if version is not None and version != adapter.version:
+                name = show(self._adapters.name_of(message))
+                raise InvalidArgumentError(
+                    f"the files of lora_name {name} have changed while the request waited"
+                )
         return Resources(grammar, adapter)
 
     def release(self, keys: Collection[int], now: float) -> None:
