@@ -106,7 +106,7 @@ class IgnoredFields:
         names = []
         for name in list(self._names)[:_MOST_NAMES]:
             plain = re.sub(r"[^\w.\[\]:/-]", "?", name, flags=re.ASCII)
-            names.append(plain[:_LONGEST_NAME])
+            names.append(plain[:_LONGEST_NAME] or "?")  # no header may end with a space
         if len(self._names) > _MOST_NAMES:
             names.append(f"and {len(self._names) - _MOST_NAMES} more")
         return ", ".join(names)

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from jitney.frontend import responder, service
 from jitney.frontend.channel import Channel
-from jitney.frontend.metrics import ModelMetrics
+from jitney.frontend.metrics import ModelMetrics, OpenCounts
+from jitney.frontend.responder import Responder
 
 from tests.frontend.house import (
     LABELS,
@@ -507,6 +508,7 @@ def test_counters_are_sent_less_often_than_gauges_if_that_takes_long(
     stop_worker(house, "metrics")
     now = 100.0
     house.service._all_metrics_due = now
+    counts = OpenCounts(encoding=0, submitted=1, reports=0)
     flushes: list[bool] = []
 
     def flush(_: ModelMetrics, *, only_gauges: bool = False) -> None:
@@ -517,11 +519,15 @@ def test_counters_are_sent_less_often_than_gauges_if_that_takes_long(
     with monkeypatch.context() as slow:
         slow.setattr(service, "time", SimpleNamespace(monotonic=lambda: now))
         slow.setattr(ModelMetrics, "flush", flush)
+        slow.setattr(Responder, "counts", property(lambda _: counts))
         for _ in range(3):
             assert house.service._flush_metrics() == 0.02
         now = 105.0  # a hundred times as long as the first one took
+        for _ in range(2):
+            house.service._flush_metrics()
+        counts = OpenCounts(encoding=0, submitted=0, reports=0)  # then all are up to date
         house.service._flush_metrics()
-    assert flushes == [False, True, True, False]
+    assert flushes == [False, True, True, False, True, False]
 
 
 def test_sending_has_its_share_on_a_cpu_and_no_bound_on_a_gpu(

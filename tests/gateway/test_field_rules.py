@@ -335,3 +335,10 @@ def test_the_schema_of_a_tool_is_its_own() -> None:
     assert named == ""
     tools = json.loads(request.inputs["messages"])["tools"]  # type: ignore[arg-type]
     assert tools[0]["function"]["parameters"] == schema
+
+
+def test_a_field_without_a_name_leaves_a_header_that_can_be_sent() -> None:
+    ignored = IgnoredFields()
+    ignored.add("user")
+    ignored.add("")
+    assert ignored.header() == "user, ?"

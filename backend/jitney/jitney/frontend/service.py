@@ -77,7 +77,7 @@ MOST_SWEEP_SHARE = 0.25
 FLUSH_SHARE = 0.01
 """Share of the time that updates of counters and histograms take at most: each changed value goes
 through that same queue. The few gauges are always up to date, since a stop of the server goes by
-them."""
+them; and without open requests all metrics are."""
 _JOIN_S = 5.0
 """Seconds for which :meth:`Service.close` waits for each thread."""
 
@@ -394,9 +394,12 @@ class Service:
         return period - seconds
 
     def _flush_metrics(self) -> float:
-        self._metrics.set_gauges(self._engine.health, self._responder.counts)
+        counts = self._responder.counts
+        self._metrics.set_gauges(self._engine.health, counts)
         began = time.monotonic()
-        if began < self._all_metrics_due:
+        # Whoever compares counters before and after some requests reads them when none is open.
+        is_idle = not counts.encoding and not counts.submitted
+        if began < self._all_metrics_due and not is_idle:
             self._metrics.flush(only_gauges=True)
         else:
             self._metrics.flush()
