@@ -56,16 +56,20 @@ local function stays_flat(piece)
 end
 
 -- A body beyond nginx's buffer stands in /tmp until its request ends. So that one key does not fill
--- it for all, each has a share. While a body comes it counts as long as was announced, or as the most
--- there may be; then as long as it is. A request that is alone passes, however large bodies may be.
--- nginx.conf.in gives the bytes back.
+-- it for all, each has a share. While a body comes it counts as long as was announced. One of
+-- unknown length counts FIRST, or what has come of it; then as long as it is. A request that is
+-- alone passes, however large bodies may be. nginx.conf.in gives the bytes back.
 local BUFFER = 16 * 1024
 local SHARE = 80 * 1024 * 1024 -- a quarter of /tmp
+local FIRST = 256 * 1024 -- 320 times in SHARE: for more requests than a key may have open by default
+local LOOK_S = 0.1 -- between two looks at how much has come
 local UNITS = { k = 1024, m = 1024 * 1024, g = 1024 * 1024 * 1024 }
 local digits, unit = ngx.var.max_body:match("^(%d+)(%a?)$")
-local size = tonumber(headers["content-length"])
-if not size and ngx.req.http_version() < 2 and not headers["transfer-encoding"] then size = 0 end
-size = size or tonumber(digits) * (UNITS[unit] or 1)
+local announced = tonumber(headers["content-length"])
+if not announced and ngx.req.http_version() < 2 and not headers["transfer-encoding"] then
+    announced = 0
+end
+local first = announced or math.min(FIRST, tonumber(digits) * (UNITS[unit] or 1))
 
 -- Let this request hold so many bytes; returns how many its key holds then.
 local function hold(bytes)
@@ -73,22 +77,41 @@ local function hold(bytes)
     ngx.var.held = bytes
     return ngx.shared.bodies:incr(ngx.var.key_name, more, 0)
 end
-if size > BUFFER then
-    local held = hold(size)
-    if held > SHARE and held > size then
-        return refuse(429, "the bodies of the requests of this key take all of its share")
-    end
+
+-- Whether the key holds more than its share, once this request holds so many bytes.
+local function exceeds(bytes)
+    local held = hold(bytes)
+    return held > SHARE and held > bytes
 end
 
+local function refuse_share()
+    return refuse(429, "the bodies of the requests of this key take all of its share")
+end
+if first > BUFFER and exceeds(first) then return refuse_share() end
+
 -- nginx bounds the time between two pieces of a body, not that of all.
-local is_complete = false
+local is_complete, is_too_much = false, false
 local reader = ngx.thread.spawn(function()
     ngx.req.read_body()
     is_complete = true
 end)
 if not is_complete then
-    local clock = ngx.thread.spawn(function() ngx.sleep(tonumber(ngx.var.body_seconds)) end)
+    local left_s = tonumber(ngx.var.body_seconds)
+    local clock = ngx.thread.spawn(function()
+        while not announced and left_s > LOOK_S do
+            ngx.sleep(LOOK_S)
+            left_s = left_s - LOOK_S
+            -- With the headers.
+            local come = tonumber(ngx.var.request_length)
+            if come > first and exceeds(come) then
+                is_too_much = true
+                return
+            end
+        end
+        ngx.sleep(left_s)
+    end)
     ngx.thread.wait(reader, clock)
+    if is_too_much then return refuse_share() end
     if not is_complete then
         return ngx.exit(408) -- at which nginx cuts the client off, as at its own time-out
     end
@@ -96,10 +119,14 @@ if not is_complete then
 end
 local is_flat = true
 local name = ngx.req.get_body_file()
-if not name and size > BUFFER then hold(0) end
+if not name and first > BUFFER then hold(0) end
 if name then
     local file = assert(io.open(name, "rb"))
-    hold(file:seek("end"))
+    local is_over = exceeds(file:seek("end"))
+    if is_over and not announced then
+        file:close()
+        return refuse_share()
+    end
     file:seek("set")
     while is_flat and json_bytes > 0 do
         local piece = file:read(math.min(json_bytes, 65536))

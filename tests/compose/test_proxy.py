@@ -289,15 +289,19 @@ SLOW_KEYS = "first:" + "a" * 24 + "\nother:" + "b" * 24 + "\n"
 MANY = 40
 
 
-def upload(proxy: Proxy, key: str, length: int, sent: bytes = b"") -> socket.socket:
-    """A request that was sent but for the rest of its body."""
+def upload(proxy: Proxy, key: str, length: int | None, sent: bytes = b"") -> socket.socket:
+    """A request that was sent but for the rest of its body. ``length`` None: in chunks."""
     trust = ssl.create_default_context(cafile=proxy.secrets / "tls_certificate")
     plain = socket.create_connection(("localhost", proxy.port), timeout=60)
     connection = trust.wrap_socket(plain, server_hostname="localhost")
     head = (
         "POST /v2/models/x/generate HTTP/1.1\r\nHost: localhost\r\n"
-        f"Authorization: Bearer {key}\r\nContent-Length: {length}\r\n\r\n"
+        f"Authorization: Bearer {key}\r\n"
+        + ("Transfer-Encoding: chunked" if length is None else f"Content-Length: {length}")
+        + "\r\n\r\n"
     )
+    if length is None:
+        sent = b"%x\r\n%b\r\n" % (len(sent), sent)
     connection.sendall(head.encode() + sent)
     return connection
 
@@ -332,6 +336,36 @@ def test_one_key_does_not_take_the_place_of_all_bodies(server: Server) -> None:
             each.close()
         wait_for(
             lambda: status_of(upload(proxy, "a" * 24, len(body), body)) == 200,
+            "what was given up",
+            60,
+            proxy.output,
+        )
+
+
+def test_bodies_of_unknown_length_count_as_they_come(server: Server) -> None:
+    """Small ones of one key do not count as the largest that there may be, and large ones do not
+    fill /tmp."""
+    large = b"[" + b" " * (6 << 20)
+    with Proxy(server) as proxy:
+        (proxy.secrets / "api_keys").write_text(SLOW_KEYS, encoding="utf-8")
+        assert proxy.reload().returncode == 0
+        wait_for(lambda: proxy.client("b" * 24).request("GET", "/v2")[0] == 200, "the keys", 60)
+        small = [upload(proxy, "a" * 24, None, b"[") for _ in range(MANY)]
+        assert [status_of(each, 0.1) for each in small] == [None] * MANY
+        for each in small:
+            each.settimeout(60)
+            each.sendall(b"1\r\n]\r\n0\r\n\r\n")
+        assert [status_of(each) for each in small] == [200] * MANY
+        held = [upload(proxy, "a" * 24, None, large) for _ in range(20)]
+        statuses = [status_of(each, 1) for each in held]
+        assert 11 <= statuses.count(None) <= 13
+        assert statuses.count(None) + statuses.count(429) == len(held)
+        body = json.dumps({"x": "y" * 1_000_000}).encode()
+        assert status_of(upload(proxy, "b" * 24, len(body), body)) == 200
+        for each in held:
+            each.close()
+        wait_for(
+            lambda: status_of(upload(proxy, "a" * 24, 8 << 20), 1) is None,
             "what was given up",
             60,
             proxy.output,
