@@ -75,14 +75,17 @@ _UNTRACED = _BIND_TO_PARENT + _SET_STACK_LIMIT + _EXEC
 _GUARD = """
 import os, select, signal, sys
 server = int(sys.argv[1])
+try:
+    # Our parent waits, so it collects no server: the id is still the server's.
+    ended = os.pidfd_open(server)
+except ProcessLookupError:
+    ended = None
 if os.fork() != 0:
     os._exit(0)
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, signal.SIG_IGN)
-try:
-    select.select([os.pidfd_open(server)], [], [])
-except ProcessLookupError:
-    pass  # it has ended already
+if ended is not None:
+    select.select([ended], [], [])
 os.killpg(server, signal.SIGKILL)
 """
 _SIGKILL = "9"

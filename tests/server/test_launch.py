@@ -213,6 +213,23 @@ def test_what_a_killed_server_has_started_ends_too(killed: str) -> None:
                 stub.kill()
 
 
+def test_the_guard_knows_its_server_before_the_launcher_goes_on() -> None:
+    """Once the launcher goes on, it may collect a server that has ended, and its id be used again
+    for another process. That one's group would be killed."""
+    look = """
+import os
+def fork():
+    for name in os.listdir("/proc/self/fd"):
+        if os.path.lexists(f"/proc/self/fd/{name}"):
+            print(os.readlink(f"/proc/self/fd/{name}"), flush=True)
+    os._exit(0)
+os.fork = fork
+"""
+    command = [*module._python(look + module._GUARD), str(os.getpid())]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    assert "pidfd" in done.stdout
+
+
 def has_ended(process: psutil.Process) -> bool:
     """Who takes over an orphan may collect it late."""
     try:
