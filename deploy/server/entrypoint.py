@@ -32,7 +32,7 @@ from health import remember
 from jitney.errors import LoadError
 from jitney_server.admin import Admin
 from jitney_server.installation import backend_folder, find_installation, link_backends
-from jitney_server.launch import guard_group, launch, restrict
+from jitney_server.launch import guard_group, launch, restrict, unshielded
 from jitney_server.leftovers import RunFolder, sweep
 from jitney_server.ports import ServerPorts
 from jitney_server.server import FORWARDED_HEADERS, LOAD_THREADS
@@ -157,7 +157,9 @@ class Server:
         unready_s = self.options.unready_s
         supervisor = Supervisor(self, say, most_repairs=most, unready_s=unready_s)
         say("ready")
+        say(f"without a proxy before it: {unshielded()}")
         while not (given_up := supervisor.turn()):
+            collect_orphans(self.pid)
             time.sleep(_POLL_S)
         return given_up
 
@@ -245,6 +247,19 @@ def command(options: argparse.Namespace, binary: Path, backends: Path, caches: P
         f"--grpc-header-forward-pattern={FORWARDED_HEADERS}",
         f"--http-header-forward-pattern={FORWARDED_HEADERS}",
     ]
+
+
+def collect_orphans(server: int | None) -> None:
+    """Collect the processes that have ended, except the server: the kernel hands those whose parent
+    has ended to process 1, and what nobody collects counts against the container's limit."""
+    while True:
+        try:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # there are no children
+            return
+        if ended is None or ended.si_pid == server:
+            return  # the server's status is asked for elsewhere
+        os.waitpid(ended.si_pid, os.WNOHANG)
 
 
 def say(text: str) -> None:

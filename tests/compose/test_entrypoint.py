@@ -281,6 +281,39 @@ def test_a_server_that_is_killed_is_started_again_and_nothing_of_it_is_left(cont
     assert container.ended()[0] == 0
 
 
+def test_what_would_end_the_server_without_a_proxy_is_said(containers) -> None:
+    started = containers()
+    started.wait_until_said("may end this server")
+
+
+# Process 1 with a server, a process whose parent has ended, and a child of its own that has.
+PROCESS_1 = """
+import ctypes, psutil, subprocess, sys, time
+sys.path.insert(0, sys.argv[1])
+import entrypoint
+PR_SET_CHILD_SUBREAPER = 36
+ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+server = subprocess.Popen(["sleep", "600"])
+subprocess.run(["sh", "-c", "sleep 0.1 &"])
+deadline = time.monotonic() + 60
+def children():
+    return [child.pid for child in psutil.Process().children()]
+while children() != [server.pid] and time.monotonic() < deadline:
+    entrypoint.collect_orphans(server.pid)
+    time.sleep(0.05)
+assert children() == [server.pid]
+server.kill()
+time.sleep(0.2)
+entrypoint.collect_orphans(server.pid)
+assert server.wait() == -9
+"""
+
+
+def test_process_1_collects_what_others_leave_and_not_its_server() -> None:
+    command = [sys.executable, "-c", PROCESS_1, str(SCRIPT.parent)]
+    assert subprocess.run(command, check=False, timeout=120).returncode == 0
+
+
 def test_after_a_few_repairs_a_new_container_must_take_over(containers) -> None:
     container = containers("--most-repairs=2")
     container.wait_until_ready()
