@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jitney.adapters.pool import AdapterPool
+from jitney.adapters.pool import AdapterPool, JudgementId
 from jitney.engine.engine import Engine
+from jitney.engine.pending import Thread
 from jitney.errors import InternalError, InvalidArgumentError, UnavailableError
 from jitney.execution.low_rank import LowRank
 from jitney.messages import Cancel, Failed, Finish, Submit, Tokens
@@ -53,6 +54,21 @@ class Files:
         return (hash(self.versions.get(name, name)),)
 
 
+class LoadsInThreads:
+    """Checks an adapter at once, so that it does not matter how many steps a thread takes to begin,
+    unless the test holds up the check."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+
+    def submit(self, call: Any, job: Any, keys: list[int]) -> None:
+        is_check = isinstance(job.id, JudgementId)
+        if is_check and f"judge {job.id.of.name}" not in self._files.gates:
+            call(job, keys)
+        else:
+            Thread().submit(call, job, keys)
+
+
 class House:
     """An engine over the fake runner."""
 
@@ -66,6 +82,7 @@ class House:
         self.runner = FakeRunner(num_blocks=256, overlap=overlap)
         config = make_config({"model": "fake", "block_size": 4, **options})
         self.engine = Engine(config, self.runner, lambda: self.now, adapters=self.pool)
+        self.engine.pending.threads[1] = LoadsInThreads(self.files)
         self.submits: dict[int, Submit] = {}
         self.streams: dict[int, list[int]] = {}
         self.ends: dict[int, object] = {}
@@ -553,6 +570,8 @@ def test_nobody_makes_way_for_an_adapter_that_cannot_be_loaded(
     for _ in range(5):
         house.step()
     house.files.gates["judge bad"].set()
+    while not house.engine.inbox.has_items:
+        time.sleep(0.001)
     house.drain(bad)
     end = house.ends[bad]
     assert isinstance(end, Failed)
@@ -654,3 +673,46 @@ def test_a_request_that_makes_way_keeps_its_grammar() -> None:
     house.drain()
     house.check()
     assert compiled == ["0,2,5:40", "1,3:9"]
+
+
+TARGET = [{"name": "fast", "ttft_ms": 100}, {"name": "bulk", "aging_s": 50.0}]
+
+
+def house_with_an_aged_backlog() -> tuple[House, list[int]]:
+    """Bulk requests use both adapters that there is room for. They and four others have aged."""
+    house = House(most=2, tiers=TARGET)
+    running = [house.submit(name, max_tokens=200) for name in "ab"]
+    while any(not house.streams.get(key) for key in running):
+        house.step()
+    for name in "cdef":
+        house.submit(name, max_tokens=60)
+    house.step()
+    house.now = 60.0
+    return house, running
+
+
+def test_an_aged_backlog_does_not_come_before_a_request_of_the_first_tier() -> None:
+    house, _ = house_with_an_aged_backlog()
+    house.submit("urgent", **FAST)
+    loads = load_order(house)
+    assert loads[2] == "urgent"
+    assert sorted(loads[3:]) == [*"bcdef"]
+
+
+def test_the_first_aged_request_of_a_tier_does_not_make_way() -> None:
+    house, (first, second) = house_with_an_aged_backlog()
+    urgent = [house.submit(name, **FAST) for name in ("urgent", "other")]
+    house.drain(*urgent)
+    house.drain()
+    house.check()
+    assert [house.ends[key].timing.preemptions for key in (first, second)] == [0, 1]
+
+
+def test_an_aged_backlog_does_not_hold_up_a_request_whose_adapter_is_in_memory() -> None:
+    house, running = house_with_an_aged_backlog()
+    urgent = house.submit("a", **FAST)
+    house.drain(urgent)
+    assert not house.ends.keys() & set(running)
+    assert house.files.loads == ["a", "b"]
+    house.drain()
+    house.check()

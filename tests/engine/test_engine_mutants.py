@@ -164,7 +164,8 @@ FAULTS: dict[str, tuple[str, ...]] = {
         "ids=sequence.output.copy(),", "ids=[],",
     ),
     "adapters are waited for in order of arrival": (
-        "rank.py", POOL, "return (level, self.at, self.key)", "return (0, self.key, self.key)",
+        "rank.py", POOL,
+        "return Order(level, self.at, self.key)", "return Order(0, self.key, self.key)",
     ),
     "a token counts once": (
         "token_counts.py", COUNTS, "self.output_counts[index] += 1", "pass",

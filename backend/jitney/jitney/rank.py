@@ -5,7 +5,14 @@ The scheduler says the rank of a request; what waits for a grammar or an adapter
 from bisect import bisect_left, insort
 from typing import NamedTuple
 
-_Order = tuple[int, float, int]
+
+class Order(NamedTuple):
+    """What requests are sorted by at one time, the lowest first."""
+
+    level: int
+    """The tier, or 0 if the request counts as one of the first tier."""
+    at: float
+    key: int
 
 
 class Rank(NamedTuple):
@@ -15,14 +22,24 @@ class Rank(NamedTuple):
     """Index among the option ``tiers``; 0 without."""
     at: float
     """Arrival, plus what priority and tier add to it: seconds of the monotonic clock. The lowest
-    comes first. At this time the request has *aged*: it counts as one of the first tier."""
+    comes first. At this time the request has *aged*: it counts as one of the first tier. Where a
+    resource is scarce, only one aged request of each lower tier counts so, or a backlog that has
+    aged would take all of it."""
     key: int
     """The request's."""
 
-    def order(self, now: float) -> _Order:
-        """What requests are sorted by at the time ``now``, the lowest first."""
-        level = 0 if now >= self.at else self.tier
-        return (level, self.at, self.key)
+    def has_aged(self, now: float) -> bool:
+        """Whether it counts as one of the first tier."""
+        return now >= self.at
+
+    def order(self, now: float) -> Order:
+        """Its order if it counts as one of the first tier once it has aged."""
+        level = 0 if self.has_aged(now) else self.tier
+        return Order(level, self.at, self.key)
+
+    def order_in_tier(self) -> Order:
+        """Its order if it counts as one of its own tier even if it has aged."""
+        return Order(self.tier, self.at, self.key)
 
 
 class RankedQueue:
@@ -45,16 +62,19 @@ class RankedQueue:
         assert queue[index] == rank, "it does not wait"
         del queue[index]
 
-    def first(self, now: float) -> Rank:
-        """The first of them; there is one."""
-        # Within a tier the first by rank is also the first to age.
-        firsts = [queue[0] for queue in self._of_tier.values() if queue]
-        return min(firsts, key=lambda rank: rank.order(now))
+    def first_of_tier(self, tier: int) -> Rank | None:
+        """The first of a tier by rank, which is also the first to age."""
+        queue = self._of_tier.get(tier)
+        return queue[0] if queue else None
+
+    def firsts(self) -> list[Rank]:
+        """The first of each tier."""
+        return [queue[0] for queue in self._of_tier.values() if queue]
 
 
 class Blocked(NamedTuple):
     """A request that waits for room for its resource, while all that is there is in use."""
 
-    key: int
-    users: list[list[int]]
-    """For each resource that could make room: the keys of the requests that use it."""
+    first: Order
+    users: list[list[Order]]
+    """For each resource that could make room: the requests that use it."""

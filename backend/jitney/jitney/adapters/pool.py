@@ -26,7 +26,7 @@ from jitney.errors import InternalError, InvalidArgumentError, JitneyError
 from jitney.execution.low_rank import LowRank
 from jitney.execution.runner import TorchRunner
 from jitney.messages import StepStats, Submit
-from jitney.rank import Blocked, Rank, RankedQueue
+from jitney.rank import Blocked, Order, Rank, RankedQueue
 
 _log = logging.getLogger(__name__)
 
@@ -123,7 +123,9 @@ class AdapterPool:
         self._requests: dict[int, _Request] = {}
         # The requests that wait for room.
         self._queue = RankedQueue()
-        # The checks for these requests.
+        # The requests that use an adapter, or wait for its load.
+        self._users = RankedQueue()
+        # The checks for the requests in the queue.
         self._judgements: dict[JudgementId, _Judgement] = {}
         # Adapters to be loaded or checked that :meth:`take_ids_to_make` has not returned yet.
         self._to_make: list[AdapterId | JudgementId] = []
@@ -227,7 +229,7 @@ class AdapterPool:
             if request.entry is None:
                 self._leave_queue(request)
             else:
-                self._end_use(key, request.entry)
+                self._end_use(request, request.entry)
         return self._admit_queued(now)
 
     def blocked(self, now: float) -> Blocked | None:
@@ -238,7 +240,7 @@ class AdapterPool:
         loaded."""
         if not self._queue:
             return None
-        first = self._queue.first(now)
+        first = self._first(now)
         judgement = self._requests[first.key].judgement
         assert judgement is not None, "it does not wait for room"
         if not judgement.is_done:
@@ -246,8 +248,8 @@ class AdapterPool:
         users = []
         for entry in self._entries.values():
             if entry.result is not None and entry.users and not entry.has_changed:
-                users.append(sorted(entry.users))
-        return Blocked(first.key, users)
+                users.append([self._order_of_user(key, now) for key in sorted(entry.users)])
+        return Blocked(self._order(first, now), users)
 
     def can_make_again(self, keys: Collection[int]) -> bool:
         """Whether the files of the adapters that these requests use are still the same."""
@@ -270,6 +272,30 @@ class AdapterPool:
         self._loads = 0
         self._wait_seconds = 0.0
 
+    # ------------------------------------------------------------------ order
+
+    def _first(self, now: float) -> Rank:
+        """The first request in the queue; there is one."""
+        return min(self._queue.firsts(), key=lambda rank: self._order(rank, now))
+
+    def _order(self, rank: Rank, now: float) -> Order:
+        """The order of a request that does not use an adapter yet. If it has aged, it counts as one
+        of the first tier only while no other aged request of its tier uses an adapter. As in
+        ``policy.tiers``, the first of a tier is within its share in any case; here it is the only
+        one, because an adapter may be used by any number of requests."""
+        user = self._users.first_of_tier(rank.tier)
+        if user is not None and user.has_aged(now):
+            return rank.order_in_tier()
+        return rank.order(now)
+
+    def _order_of_user(self, key: int, now: float) -> Order:
+        """The order of a request that uses an adapter. Of a tier, only the first one may count as
+        one of the first tier."""
+        rank = self._requests[key].rank
+        if self._users.first_of_tier(rank.tier) == rank:
+            return rank.order(now)
+        return rank.order_in_tier()
+
     # ------------------------------------------------------------------ room
 
     def _must_queue(self, rank: Rank, now: float) -> bool:
@@ -277,8 +303,8 @@ class AdapterPool:
         before it and has waited too long."""
         if not self._queue:
             return False
-        first = self._queue.first(now)
-        if rank.order(now) < first.order(now):
+        first = self._first(now)
+        if self._order(rank, now) < self._order(first, now):
             return False
         return now - self._requests[first.key].since > self._aging_s
 
@@ -310,8 +336,7 @@ class AdapterPool:
         keys of those whose adapter is in memory; the others now wait for its load."""
         ready: list[int] = []
         while self._queue:
-            first = self._queue.first(now)
-            key = first.key
+            key = self._first(now).key
             request = self._requests[key]
             # Its files may have changed while it waited.
             entry = self._find_or_add(AdapterId(request.name, self._stamp(request.name)))
@@ -366,11 +391,14 @@ class AdapterPool:
     def _assign(self, key: int, entry: _Entry) -> None:
         """The request uses this adapter, until it is released."""
         entry.users.add(key)
-        self._requests[key].entry = entry
+        request = self._requests[key]
+        request.entry = entry
+        self._users.add(request.rank)
 
-    def _end_use(self, key: int, entry: _Entry) -> None:
+    def _end_use(self, request: _Request, entry: _Entry) -> None:
         """The request uses this adapter no longer."""
-        entry.users.discard(key)
+        self._users.remove(request.rank)
+        entry.users.remove(request.rank.key)
         # An adapter that could not be loaded is no longer among the entries. An entry that is there
         # under its id is that of a later attempt.
         is_kept = self._entries.get(entry.id) is entry

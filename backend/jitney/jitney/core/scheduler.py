@@ -40,7 +40,7 @@ from jitney.core.request import Request, Sequence, SequenceState
 from jitney.core.taking_back import Ranked, TakenBack, resumable, users_that_make_way
 from jitney.errors import DeadlineExceededError, InvalidArgumentError, JitneyError, UnavailableError
 from jitney.messages import Cancelled, Event, Failed, FinishReason, StepStats, Submit, Tokens
-from jitney.rank import Blocked, Rank
+from jitney.rank import Blocked, Order, Rank
 
 
 class Scheduler:
@@ -129,21 +129,22 @@ class Scheduler:
         terms = self._admission.tier_terms_of(message)
         return Rank(terms.tier, self._rank_s(message, terms), message.key)
 
-    def who_makes_way(self, blocked: Blocked, now: float) -> list[int]:
+    def who_makes_way(self, blocked: Blocked) -> list[int]:
         """Keys of the requests to :meth:`take_back` so that a blocked one has room for its
         resource. Empty: nobody makes way."""
         if not self._preempts:
             return []
-        users = [[self._ranked(key) for key in keys] for keys in blocked.users]
-        urgent = self._ranked(blocked.key)
-        found = users_that_make_way(urgent, users, self.policies.making_way, now)
-        return [user.rank.key for user in found]
+        users = [[self._ranked(order) for order in orders] for orders in blocked.users]
+        urgent = self._ranked(blocked.first)
+        found = users_that_make_way(urgent, users, self.policies.making_way)
+        return [user.order.key for user in found]
 
-    def _ranked(self, key: int) -> Ranked:
+    def _ranked(self, order: Order) -> Ranked:
         """An open request."""
+        key = order.key
         is_held = key in self._held
         message = self._held.get(key) if is_held else self.live.requests[key].message
-        return Ranked(self.rank_of(message), message)
+        return Ranked(order, self._admission.tier_terms_of(message).tier, message)
 
     def reset_counts(self) -> None:
         """Count from zero: the engine does so at the beginning of its step."""

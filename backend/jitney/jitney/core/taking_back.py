@@ -11,13 +11,14 @@ from jitney.batch import Adapter, Grammar
 from jitney.core.policy.making_way import MakingWay
 from jitney.core.request import Request, SequenceState
 from jitney.messages import Emitted, Submit
-from jitney.rank import Rank
+from jitney.rank import Order
 
 
 class Ranked(NamedTuple):
     """An open request."""
 
-    rank: Rank
+    order: Order
+    tier: int
     message: Submit
 
 
@@ -32,16 +33,15 @@ class TakenBack(NamedTuple):
 
 
 def users_that_make_way(
-    urgent: Ranked, users: Sequence[Sequence[Ranked]], making_way: MakingWay, now: float
+    urgent: Ranked, users: Sequence[Sequence[Ranked]], making_way: MakingWay
 ) -> Sequence[Ranked]:
     """``users``: for each resource, the requests that use it. Returns all users of one resource, if
     each of them makes way for ``urgent``. If several resources could make room, the one whose first
     user by rank is the last. Empty: nobody makes way."""
-    order_of_urgent = urgent.rank.order(now)
     found: Sequence[Ranked] = ()
-    found_order = order_of_urgent
+    found_order = urgent.order
     for of_resource in users:
-        first_order = min(user.rank.order(now) for user in of_resource)
+        first_order = min(user.order for user in of_resource)
         if first_order < found_order:  # one of them comes before `urgent`, or before those found
             continue
         if all(_makes_way(user, urgent, making_way) for user in of_resource):
@@ -51,7 +51,7 @@ def users_that_make_way(
 
 
 def _makes_way(user: Ranked, urgent: Ranked, making_way: MakingWay) -> bool:
-    return making_way.makes_way(user.rank.tier, user.message, urgent.rank.tier, urgent.message)
+    return making_way.makes_way(user.tier, user.message, urgent.tier, urgent.message)
 
 
 def resumable(request: Request) -> Submit:

@@ -302,7 +302,7 @@ class Engine:
 
     def _who_makes_way(self, now: float) -> list[int]:
         blocked = self.pending.blocked(now)
-        return [] if blocked is None else self.scheduler.who_makes_way(blocked, now)
+        return [] if blocked is None else self.scheduler.who_makes_way(blocked)
 
     def _begin(self, held: Held, now: float) -> list[Event]:
         """Submit a request whose resources are there, or fail it if one could not be made."""
