@@ -31,6 +31,10 @@ STACK_BYTES = 128 << 20
 """Stack of each thread of a program that is started, if this process's hard limit allows it. The
 server needs twice the length of a form for it, and 67 to 134 bytes for each level of nested JSON.
 Only what a thread uses takes memory. Larger ones would move what else the kernel maps."""
+_STACK_BYTES_IF_COUNTED = 8 << 20
+"""The same where a stack counts as used in full."""
+_OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
+_NEVER = "2"
 
 _LOG = logging.getLogger(__name__)
 
@@ -72,8 +76,12 @@ _UNTRACED = _BIND_TO_PARENT + _SET_STACK_LIMIT + _EXEC
 # themselves, but may wait for ever for a lock in shared memory that it held. So another small
 # program waits for the server's end, and kills what is left of its group. Its first process ends at
 # once, so that the second one is not our child.
+#
+# It also gives the server its usual limit of the stack back, argv[2] bytes, as soon as there is a
+# second thread. The C library has asked for the limit by then, so the server's threads get large
+# stacks all the same. But stubs are started later, and they and their engines get usual ones.
 _GUARD = """
-import os, select, signal, sys
+import os, resource, select, signal, sys
 server = int(sys.argv[1])
 try:
     # Our parent waits, so it collects no server: the id is still the server's.
@@ -85,7 +93,15 @@ if os.fork() != 0:
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, signal.SIG_IGN)
 if ended is not None:
-    select.select([ended], [], [])
+    is_lowered = False
+    while not select.select([ended], [], [], None if is_lowered else 0.005)[0]:
+        try:
+            if len(os.listdir(f"/proc/{server}/task")) > 1:
+                is_lowered = True
+                hard = resource.prlimit(server, resource.RLIMIT_STACK)[1]
+                resource.prlimit(server, resource.RLIMIT_STACK, (int(sys.argv[2]), hard))
+        except OSError:
+            pass  # it has ended meanwhile, or this system does not allow it
 os.killpg(server, signal.SIGKILL)
 """
 _SIGKILL = "9"
@@ -111,9 +127,11 @@ def restrict(key: str) -> list[str]:
 
 def guard_group(pid: int) -> None:
     """See to it that every process of the group that ``pid`` leads ends with ``pid``, even if this
-    process is gone by then. Needs Linux 5.3 or later; elsewhere nothing happens."""
+    process is gone by then; and that what ``pid``, started by :func:`launch`, starts has no larger
+    stacks than this process. Needs Linux 5.3 or later; elsewhere nothing happens."""
+    usual_stack = resource.getrlimit(resource.RLIMIT_STACK)[0]
     subprocess.run(
-        [*_python(_GUARD), str(pid)],
+        [*_python(_GUARD), str(pid), str(usual_stack)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -125,9 +143,20 @@ def guard_group(pid: int) -> None:
 def stack_bytes() -> int:
     """The stack of each thread of a program that :func:`launch` starts."""
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    wanted = _STACK_BYTES_IF_COUNTED if _counts_all_memory() else STACK_BYTES
     # A soft limit of "unlimited" would give threads 2 MiB.
-    largest = STACK_BYTES if soft == resource.RLIM_INFINITY else max(soft, STACK_BYTES)
+    largest = wanted if soft == resource.RLIM_INFINITY else max(soft, wanted)
     return largest if hard == resource.RLIM_INFINITY else min(largest, hard)
+
+
+def _counts_all_memory() -> bool:
+    """Whether memory that is asked for counts although it is not used."""
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        return True
+    try:
+        return _OVERCOMMIT.read_text(encoding="ascii").strip() == _NEVER
+    except OSError:
+        return False
 
 
 def unshielded() -> str:

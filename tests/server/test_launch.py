@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from jitney_server import launch as module
-from jitney_server.launch import launch
+from jitney_server.launch import STACK_BYTES, launch
 
 from tests.real_server.client import wait_until
 
@@ -122,8 +122,62 @@ sys.exit(module.launch([sys.executable, "-c", {STACK!r}], [], {{}}).wait())
 
 
 def test_what_a_large_stack_does_not_shield_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (8 * MIB, 16 * MIB))
+    def limits(which: int) -> tuple[int, int]:
+        unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+        return (8 * MIB, 16 * MIB) if which == resource.RLIMIT_STACK else unlimited
+
+    monkeypatch.setattr(resource, "getrlimit", limits)
     assert "of over 8 MiB, or JSON nested more than 125,203 deep" in module.unshielded()
+
+
+@pytest.mark.parametrize("why", ["overcommit", "address space"])
+def test_stacks_are_usual_where_they_count_in_full(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, why: str
+) -> None:
+    """A hundred threads would take 12 GiB."""
+
+    def limits(which: int) -> tuple[int, int]:
+        if which == resource.RLIMIT_STACK:
+            return (8 * MIB, resource.RLIM_INFINITY)
+        return (64 << 30 if why == "address space" else resource.RLIM_INFINITY,) * 2
+
+    never = tmp_path / "overcommit"
+    never.write_text("2\n" if why == "overcommit" else "0\n", encoding="ascii")
+    monkeypatch.setattr(module, "_OVERCOMMIT", never)
+    monkeypatch.setattr(resource, "getrlimit", limits)
+    assert module.stack_bytes() == 8 * MIB
+
+
+# A server that starts a thread, and a model's process once its limit has changed.
+SERVER_OF_STUBS = f"""
+import resource, subprocess, sys, threading, time
+own = resource.getrlimit(resource.RLIMIT_STACK)
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+deadline = time.monotonic() + 60
+while resource.getrlimit(resource.RLIMIT_STACK) == own and time.monotonic() < deadline:
+    time.sleep(0.01)
+print(own[0], flush=True)
+STACK = {STACK!r}
+exec(STACK)
+sys.stdout.flush()
+subprocess.run([sys.executable, "-c", STACK])
+"""
+
+
+def test_what_a_server_starts_gets_usual_stacks() -> None:
+    usual, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    if module.stack_bytes() != STACK_BYTES or usual == resource.RLIM_INFINITY:
+        pytest.skip("the stack is limited here, or is large anyhow")
+    command = [sys.executable, "-c", SERVER_OF_STUBS]
+    with launch(command, [], os.environ, stdout=subprocess.PIPE, start_new_session=True) as process:
+        module.guard_group(process.pid)
+        assert process.stdout is not None
+        lines = process.stdout.read().decode().splitlines()
+    assert lines == [
+        f"{STACK_BYTES}",
+        f"{usual} {hard} {STACK_BYTES}",
+        f"{usual} {hard} {usual}",
+    ]
 
 
 PARENT = """
@@ -225,7 +279,7 @@ def fork():
     os._exit(0)
 os.fork = fork
 """
-    command = [*module._python(look + module._GUARD), str(os.getpid())]
+    command = [*module._python(look + module._GUARD), str(os.getpid()), "0"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     assert "pidfd" in done.stdout
 
