@@ -12,7 +12,7 @@ from jitney.engine.engine import Engine
 from jitney.engine.pending import Thread
 from jitney.errors import InternalError, InvalidArgumentError, UnavailableError
 from jitney.execution.low_rank import LowRank
-from jitney.messages import Cancel, Failed, Finish, Submit, Tokens
+from jitney.messages import Cancel, Failed, Finish, Finished, Submit, Tokens
 from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 from jitney.text.intake import adapter_names, check_adapter
@@ -716,3 +716,21 @@ def test_an_aged_backlog_does_not_hold_up_a_request_whose_adapter_is_in_memory()
     assert house.files.loads == ["a", "b"]
     house.drain()
     house.check()
+
+
+def test_a_stop_string_ends_a_request_that_waits_at_once() -> None:
+    """It needs no adapter for that."""
+    house, key = house_with_a_long_request(n=2)
+    urgent = take_back(house, key)
+    house.engine.send(Finish(key, 1))
+    house.submit(None)
+    house.step()
+    assert key not in house.ends, "one of its sequences goes on"
+    house.engine.send(Finish(key, 0))
+    house.submit(None)
+    house.step()
+    assert isinstance(house.ends[key], Finished)
+    house.files.gates["urgent"].set()
+    house.drain()
+    assert len(house.streams[urgent]) == 3
+    assert house.files.loads == ["a", "urgent"]

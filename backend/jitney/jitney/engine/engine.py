@@ -26,7 +26,7 @@ from jitney.config import EngineConfig
 from jitney.core.scheduler import Scheduler
 from jitney.engine.grammars import Compile, Grammars, refuse
 from jitney.engine.inbox import UNLOADED, Inbox
-from jitney.engine.pending import Held, NoteMaking, Pending, Source, ignore_making
+from jitney.engine.pending import Held, NoteMaking, Pending, Resources, Source, ignore_making
 from jitney.engine.steps import BeforeStep, Steps, ignore_step
 from jitney.errors import (
     DeviceLostError,
@@ -247,15 +247,29 @@ class Engine:
         if isinstance(message, Submit):
             self._events += self._accept(message, now)
         elif isinstance(message, Finish):
-            if not self.pending.add_finish_if_here(message):
-                self._events += self.scheduler.stop_sequence(message.key, message.index, now)
+            self._finish(message, now)
         else:
             assert isinstance(message, Cancel)
-            events = self.scheduler.cancel(message.key)
-            self._events += events
-            # Noted now, not at the end of the step: else take_ready() would begin the cancelled
-            # request in this step, if its resource has come.
-            self._note_ended(_ended_by(events), now)
+            self._end(self.scheduler.cancel(message.key), now)
+
+    def _finish(self, message: Finish, now: float) -> None:
+        """Apply a Finish. If the request is held, keep the message with it. If that was the last of
+        its sequences, the request ends now: it need not wait for its resources."""
+        held = self.pending.held(message.key)
+        if held is None:
+            self._events += self.scheduler.stop_sequence(message.key, message.index, now)
+            return
+        held.later.append(message)
+        if held.is_finished:
+            # Once it is submitted, it is live. It ends below before it could run.
+            self._end(self._submit(held, Resources(None, None), now), now)
+
+    def _end(self, events: list[Event], now: float) -> None:
+        """Report these events, which may end a held request. That is noted now, not at the end of
+        the step: else take_ready() would begin the request in this step, if its resource has come.
+        """
+        self._events += events
+        self._note_ended(_ended_by(events), now)
 
     def _accept(self, message: Submit, now: float) -> list[Event]:
         """Submit a request, or hold it if it needs a resource. In both cases the scheduler may
@@ -315,6 +329,11 @@ class Engine:
             # It ran, and made way: only its files or its deadline may end it.
             self.pending.hold_for_retry(held, now)
             return []
+        return self._submit(held, resources, now)
+
+    def _submit(self, held: Held, resources: Resources, now: float) -> list[Event]:
+        """Submit a request, and apply what came for it while it was held."""
+        message = held.message
         # The grammar takes over the output of a request that is resumed: native code again.
         with self.pending.noted("grammar", [message.key]):
             events = self.scheduler.submit(message, resources.grammar, resources.adapter)

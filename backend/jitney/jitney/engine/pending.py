@@ -266,6 +266,18 @@ class Held:
     retry_at: float | None = None
     """While it waits to claim its adapter again, because a load has failed."""
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether each of its sequences has ended, or ends by a message that came for it."""
+        if self.message.first_token is None:
+            return False
+        finished = {finish.index for finish in self.later}
+        for index, emitted in enumerate(self.message.emitted):
+            has_finish = index in finished and bool(emitted.ids)
+            if not emitted.ended and not has_finish:
+                return False
+        return True
+
 
 @dataclass(frozen=True, slots=True)
 class Resources:
@@ -370,13 +382,9 @@ class Pending:
         finally:
             self._note_making(number, kind, [])
 
-    def add_finish_if_here(self, message: Finish) -> bool:
-        """If the request is here, keep the message with it. Returns whether it is here."""
-        held = self.waiting.get(message.key) or self._ready.get(message.key)
-        if held is None:
-            return False
-        held.later.append(message)
-        return True
+    def held(self, key: int) -> Held | None:
+        """The request of this key, if it is here."""
+        return self.waiting.get(key) or self._ready.get(key)
 
     def receive(self, made: Made, now: float) -> None:
         """A resource has been made."""
