@@ -5,6 +5,7 @@ The reader turns the text into JSON piece by piece. What it gives, joined, does 
 the text was cut, and is a beginning of JSON that clients can read.
 """
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -17,6 +18,7 @@ from jitney_gateway.call_body import (
     PARSE_ERRORS,
     MalformedCallError,
     is_surely_text,
+    may_be_null,
     python_values,
     typed_value,
 )
@@ -315,6 +317,9 @@ class TaggedArguments:
         self._schema = schema if isinstance(schema, Mapping) else {}
         self._name: str | None = None
         """Of the parameter whose value is being read."""
+        self._is_text = False
+        """That value is text, but for ``null``."""
+        self._may_be_null = False
         self._is_begun = False
         """A part of that value has left."""
         self._searched = 0
@@ -349,9 +354,24 @@ class TaggedArguments:
         if head is None or head.partial:
             return Progress(0, "")
         self._name = head["name"]
+        self._find_type(head["name"])
         self._is_begun = False
         self._searched = 0
         return Progress(len(head[0]), "")
+
+    def _find_type(self, name: str) -> None:
+        """Find out once what the value of a parameter may be: its schema may be long."""
+        try:
+            schema = self._schema_of(name)
+            self._is_text = is_surely_text(schema, self._schema)
+            self._may_be_null = may_be_null(schema, self._schema)
+        except PARSE_ERRORS:  # it is no JSON schema
+            self._is_text = True
+            self._may_be_null = False
+
+    def _schema_of(self, name: str) -> Any:
+        properties = self._schema.get("properties") or {}
+        return properties.get(name) or {}
 
     def _read_value(self, text: str, name: str) -> Progress:
         end = _END_OF_VALUE.search(text, self._searched, partial=True)
@@ -361,10 +381,8 @@ class TaggedArguments:
             arguments = self._end_of_value(text[:size], name)
             assert end is not None
             return Progress(end.end(), arguments)
-        properties = self._schema.get("properties") or {}
-        if not self._is_begun and not is_surely_text(
-            text[:size], properties.get(name) or {}, self._schema
-        ):
+        may_be_null = self._may_be_null and "null".startswith(text[:size])
+        if not self._is_begun and (may_be_null or not self._is_text):
             self._searched = size
             return Progress(0, "")
         begin = "" if self._is_begun else f'{self._key(name)}"'
@@ -377,8 +395,10 @@ class TaggedArguments:
         self._name = None
         if self._is_begun:
             return f'{_inside_quotes(text)}"'
-        properties = self._schema.get("properties") or {}
-        value = typed_value(text, properties.get(name) or {}, self._schema)
+        value: str | msgspec.Raw = text
+        if not self._is_text or self._may_be_null:
+            with contextlib.suppress(*PARSE_ERRORS):  # else it is no JSON schema
+                value = typed_value(text, self._schema_of(name), self._schema)
         return self._key(name) + msgspec.json.encode(value).decode()
 
     def _key(self, name: str) -> str:

@@ -104,14 +104,23 @@ class CallBody:
     """A body that begins at the index ``start`` of a text."""
 
     def __init__(
-        self, kind: str, start: int, name: str | None, *, is_list_item: bool = False
+        self,
+        kind: str,
+        start: int,
+        name: str | None,
+        *,
+        is_list_item: bool = False,
+        is_bare: bool = False,
     ) -> None:
         """``kind``: as ToolFormat has it. ``name``: the function's, if the head has it.
-        ``is_list_item``: it is one call of a list, whose calls before were read already."""
+        ``is_list_item``: it is one call of a list, whose calls before were read already.
+        ``is_bare``: its head has no marker. So it may as well be an answer in JSON: it is a call
+        only if it has arguments, and the name of a known function."""
         self.start = start
         self.is_list_item = is_list_item
         self._kind = kind
         self._name = name
+        self._is_bare = is_bare
         # The scanner's state: the text before `_scanned` has been looked at.
         self._scanned = start
         self._depth = 0
@@ -238,6 +247,8 @@ class CallBody:
         try:
             calls = self._parse(text, schemas)
             for call in calls:
+                if self._is_bare and call.name not in schemas:
+                    raise MalformedCallError(f"no function has the name {call.name!r}")
                 # A client must be able to read the arguments: this raises if it cannot.
                 msgspec.json.decode(call.arguments, type=dict[str, Any])
         except PARSE_ERRORS as error:
@@ -264,7 +275,11 @@ class CallBody:
         # {"name": "find", "arguments": {"n": 1}}, or a list of such objects
         named = msgspec.json.decode(text, type=list[_NamedArguments] | _NamedArguments)
         if isinstance(named, _NamedArguments):
-            return [named.call()]
+            named = [named]
+        if self._is_bare and not all(
+            bytes(item.arguments) or bytes(item.parameters) for item in named
+        ):
+            raise MalformedCallError("no arguments")
         return [item.call() for item in named]
 
 
@@ -273,10 +288,10 @@ class _NamedArguments(msgspec.Struct):
 
     name: str
     arguments: msgspec.Raw = msgspec.Raw()
-    parameters: msgspec.Raw = msgspec.Raw(b"{}")
+    parameters: msgspec.Raw = msgspec.Raw()
 
     def call(self) -> ParsedCall:
-        arguments = bytes(self.arguments) or bytes(self.parameters)
+        arguments = bytes(self.arguments) or bytes(self.parameters) or b"{}"
         text = arguments.decode()
         if text.startswith('"'):  # some models write the object as a string
             text = msgspec.json.decode(text, type=str)
@@ -358,7 +373,7 @@ def typed_value(text: str, schema: Any, whole: Mapping[str, Any]) -> str | msgsp
     """The value of a parameter: JSON if its schema allows no string, and text if it allows one or
     if the text is no JSON. ``whole``: see :func:`may_be_string`."""
     if _allows_text(text, schema, whole):
-        if text == "null" and _may_be_null(schema, whole):
+        if text == "null" and may_be_null(schema, whole):
             return msgspec.Raw(b"null")
         return text
     text = _JSON_OF_PYTHON_NAMES.get(text, text)
@@ -369,14 +384,12 @@ def typed_value(text: str, schema: Any, whole: Mapping[str, Any]) -> str | msgsp
         return text
 
 
-def is_surely_text(beginning: str, schema: Any, whole: Mapping[str, Any]) -> bool:
-    """Whether a value of ``schema`` that begins like this is text, however it goes on."""
+def is_surely_text(schema: Any, whole: Mapping[str, Any]) -> bool:
+    """Whether a value of ``schema`` is text, whatever it is. ``null`` may be an exception: see
+    :func:`may_be_null`."""
     if isinstance(schema, Mapping) and "type" not in schema and "enum" in schema:
         return False
-    if not may_be_string(schema, whole):
-        return False
-    may_be_null = "null".startswith(beginning) and _may_be_null(schema, whole)
-    return not may_be_null
+    return may_be_string(schema, whole)
 
 
 def _allows_text(text: str, schema: Any, whole: Mapping[str, Any]) -> bool:
@@ -394,6 +407,6 @@ def may_be_string(schema: Any, whole: Mapping[str, Any]) -> bool:
     return any(each.allows_string() for each in alternatives_of(schema, whole))
 
 
-def _may_be_null(schema: Any, whole: Mapping[str, Any]) -> bool:
+def may_be_null(schema: Any, whole: Mapping[str, Any]) -> bool:
     """Whether ``schema``, a part of ``whole``, names ``null``."""
     return any(each.names_null() for each in alternatives_of(schema, whole))

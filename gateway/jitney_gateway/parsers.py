@@ -238,7 +238,13 @@ class Parser:
             self._state = _Skipping((), following=_InReasoning())
             return True
         assert self._format is not None
-        self._state = _InCall(CallBody(self._format.body, size, groups.get("name")))
+        body = CallBody(
+            self._format.body,
+            size,
+            groups.get("name"),
+            is_bare=groups.get("bare") is not None,
+        )
+        self._state = _InCall(body)
         return True
 
     def _skip(self, state: _Skipping) -> bool:
@@ -420,6 +426,6 @@ def _head_pattern_at_beginning(
     if tool_format is not None:
         alternatives.append(rf"\A\s*+{tool_format.head}")
         if tool_format.bare_head is not None:
-            alternatives.append(rf"\A\s*+{tool_format.bare_head}")
+            alternatives.append(rf"\A\s*+(?P<bare>{tool_format.bare_head})")
         alternatives.append(_SPACE + tool_format.head)
     return regex.compile("|".join(alternatives) or _NEVER)

@@ -147,7 +147,7 @@ def _constraint_of_chat(
 ) -> OutputConstraint | None:
     """What the answer must be: what the body says, calls of tools in the model's syntax, or either.
     The model may reason before."""
-    token_ids = _ids_of_markers(formats, model)
+    token_ids = ids_of_markers(formats, model)
     constraint = constraint_of_body(body)
     if formats.tool is not None:
         constraint = _with_calls(constraint, body, formats, token_ids)
@@ -209,7 +209,7 @@ def _with_calls(
     return None if strict is None else OutputConstraint("tools", strict)
 
 
-def _ids_of_markers(formats: AnswerFormats, model: ModelDescription) -> dict[str, int]:
+def ids_of_markers(formats: AnswerFormats, model: ModelDescription) -> dict[str, int]:
     """The markers that are single tokens of the model -> their ids."""
     ids = {}
     for marker in special_markers(formats):
@@ -227,7 +227,7 @@ def honours_budget(body: ChatRequest, model: ModelDescription) -> bool:
         return True
     if "structured_outputs" not in model.sampling_parameters:
         return False
-    return bounds_reasoning(reasoning, _ids_of_markers(formats, model))
+    return bounds_reasoning(reasoning, ids_of_markers(formats, model))
 
 
 def formats_of_answer(body: ChatRequest, model: ModelDescription) -> AnswerFormats:

@@ -51,6 +51,26 @@ _CLASSES = {"d": "0-9", "w": "A-Za-z0-9_", "D": "^0-9", "W": "^A-Za-z0-9_"}
 """In a pattern of JSON Schema these are of ASCII."""
 
 
+def with_known_formats(schema: Any) -> Any:
+    """The schema without formats of strings that no grammar knows: they are annotations, as the
+    standard says."""
+    if isinstance(schema, list):
+        return [with_known_formats(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {}
+    for keyword, value in schema.items():
+        if keyword in ("enum", "const"):
+            kept[keyword] = value
+        elif keyword != "format" or not isinstance(value, str):
+            kept[keyword] = with_known_formats(value)
+        elif re.fullmatch("uuid[1-8]", value):  # pydantic's names
+            kept[keyword] = "uuid"
+        elif value in _FORMATS:
+            kept[keyword] = value
+    return kept
+
+
 def lark_of_string(alternative: Alternative, forbidden: str) -> str | None:
     """The strings that an alternative allows, as a terminal of Lark; None if it allows any string.
 
@@ -83,12 +103,8 @@ def _parts_of_rule(rule: Mapping[str, Any]) -> list[str]:
     parts = []
     if "pattern" in rule:
         parts.append(f"/{_searched(rule['pattern'])}/")
-    if "format" in rule:
-        name = rule["format"]
-        if name not in _FORMATS:
-            bound = f"one of {', '.join(_FORMATS)}"
-            raise InvalidArgumentError(f"format is {name!r}, but must be {bound}")
-        parts.append(f"/{_in_lark(_FORMATS[name])}/")
+    if rule.get("format") in _FORMATS:
+        parts.append(f"/{_in_lark(_FORMATS[rule['format']])}/")
     least = int(rule.get("minLength", 0))
     most = rule.get("maxLength")
     if least or most is not None:

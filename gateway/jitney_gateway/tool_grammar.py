@@ -24,7 +24,7 @@ from jitney.text.schema_references import DEFINITIONS
 
 from jitney_gateway.formats import TOOL_FORMATS, Reasoning, ToolFormat, find_reasoning
 from jitney_gateway.schema_alternatives import alternatives_of
-from jitney_gateway.string_rules import lark_of_string
+from jitney_gateway.string_rules import lark_of_string, with_known_formats
 from jitney_gateway.value_grammar import ValueRules, argument_list
 
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -39,7 +39,9 @@ _END_OF_VALUE = f"\n{_END_OF_PARAMETER}"
 _COMMA_IN_LARK = json.dumps(", ")
 Spell = Callable[[str], str]
 """Writes a fixed text in Lark."""
-_WRONG_SCHEMA = (ValueError, TypeError, AttributeError, RecursionError)
+FindArguments = Callable[[Mapping[str, Any], ToolFormat, str, Spell], "Arguments"]
+"""Writes the arguments of a function, with rules whose names begin with a prefix."""
+WRONG_SCHEMA = (ValueError, TypeError, AttributeError, RecursionError)
 """What reading a value that is no JSON schema may raise."""
 
 
@@ -73,7 +75,7 @@ def grammar_of_calls(
         functions,
         parallel=parallel,
         row=TOOL_FORMATS[tool_format],
-        spell=partial(_spelt, token_ids=token_ids or {}),
+        spell=partial(spelt, token_ids=token_ids or {}),
     )
     return {"grammar": grammar}
 
@@ -88,7 +90,7 @@ def _calls_of_functions(
         more_calls = f"({spell(syntax.between_calls)} call)*"
     rules = [
         f"start: {spell(syntax.before_all)} call {more_calls} {spell(syntax.after_all)}",
-        *_rules_of_calls("call", functions, row, syntax.before_call, spell),
+        *_rules_of_calls("call", functions, row, syntax.before_call, spell, _checked_arguments),
     ]
     return "\n".join(rules)
 
@@ -99,6 +101,7 @@ def _rules_of_calls(
     row: ToolFormat,
     before_call: str,
     spell: Spell,
+    find_arguments: FindArguments,
 ) -> list[str]:
     """The ``rule`` for a call of any of the functions, and those that it refers to.
     ``before_call``: as CallSyntax has it, or another text up to the arguments."""
@@ -109,7 +112,7 @@ def _rules_of_calls(
     for name_of_rule, function in zip(names_of_rules, functions, strict=True):
         before = spell(before_call.replace("NAME", function["name"]))
         after = spell(row.syntax.after_call.replace("NAME", function["name"]))
-        arguments = _checked_arguments(function, row, name_of_rule, spell)
+        arguments = find_arguments(function, row, name_of_rule, spell)
         rules.append(f"{name_of_rule}: {before} {arguments.lark} {after}")
         rules += arguments.rules
     return rules
@@ -130,7 +133,7 @@ def calls_or(
     ``before_text``: what stands before the latter in the model's format."""
     ((kind, value),) = constraint.items()  # it has one key
     row = TOOL_FORMATS[tool_format]
-    spell: Spell = partial(_spelt, token_ids=token_ids or {})
+    spell: Spell = partial(spelt, token_ids=token_ids or {})
     is_json = kind in ("json", "json_object")
     if is_json and row.syntax.before_call.startswith("{") and not row.syntax.before_all:
         # Both begin with the same brackets and quotes. The lexer takes the longest text that any
@@ -167,13 +170,16 @@ def grammar_of_strict_tools(
     ids = token_ids or {}
     if row.body in ("json", "gemma"):
         functions = [_loosened(function) for function in functions]
+    if row.body == "python":
+        # The parser reads no call of another name, so the model may not begin one.
+        functions = [each for each in functions if _is_name_of_python(each["name"])]
     if syntax.between_calls is None:
         # Text and call are two kinds of messages, and either is the last one.
         loosened = [{"function": function} for function in functions]
         return calls_or(ANY_TEXT, loosened, parallel, tool_format, ids, before_text)
     before_first = f"{syntax.before_all}{syntax.before_call}"
     trigger = next((marker for marker in row.markers if before_first.startswith(marker)), None)
-    spell: Spell = partial(_spelt, token_ids=ids)
+    spell: Spell = partial(spelt, token_ids=ids)
     if trigger is not None:
         trigger_in_lark = spell(trigger)
     elif row.bare_head is not None:
@@ -194,13 +200,19 @@ def grammar_of_strict_tools(
     if syntax.before_all.startswith(trigger):
         begin = spell(syntax.before_all.removeprefix(trigger))
         first = f"{begin} call"
-        rules_of_calls = _rules_of_calls("call", functions, row, syntax.before_call, spell)
+        rules_of_calls = _rules_of_calls(
+            "call", functions, row, syntax.before_call, spell, _arguments_if_kept
+        )
     else:
         first = "first"
         before_call = before_first.removeprefix(trigger)
-        rules_of_calls = _rules_of_calls("first", functions, row, before_call, spell)
+        rules_of_calls = _rules_of_calls(
+            "first", functions, row, before_call, spell, _arguments_if_kept
+        )
         if more_calls:
-            rules_of_calls += _rules_of_calls("call", functions, row, syntax.before_call, spell)
+            rules_of_calls += _rules_of_calls(
+                "call", functions, row, syntax.before_call, spell, _arguments_if_kept
+            )
     rules = [
         "start: (before_calls calls)* last_text",
         f"calls: {first} {more_calls} {spell(syntax.after_all)}",
@@ -251,8 +263,8 @@ def _calls_at_beginning(
         f"calls: first {more_calls} {spell(syntax.after_all)}",
         # Without the first part it would be any bytes, those that are no text included.
         f"OTHER_TEXT: /(?s:.*)/ & ~/{escaped}/",
-        *_rules_of_calls("first", functions, row, before_first, spell),
-        *_rules_of_calls("call", functions, row, syntax.before_call, spell),
+        *_rules_of_calls("first", functions, row, before_first, spell, _arguments_if_kept),
+        *_rules_of_calls("call", functions, row, syntax.before_call, spell, _arguments_if_kept),
     ]
     return "\n".join(rules)
 
@@ -265,37 +277,56 @@ def _freely_spaced(text: str) -> str:
 # ------------------------------------------------------------------------------- arguments
 
 
-class _Arguments(NamedTuple):
+class Arguments(NamedTuple):
     """A function's arguments in Lark, and the rules that they use."""
 
     lark: str
     rules: list[str]
+    schema: Mapping[str, Any]
+    """What they follow."""
 
 
 def _checked_arguments(
     function: Mapping[str, Any], row: ToolFormat, prefix: str, spell: Spell
-) -> _Arguments:
+) -> Arguments:
     """The names of its rules begin with ``prefix``. Raises InvalidArgumentError."""
     try:
-        return _arguments(function, row, prefix, spell)
+        return arguments_of_function(function, row, prefix, spell)
     except InvalidArgumentError as error:
         reason = f"tools: function {function['name']!r}: {error}"
         raise InvalidArgumentError(reason) from None
-    except _WRONG_SCHEMA:
+    except WRONG_SCHEMA:
         reason = f"tools: the parameters of {function['name']!r} are no JSON schema"
         raise InvalidArgumentError(reason) from None
 
 
-def _arguments(
+def _arguments_if_kept(
     function: Mapping[str, Any], row: ToolFormat, prefix: str, spell: Spell
-) -> _Arguments:
-    schema = {"type": "object", **(function.get("parameters") or {})}
+) -> Arguments:
+    """The same; any arguments for a function that is not strict, if no grammar keeps its schema."""
+    try:
+        return _checked_arguments(function, row, prefix, spell)
+    except InvalidArgumentError:
+        if function.get("strict"):
+            raise
+    if row.body == "python":
+        argument = "/[A-Za-z_][A-Za-z0-9_]*=/ %json {}"
+        return Arguments(f"({argument} ({_COMMA_IN_LARK} {argument})*)?", [], {})
+    return Arguments('(/<parameter=[^>\\n]+>\\n/ text "\\n")*', [], {})
+
+
+def arguments_of_function(
+    function: Mapping[str, Any], row: ToolFormat, prefix: str, spell: Spell
+) -> Arguments:
+    """The names of its rules begin with ``prefix``. Raises InvalidArgumentError, and one of
+    WRONG_SCHEMA for what is no JSON schema."""
+    schema = with_known_formats({"type": "object", **(function.get("parameters") or {})})
     if row.body == "json":
-        return _Arguments(_json_value(schema), [])
+        return Arguments(_json_value(schema), [], schema)
     if row.body == "gemma":
         is_token = spell(row.quote) != json.dumps(row.quote)
         rules = ValueRules(schema, prefix, row.quote, spell, quote_is_token=is_token)
-        return _Arguments(rules.value(schema), rules.rules)
+        return Arguments(rules.value(schema), rules.rules, schema)
     required = schema.get("required", ())
     properties = schema.get("properties", {})
     properties = {name: value for name, value in properties.items() if value is not False}
@@ -305,7 +336,8 @@ def _arguments(
         for name, value in properties.items():
             _check_python_name(name)
             arguments[name] = f"{json.dumps(f'{name}=')} {_json_property(name, value, schema)}"
-        return _Arguments(argument_list(arguments, required, separator=_COMMA_IN_LARK), [])
+        listed = argument_list(arguments, required, separator=_COMMA_IN_LARK)
+        return Arguments(listed, [], schema)
     terminals = []
     for index, (name, value) in enumerate(properties.items()):
         written = _xml_value(name, value, schema)
@@ -314,11 +346,16 @@ def _arguments(
             terminals.append(f"{terminal}: {written.terminal}")
         lark = written.lark or terminal
         arguments[name] = f'{json.dumps(f"<parameter={name}>")} "\\n" {lark} "\\n"'
-    return _Arguments(argument_list(arguments, required, separator=""), terminals)
+    listed = argument_list(arguments, required, separator="")
+    return Arguments(listed, terminals, schema)
+
+
+def _is_name_of_python(name: str) -> bool:
+    return name.isidentifier() and not keyword.iskeyword(name)
 
 
 def _check_python_name(name: str) -> None:
-    if not name.isidentifier() or keyword.iskeyword(name):
+    if not _is_name_of_python(name):
         raise InvalidArgumentError(f"{name!r} is no name that Python allows")
 
 
@@ -385,7 +422,7 @@ def after_reasoning(
     if reasoning is None:
         return constraint
     ids = token_ids or {}
-    end = _spelt(reasoning.end, ids)
+    end = spelt(reasoning.end, ids)
     if any(reasoning.end.startswith(marker) for marker in ids):
         # No text can spell a special token: any text is reasoning, and the token ends it.
         before_answer = f"thoughts {end} SPACE?"
@@ -399,9 +436,9 @@ def after_reasoning(
         before_answer = "thoughts SPACE?"
         thoughts_rule = f"thoughts[suffix={end}]: /(?s:.*)/"
     if not reasoning.is_open:
-        before_answer = f"({_spelt(reasoning.begin, ids)} {before_answer})?"
+        before_answer = f"({spelt(reasoning.begin, ids)} {before_answer})?"
     if reasoning.before_answer and not has_header:
-        before_answer = f"{before_answer} {_spelt(reasoning.before_answer, ids)}"
+        before_answer = f"{before_answer} {spelt(reasoning.before_answer, ids)}"
     ((kind, value),) = constraint.items()  # it has one key
     rules = [
         f"start: {before_answer} answer",
@@ -436,7 +473,7 @@ def _inside_another(grammar: str) -> str:
 # ------------------------------------------------------------------------------- parts of both
 
 
-def _spelt(text: str, token_ids: Mapping[str, int]) -> str:
+def spelt(text: str, token_ids: Mapping[str, int]) -> str:
     """A fixed text in Lark: markers as their tokens, all else as strings."""
     if not token_ids:
         return json.dumps(text, ensure_ascii=False)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from jitney.errors import show
 
 from jitney_gateway.chat import ARGUMENTS, has_whole_arguments
@@ -15,9 +16,12 @@ from jitney_gateway.field_rules import IgnoredFields
 from jitney_gateway.server_request import (
     BUDGET,
     ModelDescription,
+    formats_of_answer,
     honours_budget,
+    ids_of_markers,
     known_service_tiers,
 )
+from jitney_gateway.strict_tools import why_not_kept
 from jitney_gateway.wire import ChatRequest, CompletionRequest, Generation
 
 NamesOfFields = Mapping[str, str]
@@ -56,11 +60,32 @@ def leave_out_of_chat(
         reason = f"the reasoning of model {body.model!r} cannot be bound"
         ignored.add(field, fault=f"is {budget}, but {reason}")
         body.thinking_token_budget = None
+    _loosen_tools(body, model, ignored)
     limit = body.max_completion_tokens
     if limit is not None and body.params.pop("max_tokens", limit) != limit:
         ignored.add("max_tokens", fault="differs from max_completion_tokens: give one")
     if body.top_logprobs == 0 and not body.logprobs:
         body.top_logprobs = None
+
+
+def _loosen_tools(body: ChatRequest, model: ModelDescription, ignored: IgnoredFields) -> None:
+    """A tool is strict only as far as a grammar can keep its schema. One that must be called is not
+    loosened: then its schema is all that there is."""
+    strict = [tool for tool in body.tools or () if tool.function.strict]
+    if not strict or body.tool_choice not in (None, "auto"):
+        return
+    formats = formats_of_answer(body, model)
+    if formats.tool is None:
+        return
+    token_ids = ids_of_markers(formats, model)
+    for index, tool in enumerate(body.tools or ()):
+        if not tool.function.strict:
+            continue
+        function = msgspec.to_builtins(tool.function)
+        reason = why_not_kept(function, formats.tool, token_ids)
+        if reason is not None:
+            ignored.add(f"tools[{index}].strict", fault=f"is true, but {reason}")
+            tool.function.strict = None
 
 
 def leave_out(

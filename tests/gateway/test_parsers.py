@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jitney_gateway import call_body
 from jitney_gateway.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormats, detect
 from jitney_gateway.harmony import make_parser
 from jitney_gateway.parsers import Parser, Piece
@@ -145,8 +146,8 @@ READ = {  # tool format, reasoning format, text, what it says
     "llama, two": (
         *("llama3_json", None),
         'So:<|python_tag|>{"name": "find", "parameters": {"n": 1}}; '
-        f'{{"type": "function", "name": "g", "parameters": {NESTED_JSON}}}',
-        Read("So:", BOTH),
+        '{"type": "function", "name": "find", "parameters": {"n": 1}}',
+        Read("So:", ONE * 2),
     ),
     "llama, text": (
         *("llama3_json", None, ' {"n": 1} and {"name": "find", "parameters": {}}'),
@@ -655,3 +656,53 @@ def test_space_without_end_is_not_read_again_and_again(
     for _ in range(2000):
         parser.push("\n\n\n\n")
     assert time.process_time() - begin < 0.5  # it was 2 to 10 s
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "Ann", "age": 30}',
+        '{"name": "find", "age": 30}',
+        '{"name": "Ann", "parameters": {}}',
+        '{"type": "object", "name": "find"}',
+    ],
+)
+def test_an_answer_in_json_is_no_call_without_a_marker(text: str) -> None:
+    assert read("llama3_json", None, [text]) == Read(text)
+    assert read("llama3_json", None, text) == Read(text)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"type": None}}},
+        {"properties": {"a": {"anyOf": None}}},
+        {"properties": {"a": {"enum": None}}},
+        {"properties": {"a": {"$ref": 5}}},
+        {"properties": ["a"]},
+        {"properties": {"a": {"allOf": [{"anyOf": [{}] * 40}] * 2}}},
+    ],
+)
+def test_a_wrong_schema_makes_a_value_text(schema: dict[str, Any]) -> None:
+    tool = {"type": "function", "function": {"name": "find", "parameters": schema}}
+    parser = Parser("qwen_xml", None, [tool])
+    text = "<tool_call>\n<function=find>\n<parameter=a>\n5\n</parameter>\n</function>"
+    pieces = [piece for character in text for piece in parser.push(character)]
+    assert "".join(piece.text for piece in pieces) == '{"a":"5"}'
+    assert pieces[-1].completes_call
+
+
+def test_a_schema_is_read_once_for_each_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    find = call_body.alternatives_of
+
+    def counted(schema: Any, whole: Any) -> list[Any]:
+        asked.append(schema)
+        return find(schema, whole)
+
+    monkeypatch.setattr(call_body, "alternatives_of", counted)
+    parser = Parser("qwen_xml", None, TOOLS)
+    parser.push("<tool_call>\n<function=find>\n<parameter=where>\n[")
+    for _ in range(100):
+        parser.push("1, ")
+    assert len(asked) < 5

@@ -218,6 +218,23 @@ def test_what_cannot_be_served_is_refused(more: dict[str, Any], field: str, said
     assert said in refused(CHAT | more)[1]
 
 
+def test_a_tool_is_loosened_if_no_grammar_keeps_it() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(?!x)"}}}
+    function = {"name": "go", "parameters": schema, "strict": True}
+    tools = [
+        {**TOOL, "function": {**TOOL["function"], "strict": True}},
+        {**TOOL, "function": function},
+    ]
+    ignored = IgnoredFields()
+    body = decode(json.dumps(CHAT | {"tools": tools}).encode(), ChatRequest, ignored)
+    leave_out_of_chat(body, KNOWN, ignored)
+    assert ignored.header() == "tools[].strict"
+    assert [tool.function.strict for tool in body.tools or ()] == [True, None]
+    field, message = refused(CHAT | {"tools": tools}, strict=True)
+    assert field == "tools[1].strict"
+    assert "looks around" in message
+
+
 @pytest.mark.parametrize(
     ("arguments", "there"),
     [

@@ -13,6 +13,7 @@ from jitney.text.grammar import prove_grammar
 from jitney_gateway.formats import TOOL_FORMATS, AnswerFormats, find_reasoning, special_markers
 from jitney_gateway.harmony import make_parser
 from jitney_gateway.parsers import Parser
+from jitney_gateway.strict_tools import why_not_kept
 from jitney_gateway.tool_grammar import (
     ANY_TEXT,
     after_reasoning,
@@ -375,7 +376,6 @@ def test_a_parameter_that_no_grammar_keeps_is_refused_by_name() -> None:
     for value, reason in [
         ({"type": "string", "not": {"const": "a"}}, "parameter 'a': 'not' of a string"),
         ({"type": "string", "pattern": "a(^b|c)"}, r"parameter 'a': pattern .* has \^ inside"),
-        ({"type": "string", "format": "regex"}, "parameter 'a': format is 'regex', but must be"),
     ]:
         tool = {"function": {"name": "g", "parameters": {"properties": {"a": value}}}}
         with pytest.raises(InvalidArgumentError, match=f"^tools: function 'g': {reason}"):
@@ -558,3 +558,38 @@ def test_reasoning_has_a_budget() -> None:
     none = after_reasoning(ANY_TEXT, "think_opened", ids, 0)
     assert accepts(none, tokens, "</think>So.")
     assert not accepts(none, tokens, "a</think>So.")
+
+
+NOT_KEPT = {
+    "a format": ({"type": "string", "format": "uuid4"}, True),
+    "another format": ({"type": "string", "format": "path"}, True),
+    "a look-ahead": ({"type": "string", "pattern": "^(?!a)"}, False),
+    "a keyword": ({"type": "string", "not": {"const": "a"}}, False),
+}
+
+
+@pytest.mark.parametrize("tool_format", ["hermes", "qwen_xml", "pythonic", "gemma"])
+@pytest.mark.parametrize("name", NOT_KEPT)
+def test_a_tool_is_strict_as_far_as_a_grammar_can_keep_it(name: str, tool_format: str) -> None:
+    schema, is_kept = NOT_KEPT[name]
+    function = {"name": "g", "parameters": {"type": "object", "properties": {"a": schema}}}
+    assert (why_not_kept(function, tool_format, {}) is None) == is_kept
+    if is_kept:
+        assert grammar_of_calls([{"function": function}], "required", True, tool_format)
+
+
+@pytest.mark.parametrize("tool_format", ["qwen_xml", "pythonic"])
+def test_a_strict_tool_allows_others_beside_it(tool_format: str) -> None:
+    free = {"name": "now", "parameters": {"properties": {"b": {"type": "string", "not": {}}}}}
+    if tool_format == "pythonic":
+        free["parameters"] = {"properties": {"b-c": {}}}
+    strict = json.loads(json.dumps(TOOLS))[1]
+    strict["function"]["strict"] = True
+    dashed = {"function": {"name": "b-c", "parameters": {}}}
+    tools = [strict, {"function": free}, dashed]
+    constraint = grammar_of_strict_tools(tools, True, tool_format, {})
+    assert constraint is not None
+    tokens = tokenizer([])
+    assert accepts(constraint, tokens, written(tool_format, "1"))
+    assert not accepts(constraint, tokens, written(tool_format, '"x"'))
+    assert accepts(constraint, tokens, written(tool_format, '"x"', "now"))
