@@ -631,6 +631,7 @@ def test_a_load_that_fails_is_tried_again_for_a_request_that_made_way() -> None:
     house.pool._load = fail
     house.files.gates["urgent"].set()
     while urgent not in house.ends or not house.engine.pending._retries:
+        assert key not in house.ends
         house.step()
     house.pool._load = load
     house.now += 6.0
@@ -643,6 +644,7 @@ def test_a_request_that_waits_to_try_again_may_end() -> None:
     house.files.close("urgent")
     house.drain(house.submit("urgent", **URGENT))
     while not house.engine.pending._retries:
+        assert key not in house.ends
         house.step()
     house.now = 3.0
     house.drain()
@@ -734,3 +736,52 @@ def test_a_stop_string_ends_a_request_that_waits_at_once() -> None:
     house.drain()
     assert len(house.streams[urgent]) == 3
     assert house.files.loads == ["a", "urgent"]
+
+
+def test_a_request_that_was_taken_back_is_not_passed_for_another_aging_time() -> None:
+    house, key = house_with_a_long_request()
+    urgent = take_back(house, key)
+    house.now = 11.0  # `aging_s` is 10
+    again, _ = house.submit("urgent", priority=-4), house.submit(None)
+    late, _ = house.submit("urgent", priority=9), house.submit(None)
+    house.files.gates["urgent"].set()
+    house.drain(urgent, again, key)
+    assert late not in house.ends
+    house.drain()
+    house.check()
+
+
+def test_a_request_that_was_taken_back_is_not_overdue() -> None:
+    house = House(most=1, tiers=TARGET)
+    key = house.submit("a", max_tokens=60)
+    while len(house.streams.get(key, [])) < 9:
+        house.step()
+    urgent = house.submit("urgent", max_tokens=30, **FAST)
+    while not house.streams.get(urgent):
+        house.step()
+    assert key in house.engine.pending.waiting
+    house.now = 60.0
+    report = house.engine.step()
+    assert report is not None
+    assert [tier.overdue for tier in report.stats.tiers] == [0, 0]
+
+
+def test_a_request_that_had_not_begun_counts_as_no_preemption() -> None:
+    house = House(most=1, priority_preempts=True, max_num_seqs=1)
+    house.drain(house.submit("a"))
+    plain = house.submit(None, max_tokens=60, priority=-9)
+    waits = house.submit("a")
+    house.step()
+    house.submit("urgent", **URGENT)
+    house.drain()
+    assert plain in house.ends
+    assert house.files.loads == ["a", "urgent", "a"]
+    assert house.ends[waits].timing.preemptions == 0
+
+
+def test_without_an_option_nobody_is_asked_to_make_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    house = House(most=1, tiers=TIERS)
+    monkeypatch.setattr(house.pool, "blocked", None)
+    house.submit("a", max_tokens=30)
+    house.submit("urgent", **FAST)
+    assert load_order(house) == ["a", "urgent"]

@@ -174,7 +174,7 @@ def test_a_kept_error_gathers_no_traceback() -> None:
     grammars = Grammars(FakeGrammar, most=1)
     error = InvalidArgumentError("structured_outputs: bad")
     for key in (0, 1):
-        grammars.claim(Rank(0, 0.0, key), GRAMMAR, now=0.0)
+        grammars.claim(Rank(0, 0.0, key), GRAMMAR, arrival=0.0, now=0.0)
     grammars.receive(GRAMMAR, error, now=0.0)
     for key in (0, 1):
         with pytest.raises(InvalidArgumentError, match="structured_outputs: bad"):

@@ -82,6 +82,7 @@ class _Request:
 
     name: str
     rank: Rank
+    arrival: float
     since: float
     """When it began to wait, if it waits for room or for a load."""
     entry: _Entry | None = None
@@ -140,7 +141,7 @@ class AdapterPool:
         """Name of the adapter that a request needs."""
         return message.params.lora_name
 
-    def claim(self, rank: Rank, name: str, now: float) -> bool:
+    def claim(self, rank: Rank, name: str, arrival: float, now: float) -> bool:
         """The request uses this adapter until :meth:`release`. Returns whether it is in memory; if
         not, the request waits."""
         key = rank.key
@@ -148,7 +149,7 @@ class AdapterPool:
         entry = None
         if not self._must_queue(rank, now):
             entry = self._find_or_add(id)
-        self._requests[key] = _Request(name, rank, since=now)
+        self._requests[key] = _Request(name, rank, arrival, since=now)
         if entry is None:
             self._queue.add(rank)
             self._have_judged(key, id)
@@ -306,7 +307,8 @@ class AdapterPool:
         first = self._first(now)
         if self._order(rank, now) < self._order(first, now):
             return False
-        return now - self._requests[first.key].since > self._aging_s
+        # Its wait did not begin anew if it was taken back meanwhile.
+        return now - self._requests[first.key].arrival > self._aging_s
 
     def _find_or_add(self, id: AdapterId) -> _Entry | None:
         """The entry of an adapter, which now counts as the one used last. An adapter without an

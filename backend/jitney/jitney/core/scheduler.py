@@ -129,11 +129,15 @@ class Scheduler:
         terms = self._admission.tier_terms_of(message)
         return Rank(terms.tier, self._rank_s(message, terms), message.key)
 
+    @property
+    def may_take_back(self) -> bool:
+        """Whether any request may ever make way for one that needs its resource."""
+        return self._preempts and self.policies.making_way.is_possible
+
     def who_makes_way(self, blocked: Blocked) -> list[int]:
         """Keys of the requests to :meth:`take_back` so that a blocked one has room for its
         resource. Empty: nobody makes way."""
-        if not self._preempts:
-            return []
+        assert self.may_take_back
         users = [[self._ranked(order) for order in orders] for orders in blocked.users]
         urgent = self._ranked(blocked.first)
         found = users_that_make_way(urgent, users, self.policies.making_way)
@@ -186,8 +190,10 @@ class Scheduler:
             return TakenBack(self._held.get(key))
         request = self.live.requests[key]
         message = resumable(request)
-        self._preempted_at[key] = [*request.preempted_at, now]
-        self.live.preemptions += 1
+        states = [sequence.state for sequence in request.sequences]
+        num_running = states.count(SequenceState.RUNNING)
+        self._preempted_at[key] = request.preempted_at + [now] * num_running
+        self.live.preemptions += num_running
         self.live.remove_request(request)
         refusal = self.hold(message)
         assert not refusal, "a request that ran is refused"

@@ -289,7 +289,7 @@ class Engine:
         Nobody is taken back whose adapter's files have changed. If they change later, while the
         request waits, it fails by name: what was loaded before is gone by then. Any other failure
         to load the adapter again is tried again, up to the deadline of the request."""
-        if self.pending.blocked(now) is None:
+        if not self.scheduler.may_take_back:
             return
         self._note_ended(_ended_by(self._events), now)
         found = self._who_makes_way(now)

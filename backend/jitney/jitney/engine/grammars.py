@@ -47,7 +47,7 @@ class Grammars:
         """None: the request has no grammar."""
         return message.grammar or None
 
-    def claim(self, rank: Rank, name: str, now: float) -> bool:
+    def claim(self, rank: Rank, name: str, arrival: float, now: float) -> bool:
         key = rank.key
         if name in self._kept:
             self._kept.move_to_end(name)

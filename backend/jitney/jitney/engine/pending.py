@@ -79,9 +79,9 @@ class Source(Protocol[T_co]):
     def name_of(self, message: Submit) -> str | None:
         """Name of the resource that a request needs. None: it needs none of this kind."""
 
-    def claim(self, rank: Rank, name: str, now: float) -> bool:
-        """The request of this rank needs this resource until :meth:`release`. Returns whether it is
-        there; if not, the request waits."""
+    def claim(self, rank: Rank, name: str, arrival: float, now: float) -> bool:
+        """The request of this rank, which arrived then, needs this resource until :meth:`release`.
+        Returns whether it is there; if not, the request waits."""
 
     def take_ids_to_make(self) -> Sequence[Hashable]:
         """Take the ids of what is to be made now. Each id is returned once."""
@@ -333,17 +333,17 @@ class Pending:
             if source is self._grammars and held.grammar is not None:
                 continue
             name = source.name_of(held.message)
-            if name is not None and not self._claim(source, held.rank, name, now):
+            if name is not None and not self._claim(source, held, name, now):
                 held.num_missing += 1
         if held.num_missing:
             self.waiting[key] = held
         else:
             self._ready[key] = held
 
-    def _claim(self, source: Source[object], rank: Rank, name: str, now: float) -> bool:
+    def _claim(self, source: Source[object], held: Held, name: str, now: float) -> bool:
         """Claim a resource. To look for it may take time, too: for an adapter's files."""
-        with self.noted(source.kind, [rank.key]):
-            return source.claim(rank, name, now)
+        with self.noted(source.kind, [held.rank.key]):
+            return source.claim(held.rank, name, held.message.arrival, now)
 
     def blocked(self, now: float) -> Blocked | None:
         """The first request that waits until others release what they use, if there is one."""

@@ -27,6 +27,11 @@ class MakingWay:
         self._kv = kv
         self._watermark = watermark
 
+    @property
+    def is_possible(self) -> bool:
+        """Whether the options let any request make way."""
+        return self._by_priority or any(self._has_target)
+
     def is_urgent(self, first: Sequence, running: list[Sequence]) -> bool:
         """Whether the first waiting sequence is admitted before the running ones are planned: if
         one of these is of a lower tier and comes after it in order, or makes way by priority."""

@@ -108,7 +108,9 @@ class TierAdmission:
     def count_queued(self, message: Submit) -> None:
         tier = self._tier_of(message)
         self._queued[tier][message.key] = message.params.n
-        if tier > 0:  # the first tier does not age
+        # The first tier does not age. A request with `emitted` was queued before: its wait since
+        # its arrival says nothing about this queue.
+        if tier > 0 and not message.emitted:
             self._may_be_overdue[tier][message.key] = message.arrival
 
     def count_dequeued(self, message: Submit) -> None:
