@@ -740,10 +740,12 @@ def test_a_stop_string_ends_a_request_that_waits_at_once() -> None:
 
 def test_a_request_that_was_taken_back_is_not_passed_for_another_aging_time() -> None:
     house, key = house_with_a_long_request()
+    house.now = 5.0
     urgent = take_back(house, key)
     house.now = 11.0  # `aging_s` is 10
-    again, _ = house.submit("urgent", priority=-4), house.submit(None)
-    late, _ = house.submit("urgent", priority=9), house.submit(None)
+    again = house.submit("urgent", priority=-4)
+    late = house.submit("urgent", priority=9)
+    house.submit(None)
     house.files.gates["urgent"].set()
     house.drain(urgent, again, key)
     assert late not in house.ends
@@ -785,3 +787,30 @@ def test_without_an_option_nobody_is_asked_to_make_way(monkeypatch: pytest.Monke
     house.submit("a", max_tokens=30)
     house.submit("urgent", **FAST)
     assert load_order(house) == ["a", "urgent"]
+
+
+def test_timing_and_usage_are_those_of_a_request_that_did_not_make_way() -> None:
+    house, key = house_with_a_long_request(prompt=list(range(1, 14)))
+    house.now = 5.0
+    house.drain(house.submit("urgent", **URGENT))
+    house.drain()
+    timing = house.ends[key].timing
+    assert timing.preemptions == 1
+    assert (timing.queue_s, timing.first_token_s) == (0.0, 0.0)
+    assert (timing.cached_prompt_tokens, timing.computed_prompt_tokens) == (0, 13)
+    assert not house.engine.scheduler._taken_back
+
+
+def test_a_request_without_a_token_left_the_queue_when_it_first_ran() -> None:
+    house = House(most=1, priority_preempts=True)
+    key = house.submit("a", prompt=[7] * 800)  # more than fit into a step
+    while not any(house.adapters):
+        house.step()
+    house.now = 5.0
+    house.submit("urgent", **URGENT)
+    while key not in house.engine.pending.waiting:
+        house.step()
+    assert key not in house.streams
+    house.drain()
+    assert house.ends[key].timing.preemptions == 1
+    assert house.ends[key].timing.queue_s == 0.0

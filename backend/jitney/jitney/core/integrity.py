@@ -89,8 +89,8 @@ def _check_waiting(live: LiveRequests, num_held: int) -> None:
     queued = sorted(live.admission.waiting(), key=order)
     assert queued == _in_state(live, SequenceState.WAITING), "a queue is incomplete"
     requests = live.requests.values()
-    never_admitted = [request for request in requests if request.first_scheduled_at is None]
-    assert live.admission.num_queued == len(never_admitted) + num_held
+    num_queued = sum(request.is_queued for request in requests)
+    assert live.admission.num_queued == num_queued + num_held
     with_running = [request for request in requests if request.num_running]
     assert live.num_running_requests == len(with_running), "running requests are miscounted"
 

@@ -91,6 +91,8 @@ class LiveRequests:
         request.num_running += 1
         if request.first_scheduled_at is None:
             request.first_scheduled_at = now
+        if request.is_queued:
+            request.is_queued = False
             self.admission.count_dequeued(request.message)
 
     def make_forks(self, request: Request) -> None:
@@ -138,7 +140,7 @@ class LiveRequests:
         message = request.message
         del self.requests[message.key]
         self.deadlines.remove(message)
-        if request.first_scheduled_at is None:
+        if request.is_queued:
             self.admission.count_dequeued(message)
 
     def finish_request(self, request: Request, now: float) -> Finished:

@@ -63,8 +63,10 @@ class Request:
     prompt_logprobs: list[list[Logprob] | None] = field(default_factory=lambda: [None], init=False)
     """One entry per prompt position, as far as they are known. The first is None: no token comes
     before it that could predict it."""
+    is_queued: bool = field(default=True, init=False)
+    """Whether none of its sequences has been admitted since it was submitted."""
     first_scheduled_at: float | None = field(default=None, init=False)
-    """When the first of its sequences was admitted."""
+    """When the first of its sequences was admitted, perhaps before it was taken back."""
     first_token_at: float | None = field(default=None, init=False)
     """When its first token was made."""
     cached_prompt_tokens: int = field(default=0, init=False)
@@ -91,7 +93,8 @@ class Request:
             self._resume(message)
 
     def _resume(self, message: Submit) -> None:
-        """Continue a request of an engine that has ended: its sequences have output already."""
+        """Continue a request of an engine that has ended, or one that was taken back: its sequences
+        have output already."""
         self.first_token_at = message.first_token
         # The prompt's logprobs were sent with the first token, and are not collected again.
         self.prompt_logprobs = [None] * len(message.prompt)
@@ -142,12 +145,19 @@ class Request:
             size = len(sequence.prompt)
             self.cached_prompt_tokens = min(num_cached, size)
             self.computed_prompt_tokens = size - self.cached_prompt_tokens
-        # Else the sequence was preempted or is a fork: its prompt was counted before.
+        # Else the sequence was preempted or taken back, or is a fork: it was counted before.
+
+    def take_over(self, before: "Request") -> None:
+        """Go on with the figures of the same request as it was before it was taken back."""
+        self.first_scheduled_at = before.first_scheduled_at
+        self.cached_prompt_tokens = before.cached_prompt_tokens
+        self.computed_prompt_tokens = before.computed_prompt_tokens
+        self.preempted_at = before.preempted_at
 
     def timing(self, now: float) -> Timing:
         """Seconds since arrival, for the terminal event at ``now``."""
         arrival = self.message.arrival
-        # If the request is resumed, `first_scheduled_at` is when this engine scheduled it. Then it
+        # If another engine began it, `first_scheduled_at` is when this engine scheduled it. Then it
         # is not known when it left the queue, only that this was before its first token.
         known_times = [
             at for at in (self.first_scheduled_at, self.first_token_at) if at is not None

@@ -72,8 +72,8 @@ class Scheduler:
         self._admission = self.policies.admission
         self.live = LiveRequests(self.kv, self._admission)
         self._held = HeldRequests()
-        # By key of a held request that was taken back: when its sequences were preempted.
-        self._preempted_at: dict[int, list[float]] = {}
+        # By key of a held request that was taken back: the request as it was.
+        self._taken_back: dict[int, Request] = {}
         self._planner = Planner(
             config,
             self.live,
@@ -192,7 +192,8 @@ class Scheduler:
         message = resumable(request)
         states = [sequence.state for sequence in request.sequences]
         num_running = states.count(SequenceState.RUNNING)
-        self._preempted_at[key] = request.preempted_at + [now] * num_running
+        request.preempted_at += [now] * num_running
+        self._taken_back[key] = request
         self.live.preemptions += num_running
         self.live.remove_request(request)
         refusal = self.hold(message)
@@ -215,10 +216,10 @@ class Scheduler:
             needs = self._accept(message, terms)
         except (InvalidArgumentError, UnavailableError) as refusal:
             return [Failed(message.key, refusal.code, str(refusal))]
-        preempted_at: list[float] = []
+        before = None
         if message.key in self._held:
             self._held.remove(message.key)
-            preempted_at = self._preempted_at.pop(message.key, [])
+            before = self._taken_back.pop(message.key, None)
         request = Request(
             message,
             max_output=needs.max_output,
@@ -230,7 +231,8 @@ class Scheduler:
             tier=terms.tier,
             most_running=terms.most_running,
         )
-        request.preempted_at = preempted_at
+        if before is not None:
+            request.take_over(before)
         if message.first_token is not None and not self._preempts:
             # A resumed request does not fork: each sequence computes the prompt on its own, and
             # reserves all of its blocks. Nothing is left to reserve for the request as a whole.
@@ -278,9 +280,8 @@ class Scheduler:
         for key in self.live.deadlines.reached(now):
             request = self.live.requests[key]
             if request.first_token_at is None:
-                queued = request.first_scheduled_at is None
                 self.live.remove_request(request)
-                where = "in the queue" if queued else "at work on its prompt"
+                where = "in the queue" if request.is_queued else "at work on its prompt"
                 events.append(_failed_by_deadline(request.message, where))
                 continue
             for sequence in request.sequences:
@@ -400,7 +401,7 @@ class Scheduler:
     def _release_held(self, key: int) -> None:
         """A held request ends: it is queued no longer."""
         message = self._held.remove(key)
-        self._preempted_at.pop(key, None)
+        self._taken_back.pop(key, None)
         self._admission.count_dequeued(message)
 
     def _count_prompt_tokens(self, row: Row) -> None:
