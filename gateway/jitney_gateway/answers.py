@@ -72,9 +72,11 @@ class ModelAnswer(Protocol):
     """Inputs of the contract by which this form asks the model for more outputs."""
     end_of_stream: ClassVar[bytes]
     """What a stream sends after its last event."""
-    sign_of_life: ClassVar[bytes]
-    """What a stream sends when there has been nothing to send for a while."""
     usage: Usage
+
+    @property
+    def sign_of_life(self) -> bytes:
+        """What a stream sends when there has been nothing to send for a while."""
 
     def feed(self, step: Step) -> Iterator[JsonObject]:
         """Take a step. Yields the events that it makes."""

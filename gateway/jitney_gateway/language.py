@@ -224,7 +224,7 @@ class LanguageEndpoints:
         if body.stream:
             first = await _first_or_late(request.receive, events)
             stream = _server_sent_events(first, events, answer)
-            return _EventStream(stream, media_type="text/event-stream")
+            return _EventStream(stream, first, events)
         await _unless_gone(request.receive, _exhaust(events))
         return as_json(answer.as_json())
 
@@ -417,11 +417,25 @@ def _encoded_event(event: JsonObject) -> bytes:
 class _EventStream(StreamingResponse):
     """A stream that ends the model's requests at once when its client has gone."""
 
+    def __init__(
+        self,
+        stream: AsyncGenerator[bytes],
+        first: _NextEvents,
+        events: AsyncGenerator[list[JsonObject]],
+    ) -> None:
+        """``stream`` is made of ``first`` and ``events``."""
+        super().__init__(stream, media_type="text/event-stream")
+        self._stream = stream
+        self._first = first
+        self._events = events
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            await self.body_iterator.aclose()  # type: ignore[attr-defined]
+            await self._stream.aclose()
+            # A generator that has not begun closes nothing: the client left with the headers.
+            await _abandon(self._first, self._events)
 
 
 async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

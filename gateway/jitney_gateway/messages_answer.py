@@ -7,7 +7,7 @@ import msgspec
 import pydantic_core
 from jitney.errors import JitneyError
 
-from jitney_gateway.answers import Usage
+from jitney_gateway.answers import COMMENT, Usage
 from jitney_gateway.content_blocks import BlockEvent, ContentBlock, SequenceContent
 from jitney_gateway.messages_request import MessageRequest
 from jitney_gateway.parsers import PieceKind
@@ -30,12 +30,14 @@ _DELTA_FORMS: dict[PieceKind, DeltaForm] = {
 }
 
 
+_PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+
+
 class MessageAnswer:
     """The answer of ``/v1/messages``."""
 
     extra_inputs: ClassVar[tuple[str, ...]] = ("return_stop_string",)
     end_of_stream: ClassVar[bytes] = b""
-    sign_of_life: ClassVar[bytes] = b'event: ping\ndata: {"type":"ping"}\n\n'
 
     def __init__(
         self, body: MessageRequest, id_: str, sequences: Sequence[SequenceContent]
@@ -51,6 +53,11 @@ class MessageAnswer:
         }
         self._stop_string: str | None = None
         self._has_begun = False
+
+    @property
+    def sign_of_life(self) -> bytes:
+        """A comment before the stream's first event: clients expect ``message_start`` there."""
+        return _PING if self._has_begun else COMMENT
 
     def feed(self, step: Step) -> Iterator[JsonObject]:
         """Take a step. Yields the events that it makes."""

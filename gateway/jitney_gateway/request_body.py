@@ -85,7 +85,11 @@ async def _decompressed(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     most = MAX_BODY_BYTES + 1
     member = zlib.decompressobj(_GZIP)
     has_begun = False
+    num_bytes = 0
     async for piece in pieces:
+        num_bytes += len(piece)
+        if num_bytes > MAX_BODY_BYTES:  # members may be empty
+            raise StatusError(413, f"the body has more than {MAX_BODY_BYTES:,} bytes")
         while piece:
             if member.eof:  # gzip may have several members, one behind the other
                 member = zlib.decompressobj(_GZIP)

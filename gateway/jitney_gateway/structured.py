@@ -58,6 +58,11 @@ def _parameter_of_response_format(response_format: ResponseFormat) -> dict[str, 
             "response_format.json_schema",
             "response_format.json_schema must be given with the type json_schema, and no other",
         )
+    if response_format.schema is not None:
+        if response_format.type != "json_object":
+            field = "response_format.schema"
+            raise FieldError(field, f"{field} goes with the type json_object only")
+        return {"json": response_format.schema}
     if response_format.type == "json_object":
         return {"json_object": True}
     if json_schema is None:

@@ -41,9 +41,21 @@ Ids = list[_Id]
 Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
 
 
+_CONSTRAINT = Refused(unless=(False, {}, ""), because="structured_outputs stands for it")
 REFUSED_OF_SAMPLING: Mapping[str, Refused] = {
     "use_beam_search": Refused(unless=(False,)),
     "logits_processors": Refused(unless=([],)),
+    "max_new_tokens": Refused(because="max_tokens stands for it"),
+    "truncate_prompt_tokens": Refused(),
+    "nvext": Refused(unless=({},)),
+    # Constraints, in other servers' words.
+    "ebnf": _CONSTRAINT,
+    "grammar": _CONSTRAINT,
+    "guided_decoding": _CONSTRAINT,
+    "guided_json_object": _CONSTRAINT,
+    "json_schema": _CONSTRAINT,
+    "regex": _CONSTRAINT,
+    "structural_tag": _CONSTRAINT,
 }
 """Sampling parameters of other servers that would change the answer."""
 
@@ -157,6 +169,8 @@ class ResponseFormat(WireRecord):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | None = None
+    """That of a ``json_object``, as llama.cpp and others take it."""
 
 
 class TextPart(WireRecord):

@@ -48,7 +48,7 @@ def leave_out_of_chat(
                 ignored.add((names or {}).get(ARGUMENTS, ARGUMENTS), always=True)
     for name in _GUIDING:
         value = getattr(body, name)
-        if value is None or takes_parameter(model, name):
+        if value is None or _guides(model, name):
             continue
         field = (names or {}).get(name, name)
         ignored.add(field, fault=_unknown_to_template(value, model))
@@ -117,6 +117,20 @@ def takes_parameter(model: ModelDescription, name: str) -> bool:
     return allowed is None or name in allowed
 
 
+def _guides(model: ModelDescription, name: str) -> bool:
+    """Whether the parameter has an effect on the prompt, or may have one."""
+    if model.chat_template_parameters is None:
+        return True
+    return takes_parameter(model, name) and _reads(model, name)
+
+
+def _reads(model: ModelDescription, name: str) -> bool:
+    """Whether the model's chat template reads the parameter. Yes, if the model does not tell."""
+    if model.chat_template is None:
+        return True
+    return re.search(rf"\b{re.escape(name)}\b", model.chat_template) is not None
+
+
 def known_kwargs(
     kwargs: dict[str, Any] | None, model: ModelDescription, ignored: IgnoredFields
 ) -> dict[str, Any] | None:
@@ -124,10 +138,9 @@ def known_kwargs(
     is kept, though the model may refuse it: it would change the prompt."""
     if kwargs is None:
         return None
-    template = model.chat_template or ""
     kept = {}
     for name, value in kwargs.items():
-        is_read = re.search(rf"\b{re.escape(name)}\b", template) is not None
+        is_read = model.chat_template is not None and _reads(model, name)
         if is_read or takes_parameter(model, name):
             kept[name] = value
         else:

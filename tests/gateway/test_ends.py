@@ -1,6 +1,7 @@
 """How requests end that do not go well, with a server that answers as it is told to."""
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -106,9 +107,11 @@ def test_a_stream_begins_and_lives_without_tokens(
     assert sent[0][0] < 0.9
     text = b"".join(message.get("body", b"") for _, message in sent).decode()
     events = [event for event in text.split("\n\n") if event]
-    life = 'event: ping\ndata: {"type":"ping"}' if path == "/v1/messages" else ": keep-alive"
     before = events.index(next(event for event in events if "one" in event))
-    assert events[:before].count(life) >= 2
+    assert events[:before].count(": keep-alive") >= 2
+    events = [event for event in events[:before] if event != ": keep-alive"] + events[before:]
+    before = events.index(next(event for event in events if "one" in event))
+    life = 'event: ping\ndata: {"type":"ping"}' if path == "/v1/messages" else ": keep-alive"
     after = events.index(next(event for event in events if "two" in event))
     assert events[before:after].count(life) >= 2
     # Without them, the stream is what it is without silences.
@@ -139,6 +142,36 @@ def test_a_client_that_leaves_before_the_first_token_ends_its_request(
     sent = times_of_messages(server, "/v1/chat/completions", leaves=True)
     assert server.is_closed
     assert sent[-1][0] < 15
+
+
+def test_a_client_that_leaves_with_the_headers_ends_its_request() -> None:
+    async def play() -> bool:
+        server = Slow(wait_s=20.0)
+        steps = server.generate([], {})
+
+        async def events() -> Any:
+            try:
+                async for _ in steps:
+                    yield []
+            finally:
+                await steps.aclose()
+
+        more = events()
+        first: Any = asyncio.ensure_future(anext(more, None))
+        await asyncio.sleep(0.05)
+
+        async def never_begun() -> Any:
+            yield b""
+
+        async def gone(message: Any = None) -> Any:
+            raise OSError("the client has gone")
+
+        stream = language._EventStream(never_begun(), first, more)
+        with contextlib.suppress(Exception):
+            await stream({"type": "http", "asgi": {"spec_version": "2.4"}}, gone, gone)
+        return server.is_closed
+
+    assert asyncio.run(play())
 
 
 def ask(path: str, error: Exception, **more: Any) -> Any:

@@ -39,6 +39,23 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
+def test_a_json_object_may_have_a_schema() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    request, ignored = ask(CHATS, {"response_format": {"type": "json_object", "schema": schema}})
+    params = json.loads(request.inputs["sampling_parameters"])  # type: ignore[arg-type]
+    assert params["structured_outputs"] == {"json": schema}
+    assert ignored == ""
+
+
+def test_an_effort_that_the_template_never_reads_is_named() -> None:
+    listed = frozenset(["reasoning_effort"])
+    for template, names in (("{{ reasoning_effort }}", ""), ("{{ a }}", "reasoning_effort")):
+        model = msgspec.structs.replace(
+            MODEL, chat_template=template, chat_template_parameters=listed
+        )
+        assert ask(CHATS, {"reasoning_effort": "low"}, model=model)[1] == names
+
+
 def ask(
     path: str, more: dict[str, Any], *, strict: bool = False, model: ModelDescription = MODEL
 ) -> tuple[ServerRequest, str]:
@@ -113,6 +130,11 @@ def test_what_changes_no_answer_is_ignored_and_named(
         (CHATS, {"chat_template": "x"}, "the model's own is used"),
         (CHATS, {"function_call": {"name": "a"}}, "tool_choice stands for it"),
         (CHATS, {"structured_outputs": {"structural_tag": "a"}}, "structural_tag is 'a'"),
+        (CHATS, {"regex": "a+"}, "structured_outputs stands for it"),
+        (CHATS, {"json_schema": {"type": "object"}}, "structured_outputs stands for it"),
+        (RESPONSES, {"ebnf": "a"}, "structured_outputs stands for it"),
+        (CHATS, {"max_new_tokens": 5}, "max_tokens stands for it"),
+        (CHATS, {"response_format": {"type": "text", "schema": {}}}, "goes with the type json_obj"),
         (CHATS, {"prompt_logprobs": 1}, "prompt_logprobs is 1"),
         (CHATS, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
          "only text is taken"),

@@ -191,6 +191,12 @@ def test_a_bomb_is_too_large() -> None:
     assert posted(bomb, "gzip").status_code == 413
 
 
+def test_members_without_data_are_too_large_too() -> None:
+    empty = gzip.compress(b"")
+    data = empty * (MAX_BODY_BYTES // len(empty) + 1)
+    assert posted(data, "gzip").status_code == 413
+
+
 def test_a_form_must_come_as_it_is() -> None:
     answer = client_of().post("/v1/files", content=b"", headers={"content-encoding": "gzip"})
     assert answer.status_code == 415
