@@ -45,7 +45,7 @@ class ToolFormat(NamedTuple):
     """Markers that may follow a body. They are dropped."""
     syntax: CallSyntax
     markers: tuple[str, ...]
-    """Markers in ``syntax`` that are single tokens in many tokenizers."""
+    """Markers in ``syntax`` or in ``head`` that are single tokens in many tokenizers."""
     hints: tuple[str, ...]
     """A model has this format if all of them stand in its chat template."""
     quote: str = '"'
@@ -143,7 +143,7 @@ _MISTRAL = ToolFormat(
         between_calls=", ",
         after_all="]",
     ),
-    markers=("[TOOL_CALLS]",),
+    markers=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
     hints=("[TOOL_CALLS]",),
 )
 _MISTRAL_ARGS = _MISTRAL._replace(
@@ -154,7 +154,7 @@ _MISTRAL_ARGS = _MISTRAL._replace(
         between_calls="",
         after_all="",
     ),
-    markers=("[TOOL_CALLS]", "[ARGS]"),
+    markers=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
     hints=("[TOOL_CALLS]", "[ARGS]"),
 )
 _QWEN_XML = ToolFormat(
@@ -199,7 +199,7 @@ _PYTHONIC = ToolFormat(
         between_calls=", ",
         after_all="]",
     ),
-    markers=(),
+    markers=("<|python_start|>", "<|python_end|>", "<|python_tag|>"),
     hints=("[func_name1(",),
 )
 _LLAMA3_JSON = ToolFormat(
@@ -214,7 +214,7 @@ _LLAMA3_JSON = ToolFormat(
         between_calls="; ",
         after_all="",
     ),
-    markers=(),
+    markers=("<|python_tag|>",),
     hints=('{"name": function name, "parameters":',),
 )
 _PHI4_MINI = ToolFormat(

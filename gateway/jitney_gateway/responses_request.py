@@ -106,7 +106,7 @@ class FlatFunction(Function, kw_only=True):
 class FlatToolChoice(WireRecord):
     """The choice of a tool by its ``name``, or of some by the two other fields."""
 
-    type: Literal["function", "allowed_tools"]
+    type: str
     name: str | None = None
     mode: Literal["auto", "required"] | None = None
     tools: list[FlatFunction] | None = None
@@ -156,7 +156,7 @@ class ResponseRequest(WireRecord, kw_only=True):
     top_logprobs: int | None = None
     include: list[Literal["message.output_text.logprobs"]] | None = None
     reasoning: ReasoningOptions | None = None
-    metadata: dict[str, str] | None = None
+    metadata: dict[str, Any] | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None

@@ -154,6 +154,9 @@ def _constraint_of_chat(
     budget = body.thinking_token_budget
     if find_reasoning(formats.reasoning) is None:
         budget = None  # there is nothing that it could bound
+    limit = body.max_completion_tokens or body.params.get("max_tokens")
+    if budget is not None and constraint is None and isinstance(limit, int) and 0 < limit <= budget:
+        budget = None  # the answer ends before it
     if budget is not None and constraint is None:
         anything = ANY_TEXT
         if formats.tool is not None:

@@ -7,9 +7,15 @@ from jitney.errors import show
 from jitney_gateway.refusals import FieldError
 from jitney_gateway.wire import AllowedTools, ChatRequest, Tool, ToolChoice
 
+_TYPES = ("function", "allowed_tools")
+
 
 def check_tool_choice(choice: ToolChoice) -> None:
     """Check that a choice has the one field that goes with its type. Raises FieldError."""
+    if choice.type not in _TYPES:
+        bound = " or ".join(_TYPES)
+        reason = f"tool_choice.type is {show(choice.type)}, but must be {bound}"
+        raise FieldError("tool_choice.type", reason)
     field = f"tool_choice.{choice.type}"
     if getattr(choice, choice.type) is None:
         raise FieldError(field, f"{field} is missing")

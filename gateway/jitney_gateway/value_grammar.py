@@ -6,6 +6,7 @@ llguidance's own grammar of JSON cannot write it, so here the rules are made fro
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ _NOT_KEPT = (
 )  # fmt: skip
 _OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _TYPES = ("string", "number", "integer", "boolean", "null", "array", "object")
+_READ_BARE = re.compile(r"[\w.$-]+")
+"""The names that the parser reads without markers."""
 _BARE_NAME = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 
 
@@ -153,12 +156,16 @@ class ValueRules:
             if False in schemas and name not in required:
                 continue
             value = self._value_of_all(schemas)
-            arguments[name] = f"{json.dumps(name + ':', ensure_ascii=False)} {value}"
+            arguments[name] = f"{self._spelt(self._name(name) + ':')} {value}"
         return f'"{{" {argument_list(arguments, required, separator=_COMMA)} "}}"'
 
     def _literal(self, value: Any) -> str:
         """A value that is no string, as it is written."""
         return self._spelt(self._written(value))
+
+    def _name(self, name: str) -> str:
+        """The name of a property: between markers, if the parser could not read it without."""
+        return name if _READ_BARE.fullmatch(name) else f"{self._quote}{name}{self._quote}"
 
     def _written(self, value: Any) -> str:
         if isinstance(value, str):
@@ -166,7 +173,7 @@ class ValueRules:
         if isinstance(value, list):
             return f"[{','.join(map(self._written, value))}]"
         if isinstance(value, dict):
-            pairs = [f"{name}:{self._written(part)}" for name, part in value.items()]
+            pairs = [f"{self._name(name)}:{self._written(part)}" for name, part in value.items()]
             return f"{{{','.join(pairs)}}}"
         return json.dumps(value)
 

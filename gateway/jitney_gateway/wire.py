@@ -150,7 +150,7 @@ class AllowedTools(WireRecord):
 class ToolChoice(WireRecord):
     """The choice of a tool, or of some. Exactly one field goes with the type."""
 
-    type: Literal["function", "allowed_tools"]
+    type: str
     function: Function | None = None
     allowed_tools: AllowedTools | None = None
 

@@ -69,6 +69,7 @@ def ask(
 
 
 HARMLESS: list[tuple[str, dict[str, Any], str]] = [
+    (RESPONSES, {"metadata": {"a": 1}}, ""),
     (CHATS, {"store": True, "metadata": {"a": "b"}}, "store, metadata"),
     (CHATS, {"store": False, "best_of": 1, "suffix": "", "echo": False}, ""),
     (CHATS, {"continue_final_message": False, "add_special_tokens": False}, ""),
@@ -131,6 +132,8 @@ def test_what_changes_no_answer_is_ignored_and_named(
         (CHATS, {"function_call": {"name": "a"}}, "tool_choice stands for it"),
         (CHATS, {"structured_outputs": {"structural_tag": "a"}}, "structural_tag is 'a'"),
         (CHATS, {"regex": "a+"}, "structured_outputs stands for it"),
+        (CHATS, {"tool_choice": {"type": "custom"}}, "but must be function or allowed_tools"),
+        (RESPONSES, {"tool_choice": {"type": "web_search"}}, "must be function or allowed_tools"),
         (CHATS, {"json_schema": {"type": "object"}}, "structured_outputs stands for it"),
         (RESPONSES, {"ebnf": "a"}, "structured_outputs stands for it"),
         (CHATS, {"max_new_tokens": 5}, "max_tokens stands for it"),
@@ -258,7 +261,7 @@ def test_the_blocks_of_another_server_come_back(strict: bool) -> None:
         (CHATS, {"thinking_token_budget": 9}, "thinking_token_budget"),
         (
             MESSAGES,
-            {"thinking": {"type": "enabled", "budget_tokens": 9}},
+            {"thinking": {"type": "enabled", "budget_tokens": 9}, "max_tokens": 20},
             "thinking.budget_tokens",
         ),
     ],

@@ -386,6 +386,16 @@ def test_a_strict_tool_is_a_grammar() -> None:
         assert str(name_clients_field(error, chat)) == "tools is too large"
 
 
+def test_a_budget_beyond_the_limit_needs_no_grammar() -> None:
+    ids = {"<think>": 6, "</think>": 7}
+    model = msgspec.structs.replace(KNOWN, reasoning_format="think", added_tokens=ids)
+    for budget, limit, is_bound in ((5, 6, True), (6, 6, False), (6, -1, True)):
+        more = {"thinking_token_budget": budget, "max_tokens": limit}
+        body = decode(json.dumps(CHAT | more).encode(), ChatRequest)
+        params = request_of_chat(body, model, "id").inputs["sampling_parameters"]
+        assert (b"structured_outputs" in params) == is_bound  # type: ignore[operator]
+
+
 def test_a_budget_ends_reasoning() -> None:
     ids = {"<think>": 6, "</think>": 7}
     known = msgspec.structs.replace(KNOWN, reasoning_format="think_opened", added_tokens=ids)

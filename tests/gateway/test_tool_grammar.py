@@ -330,6 +330,11 @@ GEMMA = {
         ["{n:1}", "{n:1,kids:[{n:2,kids:[]}]}"],
         ["{}", "{n:1,m:1}"],
     ),
+    "names": (
+        {"properties": {"first name": {"const": 1}}, "required": ["first name"], "type": "object"},
+        ['{"first name":1}'],
+        ["{first name:1}"],
+    ),
     "any object": ({"type": "object"}, ["{}", '{a:1,b:{c:[null,"x"]}}'], ["[]"]),
     "allOf": (
         {"type": "object", "allOf": [{"required": ["a"]}, {"properties": {"a": {"const": 1}}}]},
@@ -593,3 +598,19 @@ def test_a_strict_tool_allows_others_beside_it(tool_format: str) -> None:
     assert accepts(constraint, tokens, written(tool_format, "1"))
     assert not accepts(constraint, tokens, written(tool_format, '"x"'))
     assert accepts(constraint, tokens, written(tool_format, '"x"', "now"))
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "call"),
+    [
+        ("mistral", '[TOOL_CALLS]g[CALL_ID]a1[ARGS]{"b": 1}'),
+        ("mistral_args", '[TOOL_CALLS]g[CALL_ID]a1[ARGS]{"b": 1}'),
+        ("pythonic", "<|python_start|>[g(b=1)]<|python_end|>"),
+        ("llama3_json", '<|python_tag|>{"name": "g", "parameters": {"b": 1}}'),
+    ],
+)
+def test_a_budget_leaves_a_model_all_tokens_of_a_call(tool_format: str, call: str) -> None:
+    markers = special_markers(AnswerFormats(tool_format, "think"))
+    tokens = tokenizer(markers)
+    ids = {marker: tokens.token_to_id(marker) for marker in markers}
+    assert accepts(with_free_calls(tool_format, ids), tokens, call)
