@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 import regex
 
-from jitney_gateway.schema_alternatives import alternatives_of
+from jitney_gateway.schema_alternatives import alternatives_of, listed_texts
 
 PARSE_ERRORS = (
     ValueError,  # msgspec.DecodeError is one
@@ -371,10 +371,10 @@ def _parse_tags(text: str, schema: Mapping[str, Any]) -> str:
 
 def typed_value(text: str, schema: Any, whole: Mapping[str, Any]) -> str | msgspec.Raw:
     """The value of a parameter: JSON if its schema allows no string, and text if it allows one or
-    if the text is no JSON. ``whole``: see :func:`may_be_string`."""
+    if the text is no JSON. ``schema`` is a part of ``whole``, whose definitions it may refer to."""
+    if text == "null" and may_be_null(schema, whole):
+        return msgspec.Raw(b"null")
     if _allows_text(text, schema, whole):
-        if text == "null" and may_be_null(schema, whole):
-            return msgspec.Raw(b"null")
         return text
     text = _JSON_OF_PYTHON_NAMES.get(text, text)
     try:
@@ -389,22 +389,21 @@ def is_surely_text(schema: Any, whole: Mapping[str, Any]) -> bool:
     :func:`may_be_null`."""
     if isinstance(schema, Mapping) and "type" not in schema and "enum" in schema:
         return False
-    return may_be_string(schema, whole)
+    alternatives = alternatives_of(schema, whole)
+    if listed_texts(alternatives) is not None:
+        return False
+    return any(each.allows_string() for each in alternatives)
 
 
 def _allows_text(text: str, schema: Any, whole: Mapping[str, Any]) -> bool:
     """Whether a value of ``schema`` may be the string ``text``."""
     if isinstance(schema, Mapping) and "type" not in schema and "enum" in schema:
         return text in schema["enum"]  # it may list numbers too
-    return may_be_string(schema, whole)
-
-
-def may_be_string(schema: Any, whole: Mapping[str, Any]) -> bool:
-    """Whether a value of ``schema`` may be a string. It may, if the schema does not say what it is.
-
-    ``schema`` is a part of ``whole``, whose definitions it may refer to.
-    """
-    return any(each.allows_string() for each in alternatives_of(schema, whole))
+    alternatives = alternatives_of(schema, whole)
+    listed = listed_texts(alternatives)
+    if listed is not None:
+        return text in listed
+    return any(each.allows_string() for each in alternatives)
 
 
 def may_be_null(schema: Any, whole: Mapping[str, Any]) -> bool:

@@ -5,7 +5,7 @@ grammar of a forced call which strings it may be.
 """
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jitney.text.schema_references import References
@@ -64,6 +64,30 @@ def alternatives_of(schema: Any, whole: Any) -> list[Alternative]:
     """
     expansion = _Expansion(References(whole))
     return [Alternative(rules) for rules in expansion.expand(schema, frozenset())]
+
+
+def listed_texts(alternatives: Sequence[Alternative]) -> list[str] | None:
+    """The strings that a value may be, if they are listed and it may be something else, too. None:
+    it may be other strings, or strings and ``null`` alone."""
+    texts: list[str] = []
+    others = others_than_strings(alternatives)
+    for alternative in alternatives:
+        if not alternative.allows_string():
+            continue
+        listed = alternative.values()
+        if listed is None:
+            return None
+        texts += [each for each in listed if isinstance(each, str)]
+    return texts if texts and others else None
+
+
+def others_than_strings(alternatives: Sequence[Alternative]) -> list[Any]:
+    """Schemas of the values that are neither strings nor ``null``."""
+    schemas: list[Any] = []
+    for alternative in alternatives:
+        if not alternative.allows_string() and not alternative.names_null():
+            schemas.append({"allOf": list(alternative.rules)})
+    return schemas
 
 
 class _Expansion:

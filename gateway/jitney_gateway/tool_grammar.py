@@ -23,7 +23,11 @@ from jitney.errors import InvalidArgumentError
 from jitney.text.schema_references import DEFINITIONS
 
 from jitney_gateway.formats import TOOL_FORMATS, Reasoning, ToolFormat, find_reasoning
-from jitney_gateway.schema_alternatives import alternatives_of
+from jitney_gateway.schema_alternatives import (
+    alternatives_of,
+    listed_texts,
+    others_than_strings,
+)
 from jitney_gateway.string_rules import lark_of_string, with_known_formats
 from jitney_gateway.value_grammar import ValueRules, argument_list
 
@@ -344,7 +348,9 @@ def arguments_of_function(
         terminal = f"{prefix}_{index}".upper()
         if written.terminal is not None:
             terminals.append(f"{terminal}: {written.terminal}")
-        lark = written.lark or terminal
+        lark = terminal if written.lark is None else written.lark
+        if written.lark is not None and written.terminal is not None:
+            lark = f"({terminal} | {written.lark})"
         arguments[name] = f'{json.dumps(f"<parameter={name}>")} "\\n" {lark} "\\n"'
     listed = argument_list(arguments, required, separator="")
     return Arguments(listed, terminals, schema)
@@ -360,7 +366,7 @@ def _check_python_name(name: str) -> None:
 
 
 class _Value(NamedTuple):
-    """The value of a parameter up to the tag that ends it. One of the two is set."""
+    """The value of a parameter up to the tag that ends it: one of the two, if both are set."""
 
     lark: str | None = None
     terminal: str | None = None
@@ -386,7 +392,12 @@ def _xml_value(name: str, schema: Any, whole: Mapping[str, Any]) -> _Value:
         if text is None:
             return _Value(lark="text")  # the rule of that name, which ends with the tag
         texts.append(text)
-    return _Value(terminal=f"({' | '.join(texts)}) {json.dumps(_END_OF_VALUE)}")
+    end = json.dumps(_END_OF_VALUE)
+    terminal = f"({' | '.join(texts)}) {end}"
+    if listed_texts(alternatives) is None:
+        return _Value(terminal=terminal)
+    others = {"anyOf": others_than_strings(alternatives)}
+    return _Value(lark=f"{_json_property(name, others, whole)} {end}", terminal=terminal)
 
 
 # ------------------------------------------------------------------------------- after reasoning

@@ -224,7 +224,7 @@ def test_thinking_has_a_budget() -> None:
     ids = {"<think>": 6, "</think>": 7}
     known = msgspec.structs.replace(KNOWN, reasoning_format="think_opened", added_tokens=ids)
     thinking = {"type": "enabled", "budget_tokens": 1024}
-    made = params_of(BODY | {"thinking": thinking}, known)
+    made = params_of(BODY | {"thinking": thinking, "max_tokens": 2000}, known)
     assert "[max_tokens=1024]" in made["structured_outputs"]["grammar"]
     spelt = msgspec.structs.replace(known, added_tokens={})
     assert params_of(BODY | {"thinking": thinking}, spelt).get("structured_outputs") is None

@@ -278,7 +278,12 @@ VALUES = {
         ["aa", "b"],
         ["ab"],
     ),
-    "a number or a word": ({"anyOf": [{"type": "integer"}, {"const": "all"}]}, ["all"], ["5", "x"]),
+    "a number or a word": ({"anyOf": [{"type": "integer"}, {"const": "all"}]}, ["all", "5"], ["x"]),
+    "a word or a list": (
+        {"anyOf": [{"const": "*"}, {"type": "array", "items": {"$ref": "#/$defs/Color"}}]},
+        ["*", '["red"]'],
+        ["x", "[5]", '"*"'],
+    ),
     "any": ({}, ["x", "5"], []),
 }
 
