@@ -811,6 +811,8 @@ def test_a_request_without_a_token_left_the_queue_when_it_first_ran() -> None:
     while key not in house.engine.pending.waiting:
         house.step()
     assert key not in house.streams
+    kept = house.engine.scheduler._taken_back[key]
+    assert kept.adapter is None, "it would stay in memory"
     house.drain()
     assert house.ends[key].timing.preemptions == 1
     assert house.ends[key].timing.queue_s == 0.0

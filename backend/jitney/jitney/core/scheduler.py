@@ -198,7 +198,10 @@ class Scheduler:
         self.live.remove_request(request)
         refusal = self.hold(message)
         assert not refusal, "a request that ran is refused"
-        return TakenBack(message, request.grammar, request.adapter)
+        taken = TakenBack(message, request.grammar, request.adapter)
+        # What was kept of the request must not keep the adapter in memory.
+        request.adapter = None
+        return taken
 
     def submit(
         self,
