@@ -22,7 +22,7 @@ from tests.real_server.client import Stream, generate, metric, settled, stream, 
 from tests.real_server.conftest import CONTEXT, START_S, write_model
 
 EXIT_TIMEOUT_S = 60
-GRACE_S = 6.0
+GRACE_S = 2.5
 ENDLESS = {
     "input_ids": [5, 6, 7],
     "stream": True,
