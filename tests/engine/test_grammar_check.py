@@ -57,6 +57,29 @@ def test_verdicts_are_kept_and_bounded() -> None:
     one.close()
 
 
+def test_the_same_is_checked_once_however_many_ask_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = checker()
+    real = GrammarChecker._check_in
+    checks: list[bytes] = []
+    gate = threading.Event()
+
+    def check_in(self: GrammarChecker, process: object, asked: bytes) -> object:
+        checks.append(asked)
+        assert gate.wait(60)
+        return real(self, process, asked)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(GrammarChecker, "_check_in", check_in)
+    with ThreadPoolExecutor(3) as pool:
+        asking = [pool.submit(one.check, StructuredOutputs(regex="a")) for _ in range(3)]
+        time.sleep(0.2)  # a second check would begin at once
+        gate.set()
+        assert len({each.result(60) for each in asking}) == 1
+    assert len(checks) == 1
+    one.close()
+
+
 def test_a_busy_machine_refuses_nothing_that_an_idle_one_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
