@@ -221,3 +221,16 @@ def test_a_try_is_made_beside_others(play: type[Play]) -> None:
     check_streams(some, *keys)
     asked = [any(row.propose for row in batch.rows) for batch in some.batches]
     assert sum(asked) == 3, "4 tokens at 0.5 cost 34 times 0.03 times the root of 4"
+
+
+def test_a_preempted_sequence_is_read_anew() -> None:
+    one = drafting(Play, 1.0, MODEL)
+    key = one.submit([1, 2, 3], max_tokens=18)
+    for _ in range(4):
+        one.step()
+    (sequence,) = one.scheduler.live.running
+    assert sequence.num_read > 0
+    one.scheduler.live.preempt(sequence, 1.0)
+    assert sequence.num_read == 0, "its blocks are others' now"
+    one.drain()
+    check_streams(one, key)

@@ -139,25 +139,11 @@ FAULTS: dict[str, tuple[str, ...]] = {
         "adapters/peft_files.py", ADAPTERS,
         "_MOST_CONFIG_BYTES = 1 << 20", "_MOST_CONFIG_BYTES = 1 << 24",
     ),
-    "an equal priority makes way": (
-        "core/policy/making_way.py", PRIORITIES,
-        "return message.params.priority > urgent.params.priority",
-        "return message.params.priority >= urgent.params.priority",
-    ),
-    "an aged request makes way": (
-        "core/policy/making_way.py", PRIORITIES,
-        "if order(sequence) < order_of_urgent:", "if False:",
-    ),
     "nobody makes way by priority": (
         "core/policy/making_way.py", PRIORITIES, "or not self._by_priority:", "or True:",
     ),
     "a user that comes first makes way for another": (
         "core/taking_back.py", POOL, "if first_order < found_order:", "if False:",
-    ),
-    "of an adapter's users some make way": (
-        "core/taking_back.py", POOL,
-        "if all(_makes_way(user, urgent, making_way) for user in of_resource):",
-        "if any(_makes_way(user, urgent, making_way) for user in of_resource):",
     ),
     "what a request has emitted is forgotten when it is taken back": (
         "core/taking_back.py", POOL,
@@ -169,10 +155,6 @@ FAULTS: dict[str, tuple[str, ...]] = {
     ),
     "a token counts once": (
         "token_counts.py", COUNTS, "self.output_counts[index] += 1", "pass",
-    ),
-    "drafts count for good": (
-        "token_counts.py", COUNTS,
-        "ahead.output_counts = self.output_counts[:]", "ahead.output_counts = self.output_counts",
     ),
     "a read count is kept after a preemption": (
         "core/live.py", "core/test_drafts.py", "        sequence.num_read = 0\n", "",

@@ -137,6 +137,7 @@ def test_blocks_in_common_are_read_once(served: Served) -> None:
     made = [each.token_ids for each in served.outputs]
     assert served.outputs[0].proposal == served.alone(first + made[0], 2)
     assert served.outputs[1].proposal == served.alone([*second, 7, *made[1]], 2)
+    served.run(row(some_tokens(5, 5), 0, [7, 8], 2))  # it was in other use, and read
     forked = [*first, 11]
     served.run(row(forked, 10, tables[2], 2), copies=((3, 7),))
     assert served.passes == [4, 1]
