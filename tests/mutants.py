@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "backend/jitney/jitney"
 MOST_SECONDS = 90
 # The copy comes before the installed package, which an editable installation finds by itself. Some
-# faults make a test wait for what never comes: after two minutes that is a failure, too. A thread
+# faults make a test wait for what never comes: after a minute that is a failure, too. A thread
 # that goes on waiting must not keep the process.
 PROGRAM = """
 import os, signal, sys
@@ -25,12 +25,12 @@ assert jitney.__file__.startswith(sys.argv[1])
 
 class Bound:
     def stop(self, number, frame):
-        raise TimeoutError("this test has waited for two minutes")
+        raise TimeoutError("this test has waited for a minute")
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_call(self):
         signal.signal(signal.SIGALRM, self.stop)
-        signal.alarm(120)
+        signal.alarm(60)
         yield
         signal.alarm(0)
 
