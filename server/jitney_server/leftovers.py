@@ -3,8 +3,8 @@ remove it.
 
 A server has a :class:`RunFolder` in the temporary folder, regions of shared memory whose names
 begin with the name of that folder, and a folder ``/tmp/python_env_…`` for each backend in Python.
-Whoever has started the server removes all of it at the end. If he was killed, the next start does:
-:func:`sweep`. For that the folder holds a record of the processes that use it. A process is known
+The launcher removes all of it at the end. If it was killed, the next start does (:func:`sweep`).
+For that the folder holds a record of the processes that use it. A process is known
 by its id and the time of its start, because ids are used again.
 
 Nothing of another user is touched, and nothing that may belong to a server that lives.

@@ -182,7 +182,8 @@ def test_a_stop_leaves_nothing_behind(repository: Path) -> None:
     idle.getresponse().read()
     members = group_of(server)
     assert len(members) >= 2, "the server and its stub"
-    runtime, log = server._runtime.path, server.log_file
+    runtime = server._runtime.path
+    log = server.log_file
     begin = time.monotonic()
     assert server.stop() is True
     assert time.monotonic() - begin < 60, "the idle connection held it up"

@@ -78,11 +78,11 @@ def test_only_the_server_itself_says_that_a_port_is_taken() -> None:
     assert not is_port_taken("the cache is already in use")
 
 
-BROKEN = r"""[libprotobuf ERROR /tmp/build/src/google/protobuf/text_format.cc:337] Error parsing text-format inference.ModelConfig: 2:16: Message type "inference.ModelConfig" has no field named "max_batch_sise".
+BROKEN = r"""[libprotobuf ERROR google/protobuf/text_format.cc:337] Error parsing text-format inference.ModelConfig: 2:16: Message type "inference.ModelConfig" has no field named "max_batch_sise".
 E1120 18:38:58.168306 1 model_repository_manager.cc:1460] "Poll failed for model directory 'typo': failed to read text proto from /srv/typo/config.pbtxt"
-[libprotobuf ERROR /tmp/build/src/google/protobuf/text_format.cc:337] Error parsing text-format inference.ModelConfig: 2:16: Message type "inference.ModelConfig" has no field named "max_batch_sise".
+[libprotobuf ERROR google/protobuf/text_format.cc:337] Error parsing text-format inference.ModelConfig: 2:16: Message type "inference.ModelConfig" has no field named "max_batch_sise".
 E1120 18:38:58.168366 1 model_repository_manager.cc:1460] "Poll failed for model directory 'typo': failed to read text proto from /srv/typo/config.pbtxt"
-[libprotobuf ERROR /tmp/build/src/google/protobuf/text_format.cc:337] Error parsing text-format inference.ModelConfig: 7:1: Expected "}".
+[libprotobuf ERROR google/protobuf/text_format.cc:337] Error parsing text-format inference.ModelConfig: 7:1: Expected "}".
 E1120 18:38:58.168406 1 model_repository_manager.cc:1460] "Poll failed for model directory 'open': failed to read text proto from /srv/open/config.pbtxt"
 E1120 18:38:58.186433 1 model_repository_manager.cc:724] "failed to load model 'empty': at least one version must be available under the version policy of model 'empty'"
 """

@@ -8,8 +8,7 @@ For most of them that is an exception, but not for these (2.51, and the sources 
 - A log line, or the question whether a client has gone: a thread of the stub sends it, and the
   failure ends the whole process.
 
-So whoever is about to send one of these asks :func:`has_room` first: the front and the handler of
-log records.
+So the front and the handler of log records ask :func:`has_room` before they send one of these.
 """
 
 import os
@@ -26,7 +25,7 @@ against a growth at the same moment."""
 FOLDER = "/dev/shm"
 """Where the pool is."""
 WAIT_S = 0.01
-"""Seconds after which whoever waits for room asks again."""
+"""Seconds between two questions of :func:`wait_for_room`."""
 
 
 def has_room() -> bool:

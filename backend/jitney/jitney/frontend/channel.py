@@ -8,8 +8,8 @@ The server takes no response after the final one, even if sending the final one 
 send may fail although the client is there: if the server's shared memory is full. So large data
 never travels in the final response. It leaves in a response before that, and the final response is
 empty. If sending the data fails, the request is still open, and an error can be sent. The memory of
-what could not be sent is given back first. And whoever ends a request asks before whether the
-memory has room (``stub_memory.has_room``), and waits until it has.
+what could not be sent is given back first. The end of a request waits until
+the memory has room (``stub_memory.has_room``).
 
 The final response makes the server delete the request. A call of the server's ``is_cancelled``
 during or after that crashes the whole server (2.51). So a lock is held during the call, and the

@@ -397,7 +397,7 @@ class Service:
         counts = self._responder.counts
         self._metrics.set_gauges(self._engine.health, counts)
         began = time.monotonic()
-        # Whoever compares counters before and after some requests reads them when none is open.
+        # A benchmark reads the counters before its requests and after them.
         is_idle = not counts.encoding and not counts.submitted
         if began < self._all_metrics_due and not is_idle:
             self._metrics.flush(only_gauges=True)
