@@ -5,7 +5,7 @@ and has one is the *top* tier of the step: its target limits the seconds of the 
 decodes of the top tier and of those above it, which are always in the step. The seconds that are
 left go, by rank, to the lower tiers and to prompts, as far as these fit by the learned cost: a
 chunk is cut, a decode is left out (*held back*). But in each step, each lower tier has at least its
-``share`` of the target, and at least one decode, or one block of a prompt.
+``share`` of the target, and at least one decode, or one token of a prompt.
 
 A tier may also have a target for its first token (``ttft_ms``). A step may take a third of the
 smallest such target, because a new request may have to wait for three steps: the one that runs,
@@ -153,7 +153,7 @@ class TierLimits:
         self._prompt_seconds_due = 0.0
         # By lower tier: its first running sequence.
         self._first_of_tier: dict[int, Sequence] = {}
-        # Those of them that have a prompt to compute: the seconds that are reserved for a block of
+        # Those of them that have a prompt to compute: the seconds that are reserved for a part of
         # it, until its chunk is planned. They count as taken, by one row.
         self._reserved: dict[Sequence, float] = {}
 
@@ -219,14 +219,15 @@ class TierLimits:
 
     def _reserve_for_first_of_lower_tiers(self) -> None:
         """The first sequence of each lower tier has a row in any case. Decodes are planned before
-        chunks. So if its row is a chunk, the seconds for a block of it are reserved now, before
-        decodes that come after it take them."""
+        chunks. So if its row is a chunk, the seconds for a block of it, or for as much as fits, are
+        reserved now, before decodes that come after it take them."""
         self._reserved = {}
         for tier, sequence in self._first_of_tier.items():
             if sequence.num_to_prefill:
                 self._taken_by_tier[tier] += self._expect_chunk()
-                count = min(sequence.num_to_prefill, self._block_size)
-                seconds = self._chunk_cost(sequence).seconds(count)
+                cost = self._chunk_cost(sequence)
+                most = min(sequence.num_to_prefill, self._block_size)
+                seconds = cost.seconds(self._chunk_that_fits(tier, cost, most))
                 self._reserved[sequence] = seconds
                 self._take(tier, seconds)
 
@@ -255,7 +256,7 @@ class TierLimits:
     def may_decode(self, sequence: Sequence) -> bool:
         """A decode of a tier below the top one is held back if all of this holds:
 
-        - The tier has a row already, or seconds are reserved for a block of its first prompt.
+        - The tier has a row already, or seconds are reserved for a part of its first prompt.
         - The predicted seconds of the decode exceed what is left of the limit beside the taken
           seconds and the prompts of the tiers that are not limited.
         - They also exceed the rest of the tier's own share.
@@ -328,10 +329,11 @@ class TierLimits:
         left = self._seconds_for(tier) - cost.fixed
         if left >= cost.per_token * most:
             return most
-        # A tier without any row in the step has at least a block of its prompt computed.
+        # A tier without any row in the step has at least a token of its prompt computed. It is not
+        # more, because where a token takes long, a block would exceed the target in each step.
         least = 0
         if not self._rows_by_tier[tier]:
-            least = min(most, self._block_size)
+            least = min(most, 1)
         if left < 0.0:  # not even the fixed seconds are left
             return least
         # If per_token were 0, all tokens would have fitted above.
