@@ -266,7 +266,7 @@ class Responder:
         reply = self._send_queue.pop()
         began = time.monotonic()
         self._guard(reply.arrival, partial(self._advance, reply))
-        self._send_queue.begin_pause(began, ended=time.monotonic())
+        self._send_queue.note_sent(began, ended=time.monotonic())
 
     def _end_all(self) -> None:
         """Send the final responses of requests that the engine has finished, for a bounded time.
