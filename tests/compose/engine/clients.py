@@ -98,7 +98,8 @@ class Client:
         body = json.dumps({"inputs": [tensor]}).encode()
         status, _, answer = self.request("POST", "/v2/models/embed/infer", body)
         assert status == 200, answer
-        embedding: list[float] = json.loads(answer)["outputs"][0]["data"]
+        outputs = {output["name"]: output["data"] for output in json.loads(answer)["outputs"]}
+        embedding: list[float] = outputs["sentence_embedding"]
         return embedding
 
     def grpc(self) -> grpc_client.InferenceServerClient:

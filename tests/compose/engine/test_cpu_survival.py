@@ -170,12 +170,12 @@ def test_a_stop_lets_streams_end_and_every_container_ends_with_0(deployment: Dep
     with ThreadPoolExecutor(12) as pool:
         began = time.monotonic()
         list(pool.map(client.stream, [100] * 12))
-        # Some three seconds: they must be met while all run, and end within the model's five.
-        long = max(600, min(900, int(300 / (time.monotonic() - began))))
+        # They must be met while all run, and end within the grace of the stop, on a slow machine too.
+        long = max(600, min(900, int(2000 / (time.monotonic() - began))))
         over_http = [pool.submit(client.stream, long) for _ in range(4)]
         at_gateway = [pool.submit(client.complete, long) for _ in range(4)]
         over_grpc = [pool.submit(client.grpc_stream, long) for _ in range(4)]
-        wait_for(lambda: running(deployment) == 12, "all streams to run", 10)
+        wait_for(lambda: running(deployment) == 12, "all streams to run", 60)
         began = time.monotonic()
         deployment.compose("stop", timeout_s=120)
         took = time.monotonic() - began
