@@ -10,6 +10,7 @@ import ast
 import importlib.util
 import inspect
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +18,7 @@ from types import ModuleType
 import pytest
 import yaml
 from jitney_server import commands
+from jitney_server.leftovers import RunFolder
 from jitney_server.server import TritonServer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,14 +82,16 @@ def entrypoint(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_listeners_are_on_the_loopback_address_unless_told_otherwise(
-    entrypoint: ModuleType,
+    entrypoint: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert inspect.signature(TritonServer).parameters["host"].default == "127.0.0.1"
     assert inspect.signature(commands.serve).parameters["host"].default == "127.0.0.1"
     options = entrypoint.parse(["--embedded"])
     folder = Path("/somewhere")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     given = dict(
-        word.split("=", 1) for word in entrypoint.command(options, folder, folder, folder)[1:]
+        word.split("=", 1)
+        for word in entrypoint.command(options, folder, folder, folder, RunFolder())[1:]
     )
     assert {name: given[name] for name in given if name.endswith("-address")} == {
         "--http-address": "127.0.0.1",
