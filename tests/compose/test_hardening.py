@@ -144,7 +144,7 @@ def test_every_way_to_the_server_but_health_takes_a_key_and_has_limits() -> None
     health = {"= /healthz", "= /v2/health/ready", "= /v2/health/live", "= /health"}
     assert open_ways == health | {"/"}
     assert "$grafana" in ways["/"]
-    assert len(ways) == 10
+    assert len(ways) == 11
     asked = r"proxy_pass http://\$(triton:8000/v2/health/(live|ready)|gateway:9000/health);"
     for head in health:
         assert "health.conf" in ways[head]
@@ -175,7 +175,7 @@ def test_a_path_that_the_server_would_read_otherwise_is_refused(
     bodies = [
         body for body in locations().values() if re.search(r"\$(triton:8000|gateway:9000);", body)
     ]
-    assert len(bodies) == 3
+    assert len(bodies) == 4
     for body in bodies:
         (pattern,) = re.findall(r'if \(\$request_uri ~\* "(.*)"\) \{ return 404; \}', body)
         assert (re.search(pattern, sent, re.I) is not None) == is_refused
