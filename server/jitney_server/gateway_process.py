@@ -5,6 +5,7 @@
 
 import contextlib
 import enum
+import os
 import select
 import subprocess
 import sys
@@ -21,6 +22,7 @@ _START_S = 60.0
 _LONGEST_PAUSE_S = 60.0
 """Longest pause between the end of a gateway and its next start. A gateway that ran for longer than
 this is started again at once."""
+_READ_BYTES = 65536
 _RUN_GATEWAY = """
 import ctypes, signal
 PR_SET_PDEATHSIG = 1  # the kernel sends SIGTERM when `jitney serve` ends, however it ends
@@ -62,6 +64,8 @@ class GatewayProcess:
         self._print_address = print_address
         self._process: subprocess.Popen[bytes] | None = None
         self._state = _State.PAUSES
+        self._printed = b""
+        """What the process has printed of a line that is not complete yet."""
         self._started_at = 0.0
         self._start_again_at = 0.0
         """When the pause is over."""
@@ -100,9 +104,12 @@ class GatewayProcess:
             self._pause(f"the gateway ended by itself, with status {self._collect()}", now)
         if self._state == _State.PAUSES and now >= self._start_again_at:
             self._start(now)
-        elif self._state == _State.STARTS:
-            assert self._process is not None
-            self._look_whether_it_listens(self._process, now)
+        elif self._process is not None:
+            self._read_lines(self._process)
+            if self._state == _State.STARTS and now - self._started_at > _START_S:
+                self._say(f"the gateway does not listen after {_START_S:.0f} s")
+                self._state = _State.KILLED
+                self._process.kill()
 
     def begin_to_stop(self) -> None:
         """Let it take no new requests. Its streams go on while the server still answers them."""
@@ -133,25 +140,30 @@ class GatewayProcess:
                 self._command(), stdout=subprocess.PIPE, start_new_session=True
             )
             self._state = _State.STARTS
+            self._printed = b""
         except (OSError, JitneyError) as error:
             self._pause(f"the gateway could not be started: {error}", now)
 
-    def _look_whether_it_listens(self, process: "subprocess.Popen[bytes]", now: float) -> None:
-        # The gateway prints one line, its address, when it listens (`run_gateway`).
+    def _read_lines(self, process: "subprocess.Popen[bytes]") -> None:
+        """Read what the process has printed. Its first line, the address, says that it listens
+        (`run_gateway`). All other lines are passed on: unread, they would fill the pipe, and then
+        the process would hang when it prints."""
         assert process.stdout is not None
-        has_printed = select.select([process.stdout], [], [], 0)[0]
-        if has_printed:
-            address = process.stdout.readline().decode().strip()
-            if address == "":
-                return  # it has closed the pipe, so it is about to end
-            self._state = _State.LISTENS
-            if not self._has_listened:
+        # Not `readline`, which would wait for the end of a line.
+        if not select.select([process.stdout], [], [], 0)[0]:
+            return
+        printed = self._printed + os.read(process.stdout.fileno(), _READ_BYTES)
+        complete, newline, self._printed = printed.rpartition(b"\n")
+        for line in (complete + newline).splitlines():
+            text = line.decode(errors="replace").strip()
+            if self._state == _State.STARTS:
+                self._state = _State.LISTENS
+                if self._has_listened:
+                    continue
                 self._has_listened = True
-                self._print_address(address)
-        elif now - self._started_at > _START_S:
-            self._say(f"the gateway does not listen after {_START_S:.0f} s")
-            self._state = _State.KILLED
-            process.kill()
+                self._print_address(text)
+            elif text:
+                self._say(f"the gateway: {text}")
 
     def _pause(self, why: str, now: float) -> None:
         """There is no process now. The next one is started after a pause, which is twice as long as

@@ -192,9 +192,10 @@ class TritonServer:
                 self._start_once(ports, timeout_s, append_to_log=append_to_log)
                 return
             except _PortTakenError:
+                if not append_to_log:
+                    self._log.remove_temporary()  # the error does not name it
                 if attempt == num_attempts:
                     raise
-                self._log.remove_temporary()
 
     def _start_once(self, ports: ServerPorts, timeout_s: float, *, append_to_log: bool) -> None:
         assert self._process is None, "started twice"

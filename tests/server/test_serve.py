@@ -505,6 +505,19 @@ def test_a_gateway_whose_start_fails_once_is_started_again(
     ]
 
 
+def test_a_gateway_that_prints_does_not_hang(gateway_that_runs: Gateways) -> None:
+    """Neither itself, when its pipe is full, nor who waits for the end of a line."""
+    gateway = gateway_that_runs(
+        "import time; print('address', flush=True)\n"
+        "for number in range(5000): print('x' * 100, flush=True)\n"
+        "print('half a line', end='', flush=True); time.sleep(3600)"
+    )
+    gateway.turn_until(lambda: len(gateway.said) == 5000)
+    assert gateway.addresses == ["address"]
+    assert set(gateway.said) == {"the gateway: " + 100 * "x"}
+    gateway.process.turn()
+
+
 def test_a_gateway_that_does_not_listen_is_started_again(
     gateway_that_runs: Gateways, monkeypatch: pytest.MonkeyPatch
 ) -> None:

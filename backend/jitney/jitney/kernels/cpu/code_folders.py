@@ -80,9 +80,7 @@ def _lock(folder: Path) -> BinaryIO:
 def _remove_if_free(folder: Path) -> None:
     path = folder / _LOCK
     with contextlib.suppress(OSError), path.open("ab") as file:
-        fcntl.flock(
-            file, fcntl.LOCK_EX | fcntl.LOCK_NB
-        )  # OSError: the folder is in use
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # OSError: the folder is in use
         if not _is_at(file, path):
             return  # another process has removed it
         # Under its old name the folder is gone at once: nobody can begin to use a part of it.
