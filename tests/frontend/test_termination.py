@@ -2,6 +2,7 @@
 in C."""
 
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -107,6 +108,32 @@ def test_a_note_is_read_as_it_was_written(tmp_path: Path, monkeypatch: pytest.Mo
         assert read_note() == note
     file.write_bytes(b"\xff")
     assert read_note() is None
+
+
+def test_a_model_that_loads_during_a_stop_drains_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "note"
+    write_note(file, Note.WAIT)
+    program = textwrap.dedent("""
+        from jitney.frontend.termination import drain_at_signals
+
+        class Service:
+            def drain(self, grace_s):
+                print(grace_s)
+
+            def count_error(self):
+                pass
+
+        drain_at_signals(Service(), 5.0)
+    """)
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env={**os.environ, VARIABLE: str(file)},
+    )
+    assert result.stdout.strip() == "inf"
 
 
 def test_signals_are_heard_though_the_main_thread_runs_no_python() -> None:

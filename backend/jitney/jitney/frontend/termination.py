@@ -105,6 +105,8 @@ def drain_at_signals(service: Drained, drain_s: float) -> None:
     :func:`on_signals`."""
     termination = Termination(service, drain_s)
     on_signals((STOPS, LOOK), termination.hear, service.count_error)
+    # The stop may have begun while this model was loaded: then its signals came too early.
+    termination.hear(LOOK)
 
 
 class _SignalReader:
