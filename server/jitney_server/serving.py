@@ -79,7 +79,9 @@ def _run(
             gateway.check()
         with _ERR.status(f"Loading {what} …"):
             server.start(start_timeout_s)
-        supervisor = Supervisor(server, _say)
+        # A gateway that ends is started again even while a model is loaded, which may take minutes.
+        look_at_gateway = None if gateway is None else gateway.turn
+        supervisor = Supervisor(server, _say, meanwhile=look_at_gateway)
         if not print_welcome(server, _OUT):
             _say(f"warning: {server.model_repository} holds no models, so nothing is served")
         while True:

@@ -93,7 +93,8 @@ class Supervisor:
 
     ``say`` gets a line for whatever is noticed or done. After ``most_repairs`` within ten minutes
     the supervisor gives up; with None it never does. A server that is not ready for ``unready_s``
-    is started again.
+    is started again. ``meanwhile`` is called twice a second while a model is loaded: it does what
+    must not wait for that.
     """
 
     def __init__(
@@ -104,12 +105,14 @@ class Supervisor:
         most_repairs: int | None = None,
         unready_s: float = 120.0,
         clock: Callable[[], float] = time.monotonic,
+        meanwhile: Callable[[], None] | None = None,
     ) -> None:
         self._server = server
         self._say = say
         self._most_repairs = most_repairs
         self._unready_s = unready_s
         self._clock = clock
+        self._meanwhile = meanwhile
         self._repaired_at: list[float] = []
         self._probes_without_metrics = 0
         """One after the other."""
@@ -205,6 +208,8 @@ class Supervisor:
         process has ended, because their clients must not wait for this call."""
         made = _call_in_thread(call)
         while not wait([made], _LOOK_S).done:
+            if self._meanwhile is not None:
+                self._meanwhile()
             with contextlib.suppress(CallError, psutil.Error):  # the next look does it
                 self._look_for_ended()
         return made.result()
