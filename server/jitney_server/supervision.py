@@ -21,7 +21,8 @@ import psutil
 from jitney.errors import JitneyError
 
 from jitney_server.admin import Admin, CallError, NoAnswerError, RefusedCallError
-from jitney_server.stopping import hang_up, model_processes, requests_in_flight
+from jitney_server.connections import hang_up
+from jitney_server.stopping import model_processes, requests_in_flight
 
 LOAD_S = 600.0
 """Seconds that the load of a model, or the start of a server, may take."""

@@ -11,16 +11,11 @@ from typing import cast
 
 import psutil
 import pytest
-from jitney_server import stopping
+from jitney_server import connections, stopping
 from jitney_server.admin import Admin, ModelState, RefusedCallError
+from jitney_server.connections import HangUp, hang_up
 from jitney_server.ports import ServerPorts
-from jitney_server.stopping import (
-    HangUp,
-    StopOutcome,
-    hang_up,
-    requests_in_flight,
-    unload_all,
-)
+from jitney_server.stopping import StopOutcome, requests_in_flight, unload_all
 
 METRICS = """
 # HELP jitney_running_requests Requests accepted and not waiting
@@ -101,7 +96,7 @@ def test_a_connection_that_only_its_client_has_closed_ends() -> None:
 def closing_two(monkeypatch: pytest.MonkeyPatch, first_error: int) -> HangUp:
     """What becomes of two connections to this process if the system refuses the first one."""
     refused: list[int] = []
-    really_copied = stopping._copied_socket
+    really_copied = connections._copied_socket
 
     def copied(pidfd: int, descriptor: int) -> socket.socket:
         if not refused:
@@ -109,7 +104,7 @@ def closing_two(monkeypatch: pytest.MonkeyPatch, first_error: int) -> HangUp:
             raise OSError(first_error, os.strerror(first_error))
         return really_copied(pidfd, descriptor)
 
-    monkeypatch.setattr(stopping, "_copied_socket", copied)
+    monkeypatch.setattr(connections, "_copied_socket", copied)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
         with socket.create_connection(address), socket.create_connection(address):

@@ -14,8 +14,8 @@ import pytest
 from jitney.errors import LoadError
 from jitney_server import supervision
 from jitney_server.admin import Admin, ModelState, NoAnswerError, RefusedCallError
+from jitney_server.connections import HangUp
 from jitney_server.ports import ServerPorts
-from jitney_server.stopping import HangUp
 from jitney_server.supervision import Supervisor
 
 
