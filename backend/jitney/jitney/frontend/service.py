@@ -350,6 +350,8 @@ class Service:
         """Serve new requests again after a drain. One that refuses for another reason goes on
         refusing."""
         if self._refusal == _SHUTTING_DOWN:
+            if self._cut is not None:
+                self._cut.cancel()
             self._refusal = None
 
     def close(self) -> None:
