@@ -1,41 +1,142 @@
--- What would harm the server although the client has a key: a compressed request, which may have
--- any size once it is unpacked; a length that the server cannot read; JSON nested so deeply that
--- the server's parser runs out of stack, which ends the server.
+-- Looks at a request of a client that has a key, before a server or a gateway gets it.
+--
+-- It refuses what would harm the server:
+--   - a compressed body, which may have any size once it is unpacked;
+--   - a length of the JSON that the server cannot read;
+--   - JSON nested so deeply that the server's parser runs out of stack, which ends the server.
+-- It bounds what one key takes from the others: bytes of bodies in /tmp, and time for a body.
+-- It puts the limits of the key into a request to a language model.
+
 local MAX_DEPTH = 64
-local BACKSLASH, QUOTE = ("\\"):byte(), ('"'):byte()
+local BACKSLASH = ("\\"):byte()
+local QUOTE = ('"'):byte()
 local OPENING = { [("["):byte()] = true, [("{"):byte()] = true }
 local CLOSING = { [("]"):byte()] = true, [("}"):byte()] = true }
+
+-- A body that is larger than nginx's buffer lies in /tmp until its request ends. Each key has a
+-- share of /tmp, so that one key does not fill it for all.
+local BUFFER_BYTES = 16 * 1024
+local SHARE_BYTES = 80 * 1024 * 1024 -- a quarter of /tmp
+-- What a body of unknown length counts at first. SHARE_BYTES is 320 times as much, which is more
+-- than the requests that a key may have open by default.
+local UNKNOWN_BYTES = 256 * 1024
+local LOOK_S = 0.1 -- seconds between two looks at how much of a body has come
+local PIECE_BYTES = 65536 -- read from a file at a time
+local UNITS = { [""] = 1, k = 1024, m = 1024 * 1024, g = 1024 * 1024 * 1024 }
 
 local headers = ngx.req.get_headers(0)
 local path = ngx.var.uri
 
+-- Ends the request: ngx.exit does not return.
 local function refuse(status, reason)
     ngx.var.reason = reason
     return ngx.exit(status)
 end
 
--- A header that was sent twice is a table here, and equals no string.
-for _, name in ipairs({ "content-encoding", "grpc-encoding" }) do
-    if headers[name] and headers[name] ~= "identity" then
-        return refuse(415, "a request cannot be compressed here")
+---------------------------------------------------------------------------------- headers
+
+local function refuse_compression()
+    for _, name in ipairs({ "content-encoding", "grpc-encoding" }) do
+        -- The value of a header that was sent twice is a table, which equals no string.
+        if headers[name] and headers[name] ~= "identity" then
+            refuse(415, "a request cannot be compressed here")
+        end
     end
 end
-if path:find("^/inference%.") or path == "/v1/files" then return end
 
--- How many bytes of the body are JSON: all, unless tensors in binary form come after it.
-local json_bytes = 0x7fffffff
-local length = headers["inference-header-content-length"]
-if length then
+-- How many bytes at the body's beginning are JSON. Tensors in binary form may come after them. nil:
+-- all of them are.
+local function read_json_bytes()
+    local length = headers["inference-header-content-length"]
+    if not length then return nil end
     if type(length) ~= "string" or not length:find("^%d+$") or #length > 9 then
-        return refuse(400, "Inference-Header-Content-Length must be a number of bytes")
+        refuse(400, "Inference-Header-Content-Length must be a number of bytes")
     end
-    if path:find("/infer$") then json_bytes = tonumber(length) end
+    return path:find("/infer$") and tonumber(length) or nil
 end
 
-local depth, is_quoted, is_escaped = 0, false, false
+-- The length of the body that the client has announced. nil: it has announced none.
+local function read_announced_bytes()
+    local announced = tonumber(headers["content-length"])
+    if announced then return announced end
+    local may_have_body = ngx.req.http_version() >= 2 or headers["transfer-encoding"]
+    return not may_have_body and 0 or nil
+end
 
--- Whether one more piece of the JSON is nested no deeper than MAX_DEPTH.
-local function stays_flat(piece)
+-- The largest body that is allowed, such as 8m.
+local function read_max_bytes()
+    local digits, unit = ngx.var.max_body:match("^(%d+)(%a?)$")
+    return tonumber(digits) * UNITS[unit]
+end
+
+---------------------------------------------------------------------------------- the key's share
+
+-- Let this request hold so many bytes. Returns how many the key holds then. nginx.conf.in gives
+-- them back when the request has ended.
+local function hold(bytes)
+    local more = bytes - tonumber(ngx.var.held)
+    ngx.var.held = bytes
+    return ngx.shared.bodies:incr(ngx.var.key_name, more, 0)
+end
+
+-- Whether the key holds more than its share, once this request holds so many bytes. A request that
+-- is the only one of its key does not: it passes however large bodies may be.
+local function exceeds_share(bytes)
+    local held = hold(bytes)
+    local is_alone = held == bytes
+    return held > SHARE_BYTES and not is_alone
+end
+
+local function refuse_share()
+    refuse(429, "the bodies of the requests of this key take all of its share")
+end
+
+---------------------------------------------------------------------------------- the body
+
+-- Waits until a body of unknown length exceeds the key's share, or until its time is over. Returns
+-- whether the share is exceeded. Meanwhile it counts `counted` bytes, or what has come if that is
+-- more.
+local function watch_unknown_body(counted, seconds)
+    while seconds > LOOK_S do
+        ngx.sleep(LOOK_S)
+        seconds = seconds - LOOK_S
+        local come = tonumber(ngx.var.request_length) -- with the headers
+        if come > counted and exceeds_share(come) then return true end
+    end
+    ngx.sleep(seconds)
+    return false
+end
+
+-- Reads the body, and refuses it if that takes too long: nginx itself bounds only the time between
+-- two pieces.
+local function read_body(announced, counted)
+    local is_complete = false
+    local is_too_much = false
+    local reader = ngx.thread.spawn(function()
+        ngx.req.read_body()
+        is_complete = true
+    end)
+    if is_complete then return end
+    local clock = ngx.thread.spawn(function()
+        local seconds = tonumber(ngx.var.body_seconds)
+        if announced then
+            ngx.sleep(seconds)
+        else
+            is_too_much = watch_unknown_body(counted, seconds)
+        end
+    end)
+    ngx.thread.wait(reader, clock) -- for the first of them
+    if is_too_much then refuse_share() end
+    -- At this status nginx closes the connection, as it does at a time-out of its own.
+    if not is_complete then ngx.exit(408) end
+    ngx.thread.kill(clock)
+end
+
+-- Takes the JSON in pieces. A piece is fine if nothing in it is nested more than MAX_DEPTH deep.
+local depth = 0
+local is_quoted = false
+local is_escaped = false
+local function is_flat(piece)
     for i = 1, #piece do
         local byte = piece:byte(i)
         if is_escaped then
@@ -55,105 +156,81 @@ local function stays_flat(piece)
     return true
 end
 
--- A body beyond nginx's buffer stands in /tmp until its request ends. So that one key does not fill
--- it for all, each has a share. While a body comes it counts as long as was announced. One of
--- unknown length counts FIRST, or what has come of it; then as long as it is. A request that is
--- alone passes, however large bodies may be. nginx.conf.in gives the bytes back.
-local BUFFER = 16 * 1024
-local SHARE = 80 * 1024 * 1024 -- a quarter of /tmp
-local FIRST = 256 * 1024 -- 320 times in SHARE: for more requests than a key may have open by default
-local LOOK_S = 0.1 -- between two looks at how much has come
-local UNITS = { k = 1024, m = 1024 * 1024, g = 1024 * 1024 * 1024 }
-local digits, unit = ngx.var.max_body:match("^(%d+)(%a?)$")
-local announced = tonumber(headers["content-length"])
-if not announced and ngx.req.http_version() < 2 and not headers["transfer-encoding"] then
-    announced = 0
-end
-local first = announced or math.min(FIRST, tonumber(digits) * (UNITS[unit] or 1))
-
--- Let this request hold so many bytes; returns how many its key holds then.
-local function hold(bytes)
-    local more = bytes - tonumber(ngx.var.held)
-    ngx.var.held = bytes
-    return ngx.shared.bodies:incr(ngx.var.key_name, more, 0)
-end
-
--- Whether the key holds more than its share, once this request holds so many bytes.
-local function exceeds(bytes)
-    local held = hold(bytes)
-    return held > SHARE and held > bytes
-end
-
-local function refuse_share()
-    return refuse(429, "the bodies of the requests of this key take all of its share")
-end
-if first > BUFFER and exceeds(first) then return refuse_share() end
-
--- nginx bounds the time between two pieces of a body, not that of all.
-local is_complete, is_too_much = false, false
-local reader = ngx.thread.spawn(function()
-    ngx.req.read_body()
-    is_complete = true
-end)
-if not is_complete then
-    local left_s = tonumber(ngx.var.body_seconds)
-    local clock = ngx.thread.spawn(function()
-        while not announced and left_s > LOOK_S do
-            ngx.sleep(LOOK_S)
-            left_s = left_s - LOOK_S
-            -- With the headers.
-            local come = tonumber(ngx.var.request_length)
-            if come > first and exceeds(come) then
-                is_too_much = true
-                return
-            end
-        end
-        ngx.sleep(left_s)
-    end)
-    ngx.thread.wait(reader, clock)
-    if is_too_much then return refuse_share() end
-    if not is_complete then
-        return ngx.exit(408) -- at which nginx cuts the client off, as at its own time-out
+local function is_flat_file(file, json_bytes)
+    local left = json_bytes
+    while left > 0 do
+        local piece = file:read(math.min(left, PIECE_BYTES))
+        if not piece then return true end
+        if not is_flat(piece) then return false end
+        left = left - #piece
+        ngx.sleep(0) -- other requests are served between two pieces
     end
-    ngx.thread.kill(clock)
+    return true
 end
-local is_flat = true
-local name = ngx.req.get_body_file()
-if not name and first > BUFFER then hold(0) end
-if name then
+
+local function check_body_in_file(name, announced, json_bytes)
     local file = assert(io.open(name, "rb"))
-    local is_over = exceeds(file:seek("end"))
+    local is_over = exceeds_share(file:seek("end"))
+    -- A body whose length was announced has been counted in full before.
     if is_over and not announced then
         file:close()
-        return refuse_share()
+        refuse_share()
     end
     file:seek("set")
-    while is_flat and json_bytes > 0 do
-        local piece = file:read(math.min(json_bytes, 65536))
-        if not piece then break end
-        is_flat, json_bytes = stays_flat(piece), json_bytes - #piece
-        ngx.sleep(0) -- a large body takes a while: others come in between
-    end
+    local is_fine = is_flat_file(file, json_bytes or math.huge)
     file:close()
-else
-    is_flat = stays_flat((ngx.req.get_body_data() or ""):sub(1, json_bytes))
-end
-if not is_flat then
-    return refuse(400, "the JSON is nested more than " .. MAX_DEPTH .. " deep")
+    return is_fine
 end
 
--- What the key may ask for. Over HTTP the server hands no header on to the model, so it becomes a
--- parameter of the request; the model refuses one that has it twice.
-local limits = ngx.var.key_limits
-if limits ~= "" and (path:find("/generate$") or path:find("/generate_stream$")) then
+local function check_body_in_memory(json_bytes)
     local body = ngx.req.get_body_data() or ""
-    if name then
-        local file = assert(io.open(name, "rb"))
-        body = file:read("*a")
-        file:close()
-    end
+    return is_flat(body:sub(1, json_bytes or #body))
+end
+
+---------------------------------------------------------------------------------- limits of the key
+
+local function read_whole_body()
+    local name = ngx.req.get_body_file()
+    if not name then return ngx.req.get_body_data() or "" end
+    local file = assert(io.open(name, "rb"))
+    local body = file:read("*a")
+    file:close()
+    return body
+end
+
+-- Over HTTP the server hands no header on to the model. So what the key may ask for becomes a
+-- parameter of the request. The model refuses a request that has the parameter twice.
+local function add_limits(limits)
+    local body = read_whole_body()
     local _, brace = body:find("^%s*{")
-    if not brace then return refuse(400, "the request must be a JSON object") end
-    local comma = body:find("^%s*}", brace + 1) and "" or ","
+    if not brace then refuse(400, "the request must be a JSON object") end
+    local is_empty = body:find("^%s*}", brace + 1)
+    local comma = is_empty and "" or ","
     ngx.req.set_body_data('{"jitney-limits":"' .. limits .. '"' .. comma .. body:sub(brace + 1))
 end
+
+---------------------------------------------------------------------------------- in this order
+
+refuse_compression()
+local is_grpc = path:find("^/inference%.")
+if is_grpc or path == "/v1/files" then return end -- their bodies are passed on as they come
+
+local json_bytes = read_json_bytes()
+local announced = read_announced_bytes()
+local counted = announced or math.min(UNKNOWN_BYTES, read_max_bytes())
+if counted > BUFFER_BYTES and exceeds_share(counted) then refuse_share() end
+read_body(announced, counted)
+
+local name = ngx.req.get_body_file()
+local is_fine
+if name then
+    is_fine = check_body_in_file(name, announced, json_bytes)
+else
+    hold(0) -- it stands in nginx's buffer, not in /tmp
+    is_fine = check_body_in_memory(json_bytes)
+end
+if not is_fine then refuse(400, "the JSON is nested more than " .. MAX_DEPTH .. " deep") end
+
+local limits = ngx.var.key_limits
+local is_for_language_model = path:find("/generate$") or path:find("/generate_stream$")
+if limits ~= "" and is_for_language_model then add_limits(limits) end

@@ -6,15 +6,16 @@
 Owns the server's command line, its signals and the container's exit status. Everything that the
 server and its models print goes to standard output, which the container engine rotates.
 
-SIGTERM: the models are told first (ours refuse new requests, and end running ones with an error
-after ``--drain-s``) and are unloaded, and the server gets it once they are. By itself the
-server would cut streams, and would not end while a stream or a connection is open. The status is 0
-if no request was cut off.
+SIGTERM stops the server. First the models are told: ours refuse new requests, and end running ones
+with an error after ``--drain-s``. Then they are unloaded, and last the server gets SIGTERM. On
+SIGTERM alone it would cut streams, and would not end while a stream or a connection is open.
 
-A model whose process ends is loaded again, and a server that ends or stays not ready is started
-again, with growing pauses. After ``--most-repairs`` of those within ten minutes this process ends
-with status 1: the container engine's restart policy then starts a new container. Status 3: every
-request of ours was answered, but the server did not end in good order.
+A model whose process ends is loaded again. A server that ends, or that stays not ready, is started
+again. The pauses before these repairs grow. After ``--most-repairs`` of them within ten minutes
+this process gives up: the container engine's restart policy then starts a new container.
+
+Exit status: 0 if every request was answered; 1 if requests were cut off, or after giving up; 3 if
+every request of ours was answered, but the server had to be killed or ended with an error.
 """
 
 import argparse
@@ -31,11 +32,11 @@ from pathlib import Path
 from health import remember
 from jitney.errors import LoadError
 from jitney_server.admin import Admin
+from jitney_server.command_line import common_options, with_stop_note
 from jitney_server.installation import backend_folder, find_installation, link_backends
 from jitney_server.launch import guard_group, launch, restrict, unshielded
 from jitney_server.leftovers import RunFolder, sweep
 from jitney_server.ports import ServerPorts
-from jitney_server.server import FORWARDED_HEADERS, LOAD_THREADS
 from jitney_server.serving import NOT_UNLOADED
 from jitney_server.stopping import interruptible, stop
 from jitney_server.supervision import LOAD_S, Supervisor
@@ -77,7 +78,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--drain-s", type=float, default=30.0, help="seconds that requests in flight get at a stop"
     )
     parser.add_argument(
-        "--exit-timeout-s", type=int, default=10, help="the server's own: for one told by others"
+        "--exit-timeout-s",
+        type=int,
+        default=10,
+        help="seconds that the server gives requests if it gets SIGTERM from somebody else",
     )
     parser.add_argument(
         "--most-repairs", type=int, default=5, help="within ten minutes; then a new container"
@@ -104,7 +108,7 @@ class Server:
 
     @property
     def pid(self) -> int | None:
-        """Of the server's process."""
+        """The id of the server's process."""
         return None if self.process is None else self.process.pid
 
     def is_alive(self) -> bool:
@@ -117,7 +121,7 @@ class Server:
         remember(options.models)
         runtime = RunFolder()
         self.runtime = runtime
-        environment = dict(os.environ)
+        environment = with_stop_note(os.environ, runtime)
         if options.embedded:
             installation = find_installation()
             backends = runtime.path / "backends"
@@ -129,10 +133,8 @@ class Server:
             binary = options.native / "bin" / "tritonserver"
             backends = options.native / "backends"
             caches = options.native / "caches"
-        # A name of its own for the models' shared memory, so that it can be removed after a kill.
-        shared = f"--backend-config=python,shm-region-prefix-name={runtime.name}-"
         self.process = launch(
-            [*command(options, binary, backends, caches), shared, *options.server_args],
+            command(options, binary, backends, caches, runtime),
             restrict(self.key),
             environment,
             stdin=subprocess.DEVNULL,
@@ -144,10 +146,11 @@ class Server:
     # ------------------------------------------------------------------ while it runs
 
     def serve(self) -> str:
-        """Start the server and repair it until that is given up; returns why."""
+        """Start the server, and repair it until the supervisor gives up. Returns why it did."""
         sweep()
         self.start()
-        while not self.admin.is_ready():  # for ever, if one model does not load
+        # With `--exit-on-error=false` and a model that does not load, this waits for ever.
+        while not self.admin.is_ready():
             if not self.is_alive():
                 return f"the server ended by itself with status {self.status}"
             time.sleep(_POLL_S)
@@ -158,14 +161,16 @@ class Server:
         supervisor = Supervisor(self, say, most_repairs=most, unready_s=unready_s)
         say("ready")
         say(f"without a proxy before it: {unshielded()}")
-        while not (given_up := supervisor.turn()):
+        while True:
+            given_up = supervisor.turn()
+            if given_up is not None:
+                return given_up
             collect_orphans(self.pid)
             time.sleep(_POLL_S)
-        return given_up
 
     @property
     def status(self) -> int | None:
-        """Of the last process; None while it runs."""
+        """The exit status of the last process; None while it runs."""
         return None if self.process is None else self.process.poll()
 
     def restart(self) -> None:
@@ -187,21 +192,20 @@ class Server:
     # ------------------------------------------------------------------ how it ends
 
     def drain(self) -> int:
-        """End the server; returns the exit status: 0, 3 or, if not every request that it had taken
-        was answered in time, 1."""
+        """Stop the server. Returns the exit status that the module's docstring describes."""
         if self.process is None or not self.is_alive():
             return 1
-        # A server with `--exit-on-error=false` may serve and never be ready.
+        assert self.runtime is not None
+        # A server with `--exit-on-error=false` may serve although it was never ready.
         if not self.was_ready and not self.admin.is_ready("/v2/health/live"):
-            say("stopping while models load: nothing was taken yet")
-            return 0  # `kill` follows; the server itself would first load them all
+            say("stopping while models load: no request was taken yet")
+            return 0  # `kill` follows. On SIGTERM the server would first load all models.
         say(f"stopping; requests in flight get up to {self.options.drain_s:.0f} s")
-        outcome = stop(self.admin, self.process, self.options.drain_s)
-        say(
-            "the server did not end in time and was killed"
-            if self.status is None
-            else f"the server ended with status {self.status}"
-        )
+        outcome = stop(self.admin, self.process, self.options.drain_s, self.runtime.stop_note)
+        if self.status is None:
+            say("the server did not end in time and was killed")
+        else:
+            say(f"the server ended with status {self.status}")
         if outcome.problem is not None:
             say(outcome.problem)
         if outcome.stuck is not None:
@@ -209,12 +213,13 @@ class Server:
         if outcome.cut_requests:
             say("not every request had ended")
             return 1
-        was_killed_for_good = outcome.stuck is not None
-        is_clean = outcome.problem is None and (self.status == 0 or was_killed_for_good)
-        return 0 if is_clean else NOT_UNLOADED
+        # A server with a stuck model never ends by itself: to kill it is no failure.
+        ended_well = self.status == 0 or outcome.stuck is not None
+        return 0 if outcome.problem is None and ended_well else NOT_UNLOADED
 
     def kill(self) -> None:
-        """Kill what is left of the server and its models, and remove what they left. Idempotent."""
+        """Kill what is left of the server and its models, and remove what they left. May be called
+        again."""
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -223,42 +228,39 @@ class Server:
             self.runtime.remove()
 
 
-def command(options: argparse.Namespace, binary: Path, backends: Path, caches: Path) -> list[str]:
-    """The server's command line. Models are loaded and unloaded by calls, which need a key that is
-    told to no client."""
+def command(
+    options: argparse.Namespace, binary: Path, backends: Path, caches: Path, runtime: RunFolder
+) -> list[str]:
+    """The server's command line, without its secret arguments."""
     return [
         str(binary),
         f"--model-repository={options.models}",
         f"--backend-directory={backends}",
         f"--cache-directory={caches}",
-        "--model-control-mode=explicit",
+        *common_options(
+            host=options.host,
+            ports=ServerPorts(options.http_port, options.grpc_port, options.metrics_port),
+            exit_timeout_s=options.exit_timeout_s,
+            run_folder=runtime,
+        ),
         "--load-model=*",
-        # Once it has started, it is ready although one of its models is loaded again. Else nobody
-        # would be sent to the others meanwhile.
-        "--strict-readiness=false",
-        f"--http-address={options.host}",
-        f"--http-port={options.http_port}",
-        f"--grpc-address={options.host}",
-        f"--grpc-port={options.grpc_port}",
-        f"--metrics-address={options.host}",
-        f"--metrics-port={options.metrics_port}",
-        f"--exit-timeout-secs={options.exit_timeout_s}",
-        f"--model-load-thread-count={LOAD_THREADS}",
-        f"--grpc-header-forward-pattern={FORWARDED_HEADERS}",
-        f"--http-header-forward-pattern={FORWARDED_HEADERS}",
+        *options.server_args,
     ]
 
 
 def collect_orphans(server: int | None) -> None:
-    """Collect the processes that have ended, except the server: the kernel hands those whose parent
-    has ended to process 1, and what nobody collects counts against the container's limit."""
+    """Collect the processes that have ended, except the server.
+
+    The kernel makes process 1 the parent of every process whose own parent has ended. A process
+    that nobody collects counts against the container's limit of processes.
+    """
     while True:
         try:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:  # there are no children
             return
         if ended is None or ended.si_pid == server:
-            return  # the server's status is asked for elsewhere
+            return  # `Server` asks for the server's status itself
         os.waitpid(ended.si_pid, os.WNOHANG)
 
 

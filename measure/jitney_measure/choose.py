@@ -1,8 +1,8 @@
-"""How good a setting was under its loads, which is the best, and how both are said.
+"""How good a setting was under its loads, which setting is the best, and the sentences about it.
 
-A setting counts by its highest throughput within the bounds. One that breaks them at every load
-counts less, by how near it came. One that did not load, or whose load failed or fell behind, counts
-least.
+A setting counts by its highest throughput within the bounds. A setting that breaks them at every
+load counts less, and the less the further it was from them. A setting that did not load, or whose
+load failed or fell behind, counts least.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from jitney_measure.record import Choice, LoadVerdict, Result, Trial, Tuning
 from jitney_measure.slo import point_line, show_time
 
 _NOISE = 0.05
-"""Two runs of one setting may differ by this much."""
+"""Two runs of one setting may differ by this share of their throughput."""
 RESULT_NAMES = ("current", "best", "nearest")
 """The names that :func:`shown` gives to results."""
 HEAD = ("setting", "loaded in", "throughput", "at", "remarks")
@@ -58,8 +58,9 @@ def nearest(trials: Sequence[Trial]) -> Nearest | None:
 def choose_setting(trials: Sequence[Trial]) -> Choice | None:
     """The setting to serve with; None if none meets the bounds.
 
-    It is that of :func:`find_leader`. But if its gain over the current setting is not more than two
-    runs of one setting may differ by, it is the current one: nothing better was found.
+    It is the setting of :func:`find_leader` if its gain over the current setting is greater than
+    the difference that two runs of one setting may have. Otherwise it is the current setting:
+    nothing better was found.
     """
     leader = find_leader(trials)
     if leader is None or leader.best is None:
@@ -89,20 +90,19 @@ def choose_setting(trials: Sequence[Trial]) -> Choice | None:
 
 
 def find_leader(trials: Sequence[Trial]) -> Trial | None:
-    """The trial with the highest throughput within the bounds, of those that count (see
-    :func:`standing`), by however little; None if none meets the bounds.
+    """The trial with the highest throughput within the bounds, of the trials that count (see
+    :func:`standing`). Its lead may be noise. None if no setting meets the bounds.
 
-    If the best was measured again, it is compared with the current setting alone: the first figures
-    were the highest of many, and so too high by chance.
+    If the best setting was measured again, only its new trial and the current setting are compared:
+    its first figures were the highest of many, and so too high by chance.
     """
     if not trials:
         return None
     current, *others = standing(trials)
     meeting = [trial for trial in (current, *others) if trial.best is not None]
-    # Once the best was repeated, only repeated trials and the current setting are compared. The
-    # repeated best may now break the bounds: then the current setting is chosen if it was repeated
-    # and meets them. If no repeated trial meets them, all trials that do are compared.
     best_was_repeated = any(trial.phase == "final" for trial in others)
+    # If neither the repeated best setting nor a repeated current one meets the bounds, there is
+    # nothing to go by but the first figures of all.
     a_repeated_one_meets = any(trial.phase == "final" for trial in meeting)
     if best_was_repeated and a_repeated_one_meets:
         meeting = [
@@ -132,8 +132,8 @@ def _cautions(chosen: Trial, current: Trial, trials: Sequence[Trial]) -> Iterato
 
 
 def _noise(leader: Trial, current: Trial, trials: Sequence[Trial]) -> float:
-    """By how much two runs of one setting may differ, as a share. If the leader or the current
-    setting was measured twice, that says how much."""
+    """By which share of its throughput two runs of one setting may differ: _NOISE, or more if the
+    two runs of the leader or of the current setting differed by more."""
     noise = _NOISE
     for counting in (leader, current):
         first = next(trial for trial in trials if trial.values == counting.values)

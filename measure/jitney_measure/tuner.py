@@ -149,12 +149,12 @@ class Tuner:
                 start_s = time.monotonic() - began
                 self._seconds_per_server.append(start_s)
                 self._measure(attempt, target, start_s)
-                stopping = time.monotonic()
-            self._seconds_per_server[-1] += time.monotonic() - stopping
+                stop_began = time.monotonic()
+            self._seconds_per_server[-1] += time.monotonic() - stop_began
         except InstallationError:
-            raise  # a LoadError too, but not one of the setting: no server starts at all
+            raise  # it is a LoadError, but of no setting: no server starts at all
         except (LoadError, UnavailableError) as error:
-            if start_s is None:  # a start that fails takes time too, up to the timeout
+            if start_s is None:  # the start failed, which takes time too, up to the timeout
                 self._seconds_per_server.append(time.monotonic() - began)
             self._keep(Trial(named, attempt.phase, failure=" ".join(str(error).split())))
         return choose.score(self._trials[-1])
@@ -206,7 +206,8 @@ class Tuner:
         over before that."""
         named = self._named(attempt.setting)
         throughput = 0.0
-        for load in self._driver.loads[self._first_load(attempt) :]:
+        first = self._first_load(attempt)
+        for load in self._driver.loads[first:]:
             if points and not self._fits(settings=attempt.reserve, loads=1):
                 self._out_of_time = True
                 return True
@@ -228,7 +229,8 @@ class Tuner:
         return max(0, self._driver.loads.index(best) - 1)
 
     def _best_load(self, attempt: _Attempt) -> Load | None:
-        """Of a setting that is measured again its own best, else the best of all settings."""
+        """The best load known so far. For a setting that is measured again: its own best load. For
+        another setting: the best load of the leader."""
         if attempt.phase == "final":
             named = self._named(attempt.setting)
             first = next(trial for trial in self._trials if trial.values == named)

@@ -84,17 +84,19 @@ def serve(
     from jitney_server.server import TritonServer
     from jitney_server.serving import serve_until_stopped
 
-    of_gateway = {
+    for_gateway = {
         "--api-key-file": api_key_file,
         "--otlp-endpoint": otlp_endpoint,
         "--batches": batches,
-        "--gateway-arg": gateway_arg or None,
     }
-    given = {name: value for name, value in of_gateway.items() if value is not None}
-    if given and openai_port is None:
-        name = next(iter(given))
-        raise InvalidArgumentError(f"{name} belongs to the gateway: give --openai-port too")
-    given.pop("--gateway-arg", None)
+    given = {name: value for name, value in for_gateway.items() if value is not None}
+    needing_gateway = [*given]
+    if gateway_arg:
+        needing_gateway.append("--gateway-arg")
+    if needing_gateway and openai_port is None:
+        raise InvalidArgumentError(
+            f"{needing_gateway[0]} belongs to the gateway: give --openai-port too"
+        )
     gateway_options = [f"{name}={value}" for name, value in given.items()]
     server = TritonServer(
         repository,

@@ -33,7 +33,7 @@ from jitney_server.trial import try_server
 
 _MIB = 1 << 20
 _LEAST_SHARED_MIB = 2
-"""Shared memory with which one model was seen to serve."""
+"""MiB of shared memory with which one model has been served."""
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 """Those that our kernels use, as /proc/cpuinfo names them."""
 _MARKS = {"ok": "[green]ok   [/]", "warns": "[yellow]warns[/]", "fails": "[red]FAILS[/]"}

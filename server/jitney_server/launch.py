@@ -1,15 +1,15 @@
-"""Starts a program with arguments that only its own user can read.
+"""Starts a server with arguments that only its own user can read, and with large stacks.
 
 Every local user can read the command line of a process, but not its environment. So the secret
 arguments are passed as environment variables, and placeholders for them stand on the command line.
-The program is stopped before its first instruction; then its pointers to the placeholders are
-changed, and point to the values of the variables.
+The program is stopped before its first instruction. Then its pointers to the placeholders are
+changed, so that they point to the values of the variables. The secret is the key of the restricted
+endpoints, which two of the server's options hold.
 
-Its threads get larger stacks than usual: what the server does with some requests needs as much
-stack as their bodies are long.
+Large stacks: the server's HTTP library copies the whole body of some requests onto the stack of a
+thread. With a usual stack, a large body ends the server.
 
-``server`` and the containers' process 1 start the server so: two of its options carry the key of
-the restricted endpoints.
+``server`` and the containers' process 1 call :func:`launch`.
 """
 
 import ctypes
@@ -28,11 +28,13 @@ RESTRICTED = ("shared-memory", "model-repository", "trace", "logging")
 """Endpoints that a client reaches only with the server's random key."""
 
 STACK_BYTES = 128 << 20
-"""Stack of each thread of a program that is started, if this process's hard limit allows it. The
-server needs twice the length of a form for it, and 67 to 134 bytes for each level of nested JSON.
-Only what a thread uses takes memory. Larger ones would move what else the kernel maps."""
+"""Stack of each of the server's threads, if this process's hard limit allows it.
+
+A form takes twice its length of the stack. JSON takes 67 to 134 bytes for each level of nesting.
+Memory is used only as far as a thread uses its stack. The kernel leaves more room for a larger
+stack, and with much more the addresses of everything else would change."""
 _STACK_BYTES_IF_COUNTED = 8 << 20
-"""The same where a stack counts as used in full."""
+"""The same on a system where a stack counts as memory in use, whether it is used or not."""
 _OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 _NEVER = "2"
 
@@ -40,16 +42,18 @@ _LOG = logging.getLogger(__name__)
 
 _PTRACE_DETACH = 17
 
-# What is started is a small Python program, put together from the parts below:
+# What is started first is a small Python program, which then becomes the real one. It is put
+# together from the four parts below. Its arguments are:
 #
-#     ask the kernel to send us the signal argv[1] once the thread that started us has ended, and
-#         end if its process, argv[2], has ended before that
-#     set the soft limit of the stack to argv[3] bytes: each new thread gets a stack of that size
-#     ask to be traced by it (left out where the system does not allow that)
-#     become the real program, which is argv[4], with the arguments that follow it
+#     argv[1]    the signal that it gets when the thread that has started it ends; 0: none
+#     argv[2]    the process id of its launcher
+#     argv[3]    bytes of stack for each thread
+#     argv[4:]   the real program and its arguments
 #
 # A function between `fork` and `exec` could do the same. But it would run in a copy of this
 # process, where locks of other threads may be held for ever.
+#
+# The launcher may have ended before the kernel knows of the signal: then this program ends too.
 _BIND_TO_PARENT = """
 import ctypes, os, sys
 PR_SET_PDEATHSIG = 1
@@ -57,11 +61,13 @@ ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(sys.argv[1]))
 if os.getppid() != int(sys.argv[2]):
     os._exit(98)
 """
+# Each new thread gets a stack of the size of the soft limit.
 _SET_STACK_LIMIT = """
 import resource
 hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
 resource.setrlimit(resource.RLIMIT_STACK, (int(sys.argv[3]), hard))
 """
+# Left out where the system does not allow a process to trace its child.
 _ASK_TO_BE_TRACED = """
 PTRACE_TRACEME = 0  # a traced process stops after its next exec
 if ctypes.CDLL(None).ptrace(PTRACE_TRACEME, 0, None, None) != 0:
@@ -72,36 +78,48 @@ os.execv(sys.argv[4], sys.argv[4:])
 """
 _TRACED = _BIND_TO_PARENT + _SET_STACK_LIMIT + _ASK_TO_BE_TRACED + _EXEC
 _UNTRACED = _BIND_TO_PARENT + _SET_STACK_LIMIT + _EXEC
-# When the server is killed, alone or with this process, its stubs stay. They look for their server
-# themselves, but may wait for ever for a lock in shared memory that it held. So another small
-# program waits for the server's end, and kills what is left of its group. Its first process ends at
-# once, so that the second one is not our child.
+# The guard of a server, whose process id is argv[1], is another small program. It does two things.
 #
-# It also gives the server its usual limit of the stack back, argv[2] bytes, as soon as there is a
-# second thread. The C library has asked for the limit by then, so the server's threads get large
-# stacks all the same. But stubs are started later, and they and their engines get usual ones.
+# It kills what is left of the server's process group when the server has ended. Stubs may be left
+# if the server was killed, alone or with its launcher: they look for their server themselves, but
+# may wait for ever for a lock in shared memory that the server held.
+#
+# And it sets the server's limit of the stack back to the usual argv[2] bytes, so that stubs and
+# engines, which inherit it, have usual stacks. It does so when the server has a second thread. At
+# that time the server's C library has read the large limit, and goes on using it; and no stub has
+# been started yet.
 _GUARD = """
 import os, resource, select, signal, sys
 server = int(sys.argv[1])
+usual_stack = int(sys.argv[2])
 try:
-    # Our parent waits, so it collects no server: the id is still the server's.
+    # The launcher waits for this process to end. Until then it does not collect the server, so the
+    # id cannot be another process's.
     ended = os.pidfd_open(server)
 except ProcessLookupError:
     ended = None
+# The launcher's child ends here. The guard is its child, and so none of the launcher's.
 if os.fork() != 0:
     os._exit(0)
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, signal.SIG_IGN)
+
+def set_stack_back():
+    hard = resource.prlimit(server, resource.RLIMIT_STACK)[1]
+    resource.prlimit(server, resource.RLIMIT_STACK, (usual_stack, hard))
+
+def has_second_thread():
+    return len(os.listdir(f"/proc/{server}/task")) > 1
+
 if ended is not None:
-    is_lowered = False
-    while not select.select([ended], [], [], None if is_lowered else 0.005)[0]:
+    pause = 0.005
+    while not select.select([ended], [], [], pause)[0]:
         try:
-            if len(os.listdir(f"/proc/{server}/task")) > 1:
-                is_lowered = True
-                hard = resource.prlimit(server, resource.RLIMIT_STACK)[1]
-                resource.prlimit(server, resource.RLIMIT_STACK, (int(sys.argv[2]), hard))
+            if has_second_thread():
+                pause = None  # from now on wait for the end alone
+                set_stack_back()
         except OSError:
-            pass  # it has ended meanwhile, or this system does not allow it
+            pass  # the server has ended meanwhile, or this system does not allow it
 os.killpg(server, signal.SIGKILL)
 """
 _SIGKILL = "9"
@@ -109,7 +127,7 @@ _NO_SIGNAL = "0"
 
 
 class _Memory(NamedTuple):
-    """Where things begin and end in the memory of a program that has not run yet."""
+    """Addresses in the memory of a program that has not run yet."""
 
     stack: int
     arguments: int
@@ -126,9 +144,12 @@ def restrict(key: str) -> list[str]:
 
 
 def guard_group(pid: int) -> None:
-    """See to it that every process of the group that ``pid`` leads ends with ``pid``, even if this
-    process is gone by then; and that what ``pid``, started by :func:`launch`, starts has no larger
-    stacks than this process. Needs Linux 5.3 or later; elsewhere nothing happens."""
+    """Start the guard of the server ``pid``, which :func:`launch` has started.
+
+    When the server ends, the guard kills every other process of the server's group, even if this
+    process has ended before. It also gives the processes that the server starts stacks of the usual
+    size. Needs Linux 5.3 or later; elsewhere nothing happens.
+    """
     usual_stack = resource.getrlimit(resource.RLIMIT_STACK)[0]
     subprocess.run(
         [*_python(_GUARD), str(pid), str(usual_stack)],
@@ -141,16 +162,19 @@ def guard_group(pid: int) -> None:
 
 
 def stack_bytes() -> int:
-    """The stack of each thread of a program that :func:`launch` starts."""
+    """The stack of each thread of a program that :func:`launch` starts, in bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
-    wanted = _STACK_BYTES_IF_COUNTED if _counts_all_memory() else STACK_BYTES
-    # A soft limit of "unlimited" would give threads 2 MiB.
-    largest = wanted if soft == resource.RLIM_INFINITY else max(soft, wanted)
-    return largest if hard == resource.RLIM_INFINITY else min(largest, hard)
+    stack = _STACK_BYTES_IF_COUNTED if _counts_unused_memory() else STACK_BYTES
+    # A limit of the user's that is larger stays. But "unlimited" would give threads 2 MiB.
+    if soft != resource.RLIM_INFINITY:
+        stack = max(stack, soft)
+    if hard != resource.RLIM_INFINITY:
+        stack = min(stack, hard)
+    return stack
 
 
-def _counts_all_memory() -> bool:
-    """Whether memory that is asked for counts although it is not used."""
+def _counts_unused_memory() -> bool:
+    """Whether memory counts as used as soon as it is asked for."""
     if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
         return True
     try:
@@ -160,8 +184,8 @@ def _counts_all_memory() -> bool:
 
 
 def unshielded() -> str:
-    """What still ends a server that :func:`launch` started, if no proxy stands before it. Measured
-    with tritonserver 2.51."""
+    """The requests that still end a server that :func:`launch` has started, if no proxy stands
+    before it. Measured with tritonserver 2.51."""
     stack = stack_bytes()
     return (
         f"a form (application/x-www-form-urlencoded) of over {stack // 2 >> 20} MiB, or JSON "
@@ -172,14 +196,15 @@ def unshielded() -> str:
 def launch(
     command: Sequence[str], secret: Sequence[str], environment: Mapping[str, str], **options: Any
 ) -> subprocess.Popen[bytes]:
-    """Start ``command`` with the arguments ``secret`` at its end; ``options`` are Popen's.
+    """Start ``command`` with the arguments ``secret`` at its end. ``options`` are those of Popen.
 
-    If the main thread calls it, the program is killed when this process ends, however it ends.
+    If the main thread calls this, the program is killed when this process ends, however it ends.
 
-    Some systems do not allow to trace a child (a container may forbid it). There the program gets
-    its arguments in the open, and a warning is logged if any of them is secret.
+    Some systems do not let a process trace its child (some containers). There the secret arguments
+    stand on the command line, and a warning says so.
     """
-    # Another thread may end long before this process: then the program must go on.
+    # The kernel's signal comes when the calling thread ends. A thread other than the main one may
+    # end long before this process, and then the program must go on.
     is_main_thread = threading.current_thread() is threading.main_thread()
     end_signal = _SIGKILL if is_main_thread else _NO_SIGNAL
     process = _launch_hidden(command, secret, environment, end_signal, options)
@@ -187,12 +212,12 @@ def launch(
         return process
     if secret:
         _LOG.warning("the key of the server's restricted endpoints is visible to every local user")
-    program = [*_python(_UNTRACED), *_values_for(end_signal), *command, *secret]
+    program = [*_python(_UNTRACED), *_first_arguments(end_signal), *command, *secret]
     return subprocess.Popen(program, env=environment, **options)
 
 
-def _values_for(end_signal: str) -> list[str]:
-    """What the small program takes before the real one: argv[1] to argv[3]."""
+def _first_arguments(end_signal: str) -> list[str]:
+    """argv[1] to argv[3] of the small program."""
     return [end_signal, str(os.getpid()), str(stack_bytes())]
 
 
@@ -207,9 +232,9 @@ def _launch_hidden(
     end_signal: str,
     options: Mapping[str, Any],
 ) -> subprocess.Popen[bytes] | None:
-    """Start the program with hidden arguments. None: this system does not allow that."""
+    """Start the program with hidden arguments. None: this system does not allow it."""
     names = [f"JITNEY_ARGUMENT_{number}" for number in range(len(secret))]
-    program = [*_python(_TRACED), *_values_for(end_signal), *command, *names]
+    program = [*_python(_TRACED), *_first_arguments(end_signal), *command, *names]
     variables = {**environment, **dict(zip(names, secret, strict=True))}
     process = subprocess.Popen(program, env=variables, **options)
     try:
@@ -229,8 +254,8 @@ def _launch_hidden(
 
 
 def _redirect_arguments(pid: int, names: Sequence[str]) -> None:
-    """Let each argument in ``names`` of a program that has not run yet point to the value of the
-    variable of that name. Raises OSError and ValueError."""
+    """Let each argument in ``names`` point to the value of the environment variable of that name.
+    The program has not run yet. Raises OSError and ValueError."""
     memory = _read_layout(pid)
     with open(f"/proc/{pid}/mem", "r+b", buffering=0) as file:
         descriptor = file.fileno()
@@ -247,7 +272,7 @@ def _redirect_arguments(pid: int, names: Sequence[str]) -> None:
 
 
 def _read_layout(pid: int) -> _Memory:
-    # The program's name, in parentheses, may hold spaces: the fields are counted behind it.
+    # The program's name, in parentheses, may hold spaces. So the fields are counted from its end.
     stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     fields = [int(field) for field in stat.rpartition(")")[2].split()[1:]]
     # ``fields[0]`` is field 4 of proc_pid_stat(5).
@@ -265,8 +290,8 @@ def _read(descriptor: int, begin: int, end: int) -> bytes:
 
 
 def _find_text(texts: bytes, beginning: str) -> int:
-    """The index of the text with this beginning. Each of ``texts`` ends in a zero. Raises
-    ValueError if there is none."""
-    # Search for the zero before the text too, so that only a beginning matches. With one zero put
-    # in front, the index of that zero is the index of the text in ``texts``.
+    """The index of the text that begins with ``beginning``. Each of ``texts`` ends in a zero byte.
+    Raises ValueError if there is none."""
+    # A text begins where a zero byte ends the one before it. The first text has none before it, so
+    # one is put there. That moves every text by one byte, and the byte found is the one before.
     return (b"\0" + texts).index(f"\0{beginning}".encode())

@@ -1,13 +1,17 @@
-"""What a server has on this machine beside its processes, and how it goes when nobody is left to
-remove it.
+"""The files that a server uses on this machine, and how they are removed after it was killed.
 
-A server has a :class:`RunFolder` in the temporary folder, regions of shared memory whose names
-begin with the name of that folder, and a folder ``/tmp/python_env_…`` for each backend in Python.
-The launcher removes all of it at the end. If it was killed, the next start does (:func:`sweep`).
-For that the folder holds a record of the processes that use it. A process is known
-by its id and the time of its start, because ids are used again.
+A server has
 
-Nothing of another user is touched, and nothing that may belong to a server that lives.
+- a :class:`RunFolder` in the folder for temporary files,
+- perhaps a temporary log beside it,
+- regions of shared memory, whose names begin with the name of the run folder,
+- a folder ``/tmp/python_env_…`` for each backend in Python.
+
+Its launcher removes them at the end. If the launcher was killed, the next start of any server of
+this user does (:func:`sweep`). For that, the run folder holds a record of the processes that use
+it. A process is known by its id and the time of its start, because ids are used again.
+
+Nothing that belongs to another user is touched, and nothing that may belong to a living server.
 """
 
 import contextlib
@@ -27,7 +31,7 @@ import psutil
 from jitney_server.plain_paths import make_runtime_folder, runtime_parents
 
 PREFIX = "jitney-server-"
-"""Of the names of all run folders."""
+"""The names of all run folders and temporary logs begin with it."""
 _LOG = logging.getLogger(__name__)
 _RECORD = "owner.json"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -36,12 +40,13 @@ _SHARED_MEMORY = Path("/dev/shm")
 _ENVIRONMENTS = Path("/tmp")
 """Where the server's Python backend makes its folders, whatever TMPDIR says."""
 _ENVIRONMENT = re.compile(r"python_env_[A-Za-z0-9]{6}")
-"""Their names, which mkdtemp(3) makes."""
+"""The names of those folders, which mkdtemp(3) makes."""
 _PYTHON_BACKEND = "libtriton_python.so"
 _FILE_LAG_S = 0.02
-"""The time of a new file is that of the kernel's last tick, so many seconds ago at most."""
+"""The kernel gives a new file the time of its last clock tick. That is earlier than the real time
+by this many seconds at most."""
 _BOOT_LAG_S = 1.5
-"""The time at which a process was started is known up to so many seconds only."""
+"""The start time that psutil gives for a process may be wrong by this many seconds."""
 
 
 class ProcessKey(msgspec.Struct, frozen=True):
@@ -49,31 +54,36 @@ class ProcessKey(msgspec.Struct, frozen=True):
 
     pid: int
     started: int
-    """Ticks of the clock since the machine was booted."""
+    """Clock ticks from the boot of the machine to the start of the process."""
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """Where process ids have a meaning. Empty: this system does not tell."""
+    """Within what a process id means one process. A field is empty if this system hides it."""
 
     host: str
     boot: str
+    """The id of the machine's last boot."""
     namespace: str
-    """Of process ids: containers have their own."""
+    """The namespace of process ids: a container has its own."""
     system: str = ""
-    """Tells apart machines with the same host name: machine-id(5), which many containers lack."""
+    """The id of machine-id(5), which tells apart machines of one host name. Many containers have
+    none."""
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """The record in a run folder."""
+    """The record in a run folder: who uses it."""
 
     machine: Machine
     launcher: ProcessKey
     launched_at: float
-    """Seconds of the wall clock, which the times of files are in, too."""
+    """Seconds of the wall clock, by which files have their times."""
     server: ProcessKey | None = None
-    """None: it was not started yet."""
+    """None: it has not been started yet."""
     ready_at: float | None = None
-    """None: it is not ready yet. By then it has made its folders in ``/tmp``."""
+    """Seconds of the wall clock. None: the server is not ready yet. Once it is, it makes no further
+    folders in ``/tmp``."""
+    log: str | None = None
+    """The temporary log. None: the log is a file that the user has named."""
 
 
 class RunFolder:
@@ -92,6 +102,16 @@ class RunFolder:
         """The names of the server's regions of shared memory must begin with this and a ``-``."""
         return self.path.name
 
+    @property
+    def stop_note(self) -> Path:
+        """Where the launcher tells the models that it stops the server."""
+        return self.path / "stop"
+
+    def note_log(self, log: Path) -> None:
+        """The server will write, or writes, to this temporary log."""
+        self._owner = msgspec.structs.replace(self._owner, log=str(log))
+        self._write()
+
     def note_server(self, pid: int) -> None:
         """The server has been started."""
         self._owner = msgspec.structs.replace(self._owner, server=_key_of(pid))
@@ -103,44 +123,49 @@ class RunFolder:
         self._write()
 
     def remove(self) -> None:
-        """Remove the folder and what the server has left elsewhere. The server has ended."""
+        """Remove the folder and what the server has left elsewhere, but not its log. The server
+        must have ended."""
         _remove(self.path, self._owner)
 
     def _write(self) -> None:
-        # Another start may read the record at any time.
+        # Another start may read the record at any time: it must find the old one or the new one.
         written = self.path / f"{_RECORD}.new"
         written.write_bytes(msgspec.json.encode(self._owner))
         written.replace(self.path / _RECORD)
 
 
 def sweep() -> None:
-    """Remove what dead servers of this user have left, and kill the processes of their models. What
-    cannot be removed stays, with a warning: a server can start all the same."""
+    """Remove what dead servers of this user have left, and kill the processes of their models.
+
+    What cannot be removed stays, with a warning: it keeps no server from starting.
+    """
     for path, owner in _owned_folders():
         try:
             if not _may_live(owner):
+                _remove_log(owner)
                 _remove(path, owner)
         except OSError as error:
             _LOG.warning("what a dead server has left in %s cannot be removed: %s", path, error)
 
 
 def _owned_folders() -> Iterator[tuple[Path, Owner]]:
-    """The run folders of this user that have a record. One without a record may be just being
-    made."""
-    found = (path for parent in runtime_parents() for path in Path(parent).glob(f"{PREFIX}*"))
-    for path in found:
-        if not _is_own_folder(path):
-            continue
-        try:
-            owner = msgspec.json.decode((path / _RECORD).read_bytes(), type=Owner)
-        except (OSError, msgspec.MsgspecError):
-            continue
-        yield path, owner
+    """The run folders of this user that have a record. A folder without one may be being made."""
+    for parent in runtime_parents():
+        for path in Path(parent).glob(f"{PREFIX}*"):
+            owner = _read_owner(path) if _is_own_folder(path) else None
+            if owner is not None:
+                yield path, owner
+
+
+def _read_owner(path: Path) -> Owner | None:
+    try:
+        return msgspec.json.decode((path / _RECORD).read_bytes(), type=Owner)
+    except (OSError, msgspec.MsgspecError):
+        return None
 
 
 def _remove(path: Path, owner: Owner) -> None:
-    """Remove what the server of a run folder has left. The folder goes last: if this is
-    interrupted, the next sweep goes on."""
+    """Remove what the server of a run folder has left, except its log."""
     _kill_programs_in(path)
     for region in _SHARED_MEMORY.glob(f"{path.name}-*"):
         with contextlib.suppress(OSError):
@@ -148,13 +173,25 @@ def _remove(path: Path, owner: Owner) -> None:
                 region.unlink()
     for environment in _environments_of(path, owner):
         shutil.rmtree(environment, ignore_errors=True)
+    # The folder goes last: if this is interrupted before, the next sweep finds the record.
     shutil.rmtree(path, ignore_errors=True)
 
 
+def _remove_log(owner: Owner) -> None:
+    """Remove the temporary log of a dead server. Its launcher was killed: nobody has told the user
+    the log's name as that of an error."""
+    if owner.log is None:
+        return
+    log = Path(owner.log)
+    # The record is this user's own. The name is looked at all the same, before a file is removed.
+    if log.name.startswith(PREFIX) and str(log.parent) in runtime_parents():
+        log.unlink(missing_ok=True)
+
+
 def _kill_programs_in(path: Path) -> None:
-    """Kill the processes that run a program of this folder: stubs, which outlive their server if
-    they wait for it."""
-    folder = path.resolve()  # the system names programs so
+    """Kill the processes whose program lies in this folder: stubs. A stub that waits for its server
+    outlives it."""
+    folder = path.resolve()  # /proc names programs without links
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if Path(process.exe()).is_relative_to(folder):
@@ -165,17 +202,20 @@ def _kill_programs_in(path: Path) -> None:
 
 
 def _may_live(owner: Owner) -> bool:
-    """Whether the launcher or the server lives, or nobody can tell."""
+    """Whether the launcher or the server lives. True too if that cannot be told."""
     here = _this_machine()
-    if (owner.machine.host, owner.machine.system) != (here.host, here.system):
-        return True  # the folder is on a disk that another machine uses, too
-    if not owner.machine.boot or not here.boot:
-        return True  # ids and times are of nobody knows which start of the machine
-    if owner.machine.boot != here.boot:
+    there = owner.machine
+    if (there.host, there.system) != (here.host, here.system):
+        return True  # another machine has made the folder: both share this disk
+    if not there.boot or not here.boot:
+        return True  # the machine may have been booted since, and ids begin anew then
+    if there.boot != here.boot:
         return False
-    if not here.namespace or owner.machine.namespace != here.namespace:
-        return True
-    keys = [owner.launcher] if owner.server is None else [owner.launcher, owner.server]
+    if not here.namespace or there.namespace != here.namespace:
+        return True  # the ids are those of another container
+    keys = [owner.launcher]
+    if owner.server is not None:
+        keys.append(owner.server)
     return any(_key_of(key.pid) == key for key in keys)
 
 
@@ -185,11 +225,12 @@ def _key_of(pid: int) -> ProcessKey | None:
         status = Path("/proc", str(pid), "stat").read_bytes()
     except OSError:
         return None
-    # The name of the program, in brackets, may hold spaces. Behind it begins field 3 of proc(5).
+    # Field 2 of proc_pid_stat(5) is the program's name in brackets, which may hold spaces. So the
+    # fields are counted from the last bracket: the first of them is field 3, the state.
     fields = status.rpartition(b")")[2].split()
-    if fields[0] in (b"Z", b"X"):
+    if fields[0] in (b"Z", b"X"):  # it has ended, and nobody has asked for its status
         return None
-    return ProcessKey(pid, int(fields[22 - 3]))
+    return ProcessKey(pid, started=int(fields[22 - 3]))
 
 
 def _this_machine() -> Machine:
@@ -205,7 +246,7 @@ def _this_machine() -> Machine:
 
 
 def _read_id(file: Path) -> str:
-    """Empty: there is none, or a sandbox hides it."""
+    """The id in the file. Empty if there is no such file, or if a sandbox hides it."""
     try:
         return file.read_text(encoding="ascii").strip()
     except (OSError, UnicodeError):
@@ -213,7 +254,7 @@ def _read_id(file: Path) -> str:
 
 
 def _is_own_folder(path: Path) -> bool:
-    """Whether it is a folder of this user, and no link to one."""
+    """Whether this is a folder of this user. A link to one is none."""
     try:
         status = path.lstat()
     except OSError:
@@ -225,59 +266,63 @@ def _is_own_folder(path: Path) -> bool:
 
 
 def _environments_of(path: Path, owner: Owner) -> list[Path]:
-    """The folders that the Python backend of this server has made, and that no living server can
-    have made. Their names do not tell whose they are, but their times do: they were made while the
-    server started."""
+    """The folders in ``/tmp`` that the Python backend of this dead server has made.
+
+    Their names do not tell which server has made them. Their times do: a server makes its folders
+    while it starts. A folder stays if a living server may have made it.
+    """
     found = []
     for folder in _ENVIRONMENTS.glob("python_env_*"):
         if _ENVIRONMENT.fullmatch(folder.name) is None:
-            continue  # somebody else's name
-        # Another server that ends now may remove its folders meanwhile.
+            continue  # something else with a similar name
+        # Another server that ends now may remove the folder meanwhile.
         with contextlib.suppress(OSError):
             if _is_own_folder(folder) and _was_starting(owner, folder.lstat().st_mtime):
                 found.append(folder)
     if not found:
         return []
-    others = []
+    living = []
     for other_path, other in _owned_folders():
         if other_path != path and _may_live(other):
-            others.append(other)
-    known = {other.server.pid for other in others if other.server is not None}
-    foreign = _starts_of_servers_except(known)
-    return [folder for folder in found if not _may_be_of(folder, others, foreign)]
+            living.append(other)
+    recorded = {other.server.pid for other in living if other.server is not None}
+    unrecorded_starts = _starts_of_servers_except(recorded)
+    return [folder for folder in found if not _may_be_of_living(folder, living, unrecorded_starts)]
 
 
-def _may_be_of(folder: Path, others: list[Owner], foreign: list[float]) -> bool:
-    """Whether a living server can have made the folder: one of ``others``, or one of those that
-    ``foreign`` has the times of start of."""
+def _may_be_of_living(folder: Path, living: list[Owner], unrecorded_starts: list[float]) -> bool:
+    """Whether a living server may have made the folder: one of ``living``, or one that has no
+    record and was started at one of ``unrecorded_starts``."""
     try:
         made_at = folder.lstat().st_mtime
         is_empty = not any(folder.iterdir())
     except OSError:
         return True
-    if any(started_at - _BOOT_LAG_S <= made_at for started_at in foreign):
+    # Of a server without a record it is not known when it was ready.
+    if any(started_at - _BOOT_LAG_S <= made_at for started_at in unrecorded_starts):
         return True
     if is_empty:
-        return any(_was_starting(other, made_at) for other in others)
-    # The time of a folder is that of its last entry. A server unpacks a Python environment, which
-    # is an entry, whenever it loads a model that has one.
-    return any(other.launched_at - _FILE_LAG_S <= made_at for other in others)
+        return any(_was_starting(other, made_at) for other in living)
+    # A server adds an entry to its folder whenever it loads a model with a Python environment of
+    # its own, even after it was ready. And a folder's time is that of its newest entry. So this
+    # time can be any time after the launch.
+    return any(other.launched_at - _FILE_LAG_S <= made_at for other in living)
 
 
 def _was_starting(owner: Owner, at: float) -> bool:
-    """Whether the server was starting at that time of the wall clock, or has not been ready
-    since."""
+    """Whether the server had been launched and was not ready yet, at this time of the wall
+    clock."""
     if at < owner.launched_at - _FILE_LAG_S:
         return False
     return owner.ready_at is None or at <= owner.ready_at
 
 
-def _starts_of_servers_except(known: set[int]) -> list[float]:
-    """When the processes of this user that have the Python backend in memory were started. Nothing
-    is known of them: others have started them."""
+def _starts_of_servers_except(recorded: set[int]) -> list[float]:
+    """When the servers of this user were started that have no record: every process that has the
+    Python backend in memory, except those whose ids are ``recorded``."""
     starts = []
     for process in psutil.process_iter():
-        if process.pid in known:
+        if process.pid in recorded:
             continue
         with contextlib.suppress(psutil.Error, OSError):
             maps = Path("/proc", str(process.pid), "maps").read_text(errors="replace")

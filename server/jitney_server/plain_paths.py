@@ -1,9 +1,9 @@
 """Paths that the server's stubs can be started with.
 
-The server puts the command of a stub together without quotes and hands it to a shell, and the stub
-reads it as ASCII. So a folder whose path has a space or other letters is reached through a link in
-a folder with a plain path. A model's own folder cannot be: the link would need its name. Called by
-``server``.
+The server hands the command of a stub to a shell without quotes, and the stub reads it as ASCII. So
+a folder whose path has a space or a letter like ü is replaced by a link to it, which lies in a
+folder with a plain path. For the folder of one model that does not help: the server knows the model
+by the folder's name, so the link would need the same name. Called by ``server``.
 """
 
 import re
@@ -25,10 +25,10 @@ _BACKENDS_OF_STUBS = (
     "tensorrt_plan",
     "vllm",
 )
-"""Backends written in Python, and platforms that mean them."""
+"""Backends that are written in Python, and the platforms whose models they serve."""
 _FILES_OF_STUBS = ("model.py", "model.onnx", "model.plan")
 _TEMPORARY_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
-"""Used where the folder for temporary files (``TMPDIR``) has no plain path."""
+"""Used if the path of the folder for temporary files (``TMPDIR``) is not plain."""
 
 
 def is_plain(path: Path | str) -> bool:
@@ -47,8 +47,8 @@ def make_runtime_folder(prefix: str) -> Path:
             continue
     raise InstallationError(
         f"no folder can be made in {', '.join(parents)} (TMPDIR is {tempfile.gettempdir()!r}); set "
-        f"TMPDIR to a folder whose path has ASCII letters alone, without spaces: the server's stub "
-        f"cannot be started from another"
+        f"TMPDIR to a folder whose path has only ASCII letters and no spaces: the server can start "
+        f"its models' processes only from such a path"
     )
 
 
@@ -67,8 +67,8 @@ def plain_path(folder: Path, link: Path) -> Path:
 
 
 def unservable_models(folders: Iterable[Path]) -> dict[str, str]:
-    """Name -> why it cannot be served, of each of these models whose name, which is that of its
-    folder, is not plain. Models that the server starts no stub for may have any name."""
+    """Name -> the reason, for each of these models that cannot be served: the name of its folder is
+    not plain. A model that needs no stub may have any name."""
     found = {}
     for folder in folders:
         if not is_plain(folder.name) and _has_stub(folder):
@@ -84,7 +84,7 @@ def _has_stub(folder: Path) -> bool:
     try:
         config = (folder / "config.pbtxt").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        # The server finds the backend by the model's file.
+        # Without a configuration, the server finds the backend by the name of the model's file.
         return any(any(folder.glob(f"*/{name}")) for name in _FILES_OF_STUBS)
     named = _BACKEND.search(_COMMENT.sub("", config))
     return named is None or named[1] in _BACKENDS_OF_STUBS

@@ -23,8 +23,8 @@ _PARSE_ERROR = re.compile(
 _UNREADABLE_CONFIG = "failed to read text proto from"
 _USAGE = "Usage: tritonserver [options]"
 """What the server prints after its reason, and before all its options, if one is wrong."""
-# A line of the log of the level error or fatal, and a line that the server prints without its
-# logger.
+# What an error looks like: a log record of the level error or fatal, or a line that the server
+# prints without its logger.
 _ERROR = re.compile(r"^[EF]\d{4} [\d:.]+ \d+ \S+\] (?P<text>.*)|^error: (?P<plain>.*)")
 _PORT_TAKEN = re.compile(r"Socket '[^']*' already in use")
 _MOST_LINES = 5
@@ -34,7 +34,7 @@ def failed_models(text: str) -> dict[str, str]:
     """Model -> why it failed to load, without tracebacks, in the order of the log."""
     failures: dict[str, str] = {}
     parse_error: str | None = None
-    """Of the configuration that is being read: it comes before the line that names the model."""
+    """An error in a configuration. The line after it names the model."""
     for line in text.splitlines():
         parsed = _PARSE_ERROR.search(line)
         if parsed is not None and parse_error is None:
@@ -95,7 +95,8 @@ def explain_failure(text: str, status: int) -> str:
 
 
 def _lines_before_usage(text: str) -> list[str]:
-    """The server's reason to print its usage: it refused one of its options. Else nothing."""
+    """What the server says before it prints its usage: the option that it refuses, and why. Empty
+    if it has not printed its usage."""
     before, usage, _ = text.partition(_USAGE)
     if not usage:
         return []

@@ -2,48 +2,47 @@
 
 ``jitney serve``, the containers' process 1 and ``jitney tune`` use it.
 
-This server (2.51) does not end in time on SIGTERM while clients hold connections. It waits for idle
-HTTP connections until its exit timeout. And it keeps a model loaded while a client holds a gRPC
-stream open that has carried a request to the model, even if the stream is idle now. So a stop
+On SIGTERM alone, this server (2.51) does not end in time while clients hold connections:
 
-1. tells the models (``jitney.stop_signals``) and asks the server to unload them
-   (:func:`unload_all`),
-2. waits until no request is in flight (:func:`requests_in_flight`), or until the grace is over:
-   then it tells the models to end what is open with an error, and counts it,
-3. closes the clients' connections (:func:`hang_up`): now the server can unload the models,
-4. sends SIGTERM to the server, which then exits by itself.
+- It waits for idle HTTP connections until its exit timeout.
+- It does not unload a model while a client holds a gRPC stream open that the model has ever been
+  asked over, even if the stream is idle now.
+
+So a stop goes like this:
+
+1. The models are told that the server stops (``jitney.stop_signals``), and the server is asked to
+   unload them (:func:`unload_all`).
+2. Requests in flight (:func:`requests_in_flight`) may end. When the grace is over, the models are
+   told to end the others with an error. Those are counted.
+3. The clients' connections are closed (``connections``). Now the server can unload the models.
+4. The server gets SIGTERM, and exits by itself.
 """
 
 import contextlib
-import ctypes
-import errno
 import logging
-import os
 import re
 import signal
-import socket
 import subprocess
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import psutil
-from jitney.stop_signals import STOPS, TIME_IS_KEPT, TIME_IS_OVER
+from jitney.stop_signals import LOOK, STOPS, Note, write_note
 
 from jitney_server.admin import Admin, CallError, RefusedCallError
+from jitney_server.connections import hang_up
 
 _LOG = logging.getLogger(__name__)
 
-_PIDFD_GETFD = 438
-"""The number of the system call, which Python does not offer. It is the same on every architecture
-that we run on."""
-
 _LIVE = ("READY", "LOADING", "UNLOADING")
 _QUIET_S = 0.6
-"""Seconds for which the metrics must show no request before connections are closed: 0.25 s, by
-which the metrics lag at most (the default of option ``metrics_flush_s``), plus 0.35 s in which a
-last response reaches its client."""
+"""Seconds for which the metrics must show no request before connections are closed. The metrics lag
+by up to 0.25 s (the default of option ``metrics_flush_s``), and a last response takes up to 0.35 s
+to its client."""
 _ASK_AGAIN_S = 2.0
 """Seconds after which a model that is still ready is asked once more to unload."""
 _UNLOAD_S = 30.0
@@ -52,18 +51,16 @@ torch needs two seconds of a core to end, and many of them end at once."""
 _CUT_S = 3.0
 """Seconds, after the grace, that models with requests have to end them with an error."""
 _STUCK_S = 5.0
-"""Seconds for which models without requests may be unloading and still have metrics. A model
-withdraws them when the server tells it to end. Sometimes this server never does
-(docs/troubleshooting.md): then a longer wait is of no use."""
+"""Seconds after the last request after which a model counts as stuck. A stuck model is unloading
+and still has metrics: it withdraws them as soon as the server tells it to end, but sometimes this
+server never does (docs/troubleshooting.md)."""
 _STUCK_AFTER_GRACE_S = 3.0
-"""They have no more than these seconds after the grace."""
+"""The same, in seconds after the grace. Whichever of the two is over first counts."""
 _LAG_S = 0.3
-"""The metrics may show a request for so long after its end."""
+"""Seconds for which the metrics may still show a request that has ended."""
 _EXIT_S = 2.0
 """Seconds that the server has to exit once its models are unloaded."""
 _PAUSE_S = 0.05
-_CLOSED_ERRORS = (errno.EBADF, errno.ENOTSOCK, errno.ENOTCONN)
-"""What the system says of a connection that has been closed since it was listed."""
 
 _IN_FLIGHT = re.compile(
     r'^jitney_(?:running|waiting)_requests{.*?\bmodel="([^"]*)".*} (\S+)$', re.M
@@ -105,33 +102,45 @@ class StopOutcome(NamedTuple):
     cut_requests: bool = False
     """Whether requests may have been cut off."""
     stuck: str | None = None
-    """The models without requests that this server does not unload, by its known fault. They are
-    killed, and nothing is lost with them."""
+    """The models without requests that this server does not unload, which is its known fault. They
+    are killed, and nothing is lost with them."""
 
 
-def stop(admin: Admin, process: "subprocess.Popen[bytes]", grace_s: float) -> StopOutcome:
+def stop(
+    admin: Admin, process: "subprocess.Popen[bytes]", grace_s: float, note: Path
+) -> StopOutcome:
     """Stop a server, as the module's docstring says.
 
-    New requests are refused at once, and those in flight get up to ``grace_s`` seconds; then a
+    New requests are refused at once, and those in flight get up to ``grace_s`` seconds. Then a
     model of ours ends them with an error. If the process has not ended when this returns, the
-    caller kills it with its group.
+    caller kills it with its group. ``note``: the file that the server's models read.
     """
-    _tell_models(process.pid, TIME_IS_KEPT)
-    # Our models need not hear this one, but others may. The stub itself ignores it.
-    _tell_models(process.pid, STOPS)
+    _tell_models(process.pid, note, Note.WAIT)
+    # Models that do not know our notes may know SIGTERM. The stub itself ignores it.
+    _send_to_models(process.pid, STOPS)
     if process.poll() is not None:
         problem = f"the server had ended before, with status {process.poll()}"
         return StopOutcome(problem, cut_requests=True)
-    outcome = unload_all(admin, process.pid, grace_s)
+    tell_to_end = partial(_tell_models, process.pid, note, Note.END)
+    outcome = unload_all(admin, process.pid, grace_s, tell_to_end)
     hang_up(process.pid, admin.ports)
     process.send_signal(signal.SIGTERM)
-    if outcome.stuck is None:  # else it does not exit by itself
+    if outcome.stuck is None:  # with a stuck model, it does not exit by itself
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_EXIT_S)
     return outcome
 
 
-def _tell_models(server_pid: int, number: signal.Signals) -> None:
+def _tell_models(server_pid: int, file: Path, note: Note) -> None:
+    try:
+        write_note(file, note)
+    except OSError as error:
+        # They still get SIGTERM, and give requests their option ``drain_s``.
+        _LOG.warning("the models cannot be told that the server stops: %s", error)
+    _send_to_models(server_pid, LOOK)
+
+
+def _send_to_models(server_pid: int, number: signal.Signals) -> None:
     for stub in model_processes(server_pid):
         with contextlib.suppress(psutil.NoSuchProcess):
             stub.send_signal(number)
@@ -162,47 +171,91 @@ def requests_in_flight(metrics: str) -> dict[str, float]:
 # ------------------------------------------------------------------------------- unloading
 
 
-def unload_all(admin: Admin, pid: int, grace_s: float) -> StopOutcome:
-    """Unload every model of the server ``pid``. It ends in one of four ways:
+def unload_all(
+    admin: Admin, pid: int, grace_s: float, tell_to_end: Callable[[], None]
+) -> StopOutcome:
+    """Unload every model of the server ``pid``. It is over when
 
-    - no model is left;
-    - the only ones left have no requests, and are stuck in this server;
-    - the time is over, and others are left;
-    - a call to the server fails: then only signals are left.
+    - no model is left, or
+    - only stuck models are left (see _STUCK_S), or
+    - the time is over, and models are left, or
+    - a call to the server fails: then only signals can end it.
 
-    Requests that are open after ``grace_s`` seconds are cut off, and counted, in each of them.
+    After ``grace_s`` seconds ``tell_to_end`` is called if requests are open: it has the models end
+    them with an error. The outcome says how many were cut off.
     """
     unloading = _Unloading(admin)
-    began = time.monotonic()
-    quiet_since = began
+    times = _StopTimes(grace_s)
     cut: str | None = None
+    """What was cut off, in words. None: nothing yet."""
     try:
         while True:
             unloading.look_at_models()
             if not unloading.live:
                 return StopOutcome(cut, cut_requests=cut is not None)
-            now = time.monotonic()
-            unloading.ask_to_unload(now)
+            times.look()
+            unloading.ask_to_unload(times.now)
             unloading.look_at_requests()
             is_quiet = unloading.is_quiet()
             if not is_quiet:
-                quiet_since = now
-            if now - began > grace_s + _LAG_S and not is_quiet and cut is None:
-                cut = f"after {now - began:.1f} s {unloading.describe_cut()}"
-                _tell_models(pid, TIME_IS_OVER)
-            stuck_until = min(quiet_since + _STUCK_S, began + grace_s + _STUCK_AFTER_GRACE_S)
-            if is_quiet and unloading.is_stuck() and now > stuck_until:
-                text = unloading.describe()
-                return StopOutcome(cut, cut_requests=cut is not None, stuck=text)
-            if now - began > grace_s + (_UNLOAD_S if is_quiet else _CUT_S):
-                problem = cut or f"after {now - began:.1f} s {unloading.describe()}"
+                times.note_requests()
+            if not is_quiet and cut is None and times.grace_is_over():
+                cut = f"after {times.passed():.1f} s {unloading.describe_cut()}"
+                tell_to_end()
+            if is_quiet and unloading.is_stuck() and times.stuck_is_over():
+                stuck = unloading.describe()
+                return StopOutcome(cut, cut_requests=cut is not None, stuck=stuck)
+            if times.all_is_over(is_quiet):
+                problem = cut or f"after {times.passed():.1f} s {unloading.describe()}"
                 return StopOutcome(problem, cut_requests=cut is not None)
-            if now - quiet_since > _QUIET_S:
+            if times.is_long_quiet():
                 # Only an idle stream can still hold a model now.
                 hang_up(pid, [admin.ports.grpc])
             time.sleep(_PAUSE_S)
     except CallError as error:
         return StopOutcome(str(error), cut_requests=True)
+
+
+class _StopTimes:
+    """The clock of a stop: how long it has lasted, and which of its bounds are over."""
+
+    def __init__(self, grace_s: float) -> None:
+        self._began = time.monotonic()
+        self._grace_ends = self._began + grace_s
+        self.now = self._began
+        """When :meth:`look` was last called."""
+        self._last_request = self._began
+        """When a request was last seen."""
+
+    def look(self) -> None:
+        """Take the time, which the queries below go by."""
+        self.now = time.monotonic()
+
+    def note_requests(self) -> None:
+        """There are requests now."""
+        self._last_request = self.now
+
+    def passed(self) -> float:
+        """Seconds since the stop began."""
+        return self.now - self._began
+
+    def grace_is_over(self) -> bool:
+        """Whether a request that the metrics show has had its whole grace."""
+        return self.now > self._grace_ends + _LAG_S
+
+    def stuck_is_over(self) -> bool:
+        """Whether the server has had enough time to end a model without requests."""
+        after_last_request = self._last_request + _STUCK_S
+        after_grace = self._grace_ends + _STUCK_AFTER_GRACE_S
+        return self.now > min(after_last_request, after_grace)
+
+    def all_is_over(self, is_quiet: bool) -> bool:
+        """Whether the stop must end, with models left."""
+        return self.now > self._grace_ends + (_UNLOAD_S if is_quiet else _CUT_S)
+
+    def is_long_quiet(self) -> bool:
+        """Whether every response has reached its client."""
+        return self.now - self._last_request > _QUIET_S
 
 
 class _Unloading:
@@ -239,8 +292,8 @@ class _Unloading:
         self._with_metrics = set(shown)
 
     def ask_to_unload(self, now: float) -> None:
-        """Ask the server to unload each model: once, and again while the model is still ready long
-        after that."""
+        """Ask the server to unload each model. A model that is still ready _ASK_AGAIN_S later is
+        asked for again."""
         for name, state in self.live.items():
             if name in self._asked_at:
                 is_late = now > self._asked_at[name] + _ASK_AGAIN_S
@@ -254,16 +307,17 @@ class _Unloading:
                 self._refusals[name] = str(error)
 
     def is_quiet(self) -> bool:
-        """Whether the metrics show that no live model has a request.
+        """Whether no live model has a request, as far as the metrics show.
 
-        Models of other backends have no such metrics. While such a model is live, the server is
-        never quiet: no connection is closed early, and the stop may have cut requests off.
+        A model of another backend has no such metrics, so its requests are not known. While one is
+        live the server is never quiet: no connection is closed early, and the stop says that it may
+        have cut requests off.
         """
         return all(self._requests.get(name) == 0 for name in self.live)
 
     def is_stuck(self) -> bool:
-        """Whether every model that is left is unloading and was never told to end: it still has
-        metrics."""
+        """Whether the server has told no model that is left to end: each is unloading, and still
+        has metrics."""
         return all(
             state == "UNLOADING" and name in self._with_metrics for name, state in self.live.items()
         )
@@ -289,75 +343,3 @@ class _Unloading:
                 text += f" ({self._refusals[name]})"
             texts.append(text)
         return ", ".join(texts)
-
-
-# ------------------------------------------------------------------------------- connections
-
-
-class HangUp(NamedTuple):
-    """What :func:`hang_up` did."""
-
-    closed: int
-    """Connections that it closed."""
-    was_allowed: bool
-    """False: this system does not let a process take the sockets of another one."""
-
-
-def hang_up(pid: int, ports: Collection[int]) -> HangUp:
-    """Close the clients' connections to ``ports`` of the process ``pid``, one of our children.
-
-    The process reads the end of the connection, as if the client had closed it. And the client
-    reads it, once it has what was sent: this server (2.51) does not read a connection whose request
-    has had no response, so it would never close that one. Nothing that the process writes after
-    this reaches the client, so no answer that is cut off here gets a proper end. Connections that
-    the client has closed already (CLOSE_WAIT) end too.
-
-    Where the system does not allow to take another process's sockets (some containers), this only
-    writes a line to the log. Needs Linux 5.6 or later.
-    """
-    closed = 0
-    try:
-        with _opened_pidfd(pid) as pidfd:
-            for connection in psutil.Process(pid).net_connections(kind="tcp"):
-                is_open = connection.status in (psutil.CONN_ESTABLISHED, psutil.CONN_CLOSE_WAIT)
-                if not is_open or connection.laddr.port not in ports:
-                    continue
-                if _close(pidfd, connection.fd):
-                    closed += 1
-    except (OSError, psutil.Error) as error:
-        _LOG.info("open connections cannot be closed from outside: %s", error)
-        return HangUp(closed, was_allowed=False)
-    return HangUp(closed, was_allowed=True)
-
-
-def _close(pidfd: int, descriptor: int) -> bool:
-    """Close another process's connection. False: it has been closed meanwhile. Raises OSError if
-    the system does not allow it."""
-    try:
-        with _copied_socket(pidfd, descriptor) as copy:
-            copy.shutdown(socket.SHUT_RDWR)
-    except OSError as error:
-        if error.errno in _CLOSED_ERRORS:
-            return False
-        raise
-    return True
-
-
-@contextlib.contextmanager
-def _opened_pidfd(pid: int) -> Iterator[int]:
-    """A descriptor of the process itself."""
-    pidfd = os.pidfd_open(pid)
-    try:
-        yield pidfd
-    finally:
-        os.close(pidfd)
-
-
-def _copied_socket(pidfd: int, descriptor: int) -> socket.socket:
-    """A socket of our own for a connection of another process."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    ours = libc.syscall(_PIDFD_GETFD, pidfd, descriptor, 0)
-    if ours < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-    return socket.socket(fileno=ours)

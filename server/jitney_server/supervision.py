@@ -21,7 +21,8 @@ import psutil
 from jitney.errors import JitneyError
 
 from jitney_server.admin import Admin, CallError, NoAnswerError, RefusedCallError
-from jitney_server.stopping import hang_up, model_processes, requests_in_flight
+from jitney_server.connections import hang_up
+from jitney_server.stopping import model_processes, requests_in_flight
 
 LOAD_S = 600.0
 """Seconds that the load of a model, or the start of a server, may take."""
@@ -34,10 +35,10 @@ _PROBE_S = 5.0
 _MOST_UNANSWERED = 3
 """A model that leaves so many of them without an answer, one after the other, is killed."""
 _COUNTED_S = 600.0
-"""Repairs that are more seconds ago than this are forgotten: they neither lengthen the pause nor
-count towards ``most_repairs``."""
+"""Seconds after which a repair is forgotten: it lengthens no pause any more, and does not count
+towards ``most_repairs``."""
 _LONGEST_PAUSE_S = 60.0
-"""Between two repairs."""
+"""The longest pause between two repairs, in seconds."""
 T = TypeVar("T")
 
 
@@ -54,8 +55,8 @@ class Supervised(Protocol):
         """Whether its process runs."""
 
     def restart(self) -> None:
-        """End what is left of it, remove its shared memory, and start it on the same ports with the
-        same key; returns when it is ready. Raises JitneyError if that does not succeed."""
+        """Kill what is left of the server and start it again, on the same ports and with the same
+        key. Returns when it is ready. Raises JitneyError if it does not start."""
 
 
 class _Processes(NamedTuple):
@@ -93,7 +94,8 @@ class Supervisor:
 
     ``say`` gets a line for whatever is noticed or done. After ``most_repairs`` within ten minutes
     the supervisor gives up; with None it never does. A server that is not ready for ``unready_s``
-    is started again.
+    is started again. ``meanwhile`` is called twice a second while a model is loaded: it does what
+    must not wait for that.
     """
 
     def __init__(
@@ -104,12 +106,14 @@ class Supervisor:
         most_repairs: int | None = None,
         unready_s: float = 120.0,
         clock: Callable[[], float] = time.monotonic,
+        meanwhile: Callable[[], None] | None = None,
     ) -> None:
         self._server = server
         self._say = say
         self._most_repairs = most_repairs
         self._unready_s = unready_s
         self._clock = clock
+        self._meanwhile = meanwhile
         self._repaired_at: list[float] = []
         self._probes_without_metrics = 0
         """One after the other."""
@@ -167,9 +171,9 @@ class Supervisor:
         if not server.is_alive():
             self._note_fault("the server ended by itself")
             return
-        # A server of which we have unloaded a model is not ready, and need not be.
-        is_unready_by_us = bool(seen.unloaded)
-        if is_unready_by_us or server.admin.is_ready():
+        # A server calls itself not ready while a model is unloaded that it was started with. If we
+        # have unloaded one, that is no fault.
+        if seen.unloaded or server.admin.is_ready():
             seen.ready_at = now
             with contextlib.suppress(CallError, psutil.Error):  # the next turn looks again
                 self._look_at_models()
@@ -201,10 +205,12 @@ class Supervisor:
             self._unload_models_of(lasting)
 
     def _look_meanwhile(self, call: Callable[[], T]) -> T:
-        """Make a call to the server that may last. Until it returns, look for models whose process
-        has ended: the clients of those must not wait for this call."""
+        """Make a call to the server that may take long. Until it returns, look for models whose
+        process has ended, because their clients must not wait for this call."""
         made = _call_in_thread(call)
         while not wait([made], _LOOK_S).done:
+            if self._meanwhile is not None:
+                self._meanwhile()
             with contextlib.suppress(CallError, psutil.Error):  # the next look does it
                 self._look_for_ended()
         return made.result()
@@ -337,7 +343,8 @@ class Supervisor:
 
 
 def _call_in_thread(call: Callable[[], T]) -> Future[T]:
-    """Make a call in a thread, which holds up no exit. The future has its result or exception."""
+    """Make a call in a daemon thread, which does not delay the exit of this process. The future
+    gets the call's result or exception."""
     made: Future[T] = Future()
 
     def run() -> None:

@@ -56,6 +56,8 @@ def why_not() -> str:
 # --------------------------------------------------------------------------- the server behind it
 
 
+LARGE_BYTES = 32 << 20
+"""Of a large answer: more than the buffers of all sockets on its way."""
 HEALTH = ("/v2/health/ready", "/v2/health/live", "/health", "/api/health")
 """What the proxy asks a server, a gateway and Grafana for their health."""
 
@@ -72,6 +74,8 @@ class Server:
     """Set: streams end, with a line more that says so."""
     begun: threading.Event = field(default_factory=threading.Event)
     """Set: a file is about to come."""
+    large_path: str = ""
+    """Answered with LARGE_BYTES zeros."""
     http_port: int = 0
     grpc_port: int = 0
     gateway_port: int = 0
@@ -114,6 +118,11 @@ def serve(host: str = "127.0.0.1", port: int = 0) -> Iterator[Server]:
                     self.wfile.write(b"data: event\n\n")
                     state.enough.wait(seconds)
                 self.wfile.write(b"data: [DONE]\n\n")
+                return
+            if self.path == state.large_path:
+                self.send_header("Content-Length", str(LARGE_BYTES))
+                self.end_headers()
+                self.wfile.write(bytes(LARGE_BYTES))
                 return
             if not self.path.endswith("generate_stream"):
                 self.send_header("Content-Length", "2")
@@ -300,6 +309,17 @@ class Proxy:
     def memory(self) -> int:
         """Bytes that nginx's processes hold, each for itself."""
         return sum(each.memory_full_info().uss for each in self.workers())
+
+    def temporary_bytes(self) -> int:
+        """Bytes of nginx's temporary files. It removes their names as soon as they are open."""
+        folder = str(self.folder / "tmp")
+        total = 0
+        for worker in self.workers():
+            for descriptor in Path(f"/proc/{worker.pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if os.readlink(descriptor).startswith(folder):
+                        total += descriptor.stat().st_size
+        return total
 
     def client(self, key: str | None = None) -> Client:
         """A client over HTTP, with the first key or another; an empty one is none."""

@@ -77,7 +77,10 @@ while True:
     signal.pause()
 """
 # Run by the shell under the stub's name; its first argument is this file.
-_MODEL = "trap 'touch {folder}/told' TERM\nwhile :; do sleep 0.05; done\n"
+_MODEL = """trap 'touch {folder}/told' TERM
+trap 'cat "$JITNEY_STOP_NOTE" >>{folder}/noted' URG
+while :; do sleep 0.05; done
+"""
 
 
 class Container:
@@ -188,6 +191,7 @@ def test_a_stop_waits_for_requests_and_ends_with_0(containers) -> None:
     container.write(in_flight="0")
     status, text = container.ended()
     assert status == 0, text
+    assert (container.folder / "noted").read_text() == "wait"
 
 
 @pytest.mark.parametrize(
@@ -201,6 +205,8 @@ def test_the_status_tells_requests_that_were_cut_off_from_a_server_that_did_not_
     container.write(in_flight=requests, status=status)
     container.process.terminate()
     assert container.ended()[0] == expected
+    noted = "wait" if requests == "0" else "waitend"
+    assert (container.folder / "noted").read_text() == noted
 
 
 def test_a_server_that_does_not_end_is_killed_soon_after_the_time_for_requests(containers) -> None:

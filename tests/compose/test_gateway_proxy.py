@@ -31,6 +31,23 @@ def test_a_gateway_gets_the_key_that_was_found_to_be_known(proxy: Proxy, server:
     assert key not in proxy.output()
 
 
+DOORS = ("/score", "/rerank", "/v2/rerank", "/tokenize", "/detokenize", "/version", "/ping")
+
+
+@pytest.mark.parametrize("path", DOORS)
+def test_a_gateway_is_asked_without_v1_too(proxy: Proxy, server: Server, path: str) -> None:
+    assert send(proxy, path, b"{}")[0] == 200
+    (request,) = server.asked()
+    assert request[1] == path
+    assert request[2]["authorization"] == f"Bearer {proxy.client().key}"
+    status, answer = send(proxy, path, b"{}", key=False)
+    assert status == 401
+    assert json.loads(answer)["error"]["code"] == "refused_by_proxy"
+    for other in (f"{path}/x", f"{path}x", f"/x/..{path}", path.replace("/", "//", 1) + "/"):
+        assert send(proxy, other, b"{}")[0] == 404
+    assert len(server.asked()) == 1
+
+
 def test_an_event_of_a_gateway_leaves_before_the_next_one_is_made(
     proxy: Proxy, server: Server
 ) -> None:

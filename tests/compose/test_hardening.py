@@ -10,6 +10,7 @@ import ast
 import importlib.util
 import inspect
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +18,7 @@ from types import ModuleType
 import pytest
 import yaml
 from jitney_server import commands
+from jitney_server.leftovers import RunFolder
 from jitney_server.server import TritonServer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,14 +82,16 @@ def entrypoint(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_listeners_are_on_the_loopback_address_unless_told_otherwise(
-    entrypoint: ModuleType,
+    entrypoint: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert inspect.signature(TritonServer).parameters["host"].default == "127.0.0.1"
     assert inspect.signature(commands.serve).parameters["host"].default == "127.0.0.1"
     options = entrypoint.parse(["--embedded"])
     folder = Path("/somewhere")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     given = dict(
-        word.split("=", 1) for word in entrypoint.command(options, folder, folder, folder)[1:]
+        word.split("=", 1)
+        for word in entrypoint.command(options, folder, folder, folder, RunFolder())[1:]
     )
     assert {name: given[name] for name in given if name.endswith("-address")} == {
         "--http-address": "127.0.0.1",
@@ -140,7 +144,7 @@ def test_every_way_to_the_server_but_health_takes_a_key_and_has_limits() -> None
     health = {"= /healthz", "= /v2/health/ready", "= /v2/health/live", "= /health"}
     assert open_ways == health | {"/"}
     assert "$grafana" in ways["/"]
-    assert len(ways) == 10
+    assert len(ways) == 11
     asked = r"proxy_pass http://\$(triton:8000/v2/health/(live|ready)|gateway:9000/health);"
     for head in health:
         assert "health.conf" in ways[head]
@@ -171,7 +175,7 @@ def test_a_path_that_the_server_would_read_otherwise_is_refused(
     bodies = [
         body for body in locations().values() if re.search(r"\$(triton:8000|gateway:9000);", body)
     ]
-    assert len(bodies) == 3
+    assert len(bodies) == 4
     for body in bodies:
         (pattern,) = re.findall(r'if \(\$request_uri ~\* "(.*)"\) \{ return 404; \}', body)
         assert (re.search(pattern, sent, re.I) is not None) == is_refused

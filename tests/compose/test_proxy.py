@@ -17,7 +17,7 @@ import pytest
 
 from tests.compose.engine.deployment import wait_for
 from tests.compose.http2 import Http2, pile_up
-from tests.compose.proxy import Proxy, Server, send, serve
+from tests.compose.proxy import LARGE_BYTES, Proxy, Server, send, serve
 
 pytestmark = pytest.mark.debian
 SERVICE = "/inference.GRPCInferenceService/"
@@ -409,6 +409,30 @@ def test_grafanas_own_metrics_are_closed(proxy: Proxy, server: Server) -> None:
         assert grafana.request("GET", path)[0] == 404
     assert server.asked() == []
     assert grafana.request("GET", "/api/health")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "with_key"), [("/public/large.js", False), ("/v2/models/x", True), ("/v1/x", True)]
+)
+def test_an_answer_that_nobody_reads_fills_no_disk(
+    proxy: Proxy, server: Server, path: str, with_key: bool
+) -> None:
+    """A visitor of Grafana has not even signed in."""
+    client = proxy.client() if with_key else proxy.client("")
+    if not with_key:
+        client = type(client)(proxy.grafana_port, client.certificate)
+    server.large_path = path
+    connection = client.connect()
+    try:
+        connection.request("GET", path, headers=client.headers)
+        response = connection.getresponse()
+        assert response.read(1) == b"\0"
+        time.sleep(2)
+        assert proxy.temporary_bytes() < 1 << 20
+        assert len(response.read()) == LARGE_BYTES - 1
+    finally:
+        server.large_path = ""
+        connection.close()
 
 
 # --------------------------------------------------------------------------- changes and stops

@@ -64,6 +64,19 @@ def test_a_failed_load_says_why_in_one_line(pb: Any, tmp_path: Path) -> None:
     assert "did you mean 'block_size'" in text
 
 
+def test_a_checkpoint_that_is_not_there_starts_no_engine(
+    pb: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "model.json").write_text('{"model": "some/typo"}', encoding="utf-8")
+    started: list[EngineConfig] = []
+    monkeypatch.setattr("jitney.frontend.model._start", lambda config, args: started.append(config))
+    args = arguments("CPU", []) | {"model_repository": str(tmp_path)}
+    with pytest.raises(pb.TritonModelException, match="INVALID_ARGUMENT: option model is 'some/t"):
+        TritonPythonModel().initialize(args)
+    assert started == []
+
+
 def test_parameters_of_the_configuration_are_options(pb: Any, tmp_path: Path) -> None:
     """A wrong one is named as the same value in the file would be; capitals are the server's."""
     (tmp_path / "1").mkdir()

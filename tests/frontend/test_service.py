@@ -558,3 +558,22 @@ def test_draining_lets_short_requests_end_and_then_ends_the_rest(
     assert short.sender.sent[0].error is None
     assert error_of(long).startswith("UNAVAILABLE: the server is shutting down")
     wait_until(house.idle)
+
+
+def test_a_service_that_is_opened_again_serves_unless_it_refuses_for_another_reason(
+    pb: Any, make_house: Callable[..., House]
+) -> None:
+    house = make_house(step_seconds=0.005)
+    house.service.drain(0.5)
+    assert not house.service.is_ready
+    house.service.reopen()
+    assert house.service.is_ready
+    again = pb.Request(text_input="a", sampling_parameters=sampling(max_tokens=200))
+    house.service.accept(again)
+    wait_until(lambda: ended(again))
+    assert again.sender.sent[0].error is None, "the drain does not end it after 0.5 s"
+    house.service.close()
+    house.service.reopen()
+    late = pb.Request(text_input="a")
+    house.service.accept(late)
+    assert error_of(late).startswith("UNAVAILABLE: the model is being unloaded")

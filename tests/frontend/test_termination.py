@@ -1,55 +1,139 @@
 """What the front does at the signals of a stop, and that it hears them while the main thread sits
 in C."""
 
-import itertools
 import math
+import os
 import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from jitney.frontend.termination import Termination
-from jitney.stop_signals import STOPS, TIME_IS_KEPT, TIME_IS_OVER
+from jitney.stop_signals import LOOK, STOPS, VARIABLE, Note, read_note, write_note
+
+from tests.real_server.client import wait_until
 
 
 class FakeService:
-    """Notes the times that what is open has got."""
+    """Notes what it was told."""
 
     def __init__(self) -> None:
-        self.times: list[float] = []
+        self.calls: list[float | str] = []
 
     def drain(self, grace_s: float) -> None:
-        self.times.append(grace_s)
+        self.calls.append(grace_s)
+
+    def reopen(self) -> None:
+        self.calls.append("reopen")
 
     def count_error(self) -> None:
         raise AssertionError
 
 
-def times_after(*numbers: signal.Signals) -> list[float]:
-    service = FakeService()
-    termination = Termination(service, drain_s=5.0)
-    for number in numbers:
-        termination.hear(number)
-    return service.times
+class Front:
+    """A front that hears signals. ``note`` is what its launcher has written so far."""
+
+    def __init__(self, reopen_s: float = 3600.0) -> None:
+        self.service = FakeService()
+        self.note: Note | None = None
+        self._termination = Termination(
+            self.service, drain_s=5.0, read_note=lambda: self.note, reopen_s=reopen_s
+        )
+
+    def hear(self, *events: signal.Signals | Note) -> list[float | str]:
+        """What the service is told at these signals and notes."""
+        for event in events:
+            if isinstance(event, Note):
+                self.note = event
+            else:
+                self._termination.hear(event)
+        return self.service.calls
 
 
-def test_without_a_launcher_running_requests_have_drain_s() -> None:
-    assert times_after(STOPS, STOPS) == [5.0], "another signal does not give more time"
+WAITS = (Note.WAIT, LOOK)
+ENDS = (Note.END, LOOK)
 
 
-@pytest.mark.parametrize("signals", [*itertools.permutations([STOPS, TIME_IS_KEPT, STOPS])])
-def test_drain_s_cuts_nothing_while_a_launcher_keeps_the_time(
-    signals: tuple[signal.Signals, ...],
+@pytest.mark.parametrize(
+    ("events", "calls"),
+    [
+        # Without a launcher, running requests have drain_s. Another signal gives no more time.
+        ((STOPS, STOPS), [5.0]),
+        # A signal alone may come from anybody.
+        ((LOOK,), []),
+        ((STOPS, LOOK), [5.0]),
+        # With a launcher, drain_s does not count. systemd sends SIGTERM to all processes, too.
+        (WAITS, [math.inf]),
+        ((STOPS, *WAITS), [5.0, math.inf]),
+        ((*WAITS, STOPS, *WAITS), [math.inf]),
+        ((Note.WAIT, STOPS), [math.inf]),
+        # When the time is over, nothing gives requests more of it.
+        ((*WAITS, *ENDS), [math.inf, 0]),
+        (ENDS, [0]),
+        ((*WAITS, *ENDS, *WAITS, STOPS, *ENDS), [math.inf, 0]),
+    ],
+)
+def test_what_ends_requests(
+    events: Sequence[signal.Signals | Note], calls: list[float | str]
 ) -> None:
-    """Whoever stops a service of systemd sends SIGTERM to all of its processes, too."""
-    assert times_after(*signals)[-1] == math.inf
-    assert times_after(*signals, TIME_IS_OVER, TIME_IS_KEPT, STOPS)[-1] == 0
+    assert Front().hear(*events) == calls
 
 
-def test_a_terminal_that_changes_its_size_ends_nothing() -> None:
-    assert times_after(TIME_IS_OVER) == []
-    assert times_after(STOPS, TIME_IS_OVER) == [5.0]
+def test_a_stray_sigterm_drains_for_a_while_only() -> None:
+    front = Front(reopen_s=-5.0)
+    front.hear(STOPS)
+    wait_until(lambda: front.service.calls == [5.0, "reopen"])
+    front.hear(STOPS)
+    wait_until(lambda: front.service.calls == [5.0, "reopen"] * 2)
+
+
+def test_a_launcher_that_comes_later_ends_the_while() -> None:
+    front = Front(reopen_s=-4.9)
+    front.hear(STOPS, *WAITS)
+    front._termination._reopen()  # the timer may have begun to run
+    assert front.service.calls == [5.0, math.inf]
+
+
+def test_a_note_is_read_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "note"
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert read_note() is None, "no launcher of ours"
+    monkeypatch.setenv(VARIABLE, str(file))
+    assert read_note() is None, "it has written none yet"
+    for note in Note:
+        write_note(file, note)
+        assert read_note() == note
+    file.write_bytes(b"\xff")
+    assert read_note() is None
+
+
+def test_a_model_that_loads_during_a_stop_drains_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "note"
+    write_note(file, Note.WAIT)
+    program = textwrap.dedent("""
+        from jitney.frontend.termination import drain_at_signals
+
+        class Service:
+            def drain(self, grace_s):
+                print(grace_s)
+
+            def count_error(self):
+                pass
+
+        drain_at_signals(Service(), 5.0)
+    """)
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env={**os.environ, VARIABLE: str(file)},
+    )
+    assert result.stdout.strip() == "inf"
 
 
 def test_signals_are_heard_though_the_main_thread_runs_no_python() -> None:

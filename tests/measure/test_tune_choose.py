@@ -3,6 +3,7 @@
 import io
 from pathlib import Path
 
+import pytest
 from jitney_measure import choose, record
 from jitney_measure.choose import conclusion, print_end, shown, trial_line
 from jitney_measure.record import Trial, Tuning
@@ -11,7 +12,9 @@ from rich.console import Console
 
 from tests.measure.trials import SLO, failed, point, trial, unmeasured
 
-NOW, OTHER, THIRD = {"batch_size": 64}, {"batch_size": 8}, {"batch_size": 1}
+NOW = {"batch_size": 64}
+OTHER = {"batch_size": 8}
+THIRD = {"batch_size": 1}
 
 
 def tuning(*trials: Trial, ending: record.Ending = "complete") -> Tuning:
@@ -41,98 +44,91 @@ def test_the_highest_throughput_within_the_bounds() -> None:
     )
 
 
-def test_what_was_measured_again_counts() -> None:
-    """The first figure of the best one of many is too great by chance."""
-    first = (
-        trial(NOW, "current", point(4, 300, 0.01)),
-        trial(OTHER, "search", point(4, 330, 0.01)),
-    )
-    again = (
-        trial(OTHER, "final", point(4, 305, 0.01)),
-        trial(NOW, "final", point(4, 310, 0.01)),
-    )
-    choice = choose.choose_setting(first + again)
+def now(throughput: float, *, again: bool = False) -> Trial:
+    """The current setting, measured first or once more at the end."""
+    return trial(NOW, "final" if again else "current", point(4, throughput, 0.01))
+
+
+def other(throughput: float, *, again: bool = False, cut: bool = False) -> Trial:
+    """Another setting, found by the search or measured once more at the end."""
+    return trial(OTHER, "final" if again else "search", point(4, throughput, 0.01), cut=cut)
+
+
+@pytest.mark.parametrize(
+    ("trials", "values", "throughput", "cautions"),
+    [
+        # What was measured again counts: the first figure of the best of many is too high by
+        # chance.
+        (
+            [now(300), other(330), other(305, again=True), now(310, again=True)],
+            NOW,
+            310,
+            [],
+        ),
+        (
+            [now(300), other(330), other(305, again=True)],
+            NOW,
+            300,
+            ["batch 8 gave +2%, but two runs of one setting may differ by 8%"],
+        ),
+        ([now(300), other(330), other(290, again=True)], NOW, 300, None),
+        # A gain is nothing better if two runs of either setting differed by more.
+        (
+            [now(140), other(330), other(336, again=True), now(316, again=True)],
+            NOW,
+            316,
+            ["batch 8 gave +6%, but two runs of one setting may differ by 126%"],
+        ),
+        # Without two runs of one setting, they may differ by 5 %.
+        ([now(300), other(314)], NOW, 300, None),
+        ([now(300), other(317)], OTHER, 317, None),
+        # The best setting alone was not measured again.
+        ([now(300), other(400), now(300, again=True)], OTHER, 400, ["it was not measured again"]),
+        # A measurement that was cut short has climbed from below the best load: its figures are not
+        # those of the setting.
+        ([now(300), other(500), other(390, again=True, cut=True)], OTHER, 500, None),
+        # A setting that fails at last keeps its figures.
+        (
+            [
+                now(300),
+                other(400),
+                Trial(OTHER, "final", failure="out of memory"),
+                now(300, again=True),
+            ],
+            OTHER,
+            400,
+            ["batch 8 did not load when it was to be measured again"],
+        ),
+    ],
+)
+def test_which_setting_is_chosen(
+    trials: list[Trial],
+    values: dict[str, int],
+    throughput: float,
+    cautions: list[str] | None,
+) -> None:
+    made = tuning(*trials)
+    choice = made.choice
     assert choice is not None
-    assert choice.is_current
-    assert choice.throughput == 310
-    assert "Nothing better than the current setting" in conclusion(tuning(*first, *again))
-    kept = choose.choose_setting((*first, again[0]))
-    assert kept is not None
-    assert (kept.values, kept.throughput, kept.is_current) == (NOW, 300, True)
-    assert kept.cautions == ("batch 8 gave +2%, but two runs of one setting may differ by 8%",)
-    low = choose.choose_setting((*first, trial(OTHER, "final", point(4, 290, 0.01))))
-    assert low is not None
-    assert (low.is_current, low.throughput) == (True, 300)
+    assert (choice.values, choice.throughput) == (values, throughput)
+    assert choice.is_current == (values == NOW)
+    if cautions is not None:
+        assert list(choice.cautions) == cautions
+    is_none_better = "Nothing better than the current setting" in conclusion(made)
+    assert is_none_better == choice.is_current
 
 
-def test_a_gain_below_its_own_noise_is_nothing_better() -> None:
-    """Whatever the current setting was measured as before, and however great the gain looks."""
-    first = (
-        trial(NOW, "current", point(4, 140, 0.01)),
-        trial(OTHER, "search", point(4, 330, 0.01)),
-    )
-    again = (
-        trial(OTHER, "final", point(4, 336, 0.01)),
-        trial(NOW, "final", point(4, 316, 0.01)),
-    )
-    made = tuning(*first, *again)
-    assert made.choice is not None
-    assert (made.choice.values, made.choice.throughput) == (NOW, 316)
-    assert made.choice.cautions == (
-        "batch 8 gave +6%, but two runs of one setting may differ by 126%",
-    )
-    assert "Nothing better than the current setting" in conclusion(made)
-    leader = choose.find_leader(first + again)
+def test_the_leader_is_confirmed_although_its_gain_is_noise() -> None:
+    trials = [now(140), other(330), other(336, again=True), now(316, again=True)]
+    leader = choose.find_leader(trials)
     assert leader is not None
     assert leader.values == OTHER
-    # Without noise of its own: 5 %.
-    for throughput, values in ((314, NOW), (317, OTHER)):
-        close = (
-            trial(NOW, "current", point(4, 300, 0.01)),
-            trial(OTHER, "search", point(4, throughput, 0.01)),
-        )
-        choice = choose.choose_setting(close)
-        assert choice is not None
-        assert choice.values == values
 
 
-def test_a_best_setting_alone_that_was_not_measured_again_is_named() -> None:
-    trials = (
-        trial(NOW, "current", point(4, 300, 0.01)),
-        trial(OTHER, "search", point(4, 400, 0.01)),
-        trial(NOW, "final", point(4, 300, 0.01)),
-    )
-    choice = choose.choose_setting(trials)
-    assert choice is not None
-    assert choice.cautions == ("it was not measured again",)
-
-
-def test_a_last_measurement_that_was_cut_short_does_not_count() -> None:
-    """It climbs from below the best load: what it has is no figure of the setting."""
-    first = (
-        trial(NOW, "current", point(1, 80, 0.01), point(4, 300, 0.01)),
-        trial(OTHER, "search", point(4, 400, 0.01), point(8, 500, 0.01)),
-    )
-    short = trial(OTHER, "final", point(4, 390, 0.01), cut=True)
-    choice = choose.choose_setting((*first, short))
-    assert choice is not None
-    assert (choice.values, choice.throughput) == (OTHER, 500)
-    assert shown(tuning(*first, short))["best"].best == first[1].result.best
-
-
-def test_a_best_setting_that_fails_at_last_keeps_its_figures_and_a_caution() -> None:
-    first = (
-        trial(NOW, "current", point(4, 300, 0.01)),
-        trial(OTHER, "search", point(4, 400, 0.01)),
-    )
-    again = (
-        Trial(OTHER, "final", failure="out of memory"),
-        trial(NOW, "final", point(4, 300, 0.01)),
-    )
-    choice = choose.choose_setting((*first, *again))
-    assert choice is not None
-    assert (choice.values, choice.throughput) == (OTHER, 400)
-    assert choice.cautions == ("batch 8 did not load when it was to be measured again",)
+def test_a_measurement_that_was_cut_short_is_not_shown() -> None:
+    first = other(500)
+    made = tuning(now(300), first, other(390, again=True, cut=True))
+    assert shown(made)["best"] == first.result
 
 
 def test_no_setting_meets_the_bounds() -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from huggingface_hub import constants
 from jitney.config import EngineConfig, SpeculationConfig, TierConfig
 from jitney.errors import ConfigError
 from jitney.field_types import describe_type
-from jitney.read_config import load_config, make_config
+from jitney.read_config import check_models_exist, load_config, make_config
 
 
 def write(folder: Path, content: str) -> Path:
@@ -216,6 +217,39 @@ def test_a_path_to_nothing_is_refused_when_the_file_is_read(tmp_path: Path, name
         load_config(file)
     assert f"option model is '{name}', but must be a folder" in str(raised.value)
     assert raised.value.client_message.startswith("INVALID_ARGUMENT: ")
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A hub cache with the models ``plain`` and ``some/model``, and one that was never complete."""
+    folder = tmp_path / "hub"
+    for name in ("models--plain", "models--some--model"):
+        (folder / name / "snapshots" / "0").mkdir(parents=True)
+    (folder / "models--some--other" / "snapshots").mkdir(parents=True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["plain", "some/model"])
+def test_a_model_that_is_there_is_found(tmp_path: Path, hub: Path, name: str) -> None:
+    check_models_exist(load_config(write(tmp_path, f'{{"model": "{name}"}}')))
+    letter = tmp_path / "m\u00fcll"
+    letter.mkdir()
+    config = EngineConfig(model=str(letter), speculation=SpeculationConfig(model=name))
+    check_models_exist(config)
+
+
+@pytest.mark.parametrize("name", ["plian", "some/modle", "some/other", "nobody/model"])
+def test_a_model_that_is_not_there_is_named_before_an_engine_starts(
+    tmp_path: Path, hub: Path, name: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_models_exist(load_config(write(tmp_path, f'{{"model": "{name}"}}')))
+    text = raised.value.client_message
+    assert text.startswith(f"INVALID_ARGUMENT: option model is '{name}', which is neither")
+    config = EngineConfig(model="plain", speculation=SpeculationConfig(model=name))
+    with pytest.raises(ConfigError, match=r"option speculation.model is"):
+        check_models_exist(config)
 
 
 def test_a_long_path_is_shown_to_its_end(tmp_path: Path) -> None:

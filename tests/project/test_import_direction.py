@@ -108,6 +108,7 @@ HANDS_ENVIRONMENT_ON = (
     "jitney_server.",
     "jitney_measure.",
     "jitney.engine.child_process",
+    "jitney.stop_signals",  # reads there where its launcher writes to it: no option
     "export.",
 )
 # The core decides from what it is given: no clock, no chance, no threads.

@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
+from jitney.stop_signals import LOOK
 from jitney_server.server import TritonServer
+from jitney_server.stopping import model_processes
 from jitney_server.supervision import Supervisor, model_of
 
 from tests.real_server.client import Stream, generate, metric, settled, stream, wait_until
@@ -247,6 +249,15 @@ def test_unload_with_work_in_flight(server: TritonServer) -> None:
     wait_until(lambda: server.admin.model_states()["good"][0] == "UNAVAILABLE")
     _request(server, "load")
     wait_until(lambda: server.admin.model_states()["good"][0] == "READY", 300)
+
+
+def test_a_stray_signal_stops_no_model(server: TritonServer) -> None:
+    """That of a launcher that stops its server, without its note."""
+    for process in model_processes(server.pid):
+        process.send_signal(LOOK)
+    time.sleep(0.5)
+    reply = stream(server.grpc_url, "good", text_input="a")
+    assert reply.errors == []
 
 
 def test_a_stream_cancelled_after_its_end_does_not_hold_up_the_exit(

@@ -78,6 +78,8 @@ def test_a_killed_launcher_leaves_no_process_and_the_next_start_removes_the_rest
         with serving(repository, temporary) as (serve, address):
             (run_folder,) = temporary.glob("jitney-server-*/")
             assert run_folder.name not in left, "the one before is still there"
+            (log,) = temporary.glob("jitney-server-*.log")
+            assert log.stem == run_folder.name
             assert not [each for each in os.listdir("/dev/shm") if each[:22] in left]
             left.add(run_folder.name)
             clients = [

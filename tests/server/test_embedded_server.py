@@ -16,6 +16,7 @@ import psutil
 import pytest
 from jitney.errors import LoadError
 from jitney_server import server as module
+from jitney_server import starting_stubs
 from jitney_server.server import TritonServer
 
 from tests.real_server.client import wait_until
@@ -316,8 +317,8 @@ def test_a_start_notices_a_stub_that_has_ended(
         return subprocess.Popen(["/bin/sh", "-c", "exit 1 & exec sleep 60"], **options)
 
     monkeypatch.setattr(module, "launch", launch)
-    monkeypatch.setattr(module, "_STUBS_POLL_S", 0.1)
-    monkeypatch.setattr(module, "_ENDED_STUB_S", 0.3)
+    monkeypatch.setattr(starting_stubs, "_LOOK_S", 0.1)
+    monkeypatch.setattr(starting_stubs, "_ENDED_S", 0.3)
     server = TritonServer(repository, log_file=tmp_path / "log")
     with pytest.raises(LoadError, match="the process of a model has ended while the server"):
         server.start(timeout_s=50)

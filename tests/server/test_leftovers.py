@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -22,6 +22,9 @@ LAUNCHER = """
 import os, pathlib, subprocess, sys, time
 from jitney_server.leftovers import RunFolder
 folder = RunFolder()
+log = folder.path.with_suffix(".log")
+folder.note_log(log)
+log.touch()
 server = subprocess.Popen(["sleep", "3600"])
 folder.note_server(server.pid)
 environment = pathlib.Path(sys.argv[1], f"python_env_{os.urandom(3).hex()}")
@@ -62,7 +65,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machinery:
 
 
 class Launched:
-    """A launcher in a process of its own, with a server, a region and a folder in `/tmp`."""
+    """A launcher in a process of its own, with a server, a log, a region and a folder in `/tmp`."""
 
     def __init__(self, machine: Machinery, *words: str) -> None:
         environment = {**os.environ, "TMPDIR": str(machine.temporary)}
@@ -74,7 +77,13 @@ class Launched:
         self.server = psutil.Process(int(server))
         self.region = machine.shared / f"{self.folder.name}-region"
         self.region.write_bytes(b"x")
-        self.names = {self.folder.name, self.region.name, Path(python).name}
+        self.name_of = {
+            "folder": self.folder.name,
+            "log": f"{self.folder.name}.log",
+            "region": self.region.name,
+            "environment": Path(python).name,
+        }
+        self.names = set(self.name_of.values())
 
     def kill(self) -> None:
         """End the launcher, as `kill -9` does, and then its server."""
@@ -155,15 +164,132 @@ def test_a_folder_that_a_starting_server_may_have_made_stays(
     assert machine.names() == set()
 
 
-def test_a_server_that_others_started_keeps_its_folder(
-    machine: Machinery, launched: list[Launched], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def another_user(machine: Machinery, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+
+
+def unknown_boot(machine: Machinery, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a sandbox."""
+    monkeypatch.setattr(leftovers, "_BOOT_ID", machine.temporary / "none")
+
+
+def nothing_can_be_removed(machine: Machinery, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path) -> None:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(leftovers, "_kill_programs_in", fail)
+
+
+def a_server_without_a_record(machine: Machinery, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have made the folder in `/tmp`."""
     monkeypatch.setattr(leftovers, "_PYTHON_BACKEND", "python")  # this very process has it
+
+
+@pytest.mark.parametrize(
+    ("circumstance", "kinds"),
+    [
+        (another_user, {"folder", "region", "environment", "log"}),
+        (unknown_boot, {"folder", "region", "environment", "log"}),
+        (nothing_can_be_removed, {"folder", "region", "environment"}),
+        (a_server_without_a_record, {"environment"}),
+    ],
+)
+def test_what_stays_of_a_dead_server(
+    machine: Machinery,
+    launched: list[Launched],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    circumstance: Callable[[Machinery, pytest.MonkeyPatch], None],
+    kinds: set[str],
+) -> None:
     dead = Launched(machine, "ready")
     launched.append(dead)
     dead.kill()
+    circumstance(machine, monkeypatch)
     sweep()
-    assert machine.names() == {name for name in dead.names if name.startswith("python_env")}
+    assert machine.names() == {dead.name_of[kind] for kind in kinds}
+    is_said = str(dead.folder) in caplog.text
+    assert is_said == (circumstance == nothing_can_be_removed)
+
+
+def test_a_run_folder_goes_where_the_boot_is_not_known(
+    machine: Machinery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unknown_boot(machine, monkeypatch)
+    folder = RunFolder()
+    folder.remove()
+    assert not folder.path.exists()
+
+
+HERE = leftovers._this_machine()
+ANOTHER = {
+    name: msgspec.structs.replace(HERE, **fields)
+    for name, fields in {
+        "boot": {"boot": "another"},
+        "unknown boot": {"boot": ""},
+        "container": {"namespace": "another"},
+        "host": {"host": "another", "boot": "another"},
+        "system": {"system": "another", "boot": "another"},
+    }.items()
+}
+
+
+def record(machine_of_record: Machine) -> bytes:
+    """Of a launcher that has ended. Its id is used again, by this process."""
+    launcher = ProcessKey(os.getpid(), started=1)
+    return msgspec.json.encode(Owner(machine_of_record, launcher, launched_at=time.time()))
+
+
+@pytest.mark.parametrize(
+    ("content", "stays"),
+    [
+        # The folder is just being made, or an older version has made it.
+        (None, True),
+        (b"", True),
+        (b"{}", True),
+        (b"\xff", True),
+        # The id of a process has a meaning on its own machine, and until that is booted.
+        (record(HERE), False),
+        (record(ANOTHER["boot"]), False),
+        (record(ANOTHER["unknown boot"]), True),
+        (record(ANOTHER["container"]), True),
+        (record(ANOTHER["host"]), True),
+        (record(ANOTHER["system"]), True),
+    ],
+)
+def test_which_records_are_those_of_the_dead(
+    machine: Machinery, content: bytes | None, stays: bool
+) -> None:
+    folder = machine.temporary / "jitney-server-x"
+    folder.mkdir()
+    if content is not None:
+        (folder / "owner.json").write_bytes(content)
+    sweep()
+    assert folder.exists() == stays
+
+
+def test_a_link_to_a_folder_is_not_followed(machine: Machinery, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "owner.json").write_bytes(record(HERE))
+    (machine.temporary / "jitney-server-x").symlink_to(precious)
+    sweep()
+    assert (precious / "owner.json").exists()
+
+
+@pytest.mark.parametrize("name", ["other.log", "sub/jitney-server-x.log"])
+def test_a_record_names_no_file_but_a_temporary_log(machine: Machinery, name: str) -> None:
+    log = machine.temporary / name
+    log.parent.mkdir(exist_ok=True)
+    log.touch()
+    folder = machine.temporary / "jitney-server-x"
+    folder.mkdir()
+    owner = Owner(HERE, ProcessKey(os.getpid(), started=1), launched_at=0.0, log=str(log))
+    (folder / "owner.json").write_bytes(msgspec.json.encode(owner))
+    sweep()
+    assert not folder.exists()
+    assert log.exists()
 
 
 def test_an_environment_that_a_ready_server_unpacks_stays(
@@ -183,29 +309,6 @@ def test_an_environment_that_a_ready_server_unpacks_stays(
     assert unpacked.exists()
 
 
-def test_what_belongs_to_another_user_stays(
-    machine: Machinery, launched: list[Launched], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dead = Launched(machine, "ready")
-    launched.append(dead)
-    dead.kill()
-    own = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
-    sweep()
-    assert machine.names() == dead.names
-
-
-def test_a_link_to_a_folder_is_not_followed(machine: Machinery, tmp_path: Path) -> None:
-    precious = tmp_path / "precious"
-    precious.mkdir()
-    nobody = ProcessKey(1 << 30, 0)
-    owner = Owner(leftovers._this_machine(), nobody, launched_at=time.time())
-    (precious / "owner.json").write_bytes(msgspec.json.encode(owner))
-    (machine.temporary / "jitney-server-x").symlink_to(precious)
-    sweep()
-    assert (precious / "owner.json").exists()
-
-
 def test_a_folder_with_another_name_than_the_backend_makes_stays(
     machine: Machinery, launched: list[Launched]
 ) -> None:
@@ -217,59 +320,6 @@ def test_a_folder_with_another_name_than_the_backend_makes_stays(
     dead.kill()
     sweep()
     assert machine.names() == {"python_env_project", "python_env_abc", "python_env_ab-def"}
-
-
-@pytest.mark.parametrize("record", [None, b"", b"{}", b"\xff"])
-def test_a_folder_without_a_record_stays(machine: Machinery, record: bytes | None) -> None:
-    """It is just being made, or an older version has made it."""
-    folder = machine.temporary / "jitney-server-x"
-    folder.mkdir()
-    if record is not None:
-        (folder / "owner.json").write_bytes(record)
-    sweep()
-    assert folder.exists()
-
-
-HERE = leftovers._this_machine()
-
-
-@pytest.mark.parametrize(
-    ("machine_of_record", "stays"),
-    [
-        (HERE, False),
-        (msgspec.structs.replace(HERE, boot="another"), False),
-        (msgspec.structs.replace(HERE, boot=""), True),
-        (msgspec.structs.replace(HERE, namespace="of a container"), True),
-        (msgspec.structs.replace(HERE, host="another", boot="another"), True),
-        (msgspec.structs.replace(HERE, system="another", boot="another"), True),
-    ],
-)
-def test_a_record_counts_where_its_process_ids_have_a_meaning(
-    machine: Machinery, machine_of_record: Machine, stays: bool
-) -> None:
-    folder = machine.temporary / "jitney-server-x"
-    folder.mkdir()
-    # This process lives, but it was not started then: the id is used again.
-    launcher = ProcessKey(os.getpid(), started=1)
-    owner = Owner(machine_of_record, launcher, launched_at=time.time())
-    (folder / "owner.json").write_bytes(msgspec.json.encode(owner))
-    sweep()
-    assert folder.exists() == stays
-
-
-def test_where_the_start_of_the_machine_is_not_known_all_stays(
-    machine: Machinery, launched: list[Launched], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A sandbox hides it."""
-    dead = Launched(machine, "ready")
-    launched.append(dead)
-    dead.kill()
-    monkeypatch.setattr(leftovers, "_BOOT_ID", machine.temporary / "none")
-    sweep()
-    assert machine.names() == dead.names
-    folder = RunFolder()
-    folder.remove()
-    assert not folder.path.exists()
 
 
 def test_a_folder_that_goes_while_it_is_looked_at_stops_nothing(
@@ -290,25 +340,6 @@ def test_a_folder_that_goes_while_it_is_looked_at_stops_nothing(
     monkeypatch.setattr(leftovers, "_is_own_folder", look_late)
     sweep()
     assert machine.names() == set()
-
-
-def test_what_cannot_be_removed_stops_no_start(
-    machine: Machinery,
-    launched: list[Launched],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    dead = Launched(machine, "ready")
-    launched.append(dead)
-    dead.kill()
-
-    def fail(path: Path) -> None:
-        raise PermissionError(path)
-
-    monkeypatch.setattr(leftovers, "_kill_programs_in", fail)
-    sweep()
-    assert machine.names() == dead.names
-    assert str(dead.folder) in caplog.text
 
 
 @pytest.mark.parametrize("is_linked", [False, True])

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import types
 import urllib.error
@@ -17,9 +18,10 @@ from typing import Any
 import pytest
 from jitney import cli
 from jitney.errors import InvalidArgumentError, JitneyError
-from jitney_server import serving
+from jitney_server import gateway_process, serving
 from jitney_server.admin import Admin
 from jitney_server.doctor import Finding
+from jitney_server.gateway_process import GatewayProcess
 from jitney_server.ports import ServerPorts, choose_ports
 from jitney_server.server import TritonServer
 from jitney_server.stopping import interruptible
@@ -209,7 +211,10 @@ def test_a_repository_without_models_is_a_warning(
     (tmp_path / "config.pbtxt").write_text("")  # a file beside the models is no model
     server = TritonServer(tmp_path)
     monkeypatch.setattr(Admin, "model_states", lambda self: {})
-    serving._print_welcome(server)
+    monkeypatch.setattr(server, "start", lambda timeout_s: None)
+    asked_to_stop = threading.Event()
+    asked_to_stop.set()
+    serving._run(server, None, asked_to_stop, 1.0)
     assert f"warning: {tmp_path} holds no models" in capsys.readouterr().err
 
 
@@ -311,11 +316,13 @@ def test_a_gateway_beside_comes_back_and_stops_too(repository: Path, tmp_path: P
 
 GATEWAY = """
 import sys, time, types
-from jitney_server import serving
+from jitney_server.gateway_process import GatewayProcess
 server = types.SimpleNamespace(
     grpc_url="127.0.0.1:1", host="127.0.0.1", metrics_url="http://127.0.0.1:2/metrics"
 )
-gateway = serving.GatewayProcess(server, int(sys.argv[1]), ())
+def show(address):
+    print(address, flush=True)
+gateway = GatewayProcess(server, int(sys.argv[1]), (), say=print, print_address=show)
 while True:
     gateway.turn()
     time.sleep(0.1)
@@ -341,33 +348,46 @@ def test_a_gateway_ends_when_who_started_it_is_killed() -> None:
     wait_until(is_free)
 
 
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is told of a gateway."""
-    lines: list[str] = []
-    monkeypatch.setattr(serving, "_say", lines.append)
-    return lines
+class Gateway:
+    """A gateway whose processes run some code, and what is told of it."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.addresses: list[str] = []
+        server = types.SimpleNamespace(
+            grpc_url="", host="127.0.0.1", metrics_url="", requested_ports=ServerPorts(8000, 0, 0)
+        )
+        self.process = GatewayProcess(
+            server,  # type: ignore[arg-type]
+            0,
+            (),
+            say=self.said.append,
+            print_address=self.addresses.append,
+        )
+
+    def turn_until(self, condition: Callable[[], bool]) -> None:
+        def is_met() -> bool:
+            self.process.turn()
+            return condition()
+
+        wait_until(is_met)
 
 
-Gateways = Callable[[str], serving.GatewayProcess]
+Gateways = Callable[[str], Gateway]
 
 
 @pytest.fixture
 def gateway_that_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateways]:
-    """Makes a gateway whose processes run some code."""
-    made: list[serving.GatewayProcess] = []
+    made: list[Gateway] = []
 
-    def make(code: str) -> serving.GatewayProcess:
-        monkeypatch.setattr(serving, "_RUN_GATEWAY", code)
-        server = types.SimpleNamespace(
-            grpc_url="", host="127.0.0.1", metrics_url="", requested_ports=ServerPorts(8000, 0, 0)
-        )
-        made.append(serving.GatewayProcess(server, 0, ()))  # type: ignore[arg-type]
+    def make(code: str) -> Gateway:
+        monkeypatch.setattr(gateway_process, "_RUN_GATEWAY", code)
+        made.append(Gateway())
         return made[-1]
 
     yield make
     for each in made:
-        each.kill()
+        each.process.kill()
 
 
 LISTENS = "import time; print('address', flush=True); time.sleep(3600)"
@@ -388,10 +408,10 @@ def test_a_gateway_that_could_not_start_is_found_before_the_models_load(
     gateway_that_runs: Gateways, monkeypatch: pytest.MonkeyPatch, code: str, reason: str
 ) -> None:
     if "sleep" in code:
-        monkeypatch.setattr(serving, "_GATEWAY_START_S", 0.1)
+        monkeypatch.setattr(gateway_process, "_START_S", 0.1)
     gateway = gateway_that_runs(code)
     with pytest.raises(JitneyError, match=reason):
-        gateway.check()
+        gateway.process.check()
 
 
 def test_what_a_gateway_needs_is_checked_by_the_gateway_itself(tmp_path: Path) -> None:
@@ -405,7 +425,13 @@ def test_what_a_gateway_needs_is_checked_by_the_gateway_itself(tmp_path: Path) -
     )
 
     def check(port: int, *options: str) -> None:
-        serving.GatewayProcess(server, port, options).check()  # type: ignore[arg-type]
+        GatewayProcess(
+            server,  # type: ignore[arg-type]
+            port,
+            options,
+            say=print,
+            print_address=print,
+        ).check()
 
     check(port)
     check(0)
@@ -418,9 +444,9 @@ def test_what_a_gateway_needs_is_checked_by_the_gateway_itself(tmp_path: Path) -
 
 
 def test_nothing_is_loaded_for_a_gateway_that_cannot_start(
-    gateway_that_runs: Gateways, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(serving, "_RUN_GATEWAY", "raise SystemExit(3)")
+    monkeypatch.setattr(gateway_process, "_RUN_GATEWAY", "raise SystemExit(3)")
     calls: list[str] = []
     server = types.SimpleNamespace(
         grpc_url="",
@@ -443,25 +469,23 @@ def test_nothing_is_loaded_for_a_gateway_that_cannot_start(
 
 
 def test_a_gateway_that_ends_is_started_again_after_growing_pauses(
-    gateway_that_runs: Gateways, monkeypatch: pytest.MonkeyPatch, said: list[str]
+    gateway_that_runs: Gateways, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It does not stop the server, and no turn waits for it."""
     gateway = gateway_that_runs("print('address', flush=True)")
-    wait_until(lambda: gateway.turn() or len(said) == 1)
-    monkeypatch.setattr(serving, "_RUN_GATEWAY", "raise SystemExit(3)")
-    # The first pause is none: another gateway runs already, with the code of before.
-    wait_until(lambda: gateway.turn() or len(said) == 2)
-    assert said == ["the gateway ended by itself, with status 0"] * 2
+    gateway.turn_until(lambda: len(gateway.said) == 1)
+    monkeypatch.setattr(gateway_process, "_RUN_GATEWAY", "raise SystemExit(3)")
+    # There is no first pause: another gateway runs already, with the code of before.
+    gateway.turn_until(lambda: len(gateway.said) == 2)
+    assert gateway.said == ["the gateway ended by itself, with status 0"] * 2
     began = time.monotonic()
-    wait_until(lambda: gateway.turn() or len(said) == 3)
-    assert said[-1] == "the gateway ended by itself, with status 3"
+    gateway.turn_until(lambda: len(gateway.said) == 3)
+    assert gateway.said[-1] == "the gateway ended by itself, with status 3"
     assert time.monotonic() - began > 0.9, "the next start waits for a second"
 
 
 def test_a_gateway_whose_start_fails_once_is_started_again(
-    gateway_that_runs: Gateways,
-    monkeypatch: pytest.MonkeyPatch,
-    said: list[str],
+    gateway_that_runs: Gateways, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The system has no process for it, or its port is taken: that passes."""
     gateway = gateway_that_runs(LISTENS)
@@ -473,29 +497,38 @@ def test_a_gateway_whose_start_fails_once_is_started_again(
             raise errors.pop(0)
         return real(*arguments, **options)
 
-    monkeypatch.setattr(serving.subprocess, "Popen", start)
-    printed: list[str] = []
-    monkeypatch.setattr(serving._OUT, "print", printed.append)
-    wait_until(lambda: gateway.turn() or printed == ["address"])
-    assert said == [
+    monkeypatch.setattr(gateway_process.subprocess, "Popen", start)
+    gateway.turn_until(lambda: gateway.addresses == ["address"])
+    assert gateway.said == [
         "the gateway could not be started: no process",
         "the gateway could not be started: the port is taken",
     ]
 
 
+def test_a_gateway_that_prints_does_not_hang(gateway_that_runs: Gateways) -> None:
+    """Neither itself, when its pipe is full, nor who waits for the end of a line."""
+    gateway = gateway_that_runs(
+        "import time; print('address', flush=True)\n"
+        "for number in range(5000): print('x' * 100, flush=True)\n"
+        "print('half a line', end='', flush=True); time.sleep(3600)"
+    )
+    gateway.turn_until(lambda: len(gateway.said) == 5000)
+    assert gateway.addresses == ["address"]
+    assert set(gateway.said) == {"the gateway: " + 100 * "x"}
+    gateway.process.turn()
+
+
 def test_a_gateway_that_does_not_listen_is_started_again(
-    gateway_that_runs: Gateways, monkeypatch: pytest.MonkeyPatch, said: list[str]
+    gateway_that_runs: Gateways, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "_GATEWAY_START_S", 0.2)
+    monkeypatch.setattr(gateway_process, "_START_S", 0.2)
     gateway = gateway_that_runs("import time; time.sleep(3600)")
-    wait_until(lambda: gateway.turn() or said)
+    gateway.turn_until(lambda: gateway.said != [])
     # From here on the next one that is started listens.
-    monkeypatch.setattr(serving, "_GATEWAY_START_S", 60.0)
-    monkeypatch.setattr(serving, "_RUN_GATEWAY", LISTENS)
-    printed: list[str] = []
-    monkeypatch.setattr(serving._OUT, "print", printed.append)
-    wait_until(lambda: gateway.turn() or printed == ["address"])
-    assert said == [
+    monkeypatch.setattr(gateway_process, "_START_S", 60.0)
+    monkeypatch.setattr(gateway_process, "_RUN_GATEWAY", LISTENS)
+    gateway.turn_until(lambda: gateway.addresses == ["address"])
+    assert gateway.said == [
         "the gateway does not listen after 0 s",
         "the gateway ended by itself, with status -9",
     ]

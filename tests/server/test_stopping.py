@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -12,17 +11,11 @@ from typing import cast
 
 import psutil
 import pytest
-from jitney.stop_signals import TIME_IS_OVER
-from jitney_server import stopping
+from jitney_server import connections, stopping
 from jitney_server.admin import Admin, ModelState, RefusedCallError
+from jitney_server.connections import HangUp, hang_up
 from jitney_server.ports import ServerPorts
-from jitney_server.stopping import (
-    HangUp,
-    StopOutcome,
-    hang_up,
-    requests_in_flight,
-    unload_all,
-)
+from jitney_server.stopping import StopOutcome, requests_in_flight, unload_all
 
 METRICS = """
 # HELP jitney_running_requests Requests accepted and not waiting
@@ -103,7 +96,7 @@ def test_a_connection_that_only_its_client_has_closed_ends() -> None:
 def closing_two(monkeypatch: pytest.MonkeyPatch, first_error: int) -> HangUp:
     """What becomes of two connections to this process if the system refuses the first one."""
     refused: list[int] = []
-    really_copied = stopping._copied_socket
+    really_copied = connections._copied_socket
 
     def copied(pidfd: int, descriptor: int) -> socket.socket:
         if not refused:
@@ -111,7 +104,7 @@ def closing_two(monkeypatch: pytest.MonkeyPatch, first_error: int) -> HangUp:
             raise OSError(first_error, os.strerror(first_error))
         return really_copied(pidfd, descriptor)
 
-    monkeypatch.setattr(stopping, "_copied_socket", copied)
+    monkeypatch.setattr(connections, "_copied_socket", copied)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
         with socket.create_connection(address), socket.create_connection(address):
@@ -144,7 +137,7 @@ class FakeAdmin:
         self.refusals, self.stuck, self.requests = refusals, stuck, requests
         self.state = "READY"
         self.asked = 0
-        self.told: list[signal.Signals] = []
+        self.told_to_end = 0
 
     def model_states(self) -> dict[str, ModelState]:
         return {"chat": ModelState(self.state, ""), "never": ModelState("", "")}
@@ -171,12 +164,10 @@ def outcome_of(
     monkeypatch.setattr(stopping, "_STUCK_S", 0.1)
     monkeypatch.setattr(stopping, "_STUCK_AFTER_GRACE_S", 0.1)
 
-    def tell(pid: int, number: signal.Signals) -> None:
-        assert pid == os.getpid()
-        server.told.append(number)
+    def tell_to_end() -> None:
+        server.told_to_end += 1
 
-    monkeypatch.setattr(stopping, "_tell_models", tell)
-    outcome = unload_all(cast("Admin", server), os.getpid(), grace_s)
+    outcome = unload_all(cast("Admin", server), os.getpid(), grace_s, tell_to_end)
     if outcome.problem is None:
         return outcome
     return outcome._replace(problem=re.sub(r"^after \S+ s ", "", outcome.problem))
@@ -200,7 +191,7 @@ def test_what_is_open_after_the_grace_is_cut_off_and_counted(
 
     class Server(FakeAdmin):
         def model_states(self) -> dict[str, ModelState]:
-            if self.told:
+            if self.told_to_end:
                 self.requests = 0
                 self.state = "UNAVAILABLE"
             return super().model_states()
@@ -209,7 +200,7 @@ def test_what_is_open_after_the_grace_is_cut_off_and_counted(
     began = time.monotonic()
     outcome = outcome_of(server, monkeypatch, grace_s=0.5)
     assert time.monotonic() - began > 0.5
-    assert server.told == [TIME_IS_OVER]
+    assert server.told_to_end == 1
     text = "3 requests were cut off: chat is UNLOADING with 3 requests in flight"
     assert outcome == StopOutcome(text, cut_requests=True)
     assert server.asked == 1, "a model that is unloading need not be asked again"
@@ -232,13 +223,13 @@ def test_a_model_that_the_server_does_not_end_holds_up_no_stop_and_is_no_problem
     server = FakeAdmin(stuck=True)
     outcome = outcome_of(server, monkeypatch, grace_s, unload_s=3600)
     assert outcome == StopOutcome(stuck="chat is UNLOADING with 0 requests in flight")
-    assert server.told == []
+    assert server.told_to_end == 0
 
 
 def test_a_stop_with_a_stuck_model_tells_what_was_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     class Server(FakeAdmin):
         def metrics(self) -> str:
-            if self.told:
+            if self.told_to_end:
                 self.requests = 0
             return super().metrics()
 

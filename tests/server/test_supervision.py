@@ -4,6 +4,7 @@ Real processes are in `test_serve.py`, `tests/compose/test_entrypoint.py` and `t
 """
 
 import itertools
+import threading
 import time
 import types
 from collections.abc import Callable
@@ -13,8 +14,8 @@ import pytest
 from jitney.errors import LoadError
 from jitney_server import supervision
 from jitney_server.admin import Admin, ModelState, NoAnswerError, RefusedCallError
+from jitney_server.connections import HangUp
 from jitney_server.ports import ServerPorts
-from jitney_server.stopping import HangUp
 from jitney_server.supervision import Supervisor
 
 
@@ -203,6 +204,25 @@ def test_a_model_that_dies_while_another_one_loads_is_noticed(
     run(10)
     assert noticed == [True]
     assert server.loads == ["embed", "chat"]
+
+
+def test_what_must_not_wait_is_done_while_a_model_loads(server, clock, said, monkeypatch) -> None:
+    """A gateway that has ended meanwhile is started again."""
+    monkeypatch.setattr(supervision, "_LOOK_S", 0.01)
+    done = threading.Event()
+    load = server.load
+
+    def slow_load(name: str, timeout_s: float) -> None:
+        assert done.wait(30)
+        load(name, timeout_s)
+
+    server.load = slow_load
+    supervisor = Supervisor(server, said.append, clock=lambda: clock.now, meanwhile=done.set)
+    server.processes[1].kill()
+    for _ in range(20):
+        clock.now += 0.5
+        supervisor.turn()
+    assert server.loads == ["embed"]
 
 
 def test_a_load_that_loses_its_connection_to_a_hang_up_is_asked_for_again(

@@ -1,10 +1,13 @@
-"""The memory and CPU time that this process may use: the machine's, below the limits of its control
-groups.
+"""The memory and CPU time that this process may use: those of the machine, or less if its control
+groups have limits.
 
-A process is in a group of one hierarchy (version 2), or of one for each controller (version 1); a
-machine can have both. The limits of all groups above it hold too. Where they are comes from
-``/proc/self/cgroup`` and ``/proc/self/mountinfo``: a container sees its own group as the top, a
-service of systemd is some levels below it.
+Control groups form trees. Version 2 has one tree, in which every process is in one group. Version 1
+has a tree for each controller (memory, cpu), and a process is in one group of each. A machine can
+have both versions. A process is bound by the limits of its group and of every group above it.
+
+``/proc/self/cgroup`` names the groups of this process, and ``/proc/self/mountinfo`` the folders
+where the trees are mounted. A process in a container sees its own group as the top of the tree. A
+service that systemd has started is some levels below the top.
 
 Called by ``machine``, and by ``jitney doctor``: no torch here. The files are described in
 docs.kernel.org/admin-guide/cgroup-v2 and cgroup-v1.
@@ -22,14 +25,14 @@ _PROC = Path("/proc/self")
 
 
 class _Mount(NamedTuple):
-    """A hierarchy of groups, or a part of it, as a folder."""
+    """A folder where a tree of groups, or a part of it, is mounted."""
 
     folder: Path
     root: PurePosixPath
-    """The group that ``folder`` is."""
+    """The group whose files stand in ``folder``."""
     is_version_2: bool
     controllers: frozenset[str]
-    """Of version 1. Among them are the mount's other options."""
+    """The controllers of a tree of version 1. The set has the mount's other options too."""
 
 
 def free_memory(proc: Path = _PROC) -> int:
@@ -50,14 +53,14 @@ def memory_left(proc: Path = _PROC) -> int | None:
 
 
 def cpu_quota(proc: Path = _PROC) -> int | None:
-    """Cores whose whole time the groups of this process may use, rounded up. None: all."""
+    """CPU time that the groups of this process may use, in cores, rounded up. None: no limit."""
     quotas = []
     for group in _groups("cpu", proc):
-        # Version 2: "<quota> <period>" in microseconds, or "max <period>" without a limit. Version
-        # 1: one file each, and a quota of -1 without a limit.
-        text = _read(group / "cpu.max") or " ".join(
-            (_read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us"))
-        )
+        # Version 2: "<quota> <period>" in microseconds, or "max <period>" without a limit.
+        text = _read(group / "cpu.max")
+        if not text:
+            # Version 1: a file for each, and a quota of -1 without a limit.
+            text = f"{_read(group / 'cpu.cfs_quota_us')} {_read(group / 'cpu.cfs_period_us')}"
         found = re.fullmatch(r"(\d+) (\d+)", text)
         if found is not None:
             quota = int(found[1])
@@ -67,14 +70,17 @@ def cpu_quota(proc: Path = _PROC) -> int | None:
 
 
 def _memory_limit(group: Path) -> int | None:
+    """Bytes. None: this group has no limit."""
     limits = []
-    # memory.high: above it the kernel does not refuse, but slows the process down until it stands.
-    # memory.limit_in_bytes: of version 1, where no limit is a number beyond any memory.
+    # memory.max and memory.high are of version 2: "max" without a limit. Above memory.high the
+    # kernel refuses nothing, but slows the process down, in the end to a standstill.
+    # memory.limit_in_bytes is of version 1: without a limit, a number larger than any memory.
     for name in ("memory.max", "memory.high", "memory.limit_in_bytes"):
         text = _read(group / name)
         if text.isdigit():
             limits.append(int(text))
-    # Version 1: the lowest limit of this group and those above it, which a container cannot see.
+    # Version 1 also gives the lowest limit of this group and of all above it. A container cannot
+    # see the files of those above.
     inherited = _memory_stat(group, "hierarchical_memory_limit")
     if inherited is not None:
         limits.append(inherited)
@@ -82,10 +88,11 @@ def _memory_limit(group: Path) -> int | None:
 
 
 def _memory_used(group: Path) -> int:
-    """Bytes in use, without pages of files that were not used lately: those are freed when
-    needed."""
+    """Bytes in use, without cached pages of files that were not used lately: the kernel frees those
+    when memory is needed."""
     used = _read(group / "memory.current") or _read(group / "memory.usage_in_bytes")
-    # The file of version 1 has both; its ``inactive_file`` is without the groups below.
+    # Only version 1 has ``total_inactive_file``. It counts the groups below this one too; there
+    # ``inactive_file`` does not.
     reclaimable = _memory_stat(group, "total_inactive_file")
     if reclaimable is None:
         reclaimable = _memory_stat(group, "inactive_file")
@@ -101,8 +108,8 @@ def _memory_stat(group: Path, name: str) -> int | None:
 
 
 def _groups(controller: str, proc: Path) -> Iterator[Path]:
-    """The folders of this process's groups that can limit what ``controller`` counts, and of all
-    groups above them that can be seen."""
+    """The folders of this process's groups in the trees that have the controller, and of all groups
+    above them that can be seen."""
     own_groups = _own_groups(proc)
     for mount in _mounts(proc):
         if mount.is_version_2:
@@ -116,8 +123,9 @@ def _groups(controller: str, proc: Path) -> Iterator[Path]:
 
 
 def _upwards(mount: _Mount, group: PurePosixPath) -> Iterator[Path]:
+    """The folders of the group and of all groups above it, up to the mount."""
     folder = mount.folder
-    # A group outside of what is mounted cannot be seen. The mount's top is the nearest.
+    # If the group lies outside the mounted part of the tree, only the mount itself can be read.
     if group.is_relative_to(mount.root) and ".." not in group.parts:
         folder = mount.folder / group.relative_to(mount.root)
     while folder != mount.folder:
@@ -127,7 +135,7 @@ def _upwards(mount: _Mount, group: PurePosixPath) -> Iterator[Path]:
 
 
 def _own_groups(proc: Path) -> dict[str, PurePosixPath]:
-    """This process's group of each controller of version 1, and under "" that of version 2."""
+    """Controller -> this process's group in its tree of version 1. The key of version 2 is ""."""
     groups = {}
     for line in _read(proc / "cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
@@ -137,12 +145,13 @@ def _own_groups(proc: Path) -> dict[str, PurePosixPath]:
 
 
 def _mounts(proc: Path) -> Iterator[_Mount]:
-    """Every mount of a hierarchy, as proc_pid_mountinfo(5) has it."""
+    """Every mount of a tree of groups, from proc_pid_mountinfo(5)."""
     for line in _read(proc / "mountinfo").splitlines():
-        place, _, source = line.partition(" - ")
-        fields = place.split()
-        kind = source.split()[0]
-        options = source.split()[-1]  # the field between them may be empty
+        before_dash, _, after_dash = line.partition(" - ")
+        fields = before_dash.split()
+        # Behind the dash: the file system, the source, which may be empty, and the options.
+        kind = after_dash.split()[0]
+        options = after_dash.split()[-1]
         if kind in ("cgroup", "cgroup2"):
             yield _Mount(
                 folder=Path(_unescaped(fields[4])),
@@ -153,7 +162,7 @@ def _mounts(proc: Path) -> Iterator[_Mount]:
 
 
 def _unescaped(path: str) -> str:
-    """A path of mountinfo, in which a space is ``\\040``."""
+    """The path that mountinfo writes with a space as ``\\040``, and so on."""
     return re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), path)
 
 

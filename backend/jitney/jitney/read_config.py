@@ -93,6 +93,31 @@ def _with_absolute_paths(config: EngineConfig, folder: Path) -> EngineConfig:
     return msgspec.structs.replace(config, **changes)
 
 
+def check_models_exist(config: EngineConfig) -> None:
+    """Raise ConfigError if the checkpoint of ``config``, or that of its draft model, is not on this
+    machine. Takes milliseconds, where an engine that looks for it needs many seconds to start."""
+    names = {"model": config.model}
+    speculation = config.speculation
+    if speculation is not None and speculation.model is not None:
+        names["speculation.model"] = speculation.model
+    for option, name in names.items():
+        is_path = os.path.exists(name.encode())  # as bytes: see _bytes_of_path
+        if not is_path and not _is_in_hub_cache(name):
+            raise ConfigError(
+                f"option {option} is {show(name, MOST_OF_PATH)}, which is neither a folder nor a "
+                f"GGUF file, nor the id of a model in the local hub cache; `hf download` fetches a "
+                f"model of the hub"
+            )
+
+
+def _is_in_hub_cache(name: str) -> bool:
+    """Whether the hub's cache has a snapshot of the model NAME or OWNER/NAME."""
+    from huggingface_hub import constants  # its import is fast, that of the library is not
+
+    folder = Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "snapshots")
+    return folder.is_dir() and any(folder.iterdir())
+
+
 def _find(option: str, name: str, folder: Path) -> str | None:
     """The absolute path of the file or folder ``name`` in ``folder``; None if there is none, but
     ``name`` may be an id. Raises ConfigError if it can only be a path, so that nobody waits for an

@@ -1,13 +1,14 @@
 """Ends the process of a model at once when its server has ended.
 
-The server's stub looks for its server every 0.3 s and ends, too. But it frees its shared memory
-before, and may wait for a lock there that the dead server held: such a stub stays for ever, and
-with it whatever it has started. So every backend of ours calls :func:`end_with_server` before it
-loads anything.
+The server's stub itself looks for its server every 0.3 s, and ends without it. But before it ends,
+it frees its shared memory, and there it may wait for ever for a lock that the dead server held.
+Then everything that the stub has started stays too. So every backend of ours calls
+:func:`end_with_server` before it loads anything.
 
-``jitney serve`` also has a guard that kills what is left (``jitney_server.launch``). This thread is
-for servers that others have started; it cannot run while another thread waits for such a lock and
-holds the interpreter's.
+A server that ``jitney serve`` has started also has a guard, a process that kills what is left
+(``jitney_server.launch``). The thread of this module is for other servers. It does not always help:
+while another thread waits for such a lock and holds Python's global interpreter lock, no thread can
+run.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ def end_with_server() -> None:
 
 def _end_without(server: int) -> None:
     ended = select.poll()
-    # An error says that it has just ended, or that this system cannot wait for it.
+    # OSError: the server has just ended, or this system has no process descriptors.
     with contextlib.suppress(OSError):
         ended.register(os.pidfd_open(server), select.POLLIN)
         ended.poll()

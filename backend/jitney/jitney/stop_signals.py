@@ -1,14 +1,53 @@
-"""The signals by which a launcher tells the models' processes that their server stops.
+"""How a launcher tells the models' processes that it stops their server.
 
-``jitney_server.stopping`` sends them, ``frontend.termination`` hears them. A process that knows
-nothing of them, such as another model's, ignores the last two by default.
+A signal alone is not believed, because anybody may send one. The launcher writes a :class:`Note`
+into a file, and then sends LOOK to each process. It has named the file to the server in the
+environment variable VARIABLE, which the models' processes inherit.
+
+A server that something else stops (systemd, ``docker stop``) has no note. Its models' processes may
+get SIGTERM then.
+
+``jitney_server.stopping`` writes and sends, ``frontend.termination`` reads. A process that does not
+know LOOK ignores it by default.
 """
 
+import enum
+import os
 import signal
+from pathlib import Path
 
 STOPS = signal.SIGTERM
-"""The server stops. It may come from anybody: nobody need be there who keeps the time."""
-TIME_IS_KEPT = signal.SIGURG
-"""The launcher stops the server, and tells when the time for running requests is over."""
-TIME_IS_OVER = signal.SIGWINCH
-"""What is still open must end now. Counts only after TIME_IS_KEPT: a terminal sends it, too."""
+"""The server stops, perhaps without a launcher of ours."""
+LOOK = signal.SIGURG
+"""There may be a new note."""
+VARIABLE = "JITNEY_STOP_NOTE"
+"""Environment variable: the path of the note."""
+
+
+class Note(enum.Enum):
+    """What the launcher tells the models."""
+
+    WAIT = "wait"
+    """The server stops. Refuse new requests, and let those that run go on."""
+    END = "end"
+    """The time for running requests is over: end them with an error."""
+
+
+def write_note(file: Path, note: Note) -> None:
+    """Write the note, in place of an earlier one. Raises OSError."""
+    # A reader sees the old note or the new one, never a part.
+    written = file.with_name(f"{file.name}.new")
+    written.write_text(note.value, encoding="ascii")
+    written.replace(file)
+
+
+def read_note() -> Note | None:
+    """The note of the launcher that has started this process's server. None: it has written none,
+    or there is no such launcher."""
+    file = os.environ.get(VARIABLE)
+    if not file:
+        return None
+    try:
+        return Note(Path(file).read_text(encoding="ascii"))
+    except (OSError, ValueError):  # there is no file, or it holds something else
+        return None

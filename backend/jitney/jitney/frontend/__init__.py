@@ -20,7 +20,8 @@ sweeper            the list of open requests, to     the server
 metrics            the counts, written a few times   the server
                    a second
 signals            the drain: when it begins, and    a signal
-                   when its time is over
+                   when its time is over or it is
+                   undone
 =================  ================================  =========================================
 
 The threads exchange messages. Each of these, which several threads change, has a lock: the

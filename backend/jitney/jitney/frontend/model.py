@@ -19,7 +19,7 @@ from jitney.engine.quiet import quiet_imports
 from jitney.errors import JitneyError
 from jitney.frontend.contract import complete_config
 from jitney.frontend.termination import drain_at_signals
-from jitney.read_config import load_config
+from jitney.read_config import check_models_exist, load_config
 from jitney.server_log import log_to_server
 from jitney.server_watch import end_with_server
 
@@ -49,6 +49,7 @@ class TritonPythonModel:
         version_folder = Path(args["model_repository"]) / args["model_version"]
         try:
             options = load_config(version_folder / "model.json", options_of(args))
+            check_models_exist(options)
             config = assign_device(options, args)
             service = _start(config, args)
             self._service = service

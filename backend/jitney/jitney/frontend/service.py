@@ -80,6 +80,7 @@ through that same queue. The few gauges are always up to date, since a stop of t
 them; and without open requests all metrics are."""
 _JOIN_S = 5.0
 """Seconds for which :meth:`Service.close` waits for each thread."""
+_SHUTTING_DOWN = "the server is shutting down"
 
 
 class Service:
@@ -333,17 +334,25 @@ class Service:
         return self._refusal is None and self._engine.health.up
 
     def drain(self, grace_s: float) -> None:
-        """Refuse new requests from now on, and end after ``grace_s`` seconds what is still open;
-        never, if that is infinite. A later call changes the time; one thread makes them all."""
-        self._refusal = "the server is shutting down"
+        """Refuse new requests from now on. End what is still open after ``grace_s`` seconds, or
+        never if that is infinite. A later call changes the time. Calls must not overlap."""
+        self._refusal = _SHUTTING_DOWN
         if self._cut is not None:
             self._cut.cancel()
         self._cut = None
         if math.isfinite(grace_s):
-            error = UnavailableError(self._refusal)
+            error = UnavailableError(_SHUTTING_DOWN)
             self._cut = threading.Timer(grace_s, self._responder.abort_all, (error,))
             self._cut.daemon = True
             self._cut.start()
+
+    def reopen(self) -> None:
+        """Serve new requests again after a drain. One that refuses for another reason goes on
+        refusing."""
+        if self._refusal == _SHUTTING_DOWN:
+            if self._cut is not None:
+                self._cut.cancel()
+            self._refusal = None
 
     def close(self) -> None:
         """End every thread, in bounded time. Requests that are still open end with an error."""

@@ -1,9 +1,10 @@
-"""How the front hears that its server stops, and what it does then.
+"""How the front learns that its server stops, and what it does then.
 
-The server calls ``finalize`` only once every response has been sent, and it exits after its timeout
-in any case, so a long stream would be cut without an error. Whatever stops the server sends signals
-to its stubs, too: our launcher those of :mod:`jitney.stop_signals`; systemd, or ``docker stop``
-with an init that forwards signals to the group, SIGTERM alone.
+The server calls ``finalize`` only after every response has been sent, and it exits when its timeout
+is over: that would cut a long stream without an error. So whatever stops the server also sends
+signals to the models' processes. Our launcher sends LOOK and writes a note
+(:mod:`jitney.stop_signals`). Others send SIGTERM alone: systemd does, and ``docker stop`` with an
+init that forwards signals to the process group.
 """
 
 import logging
@@ -15,49 +16,97 @@ from collections.abc import Callable, Collection
 from typing import Protocol
 
 from jitney.frontend.worker import Worker
-from jitney.stop_signals import STOPS, TIME_IS_KEPT, TIME_IS_OVER
+from jitney.stop_signals import LOOK, STOPS, Note, read_note
 
 _LOG = logging.getLogger(__name__)
+
+REOPEN_S = 60.0
+"""Seconds, after a drain that a SIGTERM began, until new requests are served again. A server that
+stops has ended by then, or takes no requests any more."""
 
 
 class Drained(Protocol):
     """What is stopped: the service."""
 
     def drain(self, grace_s: float) -> None:
-        """Refuse new requests, and end after ``grace_s`` seconds what is still open; never, if that
+        """Refuse new requests. End what is still open after ``grace_s`` seconds, or never if that
         is infinite. A later call changes the time."""
+
+    def reopen(self) -> None:
+        """Serve new requests again."""
 
     def count_error(self) -> None:
         """An exception was logged."""
 
 
 class Termination:
-    """Drains a service as the signals say. After SIGTERM alone, running requests have ``drain_s``
-    seconds. If a launcher keeps the time, they have exactly as long as it says."""
+    """Drains a service as the launcher's notes and SIGTERM say.
 
-    def __init__(self, service: Drained, drain_s: float) -> None:
+    A note of a launcher counts for good. SIGTERM without a note gives running requests ``drain_s``
+    seconds. If the process still runs ``reopen_s`` seconds after that, nobody has stopped the
+    server, and the service opens again.
+    """
+
+    def __init__(
+        self,
+        service: Drained,
+        drain_s: float,
+        *,
+        read_note: Callable[[], Note | None] = read_note,
+        reopen_s: float = REOPEN_S,
+    ) -> None:
         self._service = service
         self._drain_s = drain_s
-        self._is_draining = False
-        self._time_is_kept = False
+        self._read_note = read_note
+        self._reopen_s = reopen_s
+        self._obeyed: Note | None = None
+        """The last note that was acted upon."""
+        self._reopening: threading.Timer | None = None
+        """While a drain lasts that a SIGTERM began."""
+        self._lock = threading.Lock()
+        """The timer runs in a thread of its own."""
 
     def hear(self, number: int) -> None:
-        """Do what a signal asks for. Each of them may come again, and in any order."""
-        if number == TIME_IS_KEPT and not self._time_is_kept:
-            self._service.drain(math.inf)
-            self._time_is_kept = True
-        elif number == TIME_IS_OVER and self._time_is_kept:
+        """Act upon a signal. Signals may come several times, and in any order."""
+        note = self._read_note()
+        with self._lock:
+            if note is not None:
+                self._obey(note)
+            # Without a note, LOOK came from somebody else and means nothing.
+            elif number == STOPS and self._reopening is None:
+                self._drain_for_a_while()
+
+    def _obey(self, note: Note) -> None:
+        if self._reopening is not None:
+            self._reopening.cancel()
+        if note == Note.END and self._obeyed != Note.END:
             self._service.drain(0)
-        elif number == STOPS and not self._time_is_kept and not self._is_draining:
-            self._service.drain(self._drain_s)
-            self._is_draining = True
+            self._obeyed = note
+        elif note == Note.WAIT and self._obeyed is None:
+            self._service.drain(math.inf)
+            self._obeyed = note
+
+    def _drain_for_a_while(self) -> None:
+        self._service.drain(self._drain_s)
+        self._reopening = threading.Timer(self._drain_s + self._reopen_s, self._reopen)
+        self._reopening.daemon = True
+        self._reopening.start()
+
+    def _reopen(self) -> None:
+        with self._lock:
+            self._reopening = None
+            if self._obeyed is None:
+                _LOG.warning("SIGTERM came, but the server still runs: new requests are served")
+                self._service.reopen()
 
 
 def drain_at_signals(service: Drained, drain_s: float) -> None:
-    """Have a thread drain the service when a signal says so; the process goes on. See
+    """Have a thread drain the service when a signal says so. The process goes on. See
     :func:`on_signals`."""
     termination = Termination(service, drain_s)
-    on_signals((STOPS, TIME_IS_KEPT, TIME_IS_OVER), termination.hear, service.count_error)
+    on_signals((STOPS, LOOK), termination.hear, service.count_error)
+    # The stop may have begun while this model was loaded: then its signals came too early.
+    termination.hear(LOOK)
 
 
 class _SignalReader:
@@ -66,8 +115,8 @@ class _SignalReader:
     def __init__(self, numbers: Collection[int], callback: Callable[[int], None]) -> None:
         self._numbers = numbers
         self._callback = callback
-        # The writer is used by its descriptor alone. It is kept here, because it would be closed
-        # once it was collected, and then no signal could come.
+        # Only the writer's descriptor is used. But without this reference the writer would be
+        # collected, and so closed.
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)  # a signal handler must not wait
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
@@ -85,12 +134,14 @@ def on_signals(
     callback: Callable[[int], None],
     count_error: Callable[[], None],
 ) -> None:
-    """Run ``callback`` with the number of each of these signals, in a thread of its own; the
-    process goes on. If it raises, that is counted and logged, and the next signal runs it again.
-    Must be called from the main thread; elsewhere it only logs a warning.
+    """Have a thread call ``callback`` with the number of each of these signals. The process goes
+    on. An exception of ``callback`` is counted and logged, and the next signal calls it again.
 
-    The stub's main thread is in C++, where Python never runs a signal handler. But Python's handler
-    in C writes the signal's number to the wake-up descriptor at once, and a thread reads it there.
+    Must be called from the main thread. Elsewhere it only logs a warning.
+
+    Why a thread: Python runs a signal handler in the main thread only, between two of its
+    instructions. The stub's main thread runs C++. But at once, whatever the main thread does, the
+    interpreter writes the signal's number to the wake-up descriptor, which the thread reads.
     """
     if threading.current_thread() is not threading.main_thread():
         _LOG.warning("not in the main thread: SIGTERM will not be caught")

@@ -2,8 +2,8 @@
 
 Numba itself names the folder of compiled code after the folder that the source was imported from.
 The server imports this package through a folder of links whose name is new at each start, so Numba
-would find nothing again. Here the folder is named after what is compiled: the sources, wherever
-they are, and Numba's version. A checkout that moves finds its code too.
+would find nothing again. Here the folder is named after what is compiled: the text of the sources,
+and Numba's version. So a checkout that was moved finds its code too.
 
 Called by ``compiled``. Imported only where Numba is.
 """
@@ -23,6 +23,7 @@ from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLoca
 from numba.misc.appdirs import AppDirs
 
 from jitney.execution import byte_cache
+from jitney.kernels.cpu.code_folders import PREFIX, claim
 
 _OUTSIDE = Path(byte_cache.__file__)
 """The one file outside this folder whose constants are compiled into kernels."""
@@ -39,8 +40,8 @@ class _Locator(_CacheLocator):
 
     @classmethod
     def from_function(cls, py_func: Callable[..., Any], py_file: str) -> "_Locator | None":
-        """For the first folder that can be written to. None: there is none, or the function is of
-        no file, so that nobody would see that it has changed."""
+        """In the first folder that can be written to. None: there is no such folder; or the
+        function is defined in no file, and so nobody could tell when it has changed."""
         source = Path(py_file)
         if not source.is_file():
             return None
@@ -48,6 +49,7 @@ class _Locator(_CacheLocator):
             locator = cls(py_func, py_file, folder / _folder_name())
             with contextlib.suppress(OSError):
                 locator.ensure_cache_path()
+                claim(locator._folder)
                 return locator
         return None
 
@@ -55,7 +57,7 @@ class _Locator(_CacheLocator):
         return str(self._folder)
 
     def get_source_stamp(self) -> bytes:
-        """A digest of the function's own file, which may be none of this folder: a test's."""
+        """A digest of the function's own file. A test's function is not in this folder."""
         return hashlib.sha256(Path(self._py_file).read_bytes()).digest()
 
     def get_disambiguator(self) -> str:
@@ -112,4 +114,4 @@ def _folder_name() -> str:
     digest = hashlib.sha256(numba.__version__.encode())
     for path in [*sorted(Path(__file__).parent.glob("*.py")), _OUTSIDE]:
         digest.update(path.read_bytes())
-    return f"jitney-kernels-{digest.hexdigest()[:16]}"
+    return f"{PREFIX}{digest.hexdigest()[:16]}"
