@@ -8,8 +8,9 @@ Threads of one model instance. An exception in one of them is counted
 thread             owns                              may block on
 =================  ================================  =========================================
 the stub's         parsing of new requests           nothing of ours
-encoders           two for short prompts, one for    the processes that check grammars
-                   long ones, two for new grammars
+encoders           encoding: two threads of short    the processes that check grammars
+                   prompts, one of long ones, two
+                   of new grammars
 engine             the supervisor: the engine's      the engine's socket; the responder, while
                    process, its journal              64 reports wait
 engine's writer    what goes to the engine           the engine's socket
@@ -19,8 +20,8 @@ sweeper            the list of open requests, to     the server
                    ask which clients have gone
 metrics            the counts, written a few times   the server
                    a second
-signals            the drain: when it begins, and    a signal
-                   when its time is over
+signals            the begin of the drain, and the   a signal
+                   end of its time
 =================  ================================  =========================================
 
 The threads exchange messages. Each of these, which several threads change, has a lock: the
@@ -35,7 +36,8 @@ The objects of one request, from the server's call to its last response.
 object                made by                owned by              lives until
 ====================  =====================  ====================  =================================
 ``InferenceRequest``  the server             the stub's thread     its tensors are read
-``ClientRequest``     ``parse_request``      stub, then encoder    the prompt is encoded
+``ClientRequest``     ``parse_request``      stub, then encoder    the prompt is encoded, or the
+                                                                   request has ended
 ``Channel``           ``Service.accept``     stub, then responder  the final response
 ``Arrival``           ``Service``, once the  responder             the request has ended
                       checks are passed
