@@ -11,7 +11,7 @@ from jitney.adapters.peft_files import CONFIG, WEIGHTS
 from jitney.messages import Failed, Finished
 from safetensors.torch import save_file
 
-from tests.engine.test_supervisor import Front
+from tests.engine.front import Front
 
 PREFIX = "base_model.model.layer"
 TOKENS = 300

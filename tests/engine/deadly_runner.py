@@ -38,6 +38,12 @@ def loader() -> LoadModel:
     return load
 
 
+def hanging_loader() -> LoadModel:
+    """It hangs before an engine is forked, as an import of a library may."""
+    time.sleep(3600)
+    return load
+
+
 def loader_with_adapters() -> LoadModel:
     """The same, where engines have adapters: it imports what they need, ten seconds of work, once
     for all that are forked."""

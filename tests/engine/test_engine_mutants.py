@@ -7,6 +7,7 @@ import pytest
 from tests.mutants import assert_noticed
 
 JOURNAL = "engine/test_journal.py"
+BLAME = "engine/test_blame.py"
 PENDING = "engine/test_pending.py"
 GRAMMARS = "engine/test_grammar_check.py"
 WATCH = "engine/test_load_watch.py"
@@ -26,49 +27,49 @@ FAULTS: dict[str, tuple[str, ...]] = {
         "self._open if engine_is_silent else self._unsent_requests", "self._unsent_requests",
     ),
     "one sample proves a sequence innocent": (
-        "engine/journal.py", JOURNAL, "PROOF_SAMPLES = 2", "PROOF_SAMPLES = 1",
+        "engine/journal.py", BLAME, "PROOF_SAMPLES = 2", "PROOF_SAMPLES = 1",
     ),
     "samples of earlier engines are proof": (
-        "engine/journal.py", JOURNAL, "sequence.samples_by_engine = 0", "pass",
+        "engine/journal.py", BLAME, "sequence.samples_by_engine = 0", "pass",
     ),
     "one sequence proves all innocent": (
-        "engine/journal.py", JOURNAL,
+        "engine/journal.py", BLAME,
         "self.unproved.discard(tokens.index)", "self.unproved.clear()",
     ),
     "ended sequences are blamed": (
-        "engine/journal.py", JOURNAL,
+        "engine/journal.py", BLAME,
         "if entry is not None and not entry.sequences[row.index].emitted.ended:",
         "if entry is not None:",
     ),
     "kills count as crashes": (
-        "engine/journal.py", JOURNAL,
+        "engine/journal.py", BLAME,
         "self.was_only_killed = self.was_only_killed and from_elsewhere",
         "self.was_only_killed = False",
     ),
     "a crash among kills is forgotten": (
-        "engine/journal.py", JOURNAL,
+        "engine/journal.py", BLAME,
         "self.was_only_killed = self.was_only_killed and from_elsewhere",
         "self.was_only_killed = from_elsewhere",
     ),
     "who is beside others counts as alone": (
-        "engine/journal.py", JOURNAL, "alone=len(at_work) == 1", "alone=True",
+        "engine/journal.py", BLAME, "alone=len(at_work) == 1", "alone=True",
     ),
     "what is made is nobody's work": (
-        "engine/journal.py", JOURNAL,
+        "engine/journal.py", BLAME,
         "at_work.setdefault(key, _Work()).kinds.add(made.kind)", "pass",
     ),
     "a token does not prove resources innocent": (
-        "engine/journal.py", JOURNAL, "self.unproved_kinds.clear()", "pass",
+        "engine/journal.py", BLAME, "self.unproved_kinds.clear()", "pass",
     ),
     "others with the same resource stay": (
-        "engine/journal.py", JOURNAL, "        if entry.kinds_alone:\n", "        if False:\n",
+        "engine/journal.py", BLAME, "        if entry.kinds_alone:\n", "        if False:\n",
     ),
     "others fail for a resource that was at fault once": (
-        "engine/journal.py", JOURNAL,
+        "engine/journal.py", BLAME,
         "self.kinds_alone &= work.kinds", "self.kinds_alone |= work.kinds",
     ),
     "others join a suspect": (
-        "engine/journal.py", JOURNAL,
+        "engine/journal.py", BLAME,
         "if self._alone is not None and key != self._alone:", "if False:",
     ),
     "a late result is taken": (
@@ -111,7 +112,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     ),
     "a check may do nothing for ever": (
         "engine/grammar_check.py", GRAMMARS,
-        "if now - self._got_on_at > self._seconds or now > self._ends_at:", "if False:",
+        "if now - self._progress_at > self._seconds or now > self._ends_at:", "if False:",
     ),
     "the same is checked twice at once": (
         "engine/grammar_check.py", GRAMMARS,

@@ -10,11 +10,11 @@ from jitney.engine.load_watch import LoadWatch, ticks_of_all
 
 def test_a_load_without_progress_hangs() -> None:
     watch = LoadWatch(most_s=5.0, now=100.0)
-    assert not watch.hangs([], 105.0)
-    assert watch.hangs([], 105.1)
+    assert watch.look([], 105.0)
+    assert not watch.look([], 105.1)
     watch.note_message(105.0)
-    assert not watch.hangs([], 110.0)
-    assert watch.hangs([], 110.1)
+    assert watch.look([], 110.0)
+    assert not watch.look([], 110.1)
 
 
 def test_what_computes_gets_on_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,19 +23,19 @@ def test_what_computes_gets_on_for_a_while(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(load_watch, "ticks_of_all", lambda pid: next(ticks))
     watch = LoadWatch(most_s=5.0, now=0.0)
     for second in range(51):
-        assert not watch.hangs([1], float(second))
-    assert watch.hangs([1], 51.0)
+        assert watch.look([1], float(second))
+    assert not watch.look([1], 51.0)
     watch.note_message(51.0)
-    assert not watch.hangs([1], 52.0)
+    assert watch.look([1], 52.0)
 
 
 def test_time_in_which_nobody_looked_does_not_count() -> None:
     """All processes may have been stopped."""
     watch = LoadWatch(most_s=5.0, now=0.0)
-    assert not watch.hangs([], 4.0)
-    assert not watch.hangs([], 3600.0)
-    assert not watch.hangs([], 3605.0)
-    assert watch.hangs([], 3606.0)
+    assert watch.look([], 4.0)
+    assert watch.look([], 3600.0)
+    assert watch.look([], 3605.0)
+    assert not watch.look([], 3606.0)
 
 
 SCRIPT = """

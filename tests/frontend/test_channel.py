@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from jitney.errors import CancelledError, InternalError, InvalidArgumentError, UnavailableError
-from jitney.frontend.channel import Arrival, Channel, SendError, sweep
+from jitney.frontend.channel import Channel, SendError
+from jitney.frontend.replies import Arrival, sweep
 
 
 @pytest.mark.parametrize(

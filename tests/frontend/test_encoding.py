@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from jitney.frontend import service as module
+from jitney.frontend.protocol import parse_request
 from jitney.text.tokenizer import Tokenizer
 
 from tests.frontend.house import LABELS, House, count_of, ended, error_of, sampling, wait_until
@@ -107,14 +108,14 @@ def test_the_bytes_of_open_prompts_are_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Before they are encoded; what has ended counts no more, however it ended."""
-    size = len(LONG) + module.REQUEST_BYTES
+    size = parse_request(asked(pb, LONG)).num_bytes + module.REQUEST_BYTES
     monkeypatch.setattr(module, "MAX_OPEN_BYTES", 2 * size)
     house = make_house()
     first, second, refused = (asked(pb, LONG) for _ in range(3))
     for request in (first, second, refused):
         house.service.accept(request)
     assert error_of(refused) == (
-        f"UNAVAILABLE: the prompts of all open requests have {2 * size:,} bytes, and at most "
+        f"UNAVAILABLE: all open requests have {2 * size:,} bytes, and at most "
         f"{2 * size:,} may be open"
     )
     second.sender.cancelled = True

@@ -11,10 +11,10 @@ import pytest
 from jitney.errors import JitneyError, UnavailableError
 from jitney.frontend import protocol
 from jitney.frontend import responder as module
-from jitney.frontend.channel import Arrival, Channel
+from jitney.frontend.channel import Channel
 from jitney.frontend.metrics import ModelMetrics
 from jitney.frontend.protocol import ClientRequest, ResponseWriter
-from jitney.frontend.replies import Reply
+from jitney.frontend.replies import Arrival, Reply
 from jitney.frontend.responder import Responder
 from jitney.messages import (
     Event,

@@ -1,21 +1,14 @@
 """The service with the real engine over an arithmetic runner: accepting, sending, ending."""
 
-import gc
 import json
-import logging
 import math
 import threading
 import time
-import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from jitney.frontend import responder, service
-from jitney.frontend.channel import Channel
-from jitney.frontend.metrics import ModelMetrics, OpenCounts
-from jitney.frontend.responder import Responder
+from jitney.frontend import responder
 
 from tests.frontend.house import (
     LABELS,
@@ -241,106 +234,6 @@ def test_a_send_that_fails_though_the_client_is_there_is_answered_by_an_error(
     wait_until(lambda: pb.MetricFamily.values[failures] == 1)
 
 
-def test_accept_never_raises(
-    pb: Any, make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    house = make_house()
-    request = pb.Request(text_input="a")
-    monkeypatch.setattr(request, "inputs", lambda: 1 / 0)
-    house.service.accept(request)
-    assert error_of(request) == "INTERNAL: the request could not be taken in"
-
-
-def close_pools(house: House) -> None:
-    """As :meth:`Service.close` does first."""
-    for pool in (house.service._short, house.service._long, house.service._new_grammars):
-        pool.shutdown()
-
-
-REFUSED: dict[str, dict[str, Any]] = {
-    "too large": {"text_input": "the bus " * 100_000},
-    "too long": {"input_ids": list(range(5)) * 1000},
-    "an unknown parameter": {"text_input": "a", "sampling_parameters": '{"temprature": 1}'},
-    "a value out of range": {"text_input": "a", "sampling_parameters": '{"top_p": 2}'},
-    "no JSON": {"text_input": "a", "sampling_parameters": "{"},
-    "two prompts": {"text_input": "a", "messages": "[]"},
-    "a wrong type": {"text_input": "a", "stream": 1},
-    "an unknown input": {"text_input": "a", "text": "b"},
-    "a stream with its prompt": {
-        "text_input": "a", "stream": True, "exclude_input_in_output": False
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", [*REFUSED, "while it drains", "at a bug"])
-def test_the_inputs_of_a_refused_request_are_let_go_at_once(
-    pb: Any, make_house: Callable[..., House], what: str
-) -> None:
-    """They are in the server's shared memory. The garbage collector may come much later."""
-    house = make_house()
-    request = pb.Request(**REFUSED.get(what, {"text_input": "a"}))
-    if what == "while it drains":
-        house.service.drain(60)
-    if what == "at a bug":
-        request.request_id = None
-        logging.disable()  # the test's own handler would keep the exception
-    sender = request.sender
-    kept = weakref.ref(request)
-    gc.disable()
-    try:
-        house.service.accept(request)
-        del request
-        assert sender.final == 1
-        assert sender.sent[0].error is not None
-        assert kept() is None
-    finally:
-        gc.enable()
-        logging.disable(logging.NOTSET)
-
-
-def test_a_refusal_waits_for_room_and_holds_no_inputs(
-    pb: Any, make_house: Callable[..., House], shared_memory: Any
-) -> None:
-    house = make_house()
-    request = pb.Request(text_input="a", sampling_parameters='{"top_p": 2}')
-    sender = request.sender
-    kept = weakref.ref(request)
-    shared_memory.senders = [sender]
-    shared_memory.set_room(False)
-    gc.disable()
-    try:
-        house.service.accept(request)
-        del request
-        assert kept() is None
-    finally:
-        gc.enable()
-    time.sleep(0.1)
-    assert not sender.closed
-    shared_memory.set_room(True)
-    wait_until(lambda: sender.final)
-    assert sender.sent[0].error.text.startswith("INVALID_ARGUMENT: top_p is 2")
-
-
-@pytest.mark.parametrize("fault", ["the pools are closed", "the choice of a pool raises"])
-def test_a_request_that_no_thread_can_encode_ends_once_and_is_not_kept(
-    pb: Any, make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
-    house = make_house()
-    service = house.service
-    if fault == "the pools are closed":
-        close_pools(house)
-    else:
-        monkeypatch.setattr(service, "_encoders_for", lambda request: 1 / 0)
-    request = pb.Request(text_input="a")
-    service.accept(request)
-    wait_until(lambda: ended(request))
-    wait_until(lambda: service._responder.counts.encoding == 0)
-    assert service._responder.ended_bytes == service._accepted_bytes
-    service.close()
-    assert request.sender.final == 1
-    assert count_of("unavailable") + count_of("failed") == 1
-
-
 def test_a_bug_in_one_text_fails_that_request_alone(
     pb: Any, make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -430,112 +323,6 @@ def test_close_sends_what_has_ended_and_says_unavailable_to_the_rest(
         assert response.error is None
     for request in endless:
         assert error_of(request) == "UNAVAILABLE: the model is being unloaded"
-
-
-@pytest.mark.parametrize("worker", ["responder", "sweeper", "metrics"])
-def test_an_exception_in_a_thread_is_counted_and_the_thread_goes_on(
-    pb: Any, make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch, worker: str
-) -> None:
-    house = make_house(step_seconds=0.002)
-    owner, name = {
-        "responder": (house.service._metrics, "add_step"),
-        "sweeper": (Channel, "is_cancelled"),
-        "metrics": (house.service._metrics, "flush"),
-    }[worker]
-    faults: list[int] = []
-
-    def fail(*_: Any) -> None:
-        faults.append(1)
-        raise ZeroDivisionError
-
-    with monkeypatch.context() as broken:
-        broken.setattr(owner, name, fail)
-        request = pb.Request(text_input="a", sampling_parameters=sampling(max_tokens=20))
-        house.service.accept(request)
-        wait_until(lambda: ended(request))
-        assert request.sender.sent[0].error is None
-        wait_until(lambda: faults)
-    errors = ("jitney_thread_errors_total", frozenset(LABELS.items()))
-    wait_until(lambda: pb.MetricFamily.values[errors] > 0)
-    late = pb.Request(text_input="a", stream=True, sampling_parameters=sampling(max_tokens=1900))
-    house.service.accept(late)
-    wait_until(lambda: late.sender.sent)
-    late.sender.cancelled = True
-    wait_until(lambda: ended(late))
-    assert all(each.is_alive for each in house.service._workers.values())
-
-
-def stop_worker(house: House, name: str) -> None:
-    house.service._workers[name].stop()
-    house.service._workers[name].join(10)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "period"),
-    [(0.0001, 0.01), (0.01, 0.2), (0.1, 1.0), (1.0, 4.0)],
-    ids=["few requests", "a twentieth of the time", "once a second", "very many requests"],
-)
-def test_sweeps_are_fewer_the_longer_they_take(
-    pb: Any,
-    make_house: Callable[..., House],
-    monkeypatch: pytest.MonkeyPatch,
-    seconds: float,
-    period: float,
-) -> None:
-    house = make_house(step_seconds=0.002)
-    stop_worker(house, "sweeper")
-    request = pb.Request(text_input="a", sampling_parameters=sampling(max_tokens=1900))
-    house.service.accept(request)
-    now = 0.0
-
-    def ask(_: Channel) -> bool:
-        nonlocal now
-        now += seconds
-        return False
-
-    with monkeypatch.context() as slow:
-        slow.setattr(service, "time", SimpleNamespace(monotonic=lambda: now))
-        slow.setattr(Channel, "is_cancelled", ask)
-        pause = house.service._sweep()
-    assert now == seconds
-    assert seconds + pause == pytest.approx(period)
-
-
-def test_counters_are_sent_less_often_than_gauges_if_that_takes_long(
-    make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    house = make_house()
-    stop_worker(house, "metrics")
-    now = 100.0
-    house.service._all_metrics_due = now
-    counts = OpenCounts(encoding=0, submitted=1, reports=0)
-    flushes: list[bool] = []
-
-    def flush(_: ModelMetrics, *, only_gauges: bool = False) -> None:
-        nonlocal now
-        flushes.append(only_gauges)
-        now += 0.05
-
-    with monkeypatch.context() as slow:
-        slow.setattr(service, "time", SimpleNamespace(monotonic=lambda: now))
-        slow.setattr(ModelMetrics, "flush", flush)
-        slow.setattr(Responder, "counts", property(lambda _: counts))
-        for _ in range(3):
-            assert house.service._flush_metrics() == 0.02
-        now = 105.0  # a hundred times as long as the first one took
-        for _ in range(2):
-            house.service._flush_metrics()
-        counts = OpenCounts(encoding=0, submitted=0, reports=0)  # then all are up to date
-        house.service._flush_metrics()
-    assert flushes == [False, True, True, False, True, False]
-
-
-def test_sending_has_its_share_on_a_cpu_and_no_bound_on_a_gpu(
-    make_house: Callable[..., House],
-) -> None:
-    assert make_house().service._responder._send_queue.share == 0.2
-    assert make_house(send_share=0.5).service._responder._send_queue.share == 0.5
-    assert make_house(info_device="cuda:0").service._responder._send_queue.share == 1.0
 
 
 def test_draining_lets_short_requests_end_and_then_ends_the_rest(

@@ -92,3 +92,16 @@ def test_python_s_own_attributes_are_not_there() -> None:
 
 def test_a_day_for_the_template() -> None:
     assert ChatTemplate("{{ strftime_now('%Y') }}", {}).render(CHAT, {}).startswith("20")
+
+
+def test_a_text_that_grows_too_long_is_given_up_at_once() -> None:
+    """Each message with all messages: 10,000 of them would have 200 MB."""
+    each = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    every_pair = "{% for _ in messages %}" + each + "{% endfor %}"
+    chat = [{"role": "user", "content": "ab"}] * 10_000
+    template = ChatTemplate(every_pair, {})
+    with pytest.raises(
+        InvalidArgumentError, match=r"to more than 5,000 bytes \(max_prompt_bytes\)"
+    ):
+        template.render(chat, {}, most=5000)
+    assert template.render(chat[:50], {}, most=5000) == "ab" * 2500

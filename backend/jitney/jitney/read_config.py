@@ -119,10 +119,10 @@ def _is_in_hub_cache(name: str) -> bool:
 
 
 def _find(option: str, name: str, folder: Path) -> str | None:
-    """The absolute path of the file or folder ``name`` in ``folder``; None if there is none, but
-    ``name`` may be an id. Raises ConfigError if it can only be a path, so that nobody waits for an
-    engine to find that out; and if the system refuses to look: the name is too long, or permission
-    is missing."""
+    """The absolute path of the file or folder ``name`` in ``folder``. If there is none: None where
+    ``name`` may be an id of the hub, else a ConfigError, so that nobody waits for an engine to find
+    that out. Also raises ConfigError if the system refuses to look: the name is too long, or
+    permission is missing."""
     try:
         os.stat(_bytes_of_path(folder, name))
         return _absolute(option, name, folder)
@@ -141,7 +141,7 @@ def _find(option: str, name: str, folder: Path) -> str | None:
 
 
 def _absolute(option: str, name: str, folder: Path) -> str:
-    """The absolute path of ``name`` in ``folder``, which need not be there, without links. Raises
+    """The absolute path of ``name`` in ``folder``, with links resolved. It need not exist. Raises
     ConfigError if it is not UTF-8."""
     try:
         return os.path.realpath(_bytes_of_path(folder, name)).decode()
@@ -150,8 +150,9 @@ def _absolute(option: str, name: str, folder: Path) -> str:
 
 
 def _bytes_of_path(folder: Path, name: str) -> bytes:
-    """The path of ``name`` in ``folder``. The server's stub takes the names of files for ASCII
-    whatever the locale, so it can use one with other letters only as bytes."""
+    """The path of ``name`` in ``folder``. It is bytes, because in the server's stub Python takes
+    names of files for ASCII, whatever the locale. So a name with other letters can be used only as
+    bytes."""
     return os.path.join(os.fsencode(folder), name.encode())
 
 
@@ -196,35 +197,36 @@ def _without_removed(options: dict[str, object]) -> dict[str, object]:
 def _with_nested_structs(options: dict[str, object]) -> dict[str, object]:
     """The options that are objects, or lists of objects, as structs. Each is converted by itself,
     so that a message names the key inside it."""
-    made = dict(options)
+    converted = dict(options)
     speculation = _as_dict(options.get("speculation"), SpeculationConfig)
     if isinstance(speculation, dict):
-        made["speculation"] = _make_speculation(speculation)
+        converted["speculation"] = _make_speculation(speculation)
     tiers = options.get("tiers")
     if isinstance(tiers, (list, tuple)):
-        made["tiers"] = [_make_tier(index, given) for index, given in enumerate(tiers)]
-    return made
+        converted["tiers"] = [_make_tier(index, given) for index, given in enumerate(tiers)]
+    return converted
 
 
 def _as_dict(given: object, struct: type[msgspec.Struct]) -> object:
-    """The fields of a ``struct`` as a dict, which is checked like one that was read: a struct made
-    in Python may hold anything. Anything else is returned unchanged."""
+    """A ``struct`` that was made in Python, as a dict of its fields. It may hold anything, so it is
+    checked like a dict that was read from a file. Whatever is no ``struct`` is returned
+    unchanged."""
     return msgspec.structs.asdict(given) if isinstance(given, struct) else given
 
 
 def _make_speculation(given: dict[str, object]) -> SpeculationConfig:
     _check_names(given, SpeculationConfig, prefix="speculation.")
-    made = _convert(given, SpeculationConfig, prefix="speculation.")
-    needs_model = made.drafter in ("draft_model", "eagle")
-    if needs_model and made.model is None:
-        raise ConfigError(f"option speculation.model must be given with drafter {made.drafter!r}")
-    if made.model is not None and not needs_model:
-        bound = f"left out with drafter {made.drafter!r}"
-        raise ConfigError.of("speculation.model", made.model, bound)
-    if made.ngram_max < made.ngram_min:
-        bound = f"at least ngram_min, {made.ngram_min}"
-        raise ConfigError.of("speculation.ngram_max", made.ngram_max, bound)
-    return made
+    config = _convert(given, SpeculationConfig, prefix="speculation.")
+    needs_model = config.drafter in ("draft_model", "eagle")
+    if needs_model and config.model is None:
+        raise ConfigError(f"option speculation.model must be given with drafter {config.drafter!r}")
+    if config.model is not None and not needs_model:
+        bound = f"left out with drafter {config.drafter!r}"
+        raise ConfigError.of("speculation.model", config.model, bound)
+    if config.ngram_max < config.ngram_min:
+        bound = f"at least ngram_min, {config.ngram_min}"
+        raise ConfigError.of("speculation.ngram_max", config.ngram_max, bound)
+    return config
 
 
 def _make_tier(index: int, given: object) -> TierConfig:

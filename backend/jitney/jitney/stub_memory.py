@@ -19,9 +19,8 @@ ROOM = 16_384
 """Bytes that must be free in a pool that may not grow. The largest of these messages is a final
 response of 4 KiB of data, which needs about 5 KiB."""
 SPACE_TO_GROW = 16 << 20
-"""Bytes that must be free on ``FOLDER`` so that the pool surely grows. By default it grows by a
-MiB. With more free space the pool itself is not asked how full it is: its answer is not guarded
-against a growth at the same moment."""
+"""With so many free bytes on ``FOLDER``, the pool can surely grow: by default it grows by a MiB. It
+is then not asked how full it is, because it must not be asked while it grows."""
 FOLDER = "/dev/shm"
 """Where the pool is."""
 WAIT_S = 0.01
@@ -34,8 +33,8 @@ def has_room() -> bool:
 
 
 def wait_for_room(until: float) -> bool:
-    """Wait until there is room, or until ``until`` (monotonic seconds). Returns whether there is
-    room, and time left."""
+    """Wait until there is room, but no longer than ``until`` (monotonic seconds). Returns whether
+    there is room; False after ``until``, even if there is."""
     while time.monotonic() < until:
         if has_room():
             return True
@@ -44,7 +43,8 @@ def wait_for_room(until: float) -> bool:
 
 
 def _may_grow() -> bool:
-    """Whether the system lets the pool grow."""
+    """Whether the system surely lets the pool grow."""
+    # The pool is a file. If the size of files is limited, it may have reached the limit.
     most_bytes_of_a_file, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if most_bytes_of_a_file != resource.RLIM_INFINITY:
         return False

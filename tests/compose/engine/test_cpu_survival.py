@@ -170,7 +170,7 @@ def test_a_stop_lets_streams_end_and_every_container_ends_with_0(deployment: Dep
     with ThreadPoolExecutor(12) as pool:
         began = time.monotonic()
         list(pool.map(client.stream, [100] * 12))
-        # They must be met while all run, and end within the grace of the stop, on a slow machine too.
+        # They are met while all run, and end within the grace of the stop, on a slow machine too.
         long = max(600, min(900, int(2000 / (time.monotonic() - began))))
         over_http = [pool.submit(client.stream, long) for _ in range(4)]
         at_gateway = [pool.submit(client.complete, long) for _ in range(4)]

@@ -6,10 +6,11 @@ In the order in which they are read:
 - ``inbox``, ``steps``: what other threads send to the loop; how a step is made.
 - ``pending``, ``grammars``: where a request waits for a grammar or an adapter.
 - ``handle``: what a front asks of an engine, here or in a process of its own.
-- ``wire``, ``process``: what passes between the two processes; what runs in the engine's.
+- ``wire``, ``process``: what passes between the two processes; what runs in the engine's process.
 - ``journal``, ``supervisor``: what is open, and how an engine that died is replaced.
 - ``fork_server``: the process from which engines are forked. It has imported torch and transformers
   already, so only the model is loaded anew. It never touches the device.
+- ``start_engine``, ``load_watch``: a start of an engine; whether its load gets on.
 - ``child_process``, ``grammar_check``, ``quiet``: what a child process needs; a check in a process
   that may be killed; imports without noise.
 - ``loading``, ``assemble``: what loading a model gives; the one file that joins execution, kernels,

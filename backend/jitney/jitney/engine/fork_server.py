@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 
 from jitney.engine.child_process import child_environment, python_executable
-from jitney.engine.process import NUMBER
+from jitney.engine.process import DEVICE_LOST, NUMBER
 from jitney.engine.wire import Frames, Start, ToEngine, ToFront
 
 TICK_S = 0.5
@@ -27,6 +27,10 @@ TICK_S = 0.5
 _MOST_ENDING_S = 10.0
 """Longest wait for the exit status of an engine that has ended or was killed. A call of the
 device's driver may delay its end, or the fork server may be stopped: both are left behind then."""
+
+CAUSES = ("killed", "device_lost", "failed", "hung")
+"""Why an engine ended: by a signal, because its device failed, in another way, or because it did
+not get on and was killed for that."""
 
 AHEAD = "jitney.ahead"
 """Group of entry points that the fork server calls before its long imports. They start processes
@@ -60,14 +64,30 @@ class End:
     """Exit status; negative: the signal that ended it."""
     with_fork_server: bool
     """The fork server has ended first, and the engine with it: ``status`` is the fork server's."""
-    was_given_up: bool = False
-    """The fork server was killed here, because the engine's end took too long."""
+    killed_for: str | None = None
+    """Why this process has killed it: one of ``CAUSES``. None: it has not."""
+
+    @property
+    def cause(self) -> str:
+        """One of ``CAUSES``."""
+        if self.killed_for is not None:
+            return self.killed_for
+        if self.status < 0:
+            return "killed"
+        if self.status == DEVICE_LOST:
+            return "device_lost"
+        return "failed"
 
     @property
     def is_from_elsewhere(self) -> bool:
-        """Whether somebody has killed it by a signal that is sent to processes. A fault of its own
-        gives another one, such as SIGSEGV."""
-        return not self.was_given_up and self.status in (-signal.SIGKILL, -signal.SIGTERM)
+        """Whether somebody else has killed it, by a signal that is sent to processes. A fault of
+        its own gives another one, such as SIGSEGV."""
+        return self.killed_for is None and self.status in (-signal.SIGKILL, -signal.SIGTERM)
+
+    @property
+    def is_of_fork_server(self) -> bool:
+        """Whether the engine ended only because the fork server did."""
+        return self.killed_for is None and self.with_fork_server
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +159,8 @@ class ForkServer:
         # The fork server has died, and its engine with it.
         assert self._process is not None
         status = self._process.wait()
-        return End(status, with_fork_server=not is_given_up, was_given_up=is_given_up)
+        killed_for = "hung" if is_given_up else None
+        return End(status, with_fork_server=True, killed_for=killed_for)
 
     def close(self) -> None:
         """End it and wait until it has ended."""

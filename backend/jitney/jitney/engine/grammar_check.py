@@ -25,13 +25,13 @@ from jitney.sampling_params import StructuredOutputs
 NUM_PROCESSES = 2
 """With one, whoever has a check that takes long would delay everybody's."""
 _START_S = 60.0
-"""The same as ``grammar_timeout_s``, for a process that imports what it needs and reads the
-tokenizer."""
+"""Seconds of processor time that the start of a process may take: it imports what it needs, and
+reads the tokenizer."""
 _MOST_SLOWDOWN = 20
-"""A check may last so many times as long by the clock as it may compute: so much slower a busy
-machine may be."""
+"""Most seconds by the clock for each second of processor time that is allowed. On a busy machine
+they differ."""
 _LOOK_S = 0.1
-"""How often it is looked at how much a process has computed."""
+"""Seconds between two looks at the processor time of a process."""
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -82,15 +82,7 @@ class GrammarChecker:
 
         Takes at most ``grammar_timeout_s`` seconds of processor time once a process is free. If the
         process must be started first, that may take ``_START_S`` seconds of it more."""
-        asked = msgspec.json.encode(structured)
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_known(asked) or self._may_begin(asked))
-            verdict = self._find(asked)
-            if verdict is None:
-                self._in_progress.add(asked)
-                process = self._idle.pop()
-        if verdict is None:
-            verdict = self._check_in(process, asked)
+        verdict = self._verdict_on(msgspec.json.encode(structured))
         if isinstance(verdict, InvalidArgumentError):
             # A copy: this one is kept, and each raise would lengthen its traceback, whose frames
             # would stay alive with it.
@@ -101,6 +93,17 @@ class GrammarChecker:
         """End the processes, and refuse all further checks."""
         for process in self._processes:
             process.close()
+
+    def _verdict_on(self, asked: bytes) -> str | InvalidArgumentError:
+        """The verdict that is kept, or that of a check now."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_known(asked) or self._may_begin(asked))
+            verdict = self._find(asked)
+            if verdict is not None:
+                return verdict
+            self._in_progress.add(asked)
+            process = self._idle.pop()
+        return self._check_in(process, asked)
 
     def _may_begin(self, asked: bytes) -> bool:
         """Whether a process is free, and none is checking the same."""
@@ -223,21 +226,21 @@ class _Process:
 
 
 class _Limits:
-    """How long a process may work at an answer. What counts is what it computes: on a busy machine
-    the same work takes longer by the clock."""
+    """How long a process may work at an answer. Its processor time counts: on a busy machine the
+    same work takes longer by the clock."""
 
     def __init__(self, process: subprocess.Popen[bytes], seconds: float) -> None:
         self._process = process
         self._seconds = seconds
         self._used_before = seconds_of(process.pid)
         self._used = self._used_before
-        self._got_on_at = time.monotonic()
-        self._ends_at = self._got_on_at + _MOST_SLOWDOWN * seconds
+        self._progress_at = time.monotonic()
+        self._ends_at = self._progress_at + _MOST_SLOWDOWN * seconds
 
     def wait_for(self, descriptor: int, event: int) -> None:
-        """Wait until a pipe can be read or written. Raises _StuckError if the process has used up
-        its time before: has computed for so long, has done nothing for so long, or has taken very
-        much longer by the clock."""
+        """Wait until a pipe can be read or written. Raises _StuckError if before that the process
+        has used up its processor time, has used none for just as long, or has taken
+        ``_MOST_SLOWDOWN`` times as long by the clock."""
         poll = select.poll()
         poll.register(descriptor, event)
         while not poll.poll(1000 * _LOOK_S):
@@ -248,10 +251,10 @@ class _Limits:
         now = time.monotonic()
         if used > self._used:
             self._used = used
-            self._got_on_at = now
+            self._progress_at = now
         if used - self._used_before > self._seconds:
             raise _StuckError(is_too_complex=True)
-        if now - self._got_on_at > self._seconds or now > self._ends_at:
+        if now - self._progress_at > self._seconds or now > self._ends_at:
             raise _StuckError(is_too_complex=False)
 
     def ended(self) -> _StuckError:

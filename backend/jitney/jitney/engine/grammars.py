@@ -22,7 +22,8 @@ _Result = Grammar | JitneyError
 
 
 class Grammars:
-    """See the module's docstring. A request that has begun keeps its grammar in any case."""
+    """See the module's docstring. A request that has begun keeps its grammar, even if it is not
+    kept here any more."""
 
     kind = "grammar"
 
@@ -30,7 +31,7 @@ class Grammars:
         """At most ``most`` are kept."""
         self._compile = compile_grammar
         self._most = most
-        # A grammar's text is both its name and its id.
+        # For ``pending.Source`` a resource has a name and an id. Here both are the grammar's text.
         # Text -> result; the one that was used longest ago comes first.
         self._kept: OrderedDict[str, _Result] = OrderedDict()
         # Texts that take_ids_to_make() has not returned yet.
@@ -108,7 +109,7 @@ class Grammars:
         return True
 
     def report(self, stats: StepStats) -> None:
-        """It has no figures."""
+        """Nothing is reported of grammars."""
 
 
 def refuse(text: str) -> Grammar:

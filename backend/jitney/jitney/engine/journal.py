@@ -88,21 +88,21 @@ class _Entry:
     """When it emitted its first token, if it has."""
     later: list[Finish | Cancel] = field(default_factory=list)
     """The messages that followed its Submit. Every new engine gets them again."""
-    unproved: set[int] = field(default_factory=set)
-    """Its sequences of which rows were computed when an engine last ended that had it at work.
-    Those that have got past it since are left out."""
-    unproved_kinds: set[str] = field(default_factory=set)
-    """Kinds of resources that were being made for it then. Empty once it has a token since: its
-    resources were there."""
     deaths: int = 0
-    """Ends of engines that had it at work, since it was last proved innocent: since nothing of it
-    was unproved."""
+    """Ends of engines that had it at work. 0 again once it is proved innocent of them, which it is
+    once the next two are empty."""
+    unproved: set[int] = field(default_factory=set)
+    """Indices of the sequences that the last of these engines computed rows of, without those that
+    have got past it since."""
+    unproved_kinds: set[str] = field(default_factory=set)
+    """Kinds of the resources that the last of these engines was making for it. Empty once it has a
+    token since: its resources were there."""
     deaths_alone: int = 0
-    """Those of them at which it was a suspect, and nothing else was at work."""
+    """Those of ``deaths`` at which it was a suspect, and nothing else was at work."""
     was_only_killed: bool = True
-    """Whether all of those were kills from elsewhere."""
+    """Whether all of ``deaths_alone`` were kills from elsewhere."""
     kinds_alone: set[str] = field(default_factory=set)
-    """Kinds of resources that were being made at each of those."""
+    """Kinds of resources that were being made for it at each of ``deaths_alone``."""
     is_cancelled: bool = False
     """Whether ``later`` has a Cancel."""
     was_sent: bool = False
@@ -249,10 +249,10 @@ class Journal:
         *,
         from_elsewhere: bool = False,
     ) -> list[Failed]:
-        """The engine has ended while it computed ``rows`` and made the resources of ``making``:
-        both empty if it was not at work, or if its end was nobody's fault. ``from_elsewhere``:
-        somebody else has killed it. Returns the events of the requests that are failed because of
-        it."""
+        """The engine has ended while it computed ``rows`` and made the resources of ``making``.
+        Both are empty if it was not at work, or if no request can have ended it.
+        ``from_elsewhere``: somebody else has killed it. Returns the events of the requests that
+        fail for it."""
         at_work = self._at_work(rows, making)
         for key, work in at_work.items():
             self._open[key].note_death(work, alone=len(at_work) == 1, from_elsewhere=from_elsewhere)
@@ -296,12 +296,11 @@ class Journal:
     def _that_need_the_same(self, submit: Submit, kinds: set[str]) -> list[int]:
         """Keys of the open requests that need the same resources of these kinds as ``submit``
         does."""
-        needed = [_need_of(submit, kind) for kind in kinds]
-        return [
-            key
-            for key, entry in self._open.items()
-            if [_need_of(entry.submit, kind) for kind in kinds] == needed
-        ]
+        keys: list[int] = []
+        for key, entry in self._open.items():
+            if all(_need_of(entry.submit, kind) == _need_of(submit, kind) for kind in kinds):
+                keys.append(key)
+        return keys
 
     def _expect_new_engine(self) -> None:
         """The next engine needs every open request, with all of its messages, unsent ones

@@ -1,8 +1,9 @@
-"""Whether the processes that load a model get on with it.
+"""Whether a load of a model makes progress.
 
-A load is long and says little: a file of many gigabytes is read, kernels are compiled in processes
-of their own. So what they compute is looked at, too: processes that wait for something that never
-comes compute nothing. Linux alone tells; elsewhere only messages count.
+A load takes long and sends few messages: it reads files of many gigabytes, and compiles kernels in
+processes of their own. So the processor time of its processes counts as progress, too. Processes
+that wait for something that never comes use none. Only Linux tells it; elsewhere only messages
+count.
 """
 
 import contextlib
@@ -10,10 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _MOST_SILENCE = 10
-"""Processes that compute are left alone for so many times as long, and no longer: they may be in an
-endless loop."""
+"""A load that uses processor time but sends no message hangs after so many times ``most_s``: it may
+be in an endless loop."""
 _LONGEST_LOOK_S = 10.0
-"""If nobody looked for longer, this process was stopped itself, and perhaps the others, too."""
+"""Longest time between two calls of :meth:`LoadWatch.look`. If it was longer, this process was
+stopped, and perhaps the others, too: then the time does not count."""
 
 
 class LoadWatch:
@@ -22,28 +24,29 @@ class LoadWatch:
     def __init__(self, most_s: float, now: float) -> None:
         """The load hangs after ``most_s`` seconds without progress."""
         self._most_s = most_s
-        self._got_on_at = now
-        self._heard_at = now
+        self._progress_at = now
+        self._message_at = now
         self._looked_at = now
-        self._ticks = 0
+        self._ticks = 0  # of all processes, at the last look
 
     def note_message(self, now: float) -> None:
         """A process has sent a message."""
-        self._got_on_at = now
-        self._heard_at = now
+        self._progress_at = now
+        self._message_at = now
 
-    def hangs(self, pids: Sequence[int], now: float) -> bool:
-        """Whether the load hangs. All of its processes are among ``pids`` and their descendants."""
+    def look(self, pids: Sequence[int], now: float) -> bool:
+        """Look at the processes, which are ``pids`` and their descendants. Returns whether the load
+        makes progress; False: it hangs."""
         ticks = sum(map(ticks_of_all, pids))
         if now - self._looked_at > _LONGEST_LOOK_S:
             self.note_message(now)
         elif ticks != self._ticks:
-            self._got_on_at = now
+            self._progress_at = now
         self._ticks = ticks
         self._looked_at = now
-        without_progress = now - self._got_on_at
-        without_message = now - self._heard_at
-        return max(without_progress, without_message / _MOST_SILENCE) > self._most_s
+        if now - self._progress_at > self._most_s:
+            return False
+        return now - self._message_at <= _MOST_SILENCE * self._most_s
 
 
 def ticks_of_all(pid: int) -> int:

@@ -24,11 +24,10 @@ import struct
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from jitney.batch import Batch
 from jitney.engine.engine import Engine
 from jitney.engine.loading import LoadModel
 from jitney.engine.quiet import lean_imports, quiet_imports
@@ -153,7 +152,8 @@ def _run_engine_and_exit(descriptor: int, load: LoadModel, parent: int) -> NoRet
 
 
 class _Reports:
-    """The engine's outbox: sends its reports, and before any work for requests, whose it is."""
+    """The engine's outbox: sends its reports. Before the engine works for requests, it sends for
+    which."""
 
     def __init__(self, frames: Frames[ToEngine]) -> None:
         self._frames = frames
@@ -161,22 +161,15 @@ class _Reports:
     def put(self, report: StepReport) -> None:
         self._frames.send(report)
 
-    def begin_step(self, in_flight: list[Batch], new: Batch) -> None:
-        """Send the rows of these steps, so that the front knows which requests were being computed
-        if the engine dies."""
-        rows_in_flight: list[RowOwner] = []
-        for batch in in_flight:
-            rows_in_flight += _owners(batch)
-        self._frames.send(StepBegun(rows_in_flight, new=_owners(new)))
+    def begin_step(self, in_flight: Iterable[RowOwner], new: Iterable[RowOwner]) -> None:
+        """Send whose rows these are, so that the front knows which requests were being computed if
+        the engine dies. See ``steps.BeforeStep``."""
+        self._frames.send(StepBegun(list(in_flight), new=list(new)))
 
     def note_making(self, number: int, kind: str, keys: list[int]) -> None:
         """Send whose resource is about to be made, for the same purpose; see ``wire.Making``. Also
         called from other threads."""
         self._frames.send(Making(number, kind, keys))
-
-
-def _owners(batch: Batch) -> list[RowOwner]:
-    return [RowOwner(row.key, row.index) for row in batch.rows]
 
 
 def run_engine(descriptor: int, load: LoadModel) -> int:

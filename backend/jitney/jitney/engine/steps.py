@@ -11,11 +11,12 @@ each half that raises. A request is failed only if a step with this request alon
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from jitney.batch import Batch, Row, StepOutput
 from jitney.core.scheduler import Scheduler
+from jitney.engine.wire import RowOwner
 from jitney.errors import DeviceLostError, InternalError
 from jitney.execution.protocols import LaunchedStep, Runner
 from jitney.messages import Event
@@ -23,12 +24,15 @@ from jitney.messages import Event
 _log = logging.getLogger(__name__)
 
 
-BeforeStep = Callable[[list[Batch], Batch], None]
-"""Called before each launch, with the batches of the steps in flight, the oldest first, and the new
-batch. So a front knows what the device is computing if it fails, or kills the process."""
+BeforeStep = Callable[[Iterable[RowOwner], Iterable[RowOwner]], None]
+"""Called before each launch, with the sequences of the steps in flight and those of the new step.
+So a front knows for whom the device computes if it fails, or kills the process.
+
+Also called before a schedule that asks grammars which drafts they allow. That is native code, too:
+the second argument has the sequences whose grammars may be asked."""
 
 
-def ignore_step(in_flight: list[Batch], new: Batch) -> None:
+def ignore_step(in_flight: Iterable[RowOwner], new: Iterable[RowOwner]) -> None:
     """The :data:`BeforeStep` of a front that need not know."""
 
 
@@ -81,7 +85,7 @@ class Steps:
 
         Raises DeviceLostError.
         """
-        if not (self._scheduler.has_work or self._in_flight):
+        if not self._scheduler.has_work and not self._in_flight:
             return
         batch = self._schedule(now)
         if not batch.rows:
@@ -131,6 +135,7 @@ class Steps:
         if self._in_flight and not self._scheduler.can_plan_ahead:
             # What to schedule depends on what the step in flight samples.
             self._complete_oldest()
+        self._note_grammars_to_ask()
         batch = self._scheduler.schedule(now)
         if self._in_flight and _runs_draft_model(batch):
             # A step that runs a draft model overlaps with no other, for two reasons. Its launch
@@ -143,10 +148,23 @@ class Steps:
             batch = self._scheduler.schedule(now)
         return batch
 
+    def _note_grammars_to_ask(self) -> None:
+        """Tell the front whose grammars the next schedule may ask about drafts."""
+        if self._scheduler.config.speculation is None:
+            return
+        asked = [each for each in self._scheduler.live.running if each.grammar is not None]
+        if asked:
+            owners = (RowOwner(each.request.message.key, each.index) for each in asked)
+            self._before_step(self._owners_in_flight(), owners)
+
+    def _owners_in_flight(self) -> Iterator[RowOwner]:
+        """Whose rows are in flight."""
+        for launched in self._in_flight:
+            yield from _owners(launched.batch)
+
     def _launch(self, batch: Batch) -> bool:
         """Begin a step. False: it raised, and nothing of it runs."""
-        in_flight = [launched.batch for launched in self._in_flight]
-        self._before_step(in_flight, batch)
+        self._before_step(self._owners_in_flight(), _owners(batch))
         began = self._clock()
         try:
             step = self._runner.launch(batch)
@@ -176,8 +194,8 @@ class Steps:
             self._busy_since = ended
             self._events += self._scheduler.update(batch, output, now=ended, seconds=ended - began)
             return
-        # A later step continues what this one should have sampled: it computes nothing of use. Drop
-        # it; the scheduler schedules its rows again.
+        # A later step in flight began with tokens that this one has not sampled. So it computes
+        # nothing of use. Drop it; the scheduler schedules its rows again.
         later = [launched.batch for launched in self._in_flight]
         self.abandon()
         # Each revert undoes the newest schedule that is left, so the later step comes first.
@@ -228,6 +246,11 @@ class Steps:
         if isinstance(error, MemoryError):
             self.out_of_memory += 1
         _log.exception("a step raised")
+
+
+def _owners(batch: Batch) -> Iterator[RowOwner]:
+    for row in batch.rows:
+        yield RowOwner(row.key, row.index)
 
 
 def _halves(rows: list[Row]) -> list[list[Row]]:

@@ -19,7 +19,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import replace
 
 import msgspec
 
@@ -36,40 +36,12 @@ from jitney.engine.fork_server import (
 from jitney.engine.handle import Death, Health
 from jitney.engine.inbox import UNLOADED
 from jitney.engine.journal import Journal
-from jitney.engine.load_watch import LoadWatch
-from jitney.engine.process import DEVICE_LOST
-from jitney.engine.wire import (
-    Logged,
-    Making,
-    Ready,
-    Refused,
-    RowOwner,
-    Start,
-    StepBegun,
-    Stop,
-    ToFront,
-)
-from jitney.errors import (
-    CheckpointError,
-    ConfigError,
-    InstallationError,
-    JitneyError,
-    LoadError,
-    UnavailableError,
-    UnsupportedModelError,
-)
+from jitney.engine.start_engine import EngineStart, KilledError
+from jitney.engine.wire import Logged, Making, Ready, RowOwner, Start, StepBegun, Stop, ToFront
+from jitney.errors import UnavailableError
 from jitney.messages import Cancel, Event, FrontMessage, ModelInfo, StepReport, StepStats, Submit
 
 _log = logging.getLogger(__name__)
-
-CAUSES = ("killed", "device_lost", "failed", "hung")
-"""Why an engine ended: by a signal, because its device failed, in another way, by the watchdog."""
-
-_LOAD_ERRORS: dict[str, type[JitneyError]] = {
-    kind.__name__: kind
-    for kind in (CheckpointError, ConfigError, InstallationError, UnsupportedModelError)
-}
-"""The error that a load raises, by ``Refused.kind``; for any other kind it is a LoadError."""
 
 _STOP_S = 4.0
 """Seconds that an engine has to end after :meth:`SupervisedEngine.stop`."""
@@ -89,20 +61,6 @@ _PAUSES_AFTER_KILLS_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 
 
 _DOES_NOT_STAY_UP = "the engine does not stay up; it is being started again"
-
-
-class _KilledError(LoadError):
-    """Somebody has killed the engine, or the fork server, while it loaded the model."""
-
-
-class _Death(NamedTuple):
-    """Why an engine is gone."""
-
-    cause: str
-    """One of CAUSES."""
-    from_elsewhere: bool
-    """Somebody else has killed it, or the fork server."""
-    with_fork_server: bool
 
 
 class SupervisedEngine:
@@ -248,10 +206,10 @@ class SupervisedEngine:
         self._outbox = outbox
         try:
             while self._connection is not None:
-                death = self._read(self._connection)
+                end = self._read(self._connection)
                 if self._stopped.is_set():
                     break
-                self._replace(death)
+                self._replace(end)
         finally:
             try:
                 self.health.up = False
@@ -259,8 +217,8 @@ class SupervisedEngine:
             finally:
                 self.kill()
 
-    def _read(self, connection: EngineConnection) -> _Death:
-        """Hand reports on until the engine ends. Returns why it ended."""
+    def _read(self, connection: EngineConnection) -> End:
+        """Hand reports on until the engine ends. Returns how it ended."""
         self._heard = self._clock()
         killed_for: str | None = None
         # An EOFError says that it has ended, and that everything that it sent has been received. If
@@ -272,15 +230,9 @@ class SupervisedEngine:
             self.health.up = False
             self._connection = None
         end = connection.close(self._tick_while_ending)
-        if killed_for is None and end.was_given_up:
-            killed_for = "hung"
         if killed_for is not None:
-            return _Death(killed_for, from_elsewhere=False, with_fork_server=False)
-        return _Death(
-            _cause_of(end.status),
-            from_elsewhere=end.is_from_elsewhere,
-            with_fork_server=end.with_fork_server,
-        )
+            end = replace(end, killed_for=killed_for)
+        return end
 
     def _read_until_killed(self, connection: EngineConnection) -> str:
         """Hand reports on until there is a reason to kill the engine, and kill it. Returns the
@@ -355,8 +307,12 @@ class SupervisedEngine:
                 connection.send(Cancel(event.key))
         self._report(events)
 
+    def _tick_without_engine(self) -> None:
+        """Do what is due while there is no engine."""
+        self._expire(None, self._clock())
+
     def _tick_while_ending(self) -> None:
-        """Is called while an engine ends, which can do nothing for its requests any more."""
+        """Do what is due while an engine ends: it can do nothing for its requests any more."""
         with self._lock:
             events = self._journal.expire(self._clock(), engine_is_silent=True)
         self._report(events)
@@ -383,11 +339,11 @@ class SupervisedEngine:
 
     # ------------------------------------------------------------------ another engine
 
-    def _replace(self, death: _Death) -> None:
+    def _replace(self, end: End) -> None:
         """Start an engine in place of one that has died, and send it all open requests. Returns
         once one is loaded, or when this is stopped."""
         began = self._clock()
-        self._note_death(death, began)
+        self._note_death(end, began)
         pauses = _repeat_last(_PAUSES_S)
         pauses_after_kills = _repeat_last(_PAUSES_AFTER_KILLS_S)
         if len(self._deaths_without_step) >= _MOST_DEATHS:
@@ -397,9 +353,9 @@ class SupervisedEngine:
         while not self._stopped.is_set():
             try:
                 self._connect(Start(self.config, self._tokenizer))
-                self._log_replaced(death.cause, self._clock() - began)
+                self._log_replaced(end.cause, self._clock() - began)
                 return
-            except _KilledError as error:
+            except KilledError as error:
                 self._log_failed_start(error)
                 self._pause(next(pauses_after_kills))
             except Exception as error:
@@ -411,32 +367,31 @@ class SupervisedEngine:
         """Wait for so long, or until this is stopped."""
         end = self._clock() + seconds
         while not self._stopped.wait(min(TICK_S, seconds)):
-            now = self._clock()
-            self._expire(None, now)
-            if now >= end:
+            self._tick_without_engine()
+            if self._clock() >= end:
                 return
 
-    def _note_death(self, death: _Death, at: float) -> None:
+    def _note_death(self, end: End, at: float) -> None:
         """Count the death, and fail the requests that are proved to have caused it."""
         with self._lock:
-            if death.with_fork_server:
+            if end.is_of_fork_server:
                 failed = self._journal.note_death([])  # no request runs in it
             else:
                 failed = self._journal.note_death(
                     self._rows,
                     list(self._making.values()),
-                    from_elsewhere=death.from_elsewhere,
+                    from_elsewhere=end.is_from_elsewhere,
                 )
         self._rows = []
         self._latest_rows = []
         self._making.clear()
         self._stats = StepStats(blocks_total=self.info.num_blocks)
-        self.health.restarts[death.cause] += 1
-        self.health.deaths.append(Death(at, death.cause))
+        self.health.restarts[end.cause] += 1
+        self.health.deaths.append(Death(at, end.cause))
         self._report(failed)
         if failed:
             self._deaths_without_step.clear()  # the request that caused them is gone
-        elif not death.from_elsewhere:
+        elif not end.is_from_elsewhere:
             earliest = at - _DEATHS_WITHIN_S
             recent = [before for before in self._deaths_without_step if before > earliest]
             self._deaths_without_step = [*recent, at]
@@ -464,19 +419,16 @@ class SupervisedEngine:
     def _connect(self, start: Start) -> Ready:
         """Start a process and wait until it has loaded the model; then send it what is open.
         Raises LoadError."""
-        watch = LoadWatch(self.config.load_watchdog_s, self._clock())
-
-        def tick() -> None:
-            """Is called while the fork server gets ready."""
-            self._expire(None, self._clock())
-            self._check_load(watch)
-
-        connection = EngineConnection(self._fork_server, start, tick)
-        try:
-            ready = self._wait_until_loaded(connection, watch)
-        except BaseException:
-            connection.close(self._tick_while_ending)
-            raise
+        attempt = EngineStart(
+            self._fork_server,
+            start,
+            stopped=self._stopped,
+            clock=self._clock,
+            tick=self._tick_without_engine,
+            tick_while_ending=self._tick_while_ending,
+            receive=self._receive,
+        )
+        connection, ready = attempt.run()
         # Under one hold of the lock: else a new message could overtake the replay.
         with self._lock:
             self._connection = connection
@@ -490,47 +442,6 @@ class SupervisedEngine:
                 self._refusal = None
         return ready
 
-    def _wait_until_loaded(self, connection: EngineConnection, watch: LoadWatch) -> Ready:
-        while not self._stopped.is_set():
-            try:
-                message = self._receive(connection)
-            except EOFError:
-                raise _failed_load(connection.close(self._tick_while_ending)) from None
-            if isinstance(message, Ready):
-                return message
-            if isinstance(message, Refused):
-                raise _LOAD_ERRORS.get(message.kind, LoadError)(message.message)
-            if message is not None:
-                watch.note_message(self._clock())
-            self._check_load(watch, connection.pid)
-        raise LoadError(UNLOADED)
-
-    def _check_load(self, watch: LoadWatch, engine_pid: int | None = None) -> None:
-        """Raise LoadError if the load hangs."""
-        pids = [pid for pid in (self._fork_server.pid, engine_pid) if pid is not None]
-        if watch.hangs(pids, self._clock()):
-            seconds = self.config.load_watchdog_s
-            raise LoadError(
-                f"the engine's process does not get on with loading the model for {seconds:g} s "
-                "(load_watchdog_s)"
-            )
-
 
 def _repeat_last(pauses: Sequence[float]) -> Iterator[float]:
     return itertools.chain(pauses, itertools.repeat(pauses[-1]))
-
-
-def _cause_of(status: int) -> str:
-    """Why an engine ended that nobody here has killed: one of ``CAUSES``, by its exit status."""
-    if status < 0:
-        return "killed"
-    if status == DEVICE_LOST:
-        return "device_lost"
-    return "failed"
-
-
-def _failed_load(end: End) -> LoadError:
-    """The error for an engine's process that ended while it loaded the model."""
-    how = f"killed by signal {-end.status}" if end.status < 0 else f"exit status {end.status}"
-    text = f"the engine's process ended while it loaded the model ({how})"
-    return _KilledError(text) if end.is_from_elsewhere else LoadError(text)

@@ -58,7 +58,7 @@ class RowOwner(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepBegun(msgspec.Struct, frozen=True, array_like=True, tag="begun"):
-    """A step is about to be launched."""
+    """A step is about to be launched, or grammars are about to be asked for the next one."""
 
     in_flight: list[RowOwner]
     """Of the steps that are in flight already."""
@@ -70,11 +70,12 @@ class Making(msgspec.Struct, frozen=True, array_like=True, tag="making"):
     """A resource is about to be made, or looked for."""
 
     number: int
-    """Of this message, among those of its engine."""
+    """Another one for each resource."""
     kind: str
     """``Source.kind``."""
     keys: list[int]
-    """The requests that wait for it. Empty: what the message of this number said is over."""
+    """The requests that wait for it. Empty: the work that an earlier message with this number
+    announced has ended."""
 
 
 class Logged(msgspec.Struct, frozen=True, array_like=True, tag="logged"):

@@ -12,8 +12,8 @@ transformers' eager attention.
 
 A load, in the order to read: ``load`` (its docstring lists all steps), ``read_model`` with
 ``weights`` (the steps from the files to the proof), ``first_steps`` (which warms up the kernels).
-``machine``, ``options`` and ``memory`` say what the device has and how it is
-shared. ``weigh`` adds up what a load would take.
+``machine``, ``options`` and ``memory`` say what the device has and how it is shared. ``weigh`` adds
+up what a load would take.
 
 A step, in the order to read: ``protocols`` (what the engine asks), ``runner``, ``row_samples``
 (which tokens of a row need logits), ``attention`` (what attention must know of the step),

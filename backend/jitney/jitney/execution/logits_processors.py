@@ -181,7 +181,7 @@ def _penalizes_output(row: Row) -> bool:
 
 def counts_of(row: Row) -> TokenCounts:
     """How often each token occurs in prompt and output of a row with penalties."""
-    if row.counts is None:  # no row of a scheduler: that of a probe, for example
+    if row.counts is None:  # a scheduler has not made this row, but a probe, for example
         return TokenCounts.of(row.prompt, row.output)
     return row.counts
 
@@ -189,8 +189,8 @@ def counts_of(row: Row) -> TokenCounts:
 class _TokenValues:
     """Numbers for single tokens of the step's rows, gathered on the host.
 
-    Kept as arrays, because a penalized row names all tokens of its context in every step: a tensor
-    made of a list takes three times as long as one of an array.
+    Kept as arrays, because a penalized row has a number for each distinct token of its context, in
+    every step: a tensor made of a list takes three times as long as one of an array.
     """
 
     def __init__(self) -> None:

@@ -57,7 +57,8 @@ def threads_for(num_bytes: int) -> Iterator[None]:
     that can take milliseconds, and the proof at load runs a thousand operations on a dozen tokens.
     """
     before = torch.get_num_threads()
-    torch.set_num_threads(min(before, 1 + num_bytes // _BYTES_PER_THREAD))
+    enough = 1 + num_bytes // _BYTES_PER_THREAD
+    torch.set_num_threads(min(before, enough))
     try:
         yield
     finally:

@@ -8,8 +8,9 @@ Threads of one model instance. An exception in one of them is counted
 thread             owns                              may block on
 =================  ================================  =========================================
 the stub's         parsing of new requests           nothing of ours
-encoders           two for short prompts, one for    the processes that check grammars
-                   long ones, two for new grammars
+encoders           encoding: two threads of short    the processes that check grammars
+                   prompts, one of long ones, two
+                   of new grammars
 engine             the supervisor: the engine's      the engine's socket; the responder, while
                    process, its journal              64 reports wait
 engine's writer    what goes to the engine           the engine's socket
@@ -36,7 +37,8 @@ The objects of one request, from the server's call to its last response.
 object                made by                owned by              lives until
 ====================  =====================  ====================  =================================
 ``InferenceRequest``  the server             the stub's thread     its tensors are read
-``ClientRequest``     ``parse_request``      stub, then encoder    the prompt is encoded
+``ClientRequest``     ``parse_request``      stub, then encoder    the prompt is encoded, or the
+                                                                   request has ended
 ``Channel``           ``Service.accept``     stub, then responder  the final response
 ``Arrival``           ``Service``, once the  responder             the request has ended
                       checks are passed

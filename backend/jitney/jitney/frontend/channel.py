@@ -5,11 +5,13 @@ Owned by the responder once the request is accepted. Only :meth:`Channel.is_canc
 0.2 to 0.4 ms to the server, whatever its size, and never waits for the client.
 
 The server takes no response after the final one, even if sending the final one has failed. And a
-send may fail although the client is there: if the server's shared memory is full. So large data
-never travels in the final response. It leaves in a response before that, and the final response is
-empty. If sending the data fails, the request is still open, and an error can be sent. The memory of
-what could not be sent is given back first. The end of a request waits until
-the memory has room (``stub_memory.has_room``).
+send may fail although the client is there: if the server's shared memory is full. Three rules
+follow:
+
+- Large data never travels in the final response. It leaves in a response before that, and the final
+  response is empty. If sending the data fails, the request is still open, and an error can be sent.
+- Before another response is sent, the memory of the one that could not be sent is given back.
+- The end of a request waits until the memory has room (``stub_memory.has_room``).
 
 The final response makes the server delete the request. A call of the server's ``is_cancelled``
 during or after that crashes the whole server (2.51). So a lock is held during the call, and the
@@ -17,10 +19,8 @@ channel takes the same lock to mark itself closed before it sends the final resp
 """
 
 import logging
-import queue
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -86,21 +86,18 @@ class Channel:
     def _try_to_send(self, tensors: Sequence[NamedArray], *, final: bool) -> str | None:
         """Returns why a response could not be sent; None: it was sent.
 
-        The reason is a text and not an exception, because that would hold the response, and with it
+        The reason is a text and not an exception. An exception would hold the response, and with it
         the shared memory of the tensors that did find room. The next send may need that memory.
         """
         size = sum(_size(array) for _, array in tensors)
         try:
-            made = [pb_utils.Tensor(name, array) for name, array in tensors]
-            response = pb_utils.InferenceResponse(output_tensors=made)
-            if not final:
-                self._send_more(response)
-            elif size <= MAX_FINAL_BYTES:
-                self._send_final(response)
+            if final and size <= MAX_FINAL_BYTES:
+                self._send_final(_response_of(tensors))
             else:
-                self._send_more(response)
-                del made, response  # the flag gets the memory of the data
-                self._send_final(_EMPTY)
+                # The response is gone after this call: the final one can have its memory.
+                self._send_more(_response_of(tensors))
+                if final:
+                    self._send_final(_EMPTY)
         except (pb_utils.TritonModelException, MemoryError) as error:
             return str(error) or "no memory"
         return None
@@ -109,8 +106,8 @@ class Channel:
         """Send ``error`` as the final response; its text opens with the name of its code. Once the
         channel is closed, nothing can be sent, and this does nothing."""
         code = getattr(pb_utils.TritonError, error.server_code)
-        made = pb_utils.TritonError(error.client_message, code)
-        self._close_with(pb_utils.InferenceResponse(error=made))
+        server_error = pb_utils.TritonError(error.client_message, code)
+        self._close_with(pb_utils.InferenceResponse(error=server_error))
 
     def is_cancelled(self) -> bool:
         """Ask the server whether the client has gone: a round trip of about 0.2 ms. False once the
@@ -149,38 +146,10 @@ class Channel:
         self._sender.send(response)
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A request that was accepted, and where its responses go."""
-
-    key: int
-    """The front's and the engine's name of the request."""
-    channel: Channel
-    at: float
-    """When it came, in monotonic seconds."""
-    deadline: float | None
-    """In monotonic seconds; None: it has none."""
-    size: int = 0
-    """Bytes. Those of all open requests together are limited (``service.MAX_OPEN_BYTES``)."""
-    request_id: str = ""
-    """The client's, for logs and spans."""
-    trace: Mapping[str, str] = field(default_factory=dict)
-    """The headers of the trace that the request belongs to."""
-    tier: str | None = None
-    """The name of its tier. None: the model has no tiers."""
-
-
-def sweep(watched: "queue.SimpleQueue[Arrival]") -> Iterator[int]:
-    """Ask the server once about each request of ``watched``. Yields the keys of the requests whose
-    client has gone. Of the others, those that are still open stay in ``watched``."""
-    for _ in range(watched.qsize()):
-        # A request is taken out before the server is asked. If that raises, this request alone is
-        # watched no longer, and the next sweep begins with the request behind it.
-        arrival = watched.get()
-        if arrival.channel.is_cancelled():
-            yield arrival.key
-        elif not arrival.channel.closed:
-            watched.put(arrival)
+def _response_of(tensors: Sequence[NamedArray]) -> Any:
+    """The server's object of a response. It holds shared memory."""
+    server_tensors = [pb_utils.Tensor(name, array) for name, array in tensors]
+    return pb_utils.InferenceResponse(output_tensors=server_tensors)
 
 
 def _size(array: np.ndarray) -> int:

@@ -96,7 +96,7 @@ HISTOGRAMS = {
     ),
 }
 HISTOGRAMS_WITHOUT_TIER = ("jitney_step_seconds", "jitney_batch_sequences")
-"""They are of a step, which has requests of several tiers."""
+"""They describe a step. A step has requests of several tiers."""
 REQUESTS = "jitney_requests_total"
 OUTCOMES = ("stop", "length", "deadline", "cancelled", "refused", "unavailable", "failed")
 """How a request ended. The first three are finish reasons; ``deadline`` also stands for a deadline
@@ -116,7 +116,7 @@ ORCA = "nv_trt_llm_kv_cache_block_metrics"
 
 
 def edges_of(histogram: str) -> list[str]:
-    """The values of the label ``le`` of its buckets."""
+    """The bounds of a histogram's buckets, as values of the label ``le``."""
     bounds = HISTOGRAMS[histogram].bounds
     return [*(f"{bound:g}" for bound in bounds), "+Inf"]
 

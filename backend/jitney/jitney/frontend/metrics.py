@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import triton_python_backend_utils as pb_utils
 
 from jitney import __version__
+from jitney.engine.fork_server import CAUSES
 from jitney.engine.handle import Health
-from jitney.engine.supervisor import CAUSES
 from jitney.errors import JitneyError
 from jitney.frontend.families import (
     BUILD,
@@ -47,9 +47,9 @@ from jitney.messages import ModelInfo, StepStats, TierStats, Timing
 _LOG = logging.getLogger(__name__)
 
 _EDGES = {name: edges_of(name) for name in HISTOGRAMS}
-_WITHOUT_LABEL = (None,)
-"""The values to pass to :meth:`ModelMetrics._add` for a label that the family does not have. None
-stands for one metric without that label."""
+_NO_LABEL = (None,)
+"""What :meth:`ModelMetrics._add` takes in place of a label's values, for a family without that
+label. It makes one metric then."""
 
 
 class _Key(NamedTuple):
@@ -111,12 +111,12 @@ class ModelMetrics:
         self._labels = dict(labels)
         self._block_size = info.block_size
         self.stats = StepStats(blocks_total=info.num_blocks)
-        # What every metric should show, except for the buckets and counts of histograms.
+        # What each metric should show. The buckets and counts of histograms are left out.
         self._totals: defaultdict[_Key, float] = defaultdict(float)
         self._totals[_Key(BUILD, own_label=__version__)] = 1
         self._totals[_Key("jitney_queue_limit_requests")] = max_queued
-        # Bucket of a histogram -> the observations that fell into it. Those of the buckets below it
-        # are added by flush().
+        # Bucket of a histogram -> the observations that fell into this bucket. A server's bucket
+        # shows those of the lower buckets, too: flush() adds them.
         self._observations: defaultdict[_Key, float] = defaultdict(float)
         self._metrics: dict[_Key, _ServerMetric] = {}
         self._sent: dict[_Key, float] = {}  # what every metric shows now
@@ -157,7 +157,8 @@ class ModelMetrics:
         counters that the engine's supervisor keeps."""
         stats = self.stats
         total = stats.blocks_total
-        unused = total - stats.blocks_used
+        # Free blocks, and those that only the prefix cache keeps.
+        available = total - stats.blocks_used
         # Not below 0: ``counts`` is of now, and ``stats.waiting`` of the last step.
         running = max(0, counts.submitted - stats.waiting)
         values: dict[str, float] = {
@@ -167,7 +168,7 @@ class ModelMetrics:
             "jitney_waiting_reports": counts.reports,
             "jitney_kv_used_blocks": stats.blocks_used,
             "jitney_kv_cached_blocks": stats.blocks_cached,
-            "jitney_kv_free_blocks": unused - stats.blocks_cached,
+            "jitney_kv_free_blocks": available - stats.blocks_cached,
             "jitney_resident_adapters": stats.adapters_resident,
             "jitney_engine_up": int(health.up),
             "jitney_replayed_requests_total": health.replayed_requests,
@@ -175,12 +176,13 @@ class ModelMetrics:
         }
         orca: dict[str, float] = {
             "used": stats.blocks_used,
-            "free": unused,
+            "free": available,
             "max": total,
             "fraction": stats.blocks_used / total,
             "tokens_per": self._block_size,
         }
-        restarts = dict(health.restarts)  # a copy: the engine's thread may add to it
+        # A copy, because the engine's thread may add to it meanwhile.
+        restarts = dict(health.restarts)
         with self._lock:
             for name, value in values.items():
                 self._totals[_Key(name)] = value
@@ -238,8 +240,9 @@ class ModelMetrics:
             self.observe("jitney_queue_seconds", timing.queue_s, tier=tier)
 
     def flush(self, *, only_gauges: bool = False) -> None:
-        """Send what changed. Called by one thread; blocks for about 0.1 ms a change. Raises the
-        server's error; what could not be sent is sent by the next call."""
+        """Send what changed; with ``only_gauges``, only the gauges. Called by one thread. Each
+        change takes about 0.1 ms. Raises the server's error. What could not be sent is sent by the
+        next call."""
         with self._lock:
             totals = dict(self._totals)
             observations = dict(self._observations)
@@ -263,12 +266,13 @@ class ModelMetrics:
         """Flush for the last time and drop the server's objects."""
         try:
             self.flush()
-        except pb_utils.TritonModelException as error:
+        except (pb_utils.TritonModelException, MemoryError) as error:
             _LOG.warning("the last metrics could not be sent: %s", error)
         self._metrics.clear()
 
     def _stats_of_tiers(self, stats: StepStats) -> Iterator[tuple[str, TierStats]]:
-        """Each tier's name and stats. Nothing before the first report, which brings the stats."""
+        """Each tier's name and stats."""
+        # Not strict: before the first report there are no stats of tiers.
         return zip(self._tiers, stats.tiers, strict=False)
 
     def _register(self) -> None:
@@ -297,8 +301,8 @@ class ModelMetrics:
             "Requests by how they ended",
             label="outcome",
             values=OUTCOMES,
-            # Without a tier: requests that were refused before theirs was known.
-            tiers=[*_WITHOUT_LABEL, *self._tiers],
+            # None: requests that were refused before their tier was known.
+            tiers=[None, *self._tiers],
         )
         self._add(RESTARTS, "Engines that died, by cause", label="cause", values=CAUSES)
         for name in HISTOGRAMS:
@@ -328,7 +332,7 @@ class ModelMetrics:
     def _tiers_of(self, histogram: str) -> Sequence[str | None]:
         """The values that the label ``tier`` has in this histogram."""
         if not self._tiers or histogram in HISTOGRAMS_WITHOUT_TIER:
-            return _WITHOUT_LABEL
+            return _NO_LABEL
         return self._tiers
 
     def _add(
@@ -337,8 +341,8 @@ class ModelMetrics:
         text: str,
         *,
         label: str = "",
-        values: Sequence[str | None] = _WITHOUT_LABEL,
-        tiers: Sequence[str | None] = _WITHOUT_LABEL,
+        values: Sequence[str | None] = _NO_LABEL,
+        tiers: Sequence[str | None] = _NO_LABEL,
         is_counter: bool = True,
     ) -> None:
         """Register a family: one metric for each pair of a value of ``label`` and a tier."""

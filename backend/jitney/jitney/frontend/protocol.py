@@ -83,13 +83,15 @@ class ClientRequest:
     """The headers of the trace that the request belongs to."""
     limits: Limits = field(default_factory=Limits)
     """What the client's API key allows."""
+    params_bytes: int = 0
+    """Size of ``params`` as they came: JSON, which may have a large grammar."""
 
     @property
-    def prompt_bytes(self) -> int:
-        """Size of the prompt as it came."""
+    def num_bytes(self) -> int:
+        """Size of the prompt and of the sampling parameters as they came."""
         if isinstance(self.prompt, bytes):
-            return len(self.prompt)
-        return self.prompt.nbytes
+            return len(self.prompt) + self.params_bytes
+        return self.prompt.nbytes + self.params_bytes
 
 
 def parse_request(request: Any) -> ClientRequest:
@@ -110,7 +112,8 @@ def parse_request(request: Any) -> ClientRequest:
             "Error generating stream: When streaming, `exclude_input_in_output` = False is not "
             "allowed."
         )
-    given, headers = _split_parameters(request.parameters() or "{}")
+    parameters = request.parameters() or "{}"
+    given, headers = _split_parameters(parameters)
     limits = parse_limits(headers.pop(LIMITS_HEADER, ""))
     params = _parse_params(arrays, given)
     flags = [flag for flag in RETURN_FLAGS if _flag(arrays, flag, default=False)]
@@ -128,6 +131,7 @@ def parse_request(request: Any) -> ClientRequest:
         task=task,
         trace=headers,
         limits=limits,
+        params_bytes=len(parameters) + _length_of(arrays, "sampling_parameters"),
     )
 
 
@@ -201,6 +205,11 @@ def _flag(arrays: _Arrays, name: str, default: bool) -> bool:
     return bool(arrays[name][0])
 
 
+def _length_of(arrays: _Arrays, name: str) -> int:
+    """The length of a text; 0 if it was not given."""
+    return len(arrays[name][0]) if name in arrays else 0
+
+
 def _bytes(value: str | bytes) -> bytes:
     if isinstance(value, bytes):
         return value
@@ -209,7 +218,7 @@ def _bytes(value: str | bytes) -> bytes:
 
 
 def _parse_params(arrays: _Arrays, given: dict[str, Any]) -> SamplingParams:
-    """Read the sampling parameters from their tensor if there is one, else from the request's
+    """Read the sampling parameters from their tensor. Without that, they are the request's
     parameters ``given``."""
     if "sampling_parameters" in arrays:
         text = _bytes(arrays["sampling_parameters"][0])

@@ -1,17 +1,20 @@
-"""What the responder holds of each open request, in which order it sends, what it holds back.
+"""What the front keeps of an open request: its inputs until they are encoded, then its reply. Also
+the order in which replies are sent, and final responses that have to wait for shared memory.
 
-Owned by the responder's thread: nothing here is locked.
+Owned by the responder's thread: nothing here is locked. The threads that encode take the inputs;
+the sweeper asks which clients have gone.
 """
 
+import queue
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from jitney import stub_memory
 from jitney.errors import CancelledError, JitneyError, from_code
-from jitney.frontend.channel import Arrival
-from jitney.frontend.protocol import PromptLogprobsEncoder, ResponseWriter
+from jitney.frontend.channel import Channel
+from jitney.frontend.protocol import ClientRequest, PromptLogprobsEncoder, ResponseWriter
 from jitney.messages import Cancelled, Failed
 from jitney.text.completion import Completion
 
@@ -23,6 +26,46 @@ MAX_PAUSE_S = 0.02
 """Longest pause that one send adds, so that a single slow send delays the others only briefly."""
 MAX_WAIT_S = 0.5
 """A stream that has waited for longer than this is sent without a pause."""
+
+
+class Inputs:
+    """What a client sent. Its prompt may have megabytes, so it is let go as soon as possible: when
+    a thread begins to encode it, or when the request ends before that."""
+
+    def __init__(self, request: ClientRequest | None = None) -> None:
+        self._request = request
+
+    def take(self) -> ClientRequest | None:
+        """Take the inputs, to encode them. None: the request has ended."""
+        request = self._request
+        self._request = None
+        return request
+
+    def drop(self) -> None:
+        """Let the inputs go, because the request has ended."""
+        self._request = None
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request that was accepted: its inputs, and where its responses go."""
+
+    key: int
+    """By which front and engine name the request."""
+    channel: Channel
+    at: float
+    """When it came, in monotonic seconds."""
+    deadline: float | None
+    """In monotonic seconds; None: it has none."""
+    size: int = 0
+    """Bytes that it counts for in the front's memory: see ``service.MAX_OPEN_BYTES``."""
+    request_id: str = ""
+    """The client's, for logs and spans."""
+    trace: Mapping[str, str] = field(default_factory=dict)
+    """The headers of the trace that the request belongs to."""
+    tier: str | None = None
+    """The name of its tier. None: the model has no tiers."""
+    inputs: Inputs = field(default_factory=Inputs)
 
 
 @dataclass(slots=True)
@@ -38,7 +81,7 @@ class Reply:
     prompt_logprobs: PromptLogprobsEncoder | None = None
     """Set from the engine's report of the prompt's logprobs until the response that has them."""
     queued_at: float = 0.0
-    """When it joined the line of replies that are not urgent; monotonic seconds."""
+    """When it joined its line of the :class:`SendQueue`; monotonic seconds."""
     last_token_at: dict[int, float] = field(default_factory=dict)
     """Index of a sequence -> when its last tokens came; monotonic seconds."""
     cancel_reason: str = ""
@@ -86,8 +129,8 @@ class Reply:
 
 
 class SendQueue:
-    """The replies that have something to send, each once. It has two lines, urgent replies and the
-    others. The urgent line goes first; in each line, the reply that came first goes first.
+    """The replies that have something to send. There are two lines, one of urgent replies and one
+    of the others. The urgent line goes first. In each line, the reply that came first goes first.
 
     A response costs the engine's cores as much as a token or two. So responses leave in bursts.
     There is a pause after each burst, and tokens made in the pause leave with the next response of
@@ -97,7 +140,7 @@ class SendQueue:
     def __init__(self, share: float) -> None:
         """Sending takes ``share`` of the time at most."""
         self.share = share
-        # By key. A reply is in one of the two.
+        # Both by key. A reply is in one of the two lines, not in both.
         self._urgent: OrderedDict[int, Reply] = OrderedDict()
         self._others: OrderedDict[int, Reply] = OrderedDict()
         self._pause_until = 0.0  # monotonic seconds
@@ -123,17 +166,18 @@ class SendQueue:
     def put(self, reply: Reply) -> None:
         """Add a reply to the line that it belongs to now. One that waits already keeps its
         position, unless it has become urgent: then it joins the end of the urgent line."""
+        line = self._others
         if reply.is_urgent:
             self._others.pop(reply.key, None)
-            self._urgent.setdefault(reply.key, reply)
-        elif reply.key not in self._others:
+            line = self._urgent
+        if reply.key not in line:
             reply.queued_at = time.monotonic()
-            self._others[reply.key] = reply
+            line[reply.key] = reply
 
     def pop(self) -> Reply:
         """Take out the reply to send next. There must be one."""
-        queue = self._urgent or self._others
-        _, reply = queue.popitem(last=False)
+        line = self._urgent or self._others
+        _, reply = line.popitem(last=False)
         return reply
 
     def remove(self, key: int) -> None:
@@ -159,10 +203,9 @@ class SendQueue:
         """Note that a send lasted from ``began`` to ``ended`` (monotonic seconds). The pause begins
         if that ends the burst: it has as many responses as it may have, or no reply waits for a
         pause."""
-        seconds = ended - began
-        # The sends are to be this share of the time that they and the pause take together.
-        pause_s = seconds / self.share - seconds
-        self._burst_pause_s += min(pause_s, MAX_PAUSE_S)
+        seconds_of_send = ended - began
+        seconds_of_both = seconds_of_send / self.share  # of send and pause
+        self._burst_pause_s += min(seconds_of_both - seconds_of_send, MAX_PAUSE_S)
         self._burst_size += 1
         if self._burst_size < MAX_BURST and self._others:
             return
@@ -172,8 +215,8 @@ class SendQueue:
 
 
 class HeldBack:
-    """Final responses that wait until the server's shared memory has room. The first one goes
-    first."""
+    """Final responses that wait until the server's shared memory has room, in the order in which
+    they came."""
 
     def __init__(self) -> None:
         self._sends: deque[Callable[[], None]] = deque()
@@ -184,8 +227,8 @@ class HeldBack:
         return not self._sends
 
     def send(self, send: Callable[[], None]) -> None:
-        """Call ``send``, which sends a final response: at once, or in :meth:`send_again` if there
-        is no room or others wait. (So a ``send`` that itself ends here needs no deeper stack.)"""
+        """Call ``send``, which sends a final response. If there is no room, or if others wait,
+        :meth:`send_again` calls it later."""
         if self._sends or not stub_memory.has_room():
             self._sends.append(send)
         else:
@@ -197,8 +240,21 @@ class HeldBack:
             self._sends.popleft()()
 
     def send_all(self, until: float) -> None:
-        """Send all that waits. After ``until`` (monotonic seconds) they are sent without room too,
-        because there is no later time."""
+        """Send all that waits. This is the last time: so after ``until`` (monotonic seconds) they
+        are sent even if there is no room."""
         while self._sends:
             stub_memory.wait_for_room(until)
             self._sends.popleft()()
+
+
+def sweep(watched: "queue.SimpleQueue[Arrival]") -> Iterator[int]:
+    """Ask the server once about each request of ``watched``. Yields the keys of the requests whose
+    client has gone. Of the others, those that are still open stay in ``watched``."""
+    for _ in range(watched.qsize()):
+        # A request is taken out before the server is asked. If that raises, this request alone is
+        # watched no longer, and the next sweep begins with the request behind it.
+        arrival = watched.get()
+        if arrival.channel.is_cancelled():
+            yield arrival.key
+        elif not arrival.channel.closed:
+            watched.put(arrival)

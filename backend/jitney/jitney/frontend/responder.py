@@ -32,9 +32,9 @@ from jitney.errors import (
     JitneyError,
     UnavailableError,
 )
-from jitney.frontend.channel import Arrival, Channel, NamedArray, SendError
+from jitney.frontend.channel import Channel, NamedArray, SendError
 from jitney.frontend.metrics import ModelMetrics, OpenCounts
-from jitney.frontend.replies import CLIENT_GONE, HeldBack, Reply, SendQueue
+from jitney.frontend.replies import CLIENT_GONE, Arrival, HeldBack, Reply, SendQueue
 from jitney.frontend.spans import RequestSpans
 from jitney.messages import (
     Cancel,
@@ -88,7 +88,8 @@ class Responder:
         self._replies: dict[int, Reply] = {}
         self._deadlines = Deadlines()  # of the requests in _encoding; the engine keeps the others'
         self._send_queue = SendQueue(send_share)
-        self._held_back = HeldBack()  # ends of requests that are in none of these, and of tasks
+        # Final responses of requests that are kept nowhere else here any more, and of tasks.
+        self._held_back = HeldBack()
         self._stopping = False
         self.ended_bytes = 0
         """Sum of ``Arrival.size`` of all requests that have ended."""
@@ -126,8 +127,8 @@ class Responder:
         self._post(self._answer, arrival, tensors)
 
     def refuse(self, channel: Channel, error: JitneyError) -> None:
-        """End a request with ``error`` that was never added, once the server's shared memory has
-        room for that."""
+        """End a request that was never added. ``error`` is sent once the server's shared memory has
+        room for it."""
         self._post(self._held_back.send, partial(channel.fail, error))
 
     def cancel(self, key: int) -> None:
@@ -169,8 +170,10 @@ class Responder:
             self._guard(arrival, partial(self._tell_engine, submit))
 
     def _answer(self, arrival: Arrival, tensors: Sequence[NamedArray]) -> None:
-        work = partial(self._send_only_response, arrival, tensors)
-        self._held_back.send(partial(self._guard, arrival, work))
+        def send() -> None:
+            self._guard(arrival, partial(self._send_only_response, arrival, tensors))
+
+        self._held_back.send(send)
 
     def _cancel(self, key: int) -> None:
         if key in self._encoding:
@@ -205,11 +208,11 @@ class Responder:
     # ------------------------------------------------------------------ the thread
 
     def turn(self) -> float | None:
-        """One turn of the worker: make the calls in the inbox, then send for as long as that took.
+        """One turn of the worker: make the calls in the inbox, send what was held back, then send
+        replies for as long as the calls took.
 
         If no response may be sent now, it first waits for a call, or until a response may be sent.
-        What was held back goes first.
-        Returns 0, which is the pause before the next turn; None once it was stopped and every
+        Returns the pause before the next turn, 0 seconds; or None, once it was stopped and every
         request has ended.
         """
         seconds = self._read_inbox()
@@ -237,23 +240,26 @@ class Responder:
     def _first_call(self) -> Callable[[], None] | None:
         """Wait for a call, at most until a response may be sent. None: there was none."""
         try:
-            # If ``_stopping`` is set here, a turn has raised after it was set, and the worker makes
-            # this one. It must not wait, because no call may come any more.
-            if self._stopping:
-                return self._inbox.get_nowait()
-            if self._send_queue.may_send or not self._held_back.is_empty:
-                if stub_memory.has_room():
-                    return self._inbox.get_nowait()
-                return self._inbox.get(timeout=stub_memory.WAIT_S)
-            if self._send_queue.is_empty:
-                return self._inbox.get()
-            return self._inbox.get(timeout=self._send_queue.seconds_to_next())
+            return self._inbox.get(timeout=self._most_wait())
         except queue.Empty:
             return None
 
+    def _most_wait(self) -> float | None:
+        """Seconds until there is something to do beside the calls of the inbox. None: only a call
+        can bring something."""
+        # If ``_stopping`` is set here, the turn in which it was set has raised, and the worker
+        # makes this one. Perhaps no call comes any more.
+        if self._stopping:
+            return 0.0
+        if self._send_queue.may_send or not self._held_back.is_empty:
+            return 0.0 if stub_memory.has_room() else stub_memory.WAIT_S
+        if self._send_queue.is_empty:
+            return None
+        return self._send_queue.seconds_to_next()
+
     def _send_responses_for(self, seconds: float) -> None:
-        """Send responses until so many seconds have passed, or none may be sent any more. The first
-        one is sent whatever the time."""
+        """Send responses for so many seconds, but at least one, unless none may be sent any
+        more."""
         until = time.monotonic() + seconds
         while self._send_queue.may_send and stub_memory.has_room():
             self._handle_next_reply()
@@ -357,7 +363,8 @@ class Responder:
         completion = reply.completion
         most = reply.writer.max_tokens_per_response if reply.streamed else sys.maxsize
         deltas = completion.take(most)
-        timing = None  # set for the final response only
+        # None: another response follows this one.
+        timing = None
         if isinstance(completion.terminal, Finished) and not completion.has_pending:
             timing = completion.terminal.timing
         tensors = reply.writer.write(deltas, timing, reply.prompt_logprobs)
@@ -377,7 +384,8 @@ class Responder:
             self._forget(arrival)
 
     def _note_finished(self, reply: Reply, timing: Timing, reasons: list[str]) -> None:
-        """Note that a final response with data has been sent. ``reasons`` are the sequences'."""
+        """Note that a final response with data has been sent. ``reasons`` has the finish reason of
+        each sequence."""
         self._forget(reply.arrival)
         # A request counts once, by the sequence with the highest index.
         self._metrics.count_finished(
@@ -408,6 +416,7 @@ class Responder:
         if key in self._encoding:
             del self._encoding[key]
             self._deadlines.remove(arrival)
+            arrival.inputs.drop()
         else:
             del self._replies[key]
             self._send_queue.remove(key)

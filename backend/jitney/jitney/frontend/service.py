@@ -29,11 +29,11 @@ from jitney import stub_memory
 from jitney.engine.grammar_check import NUM_PROCESSES, GrammarChecker
 from jitney.engine.handle import EngineHandle
 from jitney.errors import InternalError, InvalidArgumentError, JitneyError, UnavailableError
-from jitney.frontend.channel import Arrival, Channel, sweep
+from jitney.frontend.channel import Channel
 from jitney.frontend.fair_pool import FairPool
 from jitney.frontend.metrics import ModelMetrics
 from jitney.frontend.protocol import ClientRequest, ResponseWriter, parse_request
-from jitney.frontend.replies import Reply
+from jitney.frontend.replies import Arrival, Inputs, Reply, sweep
 from jitney.frontend.responder import Responder
 from jitney.frontend.spans import RequestSpans
 from jitney.frontend.tasks import perform
@@ -59,25 +59,26 @@ SHORT_PROMPT = 16_384
 """Most bytes, or ids, of a prompt that takes milliseconds to encode. Longer prompts have a thread
 of their own, where they delay no short one."""
 MAX_OPEN_BYTES = 1 << 30
-"""Most bytes of all open requests together: those of their prompts as they came, and
+"""Most bytes of all open requests together: their prompts and sampling parameters as they came, and
 ``REQUEST_BYTES`` for each request."""
 REQUEST_BYTES = 16_384
-"""What a request takes in the front beside its prompt."""
+"""What a request takes in the front beside these."""
 CPU_SEND_SHARE = 0.2
 """Default of option ``send_share`` on a CPU, where a response costs the engine's cores as much as a
 token or two. Elsewhere it is 1."""
 SWEEP_SHARE = 0.05
-"""Share of the time that sweeps take at most, if that is often enough. A sweep asks the server
-about every open request, through the queue that responses take too. So with many requests there are
-fewer sweeps."""
+"""Usual most share of the time that sweeps take. A sweep asks the server about every open request,
+through the queue that responses take too. So the more requests there are, the rarer sweeps
+become."""
 RARE_SWEEP_S = 1.0
-"""Sweeps may take more than that to begin so many seconds apart."""
+"""Longest time, in seconds, from one sweep's begin to the next one's that ``SWEEP_SHARE`` leads to.
+With so many requests that this is not enough, sweeps take a larger share."""
 MOST_SWEEP_SHARE = 0.25
-"""But no larger share of the time than this."""
+"""Most share of the time that sweeps take in any case."""
 FLUSH_SHARE = 0.01
-"""Share of the time that updates of counters and histograms take at most: each changed value goes
-through that same queue. The few gauges are always up to date, since a stop of the server goes by
-them; and without open requests all metrics are."""
+"""Most share of the time that updates of counters and histograms take: each changed value goes
+through that same queue. There are two exceptions. The gauges are few and always up to date, because
+a stop of the server looks at them. And while no request is open, all metrics are up to date."""
 _JOIN_S = 5.0
 """Seconds for which :meth:`Service.close` waits for each thread."""
 _SHUTTING_DOWN = "the server is shutting down"
@@ -137,12 +138,12 @@ class Service:
         spans = None
         if self._tracing is not None:
             spans = RequestSpans(self._tracing, model, self._engine.health)
-        share = CPU_SEND_SHARE if self._info.device == "cpu" else 1.0
+        default_share = CPU_SEND_SHARE if self._info.device == "cpu" else 1.0
         return Responder(
             tell_engine=self._engine.send,
             metrics=self._metrics,
             max_pending_tokens=self._config.max_pending_tokens,
-            send_share=self._config.send_share or share,
+            send_share=self._config.send_share or default_share,
             spans=spans,
         )
 
@@ -199,9 +200,9 @@ class Service:
         request = replace(request, params=params)
         check_sampling_params(params, self._config, vocab_size=self._info.vocab_size)
         self._check_size(request)
-        size = request.prompt_bytes + REQUEST_BYTES
+        size = request.num_bytes + REQUEST_BYTES
         self._check_open_bytes(size)
-        submit = self._encoders_for(request)
+        run_in_encoder = self._encoder_for(request)
         tier = None
         if self._tier_names:
             index = self._config.tier_of(params.tier)
@@ -215,12 +216,13 @@ class Service:
             request_id=request.request_id,
             trace=request.trace,
             tier=tier,
+            inputs=Inputs(request),
         )
         self._accepted_bytes += size
         self._responder.add(arrival)
         self._watched.put(arrival)
         try:
-            submit(partial(self._encode, request, arrival))
+            run_in_encoder(partial(self._encode, arrival))
         except RuntimeError:  # the pool was shut down by close(), or no thread can be started
             reason = self._refusal or "the prompt cannot be encoded now"
             self._responder.abort(arrival.key, UnavailableError(reason))
@@ -243,13 +245,14 @@ class Service:
         open_bytes = self._accepted_bytes - self._responder.ended_bytes
         if open_bytes + size > MAX_OPEN_BYTES:
             raise UnavailableError(
-                f"the prompts of all open requests have {open_bytes:,} bytes, and at most "
-                f"{MAX_OPEN_BYTES:,} may be open"
+                f"all open requests have {open_bytes:,} bytes, and at most {MAX_OPEN_BYTES:,} may "
+                "be open"
             )
 
-    def _encoders_for(self, request: ClientRequest) -> Callable[[Callable[[], None]], object]:
-        """``submit`` of the threads that are to encode this request. Slow requests have threads of
-        their own, so that they delay no quick one."""
+    def _encoder_for(self, request: ClientRequest) -> Callable[[Callable[[], None]], object]:
+        """Returns a function that has a thread call what it is given: one of the threads that are
+        to encode this request. Slow requests have threads of their own, so that they delay no quick
+        one."""
         params = request.params
         structured = params.structured_outputs
         if structured is not None and not self._grammars.knows(structured):
@@ -261,10 +264,11 @@ class Service:
 
     # ------------------------------------------------------------------ threads that encode
 
-    def _encode(self, request: ClientRequest, arrival: Arrival) -> None:
+    def _encode(self, arrival: Arrival) -> None:
+        request = arrival.inputs.take()
+        if request is None:
+            return  # its client has gone, or its deadline has passed
         try:
-            if arrival.channel.closed:
-                return  # its client has gone, or its deadline has passed
             if request.task == "generate":
                 prompt = self._encode_prompt(request)
                 submit = self._make_submit(request, arrival, prompt.ids)
@@ -290,8 +294,8 @@ class Service:
             num_prompt=len(prompt.ids),
             encoder=self._logprobs,
         )
-        # Not ``submit.params``: ``_make_submit`` may have asked the engine for logprobs that the
-        # client does not want. They are for the cumulative sum alone.
+        # The client's own parameters are looked at, not ``submit.params``: for the cumulative sum,
+        # ``_make_submit`` asks the engine for logprobs that the client does not want.
         wants_logprobs = "logprobs" in request.returns and request.params.logprobs is not None
         encoder = self._logprobs if wants_logprobs else None
         completion = Completion(submit, self._tokenizer, encoder)
@@ -334,8 +338,9 @@ class Service:
         return self._refusal is None and self._engine.health.up
 
     def drain(self, grace_s: float) -> None:
-        """Refuse new requests from now on. End what is still open after ``grace_s`` seconds, or
-        never if that is infinite. A later call changes the time. Calls must not overlap."""
+        """Refuse new requests from now on. What is still open after ``grace_s`` seconds is ended;
+        if ``grace_s`` is infinite, nothing is. A later call replaces the time of the one before.
+        All calls must come from one thread."""
         self._refusal = _SHUTTING_DOWN
         if self._cut is not None:
             self._cut.cancel()
@@ -394,15 +399,17 @@ class Service:
         for key in sweep(self._watched):
             self._responder.cancel(key)
         seconds = time.monotonic() - began
-        # Seconds from one sweep's begin to the next one's.
-        period = max(
-            self._config.cancel_sweep_s,
-            min(seconds / SWEEP_SHARE, RARE_SWEEP_S),
-            seconds / MOST_SWEEP_SHARE,
-        )
-        return period - seconds
+        # Each of these is a time in seconds from one sweep's begin to the next one's.
+        asked = self._config.cancel_sweep_s
+        usual = min(seconds / SWEEP_SHARE, RARE_SWEEP_S)
+        shortest = seconds / MOST_SWEEP_SHARE
+        return max(asked, usual, shortest) - seconds
 
     def _flush_metrics(self) -> float:
+        if not stub_memory.has_room():
+            # The server would take none of it, and responses need what memory is left. A later turn
+            # sends it.
+            return self._config.metrics_flush_s
         counts = self._responder.counts
         self._metrics.set_gauges(self._engine.health, counts)
         began = time.monotonic()

@@ -7,7 +7,7 @@ import time
 
 from jitney.engine.handle import Health
 from jitney.errors import JitneyError
-from jitney.frontend.channel import Arrival
+from jitney.frontend.replies import Arrival
 from jitney.messages import Timing
 from jitney.tracing import Span, Tracing
 

@@ -1,17 +1,21 @@
 """A thread of the front that no exception ends.
 
 The service runs each of its loops in one. What fails in a turn is counted and logged, and the next
-turn comes after a pause, so that a lasting fault does not spin.
+turn comes after a pause, so that a lasting fault does not spin. An error that comes again and again
+is logged once a minute, so that it does not fill the log.
 """
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 _LOG = logging.getLogger(__name__)
 
 ERROR_PAUSE_S = 0.1
 """Seconds between a turn that failed and the next one."""
+_REPEAT_S = 60.0
+"""Seconds after which an error that comes again is logged again."""
 
 
 class Worker:
@@ -25,6 +29,8 @@ class Worker:
         self._turn = turn
         self._count_error = count_error
         self._stopped = threading.Event()
+        self._logged = ""  # the error that was logged last
+        self._logged_at = 0.0  # monotonic seconds
         self._thread = threading.Thread(target=self._run, name=f"jitney-{name}", daemon=True)
         self._thread.start()
 
@@ -48,7 +54,17 @@ class Worker:
         while pause is not None and not self._stopped.wait(pause):
             try:
                 pause = self._turn()
-            except BaseException:  # a panic of native code is no Exception
-                _LOG.exception("a turn of %s failed", self._thread.name)
+            except BaseException as error:  # a panic of native code is no Exception
+                self._log(error)
                 self._count_error()
                 pause = ERROR_PAUSE_S
+
+    def _log(self, error: BaseException) -> None:
+        """Log the error of a turn, unless it is the one that was logged a moment ago."""
+        now = time.monotonic()
+        text = repr(error)
+        if text == self._logged and now - self._logged_at < _REPEAT_S:
+            return
+        self._logged = text
+        self._logged_at = now
+        _LOG.error("a turn of %s failed", self._thread.name, exc_info=error)

@@ -10,7 +10,8 @@ where it reaches no attribute that begins with an underscore and changes nothing
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -39,25 +40,45 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         parameters: Mapping[str, object],
         tools: Sequence[Mapping[str, Any]] = (),
+        most: int = sys.maxsize,
     ) -> str:
         """The text of a checked chat. ``parameters`` are further variables of the template, and
         ``add_generation_prompt`` is true unless they say otherwise. Raises InvalidArgumentError if
-        the template fails."""
+        the template fails, or as soon as the text has more than ``most`` characters."""
         # Where two have the same name, the later one counts.
         variables = {**self._special_tokens, "add_generation_prompt": True, **parameters}
         try:
             if self._compiled is None:
                 self._compiled = _environment().from_string(self._source)
-            return self._compiled.render(
+            parts = self._compiled.generate(
                 messages=[_with_reasoning(message) for message in messages],
                 tools=list(tools) or None,
                 documents=None,
                 **variables,
             )
+            return _joined(parts, most)
+        except InvalidArgumentError:
+            raise
         except Exception as error:  # a template may raise anything on a chat that does not fit it
             raise InvalidArgumentError(
                 f"messages do not fit the model's chat template: {str(error)[:300]}"
             ) from None
+
+
+def _joined(parts: Iterable[str], most: int) -> str:
+    """The text that a template gives in parts. A template may repeat all messages for each of them:
+    then the text of a small chat would not fit into memory."""
+    joined: list[str] = []
+    length = 0
+    for part in parts:
+        joined.append(part)
+        length += len(part)
+        if length > most:
+            raise InvalidArgumentError(
+                f"messages: the chat template renders them to more than {most:,} bytes "
+                "(max_prompt_bytes)"
+            )
+    return "".join(joined)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -162,7 +162,8 @@ class _Sequence:
         else:
             self.pending.encoded.extend(map(self._encoder.encode, kept))
         assert event.cumulative_logprob is not None, "it comes with the logprobs"
-        # The engine's sum has the dropped tokens too. A token's own candidate is the first.
+        # The engine's sum is of all tokens: subtract those that were dropped. The first candidate
+        # at a position is the token itself.
         dropped = event.logprobs[num_kept:]
         sum_dropped = sum(candidates[0].logprob for candidates in dropped)
         self.cumulative_logprob = event.cumulative_logprob - sum_dropped

@@ -28,8 +28,8 @@ _LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 """They limit a matcher's memory and the time that a mask takes. A mask of an unusual grammar takes
 some 10 ms."""
 _PROOF_STEPS = 128
-"""How many random tokens try a grammar out. If these meet no limit and no dead end, more of them
-would hardly meet one."""
+"""How many random tokens a grammar is tried with. Grammars that meet a limit or a dead end meet it
+early, as a rule."""
 _JSON_DIRECTIVE = re.compile(r"%json\s*(?=\{)")
 """What stands before a JSON schema in Lark's notation."""
 _BRACKETS = re.compile(
@@ -114,25 +114,25 @@ def _with_checked_schemas(rules: str, field: str) -> str:
     """The rules, with each ``%json`` schema checked like one of ``json``. Its ``x-guidance`` is
     kept."""
     parts: list[str] = []
-    copied = 0  # so many characters of ``rules`` are in ``parts``
+    end_of_last = 0  # of the last schema in ``rules``: all before it is in ``parts``
     for directive in _JSON_DIRECTIVE.finditer(rules):
         begin = directive.end()  # of the schema
-        if begin < copied:
+        if begin < end_of_last:
             continue  # it stands in a string of the schema before it
         try:
             schema, end = json.JSONDecoder().raw_decode(rules, begin)
         except ValueError as error:
             raise InvalidArgumentError(f"{field}: %json: {error}") from None
-        # prepare_schema refuses "x-guidance": clients must not change how a schema is read. In a
-        # grammar in Lark it is allowed, so it is taken out for the check.
-        style: dict[str, Any] = {}
+        # prepare_schema refuses "x-guidance", by which a client would change how a schema is read.
+        # In a grammar in Lark it is allowed. So it is taken out for the check, and put back.
+        guidance: dict[str, Any] = {}
         if "x-guidance" in schema:
-            style["x-guidance"] = schema.pop("x-guidance")
+            guidance["x-guidance"] = schema.pop("x-guidance")
         prepare_schema(schema, f"{field}: %json")
-        checked = _as_json(style | schema, field)
-        parts.append(f"{rules[copied:begin]} {checked}")
-        copied = end
-    parts.append(rules[copied:])
+        checked = _as_json(guidance | schema, field)
+        parts.append(f"{rules[end_of_last:begin]} {checked}")
+        end_of_last = end
+    parts.append(rules[end_of_last:])
     return "".join(parts)
 
 
@@ -210,8 +210,8 @@ class GrammarCompiler:
                 data.backend, n_vocab=info.vocab_size, eos_token=self.end_ids or None
             )
         except ValueError:
-            # Either the tokenizer has more ids than the model, or the model names an end of
-            # sequence that the tokenizer does not have.
+            # Either the tokenizer has more ids than the model: then llguidance must know them all.
+            # Or the model names an end of sequence that the tokenizer does not have.
             num_known = LLTokenizer(data.backend).vocab_size
             self.end_ids = [token_id for token_id in self.end_ids if token_id < num_known]
             self.tokenizer = LLTokenizer(

@@ -101,7 +101,8 @@ def encode_chat(
     chat: Chat, tokenizer: Tokenizer, config: EngineConfig, info: ModelInfo
 ) -> list[int]:
     """Ids of a checked chat. The limit of a prompt's size holds for the rendered text too."""
-    rendered = tokenizer.render_chat(chat.messages, chat.parameters, chat.tools)
+    most = max_prompt_bytes(config, info)  # a character has a byte or more
+    rendered = tokenizer.render_chat(chat.messages, chat.parameters, chat.tools, most)
     check_prompt_size("messages", len(rendered.encode()), config, info)
     ids = tokenizer.encode(rendered, add_special_tokens=False)
     if not ids:

@@ -5,7 +5,6 @@ Called by ``grammar``, in the process that checks grammars. A schema that passes
 by llguidance or refused by it. Keywords that JSON Schema does not know are annotations.
 """
 
-import math
 from itertools import combinations
 from typing import Any
 from urllib.parse import quote
@@ -22,7 +21,7 @@ from jitney.text.schema_references import (
     parts_of,
 )
 
-_REFUSED = {
+_NOT_ENFORCED = {
     "not": 4, "dependencies": 4, "uniqueItems": 4,
     "contains": 6, "propertyNames": 6,
     "if": 7, "then": 7, "else": 7,
@@ -31,8 +30,8 @@ _REFUSED = {
     "$recursiveRef": 2019, "$recursiveAnchor": 2019,
     "$dynamicRef": 2020, "$dynamicAnchor": 2020,
 }  # fmt: skip
-"""Keywords that no grammar keeps, and the draft that each of them comes from. In a schema of an
-older draft they are unknown, and so annotations."""
+"""Keywords that a grammar cannot enforce -> the draft that they came with. In a schema of an older
+draft they are unknown, and so annotations."""
 _ALLOWS_ALL: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "propertyNames": (True, {}),
@@ -42,7 +41,7 @@ _ALLOWS_ALL: dict[str, tuple[Any, ...]] = {
     "dependentRequired": ({},),
     "dependentSchemas": ({},),
 }
-"""Values with which these allow everything."""
+"""Keywords -> values with which they allow everything."""
 _NEEDS_ONE_OF = {
     "if": ("then", "else"),
     "then": ("if",),
@@ -50,21 +49,23 @@ _NEEDS_ONE_OF = {
     "minContains": ("contains",),
     "maxContains": ("contains",),
 }
-"""Without any of the others in their schema, these allow everything."""
+"""Keywords -> others that they need. A keyword allows everything if none of these stands beside
+it."""
 _COUNTS = (
     "minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties",
 )  # fmt: skip
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _LEAST_NUMBER = -(2**63)
 _MOST_NUMBER = 2**64
-"""Numbers lie between these two, which llguidance cannot read."""
+"""Bounds must lie between these two. llguidance reads neither the two nor what lies beyond them."""
 _MOST_EXACT = 2**53
 """llguidance compares numbers as doubles. They hold every integer up to this one."""
 _FORMATS = (
     "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
 )  # fmt: skip
 _FORMATS_OF_ANY_STRING = ("password", "unknown")
-"""OpenAPI's says how a form shows the string; llguidance's own name for no format."""
+"""``password`` is OpenAPI's: it says how a form shows the string. ``unknown`` is llguidance's name
+for no format."""
 _MAX_REFERENCES = 8
 """References in a row that are followed. They may form a circle."""
 _IN_URI = "/#?:@!$&'()*+,;=~%"
@@ -93,8 +94,8 @@ class _Checker:
         self._targets: list[tuple[str, Any]] = []  # references, and what they point to
 
     def check_all(self, root: Any) -> None:
-        """Check a schema, all below it, and what references in it point to. That may stand in the
-        value of a keyword that is not known."""
+        """Check a schema, all schemas inside it, and what its references point to: that may stand
+        in the value of an unknown keyword."""
         self._check(root, "#")
         while self._targets:
             reference, target = self._targets.pop()
@@ -111,7 +112,8 @@ class _Checker:
         draft = self._references.draft_of(schema)
         for keyword, value in list(schema.items()):
             at = f"{path}/{escaped(keyword)}"
-            if draft >= _REFUSED.get(keyword, math.inf):
+            known_since = _NOT_ENFORCED.get(keyword)
+            if known_since is not None and known_since <= draft:
                 self._leave_out(schema, keyword, at)
             else:
                 self._check_keyword(schema, keyword, value, at)
@@ -123,10 +125,10 @@ class _Checker:
 
     def _leave_out(self, schema: dict[str, Any], keyword: str, at: str) -> None:
         """Take out a keyword that allows everything. Refuse it if it does not."""
-        needed = _NEEDS_ONE_OF.get(keyword)
-        allows_all = schema[keyword] in _ALLOWS_ALL.get(keyword, ())
-        if needed is not None:
-            allows_all = not any(name in schema for name in needed)
+        if keyword in _NEEDS_ONE_OF:
+            allows_all = not any(name in schema for name in _NEEDS_ONE_OF[keyword])
+        else:
+            allows_all = schema[keyword] in _ALLOWS_ALL.get(keyword, ())
         if not allows_all:
             raise self._refusal(at, "is not supported")
         del schema[keyword]
@@ -176,8 +178,10 @@ class _Checker:
         schema["$ref"] = quote(absolute, safe=_IN_URI)  # llguidance takes no letters but ASCII
 
     def _check_format(self, schema: dict[str, Any], value: Any, at: str) -> None:
-        """Formats of numbers, such as ``int64``, say nothing about what JSON is."""
-        types = schema.get("type", "string")
+        """Check a format. In a schema without strings it is left alone: a format of numbers, such
+        as ``int64``, allows every number."""
+        allowed = schema.get("type", "string")
+        types = allowed if isinstance(allowed, list) else [allowed]
         if value in _FORMATS or "string" not in types:
             return
         if value not in _FORMATS_OF_ANY_STRING:
@@ -185,7 +189,9 @@ class _Checker:
         del schema["format"]
 
     def _check_number(self, value: Any, at: str) -> None:
-        """In draft 4, a bound may be true or false: whether the other one is exclusive."""
+        """Check a bound."""
+        # True and False are integers for Python, and pass: in draft 4, "exclusiveMinimum" says
+        # whether "minimum" is exclusive.
         if not isinstance(value, (int, float)):
             raise self._refusal(at, f"is {show(value)}, but must be a number")
         if not _LEAST_NUMBER < value < _MOST_NUMBER:
@@ -218,8 +224,9 @@ class _Checker:
     def _listed_values(self, schema: Any) -> dict[str, set[str]]:
         """Required property -> the values that the schema lists for it, if they are strings."""
         for _ in range(_MAX_REFERENCES):
-            if isinstance(schema, dict) and list(schema) == ["$ref"]:
-                schema = self._references.find(schema, schema["$ref"])
+            if not isinstance(schema, dict) or list(schema) != ["$ref"]:
+                break
+            schema = self._references.find(schema, schema["$ref"])
         if not isinstance(schema, dict) or schema.get("type") != "object":
             return {}
         listed: dict[str, set[str]] = {}

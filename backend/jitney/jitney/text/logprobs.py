@@ -43,7 +43,7 @@ class LogprobsEncoder:
 
     def encode(self, candidates: Sequence[Logprob] | None) -> bytes:
         """The candidates at one position: {token id: {logprob, rank, decoded_token}}; null for
-        None. A token that is a part of a character has its ``bytes``, too."""
+        None. A token that begins or ends within a character also has its ``bytes``."""
         if candidates is None:
             return b"null"
         encoded: dict[int, dict[str, object]] = {}

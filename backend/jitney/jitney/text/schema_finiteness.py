@@ -17,6 +17,8 @@ def has_finite_instance(schema: Any, references: References) -> bool:
 
 
 class _Search:
+    """Looks at one root schema. What is found to be finite is not looked at again."""
+
     def __init__(self, references: References) -> None:
         self._references = references
         # Schemas that are known to be finite, by id(): they are dictionaries, which no set can
@@ -24,8 +26,8 @@ class _Search:
         self._finite: set[int] = set()
 
     def is_finite(self, schema: Any, passed: frozenset[int]) -> bool:
-        """``passed`` has the targets of the references that led from the root to here, by id().
-        One that comes again leads to no finite instance."""
+        """``passed`` has the targets of the references that led from the root to here, by id(). A
+        reference to one of these closes a circle, so no finite instance comes of it."""
         if not isinstance(schema, dict):
             return schema is not False
         if id(schema) in self._finite:
@@ -77,7 +79,8 @@ class _Search:
         required = schema.get("required", ())
         named = schema.get("properties", {})
         patterns = schema.get("patternProperties", {})
-        # The schema true: a pattern may allow what has no name.
+        # What a required property must fit that is not named under "properties". If there are
+        # patterns, they are not compared with its name: it counts as finite (the schema true).
         unnamed = True if patterns else schema.get("additionalProperties", True)
         for name in required:
             if not self.is_finite(named.get(name, unnamed), passed):

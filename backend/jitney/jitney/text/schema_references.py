@@ -48,8 +48,8 @@ class Dialect(NamedTuple):
     """The value of ``$schema`` in its schemas."""
 
 
-class _Place(NamedTuple):
-    """Where a schema stands."""
+class _Scope(NamedTuple):
+    """What a schema takes over from the schemas around it."""
 
     base: str
     """The URI that its references are relative to; empty if there is no ``$id`` around it."""
@@ -61,16 +61,18 @@ class References:
 
     def __init__(self, root: Any) -> None:
         # By id(), because a dictionary cannot be a key.
-        self._places: dict[int, _Place] = {}
-        self._noted: list[Any] = []  # keeps them alive, also if a keyword is taken out
+        self._scopes: dict[int, _Scope] = {}
+        # Keeps these schemas alive, even those that the check takes out of the root: else another
+        # object could get the id of one that is gone.
+        self._noted: list[Any] = []
         self._resources: dict[str, Any] = {"": root}  # by URI
         self._anchors: dict[tuple[str, str], Any] = {}  # by URI and name
-        self._note(root, _Place("", _NEWEST_DRAFT))
+        self._note(root, _Scope("", _NEWEST_DRAFT))
 
     def draft_of(self, schema: dict[str, Any]) -> int:
         """The draft that says which keywords the schema may have: a number such as 7 or 2020.
         ``schema`` is a part of the root, or was found by a reference."""
-        return self._places[id(schema)].draft
+        return self._scopes[id(schema)].draft
 
     def find(self, schema: dict[str, Any], reference: str) -> Any:
         """What a reference in ``schema`` points to; None if that is nothing in the root."""
@@ -81,25 +83,28 @@ class References:
         found = self._resources.get(uri)
         for name in fragment.split("/")[1:]:
             found = _value_at(found, name.replace("~1", "/").replace("~0", "~"))
-        if isinstance(found, dict) and id(found) not in self._places:
+        if isinstance(found, dict) and id(found) not in self._scopes:
             # It stands in the value of a keyword that holds no schemas.
-            self._note(found, _Place(uri, self._places[id(schema)].draft))
+            self._note(found, _Scope(uri, self._scopes[id(schema)].draft))
         return found
 
     def absolute(self, schema: dict[str, Any], reference: str) -> str:
-        """The same reference for any other place. llguidance takes a reference in what it has
-        found by a reference as relative to where it came from."""
+        """The same reference as an absolute one. If llguidance follows a reference from schema A to
+        schema B, it takes the references in B as relative to A: so none may be relative."""
         uri, fragment = self._divided(schema, reference)
         return f"{uri}#{fragment}"
 
     def _divided(self, schema: dict[str, Any], reference: str) -> tuple[str, str]:
         """The absolute URI and the fragment of a reference in ``schema``."""
-        base = self._places[id(schema)].base
+        base = self._scopes[id(schema)].base
         uri, _, fragment = reference.partition("#")
-        return (_joined(base, uri) if uri else base), fragment
+        if uri:
+            return _joined(base, uri), fragment
+        return base, fragment
 
-    def _note(self, schema: Any, outer: _Place) -> None:
-        """Note where a schema and all below it stand, and by which names they can be found."""
+    def _note(self, schema: Any, outer: _Scope) -> None:
+        """Note the scopes of a schema and of all inside it, and by which names they can be
+        found."""
         if not isinstance(schema, dict):
             return
         base = outer.base
@@ -109,7 +114,8 @@ class References:
             draft = named.draft
         identifier = schema.get("$id")
         # Up to draft 7, what stands beside a reference does not count.
-        if isinstance(identifier, str) and not (draft <= 7 and "$ref" in schema):
+        does_count = draft > 7 or "$ref" not in schema
+        if isinstance(identifier, str) and does_count:
             uri, _, name = identifier.partition("#")
             if uri:
                 base = _joined(base, uri)
@@ -119,13 +125,13 @@ class References:
         anchor = schema.get("$anchor")
         if isinstance(anchor, str):
             self._anchors[base, anchor] = schema
-        place = _Place(base, draft)
-        self._places[id(schema)] = place
+        scope = _Scope(base, draft)
+        self._scopes[id(schema)] = scope
         self._noted.append(schema)
         for part in parts_of(schema):
-            self._note(part.schema, place)
+            self._note(part.schema, scope)
         for keyword in _ALSO_WITH_SCHEMA:
-            self._note(schema.get(keyword), place)
+            self._note(schema.get(keyword), scope)
 
 
 def parts_of(schema: dict[str, Any]) -> Iterator[Part]:

@@ -23,9 +23,10 @@ class StopStrings:
     def __init__(self, strings: Sequence[str]) -> None:
         # State -> the longer beginnings of stop strings, by their last character.
         self._next: list[dict[str, int]] = [{}]
-        # State -> its failure link: the state of the next shorter beginning of a stop string with
-        # which the text ends. For "xab" that is "ab", if some stop string begins with "ab"; else
-        # "b", if one begins with that; else the empty one.
+        # State -> its failure link: the state to try if no stop string goes on with the next
+        # character. It stands for the longest shorter end of the text that is a beginning of a stop
+        # string. For "xab" that is "ab", if some stop string begins with "ab"; else "b", if one
+        # begins with "b"; else the empty beginning.
         self._fail = [0]
         self.depth = [0]
         """State -> its length in characters: so many at the end of the text are held back."""
@@ -73,9 +74,9 @@ class StopStrings:
                 return 0
             state = self._fail[state]
 
-    def beyond(self, state: int) -> int:
-        """The state to go on from after an ignored match: the longest end of the text that can
-        still grow into a stop string. No more than that is held back."""
+    def after_ignored_match(self, state: int) -> int:
+        """The state to go on from after a match that is ignored: the longest end of the text that
+        can still grow into a stop string. No more than that is held back."""
         while state and not self._next[state]:
             # No stop string goes on from here. A shorter end of the text may.
             state = self._fail[state]
@@ -118,7 +119,7 @@ class StopScanner:
                 if self._include:
                     return whole[:end]
                 return whole[: end - length]
-            state = strings.beyond(state)
+            state = strings.after_ignored_match(state)
         self._state = state
         num_sent = len(whole) - strings.depth[state]
         self._held = whole[num_sent:]

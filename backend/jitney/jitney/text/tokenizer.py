@@ -1,6 +1,6 @@
 """A checkpoint's tokenizer: text to ids, chats to text, and decoders from ids to text.
 
-Made once for each model, then used by any thread; nothing in it changes but
+A :class:`Tokenizer` is made once for each model, then used by any thread. It never changes. It has
 caches, which any thread may fill.
 
 transformers reads a checkpoint's tokenizer, from local files only and without remote code, and
@@ -11,6 +11,7 @@ Only tokenizers backed by the `tokenizers` library are taken, because the increm
 on its byte-exact decoding.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -126,13 +127,18 @@ class Tokenizer:
         return batch[0].ids
 
     def render_chat(
-        self, messages: ChatMessages, parameters: Mapping[str, object], tools: ChatMessages = ()
+        self,
+        messages: ChatMessages,
+        parameters: Mapping[str, object],
+        tools: ChatMessages = (),
+        most: int = sys.maxsize,
     ) -> str:
         """The text that the model's chat template makes of a chat; see :class:`ChatTemplate`.
-        Raises InvalidArgumentError if there is no template, or if it refuses the chat or fails."""
+        Raises InvalidArgumentError if there is no template, if it refuses the chat or fails, or if
+        the text has more than ``most`` characters."""
         if self._template is None:
             raise InvalidArgumentError("messages cannot be used: this model has no chat template")
-        return self._template.render(messages, parameters, tools)
+        return self._template.render(messages, parameters, tools, most)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The whole text of ``ids``; unknown ones decode to nothing."""
@@ -148,7 +154,7 @@ class Tokenizer:
 
     def partial_bytes(self, token_id: int) -> bytes | None:
         """The bytes of a token that begins or ends within a character; None for any other token.
-        Its text has U+FFFD in place of what is not whole."""
+        The text of such a token has U+FFFD in place of the character."""
         data = b""
         if self._rules.byte_level:
             data = self._rules.token_bytes(token_id)

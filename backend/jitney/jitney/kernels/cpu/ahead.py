@@ -2,7 +2,8 @@
 
 Of all kernels that one takes the longest to compile. The fork server
 (``engine.process``) calls :func:`compile_ahead` before its long imports. An engine that is forked
-from it calls :func:`wait_for_compiler` when it needs the kernel, and then loads it from the cache.
+from it calls :func:`wait_for_compiler` when it needs the kernel, and then loads it from
+``code_cache``.
 """
 
 import ctypes
