@@ -197,3 +197,22 @@ def test_a_step_indexes_a_bounded_part_of_long_prompts() -> None:
     shorter = lines_after_prompts(64, n=1, size=400)
     longer = lines_after_prompts(64, n=1, size=800)
     assert longer < 1.2 * shorter
+
+
+def indexed(play: Play) -> list[int]:
+    """How many tokens of each prompt are indexed."""
+    return [request.prompt_ngrams.end for request in play.scheduler.live.requests.values()]
+
+
+def test_long_prompts_are_indexed_by_turns() -> None:
+    """The first ones in order do not have the whole budget of each step."""
+    play = Play(max_num_seqs=16, num_blocks=8192, max_num_batched_tokens=16 * 1024, **_DRAFTS)
+    for key in range(16):
+        play.submit([(key + i * i) % 50 for i in range(1000)], max_tokens=90)
+    play.step()  # the prompts
+    play.step(5)
+    first, *others = indexed(play)
+    assert first == 512 + 128, "it came when nobody waited"
+    assert others == [128] * 15
+    play.step(32)
+    assert indexed(play) == [1000] * 16
