@@ -26,6 +26,7 @@ from jitney.config import EngineConfig
 from jitney.core.scheduler import Scheduler
 from jitney.engine.grammars import Compile, Grammars, refuse
 from jitney.engine.inbox import UNLOADED, Inbox
+from jitney.engine.make_way import take_back, who_makes_way
 from jitney.engine.making import NoteMaking, ignore_making
 from jitney.engine.pending import Held, Pending, Resources
 from jitney.engine.source import Source
@@ -304,7 +305,7 @@ class Engine:
         if not self.scheduler.may_take_back:
             return
         self._note_ended(_ended_by(self._events), now)
-        if not self._who_makes_way(now):
+        if not who_makes_way(self.scheduler, self.pending, now):
             return
         # Before requests are taken back, the steps in flight must be completed. That may end users
         # of the adapter. So who makes way is asked again.
@@ -313,28 +314,9 @@ class Engine:
         finally:
             self._events += self._steps.take_events()
         self._note_ended(_ended_by(self._events), now)
-        found = self._who_makes_way(now)
+        found = who_makes_way(self.scheduler, self.pending, now)
         if found:
-            self.pending.hold_again([self._take_back(key, now) for key in found], now)
-
-    def _who_makes_way(self, now: float) -> list[int]:
-        """Keys of the requests to take back, so that a request which waits for room gets it."""
-        blocked = self.pending.blocked(now)
-        if blocked is None:
-            return []
-        found = self.scheduler.who_makes_way(blocked)
-        if found and self.pending.note_changes(found):
-            return []
-        return found
-
-    def _take_back(self, key: int, now: float) -> Held:
-        """Take a request back. Returns it as ``pending`` holds it."""
-        taken = self.scheduler.take_back(key, now)
-        message = taken.message
-        held = Held(message, self.scheduler.rank_of(message), grammar=taken.grammar)
-        if taken.adapter is not None and message.first_token is not None:
-            held.adapter_version = taken.adapter.version
-        return held
+            take_back(found, self.scheduler, self.pending, now)
 
     def _begin(self, held: Held, now: float) -> list[Event]:
         """Submit a request whose resources are there. If one could not be made, fail the request,

@@ -32,9 +32,9 @@ sampled at 11, and after d1 the grammar forces a token at 12:
 (a) d2 is sampled at 12, but another token f is forced. The next row begins at 12, with f. From its
     start one can tell that the entries of the tokens from 12 on are wrong.
 (b) Another token s is sampled at 12, but d2 is forced. d2 is the row's draft, so it is accepted:
-    the model has its K and V already. The next row begins at 13, so its start does not tell that
-    the entry of s is wrong. So in a row with a grammar, the entry of the newest sample never counts
-    as valid.
+    the model has its K and V already. The next row begins at 13. Its start does not tell that the
+    entry of s, at 12, is wrong. So in a row with a grammar, the entry of the newest sample never
+    counts as valid.
 """
 
 import math
@@ -155,7 +155,7 @@ class DraftModel:
         self._tables = BlockTables()
         num_blocks = caches[0].keys.shape[0]
         self._valid = [0] * num_blocks
-        """By block: so many of its first entries are valid, which means that they need not be
+        """By block: how many of its entries are *valid*, counted from the first. These need not be
         computed again. (A head's entry for a block's last slot may be wrong all the same: see
         ``eagle``.)"""
 

@@ -56,9 +56,9 @@ _TRIES = 0.03
 #   one token, because the draft model reads only one that the model has not computed: the newest;
 # - with a grammar, the last sample: another token may have been forced in its place.
 _REREAD = 3
-# Drafts must gain so many times what they cost, for two reasons. Sequences whose average is high
-# are chosen, and an average may be high by chance. And the learned cost is linear, while steps are
-# not quite.
+# Drafts must gain so many times what they cost, for two reasons. Sequences with a high average are
+# chosen, and an average may be high by chance. And the learned cost is linear, while that of real
+# steps is not quite.
 _MARGIN = 1.4
 
 _unread = attrgetter("unread")
@@ -383,8 +383,8 @@ def _worth(chance: float, price: float, most: int) -> tuple[int, float]:
 
 
 def _passes_that_pay(asking: list[_Candidate], prices: Prices) -> int:
-    """How many passes of the draft model gain more than they cost, for all rows together. 0 if what
-    they gain is less than what the rows pay for asking at all."""
+    """How many passes of the draft model gain more than they cost, for all rows together. 0 if all
+    passes gain less than it costs the rows to ask at all."""
     passes = 0
     wanting = [candidate for candidate in asking if candidate.drafting.propose]
     if not wanting:
