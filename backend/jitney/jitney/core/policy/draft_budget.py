@@ -114,7 +114,7 @@ class DraftBudget:
         """Blocks that others may need in this step: the forks that are due, and the sequences from
         ``next_index`` on."""
         if not self._blocks_before:
-            of_each = map(self._blocks_due_to, self._running)
+            of_each = map(self._blocks_needed_by, self._running)
             self._blocks_before = list(accumulate(of_each, initial=0))
         before = self._blocks_before
         # The sequences from `next_index` on are not planned yet. So they still need what was
@@ -124,7 +124,7 @@ class DraftBudget:
         # A fork that is due needs one block.
         return self._admission.running_counts.num_forks_due + of_sequences
 
-    def _blocks_due_to(self, sequence: Sequence) -> int:
+    def _blocks_needed_by(self, sequence: Sequence) -> int:
         """Blocks that a sequence may need: those that its known tokens lack, and at least one, for
         the token that it samples."""
         missing = self._kv.blocks_for(sequence.num_tokens) - len(sequence.table)

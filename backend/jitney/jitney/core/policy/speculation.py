@@ -14,11 +14,11 @@ The probability is the sequence's own as far as it is known, else that of all se
 learned by comparing proposals with the output. Proposals of n-grams are compared even if no step
 computes them, which costs nothing. So it shows when drafts pay again.
 
-A draft model must read a sequence before it can propose. It is asked for as many tokens as would be
-taken as drafts, if the gain until the sequence ends is greater than the cost of reading. In each
-step the model begins to read at most one new sequence. So it has not read many when the comparison
-shows that its drafts are wrong. If asking gains nothing, one sequence asks for a few tokens now and
-then: a *try*. Tries take at most a small share of the time.
+A draft model must read a sequence before it can propose. A sequence asks for as many tokens as it
+would take as drafts. It asks only if that gains more, until the sequence ends, than it costs to
+read the sequence. In each step the model begins to read at most one new sequence. So if its drafts
+are wrong, that is known before it has read many sequences. If asking gains nothing, one sequence
+asks for a few tokens now and then: a *try*. Tries take at most a small share of the time.
 """
 
 import enum
