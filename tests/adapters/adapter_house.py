@@ -33,7 +33,7 @@ class Files:
         self.bad: set[str] = set()
 
     def close(self, name: str) -> None:
-        """From now on its loading takes until :meth:`open`."""
+        """From now on its loading takes until its gate is set."""
         self.gates[name] = threading.Event()
 
     def load(self, name: str) -> LowRank:
