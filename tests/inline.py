@@ -7,7 +7,7 @@ from jitney.engine.engine import Engine
 
 
 class Inline:
-    """In place of a thread of ``engine.pending``."""
+    """In place of the new threads of ``engine.making``."""
 
     def submit(self, call: Callable[..., object], *args: Any) -> None:
         call(*args)

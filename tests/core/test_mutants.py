@@ -109,7 +109,7 @@ PLANNING_FAULTS: dict[str, tuple[str, ...]] = {
     "the gap target is ignored": ("policy/tier_limits", "and tier.gap_ms is not None", "and False"),
     "chunks are not cut": ("policy/tier_limits", "left >= cost.per_token * most", "True"),
     "decodes are not held back": (
-        "policy/tier_limits", ">= self._seconds_of_decode(sequence)", ">= -1.0",
+        "policy/tier_limits", "self._seconds_for(tier) >= seconds:", "True:",
     ),
     "the others' share is not kept from prompts": (
         "policy/tier_limits", "kept = self._sum_of_rests()", "kept = 0.0",
@@ -136,8 +136,7 @@ ADMISSION_FAULTS: dict[str, tuple[str, ...]] = {
         "policy/tiers", "return cap - counts.admitted[tier] >=", "return 9 >=",
     ),
     "a full tier holds up the others": (
-        "policy/tiers", "for sequence in firsts if self._is_within_cap(sequence)]",
-        "for sequence in firsts]",
+        "policy/tiers", "if not queue or not self._is_within_cap(queue[0]):", "if not queue:",
     ),
     "a tier's queue has no limit": (
         "policy/tiers", "if own_limit is not None:", "if False:",

@@ -83,3 +83,29 @@ def test_as_many_make_way_as_it_needs_blocks() -> None:
     assert play.scheduler.live.preemptions == 2
     assert play.order == [*keys, urgent]
     check(play)
+
+
+def test_a_request_does_not_preempt_one_of_its_own_priority_that_came_later() -> None:
+    """It may come late into the queue, because it waited for a grammar or an adapter."""
+    play = Play(max_num_seqs=1, priority_preempts=True)
+    running = play.submit([1] * 5, max_tokens=60, priority=5)
+    play.step(3)
+    play.now = -1.0  # it arrived before the other one
+    early = play.submit([7] * 5, max_tokens=4, priority=5)
+    play.now = 0.0
+    play.drain()
+    assert play.scheduler.live.preemptions == 0
+    assert play.order == [running, early]
+
+
+def test_a_request_that_has_waited_long_is_not_preempted_though_a_newer_one_is() -> None:
+    play = Play(num_blocks=12, max_num_seqs=8, priority_preempts=True, aging_s=1.0)
+    play.now = -1000.0
+    old = play.submit([1] * 8, max_tokens=8, priority=9)
+    play.now = 0.0
+    newer = play.submit([2] * 8, max_tokens=8, priority=9)
+    play.step()
+    urgent = play.submit([7] * 40, max_tokens=4, priority=-5)  # it needs the blocks of both
+    check(play)
+    assert play.ends[old].timing.preemptions == 0
+    assert play.order == [old, newer, urgent]

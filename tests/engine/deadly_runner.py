@@ -13,7 +13,7 @@ import PIL  # noqa: F401  # which a fork server hides at first: so it imports th
 from jitney.batch import Adapter, Batch, Row
 from jitney.config import EngineConfig
 from jitney.engine.loading import EngineParts, LoadModel
-from jitney.engine.pending import Source
+from jitney.engine.source import Source
 from jitney.errors import CheckpointError, DeviceLostError
 
 from tests.fake_grammar import FakeGrammar, FakeState

@@ -14,7 +14,11 @@ WATCH = "engine/test_load_watch.py"
 ADAPTERS = "adapters/test_adapter_files.py"
 PRIORITIES = "core/test_priorities.py"
 DRAFT = "execution/test_draft.py"
-POOL = "adapters/test_adapter_pool.py"
+MAKING_WAY = "adapters/test_adapter_making_way.py"
+TAKEN_BACK = "adapters/test_taken_back.py"
+ORDER = "adapters/test_adapter_order.py"
+RANK = "test_rank.py"
+SAMPLER = "sampling/test_sampler.py"
 COUNTS = "core/test_penalty_counts.py"
 
 # name -> (file of the package, tests that notice it, what is written there, what in its place; …)
@@ -73,25 +77,25 @@ FAULTS: dict[str, tuple[str, ...]] = {
         "if self._alone is not None and key != self._alone:", "if False:",
     ),
     "a late result is taken": (
-        "engine/pending.py", PENDING, "if made.job.is_given_up:", "if False:",
+        "engine/making.py", PENDING, "if made.job.is_given_up:", "if False:",
     ),
     "nothing is given up": (
-        "engine/pending.py", PENDING, "if now - job.began > most_s:", "if False:",
+        "engine/making.py", PENDING, "if now - job.began > most_s:", "if False:",
     ),
     "threads that are lost are not counted": (
-        "engine/pending.py", PENDING, "self._num_given_up += 1", "pass",
+        "engine/making.py", PENDING, "self._num_lost += 1", "pass",
     ),
     "a thread that comes back stays lost": (
-        "engine/pending.py", PENDING, "self._num_given_up -= 1", "pass",
+        "engine/making.py", PENDING, "self._num_lost -= 1", "pass",
     ),
     "what takes long holds up the next": (
-        "engine/pending.py", PENDING, "_PATIENCE_S = 5.0", "_PATIENCE_S = 9e9",
+        "engine/making.py", PENDING, "_PATIENCE_S = 5.0", "_PATIENCE_S = 9e9",
     ),
     "all are made at once": (
-        "engine/pending.py", PENDING, "_PATIENCE_S = 5.0", "_PATIENCE_S = -1.0",
+        "engine/making.py", PENDING, "_PATIENCE_S = 5.0", "_PATIENCE_S = -1.0",
     ),
     "nobody is told that a resource was made": (
-        "engine/pending.py", PENDING,
+        "engine/making.py", PENDING,
         "        self._note_making(job.number, self.source.kind, [])\n        self._post",
         "        self._post",
     ),
@@ -143,19 +147,44 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "nobody makes way by priority": (
         "core/policy/making_way.py", PRIORITIES, "or not self._by_priority:", "or True:",
     ),
+    "an equal priority makes way": (
+        "core/policy/making_way.py", PRIORITIES,
+        "return message.params.priority > urgent.params.priority",
+        "return message.params.priority >= urgent.params.priority",
+    ),
+    "an aged request makes way": (
+        "core/policy/making_way.py", PRIORITIES,
+        "if order(sequence) < order_of_urgent:", "if False:",
+    ),
+    "only some of an adapter's users make way": (
+        "core/taking_back.py", MAKING_WAY, "if all(_makes_way(", "if any(_makes_way(",
+    ),
     "a user that comes first makes way for another": (
-        "core/taking_back.py", POOL, "if first_order < found_order:", "if False:",
+        "core/taking_back.py", MAKING_WAY, "if first_order < found_order:", "if False:",
     ),
     "what a request has emitted is forgotten when it is taken back": (
-        "core/taking_back.py", POOL,
+        "core/taking_back.py", MAKING_WAY,
         "ids=sequence.output.copy(),", "ids=[],",
     ),
     "adapters are waited for in order of arrival": (
-        "rank.py", POOL,
+        "rank.py", ORDER,
         "return Order(level, self.at, self.key)", "return Order(0, self.key, self.key)",
     ),
     "a token counts once": (
         "token_counts.py", COUNTS, "self.output_counts[index] += 1", "pass",
+    ),
+    "counts of drafts are kept": (
+        "token_counts.py", SAMPLER,
+        "ahead[token] = ahead.get(token, 0) + 1", "self.add((token,))",
+    ),
+    "a failed load is tried again for ever": (
+        "engine/pending.py", TAKEN_BACK, "if now - held.failed_since >= most_s:", "if False:",
+    ),
+    "an aged backlog is made before all else": (
+        "rank.py", RANK, "self._turns_left[tier] = _TURNS_BEFORE_AGED", "pass",
+    ),
+    "an aged backlog starves": (
+        "rank.py", RANK, "self._turns_left[lower] = left - 1", "pass",
     ),
     "a read count is kept after a preemption": (
         "core/live.py", "core/test_drafts.py", "        sequence.num_read = 0\n", "",

@@ -53,9 +53,12 @@ class House:
     """An engine whose clock and threads stand still."""
 
     def __init__(
-        self, compile_grammar: Callable[[str], FakeGrammar] = FakeGrammar, **more: Any
+        self,
+        compile_grammar: Callable[[str], FakeGrammar] = FakeGrammar,
+        options: dict[str, Any] | None = None,
+        **more: Any,
     ) -> None:
-        config = make_config({"model": "fake", "block_size": 4})
+        config = make_config({"model": "fake", "block_size": 4, **(options or {})})
         pool = AdapterPool(
             lambda name: LowRank(name, {}),
             lambda name: None,
@@ -72,7 +75,8 @@ class House:
             adapters=pool,
             **more,
         )
-        self.grammars, self.adapters = Later(), Later()
+        self.grammars = Later()
+        self.adapters = Later()
         self.engine.pending.threads = [self.grammars, self.adapters]  # type: ignore[list-item]
         self.events: list[Event] = []
 
@@ -243,8 +247,8 @@ def test_a_fault_while_messages_are_taken_forgets_nobody(monkeypatch: pytest.Mon
     assert [(event.key, type(event)) for event in report.events] == [(0, Failed), (1, Failed)]
 
 
-def with_grammar(key: int, grammar: str) -> Submit:
-    params = SamplingParams(seed=key, max_tokens=6)
+def with_grammar(key: int, grammar: str, **more: Any) -> Submit:
+    params = SamplingParams(seed=key, max_tokens=6, **more)
     return Submit(key=key, prompt=[1, 2, 3], params=params, arrival=0.0, grammar=grammar)
 
 
@@ -332,3 +336,30 @@ def test_whoever_waits_is_named_while_a_resource_is_made() -> None:
     house.grammars.go_on()
     ((first, *begun), (last, *over)) = noted
     assert (begun, over, first) == (["grammar", [3]], ["grammar", []], last)
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_grammar_of_the_first_tier_is_compiled_before_a_backlog_that_has_aged(
+    has_ended: bool,
+) -> None:
+    """What is being compiled is not interrupted. It may end just when the new request comes."""
+    compiled: list[str] = []
+
+    def compile_grammar(text: str) -> FakeGrammar:
+        compiled.append(text)
+        return FakeGrammar(text)
+
+    tiers = [{"name": "fast"}, {"name": "bulk", "aging_s": 50.0}]
+    house = House(compile_grammar, options={"tiers": tiers})
+    house.now = 56.0
+    house.send(*(with_grammar(key, f"{key}:6", tier="bulk") for key in range(4)))
+    house.now = 60.0
+    if has_ended:
+        house.grammars.go_on()
+    house.engine.send(with_grammar(4, "4:6", tier="fast"))
+    house.step()
+    while house.grammars.calls:
+        house.grammars.go_on()
+        house.step()
+    assert compiled == ["0:6", "4:6", "1:6", "2:6", "3:6"]
+    house.drain()

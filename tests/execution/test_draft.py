@@ -2,14 +2,17 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 from jitney.batch import Batch, Row
 from jitney.engine.assemble import load_runner
 from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
+from jitney.token_counts import TokenCounts
 from transformers import AutoModelForCausalLM
 
+from tests.sampling.rows import Long
 from tests.tiny_models import VOCAB_SIZE, make_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
@@ -122,6 +125,24 @@ def test_a_long_text_takes_several_steps(tmp_path) -> None:
         unread.append(served.outputs[0].unread)
     assert unread == [14, 7, 0], "one more token each time"
     assert served.outputs[0].proposal == served.alone(known + new(served), 2)
+
+
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_a_proposal_copies_only_the_tokens_that_it_reads(served: Served, num_drafts: int) -> None:
+    """However long prompt and output are."""
+    known, table = some_tokens(40), list(range(1, 16))
+    served.run(row(known, 0, table, 1))
+    known += new(served)
+    drafts = [5, 6][:num_drafts]
+    params = msgspec.structs.replace(GREEDY, repetition_penalty=1.5, presence_penalty=0.5)
+    asked = replace(row([*known, *drafts], 40, table, 3, drafts=num_drafts), params=params)
+    asked.counts = TokenCounts.of(asked.prompt, asked.output)
+    asked.prompt = Long(asked.prompt)
+    asked.output = Long(asked.output)
+    served.run(asked)
+    assert len(served.outputs[0].proposal) == 3
+    assert asked.prompt.copied == 0
+    assert asked.output.copied < 8
 
 
 def test_blocks_in_common_are_read_once(served: Served) -> None:

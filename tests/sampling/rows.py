@@ -1,5 +1,6 @@
 """Rows as the scheduler makes them, for the sampler alone, and what they draw."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from jitney.batch import Row
@@ -23,6 +24,25 @@ class Allows:
 
     def mask(self) -> bytes:
         return self._mask
+
+
+class Long(list[int]):
+    """Tokens of a long context, of which no step goes through all. ``copied``: how many were copied
+    by slices."""
+
+    copied = 0
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("each token is looked at")
+
+    def __add__(self, other: object) -> list[int]:
+        raise AssertionError("each token is copied")
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        if isinstance(index, slice):
+            self.copied += len(found)
+        return found
 
 
 def make_row(

@@ -3,7 +3,6 @@
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,14 +14,14 @@ from jitney.batch import Row
 from jitney.errors import InternalError, InvalidArgumentError
 from jitney.execution import filters, sampler
 from jitney.execution.filters import _weights
-from jitney.execution.logits_processors import process_logits
+from jitney.execution.logits_processors import _occurrences, process_logits
 from jitney.execution.philox import uniforms
 from jitney.execution.row_samples import sampled_rows
 from jitney.execution.sampler import prompt_logprobs
 from jitney.sampling_params import SamplingParams
 from jitney.token_counts import TokenCounts
 
-from tests.sampling.rows import Allows, make_row, sampled
+from tests.sampling.rows import Allows, Long, make_row, sampled
 
 
 def logits_of(rows: int, vocab: int, seed: int = 0) -> torch.Tensor:
@@ -178,16 +177,6 @@ def test_a_repeated_token_is_penalized_once_and_by_its_own_row() -> None:
     ]
 
 
-class Long(list[int]):
-    """Tokens of a long context, of which no step goes through all."""
-
-    def __iter__(self) -> Iterator[int]:
-        raise AssertionError("each token is looked at")
-
-    def __add__(self, other: object) -> list[int]:
-        raise AssertionError("each token is copied")
-
-
 @pytest.mark.parametrize("num_drafts", [0, 3])
 def test_penalties_cost_nothing_for_each_token_of_a_context(num_drafts: int) -> None:
     """They need its distinct tokens, which are counted when they come."""
@@ -213,20 +202,28 @@ def test_penalties_cost_nothing_for_each_token_of_a_context(num_drafts: int) -> 
     assert len(rows) == 1 + num_drafts
 
 
+def occurrences_of(counts: TokenCounts) -> dict[int, int]:
+    found = _occurrences(counts)
+    assert len(set(found.token_ids.tolist())) == len(found.token_ids)
+    return dict(zip(found.token_ids.tolist(), found.counts.tolist(), strict=True))
+
+
 def test_counts_of_drafts_are_not_kept() -> None:
     counts = TokenCounts.of([1, 2], [5, 6, 5])
     ahead = counts.after([6, 7])
     twice = ahead.after([7, 5, 8])
-    assert list(zip(ahead.output_ids, ahead.output_counts, strict=True)) == [(5, 2), (6, 2), (7, 1)]
-    assert dict(zip(twice.output_ids, twice.output_counts, strict=True)) == Counter(
-        [5, 6, 5, 6, 7, 7, 5, 8]
-    )
+    assert occurrences_of(ahead) == {5: 2, 6: 2, 7: 1}
+    assert occurrences_of(twice) == Counter([5, 6, 5, 6, 7, 7, 5, 8])
     counts.add([8])
-    assert list(zip(counts.output_ids, counts.output_counts, strict=True)) == [
-        (5, 2),
-        (6, 1),
-        (8, 1),
-    ]
+    assert occurrences_of(counts) == {5: 2, 6: 1, 8: 1}
+
+
+def test_the_counts_after_some_drafts_copy_no_counts() -> None:
+    counts = TokenCounts.of([1, 2], [5, 6, 5])
+    ahead = counts.after([6]).after([7])
+    assert ahead.output_ids is counts.output_ids
+    assert ahead.output_counts is counts.output_counts
+    assert ahead.prompt_ids is counts.prompt_ids
 
 
 def reference_logits(logits: list[float], row: Row) -> list[float]:

@@ -1,16 +1,23 @@
-"""Where a request stands among those that wait for something: by tier, and within a tier by rank.
-The scheduler says the rank of a request; what waits for a grammar or an adapter is ordered by it.
+"""The order of requests that wait for a grammar or an adapter: by tier, and within a tier by rank.
+
+The scheduler says the rank of a request. A request of a lower tier that has waited long enough has
+*aged*: it may count as one of the first tier, so that it does not starve.
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Hashable
 from typing import NamedTuple
+
+_TURNS_BEFORE_AGED = 4
+"""Turns that the tiers above have after a turn of a lower tier, before a request of the lower tier
+may count as aged. So of five turns in a row, an aged backlog takes one."""
 
 
 class Order(NamedTuple):
     """What requests are sorted by at one time, the lowest first."""
 
     level: int
-    """The tier, or 0 if the request counts as one of the first tier."""
+    """The tier; 0 if the request has aged and counts as one of the first tier."""
     at: float
     key: int
 
@@ -21,24 +28,26 @@ class Rank(NamedTuple):
     tier: int
     """Index among the option ``tiers``; 0 without."""
     at: float
-    """Arrival, plus what priority and tier add to it: seconds of the monotonic clock. The lowest
-    comes first. At this time the request has *aged*: it counts as one of the first tier. Where a
-    resource is scarce, only one aged request of each lower tier counts so, or a backlog that has
-    aged would take all of it."""
+    """Arrival, plus what priority and tier add to it: seconds of the monotonic clock. It has two
+    uses. Within a tier, the lowest comes first. And at this time the request has aged."""
     key: int
     """The request's."""
 
     def has_aged(self, now: float) -> bool:
-        """Whether it counts as one of the first tier."""
+        """Whether it may count as one of the first tier."""
         return now >= self.at
 
     def order(self, now: float) -> Order:
-        """Its order if it counts as one of the first tier once it has aged."""
+        """Its order, if it may count as one of the first tier.
+
+        Whoever sorts requests lets only a few of each lower tier count so. Otherwise a backlog of
+        bulk requests, all of which have aged, would come before every new request of the first
+        tier. The others have the :meth:`order_in_tier`."""
         level = 0 if self.has_aged(now) else self.tier
         return Order(level, self.at, self.key)
 
     def order_in_tier(self) -> Order:
-        """Its order if it counts as one of its own tier even if it has aged."""
+        """Its order among the requests of its own tier, even if it has aged."""
         return Order(self.tier, self.at, self.key)
 
 
@@ -72,9 +81,77 @@ class RankedQueue:
         return [queue[0] for queue in self._of_tier.values() if queue]
 
 
+class MakeQueue:
+    """Ids of what is to be made, such as grammars to be compiled. The first is the one for which
+    the first request by rank waits. It is found without looking at all ids or requests."""
+
+    def __init__(self) -> None:
+        # Id -> ranks of the requests that wait for it, by key. In the order of add().
+        self._waiting: dict[Hashable, dict[int, Rank]] = {}
+        # Key of such a request -> the id.
+        self._id_of: dict[int, Hashable] = {}
+        # All of these requests.
+        self._requests = RankedQueue()
+        # Lower tier -> turns that the tiers above it have before a request of it may count as aged.
+        self._turns_left: dict[int, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, id: Hashable) -> None:
+        """This is to be made. Nobody waits for it yet."""
+        self._waiting[id] = {}
+
+    def join(self, id: Hashable, rank: Rank) -> None:
+        """A request waits for this. Ignored if it is not in the queue, because it is being made."""
+        waiting = self._waiting.get(id)
+        if waiting is not None:
+            waiting[rank.key] = rank
+            self._id_of[rank.key] = id
+            self._requests.add(rank)
+
+    def leave(self, key: int) -> None:
+        """A request waits no longer. Ignored if it does not wait for anything in the queue. The id
+        stays, even if nobody else waits for it."""
+        id = self._id_of.pop(key, None)
+        if id is not None:
+            rank = self._waiting[id].pop(key)
+            self._requests.remove(rank)
+
+    def take_first(self, now: float) -> Hashable | None:
+        """Take the first id. Ids for which nobody waits come last. None: there is no id."""
+        if not self._waiting:
+            return None
+        if self._requests:
+            first = min(self._requests.firsts(), key=lambda rank: self._order(rank, now))
+            self._count_turn(first.tier)
+            id = self._id_of[first.key]
+        else:
+            id = next(iter(self._waiting))
+        for rank in self._waiting.pop(id).values():
+            del self._id_of[rank.key]
+            self._requests.remove(rank)
+        return id
+
+    def _order(self, rank: Rank, now: float) -> Order:
+        """The order of the first request of a tier."""
+        if self._turns_left.get(rank.tier, 0):
+            return rank.order_in_tier()
+        return rank.order(now)
+
+    def _count_turn(self, tier: int) -> None:
+        """It is the turn of a request of this tier."""
+        for lower, left in self._turns_left.items():
+            if lower > tier and left:
+                self._turns_left[lower] = left - 1
+        if tier > 0:
+            self._turns_left[tier] = _TURNS_BEFORE_AGED
+
+
 class Blocked(NamedTuple):
-    """A request that waits for room for its resource, while all that is there is in use."""
+    """A request that waits until others release a resource."""
 
     first: Order
+    """The first such request by rank."""
     users: list[list[Order]]
-    """For each resource that could make room: the requests that use it."""
+    """One list for each resource that can be released: the requests that use it."""

@@ -11,7 +11,7 @@ from jitney.engine.assemble import grammar_compiler, load_runner
 from jitney.engine.engine import Engine
 from jitney.errors import ConfigError
 from jitney.execution import draft
-from jitney.execution.draft import row_of_newest_token
+from jitney.execution.draft import _added_tokens
 from jitney.execution.sampler import sample
 from jitney.messages import Emitted, Finished, Submit, Tokens
 from jitney.read_config import make_config
@@ -194,9 +194,8 @@ def test_a_head(tmp_path, monkeypatch, more: dict[str, object]) -> None:
         follow(batch, meta, outputs)
         for row, output in zip(batch.rows, outputs(), strict=True):
             if output.proposal:
-                first = row_of_newest_token(row, output)
-                known = first.prompt + first.output
-                proposals.append((first.params, known, output.proposal))
+                known = row.prompt + row.output + _added_tokens(row, output)
+                proposals.append((row.params, known, output.proposal))
 
     runner._draft.follow = watch
     on = Run(speculates, runner, compiled.__getitem__, asked, eager=True)

@@ -4,8 +4,8 @@
 A folder holds ``adapter_config.json`` and ``adapter_model.safetensors``. A field that changes the
 result in a way that Jitney does not compute is refused by name. PEFT itself is not needed.
 
-The weights are judged by their file's header before they are read, so that a file that is no
-adapter of this model costs little, however large it is.
+The header of the weights' file is checked before the weights are read. So a file that is no adapter
+of this model costs little, however large it is.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ _PREFIX = "base_model.model."
 _NAME = re.compile(r"(.+)\.lora_([AB])\.weight")
 _MOST_CONFIG_BYTES = 1 << 20
 _MOST_HEADER_BYTES = 100_000_000  # safetensors' own bound
-_MOST_ITEM_BYTES = 8
+_MOST_ITEM_BYTES = 8  # of one number in a tensor, whatever its dtype
 _LARGEST = 1e308
 """A number of the configuration is at most this. JSON has larger integers: for one of these,
 ``alpha / rank`` would raise OverflowError."""
@@ -80,17 +80,30 @@ T = TypeVar("T")
 
 
 class _FoundPair(NamedTuple, Generic[T]):
-    """The two tensors of a layer as they are in the file, or their shapes; None if it lacks one."""
+    """What was found of a layer in the file. ``T`` is a tensor; or its shape, if only the header
+    was read."""
 
     a: T | None
+    """Of ``lora_A.weight``. None: it is missing."""
     b: T | None
+    """The same of ``lora_B.weight``."""
 
 
-class _Described(msgspec.Struct):
+class _HeaderEntry(msgspec.Struct):
     """What the header says of one tensor."""
 
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
+    """Where its bytes begin and end, counted from the end of the header."""
+
+
+class _Header(NamedTuple):
+    """The header of the weights' file."""
+
+    num_bytes: int
+    """Without the eight bytes that say this number."""
+    entries: dict[str, _HeaderEntry]
+    """By the tensor's name."""
 
 
 class AdapterFiles(NamedTuple):
@@ -105,14 +118,14 @@ class AdapterFiles(NamedTuple):
 def read_adapter(folder: Path, sites: Mapping[str, Site], max_rank: int) -> AdapterFiles:
     """Read the adapter in ``folder``, for a model whose layers ``sites`` may have adapters.
 
-    All bytes of a file that count are read at once. So the sha256 is that of the bytes which became
-    the factors, even if the files change meanwhile. Raises InvalidArgumentError for files that are
-    no adapter of this model, or that cannot be computed: it names the field or tensor, its value
-    and what it must be.
+    Each file is read once, and the sha256 is computed from the very bytes that become the factors.
+    So they belong together even if the files change meanwhile. Raises InvalidArgumentError for
+    files that are no adapter of this model, or that cannot be computed. The error names the field
+    or tensor, its value, and what it must be.
     """
     config_bytes = _read(folder, CONFIG, most=_MOST_CONFIG_BYTES)
     config = _parse_config(config_bytes, folder)
-    num_bytes = _judge_header(folder, config, sites, max_rank)
+    num_bytes = _check_header(folder, config, sites, max_rank)
     weights_bytes = _read(folder, WEIGHTS, most=num_bytes)
     tensors = _parse_weights(weights_bytes, folder)
     digest = hashlib.sha256(config_bytes)
@@ -126,11 +139,11 @@ def read_adapter(folder: Path, sites: Mapping[str, Site], max_rank: int) -> Adap
     return AdapterFiles(digest.hexdigest(), factors)
 
 
-def judge_adapter(folder: Path, sites: Mapping[str, Site], max_rank: int) -> None:
+def check_files(folder: Path, sites: Mapping[str, Site], max_rank: int) -> None:
     """Check the configuration and the header of the weights, as :func:`read_adapter` does before it
     reads the weights. Raises InvalidArgumentError."""
     config = _parse_config(_read(folder, CONFIG, most=_MOST_CONFIG_BYTES), folder)
-    _judge_header(folder, config, sites, max_rank)
+    _check_header(folder, config, sites, max_rank)
 
 
 def _parse_config(data: bytes, folder: Path) -> Mapping[str, Any]:
@@ -143,7 +156,7 @@ def _parse_config(data: bytes, folder: Path) -> Mapping[str, Any]:
     return config
 
 
-def _judge_header(
+def _check_header(
     folder: Path, config: Mapping[str, Any], sites: Mapping[str, Site], max_rank: int
 ) -> int:
     """Check names and shapes of the weights, reading the header alone. Returns the file's size in
@@ -158,32 +171,43 @@ def _judge_header(
 
 
 def _read_shapes(folder: Path, size: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of all tensors, by the header of the weights' file, which has so many bytes. The
-    format is that of safetensors: the length of a JSON object in eight bytes, that object, then the
-    tensors. Raises InvalidArgumentError if the header is broken or does not account for the size.
-    """
+    """The shapes of all tensors, by the header of the weights' file, which has ``size`` bytes.
+    Raises InvalidArgumentError if the header is broken or does not account for the size.
+
+    The format is that of safetensors: the length of the header in eight bytes, the header, which is
+    a JSON object, and then the tensors."""
+    header = _read_header(folder)
+    header_size = 8 + header.num_bytes
+    end_of_tensors = max((entry.data_offsets[1] for entry in header.entries.values()), default=0)
+    expected_size = header_size + end_of_tensors
+    if size != expected_size:
+        raise InvalidArgumentError.of(f"the size of {WEIGHTS}", size, f"{expected_size:,} bytes")
+    for name, entry in header.entries.items():
+        num_bytes = entry.data_offsets[1] - entry.data_offsets[0]
+        most = _MOST_ITEM_BYTES * math.prod(entry.shape)
+        if not 0 <= num_bytes <= most:
+            raise InvalidArgumentError.of(f"the bytes of {name}", num_bytes, f"at most {most:,}")
+    return {name: entry.shape for name, entry in header.entries.items()}
+
+
+def _read_header(folder: Path) -> _Header:
+    """The header of the weights' file. Raises InvalidArgumentError if it is broken."""
     try:
         with (folder / WEIGHTS).open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > _MOST_HEADER_BYTES:
+            num_bytes = int.from_bytes(file.read(8), "little")
+            if num_bytes > _MOST_HEADER_BYTES:
                 bound = f"at most {_MOST_HEADER_BYTES:,} bytes"
-                raise InvalidArgumentError.of(f"the header of {WEIGHTS}", length, bound)
-            header = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
-        header.pop("__metadata__", None)
-        tensors = {name: msgspec.json.decode(raw, type=_Described) for name, raw in header.items()}
+                raise InvalidArgumentError.of(f"the header of {WEIGHTS}", num_bytes, bound)
+            fields = msgspec.json.decode(file.read(num_bytes), type=dict[str, msgspec.Raw])
+        fields.pop("__metadata__", None)  # the format's one field that is no tensor
+        entries = {
+            name: msgspec.json.decode(raw, type=_HeaderEntry) for name, raw in fields.items()
+        }
     except OSError as error:
         raise InvalidArgumentError(first_line(error, folder)) from None
     except (ValueError, RecursionError) as error:  # also those of msgspec
         raise InvalidArgumentError(f"the header of {WEIGHTS} is broken: {error}") from None
-    end = max((each.data_offsets[1] for each in tensors.values()), default=0)
-    if 8 + length + end != size:
-        raise InvalidArgumentError.of(f"the size of {WEIGHTS}", size, f"{8 + length + end:,} bytes")
-    for name, each in tensors.items():
-        num_bytes = each.data_offsets[1] - each.data_offsets[0]
-        most = _MOST_ITEM_BYTES * math.prod(each.shape)
-        if not 0 <= num_bytes <= most:
-            raise InvalidArgumentError.of(f"the bytes of {name}", num_bytes, f"at most {most:,}")
-    return {name: each.shape for name, each in tensors.items()}
+    return _Header(num_bytes, entries)
 
 
 def _check_regular(folder: Path, name: str) -> int:
@@ -256,7 +280,7 @@ def _is_positive(value: object) -> TypeGuard[float]:
 
 
 def _is_rank(value: object) -> bool:
-    """Whether it is a whole number above 0. 8.0 is one, too."""
+    """Whether it is a whole number above 0. A float may be one, such as 8.0."""
     return _is_positive(value) and value % 1 == 0
 
 
@@ -279,8 +303,8 @@ def _stated_for(path: str, patterns: Mapping[str, float] | None, default: float)
 def _pairs_of_layers(
     tensors: Mapping[str, T], sites: Mapping[str, Site]
 ) -> dict[str, _FoundPair[T]]:
-    """The pair of each layer that the tensors name, by the layer's path. The paths are sorted.
-    ``tensors`` may as well be their shapes."""
+    """What was found of each layer that the tensors name, by the layer's path. The paths are
+    sorted. ``T``: see :class:`_FoundPair`."""
     of_kind: dict[str, dict[str, T]] = {"A": {}, "B": {}}
     for name, tensor in tensors.items():
         match = _NAME.fullmatch(name.removeprefix(_PREFIX))
@@ -332,7 +356,9 @@ def _expected_shapes(
 
 def _check_pair(path: str, found: _FoundPair[Tensor], rank: int, site: Site) -> _Pair:
     """The pair, checked. Raises InvalidArgumentError if it does not have that rank."""
-    a, b = [_check_tensor(*each) for each in _expected_shapes(path, found, rank, site)]
+    expected_a, expected_b = _expected_shapes(path, found, rank, site)
+    a = _check_tensor(*expected_a)
+    b = _check_tensor(*expected_b)
     return _Pair(a, b)
 
 

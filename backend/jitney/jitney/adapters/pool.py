@@ -1,4 +1,4 @@
-"""Keeps a bounded number of adapters in memory: an ``engine.pending.Source``.
+"""Keeps a bounded number of adapters in memory: an ``engine.source.Source``.
 
 An adapter is in use while a request that names it is open. When there is no room for a new adapter,
 the unused one that was used longest ago is evicted. If all are in use, the request waits for room.
@@ -6,61 +6,36 @@ The first by rank gets it. The engine may take back requests that use an adapter
 
 So a request that names an adapter is in one of three states:
 
-- it waits for room: it has no entry, and its key is in the queue. Its adapter's configuration and
-  header are checked meanwhile. If they are bad, the request fails at once. Nobody makes way for it
-  before;
+- it waits for room: it has no entry, and its rank is in the queue. Its adapter is checked meanwhile
+  (``checks``);
 - its adapter is being loaded: it has an entry without a result;
 - its adapter is in memory, or could not be loaded: it has an entry with a result.
 """
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
-from jitney.adapters.peft_files import CONFIG, WEIGHTS, judge_adapter, read_adapter
+from jitney.adapters.checks import AdapterId, CheckId, Checks
+from jitney.adapters.peft_files import CONFIG, WEIGHTS, check_files, read_adapter
 from jitney.config import EngineConfig
-from jitney.errors import InternalError, InvalidArgumentError, JitneyError
+from jitney.errors import InternalError, JitneyError
 from jitney.execution.low_rank import LowRank
 from jitney.execution.runner import TorchRunner
 from jitney.messages import StepStats, Submit
-from jitney.rank import Blocked, Order, Rank, RankedQueue
+from jitney.rank import Blocked, MakeQueue, Order, Rank, RankedQueue
 
 _log = logging.getLogger(__name__)
 
 ReadAdapter = Callable[[str], LowRank]
 """Reads the adapter of a name. Raises InvalidArgumentError."""
-JudgeAdapter = Callable[[str], None]
+CheckAdapter = Callable[[str], None]
 """Raises InvalidArgumentError if the adapter of a name is missing, or if its configuration or the
 header of its weights is bad. Costs little, however large the adapter is."""
 Stamp = Callable[[str], tuple[int, ...]]
 """Name of an adapter -> numbers that differ once its files are written anew."""
-
-
-class AdapterId(NamedTuple):
-    """What stands for one adapter. When files are written anew, the same name stands for another
-    adapter."""
-
-    name: str
-    stamp: tuple[int, ...]
-
-
-class JudgementId(NamedTuple):
-    """What stands for the check of one adapter's configuration and header."""
-
-    of: AdapterId
-
-
-@dataclass(eq=False, slots=True)
-class _Judgement:
-    """The check of an adapter for which there is no room."""
-
-    id: JudgementId
-    is_done: bool = False
-    users: set[int] = field(default_factory=set)
-    """Requests in the queue that name the adapter."""
 
 
 @dataclass(eq=False, slots=True)
@@ -71,9 +46,10 @@ class _Entry:
     result: LowRank | JitneyError | None = None
     """None: it is being loaded."""
     users: set[int] = field(default_factory=set)
-    """Open requests that name it."""
+    """Keys of its users: the open requests that use it, or wait for its load."""
     has_changed: bool = False
-    """Whether its files were found to be rewritten or gone. Its users keep it to their end."""
+    """Whether its files were found to be rewritten or gone. It could not be loaded again, so its
+    users keep it to their end."""
 
 
 @dataclass(slots=True)
@@ -84,12 +60,10 @@ class _Request:
     rank: Rank
     arrival: float
     since: float
-    """When it began to wait, if it waits for room or for a load."""
+    """When it claimed the adapter: its wait begins then, if it must wait."""
     entry: _Entry | None = None
-    """None: it waits for room. An adapter that could not be loaded is no longer among the pool's
-    entries, but its requests still find the error here."""
-    judgement: _Judgement | None = None
-    """None: it does not wait for room."""
+    """The entry of its adapter. None: it waits for room. If the adapter could not be loaded, the
+    entry holds the error. The pool has forgotten the entry then."""
 
 
 class AdapterPool:
@@ -100,7 +74,7 @@ class AdapterPool:
     def __init__(
         self,
         load: ReadAdapter,
-        judge: JudgeAdapter,
+        check: CheckAdapter,
         stamp: Stamp,
         *,
         most: int,
@@ -108,34 +82,35 @@ class AdapterPool:
     ) -> None:
         """Keeps at most ``most`` adapters in memory.
 
-        Requests wait in a queue while there is no room for their adapters. A new request whose
-        adapter is in memory does not queue, unless the first in the queue comes before it and has
-        waited for ``aging_s`` seconds: otherwise popular adapters would never be evicted.
+        While there is no room for their adapters, requests wait in a queue. As a rule, a new
+        request whose adapter is in memory passes the queue. But popular adapters would then never
+        be evicted. So it must queue, too, if the first request in the queue comes before it by rank
+        and has waited for ``aging_s`` seconds.
         """
         self._load = load
-        self._judge = judge
+        self._check = check
         self._stamp = stamp
         self._most = most
         self._aging_s = aging_s
-        # Of the unused ones, the one used longest ago comes first. An adapter goes to the end when
-        # a request claims it, and when the last request that uses it ends.
+        # The adapters in memory, and those that are being loaded. An adapter goes to the end when a
+        # request claims it, and when its last user ends. So of those without users, the first is
+        # the one that was used longest ago.
         self._entries: OrderedDict[AdapterId, _Entry] = OrderedDict()
-        # By key.
+        # The open requests that name an adapter, by key.
         self._requests: dict[int, _Request] = {}
-        # The requests that wait for room.
+        # Those that wait for room.
         self._queue = RankedQueue()
-        # The requests that use an adapter, or wait for its load.
+        # The others: they use an adapter, or wait for its load.
         self._users = RankedQueue()
-        # The checks for the requests in the queue.
-        self._judgements: dict[JudgementId, _Judgement] = {}
-        # Adapters to be loaded or checked that :meth:`take_ids_to_make` has not returned yet.
-        self._to_make: list[AdapterId | JudgementId] = []
+        # Ids of adapters to be loaded, and of checks to be made.
+        self._to_make = MakeQueue()
+        self._checks = Checks(self._to_make)
         # Figures since the last report.
         self._hits = 0
         self._loads = 0
         self._wait_seconds = 0.0
 
-    # ------------------------------------------------------------------ as engine.pending asks
+    # ------------------------------------------------------------------ as engine.source asks
 
     def name_of(self, message: Submit) -> str | None:
         """Name of the adapter that a request needs."""
@@ -152,7 +127,7 @@ class AdapterPool:
         self._requests[key] = _Request(name, rank, arrival, since=now)
         if entry is None:
             self._queue.add(rank)
-            self._have_judged(key, id)
+            self._checks.add(rank, id)
             return False
         self._assign(key, entry)
         if entry.result is None:
@@ -160,27 +135,30 @@ class AdapterPool:
         self._hits += 1
         return True
 
-    def take_ids_to_make(self) -> Sequence[AdapterId | JudgementId]:
-        """Take the ids of the adapters to load or check now. Each is returned once."""
-        ids = self._to_make
-        self._to_make = []
-        return ids
+    @property
+    def has_ids_to_make(self) -> bool:
+        """Whether any adapter is to be loaded or checked."""
+        return bool(self._to_make)
 
-    def waiting_for(self, id: AdapterId | JudgementId) -> list[int]:
-        """Keys of the requests that wait for this adapter's load or check."""
-        if isinstance(id, AdapterId):
-            return sorted(self._entries[id].users)
-        judgement = self._judgements.get(id)
-        return [] if judgement is None else sorted(judgement.users)
+    def take_id_to_make(self, now: float) -> Hashable | None:
+        """Take the id of the adapter to load next, or of the check to make next."""
+        return self._to_make.take_first(now)
 
-    def make(self, id: AdapterId | JudgementId) -> LowRank | None:
+    def waiting_for(self, id: AdapterId | CheckId) -> list[int]:
+        """Keys of the requests that wait for this load or check."""
+        if isinstance(id, CheckId):
+            return self._checks.waiting_for(id)
+        return sorted(self._entries[id].users)
+
+    def make(self, id: AdapterId | CheckId) -> LowRank | None:
         """Load an adapter, or check it, which returns None. Called in another thread, so it changes
         nothing here. Raises a JitneyError."""
-        name = id.name if isinstance(id, AdapterId) else id.of.name
+        name = id.adapter.name if isinstance(id, CheckId) else id.name
         try:
-            if isinstance(id, AdapterId):
-                return self._load(name)
-            self._judge(name)
+            if isinstance(id, CheckId):
+                self._check(name)
+                return None
+            return self._load(name)
         except JitneyError as error:
             refusal = type(error)(f"lora_name {name!r} cannot be loaded: {error}")
             _log.warning("%s", refusal)
@@ -188,16 +166,19 @@ class AdapterPool:
         except Exception:
             _log.exception("adapter %r cannot be loaded", name)
             raise InternalError(f"lora_name {name!r} cannot be loaded") from None
-        return None
 
     def receive(
-        self, id: AdapterId | JudgementId, result: LowRank | JitneyError | None, now: float
+        self, id: AdapterId | CheckId, result: LowRank | JitneyError | None, now: float
     ) -> Sequence[int]:
-        """The load or check of ``id`` has ended. Returns the keys of the requests that wait no
-        longer: those that waited for it, and those for which there is room now."""
-        if isinstance(id, JudgementId):
-            return self._receive_judgement(id, result, now)
+        """The load or the check of an adapter has ended. Returns the keys of the requests that need
+        not wait any longer."""
+        if isinstance(id, CheckId):
+            return self._receive_check(id, result, now)
         assert result is not None, "a load returns an adapter"
+        return self._receive_load(id, result, now)
+
+    def _receive_load(self, id: AdapterId, result: LowRank | JitneyError, now: float) -> list[int]:
+        """An adapter is in memory, or could not be loaded."""
         entry = self._entries[id]
         entry.result = result
         self._loads += 1
@@ -208,7 +189,22 @@ class AdapterPool:
         ready = sorted(entry.users)
         for key in ready:
             self._end_wait(key, now)
+        # An unused adapter, or a failed load, makes room for the queue.
         return ready + self._admit_queued(now)
+
+    def _receive_check(self, id: CheckId, result: object, now: float) -> list[int]:
+        """An adapter for which there is no room yet has been checked."""
+        failed = self._checks.receive(id, result)
+        if not failed:
+            return []
+        assert isinstance(result, JitneyError)
+        entry = _Entry(id.adapter, result)
+        for key in failed:
+            self._leave_queue(key)
+            self._assign(key, entry)
+            self._end_wait(key, now)
+        # Requests whose adapter is in memory may have waited behind them.
+        return failed + self._admit_queued(now)
 
     def take(self, key: int) -> LowRank:
         """The adapter of a request that does not wait. Raises the error that :meth:`make` raised
@@ -224,43 +220,48 @@ class AdapterPool:
         """These requests have ended; some of them may name no adapter. Returns the keys of the
         requests that wait no longer, because there is room now."""
         for key in keys:
-            request = self._requests.pop(key, None)
+            request = self._requests.get(key)
             if request is None:
                 continue
             if request.entry is None:
-                self._leave_queue(request)
+                self._leave_queue(key)
             else:
-                self._end_use(request, request.entry)
+                self._end_use(request.rank, request.entry)
+            del self._requests[key]
         return self._admit_queued(now)
 
     def blocked(self, now: float) -> Blocked | None:
-        """The first request that waits for room, and who uses the adapters in memory. An adapter
-        that is being loaded is left out: it stays in any case. So is one whose files have changed:
-        it could not be loaded again, and its users could not go on without it. None also while the
-        adapter of the first request is being checked: nobody makes way for one that cannot be
-        loaded."""
+        """The first request that waits for room, and the users of each adapter that could be
+        evicted for it. None: no request waits for room, or nobody need make way yet, because the
+        adapter of the first one is still being checked."""
         if not self._queue:
             return None
         first = self._first(now)
-        judgement = self._requests[first.key].judgement
-        assert judgement is not None, "it does not wait for room"
-        if not judgement.is_done:
+        if not self._checks.is_done(first.key):
             return None
         users = []
         for entry in self._entries.values():
-            if entry.result is not None and entry.users and not entry.has_changed:
+            # An adapter that is being loaded is not evicted. Neither is one that could not be
+            # loaded again: its users could not go on.
+            if entry.result is None or entry.has_changed:
+                continue
+            if entry.users:
                 users.append([self._order_of_user(key, now) for key in sorted(entry.users)])
         return Blocked(self._order(first, now), users)
 
-    def can_make_again(self, keys: Collection[int]) -> bool:
-        """Whether the files of the adapters that these requests use are still the same."""
-        entries = {self._requests[key].entry for key in keys}
-        for entry in entries:
+    def note_changes(self, keys: Collection[int]) -> bool:
+        """Look whether the files of any adapter that these requests use have changed."""
+        in_use: dict[AdapterId, _Entry] = {}
+        for key in keys:
+            entry = self._requests[key].entry
             assert entry is not None, "the request waits for room"
+            in_use[entry.id] = entry
+        any_changed = False
+        for entry in in_use.values():
             if self._stamp(entry.id.name) != entry.id.stamp:
                 entry.has_changed = True
-                return False
-        return True
+                any_changed = True
+        return any_changed
 
     def report(self, stats: StepStats) -> None:
         """Add the figures since the last report."""
@@ -281,17 +282,16 @@ class AdapterPool:
 
     def _order(self, rank: Rank, now: float) -> Order:
         """The order of a request that does not use an adapter yet. If it has aged, it counts as one
-        of the first tier only while no other aged request of its tier uses an adapter. As in
-        ``policy.tiers``, the first of a tier is within its share in any case; here it is the only
-        one, because an adapter may be used by any number of requests."""
+        of the first tier, unless another aged request of its tier uses an adapter. So of a backlog
+        that has aged, one request at a time counts so."""
         user = self._users.first_of_tier(rank.tier)
         if user is not None and user.has_aged(now):
             return rank.order_in_tier()
         return rank.order(now)
 
     def _order_of_user(self, key: int, now: float) -> Order:
-        """The order of a request that uses an adapter. Of a tier, only the first one may count as
-        one of the first tier."""
+        """The order of a user of an adapter. Of each lower tier, only the first user by rank may
+        count as one of the first tier."""
         rank = self._requests[key].rank
         if self._users.first_of_tier(rank.tier) == rank:
             return rank.order(now)
@@ -307,20 +307,20 @@ class AdapterPool:
         first = self._first(now)
         if self._order(rank, now) < self._order(first, now):
             return False
-        # Its wait did not begin anew if it was taken back meanwhile.
+        # Counted from its arrival, not from its claim: a request that was taken back has claimed
+        # its adapter twice.
         return now - self._requests[first.key].arrival > self._aging_s
 
     def _find_or_add(self, id: AdapterId) -> _Entry | None:
-        """The entry of an adapter, which now counts as the one used last. An adapter without an
-        entry gets one, and is then to be loaded; an unused adapter may be evicted for it. None:
-        there is no room."""
+        """The entry of an adapter, which becomes the one used last. If it has none, it gets one, an
+        unused adapter may be evicted for it, and it is to be loaded. None: there is no room."""
         entry = self._entries.get(id)
         if entry is None:
             if len(self._entries) >= self._most and not self._evict():
                 return None
             entry = _Entry(id)
             self._entries[id] = entry
-            self._to_make.append(id)
+            self._to_make.add(id)
         self._entries.move_to_end(id)
         return entry
 
@@ -344,65 +344,34 @@ class AdapterPool:
             entry = self._find_or_add(AdapterId(request.name, self._stamp(request.name)))
             if entry is None:
                 break
-            self._leave_queue(request)
+            self._leave_queue(key)
             self._assign(key, entry)
             if entry.result is not None:
                 self._end_wait(key, now)
                 ready.append(key)
         return ready
 
-    def _have_judged(self, key: int, adapter: AdapterId) -> None:
-        """A request that has joined the queue waits until its adapter has been checked."""
-        id = JudgementId(adapter)
-        judgement = self._judgements.get(id)
-        if judgement is None:
-            judgement = _Judgement(id)
-            self._judgements[id] = judgement
-            self._to_make.append(id)
-        judgement.users.add(key)
-        self._requests[key].judgement = judgement
-
-    def _receive_judgement(self, id: JudgementId, result: object, now: float) -> list[int]:
-        """The check of ``id`` has ended. A bad adapter fails the requests that wait for it. Any
-        other error says nothing about the files: the load will meet it again, or not."""
-        judgement = self._judgements.get(id)
-        if judgement is None:  # nobody waits for it any more
-            return []
-        judgement.is_done = True
-        if not isinstance(result, InvalidArgumentError):
-            return []
-        entry = _Entry(id.of, result)
-        failed = sorted(judgement.users)
-        for key in failed:
-            self._leave_queue(self._requests[key])
-            self._assign(key, entry)
-            self._end_wait(key, now)
-        # Others may have waited behind them whose adapter is in memory.
-        return failed + self._admit_queued(now)
-
-    def _leave_queue(self, request: _Request) -> None:
-        """The request waits for room no longer."""
-        self._queue.remove(request.rank)
-        judgement = request.judgement
-        assert judgement is not None, "it does not wait for room"
-        request.judgement = None
-        judgement.users.remove(request.rank.key)
-        if not judgement.users:
-            del self._judgements[judgement.id]
+    def _leave_queue(self, key: int) -> None:
+        """A request waits for room no longer."""
+        self._queue.remove(self._requests[key].rank)
+        self._checks.remove(key)
 
     def _assign(self, key: int, entry: _Entry) -> None:
-        """The request uses this adapter, until it is released."""
-        entry.users.add(key)
+        """A request uses this adapter from now on, or waits for its load."""
         request = self._requests[key]
         request.entry = entry
+        entry.users.add(key)
         self._users.add(request.rank)
+        if entry.result is None:
+            self._to_make.join(entry.id, request.rank)
 
-    def _end_use(self, request: _Request, entry: _Entry) -> None:
-        """The request uses this adapter no longer."""
-        self._users.remove(request.rank)
-        entry.users.remove(request.rank.key)
-        # An adapter that could not be loaded is no longer among the entries. An entry that is there
-        # under its id is that of a later attempt.
+    def _end_use(self, rank: Rank, entry: _Entry) -> None:
+        """A request uses this adapter no longer."""
+        self._users.remove(rank)
+        self._to_make.leave(rank.key)
+        entry.users.remove(rank.key)
+        # If the adapter could not be loaded, the pool has forgotten this entry. It may have another
+        # entry for the same id, that of a later attempt.
         is_kept = self._entries.get(entry.id) is entry
         if is_kept and not entry.users:
             self._entries.move_to_end(entry.id)
@@ -421,8 +390,8 @@ def make_pool(config: EngineConfig, runner: TorchRunner) -> AdapterPool:
         files = read_adapter(root / name, runner.sites, config.max_adapter_rank)
         return runner.make_adapter(files.sha256, files.factors)
 
-    def judge(name: str) -> None:
-        judge_adapter(root / name, runner.sites, config.max_adapter_rank)
+    def check(name: str) -> None:
+        check_files(root / name, runner.sites, config.max_adapter_rank)
 
     def stamp(name: str) -> tuple[int, ...]:
         found: list[int] = []
@@ -435,4 +404,4 @@ def make_pool(config: EngineConfig, runner: TorchRunner) -> AdapterPool:
             found += [status.st_mtime_ns, status.st_size, status.st_ino]
         return tuple(found)
 
-    return AdapterPool(load, judge, stamp, most=config.max_adapters, aging_s=config.aging_s)
+    return AdapterPool(load, check, stamp, most=config.max_adapters, aging_s=config.aging_s)

@@ -34,9 +34,9 @@ Forks that running requests have yet to make are *due*. Nothing is admitted whil
 
     running + forks due >= max_running
 
-The one request that is admitted below that line may bring the sum above it; then some of its forks
-will wait. So whatever is queued, a step samples for at most ``max_running`` sequences, plus the
-forks of one request (with tiers, of one request of each tier).
+The last request that is admitted while the sum is lower may bring it above ``max_running``. Then
+some of its forks will wait. So whatever is queued, a step samples for at most ``max_running``
+sequences, plus the forks of one request (with tiers, of one request of each tier).
 
 When no block is free, the running sequence of the highest rank is preempted: its blocks are freed
 tail first, it goes back to the queue, and is computed again over prompt *and* output, with whatever

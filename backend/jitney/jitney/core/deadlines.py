@@ -6,6 +6,9 @@ from bisect import bisect_left, bisect_right, insort
 from operator import itemgetter
 from typing import Protocol
 
+from jitney.errors import DeadlineExceededError
+from jitney.messages import Failed, Submit
+
 _deadline = itemgetter(0)
 
 
@@ -51,3 +54,12 @@ class Deadlines:
         """Keys of the requests whose deadline is reached, the earliest first."""
         count = bisect_right(self.entries, now, key=_deadline)
         return [key for _, key in self.entries[:count]]
+
+
+def failed_by_deadline(message: Submit, where: str) -> Failed:
+    """The event that ends a request without any token at its deadline. ``where``: where the request
+    was then."""
+    assert message.deadline is not None
+    state = f"the request was still {where}"
+    error = DeadlineExceededError.of_request(message.arrival, message.deadline, state)
+    return Failed(message.key, error.code, str(error))

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, eq=False, repr=False)
 class NgramIndex:
-    """Where the n-grams of a text are: those that end in it. Their first tokens may be before it,
-    as those of an output are that begin in the prompt."""
+    """Where the n-grams of a text end. An n-gram belongs to the text that it ends in: one that
+    begins in the prompt and ends in the output belongs to the output."""
 
     positions: dict[int, int] = field(default_factory=dict)
-    """Hash of an n-gram -> the position after its latest occurrence. The hash alone, to save
-    memory: a collision costs a wrong draft."""
+    """Hash of an n-gram -> the position after its latest occurrence. The n-gram itself is not kept,
+    to save memory. If two have the same hash, a wrong draft may be proposed."""
     end: int = 0
     """The position up to which n-grams are indexed."""
 
@@ -22,11 +22,11 @@ class Drafting:
     """What is known of one sequence."""
 
     compared: float = 0.0
-    """How many proposed tokens were compared with the output, with less weight for older ones: each
-    comparison multiplies this by a factor below 1 (see ``policy.speculation``) and adds 1."""
+    """How many proposed tokens were compared with the output. Older comparisons weigh less: each
+    new one multiplies this by a factor below 1 (see ``policy.speculation``), and then adds 1."""
     right: float = 0.0
-    """The same for those that were right: each comparison multiplies this by the same factor, and
-    adds 1 if the token was right."""
+    """How many of these tokens were right, weighed in the same way: each comparison multiplies this
+    by the same factor, and then adds 1 if the token was right."""
     proposal: list[int] = field(default_factory=list)
     """Tokens that may follow the first ``made_at`` tokens of the sequence."""
     made_at: int = 0
@@ -36,8 +36,8 @@ class Drafting:
     propose: int = 0
     """How many tokens a draft model is to propose in that step, for the next one."""
     no_wait_steps: int = 0
-    """For how many more steps the sequence does not wait for a pending token (see
-    ``DraftPolicy.waits_for_sample``). Set when a step has no budget, blocks or seconds left for its
-    drafts."""
+    """In so many more steps the sequence does not wait for a pending token (see
+    ``DraftPolicy.waits_for_sample``). It is set when a step has no budget, blocks or seconds left
+    for its drafts: it would wait in vain."""
     ngrams: NgramIndex = field(default_factory=NgramIndex)
     """Of the output. That of the prompt is ``Request.prompt_ngrams``, for all of its sequences."""

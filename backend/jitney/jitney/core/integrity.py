@@ -117,12 +117,14 @@ def _check_sequences_in_flight(live: LiveRequests) -> None:
             assert row.block_table == sequence.table, "a row in flight has another table"
             key = (row.key, row.index)
             tokens[key] += len(row.token_ids)
-            samples[key] += row.drafts  # one sample after each draft
-            # And one after the last known token. The row that ends a prompt samples one for each
-            # of the request's n sequences, but only one of these is for this sequence.
+            # A row samples once after each draft, and once after the last known token. The row that
+            # ends a prompt samples for each of the request's n sequences, but only once for this
+            # one.
+            samples[key] += row.drafts
             if row.sample:
                 samples[key] += 1
-            # Slots after the planned tokens, for what is proposed. Only the latest row needs them.
+            # Slots for what is proposed, after the planned tokens. If several steps are in flight,
+            # those of the latest row count.
             lookahead[key] = row.propose
     for sequence in live.running:
         key = (sequence.request.message.key, sequence.index)

@@ -108,7 +108,7 @@ class LiveRequests:
         output, except for what is still cached then. Never called for a sequence that a step in
         flight computes."""
         assert sequence.num_planned == sequence.num_computed, "a step in flight computes it"
-        # A new fork does not run yet. It comes here if no block is free for its copy.
+        # A new fork is preempted before it runs, if no block is free for its copy.
         if sequence.state is SequenceState.RUNNING:
             self._leave_running(sequence)
         self._give_up_table(sequence)
@@ -175,10 +175,11 @@ class LiveRequests:
         if not self.in_flight:
             self.kv.release(table)
             return
-        # Even with overlap at most one step is in flight when a table is given up. There are three
-        # ways to get here: a message (passed on only while at most one step is in flight), update()
-        # (which has taken its own step out by then), and preemption (only while no step is in
-        # flight).
+        # Even with overlap, at most one step is in flight when a table is given up. There are three
+        # ways to get here:
+        # - a message, which the engine passes on only while at most one step is in flight;
+        # - update(), which has taken its own step out by then;
+        # - preemption, which happens only while no step is in flight.
         assert len(self.in_flight) == 1, "a table is given up while two steps are in flight"
         step = self.in_flight[0]
         is_computed = sequence.num_planned > sequence.num_computed
@@ -211,8 +212,8 @@ class LiveRequests:
         return step
 
     def revert(self, batch: Batch) -> None:
-        """Take back the latest step in flight. The device must be done with it. Its copies are
-        still pending."""
+        """Undo the plan of the latest step in flight. The device must be done with it. Its copies
+        are still pending."""
         assert self.in_flight, "no step is in flight"
         step = self.in_flight.pop()
         assert step.batch is batch, "this step is not the latest in flight"

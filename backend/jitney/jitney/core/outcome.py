@@ -12,6 +12,7 @@ import msgspec
 from jitney.batch import Row, RowOutput
 from jitney.core.live import LiveRequests
 from jitney.core.request import Request, Sequence
+from jitney.errors import InvalidArgumentError, JitneyError
 from jitney.messages import Event, FinishReason, Logprob, PromptLogprobs, StepStats, Submit, Tokens
 
 
@@ -44,9 +45,9 @@ class OutputApplier:
         reason: FinishReason | None = None
         if row.sample:
             # `sampled[0]` comes after the known tokens, `sampled[i + 1]` after draft i. The runner
-            # may stop at the first sample that differs from its draft: then there is none after
-            # that draft. Such a draft is not compared, since a grammar may force the very token:
-            # it would be accepted, and the sample after it is missing.
+            # may stop at the first sample that differs from its draft. Then there is no sample
+            # after that draft, so the draft is left out here. Otherwise it could be accepted, if a
+            # grammar forces the very same token, and the sample after it would be missing.
             sampled = result.token_ids
             num_compared = len(sampled) - 1
             event, accepted = self._append(
@@ -116,7 +117,8 @@ class OutputApplier:
                 alive.append(sequence)
             else:
                 ended.append(sequence)
-        # The others share the leader's blocks. So they fork before it ends and frees these.
+        # The forks share the leader's blocks. So they fork before the leader ends, which frees
+        # its blocks.
         _fork(self.live, leader, alive, self.now)
         for sequence in ended:
             self.live.end_sequence(sequence)
@@ -261,7 +263,8 @@ def _fork(live: LiveRequests, leader: Sequence, alive: list[Sequence], now: floa
 
 
 def _add_logprobs(sequence: Sequence, logprobs: list[list[Logprob]]) -> None:
-    """Add those of new tokens to the sum. The first candidate of each is the token itself."""
+    """Add the logprobs of new tokens to the sequence's sum. The first candidate of each is the
+    token itself."""
     for candidates in logprobs:
         sequence.cumulative_logprob += candidates[0].logprob
 
@@ -296,3 +299,12 @@ def _add_token(sequence: Sequence, token: int) -> tuple[FinishReason | None, int
     if num_output >= request.max_output:
         return "length", None
     return None, None
+
+
+def error_of(sequence: Sequence, error: JitneyError) -> JitneyError:
+    """Why a row failed. If its grammar could not go on, the grammar knows the reason. The runner
+    saw only that no token was allowed."""
+    grammar = sequence.grammar
+    if grammar is not None and grammar.error is not None:
+        return InvalidArgumentError(f"structured_outputs: {grammar.error}")
+    return error

@@ -41,8 +41,9 @@ from jitney.core.request import Request, Sequence
 from jitney.core.step_plan import StepPlan
 from jitney.messages import StepStats
 
-# A plan ahead that leaves a sequence out costs it every second row, and saves the others the wait
-# for the host. It is made only if it leaves out at most this part of the running sequences.
+# A plan ahead saves sequences the wait for the host. But a sequence that it leaves out has a row
+# only in every second step. So a plan ahead is made only if it leaves out at most this part of the
+# running sequences.
 _MOST_LEFT_OUT = 1 / 4
 # The part of the token budget that decodes leave to chunks, if there are any.
 _PREFILL_SHARE = 1 / 8
@@ -121,11 +122,12 @@ class Planner:
         prefills = self._plan_decodes(plan)
         for sequence in prefills:  # all of them still run: `_plan_decodes` says why
             self._plan_chunk(plan, sequence, plan.tokens_left)
-        # A step that preempts admits no sequence, because blocks are short. But if nothing runs any
-        # more, such a step would be empty, so then sequences are admitted. That happens if a fork
-        # runs alone, and a grammar forces more tokens than its blocks have slots for. Its pending
-        # copy still holds a block of its leader, which has ended. If no other block is free, the
-        # fork preempts itself: that cancels the copy and frees the leader's block.
+        # A step that preempts admits no sequence, because blocks are short. There is one exception:
+        # if nothing runs any more, sequences are admitted, or the step would be empty.
+        #
+        # That happens if a fork runs alone, and a grammar forces more tokens than its blocks have
+        # slots for. If no block is free, the fork preempts itself. That frees a block: until then,
+        # its pending copy has held a block of its leader, which has ended.
         has_preempted = live.preemptions > preemptions_before
         if not has_preempted or not live.running:
             self._admit_waiting(plan)
@@ -163,8 +165,8 @@ class Planner:
         running = self._live.running
         share = self._prefill_share
         # If the budget without the share has a token for each running sequence, decodes leave the
-        # share free by themselves. (Drafts leave it free, too: see `policy.draft_budget`. Tokens
-        # that a grammar forces may take a part of it. That is accepted.)
+        # share free by themselves. Drafts leave it free, too (`policy.draft_budget`). Tokens that a
+        # grammar forces may take a part of it, which is accepted.
         if len(running) <= self._max_tokens - share:
             return 0
         return min(share, sum(sequence.num_to_prefill for sequence in running))
@@ -188,8 +190,8 @@ class Planner:
                 prefills.append(sequence)
                 continue
             # Tokens to compute whose values are known. At most one step is in flight while another
-            # is planned. If it samples one token for the sequence, this is 0. If it has d drafts of
-            # it, this is -d.
+            # is planned. If that step samples a token for the sequence, none is known: this is 0.
+            # If it also computes d drafts, they are planned, but not known: this is -d.
             num_known = sequence.num_tokens - start
             # Only in a plan ahead: the step in flight still samples the token that comes next.
             next_is_pending = num_known <= 0
@@ -205,15 +207,19 @@ class Planner:
                 continue
             # Fourth: the step has no seconds left for it.
             limited = limits.is_active and limits.is_limited(sequence)
-            if limited and not limits.may_decode(sequence):
-                limits.note_held_back(sequence)
-                continue
+            seconds = 0.0
+            if limited:
+                needed = limits.seconds_for_decode(sequence)
+                if needed is None:
+                    limits.note_held_back(sequence)
+                    continue
+                seconds = needed
             count = 1 if next_is_pending else num_known  # a pending token takes a slot, too
             end = start + count
             if len(sequence.table) * block_size < end and not self._grow_table(plan, sequence, end):
                 continue  # it was preempted
             if limited:
-                limits.count_decode(sequence)
+                limits.count_decode(sequence, seconds)
             if next_is_pending:
                 # The token is carried: the device replaces this 0 by the pending token.
                 carried = sequence.sample_index
@@ -343,9 +349,10 @@ class Planner:
 
     def _admit(self, plan: StepPlan, sequence: Sequence, hits: list[int], spare: int = 0) -> bool:
         """Run a waiting sequence, with blocks for all of its tokens: first ``hits``, the cached
-        blocks that it begins with, then new ones. False, and nothing changed, if too few blocks are
-        free. ``spare`` blocks must stay free, or as many as the watermark if that is more; none if
-        nothing runs."""
+        blocks that it begins with, then new ones. If too few blocks are free, returns False and
+        changes nothing.
+
+        If anything runs, blocks must stay free: ``spare``, or the watermark if that is more."""
         request = sequence.request
         kv = self._kv
         if not self._preempts and kv.pending_copies():
@@ -364,8 +371,9 @@ class Planner:
             stay_free = max(self._watermark, spare)
         table = kv.allocate(hits, num_new, spare=stay_free)
         if table is None:
-            # When a sequence ends, its reservation is given up at once, but a step in flight may
-            # defer the free of its blocks. So in a plan ahead a reserved block may not be free yet.
+            # When a sequence ends, its reservation is given up at once. But its blocks are freed
+            # only when no step in flight uses them. So in a plan ahead a reserved block may not be
+            # free yet.
             assert self._preempts or plan.ahead, "a reserved block is not free"
             return False
         num_cached = len(hits) * kv.block_size

@@ -66,14 +66,15 @@ class Request:
     is_queued: bool = field(default=True, init=False)
     """Whether none of its sequences has been admitted since it was submitted."""
     first_scheduled_at: float | None = field(default=None, init=False)
-    """When the first of its sequences was admitted, perhaps before it was taken back."""
+    """When the first of its sequences was admitted. If it was taken back, this stays the time of
+    the first admission."""
     first_token_at: float | None = field(default=None, init=False)
     """When its first token was made."""
     cached_prompt_tokens: int = field(default=0, init=False)
     computed_prompt_tokens: int = field(default=0, init=False)
     penalized_prompt_ids: "array[int] | None" = field(default=None, init=False)
-    """The distinct tokens of its prompt that are penalized. None if a penalty depends neither on
-    the prompt nor on the output."""
+    """The distinct tokens of its prompt, for penalties. Empty if these depend on the output alone.
+    None if there are no penalties."""
     prompt_ngrams: NgramIndex = field(default_factory=NgramIndex, init=False)
     """For drafts."""
     preempted_at: list[float] = field(default_factory=list, init=False)
@@ -118,8 +119,7 @@ class Request:
 
     @property
     def slots_needed(self) -> int:
-        """How many of the places of running sequences must be free for a waiting sequence of this
-        request to be admitted."""
+        """A waiting sequence of this request is admitted if so many more sequences may run."""
         if not self.waits_for_all_forks:
             return 1
         return min(1 + self.num_forks_due, self.most_running)
@@ -140,8 +140,9 @@ class Request:
             self.cached_prompt_tokens = num_cached
             self.computed_prompt_tokens = 0
         elif self.first_scheduled_at is None:
-            # The request is resumed: the prompt is recomputed together with output. `outcome` adds
-            # no chunks of a sequence with output, so all of the prompt is counted now.
+            # The request is resumed: the prompt is recomputed together with its output. `outcome`
+            # does not count the chunks of a sequence with output. So all of the prompt is counted
+            # now.
             size = len(sequence.prompt)
             self.cached_prompt_tokens = min(num_cached, size)
             self.computed_prompt_tokens = size - self.cached_prompt_tokens
@@ -157,8 +158,9 @@ class Request:
     def timing(self, now: float) -> Timing:
         """Seconds since arrival, for the terminal event at ``now``."""
         arrival = self.message.arrival
-        # If another engine began it, `first_scheduled_at` is when this engine scheduled it. Then it
-        # is not known when it left the queue, only that this was before its first token.
+        # The request left the queue when it was first scheduled. But if an engine before this one
+        # began it, `first_scheduled_at` is a time of this engine. Then it is only known that the
+        # request left the queue before its first token.
         known_times = [
             at for at in (self.first_scheduled_at, self.first_token_at) if at is not None
         ]

@@ -20,25 +20,26 @@ dropped.
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 
 import msgspec
 
 from jitney.batch import Adapter, Batch, Grammar, Row, StepOutput
 from jitney.config import EngineConfig
+from jitney.core.deadlines import failed_by_deadline
 from jitney.core.held import HeldRequests
 from jitney.core.integrity import integrity_checks
 from jitney.core.kv_cache import KvCache
 from jitney.core.live import LiveRequests
 from jitney.core.needs import RequestNeeds, needs_of
-from jitney.core.outcome import OutputApplier, final_event
+from jitney.core.outcome import OutputApplier, error_of, final_event
 from jitney.core.plan import Planner
 from jitney.core.planned_step import PlannedStep
 from jitney.core.policy.choose import choose_policies
 from jitney.core.policy.seam import TierTerms
 from jitney.core.request import Request, Sequence, SequenceState
+from jitney.core.step_plan import plain_row
 from jitney.core.taking_back import Ranked, TakenBack, resumable, users_that_make_way
-from jitney.errors import DeadlineExceededError, InvalidArgumentError, JitneyError, UnavailableError
+from jitney.errors import InvalidArgumentError, JitneyError, UnavailableError
 from jitney.messages import Cancelled, Event, Failed, FinishReason, StepStats, Submit, Tokens
 from jitney.rank import Blocked, Order, Rank
 
@@ -72,7 +73,7 @@ class Scheduler:
         self._admission = self.policies.admission
         self.live = LiveRequests(self.kv, self._admission)
         self._held = HeldRequests()
-        # By key of a held request that was taken back: the request as it was.
+        # Requests that were taken back and are held, as they were then. By key.
         self._taken_back: dict[int, Request] = {}
         self._planner = Planner(
             config,
@@ -87,7 +88,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is open, held ones not counted."""
+        """Whether any request is open that is not held."""
         return bool(self.live.requests)
 
     @property
@@ -145,10 +146,14 @@ class Scheduler:
 
     def _ranked(self, order: Order) -> Ranked:
         """An open request."""
-        key = order.key
-        is_held = key in self._held
-        message = self._held.get(key) if is_held else self.live.requests[key].message
+        message = self._message_of(order.key)
         return Ranked(order, self._admission.tier_terms_of(message).tier, message)
+
+    def _message_of(self, key: int) -> Submit:
+        """The message of an open request."""
+        if key in self._held:
+            return self._held.get(key)
+        return self.live.requests[key].message
 
     def reset_counts(self) -> None:
         """Count from zero: the engine does so at the beginning of its step."""
@@ -183,8 +188,8 @@ class Scheduler:
 
     def take_back(self, key: int, now: float) -> TakenBack:
         """An open request makes way for one that needs its resource: hold it, with what it has
-        emitted. :meth:`submit` resumes it, and may be called with the message that this returns. No
-        step may be in flight."""
+        emitted. To resume it, call :meth:`submit` with the message that this returns. No step may
+        be in flight."""
         assert not self.live.in_flight
         if key in self._held:
             return TakenBack(self._held.get(key))
@@ -199,7 +204,7 @@ class Scheduler:
         refusal = self.hold(message)
         assert not refusal, "a request that ran is refused"
         taken = TakenBack(message, request.grammar, request.adapter)
-        # What was kept of the request must not keep the adapter in memory.
+        # The old request stays in `_taken_back`. It must not keep the adapter in memory.
         request.adapter = None
         return taken
 
@@ -210,9 +215,11 @@ class Scheduler:
         adapter: Adapter | None = None,
     ) -> list[Event]:
         """Accept a request, or refuse it at once: Failed INVALID_ARGUMENT if an empty cache
-        could not hold it, Failed UNAVAILABLE if the queue is full. A full queue refuses neither a
-        held request nor one of an engine that has ended, because both were accepted before. If such
-        a request has output, it is *resumed*: its sequences go on like preempted ones."""
+        could not hold it, Failed UNAVAILABLE if the queue is full.
+
+        Two kinds of requests were accepted before, and are not refused by a full queue: held ones,
+        and those of an engine that has ended. If such a request has output, it is *resumed*: its
+        sequences go on like preempted ones."""
         assert message.prompt, "a prompt without tokens was not refused in front"
         terms = self._admission.tier_terms_of(message)
         try:
@@ -275,17 +282,18 @@ class Scheduler:
             message = self._held.get(key)
             if message.first_token is None:
                 self._release_held(key)
-                events.append(_failed_by_deadline(message, "in the queue"))
+                events.append(failed_by_deadline(message, "in the queue"))
             else:
-                # A resumed request has output, and ends with that. Once it is submitted, it is
-                # live. It is ended below before it could run, so it needs no resource.
+                # A held request with output ends with that output. It is submitted, which makes it
+                # live, and ended with the live ones below. It does not run, so it needs no
+                # resource.
                 events += self.submit(message)
         for key in self.live.deadlines.reached(now):
             request = self.live.requests[key]
             if request.first_token_at is None:
                 self.live.remove_request(request)
                 where = "in the queue" if request.is_queued else "at work on its prompt"
-                events.append(_failed_by_deadline(request.message, where))
+                events.append(failed_by_deadline(request.message, where))
                 continue
             for sequence in request.sequences:
                 if sequence.state is not SequenceState.ENDED:
@@ -325,16 +333,17 @@ class Scheduler:
             if sequence is None:
                 continue  # surplus
             if result.error is not None:
-                applier.events += self.fail(row.key, _error_of(sequence, result.error))
+                applier.events += self.fail(row.key, error_of(sequence, result.error))
             else:
                 applier.apply(sequence, row, result)
         self._counts.batch_sequences += len(batch.rows)
         return applier.events
 
     def revert(self, batch: Batch) -> None:
-        """Take back the latest step in flight, which failed or is dropped: its tokens count as not
-        planned, and its copies are still pending. The device must be done with the step. What the
-        step has written is harmless: the same slots are written again before they are read."""
+        """Undo the plan of the latest step in flight, which failed or is dropped: its tokens count
+        as not planned, and its copies are still pending. The device must be done with the step.
+        What the step has written is harmless: the same slots are written again before they are
+        read."""
         self.live.revert(batch)
 
     def retry(self, rows: list[Row]) -> Batch:
@@ -343,14 +352,14 @@ class Scheduler:
         No step is planned ahead over this one: ``sample_index`` is not renewed."""
         live = self.live
         assert not live.in_flight
-        # Some of the rows may have asked the draft model, which the policy counts. It usually
-        # learns so from note_step(), in update(). But the rows planned here ask no more.
+        # The policy of drafts must know which rows have asked the draft model. Usually note_step()
+        # tells it, in update(). But the rows that are planned here do not ask again.
         self.policies.drafts.note_rows(rows)
         plain_rows: list[Row] = []
         for row in rows:
             sequence = live.sequence_of(row)
             if sequence is not None:
-                plain = _plain_row(row, sequence)
+                plain = plain_row(row, sequence)
                 sequence.num_planned = plain.end
                 plain_rows.append(plain)
         batch = Batch(plain_rows, self.kv.pending_copies())
@@ -413,33 +422,3 @@ class Scheduler:
         prompt_size = len(row.prompt)
         if row.start < prompt_size:
             self._counts.prefill_tokens += min(row.end, prompt_size) - row.start
-
-
-def _plain_row(row: Row, sequence: Sequence) -> Row:
-    """A reverted row as it is executed again: without drafts, and with its token instead of a
-    carried one."""
-    assert sequence.num_planned == row.start, "a row does not follow what is computed"
-    if row.carried is not None:  # the step that sampled the token is complete now
-        return replace(row, token_ids=[sequence.output[-1]], carried=None)
-    if row.drafts or row.propose:
-        tokens = row.token_ids[: len(row.token_ids) - row.drafts]
-        return replace(row, token_ids=tokens, drafts=0, propose=0)
-    return row
-
-
-def _error_of(sequence: Sequence, error: JitneyError) -> JitneyError:
-    """Why a row failed. If its grammar could not go on, the grammar knows the reason. The runner
-    saw only that no token was allowed."""
-    grammar = sequence.grammar
-    if grammar is not None and grammar.error is not None:
-        return InvalidArgumentError(f"structured_outputs: {grammar.error}")
-    return error
-
-
-def _failed_by_deadline(message: Submit, where: str) -> Failed:
-    """The event that ends a request without any token at its deadline. ``where``: where the request
-    was then."""
-    assert message.deadline is not None
-    state = f"the request was still {where}"
-    error = DeadlineExceededError.of_request(message.arrival, message.deadline, state)
-    return Failed(message.key, error.code, str(error))

@@ -1,7 +1,7 @@
 """A step in the making: its rows, and what is left of its token budget. ``plan`` makes one for each
 step and fills it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jitney.batch import Batch, Row
 from jitney.core.planned_step import PlannedStep
@@ -77,8 +77,8 @@ class StepPlan:
 
     def _note_dependence(self, sequence: Sequence, row: Row) -> None:
         """Note for plans ahead that the sequence's next row depends on what this one samples."""
-        # If all tokens below `max_computed` are planned, no row follows, so nothing depends on the
-        # samples.
+        # If all tokens that are ever computed are planned, no row follows. So nothing depends on
+        # the samples.
         end_of_known = sequence.num_planned - row.drafts
         if end_of_known >= sequence.max_computed:
             return
@@ -86,3 +86,15 @@ class StepPlan:
             self.step.must_complete_first = True
         if sequence.request.reads_output or row.drafts or row.propose:
             self.step.host_reads_samples = True
+
+
+def plain_row(row: Row, sequence: Sequence) -> Row:
+    """A reverted row as it is executed again: without drafts, and with its token instead of a
+    carried one."""
+    assert sequence.num_planned == row.start, "a row does not follow what is computed"
+    if row.carried is not None:  # the step that sampled the token is complete now
+        return replace(row, token_ids=[sequence.output[-1]], carried=None)
+    if row.drafts or row.propose:
+        tokens = row.token_ids[: len(row.token_ids) - row.drafts]
+        return replace(row, token_ids=tokens, drafts=0, propose=0)
+    return row

@@ -35,14 +35,19 @@ class TakenBack(NamedTuple):
 def users_that_make_way(
     urgent: Ranked, users: Sequence[Sequence[Ranked]], making_way: MakingWay
 ) -> Sequence[Ranked]:
-    """``users``: for each resource, the requests that use it. Returns all users of one resource, if
-    each of them makes way for ``urgent``. If several resources could make room, the one whose first
-    user by rank is the last. Empty: nobody makes way."""
+    """The users of one resource, all of which make way for ``urgent``. Empty: nobody makes way.
+
+    ``users``: for each resource, the requests that use it. A resource can be released only if each
+    of its users comes after ``urgent`` in order, and makes way for it. There may be several such
+    resources. Each is as important as its first user by order. The least important one is chosen.
+    """
     found: Sequence[Ranked] = ()
+    # The order of the first of those found; at first, that of `urgent`.
     found_order = urgent.order
     for of_resource in users:
         first_order = min(user.order for user in of_resource)
-        if first_order < found_order:  # one of them comes before `urgent`, or before those found
+        if first_order < found_order:
+            # One of them comes before `urgent`, or they are more important than those found.
             continue
         if all(_makes_way(user, urgent, making_way) for user in of_resource):
             found = of_resource

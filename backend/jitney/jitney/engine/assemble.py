@@ -15,7 +15,7 @@ from jitney.batch import Adapter
 from jitney.config import EngineConfig
 from jitney.engine.grammars import Compile, refuse
 from jitney.engine.loading import EngineParts, LoadModel
-from jitney.engine.pending import Source
+from jitney.engine.source import Source
 from jitney.errors import ConfigError
 from jitney.execution import load, read_model
 from jitney.execution.acceleration import Accelerator, AcceleratorKind

@@ -26,7 +26,10 @@ from jitney.config import EngineConfig
 from jitney.core.scheduler import Scheduler
 from jitney.engine.grammars import Compile, Grammars, refuse
 from jitney.engine.inbox import UNLOADED, Inbox
-from jitney.engine.pending import Held, NoteMaking, Pending, Resources, Source, ignore_making
+from jitney.engine.make_way import take_back, who_makes_way
+from jitney.engine.making import NoteMaking, ignore_making
+from jitney.engine.pending import Held, Pending, Resources
+from jitney.engine.source import Source
 from jitney.engine.steps import BeforeStep, Steps, ignore_step
 from jitney.errors import (
     DeviceLostError,
@@ -56,12 +59,12 @@ between two requests of a busy client."""
 _CHECK_PAUSE_S = 0.001
 """Pause between two slices of the integrity check. A slice takes about as long."""
 SIGN_OF_LIFE_S = 0.5
-"""While every open request waits for a resource, the engine reports so often. A front that hears
-nothing from an engine with work takes it for hung."""
+"""While every open request waits for a resource, the engine sends a report after so many seconds.
+Without reports, the front would take it for hung."""
 _MOST_READS = 2
-"""A step reads the inbox at most so often. A second time, so that messages which come while the
-first ones are applied join this step; no third time, so that a flood of messages cannot keep the
-step from being made."""
+"""A step reads the inbox at most so many times. The second time, it finds the messages that came
+while the first ones were applied: they join this step. There is no third time, so that a flood of
+messages cannot keep the step from being made."""
 
 
 class Outbox(Protocol):
@@ -76,12 +79,14 @@ class Outbox(Protocol):
 class Engine:
     """Takes messages, makes steps, gives reports.
 
-    What ends what:
+    There are four ways to end its work:
 
-    - :meth:`stop` takes no more messages; :meth:`run` then fails the open requests and returns.
-    - :meth:`abandon` waits for the steps in flight and drops their outputs. Requests stay.
-    - :meth:`reset` abandons, and forgets requests, messages and events.
-    - ``_fail_open`` abandons, and ends every open request with Failed. Messages stay.
+    - :meth:`stop`: no more messages are taken. :meth:`run` fails the open requests and returns.
+    - :meth:`abandon`: the steps in flight are waited for, and their outputs dropped. Requests stay
+      open.
+    - :meth:`reset`: the same, and requests, messages and events are forgotten.
+    - ``_fail_open``: the same as :meth:`abandon`, and every open request ends with Failed. Messages
+      stay.
     """
 
     def __init__(
@@ -106,7 +111,7 @@ class Engine:
             grammars, adapters, post=self.inbox.put_result, note_making=note_making
         )
         self._open: set[int] = set()  # keys that still need a terminal event
-        # What the next report has. If a step raises, its events stay here, so that none is lost.
+        # Events of the next report. If a step raises, its events stay here, so that none is lost.
         self._events: list[Event] = []
         self._begin_anew()
 
@@ -198,8 +203,8 @@ class Engine:
     def reset(self) -> None:
         """Forget every request and message, without an event: the caller keeps track of them."""
         self.abandon()
-        # Results stay: the requests that waited for them are gone, but what was made can be kept
-        # for others.
+        # Results of the threads stay in the inbox. The requests that waited for them are gone, but
+        # later ones can use what was made.
         self.inbox.take_messages()
         self._take_events()
         self._note_ended(self._open.copy(), self._clock())
@@ -220,16 +225,22 @@ class Engine:
         messages = self.inbox.take_messages()
         # The clock is read after they were taken: no request arrived later than that.
         now = self._clock()
-        # First of all: if anything below raises, each new request gets its terminal event.
+        # The new requests are noted first. So each gets its terminal event, even if anything below
+        # raises.
         self._note_open(messages)
         has_received = self._receive_results(now)
-        # After the results: what has been made is not given up. Before the messages: whoever asks
-        # for the same now has not waited yet.
+        # Resources that take too long are given up now: after the results were received, because
+        # some of them may have come; and before the messages are applied, because a new request for
+        # the same resource has not waited yet.
         self.pending.give_up(self.config.load_watchdog_s, now)
+        self.pending.retry(now)
         for message in messages:
             self._apply(message, now)
         for held in self.pending.take_ready():
             self._events += self._begin(held, now)
+        # What is made next is chosen only now, when all messages are known: one of them may be a
+        # request of the first tier.
+        self.pending.start_making(now)
         return has_received or bool(messages)
 
     def _receive_results(self, now: float) -> bool:
@@ -253,21 +264,22 @@ class Engine:
             self._end(self.scheduler.cancel(message.key), now)
 
     def _finish(self, message: Finish, now: float) -> None:
-        """Apply a Finish. If the request is held, keep the message with it. If that was the last of
-        its sequences, the request ends now: it need not wait for its resources."""
+        """Apply a Finish. If the request is held, the message is kept with it. If all of its
+        sequences are finished then, the request ends now: it does not wait for its resources."""
         held = self.pending.held(message.key)
         if held is None:
             self._events += self.scheduler.stop_sequence(message.key, message.index, now)
             return
         held.later.append(message)
         if held.is_finished:
-            # Once it is submitted, it is live. It ends below before it could run.
+            # Only a live request can finish. So it is submitted, which makes it live. The messages
+            # that were kept end it at once, before it could run.
             self._end(self._submit(held, Resources(None, None), now), now)
 
     def _end(self, events: list[Event], now: float) -> None:
-        """Report these events, which may end a held request. That is noted now, not at the end of
-        the step: else take_ready() would begin the request in this step, if its resource has come.
-        """
+        """Report these events. If one of them ends a held request, ``pending`` forgets the request
+        now. If it did so only at the end of the step, and the resource has come, take_ready() would
+        begin a request that has ended."""
         self._events += events
         self._note_ended(_ended_by(events), now)
 
@@ -286,55 +298,53 @@ class Engine:
         """If a request waits because all adapters are in use, take back the requests that make way
         for it. They wait then, and go on as after a preemption.
 
-        Nobody is taken back whose adapter's files have changed. If they change later, while the
-        request waits, it fails by name: what was loaded before is gone by then. Any other failure
-        to load the adapter again is tried again, up to the deadline of the request."""
+        A request is not taken back if its adapter's files have changed: the adapter in memory would
+        be gone, and the new files are another adapter. If they change later, while it waits, it
+        fails. If its adapter cannot be loaded again for any other reason, that is tried again for
+        some time (``Pending.hold_for_retry``)."""
         if not self.scheduler.may_take_back:
             return
         self._note_ended(_ended_by(self._events), now)
-        found = self._who_makes_way(now)
-        if not found or not self.pending.can_hold_again(found):
+        if not who_makes_way(self.scheduler, self.pending, now):
             return
-        # Outputs of steps in flight must not find the requests as they are afterwards. Also, users
-        # of the adapter may end in these steps.
+        # Before requests are taken back, the steps in flight must be completed. That may end users
+        # of the adapter. So who makes way is asked again.
         try:
             self._steps.complete_all()
         finally:
             self._events += self._steps.take_events()
         self._note_ended(_ended_by(self._events), now)
-        found = self._who_makes_way(now)
-        if found and self.pending.can_hold_again(found):
-            self.pending.hold_again([self._take_back(key, now) for key in found], now)
-
-    def _take_back(self, key: int, now: float) -> Held:
-        taken = self.scheduler.take_back(key, now)
-        message = taken.message
-        held = Held(message, self.scheduler.rank_of(message), grammar=taken.grammar)
-        if taken.adapter is not None and message.first_token is not None:
-            held.adapter_version = taken.adapter.version
-        return held
-
-    def _who_makes_way(self, now: float) -> list[int]:
-        blocked = self.pending.blocked(now)
-        return [] if blocked is None else self.scheduler.who_makes_way(blocked)
+        found = who_makes_way(self.scheduler, self.pending, now)
+        if found:
+            take_back(found, self.scheduler, self.pending, now)
 
     def _begin(self, held: Held, now: float) -> list[Event]:
-        """Submit a request whose resources are there, or fail it if one could not be made."""
-        message = held.message
+        """Submit a request whose resources are there. If one could not be made, fail the request,
+        or hold it until that is tried again."""
         try:
             resources = self.pending.resources_of(held)
         except JitneyError as error:
-            if held.adapter_version is None or isinstance(error, InvalidArgumentError):
-                return self.scheduler.fail(message.key, error)
-            # It ran, and made way: only its files or its deadline may end it.
-            self.pending.hold_for_retry(held, now)
-            return []
+            return self._fail_or_retry(held, error, now)
         return self._submit(held, resources, now)
+
+    def _fail_or_retry(self, held: Held, error: JitneyError, now: float) -> list[Event]:
+        """A resource of this request could not be made, because of ``error``. A request that made
+        way for another one does not fail for that at once, unless its files are at fault."""
+        key = held.message.key
+        made_way = held.adapter_version is not None
+        if not made_way or isinstance(error, InvalidArgumentError):
+            return self.scheduler.fail(key, error)
+        try:
+            self.pending.hold_for_retry(held, error, self.config.load_watchdog_s, now)
+        except JitneyError as last_error:
+            return self.scheduler.fail(key, last_error)
+        return []
 
     def _submit(self, held: Held, resources: Resources, now: float) -> list[Event]:
         """Submit a request, and apply what came for it while it was held."""
         message = held.message
-        # The grammar takes over the output of a request that is resumed: native code again.
+        # If the request is resumed, its grammar accepts its output again. That is noted, because
+        # the grammar is native code, which may end the process.
         with self.pending.noted("grammar", [message.key]):
             events = self.scheduler.submit(message, resources.grammar, resources.adapter)
         for finish in held.later:

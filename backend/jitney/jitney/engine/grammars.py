@@ -1,7 +1,7 @@
-"""The compiled grammars: a :class:`~jitney.engine.pending.Source` that keeps those used last."""
+"""The compiled grammars: a :class:`~jitney.engine.source.Source` that keeps those used last."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from copy import copy
 
 from jitney.batch import Grammar
@@ -12,7 +12,7 @@ from jitney.errors import (
     UnavailableError,
 )
 from jitney.messages import StepStats, Submit
-from jitney.rank import Blocked, Rank
+from jitney.rank import Blocked, MakeQueue, Rank
 
 Compile = Callable[[str], Grammar]
 """Compiles ``Submit.grammar``. Raises InvalidArgumentError."""
@@ -34,15 +34,17 @@ class Grammars:
         # For ``pending.Source`` a resource has a name and an id. Here both are the grammar's text.
         # Text -> result; the one that was used longest ago comes first.
         self._kept: OrderedDict[str, _Result] = OrderedDict()
-        # Texts that take_ids_to_make() has not returned yet.
-        self._new: list[str] = []
-        # Text of a grammar that is being compiled, or is about to be -> keys of the requests that
-        # wait for it.
-        self._waiting: dict[str, list[int]] = {}
+        # Texts of the grammars that are to be compiled next.
+        self._to_make = MakeQueue()
+        # Text of a grammar that is being compiled, or is to be compiled -> keys of the requests
+        # that wait for it. A dictionary without values, because it keeps their order.
+        self._waiting: dict[str, dict[int, None]] = {}
+        # Key of a request that waits -> the text.
+        self._text_of: dict[int, str] = {}
         # Key of a request that need not wait -> its result, until take() is called.
         self._results: dict[int, _Result] = {}
 
-    # The methods of ``pending.Source``; see there.
+    # The methods of ``source.Source``; see there.
 
     def name_of(self, message: Submit) -> str | None:
         """None: the request has no grammar."""
@@ -55,15 +57,19 @@ class Grammars:
             self._results[key] = self._kept[name]
             return True
         if name not in self._waiting:
-            self._waiting[name] = []
-            self._new.append(name)
-        self._waiting[name].append(key)
+            self._waiting[name] = {}
+            self._to_make.add(name)
+        self._to_make.join(name, rank)
+        self._waiting[name][key] = None
+        self._text_of[key] = name
         return False
 
-    def take_ids_to_make(self) -> Sequence[str]:
-        new = self._new
-        self._new = []
-        return new
+    @property
+    def has_ids_to_make(self) -> bool:
+        return bool(self._to_make)
+
+    def take_id_to_make(self, now: float) -> Hashable | None:
+        return self._to_make.take_first(now)
 
     def waiting_for(self, id: str) -> list[int]:
         return list(self._waiting[id])
@@ -79,8 +85,9 @@ class Grammars:
             self._kept[id] = result
         while len(self._kept) > self._most:
             self._kept.popitem(last=False)
-        keys = self._waiting.pop(id)
+        keys = list(self._waiting.pop(id))
         for key in keys:
+            del self._text_of[key]
             self._results[key] = result
         return keys
 
@@ -95,18 +102,20 @@ class Grammars:
     def release(self, keys: Collection[int], now: float) -> Sequence[int]:
         for key in keys:
             self._results.pop(key, None)
-        # A grammar that nobody waits for any more is compiled all the same, and kept.
-        for waiting in self._waiting.values():
-            waiting[:] = [key for key in waiting if key not in keys]
+            text = self._text_of.pop(key, None)
+            if text is not None:
+                # If nobody waits for the grammar any more, it is compiled all the same, and kept.
+                del self._waiting[text][key]
+                self._to_make.leave(key)
         return ()
 
     def blocked(self, now: float) -> Blocked | None:
-        """None: a grammar that is used keeps no other one from being compiled."""
+        """None: a grammar in use does not keep another one from being compiled."""
         return None
 
-    def can_make_again(self, keys: Collection[int]) -> bool:
-        """A request that is taken back keeps its grammar."""
-        return True
+    def note_changes(self, keys: Collection[int]) -> bool:
+        """A request that is taken back keeps its grammar, so it does not matter."""
+        return False
 
     def report(self, stats: StepStats) -> None:
         """Nothing is reported of grammars."""

@@ -5,7 +5,7 @@ to stop. Each of them wakes the engine if it sleeps.
 import threading
 from collections import deque
 
-from jitney.engine.pending import Made
+from jitney.engine.making import Made
 from jitney.errors import UnavailableError
 from jitney.messages import FrontMessage, Submit
 

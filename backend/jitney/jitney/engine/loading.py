@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jitney.batch import Adapter
 from jitney.config import EngineConfig
 from jitney.engine.grammars import Compile
-from jitney.engine.pending import Source
+from jitney.engine.source import Source
 from jitney.execution.protocols import Runner
 
 

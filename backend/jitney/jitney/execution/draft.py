@@ -32,9 +32,9 @@ sampled at 11, and after d1 the grammar forces a token at 12:
 (a) d2 is sampled at 12, but another token f is forced. The next row begins at 12, with f. From its
     start one can tell that the entries of the tokens from 12 on are wrong.
 (b) Another token s is sampled at 12, but d2 is forced. d2 is the row's draft, so it is accepted:
-    the model has its K and V already. The next row begins at 13, so its start does not tell that
-    the entry of s is wrong. So in a row with a grammar, the entry of the newest sample never counts
-    as valid.
+    the model has its K and V already. The next row begins at 13. Its start does not tell that the
+    entry of s, at 12, is wrong. So in a row with a grammar, the entry of the newest sample never
+    counts as valid.
 """
 
 import math
@@ -48,7 +48,9 @@ from torch import Tensor
 from jitney.batch import Batch, Row, RowOutput
 from jitney.execution.attention import AttentionMetadata, BlockTables, build_metadata
 from jitney.execution.interface import LayerCache, LoadedModel, PagedStep
+from jitney.execution.logits_processors import counts_of, is_penalized
 from jitney.execution.machine import to_device
+from jitney.execution.row_samples import end_of_output
 from jitney.execution.sampler import sample
 
 
@@ -153,7 +155,7 @@ class DraftModel:
         self._tables = BlockTables()
         num_blocks = caches[0].keys.shape[0]
         self._valid = [0] * num_blocks
-        """By block: so many of its first entries are valid, which means that they need not be
+        """By block: how many of its entries are *valid*, counted from the first. These need not be
         computed again. (A head's entry for a block's last slot may be wrong all the same: see
         ``eagle``.)"""
 
@@ -196,12 +198,16 @@ class DraftModel:
         """The entries to compute in this step, before the first token of the proposal; None if
         there are none. Counts them as valid. Sets in ``output`` how many they are, and how many are
         left for later steps."""
-        unread = self._unread(row_of_newest_token(row, output))
-        output.read = min(len(unread.token_ids), row.most_read)
-        output.unread = len(unread.token_ids) - output.read
+        newest = row_of_newest_token(row, output)
+        first_entry = self._first_unread(newest)
+        first_token = first_entry + self._shift
+        num_unread = newest.end - first_token
+        output.read = min(num_unread, row.most_read)
+        output.unread = num_unread - output.read
         if not output.read:
             return None
-        to_read = replace(unread, token_ids=unread.token_ids[: output.read])
+        tokens = _tokens(row, output, first_token, first_token + output.read)
+        to_read = _EntryRun(newest, first_entry, tokens)
 
         valid_end = to_read.end_entry
         if row.grammar is not None and not output.unread:
@@ -296,27 +302,17 @@ class DraftModel:
             for block in row.block_table[first_block:stop_block]:
                 self._valid[block] = 0
 
-    def _unread(self, newest: Row) -> _EntryRun:
-        """The entries up to that of the sequence's ``newest`` token that are not valid. The newest
-        is always among them, because its logits are needed."""
+    def _first_unread(self, newest: Row) -> int:
+        """The first entry that must be computed before a proposal: the first one that is not valid,
+        and at the latest that of the sequence's ``newest`` token, because its logits are needed.
+        All entries from there on are computed, even those that are valid: a run is contiguous."""
         size = self._block_size
         newest_entry = newest.start - self._shift
-        first_entry = newest_entry
         for number in range(newest_entry // size + 1):
             num_valid = self._valid[newest.block_table[number]]
             if num_valid < size:
-                # A run is contiguous: all entries from the first gap on are computed again, even
-                # those that are valid.
-                first_missing = number * size + num_valid
-                first_entry = min(first_missing, newest_entry)
-                break
-        first_token = first_entry + self._shift
-        known = newest.prompt + newest.output
-        return _EntryRun(
-            newest=newest,
-            first_entry=first_entry,
-            token_ids=known[first_token : newest.end],
-        )
+                return min(number * size + num_valid, newest_entry)
+        return newest_entry
 
     def _count_as_valid(self, run: _EntryRun, end: int) -> None:
         """Count the run's entries before entry ``end`` as valid, and none from ``end`` on."""
@@ -327,37 +323,61 @@ class DraftModel:
 
 
 def row_of_newest_token(row: Row, output: RowOutput) -> Row:
-    """The row of a sequence's newest token alone, once ``row`` gave this ``output``: the token that
-    was sampled behind the last accepted draft.
+    """The row of a sequence's newest token alone, after ``row`` gave this ``output``.
 
-    It has no logprobs, no grammar and no adapter: a draft model has none of these.
+    It is a row for the sampler. Its ``output`` has the :func:`~jitney.execution.row_samples
+    .end_of_output` and the tokens that ``row`` added. It has no logprobs, no grammar and no
+    adapter: a draft model has none of these.
     """
-    known = len(row.token_ids) - row.drafts
-    drafts = row.token_ids[known:]
-    accepted = 0
-    for draft, sampled in zip(drafts, output.token_ids, strict=False):
-        if draft != sampled:
-            break
-        accepted += 1
-    counts = row.counts
-    if counts is not None:
-        counts = counts.after(drafts[:accepted])
-    last_accepted = replace(
+    added = _added_tokens(row, output)
+    counts = counts_of(row).after(added) if is_penalized(row) else None
+    return replace(
         row,
-        token_ids=row.token_ids[: known + accepted],
+        token_ids=added[-1:],
+        start=_end_of_known(row) + len(added) - 1,
         params=msgspec.structs.replace(row.params, logprobs=None),
         grammar=None,
         adapter=None,
         drafts=0,
-        output=row.output + drafts[:accepted],
+        output=end_of_output(row) + added,
         counts=counts,
     )
-    return row_of_next_token(last_accepted, output.token_ids[accepted])
 
 
 def row_of_next_token(row: Row, token: int) -> Row:
-    """The row of one ``token`` that follows those of ``row``."""
+    """The row of one ``token`` that follows the newest token, whose row is ``row``."""
     counts = None if row.counts is None else row.counts.after([token])
     return replace(
         row, token_ids=[token], start=row.end, output=[*row.output, token], counts=counts
     )
+
+
+def _end_of_known(row: Row) -> int:
+    """The position after the row's known tokens, which drafts may follow."""
+    return row.end - row.drafts
+
+
+def _added_tokens(row: Row, output: RowOutput) -> list[int]:
+    """The tokens that a row added to its sequence: the accepted drafts, and the token that was
+    sampled behind the last of them."""
+    drafts = row.token_ids[len(row.token_ids) - row.drafts :]
+    added: list[int] = []
+    for draft, sampled in zip(drafts, output.token_ids, strict=False):
+        if draft != sampled:
+            break
+        added.append(draft)
+    added.append(output.token_ids[len(added)])
+    return added
+
+
+def _tokens(row: Row, output: RowOutput, start: int, end: int) -> list[int]:
+    """The tokens of a sequence at the positions [start, end), once ``row`` gave this ``output``.
+    Only these are copied."""
+    prompt_size = len(row.prompt)
+    tokens = row.prompt[start:end]
+    tokens += row.output[max(start - prompt_size, 0) : max(end - prompt_size, 0)]
+    end_of_known = _end_of_known(row)
+    if end > end_of_known:
+        added = _added_tokens(row, output)
+        tokens += added[max(start - end_of_known, 0) : end - end_of_known]
+    return tokens

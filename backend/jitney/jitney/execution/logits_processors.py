@@ -8,6 +8,7 @@ their cost does not grow with the vocabulary.
 import math
 from array import array
 from collections.abc import Collection
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from jitney.execution.machine import to_device
 from jitney.token_counts import TokenCounts
 
 _FORBIDDEN = -math.inf
+_Tokens = Collection[int] | npt.NDArray[np.int64]
 _BITS_OF_A_BYTE = np.array([1, 2, 4, 8, 16, 32, 64, 128], np.uint8)
 
 
@@ -45,7 +47,7 @@ def _is_changed_beside_grammar(row: Row) -> bool:
 
 
 def is_penalized(row: Row) -> bool:
-    """Whether a penalty changes the row's logits: how much depends on its :func:`counts_of`."""
+    """Whether a penalty changes the row's logits. It depends on its :func:`counts_of` then."""
     return row.params.repetition_penalty != 1.0 or _penalizes_output(row)
 
 
@@ -148,8 +150,9 @@ def _apply_repetition_penalty(logits: Tensor, rows: list[Row]) -> None:
             counts = counts_of(row)
             penalties.add(i, counts.prompt_ids, penalty)
             penalties.add(i, counts.output_ids, penalty)
+            penalties.add(i, counts.ahead, penalty)
     if penalties:
-        # An index may occur several times. Each of them then writes the same value.
+        # A token may be in several of these. Then the same value is written several times.
         index = penalties.index(logits)
         penalty_of = penalties.values(logits)
         before = logits[index]
@@ -164,12 +167,38 @@ def _apply_output_penalties(logits: Tensor, rows: list[Row]) -> None:
         if not _penalizes_output(row):
             continue
         params = row.params
-        counts = counts_of(row)
-        occurrences = np.array(counts.output_counts, np.float64)
-        totals = params.presence_penalty + params.frequency_penalty * occurrences
-        penalties.add_each(i, counts.output_ids, totals.astype(np.float32))
+        found = _occurrences(counts_of(row))
+        totals = params.presence_penalty + params.frequency_penalty * found.counts
+        penalties.add_each(i, found.token_ids, totals.astype(np.float32))
     if penalties:
         logits[penalties.index(logits)] -= penalties.values(logits)
+
+
+class _Occurrences(NamedTuple):
+    """The distinct tokens of an output."""
+
+    token_ids: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.float64]
+    """How often each occurs."""
+
+
+def _occurrences(counts: TokenCounts) -> _Occurrences:
+    """The tokens of the output, and those that are ahead of it. Each is there once."""
+    token_ids = np.array(counts.output_ids, np.int64)
+    occurrences = np.array(counts.output_counts, np.float64)
+    new_ids: list[int] = []
+    new_counts: list[int] = []
+    for token, count in counts.ahead.items():
+        index = counts.index_of(token)
+        if index is None:
+            new_ids.append(token)
+            new_counts.append(count)
+        else:
+            occurrences[index] += count
+    if new_ids:
+        token_ids = np.append(token_ids, new_ids)
+        occurrences = np.append(occurrences, new_counts)
+    return _Occurrences(token_ids, occurrences)
 
 
 def _penalizes_output(row: Row) -> bool:
@@ -203,21 +232,18 @@ class _TokenValues:
 
     def add(self, row: int, tokens: Collection[int], value: float) -> None:
         """Add ``value`` for each of these tokens of ``row``."""
-        if tokens:
-            self._add(row, tokens, np.full(len(tokens), value, np.float32))
+        self.add_each(row, tokens, np.full(len(tokens), value, np.float32))
 
-    def add_each(self, row: int, tokens: Collection[int], values: npt.NDArray[np.float32]) -> None:
+    def add_each(self, row: int, tokens: _Tokens, values: npt.NDArray[np.float32]) -> None:
         """Add a value of its own for each of these tokens of ``row``."""
-        if tokens:
-            self._add(row, tokens, values)
-
-    def _add(self, row: int, tokens: Collection[int], values: npt.NDArray[np.float32]) -> None:
         size = len(tokens)
-        self._rows.append(np.full(size, row))
-        if isinstance(tokens, array):
+        if not size:
+            return
+        if isinstance(tokens, array | np.ndarray):
             ids = np.array(tokens, np.int64)  # a copy: more tokens may be added to the array
         else:
             ids = np.fromiter(tokens, np.int64, size)
+        self._rows.append(np.full(size, row))
         self._tokens.append(ids)
         self._values.append(values)
 

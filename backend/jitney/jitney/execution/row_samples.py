@@ -87,31 +87,37 @@ def sampled_rows(row: Row) -> list[SampledRow]:
     """For each token that the row samples, the pair that the sampler takes.
 
     A token behind drafts is sampled as if these drafts were output. So each sample gets a copy of
-    the row whose ``token_ids`` end with the drafts before the sample. If a processor changes the
-    row's logits, the copy's ``output``, counts and grammar have these drafts too. Of the output,
-    the copy has only the end that bad words are compared with: a long output is not copied in each
-    step.
+    the row, whose ``token_ids`` end with the drafts before the sample. If the sampler reads output
+    and counts, these drafts are in them, too. The ``output`` of a copy is the
+    :func:`end_of_output` and these drafts.
     """
     if not row.drafts:
         return [(row, index) for index in row.sample]
     (index,) = row.sample
     num_known = len(row.token_ids) - row.drafts
     drafts = row.token_ids[num_known:]
-    is_processed = needs_processing(row)
-    longest_word = max(map(len, row.bad_words_ids), default=1)
-    end_of_output = row.output[-longest_word:]
+    # Only processors look at these. Without one, they need not be copied.
+    reads_output = needs_processing(row)
+    end = end_of_output(row)
     counts = counts_of(row) if is_penalized(row) else None
     pairs = []
     for num_before in range(row.drafts + 1):
         as_sampled = replace(row, token_ids=row.token_ids[: num_known + num_before], drafts=0)
-        if is_processed and num_before > 0:
-            as_sampled.output = end_of_output + drafts[:num_before]
+        if reads_output and num_before > 0:
+            as_sampled.output = end + drafts[:num_before]
             if counts is not None:
                 as_sampled.counts = counts.after(drafts[:num_before])
             if row.grammar is not None:
                 as_sampled.grammar = row.grammar.after(drafts[:num_before])
         pairs.append((as_sampled, index))
     return pairs
+
+
+def end_of_output(row: Row) -> list[int]:
+    """The last tokens of a row's output, as many as the longest of its bad words has. That is all
+    that the sampler reads of it, so a long output is not copied in each step."""
+    longest_word = max(map(len, row.bad_words_ids), default=1)
+    return row.output[-longest_word:]
 
 
 def row_output(

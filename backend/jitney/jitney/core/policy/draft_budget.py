@@ -25,7 +25,9 @@ class DraftBudget:
         self._drafts = policies.drafts
         # All that follows is of the step that is being planned. begin() sets it anew.
         self._running: list[Sequence] = []
-        self._prompt_tokens_due = 0  # tokens of the budget that are left to prompts
+        # Tokens of the budget that are left to prompts. Counted when they are first asked for: in
+        # most steps no sequence has drafts to choose.
+        self._prompt_tokens_due: int | None = None
         self._reads_left = 0  # tokens that a draft model may read in this step
         # By index: how many blocks the running sequences before that index may need. Counted when
         # it is first asked for: most steps have a slot for each draft.
@@ -36,7 +38,7 @@ class DraftBudget:
         step may compute: ``max_tokens``. ``running`` is the scheduler's own list: if a sequence is
         preempted while the step is planned, it becomes shorter at its end."""
         self._running = running
-        self._prompt_tokens_due = self._count_prompt_tokens()
+        self._prompt_tokens_due = None
         self._reads_left = max_tokens
         self._blocks_before = []
 
@@ -54,6 +56,8 @@ class DraftBudget:
         """Choose what a decode computes after its token, and allocate slots for all of it.
         ``tokens_left``: of the budget, the decode's own token included. ``next_index``: the running
         sequences from there on are planned after this one."""
+        if self._prompt_tokens_due is None:
+            self._prompt_tokens_due = self._count_prompt_tokens()
         num_after = len(self._running) - next_index
         # Its own token, the prompts, and one token for each sequence after it come first.
         spare_tokens = tokens_left - 1 - self._prompt_tokens_due - num_after
@@ -62,7 +66,8 @@ class DraftBudget:
         )
         if choice.is_empty:
             return choice
-        # Both calls cut `choice` down in place. Slots come first: what has none takes no seconds.
+        # Both calls cut `choice` down in place. Slots come first, because only tokens that have
+        # slots take seconds.
         self._cut_to_slots(sequence, choice, next_index)
         self._limits.take_drafts(choice)
         if choice.is_empty:
@@ -109,18 +114,19 @@ class DraftBudget:
         """Blocks that others may need in this step: the forks that are due, and the sequences from
         ``next_index`` on."""
         if not self._blocks_before:
-            of_each = map(self._blocks_due_to, self._running)
+            of_each = map(self._blocks_needed_by, self._running)
             self._blocks_before = list(accumulate(of_each, initial=0))
         before = self._blocks_before
-        # Those from `next_index` on are not planned yet. So they need what they needed when it was
-        # counted, unless they were preempted: then they are not among the running any more.
+        # The sequences from `next_index` on are not planned yet. So they still need what was
+        # counted for them. If some were preempted since, they were the last ones of those that were
+        # counted: fewer sequences run now, and the counts of these are the first ones.
         of_sequences = before[len(self._running)] - before[next_index]
         # A fork that is due needs one block.
         return self._admission.running_counts.num_forks_due + of_sequences
 
-    def _blocks_due_to(self, sequence: Sequence) -> int:
-        """Blocks that a sequence may need: one for the token that it samples, or more if its known
-        tokens lack more."""
+    def _blocks_needed_by(self, sequence: Sequence) -> int:
+        """Blocks that a sequence may need: those that its known tokens lack, and at least one, for
+        the token that it samples."""
         missing = self._kv.blocks_for(sequence.num_tokens) - len(sequence.table)
         return max(1, missing)
 

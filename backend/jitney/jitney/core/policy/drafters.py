@@ -9,11 +9,14 @@ from typing import Protocol
 
 from jitney.config import SpeculationConfig
 from jitney.core.drafting import NgramIndex
-from jitney.core.request import Sequence
+from jitney.core.request import Sequence, SequenceState
 
 # Tokens of long texts that one step indexes, for all sequences together: about half a millisecond.
 _MOST_INDEXED = 512
-# Tokens by which an output may grow in a step, and be indexed in the next one whatever else is.
+# Tokens of these that one sequence has indexed in its turn. Then it is the turn of the next one.
+_TURN = 64
+# A text is indexed at once, outside the turns, if it has at most so many new tokens: what a
+# sequence grows by in one step.
 _MOST_GROWN = 16
 
 
@@ -31,71 +34,113 @@ class NgramDrafter:
     """Looks for the last tokens earlier in prompt or output, and proposes what followed them there
     ("prompt lookup").
 
-    The sequences of a request share the index of its prompt. Each has one of its own output.
+    The sequences of a request share the index of its prompt. Each has one of its own output. Long
+    texts are indexed over several steps, a turn of each sequence after the other.
     """
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._longest = longest
         self._lengths = range(longest, shortest - 1, -1)
-        self._indexable = _MOST_INDEXED  # tokens of long texts that this step may still index
+        self._left = _MOST_INDEXED  # tokens of long texts that this step may still index
+        # Sequences that wait for their next turn, in order. Some may have ended. (A dictionary
+        # without values: it keeps the order.)
+        self._waiting: dict[Sequence, None] = {}
 
     def begin_step(self) -> None:
-        self._indexable = _MOST_INDEXED
+        self._left = _MOST_INDEXED
+        while self._left and self._waiting:
+            sequence = next(iter(self._waiting))
+            del self._waiting[sequence]
+            if sequence.state is SequenceState.ENDED:
+                continue
+            if not self._take_turn(sequence, min(_TURN, self._left)):
+                self._waiting[sequence] = None
 
     def propose(self, sequence: Sequence, most: int) -> list[int]:
-        """What followed the latest occurrence of the longest n-gram that has occurred before. A
-        long prompt is indexed over several steps, in which nothing is proposed."""
+        """What followed the latest occurrence of the longest n-gram that has occurred before. While
+        a long text is being indexed, nothing is proposed."""
         drafting = sequence.drafting
         assert drafting is not None
-        of_prompt = sequence.request.prompt_ngrams
         of_output = drafting.ngrams
-        size = sequence.num_tokens
-        prompt_size = len(sequence.prompt)
-        if of_prompt.end < prompt_size and not self._index(of_prompt, sequence, prompt_size):
-            return []
         if not of_output.end:
-            of_output.end = prompt_size
-        # N-grams that end in the last token are left out: nothing follows them yet.
-        num_new = size - 1 - of_output.end
-        if num_new > _MOST_GROWN and not self._index(of_output, sequence, size - 1):
-            return []
+            of_output.end = len(sequence.prompt)
+        if not _is_indexed(sequence, of_output):
+            if sequence in self._waiting:
+                return []
+            # Its first turn: it may take what the turns of the others have left of this step.
+            if not self._take_turn(sequence, self._left):
+                self._waiting[sequence] = None
+                return []
+        # Only the tokens of the last step are left to index. N-grams that end in the last token are
+        # left out: nothing follows them yet.
+        size = sequence.num_tokens
         first = self._first_needed(of_output)
         tokens = tuple(sequence.tokens(first, size))
         self._add_ngrams(of_output, tokens, first, size - 1)
+        end = self._latest_end(sequence, of_output, tokens)
+        if end is None:
+            return []
+        return _what_followed(sequence, end, most)
+
+    def _latest_end(
+        self, sequence: Sequence, of_output: NgramIndex, tokens: tuple[int, ...]
+    ) -> int | None:
+        """The position after the latest occurrence of the longest n-gram that ends ``tokens``: in
+        the output, or else in the prompt. None: none of them has occurred."""
+        in_output = of_output.positions
+        in_prompt = sequence.request.prompt_ngrams.positions
         for length in self._lengths:
             ngram = hash(tokens[-length:])
-            # The latest occurrence: in the output, or else in the prompt.
-            end = of_output.positions.get(ngram)
+            end = in_output.get(ngram)
             if end is None:
-                end = of_prompt.positions.get(ngram)
+                end = in_prompt.get(ngram)
             if end is not None:
-                return _what_followed(sequence, end, most)
-        return []
+                return end
+        return None
 
-    def _index(self, index: NgramIndex, sequence: Sequence, end: int) -> bool:
-        """Index the n-grams of a long text that end at positions up to ``end``, as many as this
-        step may still index. Returns whether none is left."""
-        count = min(end - index.end, self._indexable)
-        self._indexable -= count
-        first = self._first_needed(index)
-        reached = index.end + count
-        self._add_ngrams(index, tuple(sequence.tokens(first, reached)), first, reached)
-        return reached == end
+    def _take_turn(self, sequence: Sequence, most: int) -> bool:
+        """Index the next tokens of a sequence, at most so many: first those of its prompt, then
+        those of its output. Returns whether its text is indexed then."""
+        assert sequence.drafting is not None
+        of_prompt = sequence.request.prompt_ngrams
+        of_output = sequence.drafting.ngrams
+        count = self._index(of_prompt, sequence, end=len(sequence.prompt), most=most)
+        count += self._index(of_output, sequence, end=sequence.num_tokens - 1, most=most - count)
+        self._left -= count
+        return _is_indexed(sequence, of_output)
+
+    def _index(self, index: NgramIndex, sequence: Sequence, end: int, most: int) -> int:
+        """Index the n-grams that end at positions up to ``end``, at most so many positions. Returns
+        how many positions that are."""
+        count = max(min(end - index.end, most), 0)
+        if count:
+            first = self._first_needed(index)
+            reached = index.end + count
+            self._add_ngrams(index, tuple(sequence.tokens(first, reached)), first, reached)
+        return count
 
     def _first_needed(self, index: NgramIndex) -> int:
-        """Position of the first token of the first n-grams that are not indexed yet."""
+        """The position from which tokens are needed to index the next n-grams. The longest of them
+        begins there."""
         return max(index.end + 1 - self._longest, 0)
 
     def _add_ngrams(self, index: NgramIndex, tokens: tuple[int, ...], first: int, end: int) -> None:
-        """Index the n-grams that end at positions up to ``end``. ``tokens`` begin at the position
-        ``first``."""
+        """Index the n-grams that end at positions up to ``end``. ``tokens``: those from the
+        position ``first`` on."""
         positions = index.positions
         for position in range(index.end + 1, end + 1):
-            offset = position - first  # of the end of the n-grams, in `tokens`
+            offset = position - first  # in `tokens`: where these n-grams end
             for length in self._lengths:
                 if length <= offset:
                     positions[hash(tokens[offset - length : offset])] = position
         index.end = max(index.end, end)
+
+
+def _is_indexed(sequence: Sequence, of_output: NgramIndex) -> bool:
+    """Whether all of a text is indexed but the tokens of the last step."""
+    if sequence.request.prompt_ngrams.end < len(sequence.prompt):
+        return False
+    return sequence.num_tokens - 1 - of_output.end <= _MOST_GROWN
 
 
 def _what_followed(sequence: Sequence, end: int, most: int) -> list[int]:

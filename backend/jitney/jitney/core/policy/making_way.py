@@ -1,9 +1,9 @@
 """Which running sequences make way for a waiting one: those of lower tiers, and with the option
 ``priority_preempts`` those of its own tier that have a lower priority.
 
-Only sequences that come after the waiting one in order make way, so that none starves: an old
-request of a low priority comes before a new one. (The parameter ``priority`` is the higher the
-lower its number is.) Both kinds of admission ask here.
+Only sequences that come after the waiting one in order make way. An old request of a low priority
+comes before a new one, so it does not make way, and none starves. A lower number of the parameter
+``priority`` means a higher priority. Both kinds of admission ask here.
 """
 
 from collections.abc import Iterator
@@ -41,9 +41,9 @@ class MakingWay:
         order_of_first = order(first)
         # From the end, where lower tiers and priorities are. So few are asked as a rule.
         for sequence in reversed(running):
-            # Even if `first` has aged, it has the level of its tier while it waits. Running
-            # sequences that have aged have level 0. So they come before it, unless it is of the
-            # first tier: then rank decides.
+            # While `first` waits, it has the level of its tier, even if it has aged. A running
+            # sequence that has aged has level 0. So it comes before `first`, unless `first` is of
+            # the first tier: then rank decides.
             if order(sequence) < order_of_first:
                 return False
             if sequence.request.tier > tier or self._makes_way(sequence, first):
@@ -57,9 +57,11 @@ class MakingWay:
         running: list[Sequence],
         running_counts: RunningCounts,
     ) -> list[Sequence]:
-        """The last of the ``running`` sequences that make way, as many as must be preempted so that
-        ``urgent`` can run; the last one first. Empty if it can run without that, or if not even all
-        of them would do. ``hits``: the cached blocks that it would begin with."""
+        """The running sequences to preempt so that ``urgent`` can run, the last one first.
+
+        Of those that make way, the last ones are taken, as few as possible. Empty if ``urgent`` can
+        run at once. Empty also if it could not run even if all of them were preempted. ``hits``:
+        the cached blocks that it would begin with."""
         kv = self._kv
         # The usual case: there is a slot, and blocks enough even without any hit.
         most_needed = kv.blocks_for(urgent.num_tokens) + self._watermark
@@ -68,16 +70,11 @@ class MakingWay:
         kept = set(hits)
         needed = kv.blocks_for(urgent.num_tokens) - len(kept)
         free = kv.num_available_without(kept)
-        left = running_counts
-
-        def fits() -> bool:
-            spare = self._watermark if left.num_running else 0
-            return left.num_free_slots > 0 and free >= needed + spare
-
-        if fits():
+        if self._fits(running_counts, free, needed):
             return []
-        left = running_counts.copy()
-        # If there are blocks enough, only the slots are counted.
+        left = running_counts.copy()  # what is left after the preemptions so far
+        # If there are blocks enough, only slots are short. Then freed blocks are not counted, which
+        # takes time.
         lacks_blocks = free < needed + self._watermark
         would_free = WouldFree(kv)
         victims: list[Sequence] = []
@@ -89,9 +86,14 @@ class MakingWay:
                 # The urgent sequence begins with its hits. So a hit is not free for its other
                 # tokens.
                 free += len(set(freed) - kept)
-            if fits():
+            if self._fits(left, free, needed):
                 return victims
         return []
+
+    def _fits(self, counts: RunningCounts, num_free: int, num_needed: int) -> bool:
+        """Whether a sequence that needs so many blocks can run beside these running sequences."""
+        spare = self._watermark if counts.num_running else 0
+        return counts.num_free_slots > 0 and num_free >= num_needed + spare
 
     def _candidates(self, urgent: Sequence, running: list[Sequence]) -> Iterator[Sequence]:
         """The running sequences that make way, the last one first."""

@@ -119,13 +119,13 @@ class NoLimits:
     def is_limited(self, sequence: Sequence) -> bool:
         return False
 
-    def may_decode(self, sequence: Sequence) -> bool:
-        return True
+    def seconds_for_decode(self, sequence: Sequence) -> float | None:
+        return 0.0
 
     def note_held_back(self, sequence: Sequence) -> None:
         """Nothing is limited."""
 
-    def count_decode(self, sequence: Sequence) -> None:
+    def count_decode(self, sequence: Sequence, seconds: float) -> None:
         """Nothing is limited."""
 
     def take_chunk(self, sequence: Sequence, most: int) -> int:

@@ -11,7 +11,7 @@ class FreeSlots(NamedTuple):
 
     total: int
     of_tier: Sequence[int]
-    """At most so many of each tier that counts."""
+    """At most so many sequences of each tier whose requests are counted."""
 
 
 def check_queue_limit(
@@ -21,16 +21,19 @@ def check_queue_limit(
     still_short: bool,
     free_slots: Callable[[], FreeSlots],
 ) -> None:
-    """Raise UnavailableError if the queue is full for a further request: if the next step cannot
-    admit it, and ``limit`` or more requests are queued. Requests that the next step can admit do
-    not count. A request is admitted as long as any slot is free, and takes one for each of its
-    sequences.
+    """Raise UnavailableError if the queue is full for a further request. It is full if both hold:
 
-    ``queued``: for each tier that counts, key of a queued request -> its number of sequences, in
-    about the order of admission. The last tier is that of the further request. ``still_short``:
-    sequences waited after the last step was planned, and some still wait. Then blocks or budget are
-    short, and the next step may admit none. ``free_slots`` is called only if the limit may be
-    reached.
+    - the next step cannot admit the further request;
+    - ``limit`` or more requests are queued, without those that the next step can admit.
+
+    A request is admitted as long as any slot is free, and takes one for each of its sequences.
+
+    - ``queued``: one mapping for each tier whose requests are counted, from the key of a queued
+      request to its number of sequences. They are roughly in the order of admission. The last tier
+      is that of the further request.
+    - ``still_short``: sequences waited after the last step was planned, and some still wait. Then
+      blocks or budget are short, and the next step may admit none.
+    - ``free_slots``: called only if the limit may be reached.
     """
     total = sum(map(len, queued))
     if total < limit:
@@ -38,6 +41,7 @@ def check_queue_limit(
     slots = FreeSlots(0, [0] * len(queued)) if still_short else free_slots()
     left = slots.total
     num_queued = total
+    fits = False
     for of_tier, left_of_tier in zip(queued, slots.of_tier, strict=True):
         for num_sequences in of_tier.values():
             if min(left, left_of_tier) <= 0:
@@ -45,6 +49,7 @@ def check_queue_limit(
             left -= num_sequences
             left_of_tier -= num_sequences
             num_queued -= 1
-        fits = min(left, left_of_tier) > 0  # a further request of this tier
+        # After the last turn: whether the further request fits, which is of the last tier.
+        fits = min(left, left_of_tier) > 0
     if not fits and num_queued >= limit:
         raise UnavailableError.of_queue(num_queued, limit)

@@ -23,11 +23,12 @@ class RunningCounts:
         self.of_tier = [0] * len(self.caps)
         """By tier: its running sequences."""
         self.admitted = [0] * len(self.caps)
-        """By tier: its running sequences, and the forks that these have yet to make."""
+        """By tier: its running sequences, plus the forks that its running requests have yet to
+        make."""
         self._num_counted = 0
-        """How many of the admitted sequences count towards ``max_running``. Forks beyond the cap of
-        their tier do not count: they will wait, and keep no other sequence from running. A tier
-        without a cap counts in full, so the sum may exceed ``max_running``."""
+        """How many of the admitted sequences count towards ``max_running``: of each tier, at most
+        as many as its cap. Forks beyond the cap will wait, so they keep no other sequence from
+        running. All of a tier without a cap count, so the sum may exceed ``max_running``."""
 
     # ------------------------------------------------------------------ changes
 
@@ -83,7 +84,7 @@ class RunningCounts:
     def num_forks_due(self) -> int:
         """How many forks the running requests have yet to make, as :attr:`num_free_slots` counts
         them."""
-        # A tier never runs more sequences than its cap, so only forks are left out.
+        # What `_num_counted` leaves out beyond a cap are forks: running sequences never exceed it.
         return self._num_counted - self.num_running
 
     def copy(self) -> "RunningCounts":

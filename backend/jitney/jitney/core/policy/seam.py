@@ -159,14 +159,15 @@ class StepLimits(Protocol):
     def is_limited(self, sequence: Sequence) -> bool:
         """Whether the decodes of a sequence are limited. They have no drafts then."""
 
-    def may_decode(self, sequence: Sequence) -> bool:
-        """Whether the step has seconds left for a decode of this limited sequence."""
+    def seconds_for_decode(self, sequence: Sequence) -> float | None:
+        """The seconds that a decode of this limited sequence takes. None: the step has not so many
+        left, so the decode is to be left out."""
 
     def note_held_back(self, sequence: Sequence) -> None:
-        """A decode of this sequence is left out, because it may not decode."""
+        """A decode of this sequence is left out."""
 
-    def count_decode(self, sequence: Sequence) -> None:
-        """A decode of this limited sequence is planned: count its seconds."""
+    def count_decode(self, sequence: Sequence, seconds: float) -> None:
+        """A decode of this limited sequence is planned, and takes these seconds."""
 
     def take_chunk(self, sequence: Sequence, most: int) -> int:
         """Take the seconds for a chunk of at most ``most`` tokens. Returns how many tokens it may

@@ -14,11 +14,11 @@ The probability is the sequence's own as far as it is known, else that of all se
 learned by comparing proposals with the output. Proposals of n-grams are compared even if no step
 computes them, which costs nothing. So it shows when drafts pay again.
 
-A draft model must read a sequence before it can propose. It is asked for as many tokens as would be
-taken as drafts, if the gain until the sequence ends is greater than the cost of reading. In each
-step the model begins to read at most one new sequence. So it has not read many when the comparison
-shows that its drafts are wrong. If asking gains nothing, one sequence asks for a few tokens now and
-then: a *try*. Tries take at most a small share of the time.
+A draft model must read a sequence before it can propose. A sequence asks for as many tokens as it
+would take as drafts. It asks only if that gains more, until the sequence ends, than it costs to
+read the sequence. In each step the model begins to read at most one new sequence. So if its drafts
+are wrong, that is known before it has read many sequences. If asking gains nothing, one sequence
+asks for a few tokens now and then: a *try*. Tries take at most a small share of the time.
 """
 
 import enum
@@ -56,9 +56,9 @@ _TRIES = 0.03
 #   one token, because the draft model reads only one that the model has not computed: the newest;
 # - with a grammar, the last sample: another token may have been forced in its place.
 _REREAD = 3
-# Drafts must gain so many times what they cost, for two reasons. Sequences whose average is high
-# are chosen, and an average may be high by chance. And the learned cost is linear, while steps are
-# not quite.
+# Drafts must gain so many times what they cost, for two reasons. Sequences with a high average are
+# chosen, and an average may be high by chance. And the learned cost is linear, while that of real
+# steps is not quite.
 _MARGIN = 1.4
 
 _unread = attrgetter("unread")
@@ -383,8 +383,8 @@ def _worth(chance: float, price: float, most: int) -> tuple[int, float]:
 
 
 def _passes_that_pay(asking: list[_Candidate], prices: Prices) -> int:
-    """How many passes of the draft model gain more than they cost, for all rows together. 0 if what
-    they gain is less than what the rows pay for asking at all."""
+    """How many passes of the draft model gain more than they cost, for all rows together. 0 if all
+    passes gain less than it costs the rows to ask at all."""
     passes = 0
     wanting = [candidate for candidate in asking if candidate.drafting.propose]
     if not wanting:

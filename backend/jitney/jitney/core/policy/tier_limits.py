@@ -52,11 +52,13 @@ class SecondsLimit:
     """The top tier. The tiers below it are limited. If nothing limits the step, this is the number
     of tiers, so that none is below."""
     first_cut: int
-    """Chunks of this tier and of those below it are cut. If the limit is a target for the
-    inter-token latency, this is the top tier. If it is one for first tokens, this is the tier after
-    the first one that has such a target. If nothing limits the step: the number of tiers.
+    """Chunks of this tier and of those below it are cut. It depends on what limits the step:
 
-    At most ``top + 1``. If it is that, the chunks of the lower tiers alone are cut."""
+    - a target for the inter-token latency: the top tier;
+    - a target for first tokens: the tier after the first one that has such a target;
+    - nothing: the number of tiers.
+
+    It is at most ``top + 1``. Then only the chunks of the lower tiers are cut."""
     seconds: float = _NO_LIMIT
     """What the step may take by the learned cost."""
     inter_token_target: float | None = None
@@ -73,8 +75,9 @@ class ChunkCost(NamedTuple):
     """What a chunk adds to a step, in seconds."""
 
     fixed: float
-    """However many tokens it has."""
+    """For the chunk, however many tokens it has."""
     per_token: float
+    """For each of its tokens, in addition."""
 
     def seconds(self, count: int) -> float:
         """What a chunk of ``count`` tokens adds."""
@@ -153,15 +156,16 @@ class TierLimits:
         self._prompt_seconds_due = 0.0
         # By lower tier: its first running sequence.
         self._first_of_tier: dict[int, Sequence] = {}
-        # Those of them that have a prompt to compute: the seconds that are reserved for a part of
-        # it, until its chunk is planned. They count as taken, by one row.
+        # Seconds that are reserved for a part of a prompt, until its chunk is planned. They are
+        # reserved for those of the first sequences that have a prompt to compute, and count as
+        # taken, by one row.
         self._reserved: dict[Sequence, float] = {}
 
     def begin(self, running: list[Sequence]) -> None:
         prefills: list[Sequence] = []
         decodes: list[Sequence] = []
         for sequence in running:
-            if sequence.num_to_prefill:
+            if sequence.num_planned < sequence.decodes_from:
                 prefills.append(sequence)
             else:
                 decodes.append(sequence)
@@ -211,8 +215,11 @@ class TierLimits:
 
     def _find_first_of_lower_tiers(self, running: list[Sequence]) -> None:
         top = self._limit.top
+        num_lower = len(self._tiers) - 1 - top
         self._first_of_tier = {}
         for sequence in running:
+            if len(self._first_of_tier) >= num_lower:  # all are found
+                return
             tier = sequence.request.tier
             if tier > top and tier not in self._first_of_tier:
                 self._first_of_tier[tier] = sequence
@@ -253,7 +260,7 @@ class TierLimits:
     def is_limited(self, sequence: Sequence) -> bool:
         return sequence.request.tier > self._limit.top
 
-    def may_decode(self, sequence: Sequence) -> bool:
+    def seconds_for_decode(self, sequence: Sequence) -> float | None:
         """A decode of a tier below the top one is held back if all of this holds:
 
         - The tier has a row already, or seconds are reserved for a part of its first prompt.
@@ -262,20 +269,24 @@ class TierLimits:
         - They also exceed the rest of the tier's own share.
         """
         tier = sequence.request.tier
+        seconds = self._seconds_of_decode(sequence)
         # Each tier has at least one row in the step, whatever that costs.
-        if not self._rows_by_tier[tier]:
-            return True
-        return self._seconds_for(tier) >= self._seconds_of_decode(sequence)
+        is_first = not self._rows_by_tier[tier]
+        if is_first or self._seconds_for(tier) >= seconds:
+            return seconds
+        return None
 
     def _seconds_for(self, tier: int) -> float:
-        """Seconds that a row of a tier may take, if it can be left out or cut:
+        """Seconds that a row of a tier may take, if it can be left out or cut. There are three
+        kinds of tiers:
 
-        - above ``first_cut``: no limit;
-        - from there to the top tier, which is included (there may be no such tier): what is left of
-          the step beside the shares of the lower tiers;
-        - below the top tier: what is left beside the prompts of the tiers that are not limited.
+        - a tier above ``first_cut``: no limit;
+        - a tier from ``first_cut`` to the top tier, if there is any: what is left of the step
+          beside the shares of the lower tiers;
+        - a tier below the top tier: what is left of the step beside the prompts of the tiers that
+          are not limited.
 
-        If the rest of the tier's own share is more than that, it may take that rest.
+        A tier may always take the rest of its own share, if that is more.
         """
         limit = self._limit
         if tier < limit.first_cut:
@@ -294,9 +305,9 @@ class TierLimits:
     def reset_counts(self) -> None:
         self.held_back = [0] * len(self.held_back)
 
-    def count_decode(self, sequence: Sequence) -> None:
+    def count_decode(self, sequence: Sequence, seconds: float) -> None:
         # begin() has counted those that are not limited.
-        self._take(sequence.request.tier, self._seconds_of_decode(sequence))
+        self._take(sequence.request.tier, seconds)
 
     def take_chunk(self, sequence: Sequence, most: int) -> int:
         tier = sequence.request.tier

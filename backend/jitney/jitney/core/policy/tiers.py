@@ -3,12 +3,15 @@ is preempted for whom. How much of a step each tier gets is in ``tier_limits``.
 
 Each tier has a queue and, if the option says so, a limit for it and a cap of running sequences. A
 full tier does not hold up another one. The first tier is the most urgent; those after it are
-*lower*. The level of a sequence is the index of its tier until it has *aged*. The aging time of a
-tier is the sum of ``aging_s`` of that tier and of all tiers between it and the first. ``rank_s`` of
-a request is a point in time: arrival, plus the aging time of its tier, plus what its priority adds.
-A sequence ages at that time, and is ranked by it. From then on its level is 0, that of the first
-tier, as long as it and the sequences of its tier before it stay within the tier's ``share`` of
-running sequences and blocks. So a backlog that has aged neither starves nor takes everything.
+*lower*. The level of a sequence is the index of its tier until it has *aged*.
+
+The aging time of a tier is the sum of ``aging_s`` of that tier and of all tiers between it and the
+first. ``rank_s`` of a request is a point in time: arrival, plus the aging time of its tier, plus
+what its priority adds. A sequence is ranked by that time, and ages at it. From then on its level is
+0, that of the first tier, but only within the ``share`` of its tier: the running sequences of the
+tier are counted up to this one, and so are their blocks. If they are more than the tier's share of
+all running sequences or of all blocks, its level is that of its tier. So a backlog that has aged
+neither starves nor takes everything.
 
 The next waiting sequence to admit is *urgent* if a running sequence of a lower tier comes after it
 in order. It is admitted before the running sequences are planned. Only if its tier has a target for
@@ -43,6 +46,10 @@ class TierAdmission:
     ) -> None:
         tiers = config.tiers
         self._config = config
+        # Name of a tier -> its index. None: the default tier.
+        self._tier_of_name: dict[str | None, int] = {None: config.tier_of(None)}
+        for index, tier in enumerate(tiers):
+            self._tier_of_name[tier.name] = index
         self._kv = kv
         self._making_way = making_way
         # By tier, since reset_counts(): requests of which no sequence was admitted within the aging
@@ -54,15 +61,15 @@ class TierAdmission:
             has_cap = tier.max_running is not None and tier.max_running < max_running
             caps.append(tier.max_running if has_cap else None)
         self.running_counts = RunningCounts(max_running, caps)
-        # By tier: blocks of its running sequences, as of the last plan for those that ran then.
+        # By tier: blocks of its running sequences, without those that they got since the last plan.
         self._blocks = [0] * len(tiers)
         # The aging time of each tier, in seconds. The first tier does not age.
         self._aging_s = [0.0, *itertools.accumulate(tier.aging_s for tier in tiers[1:])]
         self._queues: list[list[Sequence]] = [[] for _ in tiers]
         # By tier: key of a queued request -> how many sequences it has.
         self._queued: list[dict[int, int]] = [{} for _ in tiers]
-        # By tier: key -> arrival of the queued requests that may become overdue, as they were
-        # queued.
+        # By tier: key -> arrival of the queued requests that may become overdue, in the order in
+        # which they were queued.
         self._may_be_overdue: list[OrderedDict[int, float]] = [OrderedDict() for _ in tiers]
         # Whether the last step left any sequences of the tier waiting.
         self._left_waiting = [False] * len(tiers)
@@ -123,7 +130,7 @@ class TierAdmission:
         return sum(map(len, self._queued))
 
     def _tier_of(self, message: Submit) -> int:
-        return self._config.tier_of(message.params.tier)
+        return self._tier_of_name[message.params.tier]
 
     # ------------------------------------------------------------------ waiting sequences
 
@@ -149,11 +156,14 @@ class TierAdmission:
     def first(self) -> Sequence | None:
         """Each queue offers its first sequence, unless its tier is at its cap. Of these, the first
         by level and rank."""
-        firsts = [queue[0] for queue in self._queues if queue]
-        may_run = [sequence for sequence in firsts if self._is_within_cap(sequence)]
-        if len(may_run) > 1:
-            return min(may_run, key=self._order_if_admitted)
-        return may_run[0] if may_run else None
+        firsts: list[Sequence] = []
+        for queue in self._queues:
+            if not queue or not self._is_within_cap(queue[0]):
+                continue
+            firsts.append(queue[0])
+        if len(firsts) > 1:
+            return min(firsts, key=self._order_if_admitted)
+        return firsts[0] if firsts else None
 
     def _is_within_cap(self, sequence: Sequence) -> bool:
         """Whether the cap of its tier lets a waiting sequence run. Whether the engine may run a
@@ -214,7 +224,7 @@ class TierAdmission:
         return (self._level_if_admitted(sequence), sequence.rank)
 
     def _level_if_admitted(self, sequence: Sequence) -> int:
-        """The level that a waiting sequence would have after the running ones of its tier."""
+        """The level that a waiting sequence would have, if it ran as the last of its tier."""
         ages_at = sequence.request.rank_s
         if self._now < ages_at:
             return sequence.level

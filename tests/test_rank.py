@@ -1,0 +1,104 @@
+"""The order in which grammars are compiled and adapters loaded, and what it costs to find it."""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import jitney.rank
+import pytest
+from jitney.rank import MakeQueue, Rank
+
+FAST = 0
+BULK = 1
+
+
+def aged(key: int) -> Rank:
+    return Rank(BULK, at=1.0 + key, key=key)
+
+
+def new(key: int) -> Rank:
+    return Rank(FAST, at=100.0 + key, key=key)
+
+
+def queue_of(ranks: list[Rank]) -> MakeQueue:
+    """A queue in which each request waits for an id of its own: its key."""
+    queue = MakeQueue()
+    for rank in ranks:
+        queue.add(rank.key)
+        queue.join(rank.key, rank)
+    return queue
+
+
+def take_all(queue: MakeQueue) -> list[object]:
+    taken = []
+    while queue:
+        taken.append(queue.take_first(now=1000.0))
+    return taken
+
+
+def test_the_first_request_by_rank_comes_first() -> None:
+    queue = queue_of([new(3), new(1), new(2)])
+    assert take_all(queue) == [1, 2, 3]
+    assert queue.take_first(now=0.0) is None
+
+
+def test_an_id_is_as_urgent_as_the_first_request_that_waits_for_it() -> None:
+    queue = queue_of([new(1), new(2), new(3)])
+    queue.join(3, new(0))
+    assert queue.take_first(now=0.0) == 3
+    queue.join(2, new(-1))
+    queue.leave(-1)
+    assert take_all(queue) == [1, 2]
+
+
+def test_an_id_for_which_nobody_waits_comes_last() -> None:
+    queue = queue_of([new(1), new(2)])
+    queue.leave(1)
+    queue.leave(1)
+    queue.join("it is being made", new(7))
+    assert take_all(queue) == [2, 1]
+
+
+def test_of_a_backlog_that_has_aged_one_id_in_five_comes_before_those_of_the_first_tier() -> None:
+    queue = queue_of([*map(aged, range(4)), *map(new, range(10, 20))])
+    assert take_all(queue) == [0, 10, 11, 12, 13, 1, 14, 15, 16, 17, 2, 18, 19, 3]
+
+
+def test_after_a_turn_of_its_tier_an_aged_request_lets_new_ones_of_the_first_tier_pass() -> None:
+    """However short the turn was: only one id is made at a time."""
+    queue = queue_of([*map(aged, range(3))])
+    assert queue.take_first(now=0.0) == 0, "nothing else waits, and nothing has aged"
+    queue.add(9)
+    queue.join(9, new(9))
+    assert take_all(queue) == [9, 1, 2]
+
+
+def operations(call: Callable[[], object]) -> int:
+    """How many lines of the module a call runs, one for each turn of a loop."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal count
+        if frame.f_code.co_filename != jitney.rank.__file__:
+            return None
+        count += 1
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("rank", [aged, new])
+def test_to_take_the_first_costs_the_same_however_many_wait(rank: Callable[[int], Rank]) -> None:
+    costs = []
+    for size in (10, 1000):
+        queue = queue_of([rank(key) for key in range(size)])
+        costs.append(operations(partial(queue.take_first, now=1000.0)))
+    assert costs[0] == costs[1]
