@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 import regex
 
+from jitney_gateway.gemma_notation import GEMMA_QUOTES
 from jitney_gateway.schema_alternatives import alternatives_of, listed_texts
 
 PARSE_ERRORS = (
@@ -37,7 +38,6 @@ _PARAMETER = regex.compile(
 )
 """A parameter between its tags. The ends of lines around the value are not part of it. A value may
 hold ``</parameter>``: the tag that ends it is followed by another parameter or the last tag."""
-GEMMA_QUOTES = ("<escape>", '<|"|>')
 _GEMMA_MARK = regex.compile(r'<escape>|<\|"\|>|[\[\]{}]')
 """What opens a string or changes the depth, in Gemma's notation."""
 _GEMMA_PART = regex.compile(

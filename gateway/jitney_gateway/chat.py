@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-import pydantic_core
 
+from jitney_gateway.partial_json import complete_members
 from jitney_gateway.refusals import FieldError
 from jitney_gateway.wire import ContentPart, Message, Tool
 
@@ -81,7 +81,7 @@ def parsed_arguments(text: str | None) -> dict[str, Any]:
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError):
-        return _arguments_that_are_there(text)
+        return complete_members(text)
 
 
 def has_whole_arguments(text: str | None) -> bool:
@@ -91,14 +91,6 @@ def has_whole_arguments(text: str | None) -> bool:
     except (msgspec.DecodeError, RecursionError):
         return False
     return True
-
-
-def _arguments_that_are_there(text: str) -> dict[str, Any]:
-    try:
-        found = pydantic_core.from_json(text, allow_partial=True, allow_inf_nan=False)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def encoded(field: str, value: object) -> bytes:

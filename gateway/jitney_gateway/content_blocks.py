@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from jitney_gateway.parsers import AnswerParser, Piece, PieceKind
+from jitney_gateway.pieces import AnswerParser, Piece, PieceKind
 from jitney_gateway.wire import Call, Message
 
 

@@ -9,7 +9,7 @@ from jitney.errors import JitneyError
 
 from jitney_gateway.answers import COMMENT, Usage, chat_logprob
 from jitney_gateway.content_blocks import BlockEvent, ContentBlock, SequenceContent
-from jitney_gateway.parsers import PieceKind
+from jitney_gateway.pieces import PieceKind
 from jitney_gateway.refusals import describe
 from jitney_gateway.responses_request import ResponseRequest
 from jitney_gateway.server_client import Step

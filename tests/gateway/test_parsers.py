@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from jitney_gateway import call_body
 from jitney_gateway.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormats, detect
 from jitney_gateway.harmony import make_parser
-from jitney_gateway.parsers import Parser, Piece
+from jitney_gateway.parsers import Parser
+from jitney_gateway.pieces import Piece
 
 TOOLS = [
     {
