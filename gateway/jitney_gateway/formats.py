@@ -25,6 +25,14 @@ class CallSyntax(NamedTuple):
     after_all: str
 
 
+class Preamble(NamedTuple):
+    """What stands around a text that comes before a call, in a format in which each of the two is a
+    message of its own."""
+
+    begin: str
+    end: str
+
+
 class ToolFormat(NamedTuple):
     """How the calls in an answer look. A call is a head, a body and closing markers.
 
@@ -50,6 +58,8 @@ class ToolFormat(NamedTuple):
     """A model has this format if all of them stand in its chat template."""
     quote: str = '"'
     """What stands before and after a string, in a ``gemma`` body."""
+    preamble: Preamble | None = None
+    """None: text and calls stand beside each other."""
 
 
 class Reasoning(NamedTuple):
@@ -294,6 +304,10 @@ _HARMONY = ToolFormat(
     ),
     markers=_HARMONY_MARKERS,
     hints=("<|channel|>", "<|message|>", "functions."),
+    preamble=Preamble(
+        begin="<|channel|>commentary<|message|>",
+        end="<|end|><|start|>assistant",
+    ),
 )
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "harmony": _HARMONY,

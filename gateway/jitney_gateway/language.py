@@ -18,6 +18,7 @@ from jitney.sampling_params import LIMITS_HEADER, parse_limits
 from jitney.tracing import HEADERS
 from starlette.types import Receive, Scope, Send
 
+from jitney_gateway.answer_formats import formats_of_answer
 from jitney_gateway.answers import ChatAnswer, CompletionAnswer, ModelAnswer, PromptEcho
 from jitney_gateway.content_blocks import SequenceContent
 from jitney_gateway.document import Endpoint, Handler
@@ -32,6 +33,7 @@ from jitney_gateway.messages_request import (
     chat_of_message,
     chat_of_prompt,
 )
+from jitney_gateway.model_description import ModelDescription
 from jitney_gateway.parsers import Parser
 from jitney_gateway.reasoning_tokens import reasoning_counter
 from jitney_gateway.refusals import as_json, unforeseen_error
@@ -44,9 +46,7 @@ from jitney_gateway.responses_request import (
 from jitney_gateway.server_client import ServerClient, Step
 from jitney_gateway.server_request import (
     InputValue,
-    ModelDescription,
     ServerRequest,
-    formats_of_answer,
     request_of_chat,
     request_of_token_ids,
     requests_of_completions,

@@ -10,12 +10,13 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
+from jitney_gateway.answer_formats import formats_of_answer
 from jitney_gateway.chat import ARGUMENTS
 from jitney_gateway.content_blocks import AssistantPart, join_assistant_parts
 from jitney_gateway.field_rules import FieldRules, Refused
 from jitney_gateway.formats import find_reasoning
+from jitney_gateway.model_description import ModelDescription
 from jitney_gateway.refusals import FieldError
-from jitney_gateway.server_request import ModelDescription, formats_of_answer
 from jitney_gateway.tool_choice import choose_allowed_tools
 from jitney_gateway.wire import (
     MAX_MESSAGES,

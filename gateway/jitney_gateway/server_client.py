@@ -20,8 +20,9 @@ from jitney.errors import CancelledError, JitneyError, UnavailableError, from_co
 from tritonclient.grpc import aio
 from tritonclient.utils import InferenceServerException
 
+from jitney_gateway.model_description import ModelDescription
 from jitney_gateway.refusals import UnknownModelError
-from jitney_gateway.server_request import InputValue, ModelDescription, ServerRequest
+from jitney_gateway.server_request import InputValue, ServerRequest
 
 _LOG = logging.getLogger(__name__)
 

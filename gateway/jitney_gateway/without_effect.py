@@ -11,16 +11,12 @@ from typing import Any
 import msgspec
 from jitney.errors import show
 
+from jitney_gateway.answer_formats import formats_of_answer, ids_of_markers
 from jitney_gateway.chat import ARGUMENTS, has_whole_arguments
+from jitney_gateway.chat_constraint import BUDGET, honours_budget
 from jitney_gateway.field_rules import IgnoredFields
-from jitney_gateway.server_request import (
-    BUDGET,
-    ModelDescription,
-    formats_of_answer,
-    honours_budget,
-    ids_of_markers,
-    known_service_tiers,
-)
+from jitney_gateway.model_description import ModelDescription
+from jitney_gateway.server_request import known_service_tiers
 from jitney_gateway.strict_tools import why_not_kept
 from jitney_gateway.wire import ChatRequest, CompletionRequest, Generation
 

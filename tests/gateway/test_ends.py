@@ -12,8 +12,9 @@ import pytest
 from jitney.errors import UnavailableError
 from jitney_gateway.app import make_app
 from jitney_gateway.keys import FixedKeys
+from jitney_gateway.model_description import ModelDescription
 from jitney_gateway.server_client import Step
-from jitney_gateway.server_request import ModelDescription, ServerRequest
+from jitney_gateway.server_request import ServerRequest
 from starlette.testclient import TestClient
 
 from tests.gateway.test_answers import step

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from jitney_gateway.field_rules import IgnoredFields
 from jitney_gateway.language import _CHAT_APIS
+from jitney_gateway.model_description import ModelDescription
 from jitney_gateway.refusals import FieldError
 from jitney_gateway.server_request import (
-    ModelDescription,
     ServerRequest,
     request_of_chat,
     requests_of_completions,

@@ -16,10 +16,11 @@ from jitney_gateway.messages_request import (
     chat_of_message,
     chat_of_prompt,
 )
+from jitney_gateway.model_description import ModelDescription
 from jitney_gateway.parsers import Parser
 from jitney_gateway.refusals import FieldError, StatusError, describe, name_clients_field
 from jitney_gateway.refusals import describe_for_messages as told
-from jitney_gateway.server_request import ModelDescription, ServerRequest, request_of_chat
+from jitney_gateway.server_request import ServerRequest, request_of_chat
 from jitney_gateway.wire import JsonObject, decode
 from jitney_gateway.without_effect import leave_out_of_chat
 

@@ -14,10 +14,11 @@ from jitney.errors import CancelledError, InvalidArgumentError, UnavailableError
 from jitney_gateway import server_client as module
 from jitney_gateway.app import Gateway, make_app
 from jitney_gateway.keys import FixedKeys
+from jitney_gateway.model_description import ModelDescription
 from jitney_gateway.refusals import UnknownModelError
 from jitney_gateway.server_client import ServedModel, ServerClient, Step, translated
 from jitney_gateway.server_load import REQUEST_HEADER, RESPONSE_HEADER
-from jitney_gateway.server_request import ModelDescription, ServerRequest
+from jitney_gateway.server_request import ServerRequest
 from starlette.requests import Request
 from starlette.testclient import TestClient
 from tritonclient.utils import InferenceServerException

@@ -10,14 +10,14 @@ import msgspec
 import pytest
 from jitney.errors import ConfigError, InvalidArgumentError
 from jitney.sampling_params import NAMES, parse_limits
+from jitney_gateway.answer_formats import _cached_formats
 from jitney_gateway.field_rules import IgnoredFields
 from jitney_gateway.messages_request import MessageRequest
+from jitney_gateway.model_description import ModelDescription
 from jitney_gateway.refusals import FieldError, describe, name_clients_field
 from jitney_gateway.responses_request import ResponseRequest
 from jitney_gateway.server_request import (
-    ModelDescription,
     ServerRequest,
-    _cached_formats,
     request_of_chat,
     request_of_token_ids,
     requests_of_completions,
