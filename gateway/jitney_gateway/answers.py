@@ -50,7 +50,8 @@ class Usage:
         self.completion_tokens += sum(step.num_tokens)
         self.cached_tokens += step.timing.get("cached_prompt_tokens", 0)
         if self.reasoning is not None:
-            self.reasoning.add(step.output_ids)
+            (text,) = step.texts  # there is a counter for one sequence only
+            self.reasoning.add(step.output_ids, text)
 
     def as_json(self) -> JsonObject:
         """OpenAI's object ``usage``."""

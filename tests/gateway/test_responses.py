@@ -290,7 +290,7 @@ def test_the_whole_answer() -> None:
     assert answer.as_json()["usage"]["output_tokens_details"] == {"reasoning_tokens": 0}
     counter = reasoning_counter("think", {"<think>": 6, "</think>": 7})
     assert counter is not None
-    counter.add([6, 1, 2])
+    counter.add([6, 1, 2], "")
     answer.usage.reasoning = counter
     assert answer.as_json()["usage"]["output_tokens_details"] == {"reasoning_tokens": 2}
 
