@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from jitney.config import EngineConfig
 from jitney_gateway.field_rules import IgnoredFields
 from jitney_gateway.language import _CHAT_APIS
 from jitney_gateway.model_description import ModelDescription
@@ -47,8 +48,10 @@ def test_a_json_object_may_have_a_schema() -> None:
     assert ignored == ""
 
 
-def test_an_effort_that_the_template_never_reads_is_named() -> None:
-    listed = frozenset(["reasoning_effort"])
+def test_an_effort_reaches_a_template_that_reads_it() -> None:
+    """With the engine's default options, such as those of a gpt-oss that was just added."""
+    defaults = {field.name: field.default for field in msgspec.structs.fields(EngineConfig)}
+    listed = frozenset(defaults["chat_template_parameters"])
     for template, names in (("{{ reasoning_effort }}", ""), ("{{ a }}", "reasoning_effort")):
         model = msgspec.structs.replace(
             MODEL, chat_template=template, chat_template_parameters=listed
