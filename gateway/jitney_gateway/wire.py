@@ -27,7 +27,7 @@ JsonObject = dict[str, Any]
 """A JSON object that the gateway sends or has received."""
 MAX_BODY_BYTES = 8 << 20
 MAX_MESSAGES = 4096
-MAX_TOOLS = 128
+MAX_TOOLS = 4096
 MAX_PROMPTS = 256
 """Most prompts in one request for completions."""
 MAX_TEXTS = 2048

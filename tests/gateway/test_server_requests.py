@@ -201,7 +201,7 @@ def test_a_wrong_type_or_an_unknown_name_is_refused_by_name(name: str) -> None:
         ({"messages": [USER | {"content": [{"type": "image_url", "image_url": {}}]}]},
          "messages[0].content[0]", "'image_url'"),
         ({"messages": [USER] * 4097}, "messages", "4096"),
-        ({"tools": [TOOL] * 129}, "tools", "128"),
+        ({"tools": [TOOL] * 4097}, "tools", "4096"),
         ({"tools": None, "tool_choice": "required"}, "tool_choice", "goes with tools"),
         ({"top_logprobs": 2}, "top_logprobs", "goes with logprobs"),
         ({"n": 5}, "n", "at most 4"),
@@ -216,6 +216,11 @@ def test_a_wrong_type_or_an_unknown_name_is_refused_by_name(name: str) -> None:
 def test_what_cannot_be_served_is_refused(more: dict[str, Any], field: str, said: str) -> None:
     assert refused(CHAT | more)[0] == field
     assert said in refused(CHAT | more)[1]
+
+
+def test_agents_may_have_many_tools() -> None:
+    (request,) = ask(CHAT | {"tools": [TOOL] * 1000})
+    assert len(json.loads(request.inputs["messages"])["tools"]) == 1000  # type: ignore[arg-type]
 
 
 def test_a_tool_is_loosened_if_no_grammar_keeps_it() -> None:
