@@ -19,7 +19,9 @@ from jitney.tracing import HEADERS
 from starlette.types import Receive, Scope, Send
 
 from jitney_gateway.answer_formats import formats_of_answer
-from jitney_gateway.answers import ChatAnswer, CompletionAnswer, ModelAnswer, PromptEcho
+from jitney_gateway.answers import ModelAnswer
+from jitney_gateway.chat_answer import ChatAnswer
+from jitney_gateway.completion_answer import CompletionAnswer, PromptEcho
 from jitney_gateway.content_blocks import SequenceContent
 from jitney_gateway.document import Endpoint, Handler
 from jitney_gateway.field_rules import IgnoredFields

@@ -7,7 +7,8 @@ from typing import Any, ClassVar, NamedTuple
 import msgspec
 from jitney.errors import JitneyError
 
-from jitney_gateway.answers import COMMENT, Usage, chat_logprob
+from jitney_gateway.answers import COMMENT, Usage
+from jitney_gateway.chat_answer import chat_logprob
 from jitney_gateway.content_blocks import BlockEvent, ContentBlock, SequenceContent
 from jitney_gateway.pieces import PieceKind
 from jitney_gateway.refusals import describe

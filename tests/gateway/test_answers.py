@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from jitney_gateway.answers import ChatAnswer, CompletionAnswer, PromptEcho
+from jitney_gateway.chat_answer import ChatAnswer
+from jitney_gateway.completion_answer import CompletionAnswer, PromptEcho
 from jitney_gateway.content_blocks import SequenceContent
 from jitney_gateway.formats import TOOL_FORMATS
 from jitney_gateway.parsers import Parser
