@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from jitney_gateway.older_functions import with_tool_messages
 from jitney_gateway.partial_json import complete_members
 from jitney_gateway.refusals import FieldError
 from jitney_gateway.wire import ContentPart, Message, Tool
@@ -31,7 +32,7 @@ def chat_input(
     does not know. Raises FieldError.
     """
     chat: dict[str, Any] = {"messages": []}
-    for index, message in enumerate(messages):
+    for index, message in enumerate(with_tool_messages(messages)):
         chat["messages"].append(_as_templates_expect(f"messages[{index}]", message))
     if tools:
         chat["tools"] = msgspec.to_builtins(tools)

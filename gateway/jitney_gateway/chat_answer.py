@@ -7,6 +7,7 @@ from jitney.errors import JitneyError
 
 from jitney_gateway.answers import COMMENT, END_OF_STREAM, Envelope, Usage, bytes_of
 from jitney_gateway.content_blocks import ContentBlock, SequenceContent
+from jitney_gateway.older_functions import in_older_form
 from jitney_gateway.refusals import describe
 from jitney_gateway.server_client import Step
 from jitney_gateway.wire import ChatRequest, JsonObject
@@ -32,6 +33,8 @@ class ChatAnswer:
             chunk_object="chat.completion.chunk",
             whole_object="chat.completion",
         )
+        self._has_functions = bool(body.functions)
+        """Whether the client expects calls in the older form."""
         self._top_logprobs = body.top_logprobs or 0
         self._logprobs: list[list[JsonObject]] = [[] for _ in sequences]
         self._begun: set[int] = set()
@@ -49,6 +52,8 @@ class ChatAnswer:
                 logprobs.append(chat_logprob(position, self._top_logprobs))
             self._logprobs[index] += logprobs
             delta = _push(sequence, text, step.finish_reasons[index])
+            if self._has_functions:
+                delta = in_older_form(delta)
             has_ended = sequence.finish_reason is not None
             if delta or logprobs or has_ended:
                 yield self._envelope.chunk(self._chunk_choice(index, delta, logprobs))
@@ -65,7 +70,7 @@ class ChatAnswer:
         sequence = self._sequences[index]
         reason = sequence.finish_reason
         if reason == "stop" and sequence.has_complete_call():
-            reason = "tool_calls"
+            reason = "function_call" if self._has_functions else "tool_calls"
         return {
             "index": index,
             **content,
@@ -85,8 +90,10 @@ class ChatAnswer:
         """The whole answer, once every step was fed."""
         choices = []
         for index, sequence in enumerate(self._sequences):
-            message = {"message": _message(sequence)}
-            choices.append(self._choice(index, message, self._logprobs[index]))
+            message = _message(sequence)
+            if self._has_functions:
+                message = in_older_form(message)
+            choices.append(self._choice(index, {"message": message}, self._logprobs[index]))
         return self._envelope.whole(choices)
 
 

@@ -36,6 +36,7 @@ from jitney_gateway.messages_request import (
     chat_of_prompt,
 )
 from jitney_gateway.model_description import ModelDescription
+from jitney_gateway.older_functions import set_tools_of_functions
 from jitney_gateway.parsers import Parser
 from jitney_gateway.reasoning_tokens import reasoning_counter
 from jitney_gateway.refusals import as_json, unforeseen_error
@@ -95,6 +96,7 @@ class ChatApi(NamedTuple):
 def _chat_of_chat(
     body: ChatRequest, model: ModelDescription, ignored: IgnoredFields
 ) -> ChatRequest:
+    set_tools_of_functions(body)
     choose_allowed_tools(body)
     return body
 

@@ -108,15 +108,17 @@ class Message(WireRecord):
     library has added."""
 
     rules: ClassVar = FieldRules(
-        refused={"function_call": Refused(because="a call must stand in tool_calls")},
         silent=frozenset(["parsed", "annotations", "audio"]),
         comes_back=True,
     )
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    """``function`` is the older name of ``tool``."""
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[Call] | None = None
     tool_call_id: str | None = None
+    function_call: Called | None = None
+    """A call in OpenAI's older form."""
     reasoning: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
@@ -153,6 +155,12 @@ class ToolChoice(WireRecord):
     type: str
     function: Function | None = None
     allowed_tools: AllowedTools | None = None
+
+
+class NamedFunction(WireRecord):
+    """The choice of a function in OpenAI's older form."""
+
+    name: str
 
 
 class JsonSchema(WireRecord):
@@ -260,8 +268,6 @@ class ChatRequest(Generation, kw_only=True):
     rules: ClassVar = FieldRules(
         refused={
             **REFUSED_OF_SAMPLING,
-            "functions": Refused(unless=([],), because="functions must stand in tools"),
-            "function_call": Refused(unless=("none", "auto"), because="tool_choice stands for it"),
             "chat_template": Refused(because="the model's own is used"),
             "documents": Refused(unless=([],)),
             "continue_final_message": Refused(unless=(False,)),
@@ -281,6 +287,9 @@ class ChatRequest(Generation, kw_only=True):
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    functions: Annotated[list[Function], Meta(max_length=MAX_TOOLS)] | None = None
+    """Tools in OpenAI's older form; see ``older_functions.py``."""
+    function_call: Literal["none", "auto"] | NamedFunction | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     reasoning_effort: str | None = None

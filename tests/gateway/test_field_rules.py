@@ -132,7 +132,7 @@ def test_what_changes_no_answer_is_ignored_and_named(
         (CHATS, {"use_beam_search": True}, "use_beam_search is True"),
         (CHATS, {"documents": [{}]}, "documents is"),
         (CHATS, {"chat_template": "x"}, "the model's own is used"),
-        (CHATS, {"function_call": {"name": "a"}}, "tool_choice stands for it"),
+        (CHATS, {"function_call": {"name": "a"}}, "function_call goes with functions"),
         (CHATS, {"structured_outputs": {"structural_tag": "a"}}, "structural_tag is 'a'"),
         (CHATS, {"regex": "a+"}, "structured_outputs stands for it"),
         (CHATS, {"tool_choice": {"type": "custom"}}, "but must be function or allowed_tools"),

@@ -70,7 +70,7 @@ ONLY_CHAT: dict[str, Any] = {
 # with another one, or whose only value is what is done anyway.
 ELSEWHERE = {
     "stream_options", "top_logprobs", "parallel_tool_calls", "modalities", "echo", "best_of",
-    "thinking_token_budget",
+    "thinking_token_budget", "functions", "function_call",
 }  # fmt: skip
 
 
@@ -197,7 +197,8 @@ def test_a_wrong_type_or_an_unknown_name_is_refused_by_name(name: str) -> None:
     [
         ({"messages": []}, "messages", "length >= 1"),
         ({"messages": [{"role": "bus"}]}, "messages[0].role", "'bus'"),
-        ({"messages": [{**USER, "function_call": {}}]}, "messages[0].function_call", "tool_calls"),
+        ({"messages": [{**USER, "function_call": {}}]}, "messages[0].function_call.name",
+         "missing"),
         ({"messages": [USER | {"content": [{"type": "image_url", "image_url": {}}]}]},
          "messages[0].content[0]", "'image_url'"),
         ({"messages": [USER] * 4097}, "messages", "4096"),
@@ -207,7 +208,7 @@ def test_a_wrong_type_or_an_unknown_name_is_refused_by_name(name: str) -> None:
         ({"n": 5}, "n", "at most 4"),
         ({"best_of": 2}, "best_of", "best_of is 2, but must be at most n, which is 1"),
         ({"prompt_logprobs": 1}, "prompt_logprobs", "not supported"),
-        ({"functions": [{}]}, "functions", "must stand in tools"),
+        ({"functions": [{}]}, "functions[0].name", "is missing"),
         ({"modalities": ["audio"]}, "modalities[0]", "'audio'"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "must be"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "exclude"),
