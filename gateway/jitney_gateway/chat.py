@@ -15,8 +15,8 @@ ARGUMENTS = "messages[].tool_calls[].function.arguments"
 _PARTS_OF_TEXT = ("text", "input_text", "output_text", "refusal")
 """Types of parts that are text: the second and third are those of ``/v1/responses``."""
 _PARTS_OF_REASONING = ("thinking", "redacted_thinking", "reasoning")
-"""Types of parts in which other servers send reasoning. It is left out, as templates leave out that
-of earlier turns."""
+"""Types of parts in which other servers send reasoning. They are left out, because chat templates
+leave out the reasoning of earlier turns."""
 
 
 def chat_input(
@@ -27,9 +27,9 @@ def chat_input(
 ) -> bytes:
     """The input ``messages``.
 
-    The chat template gets ``template_parameters`` and those of ``more_parameters`` that are not
-    None. Where both have a name, ``template_parameters`` win. The model refuses a parameter that it
-    does not know. Raises FieldError.
+    The chat template gets two kinds of parameters: ``template_parameters``, and those of
+    ``more_parameters`` that are not None. If a name is in both, the former counts. The model
+    refuses a parameter that it does not know. Raises FieldError.
     """
     chat: dict[str, Any] = {"messages": []}
     for index, message in enumerate(with_tool_messages(messages)):
@@ -76,7 +76,7 @@ def _joined_parts(path: str, parts: Sequence[ContentPart]) -> str:
 
 
 def parsed_arguments(text: str | None) -> dict[str, Any]:
-    """The arguments of a call, from their JSON. Of one that was cut: those that are there."""
+    """The arguments of a call, from their JSON. If the call was cut, only the complete ones."""
     if not text:
         return {}
     try:

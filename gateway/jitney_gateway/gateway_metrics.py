@@ -109,7 +109,7 @@ class AnswerTimer:
     def _observe_first_token(self, step: Step, now: float) -> None:
         waited = now - self._began
         if not self._streamed:
-            # The only step comes at the end: it says itself when the first token was there.
+            # There is one step, at the end. It tells when the model had the first token.
             first_token_s = step.timing.get("first_token_s")
             if first_token_s is not None:
                 waited = first_token_s

@@ -140,8 +140,8 @@ def _content(block: ContentBlock) -> JsonObject:
 
 
 def _input_of_call(block: ContentBlock) -> JsonObject:
-    """The arguments of a call. Of one that was cut: those that are there, as Anthropic's clients
-    read them from a stream."""
+    """The arguments of a call. If it was cut, only the complete ones: Anthropic's clients read the
+    same from a stream."""
     if block.state == "complete":
         return msgspec.json.decode(block.text, type=JsonObject)
     return complete_members(block.text)

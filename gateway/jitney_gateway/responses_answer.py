@@ -21,7 +21,8 @@ _DEFAULTS: JsonObject = {
     "background": False, "store": False, "truncation": "disabled", "error": None,
     "incomplete_details": None, "usage": None,
 }  # fmt: skip
-"""What these fields have if neither the request nor the model's output sets them."""
+"""The fields of every answer, with the values that they have unless the request or the model's
+output sets others."""
 
 
 class ItemForm(NamedTuple):
@@ -111,7 +112,7 @@ class ResponseAnswer:
             yield self._delta_event(block, text_fields, event.text)
         else:
             if self._unsent_logprobs:
-                # They are of tokens without text at the end, such as the one that ends a sequence.
+                # The last tokens may add no text, such as the one that ends a sequence.
                 yield self._delta_event(block, text_fields, "")
             whole: JsonObject = {form.whole_field: block.text}
             if block.kind == "text":

@@ -14,8 +14,9 @@ import msgspec
 import regex
 
 from jitney_gateway.call_arguments import Progress
-from jitney_gateway.call_body import PARSE_ERRORS, is_surely_text, may_be_null, typed_value
+from jitney_gateway.call_body import PARSE_ERRORS
 from jitney_gateway.json_syntax import inside_quotes
+from jitney_gateway.tagged_value import is_surely_text, may_be_null, typed_value
 
 _HEAD_OF_PARAMETER = regex.compile(r"\s*+<parameter=(?P<name>[^>\n]+)>(?:\n|(?=[^\n]))")
 _LAST_TAG = "</parameter>"

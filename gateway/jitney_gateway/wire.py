@@ -33,8 +33,8 @@ MAX_PROMPTS = 256
 MAX_TEXTS = 2048
 """Most texts in one request to embed, classify or rank."""
 FunctionName = Annotated[str, Meta(pattern=r"^[\w.:/-]{1,128}(?!\n)$")]
-"""The lookahead is for Python, where ``$`` also matches before a newline at the end. It is not
-``\\Z``, because the OpenAPI document shows the pattern, and JSON Schema has no ``\\Z``."""
+"""In Python, ``$`` also matches before a newline at the end: so there is a lookahead. The pattern
+stands in the OpenAPI document, too, and JSON Schema has no ``\\Z``."""
 T = TypeVar("T", bound="WireRecord")
 _Id = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Ids = list[_Id]
@@ -64,9 +64,9 @@ class WireRecord(RuledRecord, forbid_unknown_fields=True, omit_defaults=True):
     """What a client sends: a body, or an object in one."""
 
     refused_params: ClassVar[tuple[str, ...]] = ("prompt_logprobs",)
-    """Sampling parameters that a body with the field ``params`` refuses (see
-    :attr:`Generation.params`): the answers of its API have no place for their results, or another
-    field stands for them."""
+    """Sampling parameters that a body with the field ``params`` (see :attr:`Generation.params`)
+    refuses. The answers of its API have no place for what they ask for, or it has another field for
+    the same."""
 
 
 class ContentPart(WireRecord):
@@ -122,7 +122,7 @@ class Message(WireRecord):
     reasoning: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
-    """What the model said instead of an answer: the content, if there is no other."""
+    """What the model said instead of an answer. It counts as the content, if there is none."""
 
 
 class Function(WireRecord):
@@ -150,7 +150,7 @@ class AllowedTools(WireRecord):
 
 
 class ToolChoice(WireRecord):
-    """The choice of a tool, or of some. Exactly one field goes with the type."""
+    """The choice of a tool, or of several. The field that the type names must be set."""
 
     type: str
     function: Function | None = None
@@ -178,7 +178,7 @@ class ResponseFormat(WireRecord):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
     schema: dict[str, Any] | None = None
-    """That of a ``json_object``, as llama.cpp and others take it."""
+    """The schema of a ``json_object``, where llama.cpp and others have it."""
 
 
 class TextPart(WireRecord):
@@ -221,7 +221,7 @@ class TextFormat(WireRecord):
 
 
 class StructuredChoice(WireRecord):
-    """vLLM's object for a constraint on the output. Exactly one field is set."""
+    """vLLM's object for a constraint on the output. Exactly one field must be set."""
 
     rules: ClassVar = FieldRules(refused={"structural_tag": Refused()})
     json: str | dict[str, Any] | None = None
@@ -280,7 +280,8 @@ class ChatRequest(Generation, kw_only=True):
     messages: Annotated[list[Message], Meta(max_length=MAX_MESSAGES)]
     """At least one, unless there are ``prompt_token_ids``."""
     prompt_token_ids: Ids | None = None
-    """The chat as the chat template would have made it, in token ids; TensorRT-LLM's name."""
+    """The prompt in token ids, in place of the messages and the chat template; TensorRT-LLM's
+    name."""
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -318,7 +319,7 @@ class CompletionRequest(Generation, kw_only=True):
 
     @property
     def is_echo_alone(self) -> bool:
-        """Whether the client wants the prompt without a new token. A model makes one at least."""
+        """Whether the client wants the prompt, and no new token."""
         return bool(self.echo) and self.params.get("max_tokens") == 0
 
 
@@ -405,9 +406,10 @@ def decode(data: bytes, type_: type[T], ignored: IgnoredFields | None = None) ->
 def _take_params(
     fields: dict[str, Any], type_: type[WireRecord], ignored: IgnoredFields
 ) -> dict[str, Any]:
-    """Take out the sampling parameters that are no fields of the record: its ``params``."""
+    """Take the sampling parameters out of a body, except for those for which the record has a field
+    of its own. They become its ``params``."""
     if fields.pop("params", None) is not None:
-        ignored.add("params")  # clients know no field of that name
+        ignored.add("params")  # it is a name of ours: clients send the parameters themselves
     params = {}
     for name in _names_of_params(type_):
         value = fields.pop(name, None)
@@ -447,11 +449,11 @@ class FieldsOfType(NamedTuple):
 
 
 def check_fields(path: str, record: Any, types: Mapping[str, FieldsOfType]) -> None:
-    """Check that a record has the fields of its type and none of those of other types, which are
-    allowed only in what comes back from earlier answers.
+    """Check that a record has the fields that its type requires, and none of other types. In what
+    comes back from earlier answers, the latter are allowed. Raises FieldError.
 
-    ``path`` leads to the record in the body. A field that belongs to no type is always allowed.
-    Raises FieldError.
+    ``path`` leads to the record in the body. ``types``: type -> its fields. A field that belongs to
+    no type is always allowed.
     """
     own = types.get(record.type)
     if own is None:
@@ -466,7 +468,9 @@ def check_fields(path: str, record: Any, types: Mapping[str, FieldsOfType]) -> N
         if name in own.required:
             if not is_given:
                 raise FieldError(field, f"{field} is missing")
-        elif is_given and name not in own.optional and not record.rules.comes_back:
+            continue
+        is_foreign = name not in own.optional
+        if is_given and is_foreign and not record.rules.comes_back:
             raise FieldError(field, f"{field} does not go with the type {record.type}")
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jitney_gateway import call_body
+from jitney_gateway import tagged_value
 from jitney_gateway.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormats, detect
 from jitney_gateway.harmony import make_parser
 from jitney_gateway.parsers import Parser
@@ -695,13 +695,13 @@ def test_a_wrong_schema_makes_a_value_text(schema: dict[str, Any]) -> None:
 
 def test_a_schema_is_read_once_for_each_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    find = call_body.alternatives_of
+    find = tagged_value.alternatives_of
 
     def counted(schema: Any, whole: Any) -> list[Any]:
         asked.append(schema)
         return find(schema, whole)
 
-    monkeypatch.setattr(call_body, "alternatives_of", counted)
+    monkeypatch.setattr(tagged_value, "alternatives_of", counted)
     parser = Parser("qwen_xml", None, TOOLS)
     parser.push("<tool_call>\n<function=find>\n<parameter=where>\n[")
     for _ in range(100):
