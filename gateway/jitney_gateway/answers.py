@@ -11,8 +11,8 @@ from typing import ClassVar, Protocol
 
 from jitney.errors import JitneyError
 
+from jitney_gateway.model_steps import Step
 from jitney_gateway.reasoning_tokens import ReasoningCounter
-from jitney_gateway.server_client import Step
 from jitney_gateway.wire import ChatRequest, CompletionRequest, JsonObject, StreamOptions
 
 END_OF_STREAM = b"data: [DONE]\n\n"

@@ -7,9 +7,9 @@ from jitney.errors import JitneyError
 
 from jitney_gateway.answers import COMMENT, END_OF_STREAM, Envelope, Usage, bytes_of
 from jitney_gateway.content_blocks import ContentBlock, SequenceContent
+from jitney_gateway.model_steps import Step
 from jitney_gateway.older_functions import in_older_form
 from jitney_gateway.refusals import describe
-from jitney_gateway.server_client import Step
 from jitney_gateway.wire import ChatRequest, JsonObject
 
 _MESSAGE_FIELDS = {"text": ["content"], "reasoning": ["reasoning", "reasoning_content"]}

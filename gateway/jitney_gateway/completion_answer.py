@@ -10,8 +10,8 @@ from jitney.errors import JitneyError
 
 from jitney_gateway.answers import COMMENT, END_OF_STREAM, Envelope, Usage, bytes_of
 from jitney_gateway.content_blocks import SequenceContent
+from jitney_gateway.model_steps import Step
 from jitney_gateway.refusals import describe
-from jitney_gateway.server_client import Step
 from jitney_gateway.wire import CompletionRequest, JsonObject
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from jitney import __version__
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info, generate_latest
 
-from jitney_gateway.server_client import Step
+from jitney_gateway.model_steps import Step
 
 _BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 _BUCKETS_TOKENS = (

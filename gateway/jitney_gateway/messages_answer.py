@@ -9,10 +9,10 @@ from jitney.errors import JitneyError
 from jitney_gateway.answers import COMMENT, Usage
 from jitney_gateway.content_blocks import BlockEvent, ContentBlock, SequenceContent
 from jitney_gateway.messages_request import MessageRequest
+from jitney_gateway.model_steps import Step
 from jitney_gateway.partial_json import complete_members
 from jitney_gateway.pieces import PieceKind
 from jitney_gateway.refusals import describe_for_messages
-from jitney_gateway.server_client import Step
 from jitney_gateway.wire import JsonObject
 
 

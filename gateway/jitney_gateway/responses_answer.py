@@ -10,10 +10,10 @@ from jitney.errors import JitneyError
 from jitney_gateway.answers import COMMENT, Usage
 from jitney_gateway.chat_answer import chat_logprob
 from jitney_gateway.content_blocks import BlockEvent, ContentBlock, SequenceContent
+from jitney_gateway.model_steps import Step
 from jitney_gateway.pieces import PieceKind
 from jitney_gateway.refusals import describe
 from jitney_gateway.responses_request import ResponseRequest
-from jitney_gateway.server_client import Step
 from jitney_gateway.wire import JsonObject
 
 _DEFAULTS: JsonObject = {

@@ -10,10 +10,11 @@ from jitney_gateway.chat_answer import ChatAnswer
 from jitney_gateway.completion_answer import CompletionAnswer, PromptEcho
 from jitney_gateway.content_blocks import SequenceContent
 from jitney_gateway.formats import TOOL_FORMATS
+from jitney_gateway.model_steps import Step
 from jitney_gateway.parsers import Parser
 from jitney_gateway.reasoning_tokens import reasoning_counter
 from jitney_gateway.refusals import describe
-from jitney_gateway.server_client import Step, translated
+from jitney_gateway.server_connection import translated
 from jitney_gateway.wire import ChatRequest, CompletionRequest, JsonObject, decode
 
 TOOL = {"type": "function", "function": {"name": "stop", "parameters": {"type": "object"}}}

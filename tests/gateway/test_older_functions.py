@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from jitney_gateway.app import make_app
 from jitney_gateway.keys import FixedKeys
-from jitney_gateway.server_client import Step
+from jitney_gateway.model_steps import Step
 from starlette.testclient import TestClient
 
 from tests.gateway.test_answers import step
