@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import msgspec
-from jitney.sampling_params import NAMES, SamplingParams
+from jitney.sampling_params import NAMES
 from msgspec import Meta
-from msgspec.json import schema_components
 
 from jitney_gateway.field_rules import (
     FieldRules,
@@ -30,15 +29,12 @@ MAX_MESSAGES = 4096
 MAX_TOOLS = 4096
 MAX_PROMPTS = 256
 """Most prompts in one request for completions."""
-MAX_TEXTS = 2048
-"""Most texts in one request to embed, classify or rank."""
 FunctionName = Annotated[str, Meta(pattern=r"^[\w.:/-]{1,128}(?!\n)$")]
 """In Python, ``$`` also matches before a newline at the end: so there is a lookahead. The pattern
 stands in the OpenAPI document, too, and JSON Schema has no ``\\Z``."""
 T = TypeVar("T", bound="WireRecord")
-_Id = Annotated[int, Meta(ge=0, lt=1 << 31)]
-Ids = list[_Id]
-Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Ids = list[TokenId]
 
 
 _CONSTRAINT = Refused(unless=(False, {}, ""), because="structured_outputs stands for it")
@@ -313,7 +309,7 @@ class CompletionRequest(Generation, kw_only=True):
         }
     )
     refused_params: ClassVar[tuple[str, ...]] = ()
-    prompt: str | list[str | _Id | Ids]
+    prompt: str | list[str | TokenId | Ids]
     logprobs: int | None = None
     echo: bool | None = None
 
@@ -340,50 +336,6 @@ class DetokenizeRequest(WireRecord):
 
     model: str
     tokens: Ids
-
-
-class EmbeddingRequest(WireRecord):
-    """The body of ``/v1/embeddings``: texts, or token ids of the model's own tokenizer."""
-
-    model: str
-    input: str | Annotated[list[str | _Id | Ids], Meta(min_length=1)]
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Meta(ge=1)] | None = None
-
-
-class ClassifyRequest(WireRecord):
-    """The body of ``/v1/classify``, in vLLM's form."""
-
-    model: str
-    input: str | Texts
-
-
-class Document(WireRecord):
-    """A text to rank."""
-
-    text: str
-
-
-class RerankRequest(WireRecord):
-    """The body of ``/v1/rerank``, in Jina's form, and of ``/v2/rerank``, in Cohere's."""
-
-    model: str
-    query: str
-    documents: Annotated[list[str | Document], Meta(min_length=1, max_length=MAX_TEXTS)]
-    top_n: Annotated[int, Meta(ge=1)] | None = None
-    return_documents: bool | None = None
-
-    def texts(self) -> list[str]:
-        """The texts of the documents."""
-        return [each if isinstance(each, str) else each.text for each in self.documents]
-
-
-class ScoreRequest(WireRecord):
-    """The body of ``/score``, in vLLM's form: a text with each of others, or two lists in pairs."""
-
-    model: str
-    text_1: str | Texts
-    text_2: str | Texts
 
 
 def decode(data: bytes, type_: type[T], ignored: IgnoredFields | None = None) -> T:
@@ -481,32 +433,3 @@ def joined_text(content: str | Sequence[TextPart] | None) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(part.text or part.refusal or "" for part in content)
-
-
-class BodySchemas(NamedTuple):
-    """JSON schemas for an OpenAPI document."""
-
-    of_type: dict[type[WireRecord], JsonObject]
-    components: JsonObject
-    """The schemas that the others refer to, by name."""
-
-
-def body_schemas(types: Sequence[type[WireRecord]]) -> BodySchemas:
-    """The schemas of bodies. Sampling parameters that a body takes in ``params`` stand among its
-    properties, as clients send them."""
-    # The schemas of sampling parameters come from the record that the engine checks them with.
-    schemas, components = schema_components(
-        [SamplingParams, *types], ref_template="#/components/schemas/{name}"
-    )
-    schemas_of_bodies = schemas[1:]  # the first is that of SamplingParams
-    of_params = components.pop("SamplingParams")["properties"]
-    for type_ in types:
-        if "params" not in type_.__struct_fields__:
-            continue
-        component = components[type_.__name__]
-        properties = of_params | component["properties"]
-        for name in ("params", *type_.refused_params):
-            properties.pop(name, None)
-        component["properties"] = properties
-    of_type = dict(zip(types, schemas_of_bodies, strict=True))
-    return BodySchemas(of_type, components)

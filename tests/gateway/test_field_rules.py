@@ -10,13 +10,14 @@ from jitney.config import EngineConfig
 from jitney_gateway.field_rules import IgnoredFields
 from jitney_gateway.language import _CHAT_APIS
 from jitney_gateway.model_description import ModelDescription
+from jitney_gateway.pooling_bodies import EmbeddingRequest
 from jitney_gateway.refusals import FieldError
 from jitney_gateway.server_request import (
     ServerRequest,
     request_of_chat,
     requests_of_completions,
 )
-from jitney_gateway.wire import CompletionRequest, EmbeddingRequest, decode
+from jitney_gateway.wire import CompletionRequest, decode
 from jitney_gateway.without_effect import leave_out, leave_out_of_chat
 
 from tests.gateway.test_server_requests import CHAT, KNOWN, TOOL, USER

@@ -13,7 +13,8 @@ import pytest
 from jitney.errors import CancelledError, InvalidArgumentError, UnavailableError
 from jitney_gateway import server_client as module
 from jitney_gateway import server_connection
-from jitney_gateway.app import Gateway, make_app
+from jitney_gateway.app import make_app
+from jitney_gateway.gateway import Gateway
 from jitney_gateway.keys import FixedKeys
 from jitney_gateway.model_description import ModelDescription
 from jitney_gateway.model_steps import Step
