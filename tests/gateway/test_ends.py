@@ -17,8 +17,8 @@ from jitney_gateway.model_steps import Step
 from jitney_gateway.server_request import ServerRequest
 from starlette.testclient import TestClient
 
+from tests.gateway.asked import KNOWN
 from tests.gateway.test_answers import step
-from tests.gateway.test_server_requests import KNOWN
 
 USER = {"role": "user", "content": "hi"}
 BODIES: dict[str, dict[str, Any]] = {

@@ -20,7 +20,7 @@ from jitney_gateway.server_request import (
 from jitney_gateway.wire import CompletionRequest, decode
 from jitney_gateway.without_effect import leave_out, leave_out_of_chat
 
-from tests.gateway.test_server_requests import CHAT, KNOWN, TOOL, USER
+from tests.gateway.asked import CHAT, KNOWN, TOOL, USER
 
 MODEL = msgspec.structs.replace(
     KNOWN,

@@ -23,8 +23,8 @@ from jitney_gateway.server_request import ServerRequest
 from jitney_gateway.wire import MAX_BODY_BYTES
 from starlette.testclient import TestClient
 
+from tests.gateway.asked import KNOWN
 from tests.gateway.test_answers import step
-from tests.gateway.test_server_requests import KNOWN
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 PATH = "/v1/chat/completions"

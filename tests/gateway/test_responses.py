@@ -16,9 +16,9 @@ from jitney_gateway.responses_request import ResponseRequest, chat_of_response
 from jitney_gateway.server_request import ServerRequest, request_of_chat
 from jitney_gateway.wire import JsonObject, decode
 
+from tests.gateway.asked import KNOWN, PARAMS, SCHEMA
+from tests.gateway.asked import TOOL as CHAT_TOOL
 from tests.gateway.test_answers import CALLING, position, step
-from tests.gateway.test_server_requests import KNOWN, PARAMS, SCHEMA
-from tests.gateway.test_server_requests import TOOL as CHAT_TOOL
 
 TOOL = {"type": "function", **CHAT_TOOL["function"]}  # type: ignore[dict-item]
 BODY: dict[str, Any] = {"model": "m", "input": "hi"}
