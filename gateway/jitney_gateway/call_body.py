@@ -56,7 +56,7 @@ _VALUES_OF_JSON_NAMES = {"true": True, "false": False, "null": None}
 
 _SPACE = r"[ \t\r\n]*+"
 _TEXT_MEMBERS = rf'(?:"(?:type|id)"{_SPACE}:{_SPACE}"[^"\\\x00-\x1f]*"{_SPACE},{_SPACE})*'
-"""Members of a call's object that some models write besides the name and the arguments."""
+"""Members that some models write before the name and the arguments of a call's object."""
 # {"type": "function", "name": "find", "arguments":
 _NAMED_OBJECT = (
     rf'\{{{_SPACE}{_TEXT_MEMBERS}"name"{_SPACE}:{_SPACE}"(?P<name>[^"\\\x00-\x1f]*)"{_SPACE},'
@@ -210,8 +210,9 @@ class CallBody:
             before = text[self.start : tag].rstrip()
             if not before or before.endswith("</parameter>"):
                 return self._scanned
-        # A part of the tag may stand at the end of the text.
-        self._scanned = max(self._scanned, len(text) - len(_LAST_TAG) + 1)
+        # The next search begins here: a part of the tag may stand at the end of the text.
+        longest_part = len(_LAST_TAG) - 1
+        self._scanned = max(self._scanned, len(text) - longest_part)
         return None
 
     def _find_end_of_gemma(self, text: str) -> int | None:
@@ -220,9 +221,9 @@ class CallBody:
             if self._open_quote:
                 end = text.find(self._open_quote, self._scanned)
                 if end < 0:
-                    # A part of the marker may stand at the end of the text.
-                    rest = len(text) - len(self._open_quote) + 1
-                    self._scanned = max(self._scanned, rest)
+                    # The next search begins here: a part of the marker may stand at the end.
+                    longest_part = len(self._open_quote) - 1
+                    self._scanned = max(self._scanned, len(text) - longest_part)
                     return None
                 self._scanned = end + len(self._open_quote)
                 self._open_quote = ""

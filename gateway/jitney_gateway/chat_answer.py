@@ -6,7 +6,7 @@ from typing import ClassVar
 from jitney.errors import JitneyError
 
 from jitney_gateway.answers import COMMENT, END_OF_STREAM, Envelope, Usage, bytes_of
-from jitney_gateway.content_blocks import ContentBlock, SequenceContent
+from jitney_gateway.content_blocks import BlockEvent, ContentBlock, SequenceContent
 from jitney_gateway.model_steps import Step
 from jitney_gateway.older_functions import in_older_form
 from jitney_gateway.refusals import describe
@@ -104,19 +104,26 @@ def _push(sequence: SequenceContent, text: str, finish_reason: str | None) -> Js
         if event.what != "delta":
             continue
         if event.block.kind == "call":
-            last_index = len(sequence.calls()) - 1
-            is_first = len(event.block.pieces) == 1
-            call = _tool_call(event.block) if is_first else _more_arguments(event.text)
-            _add_entry(delta.setdefault("tool_calls", []), {"index": last_index, **call})
+            entry = _entry_of_call(event)
+            entry["index"] = len(sequence.calls()) - 1
+            _add_entry(delta.setdefault("tool_calls", []), entry)
             continue
         for field in _MESSAGE_FIELDS[event.block.kind]:
             delta[field] = delta.get(field, "") + event.text
     return delta
 
 
+def _entry_of_call(event: BlockEvent) -> JsonObject:
+    """What a delta has of a call: all of it at first, and later more of its arguments."""
+    is_first = len(event.block.pieces) == 1
+    if is_first:
+        return _tool_call(event.block)
+    return {"function": {"arguments": event.text}}
+
+
 def _add_entry(entries: list[JsonObject], entry: JsonObject) -> None:
-    """Add an entry of a call. Clients take each entry of their first chunk for another call, so a
-    chunk has one for each."""
+    """Add what a delta has of a call. A delta has one entry for each call: in the first delta with
+    calls, clients take every entry for a call of its own."""
     if entries and entries[-1]["index"] == entry["index"]:
         entries[-1]["function"]["arguments"] += entry["function"]["arguments"]
     else:
@@ -140,11 +147,6 @@ def _message(sequence: SequenceContent) -> JsonObject:
 def _tool_call(block: ContentBlock) -> JsonObject:
     function = {"name": block.name, "arguments": block.text}
     return {"id": f"call_{block.id}", "type": "function", "function": function}
-
-
-def _more_arguments(text: str) -> JsonObject:
-    """What a later delta of a call has: the other fields came with the first."""
-    return {"function": {"arguments": text}}
 
 
 def chat_logprob(position: JsonObject, top: int) -> JsonObject:

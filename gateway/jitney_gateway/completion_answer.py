@@ -16,11 +16,12 @@ from jitney_gateway.wire import CompletionRequest, JsonObject
 
 
 class PromptEcho(NamedTuple):
-    """A prompt that comes before the texts that the model made of it."""
+    """A prompt that comes before its texts in the answer."""
 
     text: str = ""
     first_token: str = ""
-    """Its text. It is needed for logprobs: the model tells those of the tokens behind it."""
+    """The text of its first token, if logprobs are asked for: the model tells those of the other
+    tokens only."""
 
 
 class CompletionAnswer:
@@ -38,7 +39,7 @@ class CompletionAnswer:
         echoes: Sequence[PromptEcho] = (),
     ) -> None:
         """``sequences``: ``n`` for each prompt, in the order of the prompts. ``echoes``: one for
-        each prompt, if they are asked for. The sequences have their texts."""
+        each prompt, if the client wants them; each sequence already has the text of its echo."""
         self.usage = Usage()
         self._sequences = sequences
         self._echoes = echoes
@@ -74,10 +75,9 @@ class CompletionAnswer:
             added = "".join(event.text for event in events if event.what == "delta")
             has_ended = sequence.finish_reason is not None
             if added or logprobs or has_ended:
-                chosen = self._choice(index, added, logprobs)
-                if step.prompt_logprobs is None:
-                    chosen.pop("prompt_logprobs", None)
-                yield self._envelope.chunk(chosen)
+                has_prompt = step.prompt_logprobs is not None
+                choice = self._choice(index, added, logprobs, with_prompt=has_prompt)
+                yield self._envelope.chunk(choice)
 
     def _add_logprobs(self, index: int, step: Step, number: int) -> JsonObject | None:
         """Take the logprobs that a step has for the choice ``index``, which is sequence ``number``
@@ -88,10 +88,13 @@ class CompletionAnswer:
             return self._logprobs[index].add_prompt(echo, step.prompt_logprobs, new)
         return self._logprobs[index].add(new) if new else None
 
-    def _choice(self, index: int, text: str, logprobs: JsonObject | None) -> JsonObject:
+    def _choice(
+        self, index: int, text: str, logprobs: JsonObject | None, *, with_prompt: bool = True
+    ) -> JsonObject:
+        """``with_prompt``: with the logprobs of the prompt, if the client wants them."""
         reason = self._sequences[index].finish_reason
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-        if self._wants_prompt_logprobs:
+        if self._wants_prompt_logprobs and with_prompt:
             choice["prompt_logprobs"] = self._prompt_logprobs.get(index // self._n)
         return choice
 
@@ -125,7 +128,8 @@ def _without_output(step: Step) -> Step:
 
 
 class _CompletionLogprobs:
-    """The logprobs of one sequence in the form of completions: a list for each thing."""
+    """The logprobs of one sequence in the form of completions: four lists with an entry for each
+    token."""
 
     def __init__(self, top: int) -> None:
         self._top = top

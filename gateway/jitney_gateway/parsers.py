@@ -12,10 +12,10 @@ Any other call, such as one that names an unknown function, is held until it is 
 malformed or unfinished, all of it is content. A call behind it is still found if it begins with a
 marker, with two exceptions:
 
-- A string that is not closed, or in Python a bracket, may hide the calls behind it: they are
-  content.
-- A call between tags that lacks its last tag ends at that of the next call. The text up to there is
-  in its last parameter.
+- Behind a string that is not closed, or in Python a bracket, everything may belong to that string:
+  the calls there are content.
+- In a format with tags, a call may lack its last tag. Then it ends with the last tag of the next
+  call, which becomes a part of its last parameter.
 """
 
 from collections.abc import Mapping, Sequence
