@@ -102,7 +102,7 @@ _CLIENT_FIELDS = {
     "messages": ("input",),
     "structured_outputs": (
         "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-        "response_format", "text", "output_config", "tool_choice", "tools",
+        "response_format", "text", "output_config", "function_call", "tool_choice", "tools",
         "thinking_token_budget", "thinking",
     ),
 }  # fmt: skip
@@ -178,7 +178,7 @@ def _fields_of_template_parameter(text: str, values: Mapping[str, Any]) -> tuple
 def _constrains_answer(field: str, value: Any) -> bool:
     """Whether a field, with that value, sets ``structured_outputs``. ``text`` and ``output_config``
     may have no format, a format may allow any text, and a choice of tools may force no call."""
-    if field == "tool_choice":
+    if field in ("tool_choice", "function_call"):
         return value not in ("auto", "none")
     if field not in ("response_format", "text", "output_config"):
         return True

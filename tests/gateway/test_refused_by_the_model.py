@@ -79,6 +79,11 @@ from tests.gateway.asked import (
             {"response_format": {"type": "text"}, "tool_choice": "required"},
             "tool_choice is",
         ),
+        (
+            "structured_outputs.grammar is",
+            {"tools": None, "functions": [{"name": "stop"}], "function_call": {"name": "stop"}},
+            "function_call is",
+        ),
         ("The model", {"top_logprobs": 1}, None),
     ],
 )
