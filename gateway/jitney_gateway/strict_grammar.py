@@ -103,18 +103,21 @@ def _text_and_calls(
         trigger_in_lark = between_slashes(_freely_spaced(trigger))
     before_calls = "before_calls" if is_token else "before_calls[lazy]"
 
-    # What stands between the trigger and the arguments of the first call.
     if syntax.before_all.startswith(trigger):
-        rest_of_trigger = writer.spell(syntax.before_all.removeprefix(trigger))
-        first = f"{rest_of_trigger} call"
+        # [TOOL_CALLS] [{"name": …}, {"name": …}]: the trigger stands before the list of calls, and
+        # all calls are alike.
+        rest_of_list_head = writer.spell(syntax.before_all.removeprefix(trigger))
+        first = f"{rest_of_list_head} call"
         rules_of_calls = writer.rules("call", functions, syntax.before_call)
     else:
+        # <tool_call>{"name": …}: the trigger is the beginning of the first call, which so has a
+        # rule of its own without that beginning.
         before_first = f"{syntax.before_all}{syntax.before_call}"
         first = "first"
         rules_of_calls = writer.rules("first", functions, before_first.removeprefix(trigger))
         if parallel and syntax.before_all:
             rules_of_calls += writer.rules("call", functions, syntax.before_call)
-    # Where each call has a trigger, the rule `start` allows more of them.
+    # Without such a list, each call has a trigger, and the rule `start` allows more of them.
     more_calls = writer.more_calls(parallel=parallel) if syntax.before_all else ""
     rules = [
         "start: (before_calls calls)* last_text",
