@@ -58,7 +58,7 @@ class ValueRules:
         self._names: dict[int, str] = {}
         """id() of a schema -> the name of its rule."""
         self._schemas: list[Any] = []
-        """Keeps these schemas alive, and so their id() theirs."""
+        """Keeps these schemas alive, so that no other object gets the id() of one."""
         self._joined: dict[tuple[int, ...], dict[str, Any]] = {}
         """id() of each of several schemas -> the schema of the values that fit all of them."""
 
@@ -109,8 +109,9 @@ class ValueRules:
             options.append(self._string(alternative, name))
         return options
 
-    def _option(self, kind: str, alternative: Alternative, name: str) -> str:
-        match kind:
+    def _option(self, type_: str, alternative: Alternative, name: str) -> str:
+        """Any value of one type that fits the alternative."""
+        match type_:
             case "string":
                 return self._string(alternative, name)
             case "null":
@@ -124,7 +125,7 @@ class ValueRules:
         bounds = []
         for rule in alternative.rules:
             bounds.append({key: value for key, value in rule.items() if key in _OF_NUMBERS})
-        return f"%json {json.dumps({'type': kind, 'allOf': bounds})}"
+        return f"%json {json.dumps({'type': type_, 'allOf': bounds})}"
 
     def _string(self, alternative: Alternative, name: str) -> str:
         text = lark_of_string(alternative, self._quote)
