@@ -1,9 +1,9 @@
-"""The body of a tool call in a model's text: whether it certainly calls a tool, where it ends, and
-which functions it calls.
+"""The body of a tool call in a model's text: whether it certainly is a call, where it ends, and
+which functions it calls. Pure.
 
-The parser makes a ``CallBody`` when it has found the head of a call. As the text grows, it asks
-first whether the body certainly is a call: then its arguments are read as they come
-(``call_arguments.py``). Else it asks for the body's end.
+The parser makes a ``CallBody`` when it has found the head of a call. As the text grows, it asks two
+questions. Is the body certainly a call of a known tool? Then its arguments are read as they come
+(``call_arguments.py``). If not: where does the body end? Then the whole of it is parsed.
 """
 
 import ast
@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import msgspec
 import regex
 
-from jitney_gateway.schema_alternatives import alternatives_of, listed_texts
+from jitney_gateway.gemma_notation import GEMMA_QUOTES
+from jitney_gateway.tagged_value import typed_value
 
 PARSE_ERRORS = (
     ValueError,  # msgspec.DecodeError is one
@@ -37,7 +38,6 @@ _PARAMETER = regex.compile(
 )
 """A parameter between its tags. The ends of lines around the value are not part of it. A value may
 hold ``</parameter>``: the tag that ends it is followed by another parameter or the last tag."""
-GEMMA_QUOTES = ("<escape>", '<|"|>')
 _GEMMA_MARK = regex.compile(r'<escape>|<\|"\|>|[\[\]{}]')
 """What opens a string or changes the depth, in Gemma's notation."""
 _GEMMA_PART = regex.compile(
@@ -52,28 +52,31 @@ _QUOTES = {"json": '"', "python": "\"'"}
 _JSON_OUTSIDE_STRINGS = frozenset(":,.+-eEtrufalsn0123456789 \t\r\n")
 """Besides quotes and brackets: punctuation, numbers, ``true``, ``false``, ``null`` and space."""
 _VALUES_OF_JSON_NAMES = {"true": True, "false": False, "null": None}
-_JSON_OF_PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
 
 
 _SPACE = r"[ \t\r\n]*+"
 _TEXT_MEMBERS = rf'(?:"(?:type|id)"{_SPACE}:{_SPACE}"[^"\\\x00-\x1f]*"{_SPACE},{_SPACE})*'
-"""Members of a call's object that some models write besides the name and the arguments."""
+"""Members that some models write before the name and the arguments of a call's object."""
+# {"type": "function", "name": "find", "arguments":
 _NAMED_OBJECT = (
     rf'\{{{_SPACE}{_TEXT_MEMBERS}"name"{_SPACE}:{_SPACE}"(?P<name>[^"\\\x00-\x1f]*)"{_SPACE},'
     rf'{_SPACE}{_TEXT_MEMBERS}"(?:arguments|parameters)"{_SPACE}:{_SPACE}'
 )
 _OBJECT_FOLLOWS = rf'(?=\{{{_SPACE}["}}])'
+# find(n=
 _PYTHON_CALL = rf"(?P<name>[A-Za-z_][\w.]*){_SPACE}\((?={_SPACE}(?:\)|[A-Za-z_]\w*{_SPACE}=[^=]))"
 _CERTAIN = {
     "json": regex.compile(rf"(?P<list>\[{_SPACE})?{_NAMED_OBJECT}{_OBJECT_FOLLOWS}"),
     "python": regex.compile(rf"(?:(?P<list>\[){_SPACE})?{_PYTHON_CALL}"),
 }
-"""Kind of a body that has the function's name -> its beginning, up to the arguments."""
+"""Kind of a body that has the function's name -> the beginning of such a body, if it certainly is a
+call. The match ends before the arguments."""
 _CERTAIN_ARGUMENTS = regex.compile(_OBJECT_FOLLOWS)
-"""The beginning of a body of JSON that is the arguments alone."""
+"""The beginning of a body that is the arguments alone, in JSON. The match is empty."""
 _CERTAIN_IN_GEMMA = regex.compile(rf'(?=\{{{_SPACE}(?:[\w.$-]|\}}|<escape>|<\|"\|>))')
-"""The same in Gemma's notation."""
-_ANYTHING = regex.compile("")
+"""The beginning of a body that is the arguments alone, in Gemma's notation. The match is empty."""
+_ALWAYS_CERTAIN = regex.compile("")
+"""For bodies whose head is certain."""
 
 
 class MalformedCallError(Exception):
@@ -113,9 +116,9 @@ class CallBody:
         is_bare: bool = False,
     ) -> None:
         """``kind``: as ToolFormat has it. ``name``: the function's, if the head has it.
-        ``is_list_item``: it is one call of a list, whose calls before were read already.
-        ``is_bare``: its head has no marker. So it may as well be an answer in JSON: it is a call
-        only if it has arguments, and the name of a known function."""
+        ``is_list_item``: it is one call of a list, and the calls before it have been read.
+        ``is_bare``: its head has no marker. It could also be an answer in JSON, so it counts as a
+        call only if it has arguments, and the name of a known function."""
         self.start = start
         self.is_list_item = is_list_item
         self._kind = kind
@@ -128,8 +131,8 @@ class CallBody:
         self._is_escaped = False
 
     def find_certain_call(self, text: str, names: Container[str]) -> CertainCall | None:
-        """The call of one of the functions ``names`` that the body certainly is; None if it is not
-        certain, or not yet. Each ``text`` must begin with the one before."""
+        """The call that the body certainly is, of one of the functions ``names``. None if it is not
+        certain, or not certain yet. Each ``text`` must begin with the one before."""
         match = self._match_beginning(text)
         if match is None or match.partial:
             return None
@@ -145,8 +148,8 @@ class CallBody:
         )
 
     def name_in_beginning(self, text: str, names: Container[str]) -> str | None:
-        """The one of the functions ``names`` that a body calls of which ``text`` has only the
-        beginning; None if that is not known."""
+        """The function that is called, if its name is there and one of ``names``; else None. This
+        is for a ``text`` that ends in the middle of the body."""
         match = self._match_beginning(text)
         if match is None:
             return None
@@ -155,7 +158,7 @@ class CallBody:
 
     def _match_beginning(self, text: str) -> regex.Match[str] | None:
         if self._kind == "xml":
-            return _ANYTHING.match(text, self.start)  # the head has seen the first tag
+            return _ALWAYS_CERTAIN.match(text, self.start)  # the head ends before a tag
         if self._kind == "gemma":
             pattern = _CERTAIN_IN_GEMMA
         else:
@@ -207,8 +210,9 @@ class CallBody:
             before = text[self.start : tag].rstrip()
             if not before or before.endswith("</parameter>"):
                 return self._scanned
-        # A part of the tag may stand at the end of the text.
-        self._scanned = max(self._scanned, len(text) - len(_LAST_TAG) + 1)
+        # The next search begins here: a part of the tag may stand at the end of the text.
+        longest_part = len(_LAST_TAG) - 1
+        self._scanned = max(self._scanned, len(text) - longest_part)
         return None
 
     def _find_end_of_gemma(self, text: str) -> int | None:
@@ -217,9 +221,9 @@ class CallBody:
             if self._open_quote:
                 end = text.find(self._open_quote, self._scanned)
                 if end < 0:
-                    # A part of the marker may stand at the end of the text.
-                    rest = len(text) - len(self._open_quote) + 1
-                    self._scanned = max(self._scanned, rest)
+                    # The next search begins here: a part of the marker may stand at the end.
+                    longest_part = len(self._open_quote) - 1
+                    self._scanned = max(self._scanned, len(text) - longest_part)
                     return None
                 self._scanned = end + len(self._open_quote)
                 self._open_quote = ""
@@ -234,7 +238,10 @@ class CallBody:
             if mark[0] in GEMMA_QUOTES:
                 self._open_quote = mark[0]
                 continue
-            self._depth += 1 if mark[0] in "[{" else -1
+            if mark[0] in "[{":
+                self._depth += 1
+            else:
+                self._depth -= 1
             if self._depth == 0:
                 return self._scanned
 
@@ -276,19 +283,23 @@ class CallBody:
         named = msgspec.json.decode(text, type=list[_NamedArguments] | _NamedArguments)
         if isinstance(named, _NamedArguments):
             named = [named]
-        if self._is_bare and not all(
-            bytes(item.arguments) or bytes(item.parameters) for item in named
-        ):
-            raise MalformedCallError("no arguments")
-        return [item.call() for item in named]
+        calls = []
+        for item in named:
+            if self._is_bare and not item.has_arguments():
+                raise MalformedCallError("no arguments")
+            calls.append(item.call())
+        return calls
 
 
 class _NamedArguments(msgspec.Struct):
-    """A call as a JSON object. Formats name the arguments the one or the other way."""
+    """A call as a JSON object. The arguments have one of two names, depending on the format."""
 
     name: str
     arguments: msgspec.Raw = msgspec.Raw()
     parameters: msgspec.Raw = msgspec.Raw()
+
+    def has_arguments(self) -> bool:
+        return bool(bytes(self.arguments) or bytes(self.parameters))
 
     def call(self) -> ParsedCall:
         arguments = bytes(self.arguments) or bytes(self.parameters) or b"{}"
@@ -307,7 +318,8 @@ def _parse_python(text: str) -> list[ParsedCall]:
 
 
 class _JsonNames(ast.NodeTransformer):
-    """Puts values in place of JSON's ``true``, ``false`` and ``null``: models mix them in."""
+    """Puts values in place of JSON's ``true``, ``false`` and ``null``: models write them in Python,
+    too."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         if node.id in _VALUES_OF_JSON_NAMES:
@@ -367,45 +379,3 @@ def _parse_tags(text: str, schema: Mapping[str, Any]) -> str:
     if text[index:].strip() != _LAST_TAG:
         raise ValueError("text between the parameters")
     return msgspec.json.encode(arguments).decode()
-
-
-def typed_value(text: str, schema: Any, whole: Mapping[str, Any]) -> str | msgspec.Raw:
-    """The value of a parameter: JSON if its schema allows no string, and text if it allows one or
-    if the text is no JSON. ``schema`` is a part of ``whole``, whose definitions it may refer to."""
-    if text == "null" and may_be_null(schema, whole):
-        return msgspec.Raw(b"null")
-    if _allows_text(text, schema, whole):
-        return text
-    text = _JSON_OF_PYTHON_NAMES.get(text, text)
-    try:
-        msgspec.json.decode(text)
-        return msgspec.Raw(text.encode())
-    except msgspec.DecodeError:
-        return text
-
-
-def is_surely_text(schema: Any, whole: Mapping[str, Any]) -> bool:
-    """Whether a value of ``schema`` is text, whatever it is. ``null`` may be an exception: see
-    :func:`may_be_null`."""
-    if isinstance(schema, Mapping) and "type" not in schema and "enum" in schema:
-        return False
-    alternatives = alternatives_of(schema, whole)
-    if listed_texts(alternatives) is not None:
-        return False
-    return any(each.allows_string() for each in alternatives)
-
-
-def _allows_text(text: str, schema: Any, whole: Mapping[str, Any]) -> bool:
-    """Whether a value of ``schema`` may be the string ``text``."""
-    if isinstance(schema, Mapping) and "type" not in schema and "enum" in schema:
-        return text in schema["enum"]  # it may list numbers too
-    alternatives = alternatives_of(schema, whole)
-    listed = listed_texts(alternatives)
-    if listed is not None:
-        return text in listed
-    return any(each.allows_string() for each in alternatives)
-
-
-def may_be_null(schema: Any, whole: Mapping[str, Any]) -> bool:
-    """Whether ``schema``, a part of ``whole``, names ``null``."""
-    return any(each.names_null() for each in alternatives_of(schema, whole))

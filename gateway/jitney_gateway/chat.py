@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-import pydantic_core
 
+from jitney_gateway.older_functions import with_tool_messages
+from jitney_gateway.partial_json import complete_members
 from jitney_gateway.refusals import FieldError
 from jitney_gateway.wire import ContentPart, Message, Tool
 
@@ -14,8 +15,8 @@ ARGUMENTS = "messages[].tool_calls[].function.arguments"
 _PARTS_OF_TEXT = ("text", "input_text", "output_text", "refusal")
 """Types of parts that are text: the second and third are those of ``/v1/responses``."""
 _PARTS_OF_REASONING = ("thinking", "redacted_thinking", "reasoning")
-"""Types of parts in which other servers send reasoning. It is left out, as templates leave out that
-of earlier turns."""
+"""Types of parts in which other servers send reasoning. They are left out, because chat templates
+leave out the reasoning of earlier turns."""
 
 
 def chat_input(
@@ -26,12 +27,12 @@ def chat_input(
 ) -> bytes:
     """The input ``messages``.
 
-    The chat template gets ``template_parameters`` and those of ``more_parameters`` that are not
-    None. Where both have a name, ``template_parameters`` win. The model refuses a parameter that it
-    does not know. Raises FieldError.
+    The chat template gets two kinds of parameters: ``template_parameters``, and those of
+    ``more_parameters`` that are not None. If a name is in both, the former counts. The model
+    refuses a parameter that it does not know. Raises FieldError.
     """
     chat: dict[str, Any] = {"messages": []}
-    for index, message in enumerate(messages):
+    for index, message in enumerate(with_tool_messages(messages)):
         chat["messages"].append(_as_templates_expect(f"messages[{index}]", message))
     if tools:
         chat["tools"] = msgspec.to_builtins(tools)
@@ -75,13 +76,13 @@ def _joined_parts(path: str, parts: Sequence[ContentPart]) -> str:
 
 
 def parsed_arguments(text: str | None) -> dict[str, Any]:
-    """The arguments of a call, from their JSON. Of one that was cut: those that are there."""
+    """The arguments of a call, from their JSON. If the call was cut, only the complete ones."""
     if not text:
         return {}
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError):
-        return _arguments_that_are_there(text)
+        return complete_members(text)
 
 
 def has_whole_arguments(text: str | None) -> bool:
@@ -91,14 +92,6 @@ def has_whole_arguments(text: str | None) -> bool:
     except (msgspec.DecodeError, RecursionError):
         return False
     return True
-
-
-def _arguments_that_are_there(text: str) -> dict[str, Any]:
-    try:
-        found = pydantic_core.from_json(text, allow_partial=True, allow_inf_nan=False)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def encoded(field: str, value: object) -> bytes:

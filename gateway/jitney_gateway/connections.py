@@ -1,8 +1,7 @@
-"""How many connections a gateway keeps open, and for how long one may wait without a request.
+"""Bounds the connections of a gateway: their number, and the time that one may be idle.
 
-Owns the count of open connections and the timers of those that have no request at work: a client
-may have opened one and send nothing, or send its headers slowly. uvicorn bounds neither. Used by
-:mod:`jitney_gateway.run_gateway`.
+A connection is idle while it has no request that is being answered: its client sends nothing, or
+sends its headers slowly. uvicorn has no bound for either. ``run_gateway.py`` makes the bounds.
 """
 
 import asyncio
@@ -31,58 +30,65 @@ def most_connections() -> int:
 
 
 class ConnectionBounds:
-    """Of one gateway. Used by its event loop alone."""
+    """The bounds of one gateway, and its idle connections. Only its event loop uses this."""
 
     def __init__(self, most: int, head_s: float = HEAD_S) -> None:
-        """At most ``most`` connections are open, and each waits ``head_s`` seconds for headers."""
+        """``most``: connections that may be open. ``head_s``: seconds that one may be idle."""
         self._most = most
         self._head_s = head_s
-        # Connections without a request at work, the one that waits longest first -> its timer.
-        self._waiting: dict[BoundedProtocol, asyncio.TimerHandle] = {}
-        self._has_said_so = False
+        self._idle: dict[BoundedProtocol, asyncio.TimerHandle] = {}
+        """Idle connection -> its timer. The one that has been idle longest comes first."""
+        self._has_warned = False
 
     def bound(self, config: Config) -> None:
-        """Let the server of ``config`` keep these bounds."""
+        """Make the server of ``config`` keep these bounds."""
         config.http = partial(BoundedProtocol, self)  # type: ignore[assignment]
 
     def admit(self, protocol: "BoundedProtocol") -> None:
-        """Note a new connection. If there are too many, the one that has waited longest without a
-        request is closed; the new one, if every other has a request."""
+        """Note a new connection.
+
+        If there are too many, the one that has been idle longest is closed. If none is idle, the
+        new one is closed.
+        """
         if len(protocol.connections) > self._most:
-            victim = next(iter(self._waiting), protocol)
-            self.stop_waiting(victim)
+            victim = next(iter(self._idle), protocol)
+            self.end_idle(victim)
             victim.transport.abort()
-            if not self._has_said_so:
-                self._has_said_so = True
-                _LOG.warning(
-                    "%d connections are open, the most that a gateway keeps here (three quarters "
-                    "of its open files, ulimit -n): those that wait longest without a request are "
-                    "closed. This is said once",
-                    self._most,
-                )
+            self._warn()
             if victim is protocol:
                 return
-        self.wait(protocol)
+        self.begin_idle(protocol)
 
-    def wait(self, protocol: "BoundedProtocol") -> None:
-        """Note that a connection has no request at work. Its time begins, unless it has begun."""
-        if protocol not in self._waiting:
+    def _warn(self) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        _LOG.warning(
+            "%d connections are open, the most that a gateway keeps here (three quarters of its "
+            "open files, ulimit -n). For each further one, the connection that has been idle "
+            "longest is closed. There is no further warning of this",
+            self._most,
+        )
+
+    def begin_idle(self, protocol: "BoundedProtocol") -> None:
+        """Note that a connection is idle. Its time begins, unless it was idle before."""
+        if protocol not in self._idle:
             loop = asyncio.get_running_loop()
-            self._waiting[protocol] = loop.call_later(self._head_s, self._expire, protocol)
+            self._idle[protocol] = loop.call_later(self._head_s, self._expire, protocol)
 
-    def stop_waiting(self, protocol: "BoundedProtocol") -> None:
+    def end_idle(self, protocol: "BoundedProtocol") -> None:
         """Note that a connection has a request, or is closed."""
-        timer = self._waiting.pop(protocol, None)
+        timer = self._idle.pop(protocol, None)
         if timer is not None:
             timer.cancel()
 
     def _expire(self, protocol: "BoundedProtocol") -> None:
-        del self._waiting[protocol]
+        del self._idle[protocol]
         protocol.transport.abort()
 
 
 class BoundedProtocol(H11Protocol):
-    """uvicorn's connection, which tells :class:`ConnectionBounds` when it has a request."""
+    """uvicorn's connection, which tells :class:`ConnectionBounds` whether it is idle."""
 
     def __init__(self, bounds: ConnectionBounds, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -95,7 +101,7 @@ class BoundedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by the event loop."""
-        self._bounds.stop_waiting(self)
+        self._bounds.end_idle(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -111,6 +117,6 @@ class BoundedProtocol(H11Protocol):
     def _note_request(self) -> None:
         has_request = self.cycle is not None and not self.cycle.response_complete
         if has_request:
-            self._bounds.stop_waiting(self)
+            self._bounds.end_idle(self)
         elif not self.transport.is_closing():
-            self._bounds.wait(self)
+            self._bounds.begin_idle(self)

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from jitney_gateway.parsers import AnswerParser, Piece, PieceKind
+from jitney_gateway.pieces import AnswerParser, Piece, PieceKind
 from jitney_gateway.wire import Call, Message
 
 
@@ -26,8 +26,8 @@ class ContentBlock(msgspec.Struct, kw_only=True):
     """Of a call: its function."""
     pieces: list[str] = []
     state: Literal["open", "complete", "incomplete"] = "open"
-    """Incomplete: the sequence was cut off in this block, by a limit or an error; or a call went on
-    as no arguments can."""
+    """Incomplete: a limit or an error has ended the sequence in this block, or it is a call whose
+    arguments were not written to their end."""
 
     @property
     def text(self) -> str:
@@ -71,8 +71,8 @@ class SequenceContent:
     def push(self, text: str, finish_reason: str | None) -> Iterator[BlockEvent]:
         """Take the next text of the sequence; a ``finish_reason`` ends the sequence.
 
-        Yields what that changes. Events share their block with this object: read it before asking
-        for the next event. Exhaust the iterator: the state changes only as it is read.
+        Yields what that changes. The block of an event changes with the next event. All events must
+        be read: the sequence changes only while they are.
         """
         pieces = self._parser.push(self._echo + text)
         self._echo = ""

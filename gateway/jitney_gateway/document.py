@@ -5,11 +5,13 @@ routes, but does not know their bodies, answers and refusals: those parts are ma
 """
 
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import Response
+from jitney.sampling_params import SamplingParams
+from msgspec.json import schema_components
 
 from jitney_gateway.wire import WireRecord
 
@@ -104,3 +106,32 @@ def _response_content(endpoint: Endpoint) -> Mapping[str, Schema]:
     if endpoint.streams:
         content["text/event-stream"] = {"schema": TEXT}
     return content
+
+
+class BodySchemas(NamedTuple):
+    """JSON schemas for an OpenAPI document."""
+
+    of_type: dict[type[WireRecord], Schema]
+    components: Schema
+    """The schemas that the others refer to, by name."""
+
+
+def body_schemas(types: Sequence[type[WireRecord]]) -> BodySchemas:
+    """The schemas of bodies. Sampling parameters that a body takes in ``params`` stand among its
+    properties, as clients send them."""
+    # The schemas of sampling parameters come from the record that the engine checks them with.
+    schemas, components = schema_components(
+        [SamplingParams, *types], ref_template="#/components/schemas/{name}"
+    )
+    schemas_of_bodies = schemas[1:]  # the first is that of SamplingParams
+    of_params = components.pop("SamplingParams")["properties"]
+    for type_ in types:
+        if "params" not in type_.__struct_fields__:
+            continue
+        component = components[type_.__name__]
+        properties = of_params | component["properties"]
+        for name in ("params", *type_.refused_params):
+            properties.pop(name, None)
+        component["properties"] = properties
+    of_type = dict(zip(types, schemas_of_bodies, strict=True))
+    return BodySchemas(of_type, components)

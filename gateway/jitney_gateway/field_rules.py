@@ -1,12 +1,13 @@
 """Which fields of a body are honoured, which are refused, and which are left out.
 
-A field is refused only if the answer would mean something else without it. Any other field that the
-gateway cannot honour is left out, and the answer's header names it: clients send many fields that
-only the servers of their own maker know. A strict gateway refuses those fields too.
+Clients send many fields that only the servers of their own maker know. If the gateway cannot honour
+a field, there are two cases. Without some fields the answer would mean something else: they are
+refused. All others are ignored: they are left out, and a header of the answer names them. A strict
+gateway refuses those, too.
 
-``wire.py`` takes what is left out from the JSON of a body (``honoured_part``) before it makes a
-record of it. What only the model can tell, ``server_request.py`` adds later. ``app.py`` makes an
-``IgnoredFields`` for each request, and writes the header. Pure.
+``app.py`` makes an ``IgnoredFields`` for each request, and writes the header. ``wire.py`` calls
+``honoured_part``, which leaves fields out of a body before a record is made of it.
+``without_effect.py`` leaves out later what has no effect on the model. Pure.
 """
 
 import re
@@ -25,47 +26,49 @@ _MOST_NAMES = 32
 _LONGEST_NAME = 64
 _UNKNOWN = "is unknown or not supported"
 _SILENT = frozenset(["cache_control"])
-"""Fields that any object may have, and that are left out without a word: whatever can be found in
-the prefix cache is found."""
+"""Fields that any object may have, and that the header does not name: the prefix cache needs no
+marks."""
 _UNLESS_PARAMS: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "logprobs": (False,),
     "stop": ([], ""),
 }
-"""Refused sampling parameters -> the values that ask for what is done without them."""
+"""Refused sampling parameter -> its values that change nothing. They are not refused."""
 
 
 class Refused(NamedTuple):
-    """Why a field is refused, which no record has."""
+    """A refused field: which of its values are not refused, and why the others are."""
 
     unless: tuple[Any, ...] = ()
-    """The values that ask for what is done anyway."""
+    """Values that change nothing. With them, the field is left out, and not named."""
     because: str = "this is not supported"
 
 
 class FieldRules(NamedTuple):
-    """What is done with the fields of an object that its record does not have, or not every value
-    of which is honoured."""
+    """What is done with the fields of an object that its record lacks, or honours in part.
+
+    A field that the record lacks is ignored, unless a rule says otherwise.
+    """
 
     refused: Mapping[str, Refused] = {}
-    """Fields that would change what the answer means."""
+    """Fields without which the answer would mean something else."""
     only: Mapping[str, tuple[Any, ...]] = {}
-    """Fields that change no answer -> the values that are honoured, or that ask for what is done
-    anyway. The field is ignored if it has another value."""
+    """Field -> the values that are honoured, or that change nothing. With any other value it is
+    ignored."""
     items: Mapping[str, tuple[Any, ...]] = {}
-    """Fields that are lists -> the items that are honoured. Other items are ignored."""
+    """Field that is a list of strings -> the items that are honoured. Other items are ignored."""
     silent: frozenset[str] = frozenset()
-    """Fields that are left out without a word: a second form of what another field says, or what a
-    server has said of an earlier answer."""
+    """Fields that are left out, and not named. They repeat what another field says, or come from an
+    earlier answer of some server."""
     types: frozenset[str] | None = None
-    """The types that an object in a list may have: values of its field ``type``. Objects of other
-    types are ignored. None: any."""
+    """The values of the object's field ``type`` that the record takes. In a list, objects of other
+    types are ignored. None: the record takes any type."""
     ignored_types: frozenset[str] | None = None
-    """The only other types that are ignored; the record refuses those that are in neither. None:
-    all."""
+    """The other types that are ignored. The record gets objects of all further types, and refuses
+    them. None: all other types are ignored."""
     comes_back: bool = False
-    """Whether clients send such objects as they got them, from this server or from another. Then
-    unknown fields are ignored by a strict gateway too."""
+    """Whether clients send such objects as they got them in an answer, of this server or another.
+    Then even a strict gateway ignores unknown fields."""
 
 
 class RuledRecord(msgspec.Struct):
@@ -93,9 +96,11 @@ class IgnoredFields:
         at: str | None = None,
         always: bool = False,
     ) -> None:
-        """Note that the field of that path is ignored. If the gateway is strict, raises FieldError
-        instead: about ``at``, or else ``field``, with ``fault`` behind its name. ``always``: a
-        strict gateway ignores it too."""
+        """Note that a field is ignored. A strict gateway raises FieldError instead, unless
+        ``always``. Its text is the name of the field and ``fault``.
+
+        ``field``: the path, as the header names it. ``at``: the path for the error, if it differs.
+        """
         if self._strict and not always:
             faulty = at or field
             raise FieldError(faulty, f"{faulty} {fault}")
@@ -134,13 +139,16 @@ def _alternatives(info: inspect.Type) -> tuple[inspect.Type, ...]:
     if isinstance(info, inspect.Metadata):
         return _alternatives(info.type)
     if isinstance(info, inspect.UnionType):
-        return tuple(part for each in info.types for part in _alternatives(each))
+        alternatives: list[inspect.Type] = []
+        for part in info.types:
+            alternatives += _alternatives(part)
+        return tuple(alternatives)
     return (info,)
 
 
 class _Reader:
-    """Goes through a body beside the types of its records. Values of a wrong type are kept as they
-    are: the record refuses them."""
+    """Walks through a body and the types of its records together. Values of a wrong type are kept:
+    the record refuses them."""
 
     def __init__(self, ignored: IgnoredFields) -> None:
         self._ignored = ignored
@@ -148,11 +156,14 @@ class _Reader:
     def object(
         self, fields: Mapping[str, Any], type_: type[RuledRecord], path: str
     ) -> dict[str, Any]:
+        """The honoured part of an object to which ``path`` leads. Raises FieldError."""
         known = _types_of_fields(type_)
         kept = {}
         for name, value in fields.items():
             field = f"{path}.{name}" if path else name
-            if self._is_left_out(type_, name, value, field, is_known=name in known):
+            if self._is_silent(type_, name, value, field, is_known=name in known):
+                continue
+            if self._is_ignored(type_.rules, name, value, field, is_known=name in known):
                 continue
             if name in type_.rules.items and isinstance(value, list):
                 value = self._honoured_items(value, type_.rules.items[name], field)
@@ -175,27 +186,31 @@ class _Reader:
             )
         return kept
 
-    def _is_left_out(
+    def _is_silent(
         self, type_: type[RuledRecord], name: str, value: Any, field: str, *, is_known: bool
     ) -> bool:
-        """Whether a field is left out. Raises FieldError."""
-        rules = type_.rules
+        """Whether a field is left out, and not named. Raises FieldError for one that is refused."""
         if value is None and not is_known:
             return True  # null stands for an absent field
         if name in type_.refused_params:
             refused: Refused | None = Refused(_UNLESS_PARAMS.get(name, ()))
         else:
-            refused = rules.refused.get(name)
-        if refused is not None:
-            if value not in refused.unless:
-                reason = f"{field} is {show(value)}, but {refused.because}"
-                raise FieldError(field, reason)
-            return True
-        if name in _SILENT or name in rules.silent:
-            return True
+            refused = type_.rules.refused.get(name)
+        if refused is None:
+            return name in _SILENT or name in type_.rules.silent
+        if value not in refused.unless:
+            raise FieldError(field, f"{field} is {show(value)}, but {refused.because}")
+        return True
+
+    def _is_ignored(
+        self, rules: FieldRules, name: str, value: Any, field: str, *, is_known: bool
+    ) -> bool:
+        """Whether a field is left out; one that has no effect is named. Raises FieldError in a
+        strict gateway."""
         if name in rules.only:
-            if value is None or value in rules.only[name]:
-                return not is_known
+            changes_nothing = value is None or value in rules.only[name]
+            if changes_nothing:
+                return not is_known  # a record may want to see it
             self._ignored.add(field, fault=f"is {show(value)}, but this is not supported")
             return True
         if not is_known:
@@ -221,24 +236,29 @@ class _Reader:
         return kept
 
     def _is_of_another_type(self, value: Any, item_type: inspect.Type, path: str) -> bool:
-        """Whether an object of a list is left out, because nobody here knows its ``type``."""
+        """Whether an object of a list is ignored because of its ``type``. Raises FieldError in a
+        strict gateway."""
         given = value.get("type") if isinstance(value, dict) else None
-        if not isinstance(given, str):
+        rules = _rules_of_items(item_type)
+        if not isinstance(given, str) or rules is None:
             return False
-        for type_ in _alternatives(item_type):
-            if not isinstance(type_, inspect.StructType) or not issubclass(type_.cls, RuledRecord):
-                continue
-            rules = type_.cls.rules
-            if rules.types is None or given in rules.types:
-                return False
-            if rules.ignored_types is not None and given not in rules.ignored_types:
-                return False
-            bound = " or ".join(sorted(rules.types))
-            self._ignored.add(
-                f"{path}:{given}",
-                at=f"{path}.type",
-                fault=f"is {show(given)}, but must be {bound}",
-                always=rules.comes_back,
-            )
-            return True
-        return False
+        if rules.types is None or given in rules.types:
+            return False
+        if rules.ignored_types is not None and given not in rules.ignored_types:
+            return False
+        bound = " or ".join(sorted(rules.types))
+        self._ignored.add(
+            f"{path}:{given}",
+            at=f"{path}.type",
+            fault=f"is {show(given)}, but must be {bound}",
+            always=rules.comes_back,
+        )
+        return True
+
+
+def _rules_of_items(item_type: inspect.Type) -> FieldRules | None:
+    """The rules of the records in a list; None if its items are no such records."""
+    for type_ in _alternatives(item_type):
+        if isinstance(type_, inspect.StructType) and issubclass(type_.cls, RuledRecord):
+            return type_.cls.rules
+    return None

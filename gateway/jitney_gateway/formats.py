@@ -25,12 +25,20 @@ class CallSyntax(NamedTuple):
     after_all: str
 
 
+class Preamble(NamedTuple):
+    """What stands around a text that comes before a call, in a format in which each of the two is a
+    message of its own."""
+
+    begin: str
+    end: str
+
+
 class ToolFormat(NamedTuple):
     """How the calls in an answer look. A call is a head, a body and closing markers.
 
-    A head is a regular expression that ends in a lookahead at the beginning of the body. The
-    lookahead keeps the body out of the match. The whole expression is matched partially as text
-    comes: it fails at the first character that cannot continue a head.
+    A head is a regular expression that ends with a lookahead at the beginning of the body, which is
+    no part of the match. It is matched partially while text comes: text is held back as long as it
+    may be the beginning of a head.
     """
 
     body: str
@@ -39,17 +47,19 @@ class ToolFormat(NamedTuple):
     head: str
     """Its group ``name`` is the function's name, in a format whose body does not have it."""
     bare_head: str | None
-    """A head without a marker. It counts at the beginning of an answer only, and where text begins
-    after reasoning or after a call. None: each call has a marker."""
+    """A head without a marker. It counts only where text begins: at the beginning of an answer,
+    after reasoning, and after a call. None: each call has a marker."""
     closing: tuple[str, ...]
     """Markers that may follow a body. They are dropped."""
     syntax: CallSyntax
     markers: tuple[str, ...]
-    """Markers in ``syntax`` or in ``head`` that are single tokens in many tokenizers."""
+    """Markers in ``syntax`` or in ``head`` that are single tokens of many models."""
     hints: tuple[str, ...]
     """A model has this format if all of them stand in its chat template."""
     quote: str = '"'
     """What stands before and after a string, in a ``gemma`` body."""
+    preamble: Preamble | None = None
+    """None: text and calls stand beside each other."""
 
 
 class Reasoning(NamedTuple):
@@ -60,9 +70,9 @@ class Reasoning(NamedTuple):
     is_open: bool = False
     """Whether the prompt ends with the begin marker: then the answer begins with reasoning."""
     before_answer: str = ""
-    """What stands before the answer's content, with or without reasoning."""
+    """What stands before an answer that is text, whether or not the model has reasoned."""
     markers: tuple[str, ...] = ()
-    """Single tokens in many tokenizers. Empty: the two markers."""
+    """The markers that are single tokens of many models. Empty: ``begin`` and ``end``."""
 
 
 class AnswerFormats(NamedTuple):
@@ -71,12 +81,13 @@ class AnswerFormats(NamedTuple):
     tool: str | None
     """A key of TOOL_FORMATS. None: it calls no tools."""
     reasoning: str | None
-    """A key of REASONING_FORMATS. None: it does not reason, as with the key ``none``."""
+    """A key of REASONING_FORMATS. None and the key ``none``: it does not reason."""
 
 
 _NAME = r"(?P<name>[\w.:/-]{1,128})"
 _SPACE = r"\s{0,64}+"
-"""A model may write space without end, which is read again with each piece of it: it is bounded."""
+"""It has a bound, because a head is matched anew with each piece of text, and a model may write
+space without end."""
 _PYTHON_CALLS_FOLLOW = rf"(?=\[{_SPACE}[A-Za-z_][\w.]{{0,127}}{_SPACE}\()"
 _JSON_CALL = '{"name": "NAME", "arguments": '
 
@@ -294,6 +305,10 @@ _HARMONY = ToolFormat(
     ),
     markers=_HARMONY_MARKERS,
     hints=("<|channel|>", "<|message|>", "functions."),
+    preamble=Preamble(
+        begin="<|channel|>commentary<|message|>",
+        end="<|end|><|start|>assistant",
+    ),
 )
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "harmony": _HARMONY,
@@ -310,8 +325,8 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "gemma": _GEMMA,
     "function_gemma": _FUNCTION_GEMMA,
 }
-"""In the order in which their hints are looked for: a format with more hints comes before one
-that has only some of them."""
+"""By the names that the option ``tool_format`` takes. The first format whose hints all stand in a
+chat template is the model's: so one with more hints comes before one with some of the same."""
 
 _REASONING = {
     "think": Reasoning("<think>", "</think>"),
@@ -329,7 +344,7 @@ _HARMONY_REASONING = Reasoning(
 
 
 def _name_if_open(reasoning_format: str) -> str:
-    """The name of the same format, such as ``think_opened``, if the reasoning is open."""
+    """The name of a format whose reasoning is open, such as ``think_opened`` for ``think``."""
     return f"{reasoning_format}_opened"
 
 

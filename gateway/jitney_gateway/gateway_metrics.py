@@ -9,7 +9,7 @@ from functools import partial
 from jitney import __version__
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info, generate_latest
 
-from jitney_gateway.server_client import Step
+from jitney_gateway.model_steps import Step
 
 _BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 _BUCKETS_TOKENS = (
@@ -109,7 +109,7 @@ class AnswerTimer:
     def _observe_first_token(self, step: Step, now: float) -> None:
         waited = now - self._began
         if not self._streamed:
-            # The only step comes at the end: it says itself when the first token was there.
+            # There is one step, at the end. It tells when the model had the first token.
             first_token_s = step.timing.get("first_token_s")
             if first_token_s is not None:
                 waited = first_token_s

@@ -1,17 +1,17 @@
 """Divides the text of gpt-oss into content, reasoning and tool calls, while it streams.
 
-Its format is called harmony: an answer is a row of messages, each a header and a body.
+Its format is called harmony. An answer is a row of messages, and each has a header and a body:
 
     <|channel|>analysis<|message|>I should look.<|end|><|start|>assistant<|channel|>commentary
     to=functions.find <|constrain|>json<|message|>{"n": 1}<|call|>
 
-(The prompt ends with the first ``<|start|>assistant``.) The channel ``analysis`` is reasoning,
-``final`` and ``commentary`` are content, and a message to a function is a call. The pieces, joined,
-do not depend on how the text was cut. Text that is no message is content.
+The first ``<|start|>assistant`` is the end of the prompt. The channel ``analysis`` is reasoning.
+The channels ``final`` and ``commentary`` are content. A message to a function is a call. Text that
+is no message is content. However the text was cut, the pieces are the same together.
 
-The arguments of a call leave as they come, once they have begun. If they are unfinished, or go on
-as no JSON can, the call ends there. A call of a function that is none of the request's is held
-until it is complete; if it is malformed or unfinished, it is content, with its header.
+The arguments of a call leave as the model writes them. The call ends early if the model stops, or
+writes what no JSON can have. A call of a function that is none of the request's is held until it is
+complete. If it is malformed or unfinished, it is content, with its header.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 
 import regex
 
-from jitney_gateway.call_arguments import JsonArguments
 from jitney_gateway.call_body import CallBody, MalformedCallError
 from jitney_gateway.formats import TOOL_FORMATS, AnswerFormats
-from jitney_gateway.parsers import AnswerParser, Parser, Piece, PieceKind
+from jitney_gateway.json_arguments import ArgumentsLikeJson, PlainJson
+from jitney_gateway.parsers import Parser
+from jitney_gateway.pieces import AnswerParser, Piece, PieceBuffer, PieceKind
 
 _RECIPIENT = r"to=(?P<recipient>[\w.:/-]{1,256})"
 _HEADER = regex.compile(
@@ -56,7 +57,7 @@ def make_parser(formats: AnswerFormats, tools: Sequence[Mapping[str, Any]]) -> A
 
 
 class _InHeader(NamedTuple):
-    """A message may begin."""
+    """The header of a message may come."""
 
 
 class _InBody(NamedTuple):
@@ -65,14 +66,14 @@ class _InBody(NamedTuple):
     kind: PieceKind
 
 
-class _InCall(NamedTuple):
-    """The text is held until the arguments are complete."""
+class _InUnknownCall(NamedTuple):
+    """A call of a function that is none of the request's: it is held until it is complete."""
 
     body: CallBody
 
 
 class _BeforeArguments(NamedTuple):
-    """The text is held until the arguments of a call begin."""
+    """A call of one of the request's functions. It is held until the arguments begin."""
 
     name: str
     size_of_header: int
@@ -82,8 +83,8 @@ class _InArguments(NamedTuple):
     """The text is the arguments of a call."""
 
     name: str | None
-    """Its function, until the first piece of the call."""
-    reader: JsonArguments
+    """The function, until the first piece of the call is made."""
+    reader: ArgumentsLikeJson
 
 
 class _BehindCall(NamedTuple):
@@ -97,45 +98,40 @@ class HarmonyParser:
         """``tools``: the request's. None if it may not call: then a call is content."""
         self._reads_calls = tools is not None
         self._known = {tool["function"]["name"] for tool in tools or ()}
-        self._held = ""
-        self._pieces: list[Piece] = []
-        self._sent: set[PieceKind] = set()
-        """The kinds that earlier messages had."""
+        self._buffer = PieceBuffer()
+        self._kinds_before: set[PieceKind] = set()
+        """The kinds of the texts that have come."""
         self._is_new = False
-        """The message that is read has had no text yet."""
-        self._state: _InHeader | _InBody | _InCall | _BeforeArguments | _InArguments | _BehindCall
+        """Whether the message that is read has had no text yet."""
+        self._state: (
+            _InHeader | _InBody | _InUnknownCall | _BeforeArguments | _InArguments | _BehindCall
+        )
         self._state = _InHeader()
 
     def push(self, text: str) -> list[Piece]:
         """Take the next text of the sequence. Returns what it adds, in order."""
-        self._held += text
-        while self._held and self._step():
-            pass
-        return self._take_pieces()
+        return self._buffer.push(text, self._step)
 
     def finish(self) -> list[Piece]:
         """The sequence has ended. Returns what was held back."""
+        rest = self._buffer.held
         match self._state:
             case _InHeader():
-                if "<" not in self._held and self._held.strip():  # else a part of a header
-                    self._send("text", self._held)
+                is_part_of_header = "<" in rest
+                if rest.strip() and not is_part_of_header:
+                    self._send("text", rest)
             case _InBody(kind=kind):
-                self._send(kind, self._held)
-            case _InCall():
-                self._send("text", self._held)
+                self._send(kind, rest)
+            case _InUnknownCall():
+                self._send("text", rest)
             case _BeforeArguments(name=name):
-                self._pieces.append(Piece("call", "", name))
+                self._buffer.add(Piece("call", "", name))
             case _InArguments(name=name, reader=reader):
-                progress = reader.finish(self._held)
+                progress = reader.finish(rest)
                 if progress.arguments or name is not None:
-                    self._pieces.append(Piece("call", progress.arguments, name))
-        self._held = ""
-        return self._take_pieces()
-
-    def _take_pieces(self) -> list[Piece]:
-        pieces = self._pieces
-        self._pieces = []
-        return pieces
+                    self._buffer.add(Piece("call", progress.arguments, name))
+        self._buffer.held = ""
+        return self._buffer.take_pieces()
 
     def _step(self) -> bool:
         """Read to the end of the present state. Returns False if that needs more text."""
@@ -144,7 +140,7 @@ class HarmonyParser:
                 return self._read_header()
             case _InBody(kind=kind):
                 return self._read_body(kind)
-            case _InCall(body=body):
+            case _InUnknownCall(body=body):
                 return self._complete_call(body)
             case _BeforeArguments():
                 return self._begin_arguments(self._state)
@@ -154,10 +150,12 @@ class HarmonyParser:
                 return self._read_body(None)
 
     def _read_header(self) -> bool:
-        match = _HEADER.match(self._held, partial=True)
+        buffer = self._buffer
+        match = _HEADER.match(buffer.held, partial=True)
         self._is_new = True
         if match is None:
-            self._held = self._held.removeprefix(_START)  # or the body would end before it
+            # The text is no message. A start marker would end it at once, so it is dropped.
+            buffer.held = buffer.held.removeprefix(_START)
             self._state = _InBody("text")
             return True
         if match.partial:
@@ -166,71 +164,74 @@ class HarmonyParser:
         if self._reads_calls and recipient.startswith(_FUNCTIONS):
             name = recipient.removeprefix(_FUNCTIONS)
             if name in self._known:
-                self._state = _BeforeArguments(name, match.end())
+                self._state = _BeforeArguments(name, size_of_header=match.end())
             else:
-                self._state = _InCall(CallBody("json", match.end(), name))
+                body = CallBody("json", start=match.end(), name=name)
+                self._state = _InUnknownCall(body)
             return True
         is_reasoning = match["channel"] == "analysis"
-        self._held = self._held[match.end() :]
+        buffer.take(match.end())
         self._state = _InBody("reasoning" if is_reasoning else "text")
         return True
 
     def _read_body(self, kind: PieceKind | None) -> bool:
-        """Send the body up to its end; None: drop it."""
-        match = _END.search(self._held, partial=True)
-        end = len(self._held) if match is None else match.start()
+        """Read to the end of a message. ``kind``: what its text is; None if it is dropped."""
+        held = self._buffer.held
+        match = _END.search(held, partial=True)
+        text = self._buffer.take(len(held) if match is None else match.start())
         if kind is not None:
-            self._send(kind, self._held[:end])
-        self._held = self._held[end:]
+            self._send(kind, text)
         if match is None or match.partial:
             return False
-        self._held = self._held[len(match[0]) :]
+        self._buffer.take(len(match[0]))
         self._state = _InHeader()
         return True
 
     def _begin_arguments(self, state: _BeforeArguments) -> bool:
         """Read the arguments from now on, if they are a JSON object."""
-        match = _OBJECT.match(self._held, state.size_of_header, partial=True)
+        match = _OBJECT.match(self._buffer.held, state.size_of_header, partial=True)
         if match is None:
             self._send_as_text(state.size_of_header)
             return True
         if match.partial:
             return False
-        self._held = self._held[match.end() :]
-        self._state = _InArguments(state.name, JsonArguments(TOOL_FORMATS["harmony"].markers))
+        self._buffer.take(match.end())
+        reader = ArgumentsLikeJson(PlainJson(), TOOL_FORMATS["harmony"].markers)
+        self._state = _InArguments(state.name, reader)
         return True
 
     def _read_arguments(self, state: _InArguments) -> bool:
         """Make a piece of more arguments."""
-        progress = state.reader.read(self._held)
-        self._held = self._held[progress.size :]
+        progress = state.reader.read(self._buffer.held)
+        self._buffer.take(progress.size)
         is_complete = progress.end == "complete"
-        if progress.arguments or is_complete:
-            self._pieces.append(Piece("call", progress.arguments, state.name, is_complete))
+        if progress.arguments:
+            self._buffer.add(Piece("call", progress.arguments, state.name, is_complete))
             self._state = state._replace(name=None)
-        if progress.end is not None:
-            self._state = _BehindCall()
-        return progress.end is not None
+        if progress.end is None:
+            return False
+        self._state = _BehindCall()
+        return True
 
     def _send_as_text(self, size: int) -> None:
         """A header of ``size`` characters has no call behind it: the message is content."""
-        self._send("text", self._held[:size])
-        self._held = self._held[size:]
+        self._send("text", self._buffer.take(size))
         self._state = _InBody("text")
 
     def _complete_call(self, body: CallBody) -> bool:
         """Make a piece of a call that is complete."""
+        held = self._buffer.held
         try:
-            end = body.find_end(self._held)
+            end = body.find_end(held)
             if end is None:
                 return False
-            calls = body.parse(self._held[body.start : end].strip(), {})
+            calls = body.parse(held[body.start : end].strip(), {})
         except MalformedCallError:
             self._send_as_text(body.start)
             return True
         for call in calls:
-            self._pieces.append(Piece("call", call.arguments, call.name, completes_call=True))
-        self._held = self._held[end:]
+            self._buffer.add(Piece("call", call.arguments, call.name, completes_call=True))
+        self._buffer.take(end)
         self._state = _BehindCall()
         return True
 
@@ -238,8 +239,8 @@ class HarmonyParser:
         """Make a piece of a text."""
         if not text:
             return
-        if self._is_new and kind in self._sent:
+        if self._is_new and kind in self._kinds_before:
             text = _BETWEEN_MESSAGES + text
         self._is_new = False
-        self._sent.add(kind)
-        self._pieces.append(Piece(kind, text))
+        self._kinds_before.add(kind)
+        self._buffer.add(Piece(kind, text))

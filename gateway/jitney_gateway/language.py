@@ -4,23 +4,29 @@ Each makes one or several requests to the model, and an answer from its steps: w
 of server-sent events.
 """
 
-import asyncio
-import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import Request, Response
-from fastapi.responses import StreamingResponse
-from jitney.errors import CancelledError, JitneyError
 from jitney.sampling_params import LIMITS_HEADER, parse_limits
 from jitney.tracing import HEADERS
-from starlette.types import Receive, Scope, Send
 
-from jitney_gateway.answers import ChatAnswer, CompletionAnswer, ModelAnswer, PromptEcho
+from jitney_gateway.answer_formats import formats_of_answer
+from jitney_gateway.answers import ModelAnswer
+from jitney_gateway.chat_answer import ChatAnswer
+from jitney_gateway.completion_answer import CompletionAnswer, PromptEcho
 from jitney_gateway.content_blocks import SequenceContent
 from jitney_gateway.document import Endpoint, Handler
+from jitney_gateway.event_stream import (
+    EventStream,
+    events_of_steps,
+    exhaust,
+    first_or_late,
+    server_sent_events,
+    unless_gone,
+)
 from jitney_gateway.field_rules import IgnoredFields
 from jitney_gateway.gateway_metrics import AnswerTimer, GatewayMetrics
 from jitney_gateway.harmony import make_parser
@@ -32,21 +38,21 @@ from jitney_gateway.messages_request import (
     chat_of_message,
     chat_of_prompt,
 )
+from jitney_gateway.model_description import ModelDescription
+from jitney_gateway.older_functions import set_tools_of_functions
 from jitney_gateway.parsers import Parser
 from jitney_gateway.reasoning_tokens import reasoning_counter
-from jitney_gateway.refusals import as_json, unforeseen_error
+from jitney_gateway.refusals import as_json
 from jitney_gateway.responses_answer import ResponseAnswer
 from jitney_gateway.responses_request import (
     NAMES_OF_RESPONSE,
     ResponseRequest,
     chat_of_response,
 )
-from jitney_gateway.server_client import ServerClient, Step
+from jitney_gateway.server_client import ServerClient
 from jitney_gateway.server_request import (
     InputValue,
-    ModelDescription,
     ServerRequest,
-    formats_of_answer,
     request_of_chat,
     request_of_token_ids,
     requests_of_completions,
@@ -56,7 +62,6 @@ from jitney_gateway.wire import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    JsonObject,
     TokenizeRequest,
     WireRecord,
 )
@@ -67,22 +72,13 @@ from jitney_gateway.without_effect import (
     leave_out_of_chat,
 )
 
-T = TypeVar("T")
-HEADERS_S = 1.0
-"""Seconds after which a stream begins, even if the model has said nothing yet: until then, an error
-has a status of its own."""
-SILENCE_S = 5.0
-"""Seconds without a byte after which a stream sends a sign of life."""
-_NextEvents = asyncio.Future[list[JsonObject] | None]
-"""The events of a step to come; None if there is none any more."""
-
 
 class ChatApi(NamedTuple):
     """An API in which clients send chats: its body, what makes a chat of a body, and its answer."""
 
     body: type[WireRecord]
     chat_of_body: Callable[[Any, ModelDescription, IgnoredFields], ChatRequest]
-    """Adds what has no effect to the ignored fields."""
+    """Makes the chat that a body stands for. It notes the fields that have no effect."""
     names: NamesOfFields
     answer: Callable[[Any, str, Sequence[SequenceContent]], ModelAnswer]
     """Makes the answer from the body, the request's id and its sequences."""
@@ -93,6 +89,7 @@ class ChatApi(NamedTuple):
 def _chat_of_chat(
     body: ChatRequest, model: ModelDescription, ignored: IgnoredFields
 ) -> ChatRequest:
+    set_tools_of_functions(body)
     choose_allowed_tools(body)
     return body
 
@@ -176,11 +173,11 @@ class LanguageEndpoints:
             parser = make_parser(formats, tools)
             sequences.append(SequenceContent(parser, most_calls))
         answer = api.answer(body, request_id, sequences)
-        if len(sequences) == 1:
+        if len(sequences) == 1:  # a model tells token ids of one sequence only
             answer.usage.reasoning = reasoning_counter(formats.reasoning, model.added_tokens)
         extra_inputs = list(answer.extra_inputs)
         if answer.usage.reasoning is not None:
-            extra_inputs.append("return_output_ids")  # which a model has for one sequence only
+            extra_inputs.append("return_output_ids")
         for name in extra_inputs:
             server_request.inputs[name] = True
         return await self._generate(request, chat, answer, [server_request])
@@ -220,12 +217,12 @@ class LanguageEndpoints:
             headers[LIMITS_HEADER] = state.limits
         timer = AnswerTimer(self._metrics, body.model, state.owner, bool(body.stream))
         steps = self._server.generate(server_requests, headers)
-        events = _events_of_steps(steps, answer, timer, state.id)
+        events = events_of_steps(steps, answer, timer, state.id)
         if body.stream:
-            first = await _first_or_late(request.receive, events)
-            stream = _server_sent_events(first, events, answer)
-            return _EventStream(stream, first, events)
-        await _unless_gone(request.receive, _exhaust(events))
+            first = await first_or_late(request.receive, events)
+            stream = server_sent_events(first, events, answer)
+            return EventStream(stream, first, events)
+        await unless_gone(request.receive, exhaust(events))
         return as_json(answer.as_json())
 
     async def tokenize(self, request: Request, body: TokenizeRequest) -> Response:
@@ -241,7 +238,8 @@ class LanguageEndpoints:
     async def count_tokens(self, request: Request, body: CountTokensRequest) -> Response:
         """The number of tokens in a chat's prompt."""
         model = await self._find_model(request, body.model)
-        # A request to generate is made, and not sent: so this refuses what `/v1/messages` refuses.
+        # The request of a whole answer is made, so that the same is refused as for `/v1/messages`.
+        # It is not sent.
         ignored = request.state.ignored
         chat = chat_of_prompt(body, model, ignored)
         leave_out_of_chat(chat, model, ignored, NAMES_OF_MESSAGE)
@@ -310,151 +308,3 @@ def _endpoint(
         fields=fields,
         streams=streams,
     )
-
-
-# ------------------------------------------------------------------------------- streams
-#
-# When a client leaves, the requests to the model must end at once. Each generator below closes the
-# one that it reads: `_server_sent_events` closes `_events_of_steps`, which closes the steps of
-# `ServerClient.generate`, and that cancels the requests. What closes the outermost one:
-#
-# - before the headers: `_first_or_late`;
-# - for an answer that is no stream: `_unless_gone`, by a cancellation;
-# - during a stream and after it: `_EventStream`.
-
-
-async def _events_of_steps(
-    steps: AsyncGenerator[Step], answer: ModelAnswer, timer: AnswerTimer, request_id: str
-) -> AsyncGenerator[list[JsonObject]]:
-    """The events that the answer makes of each step."""
-    try:
-        async for step in steps:
-            timer.add_step(step)
-            yield list(answer.feed(step))
-    except JitneyError:
-        raise
-    except Exception:
-        raise unforeseen_error(request_id) from None
-    finally:
-        await steps.aclose()
-        timer.end(answer.usage.prompt_tokens, answer.usage.completion_tokens)
-
-
-async def _exhaust(events: AsyncGenerator[list[JsonObject]]) -> None:
-    async for _ in events:
-        pass
-
-
-async def _first_or_late(receive: Receive, events: AsyncGenerator[list[JsonObject]]) -> _NextEvents:
-    """The first events of a stream, for which its headers wait ``HEADERS_S`` at most.
-
-    An error that comes before still becomes a response with a status, and is raised here. Raises
-    CancelledError if the client leaves first.
-    """
-    first: _NextEvents = asyncio.ensure_future(anext(events, None))
-    try:
-        await _unless_gone(receive, _done_or_late(first))
-        if first.done():
-            first.result()
-    except BaseException:
-        await _abandon(first, events)
-        raise
-    return first
-
-
-async def _done_or_late(task: asyncio.Future[Any]) -> None:
-    await asyncio.wait({task}, timeout=HEADERS_S)
-
-
-async def _abandon(pending: _NextEvents, events: AsyncGenerator[list[JsonObject]]) -> None:
-    """Close ``events``, whose next ones may be awaited at this moment."""
-    pending.cancel()
-    await asyncio.gather(pending, return_exceptions=True)
-    await events.aclose()
-
-
-async def _server_sent_events(
-    first: _NextEvents, more: AsyncGenerator[list[JsonObject]], answer: ModelAnswer
-) -> AsyncGenerator[bytes]:
-    """The bytes of a stream: the events of one step in one piece, and the end of the answer, which
-    may be an error. After each ``SILENCE_S`` without any bytes there is a sign of life, so that
-    proxies and clients do not take the stream for dead."""
-    pending = first
-    sent_at = time.monotonic()
-    try:
-        while True:
-            remaining = sent_at + SILENCE_S - time.monotonic()
-            await asyncio.wait({pending}, timeout=max(remaining, 0.0))
-            if not pending.done():
-                yield answer.sign_of_life
-                sent_at = time.monotonic()
-                continue
-            events = pending.result()
-            if events is None:
-                break
-            if events:
-                yield _encoded(events)
-                sent_at = time.monotonic()
-            pending = asyncio.ensure_future(anext(more, None))
-        last = answer.closing_events()
-    except JitneyError as error:
-        last = answer.error_events(error)
-    finally:
-        await _abandon(pending, more)
-    yield _encoded(last) + answer.end_of_stream
-
-
-def _encoded(events: Sequence[JsonObject]) -> bytes:
-    return b"".join(map(_encoded_event, events))
-
-
-def _encoded_event(event: JsonObject) -> bytes:
-    """A server-sent event. It has a name in the APIs whose events have a type."""
-    name = f"event: {event['type']}\n" if "type" in event else ""
-    return name.encode() + b"data: " + msgspec.json.encode(event) + b"\n\n"
-
-
-class _EventStream(StreamingResponse):
-    """A stream that ends the model's requests at once when its client has gone."""
-
-    def __init__(
-        self,
-        stream: AsyncGenerator[bytes],
-        first: _NextEvents,
-        events: AsyncGenerator[list[JsonObject]],
-    ) -> None:
-        """``stream`` is made of ``first`` and ``events``."""
-        super().__init__(stream, media_type="text/event-stream")
-        self._stream = stream
-        self._first = first
-        self._events = events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await self._stream.aclose()
-            # A generator that has not begun closes nothing: the client left with the headers.
-            await _abandon(self._first, self._events)
-
-
-async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``. If the client leaves first, ``work`` is cancelled, and CancelledError
-    is raised."""
-
-    async def wait_for_disconnect() -> None:
-        message = await receive()
-        while message["type"] != "http.disconnect":
-            message = await receive()
-
-    disconnect = asyncio.create_task(wait_for_disconnect())
-    task = asyncio.create_task(work)
-    try:
-        await asyncio.wait((disconnect, task), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise CancelledError("the client has gone")
-        return task.result()
-    finally:
-        disconnect.cancel()
-        task.cancel()
-        await asyncio.gather(disconnect, task, return_exceptions=True)

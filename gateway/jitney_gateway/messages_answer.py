@@ -4,15 +4,15 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
 import msgspec
-import pydantic_core
 from jitney.errors import JitneyError
 
 from jitney_gateway.answers import COMMENT, Usage
 from jitney_gateway.content_blocks import BlockEvent, ContentBlock, SequenceContent
 from jitney_gateway.messages_request import MessageRequest
-from jitney_gateway.parsers import PieceKind
+from jitney_gateway.model_steps import Step
+from jitney_gateway.partial_json import complete_members
+from jitney_gateway.pieces import PieceKind
 from jitney_gateway.refusals import describe_for_messages
-from jitney_gateway.server_client import Step
 from jitney_gateway.wire import JsonObject
 
 
@@ -140,8 +140,8 @@ def _content(block: ContentBlock) -> JsonObject:
 
 
 def _input_of_call(block: ContentBlock) -> JsonObject:
-    """The arguments of a call. Of one that was cut: those that are there, as Anthropic's clients
-    read them from a stream."""
+    """The arguments of a call. If it was cut, only the complete ones: Anthropic's clients read the
+    same from a stream."""
     if block.state == "complete":
         return msgspec.json.decode(block.text, type=JsonObject)
-    return pydantic_core.from_json(block.text or "{}", allow_partial=True)
+    return complete_members(block.text)

@@ -9,11 +9,12 @@ import msgspec
 from jitney.errors import show
 from msgspec import Meta
 
+from jitney_gateway.answer_formats import formats_of_answer
 from jitney_gateway.content_blocks import AssistantPart, join_assistant_parts
 from jitney_gateway.field_rules import FieldRules, IgnoredFields, Refused
 from jitney_gateway.formats import find_reasoning
+from jitney_gateway.model_description import ModelDescription
 from jitney_gateway.refusals import FieldError
-from jitney_gateway.server_request import ModelDescription, formats_of_answer
 from jitney_gateway.wire import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -57,8 +58,9 @@ _KNOWN_TYPES = frozenset(
     [*_FIELDS_OF_BLOCKS, "redacted_thinking", "image", "document", "search_result",
      "container_upload"]
 )  # fmt: skip
-"""Types of blocks that are not just ignored. What the last four hold would be missing in the
-prompt, so they are refused. Any other type is what another server's own tools have left."""
+"""Types of blocks that are honoured or refused. The last four are refused: without what they hold,
+the prompt would mean something else. Blocks of any other type are ignored: they are left by tools
+that only another server has."""
 _FIELDS_OF_FORMATS = {"json_schema": FieldsOfType(required=("schema",))}
 """Type of ``output_config.format`` -> its fields."""
 _FIELDS_OF_CHOICES = {
@@ -212,13 +214,13 @@ def chat_of_message(
 def chat_of_prompt(
     body: PromptFields, model: ModelDescription, ignored: IgnoredFields | None = None
 ) -> ChatRequest:
-    """The chat with what makes its prompt: all that ``/v1/messages/count_tokens`` needs. What has
-    no effect is added to ``ignored``. Raises FieldError."""
+    """The chat with the fields that make its prompt; ``/v1/messages/count_tokens`` has no others.
+    What has no effect is added to ``ignored``. Raises FieldError."""
     if ignored is None:
         ignored = IgnoredFields()
     if body.messages[-1].role == "assistant":
-        reason = "the last of messages is the assistant's: to go on with it is not supported"
-        raise FieldError("messages", reason)
+        reason = "its text cannot be continued here, so the last message must be the user's"
+        raise FieldError("messages", f"messages ends with a message of the assistant: {reason}")
     output = body.output_config or OutputConfig()
     response_format = None
     if output.format is not None:
@@ -272,10 +274,10 @@ def _tool_choice_of_chat(choice: ChoiceOfMessage) -> Any:
 def _set_thinking(
     chat: ChatRequest, thinking: Thinking, model: ModelDescription, ignored: IgnoredFields
 ) -> None:
-    """Let the model reason or not, by a parameter of its chat template.
+    """Let the model reason or not, by the parameter ``enable_thinking`` of its chat template.
 
-    A model whose template has no such parameter either reasons always or never. If the client wants
-    the opposite, that is ignored.
+    A model whose template has no such parameter always reasons, or never does. Then the client's
+    wish is ignored if it differs from that.
     """
     is_wanted = thinking.type != "disabled"
     chat.thinking_token_budget = thinking.budget_tokens

@@ -1,78 +1,58 @@
 """Divides a language model's text into content, reasoning and tool calls, while it streams.
 
-Pure: text in, pieces out. The gateway makes a parser for each sequence of an answer. The pieces,
-joined, do not depend on how the text was cut. What may become a marker is held back, with the space
-before it.
+Pure: text in, pieces out. The gateway makes a parser for each sequence of an answer. However the
+text was cut, the pieces are the same content, reasoning and calls together. What may become a
+marker is held back, with the space before it.
 
-The arguments of a call leave as they come, once its head is certain: it names one of the request's
-tools, and its arguments have begun. Such a call stays a call. If it is unfinished, or its text goes
-on as no arguments can, it ends there, and the client gets its arguments so far.
+A call is *certain* once it names one of the request's tools and its arguments have begun. From then
+on its arguments leave as the model writes them, and it stays a call. It ends early if the model
+stops, or writes what no arguments can have. Then the client gets the arguments so far.
 
 Any other call, such as one that names an unknown function, is held until it is complete. If it is
-malformed or unfinished, it is content, to the letter. A call behind it is still found if it begins
-with a marker, with two exceptions:
+malformed or unfinished, all of it is content. A call behind it is still found if it begins with a
+marker, with two exceptions:
 
-- A string that is not closed, or in Python a bracket, may hide the calls behind it: they are
-  content.
-- A call between tags that lacks its last tag ends at that of the next call. The text up to there is
-  in its last parameter.
+- Behind a string that is not closed, or in Python a bracket, everything may belong to that string:
+  the calls there are content.
+- In a format with tags, a call may lack its last tag. Then it ends with the last tag of the next
+  call, which becomes a part of its last parameter.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 # Unlike `re`, it finds a match of which the text has only the beginning, and it allows a pattern to
 # have several groups with one name.
 import regex
 
-from jitney_gateway.call_arguments import (
-    ArgumentsReader,
-    GemmaArguments,
-    JsonArguments,
-    Progress,
-    PythonArguments,
-    TaggedArguments,
-)
+from jitney_gateway.call_arguments import ArgumentsReader, Progress
 from jitney_gateway.call_body import CallBody, MalformedCallError
 from jitney_gateway.formats import TOOL_FORMATS, Reasoning, ToolFormat, find_reasoning
+from jitney_gateway.gemma_notation import GemmaNotation
+from jitney_gateway.json_arguments import ArgumentsLikeJson, PlainJson
+from jitney_gateway.pieces import Piece, PieceBuffer
+from jitney_gateway.python_arguments import PythonArguments
+from jitney_gateway.tagged_arguments import TaggedArguments
 
 _SPACE = r"\s{0,4}"
 """Chat templates put one or two ends of lines around markers. More space is the model's own."""
 _NEVER = r"(?!)"
 """A regular expression that matches nothing."""
-
-
-PieceKind = Literal["reasoning", "text", "call"]
-
-
-class Piece(NamedTuple):
-    """What a text added: more reasoning, more content, or more of a call."""
-
-    kind: PieceKind
-    text: str
-    """Of a call: more of its arguments, which are JSON once they are complete."""
-    name: str | None = None
-    """Of the first piece of a call: its function."""
-    completes_call: bool = False
-    """The arguments are complete. A call that never gets there was cut."""
-
-
-class AnswerParser(Protocol):
-    """What an answer asks of the parser of a sequence."""
-
-    def push(self, text: str) -> list[Piece]:
-        """Take the next text of the sequence. Returns what it adds, in order."""
-
-    def finish(self) -> list[Piece]:
-        """The sequence has ended. Returns what was held back."""
+_END_OF_OBJECT = regex.compile(r'(?:\s*+,\s*+"\w+"\s*+:\s*+"[^"\\]*")*\s*+\}')
+"""The end of a call's JSON object, behind the arguments: a model may write an id there."""
+_NEXT_IN_LIST = {
+    "json": regex.compile(r"\s*+(?:(?P<end>,?\s*+\])|,\s*+(?=\{))"),
+    "python": regex.compile(r"\s*+(?:(?P<end>,?\s*+\])|,\s*+(?=[A-Za-z_][\w.]{0,127}\s*+\())"),
+}
+"""Kind of a body -> what divides a call of a list from the next one, or ends the list."""
 
 
 class _InContent(NamedTuple):
     """The text up to the next head of a call is content."""
 
     at_beginning: bool
-    """No content has come, or none since the last reasoning or call. Then the begin marker of
-    reasoning counts too, and so does a head without a marker."""
+    """Whether no content has come since the answer began, or since the last reasoning or call. Only
+    then may reasoning begin, or a call whose head has no marker."""
 
 
 class _InReasoning(NamedTuple):
@@ -80,12 +60,11 @@ class _InReasoning(NamedTuple):
 
 
 class _Skipping(NamedTuple):
-    """Space and markers are dropped: after a call, or after a marker of reasoning."""
+    """Space and ``markers`` are dropped: after a call, or after a marker of reasoning."""
 
     markers: tuple[str, ...]
-    """There may be none: then only space is dropped."""
     following: _InContent | _InReasoning
-    """The state after this one."""
+    """The next state."""
 
 
 class _InCall(NamedTuple):
@@ -94,36 +73,36 @@ class _InCall(NamedTuple):
     body: CallBody
 
 
-class _BehindArguments(NamedTuple):
-    """What is around the arguments of a call ends: it is dropped."""
-
-    in_object: bool
-    in_list: bool
-    """The list may go on with another call."""
-
-
-class _InArguments(NamedTuple):
-    """The text is the arguments of a call."""
+class _BeforeArguments(NamedTuple):
+    """A call of a known tool has come up to its arguments. They have no JSON yet."""
 
     name: str
     head: str
-    """The text up to the arguments. Empty once they have begun: only then the call is certain."""
+    """The text of the call so far. It becomes content if no arguments follow."""
     reader: ArgumentsReader
-    following: _BehindArguments
-    """The state after this one."""
+    following: "_BehindArguments"
 
 
-_END_OF_OBJECT = regex.compile(r'(?:\s*+,\s*+"\w+"\s*+:\s*+"[^"\\]*")*\s*+\}')
-"""What may follow the arguments in the JSON object of a call, such as an id."""
-_NEXT_IN_LIST = {
-    "json": regex.compile(r"\s*+(?:(?P<end>,?\s*+\])|,\s*+(?=\{))"),
-    "python": regex.compile(r"\s*+(?:(?P<end>,?\s*+\])|,\s*+(?=[A-Za-z_][\w.]{0,127}\s*+\())"),
-}
-"""Kind of a body -> what divides a call of a list from the next one, or ends the list."""
+class _InArguments(NamedTuple):
+    """The call is certain, and the text is more of its arguments."""
+
+    reader: ArgumentsReader
+    following: "_BehindArguments"
+    """The next state."""
+
+
+class _BehindArguments(NamedTuple):
+    """The arguments of a call are complete. The rest of the call is dropped."""
+
+    in_object: bool
+    """The arguments stand in a JSON object, which must end."""
+    in_list: bool
+    """The call stands in a list, which must end, or go on with another call."""
 
 
 class Parser:
-    """Parses the text of one sequence. It is in one of six states, which are the classes above."""
+    """Parses the text of one sequence. It is in one of seven states, which are the classes
+    above."""
 
     def __init__(
         self,
@@ -144,12 +123,17 @@ class Parser:
         self._has_heads = self._format is not None or reasoning is not None
         end = "" if reasoning is None else reasoning.end
         self._reasoning_end = regex.compile(_SPACE + regex.escape(end))
-        self._held = ""
-        self._pieces: list[Piece] = []
+        self._buffer = PieceBuffer()
         self._has_content = False
         """Content has come, at any time."""
         self._state: (
-            _InContent | _InReasoning | _Skipping | _InCall | _InArguments | _BehindArguments
+            _InContent
+            | _InReasoning
+            | _Skipping
+            | _InCall
+            | _BeforeArguments
+            | _InArguments
+            | _BehindArguments
         )
         self._state = _InContent(at_beginning=True)
         if reasoning is not None and reasoning.is_open:
@@ -158,47 +142,51 @@ class Parser:
 
     def push(self, text: str) -> list[Piece]:
         """Take the next text of the sequence. Returns what it adds, in order."""
-        self._held += text
-        while self._held and self._step():
-            pass
-        return self._take_pieces()
+        return self._buffer.push(text, self._step)
 
     def finish(self) -> list[Piece]:
         """The sequence has ended. Returns what was held back."""
-        if isinstance(self._state, _InArguments):
+        pieces: list[Piece] = []
+        while isinstance(self._state, (_BeforeArguments, _InArguments)):
             self._finish_arguments(self._state)
-            # A call that was cut may have text behind it, which is read as after any call.
-            pieces = self.push("")
-            return pieces + self.finish()
-        if isinstance(self._state, _BehindArguments):
-            self._held = ""
-        if isinstance(self._state, _InCall):
-            name = self._state.body.name_in_beginning(self._held, self._schemas)
-            if name is not None:
-                self._held = ""
-                self._pieces.append(Piece("call", "", name))
-        state: object = self._state
-        if isinstance(state, _Skipping):
-            self._held = self._held.lstrip()
-            state = state.following
-        if isinstance(state, _InReasoning):
-            self._send_reasoning(len(self._held))
-        else:
-            self._send_content(len(self._held))
-        return self._take_pieces()
+            # The text behind a call that was cut is read as behind any call: there may be another.
+            pieces += self.push("")
+        self._finish_state()
+        return pieces + self._buffer.take_pieces()
 
-    def _take_pieces(self) -> list[Piece]:
-        pieces = self._pieces
-        self._pieces = []
-        return pieces
+    def _finish_state(self) -> None:
+        """Make pieces of the text that is held."""
+        buffer = self._buffer
+        state = self._state
+        if isinstance(state, _Skipping):
+            buffer.held = buffer.held.lstrip()
+            state = state.following
+        match state:
+            case _InReasoning():
+                self._send_reasoning(len(buffer.held))
+            case _InContent():
+                self._send_content(len(buffer.held))
+            case _BehindArguments():
+                buffer.held = ""
+            case _InCall(body=body):
+                name = body.name_in_beginning(buffer.held, self._schemas)
+                if name is None:
+                    self._send_content(len(buffer.held))
+                else:
+                    buffer.held = ""
+                    buffer.add(Piece("call", "", name))
 
     def _step(self) -> bool:
         """Read to the end of the present state. Returns False if that needs more text."""
         match self._state:
             case _Skipping():
                 return self._skip(self._state)
-            case _InCall():
-                return self._begin_call(self._state.body) or self._complete_call(self._state.body)
+            case _InCall(body=body):
+                if self._find_arguments(body):
+                    return True
+                return self._complete_call(body)
+            case _BeforeArguments():
+                return self._begin_arguments(self._state)
             case _InArguments():
                 return self._read_arguments(self._state)
             case _BehindArguments():
@@ -208,25 +196,28 @@ class Parser:
             case _InContent():
                 return self._read_content(self._state)
 
+    # ------------------------------------------------------------------ content and reasoning
+
     def _read_reasoning(self) -> bool:
-        match = self._reasoning_end.search(self._held, partial=True)
+        match = self._reasoning_end.search(self._buffer.held, partial=True)
         if match is None:
-            self._send_reasoning(len(self._held))
+            self._send_reasoning(len(self._buffer.held))
             return False
         self._send_reasoning(match.start())
         if match.partial:
             return False
-        self._take(len(match[0]))
+        self._buffer.take(len(match[0]))
         self._state = _Skipping((), following=_InContent(at_beginning=True))
         return True
 
     def _read_content(self, state: _InContent) -> bool:
-        if state.at_beginning and self._has_heads and self._held.isspace():
+        held = self._buffer.held
+        if state.at_beginning and self._has_heads and held.isspace():
             return False  # a head may follow; a model may write space without end
         pattern = self._head_at_beginning if state.at_beginning else self._head
-        match = pattern.search(self._held, partial=True)
+        match = pattern.search(held, partial=True)
         if match is None:
-            self._send_content(len(self._held))
+            self._send_content(len(held))
             return False
         self._send_content(match.start())
         if match.partial:
@@ -234,102 +225,133 @@ class Parser:
         size = len(match[0])
         groups = match.groupdict()
         if groups.get("think"):
-            self._take(size)
+            self._buffer.take(size)
             self._state = _Skipping((), following=_InReasoning())
             return True
         assert self._format is not None
         body = CallBody(
             self._format.body,
-            size,
-            groups.get("name"),
+            start=size,
+            name=groups.get("name"),
             is_bare=groups.get("bare") is not None,
         )
         self._state = _InCall(body)
         return True
 
     def _skip(self, state: _Skipping) -> bool:
-        text = self._held.lstrip()
+        text = self._buffer.held.lstrip()
         for marker in state.markers:
             if text.startswith(marker):
-                self._held = text.removeprefix(marker)
+                self._buffer.held = text.removeprefix(marker)
                 return True
-        if not text or any(marker.startswith(text) for marker in state.markers):
+        may_be_marker = any(marker.startswith(text) for marker in state.markers)
+        if may_be_marker or not text:
             return False
-        before_reasoning = isinstance(state.following, _InReasoning)
         # Space stays only between earlier content and new content, to divide the two. Before
         # reasoning and before the first content it is dropped.
-        if before_reasoning or not self._has_content:
-            self._held = text
+        before_content = isinstance(state.following, _InContent)
+        keeps_space = before_content and self._has_content
+        if not keeps_space:
+            self._buffer.held = text
         self._state = state.following
         return True
 
-    def _begin_call(self, body: CallBody) -> bool:
+    def _send_reasoning(self, size: int) -> None:
+        """Make a piece of the first ``size`` characters of the text that is held."""
+        text = self._buffer.take(size)
+        if text:
+            self._buffer.add(Piece("reasoning", text))
+
+    def _send_content(self, size: int) -> None:
+        """Make a piece of the first ``size`` characters of the text that is held. If there are any,
+        the state becomes that of content which has begun."""
+        text = self._buffer.take(size)
+        if text:
+            self._buffer.add(Piece("text", text))
+            self._has_content = True
+            self._state = _InContent(at_beginning=False)
+
+    # ------------------------------------------------------------------ calls
+
+    def _find_arguments(self, body: CallBody) -> bool:
         """Read the arguments from now on, if the text so far is a call of a known tool."""
-        assert self._format is not None
-        call = body.find_certain_call(self._held, self._schemas)
+        call = body.find_certain_call(self._buffer.held, self._schemas)
         if call is None:
             return False
-        reader: ArgumentsReader
-        if self._format.body == "json":
-            reader = JsonArguments(self._format.markers)
-        elif self._format.body == "xml":
-            reader = TaggedArguments(self._schemas[call.name])
-        elif self._format.body == "gemma":
-            reader = GemmaArguments(self._format.markers)
-        else:
-            reader = PythonArguments()
-        self._state = _InArguments(
+        self._state = _BeforeArguments(
             name=call.name,
-            head=self._take(call.start),
-            reader=reader,
+            head=self._buffer.take(call.start),
+            reader=self._make_reader(call.name),
             following=_BehindArguments(in_object=call.in_object, in_list=call.in_list),
         )
         return True
 
+    def _make_reader(self, name: str) -> ArgumentsReader:
+        """What reads the arguments of the function ``name``."""
+        assert self._format is not None
+        match self._format.body:
+            case "json":
+                return ArgumentsLikeJson(PlainJson(), self._format.markers)
+            case "gemma":
+                notation = GemmaNotation()
+                return ArgumentsLikeJson(notation, notation.without_quotes(self._format.markers))
+            case "xml":
+                return TaggedArguments(self._schemas[name])
+            case _:
+                return PythonArguments()
+
+    def _begin_arguments(self, state: _BeforeArguments) -> bool:
+        """Make the first piece of a call, once its arguments have begun."""
+        buffer = self._buffer
+        progress = state.reader.read(buffer.held)
+        head = state.head + buffer.take(progress.size)
+        if progress.arguments:
+            is_complete = progress.end == "complete"
+            buffer.add(Piece("call", progress.arguments, state.name, is_complete))
+            return self._go_on(state, progress)
+        if progress.end is None:
+            self._state = state._replace(head=head)
+            return False
+        # No arguments follow, so it is not a call. Its head, which may be a head without a marker,
+        # must not be found again.
+        buffer.held = head + buffer.held
+        self._state = _InContent(at_beginning=False)
+        self._send_content(len(head))
+        return True
+
     def _read_arguments(self, state: _InArguments) -> bool:
         """Make a piece of more arguments."""
-        progress = state.reader.read(self._held)
-        read = self._take(progress.size)
+        progress = state.reader.read(self._buffer.held)
+        self._buffer.take(progress.size)
         if progress.arguments:
-            self._add_to_call(state, progress)
-            state = state._replace(head="")
-        elif state.head:
-            state = state._replace(head=state.head + read)
-        self._state = state
-        if progress.end == "complete":
-            self._state = state.following
-        elif progress.end == "cut" and state.head:
-            # The arguments never began, so it is not a call.
-            self._held = state.head + self._held
-            self._state = _InContent(at_beginning=False)
-            self._send_content(len(state.head))
-        elif progress.end == "cut":
-            self._skip_closing_markers()  # what follows is read as after a call
-        return progress.end is not None
+            is_complete = progress.end == "complete"
+            self._buffer.add_to_call(progress.arguments, completes_call=is_complete)
+        return self._go_on(state, progress)
 
-    def _finish_arguments(self, state: _InArguments) -> None:
-        """The sequence has ended in a call, which is cut."""
-        progress = state.reader.finish(self._held)
-        self._take(progress.size)
-        if progress.arguments or state.head:
-            self._add_to_call(state, progress)
+    def _go_on(self, state: _BeforeArguments | _InArguments, progress: Progress) -> bool:
+        """Set the state after that progress in the arguments of a call."""
+        match progress.end:
+            case None:
+                self._state = _InArguments(state.reader, state.following)
+                return False
+            case "complete":
+                self._state = state.following
+            case "cut":
+                self._skip_closing_markers()  # what follows is read as behind a call
+        return True
+
+    def _finish_arguments(self, state: _BeforeArguments | _InArguments) -> None:
+        """The sequence has ended in the arguments of a call, which is cut."""
+        progress = state.reader.finish(self._buffer.held)
+        self._buffer.take(progress.size)
+        if isinstance(state, _BeforeArguments):
+            self._buffer.add(Piece("call", progress.arguments, state.name))
+        elif progress.arguments:
+            self._buffer.add_to_call(progress.arguments, completes_call=False)
         self._skip_closing_markers()
 
-    def _add_to_call(self, state: _InArguments, progress: Progress) -> None:
-        is_complete = progress.end == "complete"
-        if state.head:
-            self._pieces.append(Piece("call", progress.arguments, state.name, is_complete))
-            return
-        text = progress.arguments
-        name = None
-        if self._pieces and self._pieces[-1].kind == "call":
-            # Pieces of one call from one text become one.
-            last = self._pieces.pop()
-            text = last.text + text
-            name = last.name
-        self._pieces.append(Piece("call", text, name, is_complete))
-
     def _end_call(self, state: _BehindArguments) -> bool:
+        """Drop what follows the arguments."""
         assert self._format is not None
         if state.in_object:
             pattern = _END_OF_OBJECT
@@ -338,36 +360,33 @@ class Parser:
         else:
             self._skip_closing_markers()
             return True
-        match = pattern.match(self._held, partial=True)
+        match = pattern.match(self._buffer.held, partial=True)
         if match is None:
             # The call itself is complete: that its end is malformed does no harm.
             self._skip_closing_markers()
             return True
         if match.partial:
             return False
+        size = len(match[0])
         if state.in_object:
-            self._take(len(match[0]))
+            self._buffer.take(size)
             self._state = state._replace(in_object=False)
         elif match["end"] is not None:
-            self._take(len(match[0]))
+            self._buffer.take(size)
             self._skip_closing_markers()
         else:
-            body = CallBody(self._format.body, len(match[0]), None, is_list_item=True)
+            body = CallBody(self._format.body, start=size, name=None, is_list_item=True)
             self._state = _InCall(body)
         return True
 
-    def _skip_closing_markers(self) -> None:
-        assert self._format is not None
-        self._state = _Skipping(self._format.closing, following=_InContent(at_beginning=True))
-
     def _complete_call(self, body: CallBody) -> bool:
-        """Make a piece of a call that is complete."""
-        assert self._format is not None
+        """Make a piece of a call that was held until it is complete."""
+        held = self._buffer.held
         try:
-            end = body.find_end(self._held)
+            end = body.find_end(held)
             if end is None:
                 return False
-            calls = body.parse(self._held[body.start : end], self._schemas)
+            calls = body.parse(held[body.start : end], self._schemas)
         except MalformedCallError:
             # It is not a call: its head becomes content. A head without a marker can be the empty
             # text, and would be found for ever: so it does not count here again.
@@ -375,33 +394,17 @@ class Parser:
             self._send_content(body.start)
             return True
         for call in calls:
-            self._pieces.append(Piece("call", call.arguments, call.name, completes_call=True))
-        self._take(end)
+            self._buffer.add(Piece("call", call.arguments, call.name, completes_call=True))
+        self._buffer.take(end)
         if body.is_list_item:
             self._state = _BehindArguments(in_object=False, in_list=True)
         else:
             self._skip_closing_markers()
         return True
 
-    def _send_reasoning(self, size: int) -> None:
-        """Make a piece of the first ``size`` characters of the text that is held."""
-        text = self._take(size)
-        if text:
-            self._pieces.append(Piece("reasoning", text))
-
-    def _send_content(self, size: int) -> None:
-        """The same, of content."""
-        text = self._take(size)
-        if text:
-            self._pieces.append(Piece("text", text))
-            self._has_content = True
-            self._state = _InContent(at_beginning=False)
-
-    def _take(self, size: int) -> str:
-        """The first ``size`` characters of the text that is held, which no longer holds them."""
-        text = self._held[:size]
-        self._held = self._held[size:]
-        return text
+    def _skip_closing_markers(self) -> None:
+        assert self._format is not None
+        self._state = _Skipping(self._format.closing, following=_InContent(at_beginning=True))
 
 
 def _head_pattern(tool_format: ToolFormat | None) -> regex.Pattern[str]:

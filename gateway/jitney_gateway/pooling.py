@@ -4,16 +4,18 @@
 
 A model for ``embeddings`` or ``classify`` has one STRING input of one element and one FP32 output
 of a vector. The gateway sends each text as a request of its own, or up to ``max_batch_size`` texts
-as one request; the server joins requests into batches. A model for ``rerank`` has a query [1] and
-then its documents [-1] as inputs, and an FP32 score for each document as its output. A second
-output ``num_tokens``, of integers, tells how many tokens the texts had. Further parameters of a
-model for ``embeddings``:
+as one request; the server joins requests into batches. A model for ``rerank`` has two inputs, a
+query [1] and then its documents [-1], and an FP32 output with a score for each document. Any of
+them may have a second output ``num_tokens``, of integers: how many tokens the texts had.
+
+A model for ``embeddings`` may have further parameters:
 
 - ``openai_dimensions``: lengths, with commas between them, to which its vectors may be cut, because
   it was trained so (Matryoshka representation learning, arXiv 2205.13147);
-- ``openai_ids_model``: a model that makes vectors of token ids, from the INT64 inputs ``input_ids``
-  and ``attention_mask``; ``openai_vocab_size`` bounds the ids, and ``openai_max_ids`` is the length
-  at which they are cut off.
+- ``openai_ids_model``: the name of a model that makes vectors of token ids. Its inputs are the
+  INT64 tensors ``input_ids`` and ``attention_mask``;
+- ``openai_vocab_size``: those token ids must be below this;
+- ``openai_max_ids``: so many of them are used, and the rest is left out.
 """
 
 import asyncio
@@ -26,16 +28,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from jitney.errors import InternalError
 
-from jitney_gateway.refusals import FieldError
-from jitney_gateway.server_client import ServedModel, ServerClient
-from jitney_gateway.wire import (
+from jitney_gateway.pooling_bodies import (
     MAX_TEXTS,
     ClassifyRequest,
     EmbeddingRequest,
-    JsonObject,
     RerankRequest,
     ScoreRequest,
 )
+from jitney_gateway.refusals import FieldError
+from jitney_gateway.server_client import ServedModel, ServerClient
+from jitney_gateway.wire import JsonObject
 
 PoolingFunction = Callable[[ServerClient, ServedModel, Any], Awaitable[JsonObject]]
 """``embed``, ``classify``, ``rerank`` and the like: makes the answer to a decoded body."""
@@ -47,7 +49,7 @@ class Answered(NamedTuple):
     """What a model has answered to texts."""
 
     arrays: list[np.ndarray]
-    """For each text or document, or for each request."""
+    """The model's output, for each text. Where scores are asked for: for each request."""
     num_tokens: int
     """Of all texts; 0 if the model does not tell."""
 
@@ -147,7 +149,8 @@ async def score(server: ServerClient, model: ServedModel, body: ScoreRequest) ->
 
 
 def _best_first(scores: np.ndarray, most: int | None) -> list[JsonObject]:
-    """At most so many results, without the documents."""
+    """The results in the order of their scores, without the documents; at most ``most``, if that is
+    not None."""
     best_first = np.argsort(-scores, kind="stable")[:most].tolist()
     return [{"index": index, "relevance_score": float(scores[index])} for index in best_first]
 
@@ -174,10 +177,10 @@ async def _scores(
     fields: tuple[str, str] = ("query", "documents"),
 ) -> Answered:
     """One array: the score of each document. ``fields``: where the client has sent the two."""
-    query_name, documents_name = (tensor["name"] for tensor in model.config["input"])
+    (query_input, documents_input) = model.config["input"]
     tensors = {
-        query_name: _encoded_texts(fields[0], [query]),
-        documents_name: _encoded_texts(fields[1], documents),
+        query_input["name"]: _encoded_texts(fields[0], [query]),
+        documents_input["name"]: _encoded_texts(fields[1], documents),
     }
     return _answered([await server.infer(model.name, tensors)])
 
@@ -191,7 +194,8 @@ def _texts_or_ids(given: Any) -> list[Any]:
     if {type(each) for each in inputs} == {int}:
         inputs = [inputs]
     kinds = {type(each) for each in inputs}
-    if kinds not in ({str}, {list}) or [] in inputs:
+    is_of_one_kind = kinds in ({str}, {list})
+    if not is_of_one_kind or [] in inputs:
         bound = "a text, a list of texts, token ids, or a list of lists of token ids"
         raise FieldError("input", f"input must be {bound}, and not empty")
     if len(inputs) > MAX_TEXTS:
@@ -200,8 +204,8 @@ def _texts_or_ids(given: Any) -> list[Any]:
 
 
 def _of_dimensions(vector: np.ndarray, dimensions: int | None, model: ServedModel) -> np.ndarray:
-    """The vector cut to so many dimensions, with the length 1. Raises FieldError if the model was
-    not trained for that."""
+    """The vector, cut to so many dimensions and scaled to the length 1. Raises FieldError if the
+    model was not trained for that."""
     if dimensions is None or dimensions == len(vector):
         return vector
     sizes = _parameter(model.config, "openai_dimensions").replace(" ", "").split(",")
@@ -229,9 +233,9 @@ async def _vectors_of_ids(
         raise FieldError("input", f"input has the token id {largest}, but ids {bound}")
     of_ids = await server.find_model(name)
     arrays = []
+    is_batched = int(of_ids.config.get("max_batch_size", 0)) > 0
     for ids in inputs:
         array = np.array(ids[:max_ids], np.int64)
-        is_batched = int(of_ids.config.get("max_batch_size", 0)) > 0
         arrays.append(array.reshape(1, -1) if is_batched else array)
     requests = []
     for array in arrays:

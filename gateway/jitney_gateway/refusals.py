@@ -102,7 +102,7 @@ _CLIENT_FIELDS = {
     "messages": ("input",),
     "structured_outputs": (
         "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-        "response_format", "text", "output_config", "tool_choice", "tools",
+        "response_format", "text", "output_config", "function_call", "tool_choice", "tools",
         "thinking_token_budget", "thinking",
     ),
 }  # fmt: skip
@@ -176,9 +176,9 @@ def _fields_of_template_parameter(text: str, values: Mapping[str, Any]) -> tuple
 
 
 def _constrains_answer(field: str, value: Any) -> bool:
-    """Whether a field that can set ``structured_outputs`` does. ``text`` and ``output_config`` may
-    have no format, and the format may allow any text; a choice of tools may force no call."""
-    if field == "tool_choice":
+    """Whether a field, with that value, sets ``structured_outputs``. ``text`` and ``output_config``
+    may have no format, a format may allow any text, and a choice of tools may force no call."""
+    if field in ("tool_choice", "function_call"):
         return value not in ("auto", "none")
     if field not in ("response_format", "text", "output_config"):
         return True
@@ -189,8 +189,8 @@ def _constrains_answer(field: str, value: Any) -> bool:
 def _renamed(text: str, name: str, field: str, value: Any) -> str:
     """The refusal ``text`` with the client's ``field`` in place of ``name``.
 
-    A key of ``name`` goes: ``structured_outputs.regex is …`` becomes ``guided_regex is …``. It
-    stays if the client's own object, which is ``value``, has it.
+    ``structured_outputs.regex is …`` becomes ``guided_regex is …``: the key ``regex`` is left out,
+    unless the client's own object, ``value``, has that key.
     """
     own_keys = msgspec.to_builtins(value) if field in _OBJECTS_SENT_ON else {}
 

@@ -1,6 +1,6 @@
-"""The body of a request: whether it may come in that form, its bytes, and its size.
+"""Reads the body of a request, and checks the headers that say in which form it comes.
 
-``app.py`` reads every JSON body here.
+``app.py`` calls this for every request.
 """
 
 import asyncio
@@ -34,9 +34,12 @@ def check_content_type(headers: Mapping[str, str]) -> None:
 
 
 def check_origin(headers: Mapping[str, str], allowed: Sequence[str]) -> None:
-    """Raises StatusError for a form, or a request without a body, of a page that none of the
-    ``allowed`` origins has. A browser sends those without asking. Other clients name no origin.
-    Without any allowed origin, pages are not thought of."""
+    """Raises StatusError for a request of a web page whose origin is not ``allowed``. Nothing is
+    checked if no origin is allowed.
+
+    This is for forms, and for requests without a body: a browser sends those for any page. Clients
+    that are no browsers name no origin.
+    """
     origin = headers.get("origin")
     if not allowed or origin is None or "*" in allowed or origin in allowed:
         return
@@ -52,8 +55,11 @@ def check_not_encoded(headers: Mapping[str, str]) -> None:
 
 
 async def read_body(request: Request) -> bytes:
-    """The bytes, decompressed. Raises StatusError for a body that is too large or too slow, as soon
-    as that is seen, and for an encoding that is not gzip; FieldError for one that is no gzip."""
+    """The bytes of a body, decompressed.
+
+    Raises StatusError for a body that is too large or too slow, as soon as that is seen, and for an
+    encoding other than gzip. Raises FieldError for a body that should be gzip and is not.
+    """
     pieces: AsyncIterator[bytes] = request.stream()
     encoding = _encoding(request.headers)
     if encoding in _ENCODINGS:
@@ -80,24 +86,27 @@ def _encoding(headers: Mapping[str, str]) -> str:
 
 
 async def _decompressed(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """What gzip has compressed, in pieces of at most one byte more than a body may have: a small
-    piece may hold gigabytes."""
+    """The decompressed body, in pieces. None has more than one byte more than a body may have: a
+    few compressed bytes may hold gigabytes."""
     most = MAX_BODY_BYTES + 1
+    # gzip may have several members, one behind the other.
     member = zlib.decompressobj(_GZIP)
     has_begun = False
     num_bytes = 0
     async for piece in pieces:
         num_bytes += len(piece)
-        if num_bytes > MAX_BODY_BYTES:  # members may be empty
+        if num_bytes > MAX_BODY_BYTES:  # there may be any number of empty members
             raise StatusError(413, f"the body has more than {MAX_BODY_BYTES:,} bytes")
-        while piece:
-            if member.eof:  # gzip may have several members, one behind the other
+        rest = piece
+        while rest:
+            if member.eof:
                 member = zlib.decompressobj(_GZIP)
             has_begun = True
             try:
-                yield member.decompress(piece, most)
+                yield member.decompress(rest, most)
             except zlib.error as error:
                 raise FieldError("", f"the body is no gzip: {error}") from None
-            piece = member.unconsumed_tail or member.unused_data
+            # What did not fit into this piece, or what follows the member.
+            rest = member.unconsumed_tail or member.unused_data
     if has_begun and not member.eof:
         raise FieldError("", "the body is no gzip: it ends too early")

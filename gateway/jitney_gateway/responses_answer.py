@@ -7,12 +7,13 @@ from typing import Any, ClassVar, NamedTuple
 import msgspec
 from jitney.errors import JitneyError
 
-from jitney_gateway.answers import COMMENT, Usage, chat_logprob
+from jitney_gateway.answers import COMMENT, Usage
+from jitney_gateway.chat_answer import chat_logprob
 from jitney_gateway.content_blocks import BlockEvent, ContentBlock, SequenceContent
-from jitney_gateway.parsers import PieceKind
+from jitney_gateway.model_steps import Step
+from jitney_gateway.pieces import PieceKind
 from jitney_gateway.refusals import describe
 from jitney_gateway.responses_request import ResponseRequest
-from jitney_gateway.server_client import Step
 from jitney_gateway.wire import JsonObject
 
 _DEFAULTS: JsonObject = {
@@ -20,7 +21,8 @@ _DEFAULTS: JsonObject = {
     "background": False, "store": False, "truncation": "disabled", "error": None,
     "incomplete_details": None, "usage": None,
 }  # fmt: skip
-"""What these fields have if neither the request nor the model's output sets them."""
+"""The fields of every answer, with the values that they have unless the request or the model's
+output sets others."""
 
 
 class ItemForm(NamedTuple):
@@ -110,7 +112,7 @@ class ResponseAnswer:
             yield self._delta_event(block, text_fields, event.text)
         else:
             if self._unsent_logprobs:
-                # They are of tokens without text at the end, such as the one that ends a sequence.
+                # The last tokens may add no text, such as the one that ends a sequence.
                 yield self._delta_event(block, text_fields, "")
             whole: JsonObject = {form.whole_field: block.text}
             if block.kind == "text":

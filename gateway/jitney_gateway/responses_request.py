@@ -10,12 +10,13 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
+from jitney_gateway.answer_formats import formats_of_answer
 from jitney_gateway.chat import ARGUMENTS
 from jitney_gateway.content_blocks import AssistantPart, join_assistant_parts
 from jitney_gateway.field_rules import FieldRules, Refused
 from jitney_gateway.formats import find_reasoning
+from jitney_gateway.model_description import ModelDescription
 from jitney_gateway.refusals import FieldError
-from jitney_gateway.server_request import ModelDescription, formats_of_answer
 from jitney_gateway.tool_choice import choose_allowed_tools
 from jitney_gateway.wire import (
     MAX_MESSAGES,
@@ -104,7 +105,7 @@ class FlatFunction(Function, kw_only=True):
 
 
 class FlatToolChoice(WireRecord):
-    """The choice of a tool by its ``name``, or of some by the two other fields."""
+    """The choice of a tool, by its ``name``; or of several, by ``mode`` and ``tools``."""
 
     type: str
     name: str | None = None
@@ -207,7 +208,8 @@ def _tool_choice_of_chat(choice: FlatToolChoice) -> ToolChoice:
 
 
 def _check_logprobs(body: ResponseRequest, chat: ChatRequest, model: ModelDescription) -> None:
-    """Logprobs belong to the text in this API: every token must be one of the text's."""
+    """Refuse logprobs where tokens may be reasoning or calls: in this API they are those of the
+    text alone. Raises FieldError."""
     formats = formats_of_answer(chat, model)
     if formats.tool is None and find_reasoning(formats.reasoning) is None:
         return
@@ -231,8 +233,8 @@ def _messages(body: ResponseRequest) -> list[Message]:
 
 
 def _messages_or_parts(path: str, item: InputItem) -> Sequence[Message | AssistantPart]:
-    """An item of the input: a message, or a part of what the model said; nothing, if the item says
-    nothing. ``path`` leads to the item in the body."""
+    """What an item of the input stands for: a message, or a part of one of the assistant. Empty for
+    an item without content. ``path`` leads to the item in the body."""
     item.type = item.type or "message"
     if item.role == "assistant" and item.content is None:
         item.content = ""
@@ -245,7 +247,7 @@ def _messages_or_parts(path: str, item: InputItem) -> Sequence[Message | Assista
         text = joined_text(item.output)
         return [Message(role="tool", content=text, tool_call_id=item.call_id)]
     if item.type == "reasoning":
-        # Another server may have kept it to itself, or have sent a summary alone.
+        # It may be empty or a summary: some servers do not send what their models think.
         text = joined_text(item.content) or joined_text(item.summary)
         return [AssistantPart(reasoning=text)] if text else []
     text = joined_text(item.content)

@@ -44,7 +44,7 @@ def run_gateway(
     - ``strict``: fields that have no effect are refused, not ignored.
     - ``allowed_origins``: web origins whose pages may use the gateway; ``*`` for all.
     - ``aliases``: another name of a model -> its own name.
-    - ``only_check``: return where serving would begin.
+    - ``only_check``: check these options, and return without serving.
 
     Raises ConfigError for a key file, an address or a folder that cannot be used. A package that an
     option needs and that is missing is a ConfigError or an InstallationError.
@@ -86,9 +86,9 @@ def run_gateway(
     def stop(number: int, frame: FrameType | None) -> None:
         server.should_exit = True
 
-    # For a signal that comes before uvicorn has handlers of its own. When uvicorn has stopped for a
-    # signal, it restores these and sends itself the signal once more: then they change nothing, and
-    # the process ends normally.
+    # These handlers serve twice. A signal may come before uvicorn has its own. And when uvicorn has
+    # stopped because of a signal, it restores these and raises the signal again: with them, the
+    # process still ends normally.
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
     # The only line on stdout: `jitney serve` waits for it, and reads no further.

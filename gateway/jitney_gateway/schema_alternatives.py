@@ -1,7 +1,7 @@
-"""What a value of a JSON schema may be: the schema's alternatives, without its references.
+"""What a value of a JSON schema may be: the schema's alternatives, without references. Pure.
 
-For formats that write a string without quotes. The parser asks whether a value may be a string, the
-grammar of a forced call which strings it may be.
+Needed for formats of calls that write a string without quotes. There the parser asks whether a
+value may be a string, and the grammar of a call asks which strings it may be.
 """
 
 import itertools
@@ -17,30 +17,34 @@ _Rules = tuple[Mapping[str, Any], ...]
 
 
 class Alternative(NamedTuple):
-    """A value fits if it keeps all of these schemas, which have no references and branches."""
+    """One way for a value to fit a schema: it must fit all of the ``rules``. A rule is a schema
+    without references, ``allOf``, ``anyOf`` and ``oneOf``."""
 
     rules: _Rules
 
     def values(self) -> list[Any] | None:
-        """The values that it lists; None if it lists none."""
-        listed: list[Any] | None = None
+        """The values that all rules with an ``enum`` or a ``const`` list; None if there is no such
+        rule."""
+        lists = []
         for rule in self.rules:
-            here = rule.get("enum")
             if "const" in rule:
-                here = [rule["const"]]
-            if here is not None:
-                listed = list(here) if listed is None else [each for each in listed if each in here]
-        return listed
+                lists.append([rule["const"]])
+            elif rule.get("enum") is not None:
+                lists.append(rule["enum"])
+        if not lists:
+            return None
+        return [value for value in lists[0] if all(value in others for others in lists[1:])]
 
     def allows_string(self) -> bool:
-        """Whether a value may be a string. It may, if no rule says what it is."""
+        """Whether a value may be a string. It may also be one if no rule has a type or lists
+        values."""
         listed = self.values()
         if listed is not None and not any(isinstance(each, str) for each in listed):
             return False
         return all("string" in _types_of(rule) for rule in self.rules if "type" in rule)
 
     def names_null(self) -> bool:
-        """Whether a value may be ``null``, and a rule says so."""
+        """Whether a value may be ``null`` because a rule says so, by its type or by its list."""
         listed = self.values()
         if listed is not None and None not in listed:
             return False
@@ -56,21 +60,21 @@ def _types_of(rule: Mapping[str, Any]) -> list[str]:
 
 
 def alternatives_of(schema: Any, whole: Any) -> list[Alternative]:
-    """The alternatives of ``schema``, a part of ``whole``: a value that fits the schema fits one of
-    them, and one that fits one of them fits the schema, but for a ``oneOf`` with several that it
-    fits. A reference that leads back to itself, or to nothing, allows any value.
+    """The alternatives of ``schema``, a part of ``whole``: a value fits the schema if it fits one
+    of them.
 
-    Raises ValueError, TypeError or AttributeError for what is no JSON schema.
+    This is exact, with two exceptions. ``oneOf`` is read as ``anyOf``. A reference that leads back
+    to itself, or to nothing, allows any value. Raises ValueError, TypeError or AttributeError for
+    what is no JSON schema.
     """
     expansion = _Expansion(References(whole))
     return [Alternative(rules) for rules in expansion.expand(schema, frozenset())]
 
 
 def listed_texts(alternatives: Sequence[Alternative]) -> list[str] | None:
-    """The strings that a value may be, if they are listed and it may be something else, too. None:
-    it may be other strings, or strings and ``null`` alone."""
+    """The strings that a value may be, if these are listed, and if the value may also be something
+    else than a string or ``null``. In any other case None."""
     texts: list[str] = []
-    others = others_than_strings(alternatives)
     for alternative in alternatives:
         if not alternative.allows_string():
             continue
@@ -78,7 +82,8 @@ def listed_texts(alternatives: Sequence[Alternative]) -> list[str] | None:
         if listed is None:
             return None
         texts += [each for each in listed if isinstance(each, str)]
-    return texts if texts and others else None
+    has_others = bool(others_than_strings(alternatives))
+    return texts if texts and has_others else None
 
 
 def others_than_strings(alternatives: Sequence[Alternative]) -> list[Any]:
@@ -91,32 +96,46 @@ def others_than_strings(alternatives: Sequence[Alternative]) -> list[Any]:
 
 
 class _Expansion:
+    """Finds the alternatives of schemas whose references ``references`` follows."""
+
     def __init__(self, references: References) -> None:
         self._references = references
 
     def expand(self, schema: Any, passed: frozenset[int]) -> list[_Rules]:
-        """``passed`` has the targets of the references that led here, by id()."""
+        """The alternatives of a schema. ``passed``: the id() of each target of a reference that led
+        here; the whole schema keeps them alive."""
         if schema is False:
             return []
         if not isinstance(schema, dict):
             return [()]  # ``true``: any value
-        own = {key: value for key, value in schema.items() if key not in _IN_PLACE}
-        factors: list[list[_Rules]] = [[(own,)]]
-        if "$ref" in schema:
-            target = self._references.find(schema, schema["$ref"])
-            if target is None or id(target) in passed:
-                factors.append([()])
-            else:
-                factors.append(self.expand(target, passed | {id(target)}))
-        for part in schema.get("allOf", ()):
-            factors.append(self.expand(part, passed))
-        for key in ("anyOf", "oneOf"):
-            if key in schema:
-                branches = [self.expand(part, passed) for part in schema[key]]
-                factors.append(list(itertools.chain.from_iterable(branches)))
+        # A value must fit one alternative of each list.
+        lists = self._lists_of(schema, passed)
         expanded = []
-        for chosen in itertools.product(*factors):
+        for chosen in itertools.product(*lists):
             expanded.append(tuple(itertools.chain.from_iterable(chosen)))
             if len(expanded) > _MOST_ALTERNATIVES:
                 raise ValueError(f"more than {_MOST_ALTERNATIVES} alternatives")
         return expanded
+
+    def _lists_of(self, schema: dict[str, Any], passed: frozenset[int]) -> list[list[_Rules]]:
+        """A list of alternatives for each thing that an object says about the same value."""
+        own = {key: value for key, value in schema.items() if key not in _IN_PLACE}
+        lists: list[list[_Rules]] = [[(own,)]]
+        if "$ref" in schema:
+            lists.append(self._expand_reference(schema, passed))
+        for part in schema.get("allOf", ()):
+            lists.append(self.expand(part, passed))
+        for key in ("anyOf", "oneOf"):
+            if key not in schema:
+                continue
+            branches: list[_Rules] = []
+            for part in schema[key]:
+                branches += self.expand(part, passed)
+            lists.append(branches)
+        return lists
+
+    def _expand_reference(self, schema: dict[str, Any], passed: frozenset[int]) -> list[_Rules]:
+        target = self._references.find(schema, schema["$ref"])
+        if target is None or id(target) in passed:
+            return [()]  # any value
+        return self.expand(target, passed | {id(target)})

@@ -6,34 +6,20 @@ docs/contract.md.
 of the client. Pure: no network, no tokenizer.
 """
 
-from collections.abc import Collection, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from jitney.errors import ConfigError, show
+from jitney.errors import show
 from jitney.sampling_params import Limits
 
+from jitney_gateway.answer_formats import formats_of_answer
 from jitney_gateway.chat import chat_input, encoded
-from jitney_gateway.formats import (
-    REASONING_FORMATS,
-    TOOL_FORMATS,
-    AnswerFormats,
-    detect,
-    find_reasoning,
-    special_markers,
-)
+from jitney_gateway.chat_constraint import constraint_of_chat
+from jitney_gateway.formats import find_reasoning
+from jitney_gateway.model_description import ModelDescription
 from jitney_gateway.refusals import FieldError
 from jitney_gateway.structured import OutputConstraint, constraint_of_body
-from jitney_gateway.tool_grammar import (
-    ANY_TEXT,
-    after_reasoning,
-    bounds_reasoning,
-    calls_or,
-    grammar_of_calls,
-    grammar_of_strict_tools,
-    with_free_calls,
-)
 from jitney_gateway.wire import (
     MAX_PROMPTS,
     ChatRequest,
@@ -45,32 +31,6 @@ from jitney_gateway.wire import (
 _PRIORITIES = {"auto": 0, "default": 0, "flex": 10, "priority": -10}
 """Service tier -> priority, for a model without tiers of its own. A lower priority goes first."""
 _NO_LIMITS = Limits()
-BUDGET = "thinking_token_budget"
-"""The field that bounds the reasoning of a chat."""
-_LARGEST_CACHED_KWARGS = 4096
-"""Bytes of JSON. Larger ``chat_template_kwargs`` are not cached: the model has not checked them
-yet, and clients could fill the memory with values as large as a body."""
-
-
-class ModelDescription(msgspec.Struct):
-    """What a language model says of itself: the answer to the task ``describe`` of
-    docs/contract.md."""
-
-    max_model_len: int
-    max_n: int
-    sampling_parameters: frozenset[str]
-    chat_template: str | None = None
-    chat_template_parameters: frozenset[str] | None = None
-    """The parameters that clients may give the chat template. None: the model does not tell."""
-    tool_format: str | None = None
-    reasoning_format: str | None = None
-    added_tokens: dict[str, int] = {}
-    """Text of a special token -> its id."""
-    adapters: list[str] = []
-    """The values of ``lora_name``. Each is a model of the gateway."""
-    tiers: list[str] = []
-    """The values of ``tier``, the most urgent first."""
-
 
 InputValue = bytes | list[int] | bool
 """The value of an input: text or JSON, token ids, or a flag."""
@@ -96,7 +56,7 @@ def request_of_chat(
     params |= _params_of_chat(body)  # a tier or priority that the client names itself wins
     formats = formats_of_answer(body, model)
     if formats.tool is not None or find_reasoning(formats.reasoning) is not None:
-        # A parser's markers may be special tokens: then the text must keep them.
+        # The parser must find the markers in the text, and they may be special tokens.
         params.setdefault("skip_special_tokens", False)
     return _complete_request(
         body,
@@ -104,7 +64,7 @@ def request_of_chat(
         inputs=_inputs_of_chat(body),
         params=params,
         request_id=_joined_id(request_id, body.user, body.safety_identifier),
-        constraint=_constraint_of_chat(body, model, formats),
+        constraint=constraint_of_chat(body, model, formats),
     )
 
 
@@ -140,139 +100,6 @@ def _params_of_chat(body: ChatRequest) -> dict[str, Any]:
     if body.prompt_cache_key is not None:
         params.setdefault("cache_salt", body.prompt_cache_key)
     return params
-
-
-def _constraint_of_chat(
-    body: ChatRequest, model: ModelDescription, formats: AnswerFormats
-) -> OutputConstraint | None:
-    """What the answer must be: what the body says, calls of tools in the model's syntax, or either.
-    The model may reason before."""
-    token_ids = ids_of_markers(formats, model)
-    constraint = constraint_of_body(body)
-    if formats.tool is not None:
-        constraint = _with_calls(constraint, body, formats, token_ids)
-    budget = body.thinking_token_budget
-    if find_reasoning(formats.reasoning) is None:
-        budget = None  # there is nothing that it could bound
-    limit = body.max_completion_tokens or body.params.get("max_tokens")
-    if budget is not None and constraint is None and isinstance(limit, int) and 0 < limit <= budget:
-        budget = None  # the answer ends before it
-    if budget is not None and constraint is None:
-        anything = ANY_TEXT
-        if formats.tool is not None:
-            anything = with_free_calls(formats.tool, token_ids)
-        constraint = OutputConstraint(BUDGET, anything)
-    if constraint is None:
-        return None
-    parameter = after_reasoning(
-        constraint.structured_outputs,
-        formats.reasoning,
-        token_ids,
-        budget,
-        has_header=formats.tool is not None,
-    )
-    return OutputConstraint(constraint.field, parameter)
-
-
-def _with_calls(
-    constraint: OutputConstraint | None,
-    body: ChatRequest,
-    formats: AnswerFormats,
-    token_ids: dict[str, int],
-) -> OutputConstraint | None:
-    """What the answer must be, for a body with tools:
-
-    ====================  ==========================  =====================
-    ``tool_choice``       ``constraint``              the answer
-    ====================  ==========================  =====================
-    a forced call         none, ``response_format``   calls
-    a forced call         any other                   FieldError
-    ``auto``              any                         calls, or what it says
-    ``auto``              none, a tool is strict      text, and strict calls
-    ``auto``              none                        anything
-    ====================  ==========================  =====================
-    """
-    assert formats.tool is not None
-    reasoning = find_reasoning(formats.reasoning)
-    before_text = "" if reasoning is None else reasoning.before_answer
-    tools = msgspec.to_builtins(body.tools)
-    parallel = body.parallel_tool_calls is not False
-    choice = msgspec.to_builtins(body.tool_choice)
-    forced = grammar_of_calls(tools, choice, parallel, formats.tool, token_ids)
-    if forced is not None:
-        if constraint is not None and constraint.field != "response_format":
-            reason = f"tool_choice and {constraint.field} exclude one another"
-            raise FieldError("tool_choice", reason)
-        return OutputConstraint("tool_choice", forced)
-    if constraint is not None:
-        parameter = constraint.structured_outputs
-        either = calls_or(parameter, tools, parallel, formats.tool, token_ids, before_text)
-        return OutputConstraint(constraint.field, either)
-    strict = grammar_of_strict_tools(tools, parallel, formats.tool, token_ids, before_text)
-    return None if strict is None else OutputConstraint("tools", strict)
-
-
-def ids_of_markers(formats: AnswerFormats, model: ModelDescription) -> dict[str, int]:
-    """The markers that are single tokens of the model -> their ids."""
-    ids = {}
-    for marker in special_markers(formats):
-        if marker in model.added_tokens:
-            ids[marker] = model.added_tokens[marker]
-    return ids
-
-
-def honours_budget(body: ChatRequest, model: ModelDescription) -> bool:
-    """Whether the model's reasoning, if it reasons, can be bound. Raises as
-    ``formats_of_answer``."""
-    formats = formats_of_answer(body, model)
-    reasoning = find_reasoning(formats.reasoning)
-    if reasoning is None:
-        return True
-    if "structured_outputs" not in model.sampling_parameters:
-        return False
-    return bounds_reasoning(reasoning, ids_of_markers(formats, model))
-
-
-def formats_of_answer(body: ChatRequest, model: ModelDescription) -> AnswerFormats:
-    """The format of calls (if the body allows calls) and the format of reasoning in the answer.
-
-    The model's options name them; else its chat template tells. Raises FieldError if the answer may
-    call and the format of calls is not known, and ConfigError for an option that names no format.
-    """
-    _check_option("tool_format", model.tool_format, TOOL_FORMATS)
-    _check_option("reasoning_format", model.reasoning_format, REASONING_FORMATS)
-    kwargs = msgspec.json.encode(body.chat_template_kwargs or {})
-    detected = _detected_formats(model.chat_template or "", kwargs)
-    reasoning_format = model.reasoning_format or detected.reasoning
-    tool_format = model.tool_format or detected.tool
-
-    if not body.tools or body.tool_choice == "none":
-        if body.tool_choice not in (None, "none", "auto"):
-            raise FieldError("tool_choice", "tool_choice goes with tools")
-        return AnswerFormats(None, reasoning_format)
-    if tool_format is None:
-        reason = "its chat template tells no format of calls, nor does its option tool_format"
-        raise FieldError("tools", f"tools cannot be used with model {body.model!r}: {reason}")
-    return AnswerFormats(tool_format, reasoning_format)
-
-
-def _check_option(option: str, value: str | None, names: Collection[str]) -> None:
-    """The engine takes any text for these options: only the gateway knows the formats."""
-    if value is None or value in names:
-        return
-    listed = ", ".join(map(repr, sorted(names)))
-    raise ConfigError(f"the model's option {option} is {show(value)}, but must be one of {listed}")
-
-
-def _detected_formats(chat_template: str, kwargs: bytes) -> AnswerFormats:
-    if len(kwargs) > _LARGEST_CACHED_KWARGS:
-        return detect(chat_template, msgspec.json.decode(kwargs))
-    return _cached_formats(chat_template, kwargs)
-
-
-@lru_cache(256)
-def _cached_formats(chat_template: str, kwargs: bytes) -> AnswerFormats:
-    return detect(chat_template, msgspec.json.decode(kwargs))
 
 
 # ------------------------------------------------------------------------------- completions
@@ -379,7 +206,7 @@ def _lowest_tier(tiers: Sequence[str], limits: Limits) -> str:
     allowed = [name for name in tiers if name in limits.tiers]
     if allowed:
         return allowed[-1]
-    # The key has no limits. Or it may ask for none of these tiers: then the model refuses any.
+    # The key has no limits, or it may ask for none of these tiers. Then the model refuses this one.
     return tiers[-1]
 
 

@@ -1,6 +1,6 @@
-"""Which schemas of tools a grammar can keep. Pure.
+"""Whether a grammar can keep the schema of a tool. Pure.
 
-``without_effect.py`` asks before a request is made. ``tool_grammar.py`` makes the grammars.
+``without_effect.py`` asks this of each strict tool, before ``strict_grammar.py`` makes the grammar.
 """
 
 import copy
@@ -12,8 +12,9 @@ from typing import Any
 from jitney.errors import InvalidArgumentError
 from jitney.text.json_schema import prepare_schema
 
+from jitney_gateway.argument_grammar import arguments_of_function, schema_of_function
 from jitney_gateway.formats import TOOL_FORMATS
-from jitney_gateway.tool_grammar import WRONG_SCHEMA, arguments_of_function, spelt
+from jitney_gateway.lark import WRONG_SCHEMA, spelt
 
 _LOOKS_AROUND = re.compile(r"\(\?<?[=!]")
 
@@ -25,12 +26,14 @@ def why_not_kept(
     row = TOOL_FORMATS[tool_format]
     spell = partial(spelt, token_ids=token_ids)
     try:
-        written = arguments_of_function(function, row, "call", spell)
-        for pattern in _patterns_of(written.schema):
+        arguments_of_function(function, row, "call", spell)  # this raises if it cannot
+        schema = schema_of_function(function)
+        for pattern in _patterns_of(schema):
             if _LOOKS_AROUND.search(pattern):
                 return f"pattern {pattern[:64]!r} looks around, which is not supported"
         if row.body in ("json", "python"):
-            prepare_schema(copy.deepcopy(written.schema), "parameters")
+            # There llguidance reads the schema. The engine refuses what it would not enforce.
+            prepare_schema(copy.deepcopy(schema), "parameters")
     except InvalidArgumentError as error:
         return str(error)
     except WRONG_SCHEMA:

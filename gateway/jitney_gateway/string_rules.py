@@ -1,6 +1,7 @@
-"""Strings that a JSON schema allows, as a regular expression of llguidance's Lark.
+"""Grammars of the strings that a JSON schema allows. ``lark.py`` says how grammars are written.
 
-For formats that write a string without quotes: there JSON's own grammar cannot keep to the schema.
+Some formats of calls write a string without JSON's quotes. There llguidance's own grammar of JSON
+cannot be used.
 """
 
 import json
@@ -10,6 +11,7 @@ from typing import Any
 
 from jitney.errors import InvalidArgumentError
 
+from jitney_gateway.lark import between_slashes, without_text
 from jitney_gateway.schema_alternatives import Alternative
 
 _ANY = "(?s:.*)"
@@ -45,15 +47,17 @@ _FORMATS = {
     ),
     "password": _ANY,
 }
-"""Texts of each format; not always all of them."""
+"""Format -> a regular expression for its strings. Rare spellings are left out, such as an IPv4
+address at the end of an IPv6 address."""
 _TOKEN = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|.", re.S)
+"""An escape, a class such as ``[^a-z]``, or any other character."""
 _CLASSES = {"d": "0-9", "w": "A-Za-z0-9_", "D": "^0-9", "W": "^A-Za-z0-9_"}
-"""In a pattern of JSON Schema these are of ASCII."""
+"""Escapes that in a pattern of JSON Schema stand for characters of ASCII only."""
 
 
 def with_known_formats(schema: Any) -> Any:
-    """The schema without formats of strings that no grammar knows: they are annotations, as the
-    standard says."""
+    """The schema without the formats that no grammar knows. The standard says that an unknown
+    format is an annotation."""
     if isinstance(schema, list):
         return [with_known_formats(part) for part in schema]
     if not isinstance(schema, dict):
@@ -72,10 +76,11 @@ def with_known_formats(schema: Any) -> Any:
 
 
 def lark_of_string(alternative: Alternative, forbidden: str) -> str | None:
-    """The strings that an alternative allows, as a terminal of Lark; None if it allows any string.
+    """The strings that an alternative allows, as the right side of a terminal; None if it allows
+    any string.
 
-    None of those that a pattern, a format or a length describes has ``forbidden`` in it. Raises
-    InvalidArgumentError for what no grammar keeps.
+    ``forbidden`` is what ends a string in the model's format. Strings that hold it are left out,
+    unless the schema lists them. Raises InvalidArgumentError for what no grammar keeps.
     """
     parts = []
     for rule in alternative.rules:
@@ -85,14 +90,10 @@ def lark_of_string(alternative: Alternative, forbidden: str) -> str | None:
         choices = [json.dumps(each, ensure_ascii=False) for each in listed if isinstance(each, str)]
         parts.append(f"({' | '.join(choices)})")
     elif parts:
-        parts.append(lark_without(forbidden))
-    return f"({' & '.join(parts)})" if parts else None
-
-
-def lark_without(forbidden: str) -> str:
-    """The texts in which ``forbidden`` does not stand, in a terminal of Lark."""
-    # Without the first part it would be any bytes, those of special tokens included.
-    return f"/{_ANY}/ & ~/{_ANY}{_in_lark(re.escape(forbidden))}{_ANY}/"
+        parts.append(without_text(forbidden))
+    if not parts:
+        return None
+    return f"({' & '.join(parts)})"
 
 
 def _parts_of_rule(rule: Mapping[str, Any]) -> list[str]:
@@ -102,43 +103,54 @@ def _parts_of_rule(rule: Mapping[str, Any]) -> list[str]:
             raise InvalidArgumentError(f"{keyword!r} of a string is not supported")
     parts = []
     if "pattern" in rule:
-        parts.append(f"/{_searched(rule['pattern'])}/")
+        parts.append(_texts_with_pattern(rule["pattern"]))
     if rule.get("format") in _FORMATS:
-        parts.append(f"/{_in_lark(_FORMATS[rule['format']])}/")
+        parts.append(between_slashes(_FORMATS[rule["format"]]))
     least = int(rule.get("minLength", 0))
     most = rule.get("maxLength")
-    if least or most is not None:
-        bound = "" if most is None else str(int(most))
-        parts.append(f"/(?s:.{{{least},{bound}}})/")
+    if most is not None:
+        parts.append(f"/(?s:.{{{least},{int(most)}}})/")
+    elif least > 0:
+        parts.append(f"/(?s:.{{{least},}})/")
     return parts
 
 
-def _searched(pattern: str) -> str:
-    """An expression for the texts in which ``pattern`` is found. Lark's expressions match whole
-    texts. Raises InvalidArgumentError for an anchor in the middle."""
-    branches = []
-    for branch in _branches_of(pattern):
-        begin = end = _ANY
-        if branch.startswith("^"):
-            branch = branch[1:]
-            begin = ""
-        if _ends_with_anchor(branch):
-            branch = branch[:-1]
-            end = ""
-        branches.append(f"{begin}(?:{_plain(branch, pattern)}){end}")
-    return "|".join(branches)
+# ------------------------------------------------------------------------------- patterns
 
 
-def _ends_with_anchor(branch: str) -> bool:
-    num_backslashes = len(branch[:-1]) - len(branch[:-1].rstrip("\\"))
-    return branch.endswith("$") and num_backslashes % 2 == 0
+def _texts_with_pattern(pattern: str) -> str:
+    """The texts in which ``pattern`` is found. Raises InvalidArgumentError for a pattern with an
+    anchor in the middle.
+
+    An expression of Lark matches whole texts, and has no anchors. So ``^a`` becomes ``a(?s:.*)``.
+    """
+    branches = [_texts_with_branch(branch, pattern) for branch in _branches_of(pattern)]
+    return between_slashes("|".join(branches))
+
+
+def _texts_with_branch(branch: str, pattern: str) -> str:
+    tokens = _TOKEN.findall(branch)
+    before = _ANY
+    behind = _ANY
+    if tokens and tokens[0] == "^":
+        before = ""
+        tokens = tokens[1:]
+    if tokens and tokens[-1] == "$":
+        behind = ""
+        tokens = tokens[:-1]
+    if "^" in tokens or "$" in tokens:
+        anchor = "^" if "^" in tokens else "$"
+        shown = repr(pattern[:64])
+        raise InvalidArgumentError(f"pattern {shown} has {anchor} inside, which is not supported")
+    inside = "".join(map(_with_ascii_classes, tokens))
+    return f"{before}(?:{inside}){behind}"
 
 
 def _branches_of(pattern: str) -> list[str]:
     """The pattern, divided where ``|`` stands outside of groups and classes."""
     branches = [""]
     depth = 0
-    for token in _tokens_of(pattern):
+    for token in _TOKEN.findall(pattern):
         if token == "(":
             depth += 1
         elif token == ")":
@@ -150,35 +162,15 @@ def _branches_of(pattern: str) -> list[str]:
     return branches
 
 
-def _plain(branch: str, pattern: str) -> str:
-    """A branch without its anchors, as Lark writes it."""
-    parts = []
-    for token in _tokens_of(branch):
-        if token in ("^", "$"):
-            shown = repr(pattern[:64])
-            raise InvalidArgumentError(
-                f"pattern {shown} has {token} inside, which is not supported"
-            )
-        if token.startswith("["):
-            token = _class_of_ascii(token)
-        elif token[0] == "\\" and token[1:] in _CLASSES:
-            token = f"[{_CLASSES[token[1:]]}]"
-        parts.append(_in_lark(token))
-    return "".join(parts)
-
-
-def _class_of_ascii(token: str) -> str:
-    """A class, such as ``[\\d-]``."""
-    inner = re.sub(r"\\([dw])", lambda match: _CLASSES[match[1]], token[1:-1])
-    return "[" + re.sub(r"(?<!\\)\[", r"\\[", inner) + "]"  # else one class in another
-
-
-def _tokens_of(pattern: str) -> list[str]:
-    """A pattern's escapes, classes and other characters."""
-    return _TOKEN.findall(pattern)
-
-
-def _in_lark(expression: str) -> str:
-    """As it stands between slashes in Lark."""
-    expression = expression.replace("\n", "\\n")
-    return re.sub(r"(\\.)|/", lambda match: match[1] or r"\/", expression)
+def _with_ascii_classes(token: str) -> str:
+    """The same token with classes of ASCII, where llguidance would take those of Unicode."""
+    if token.startswith("["):
+        inner = re.sub(r"\\([dw])", lambda match: _CLASSES[match[1]], token[1:-1])
+        # A bare bracket would begin a class in the class.
+        escaped = re.sub(r"(?<!\\)\[", r"\\[", inner)
+        return f"[{escaped}]"
+    escape = token.removeprefix("\\")
+    is_escape = escape != token
+    if is_escape and escape in _CLASSES:
+        return f"[{_CLASSES[escape]}]"
+    return token

@@ -16,8 +16,9 @@ def check_tool_choice(choice: ToolChoice) -> None:
         bound = " or ".join(_TYPES)
         reason = f"tool_choice.type is {show(choice.type)}, but must be {bound}"
         raise FieldError("tool_choice.type", reason)
-    field = f"tool_choice.{choice.type}"
-    if getattr(choice, choice.type) is None:
+    own = choice.function if choice.type == "function" else choice.allowed_tools
+    if own is None:
+        field = f"tool_choice.{choice.type}"
         raise FieldError(field, f"{field} is missing")
 
 

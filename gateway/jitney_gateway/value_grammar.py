@@ -1,56 +1,66 @@
-"""Grammars of values in Gemma's notation: JSON with bare names and a marker around strings.
+"""Grammars of values in Gemma's notation: JSON with bare names and a marker around strings. Pure.
 
     {city:<escape>Rome<escape>,days:[1,2],deep:{sure:true}}
 
-llguidance's own grammar of JSON cannot write it, so here the rules are made from the schema.
+llguidance's own grammar of JSON has no such notation. So here the rules are made from the schema;
+``lark.py`` says how they are written.
 """
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jitney.errors import InvalidArgumentError
 
+from jitney_gateway.lark import ANY_TEXT_IN_LARK, Spell, without_text
 from jitney_gateway.schema_alternatives import Alternative, alternatives_of
-from jitney_gateway.string_rules import lark_of_string, lark_without
+from jitney_gateway.string_rules import lark_of_string
 
 _NOT_KEPT = (
     "not", "if", "contains", "uniqueItems", "prefixItems", "additionalItems", "patternProperties",
     "propertyNames", "minProperties", "maxProperties", "dependencies", "dependentRequired",
     "dependentSchemas", "unevaluatedItems", "unevaluatedProperties",
 )  # fmt: skip
+"""Keywords that these rules cannot keep."""
 _OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _TYPES = ("string", "number", "integer", "boolean", "null", "array", "object")
 _READ_BARE = re.compile(r"[\w.$-]+")
 """The names that the parser reads without markers."""
 _BARE_NAME = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
+"""Any name of a property, in Lark."""
+_COMMA = '","'
 
 
 class ValueRules:
-    """The rules of Lark for the values of one function's arguments."""
+    """Makes the rules for the values of one function's arguments."""
 
     def __init__(
         self,
         whole: Mapping[str, Any],
         prefix: str,
         quote: str,
-        spelt: Callable[[str], str],
+        spell: Spell,
         *,
         quote_is_token: bool,
     ) -> None:
-        """``whole`` is the schema of the arguments. The names of rules begin with ``prefix``, in
-        small letters. ``quote`` is the marker before and after a string, and ``spelt`` makes Lark
-        of a fixed text."""
+        """``whole`` is the schema of the arguments. The names of the rules begin with ``prefix``,
+        in small letters. ``quote`` is the marker before and after a string."""
         self.rules: list[str] = []
+        """The rules that were made."""
         self._whole = whole
         self._prefix = prefix
         self._quote = quote
-        self._spelt = spelt
+        self._spell = spell
         self._quote_is_token = quote_is_token
-        self._names: dict[int, str] = {}  # by id() of the schema, which may refer to itself
-        self._schemas: list[Any] = []  # keeps them alive
+        # A schema that refers to itself must find its own rule. Schemas are told apart by id(),
+        # because equal ones may refer to different schemas: that depends on the `$id` around them.
+        self._names: dict[int, str] = {}
+        """id() of a schema -> the name of its rule."""
+        self._schemas: list[Any] = []
+        """Keeps these schemas alive, so that no other object gets the id() of one."""
         self._joined: dict[tuple[int, ...], dict[str, Any]] = {}
+        """id() of each of several schemas -> the schema of the values that fit all of them."""
 
     def value(self, schema: Any) -> str:
         """The name of the rule for a value of ``schema``. Raises InvalidArgumentError for what no
@@ -69,34 +79,39 @@ class ValueRules:
         return name
 
     def _value_of_all(self, schemas: Sequence[Any]) -> str:
-        """The same for a value that keeps all of several schemas."""
+        """The name of the rule for a value that fits each of several schemas."""
         schemas = [schema for schema in schemas if schema is not True]
-        if len(schemas) < 2:
-            return self.value(schemas[0] if schemas else True)
+        if not schemas:
+            return self.value(True)
+        if len(schemas) == 1:
+            return self.value(schemas[0])
+        # The joined schema is made once. Else one that refers to itself would have no end of rules.
         key = tuple(map(id, schemas))
-        if key not in self._joined:  # one for all, or a tree would have no end of them
+        if key not in self._joined:
             self._joined[key] = {"allOf": schemas}
         return self.value(self._joined[key])
 
     def _options(self, alternative: Alternative, name: str) -> list[str]:
+        """What a value of an alternative may be: a listed value, or any value of a type."""
         for rule in alternative.rules:
             for keyword in _NOT_KEPT:
                 if keyword in rule:
                     raise InvalidArgumentError(f"{keyword!r} is not supported")
         types = _types_of(alternative)
         listed = alternative.values()
-        if listed is not None:
-            others = [each for each in listed if not isinstance(each, str)]
-            options = [self._literal(each) for each in others if _is_of(each, types)]
-            types = [kind for kind in types if kind == "string" and alternative.allows_string()]
-        else:
-            options = []
-        for kind in types:
-            options.append(self._option(kind, alternative, name))
+        if listed is None:
+            return [self._option(type_, alternative, name) for type_ in types]
+        options = []
+        for value in listed:
+            if not isinstance(value, str) and _is_of(value, types):
+                options.append(self._spell(self._written(value)))
+        if "string" in types and alternative.allows_string():
+            options.append(self._string(alternative, name))
         return options
 
-    def _option(self, kind: str, alternative: Alternative, name: str) -> str:
-        match kind:
+    def _option(self, type_: str, alternative: Alternative, name: str) -> str:
+        """Any value of one type that fits the alternative."""
+        match type_:
             case "string":
                 return self._string(alternative, name)
             case "null":
@@ -110,18 +125,19 @@ class ValueRules:
         bounds = []
         for rule in alternative.rules:
             bounds.append({key: value for key, value in rule.items() if key in _OF_NUMBERS})
-        return f"%json {json.dumps({'type': kind, 'allOf': bounds})}"
+        return f"%json {json.dumps({'type': type_, 'allOf': bounds})}"
 
     def _string(self, alternative: Alternative, name: str) -> str:
         text = lark_of_string(alternative, self._quote)
-        mark = self._spelt(self._quote)
+        mark = self._spell(self._quote)
         terminal = name.upper()
         if self._quote_is_token:
-            # A token that is not special could be read as text, too.
-            self.rules.append(f"{terminal}: {text or lark_without(self._quote)}")
+            # The marker's text may come as other tokens, too. The parser would end the string
+            # there, so no string has that text.
+            self.rules.append(f"{terminal}: {text or without_text(self._quote)}")
             return f"{mark} {terminal} {mark}"
         if text is None:
-            self.rules.append(f"{name}_text[suffix={mark}]: /(?s:.*)/")
+            self.rules.append(f"{name}_text[suffix={mark}]: {ANY_TEXT_IN_LARK}")
             return f"{mark} {name}_text"
         self.rules.append(f"{terminal}: {text} {mark}")
         return f"{mark} {terminal}"
@@ -129,45 +145,52 @@ class ValueRules:
     def _array(self, alternative: Alternative) -> str:
         items = [rule["items"] for rule in alternative.rules if "items" in rule]
         item = self._value_of_all(items)
-        least = max([0, *(rule.get("minItems", 0) for rule in alternative.rules)])
-        mosts = [rule["maxItems"] for rule in alternative.rules if "maxItems" in rule]
-        if mosts and min(mosts) == 0:
+        bounds_below = [rule["minItems"] for rule in alternative.rules if "minItems" in rule]
+        bounds_above = [rule["maxItems"] for rule in alternative.rules if "maxItems" in rule]
+        least = max(bounds_below, default=0)
+        most = min(bounds_above, default=None)
+        if most == 0:
             return '"[" "]"'
-        most = str(min(mosts) - 1) if mosts else ""
-        some = f'{item} ("," {item}){{{max(least - 1, 0)},{most}}}'
-        return f'"[" {some} "]"' if least else f'"[" ({some})? "]"'
+        # One item, and then the others with a comma before each.
+        least_others = max(least - 1, 0)
+        most_others = "" if most is None else most - 1
+        items_in_lark = f"{item} ({_COMMA} {item}){{{least_others},{most_others}}}"
+        if least == 0:
+            items_in_lark = f"({items_in_lark})?"
+        return f'"[" {items_in_lark} "]"'
 
     def _object(self, alternative: Alternative) -> str:
         properties: dict[str, list[Any]] = {}
+        """Name of a property -> the schemas that all must fit."""
         required: list[str] = []
         others: list[Any] = []
+        """Schemas of the properties that are not named."""
         for rule in alternative.rules:
             for name, schema in rule.get("properties", {}).items():
                 properties.setdefault(name, []).append(schema)
             required += rule.get("required", ())
             others.append(rule.get("additionalProperties", True))
         for name in required:
-            properties.setdefault(name, others)
+            if name not in properties:
+                properties[name] = others
         if not properties and False not in others:
             pair = f'{_BARE_NAME} ":" {self._value_of_all(others)}'
-            return f'"{{" ({pair} ("," {pair})*)? "}}"'
+            return f'"{{" ({pair} ({_COMMA} {pair})*)? "}}"'
         arguments = {}
         for name, schemas in properties.items():
-            if False in schemas and name not in required:
+            is_impossible = False in schemas
+            if is_impossible and name not in required:
                 continue
-            value = self._value_of_all(schemas)
-            arguments[name] = f"{self._spelt(self._name(name) + ':')} {value}"
+            key = self._spell(f"{self._name(name)}:")
+            arguments[name] = f"{key} {self._value_of_all(schemas)}"
         return f'"{{" {argument_list(arguments, required, separator=_COMMA)} "}}"'
-
-    def _literal(self, value: Any) -> str:
-        """A value that is no string, as it is written."""
-        return self._spelt(self._written(value))
 
     def _name(self, name: str) -> str:
         """The name of a property: between markers, if the parser could not read it without."""
         return name if _READ_BARE.fullmatch(name) else f"{self._quote}{name}{self._quote}"
 
     def _written(self, value: Any) -> str:
+        """A value in Gemma's notation."""
         if isinstance(value, str):
             return f"{self._quote}{value}{self._quote}"
         if isinstance(value, list):
@@ -176,9 +199,6 @@ class ValueRules:
             pairs = [f"{self._name(name)}:{self._written(part)}" for name, part in value.items()]
             return f"{{{','.join(pairs)}}}"
         return json.dumps(value)
-
-
-_COMMA = '","'
 
 
 def argument_list(
@@ -207,15 +227,17 @@ def argument_list(
 
 
 def _types_of(alternative: Alternative) -> list[str]:
-    """The types that all of its rules allow. Each integer is a number too."""
+    """The types that all of its rules allow. ``number`` stands for ``integer``, too."""
     types = list(_TYPES)
     for rule in alternative.rules:
         named = rule.get("type", _TYPES)
-        named = [named] if isinstance(named, str) else list(named)
-        if "number" in named:
-            named.append("integer")
-        types = [kind for kind in types if kind in named]
-    return [kind for kind in types if kind != "integer" or "number" not in types]
+        allowed = [named] if isinstance(named, str) else list(named)
+        if "number" in allowed:
+            allowed.append("integer")
+        types = [type_ for type_ in types if type_ in allowed]
+    if "number" in types:
+        types.remove("integer")
+    return types
 
 
 def _is_of(value: Any, types: Sequence[str]) -> bool:
@@ -228,4 +250,6 @@ def _is_of(value: Any, types: Sequence[str]) -> bool:
         return "integer" in types or "number" in types
     if isinstance(value, float):
         return "number" in types
-    return ("array" if isinstance(value, list) else "object") in types
+    if isinstance(value, list):
+        return "array" in types
+    return "object" in types

@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import msgspec
-from jitney.sampling_params import NAMES, SamplingParams
+from jitney.sampling_params import NAMES
 from msgspec import Meta
-from msgspec.json import schema_components
 
 from jitney_gateway.field_rules import (
     FieldRules,
@@ -27,18 +26,15 @@ JsonObject = dict[str, Any]
 """A JSON object that the gateway sends or has received."""
 MAX_BODY_BYTES = 8 << 20
 MAX_MESSAGES = 4096
-MAX_TOOLS = 128
+MAX_TOOLS = 4096
 MAX_PROMPTS = 256
 """Most prompts in one request for completions."""
-MAX_TEXTS = 2048
-"""Most texts in one request to embed, classify or rank."""
 FunctionName = Annotated[str, Meta(pattern=r"^[\w.:/-]{1,128}(?!\n)$")]
-"""The lookahead is for Python, where ``$`` also matches before a newline at the end. It is not
-``\\Z``, because the OpenAPI document shows the pattern, and JSON Schema has no ``\\Z``."""
+"""In Python, ``$`` also matches before a newline at the end: so there is a lookahead. The pattern
+stands in the OpenAPI document, too, and JSON Schema has no ``\\Z``."""
 T = TypeVar("T", bound="WireRecord")
-_Id = Annotated[int, Meta(ge=0, lt=1 << 31)]
-Ids = list[_Id]
-Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Ids = list[TokenId]
 
 
 _CONSTRAINT = Refused(unless=(False, {}, ""), because="structured_outputs stands for it")
@@ -64,9 +60,9 @@ class WireRecord(RuledRecord, forbid_unknown_fields=True, omit_defaults=True):
     """What a client sends: a body, or an object in one."""
 
     refused_params: ClassVar[tuple[str, ...]] = ("prompt_logprobs",)
-    """Sampling parameters that a body with the field ``params`` refuses (see
-    :attr:`Generation.params`): the answers of its API have no place for their results, or another
-    field stands for them."""
+    """Sampling parameters that a body with the field ``params`` (see :attr:`Generation.params`)
+    refuses. The answers of its API have no place for what they ask for, or it has another field for
+    the same."""
 
 
 class ContentPart(WireRecord):
@@ -108,19 +104,21 @@ class Message(WireRecord):
     library has added."""
 
     rules: ClassVar = FieldRules(
-        refused={"function_call": Refused(because="a call must stand in tool_calls")},
         silent=frozenset(["parsed", "annotations", "audio"]),
         comes_back=True,
     )
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    """``function`` is the older name of ``tool``."""
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[Call] | None = None
     tool_call_id: str | None = None
+    function_call: Called | None = None
+    """A call in OpenAI's older form."""
     reasoning: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
-    """What the model said instead of an answer: the content, if there is no other."""
+    """What the model said instead of an answer. It counts as the content, if there is none."""
 
 
 class Function(WireRecord):
@@ -148,11 +146,17 @@ class AllowedTools(WireRecord):
 
 
 class ToolChoice(WireRecord):
-    """The choice of a tool, or of some. Exactly one field goes with the type."""
+    """The choice of a tool, or of several. The field that the type names must be set."""
 
     type: str
     function: Function | None = None
     allowed_tools: AllowedTools | None = None
+
+
+class NamedFunction(WireRecord):
+    """The choice of a function in OpenAI's older form."""
+
+    name: str
 
 
 class JsonSchema(WireRecord):
@@ -170,7 +174,7 @@ class ResponseFormat(WireRecord):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
     schema: dict[str, Any] | None = None
-    """That of a ``json_object``, as llama.cpp and others take it."""
+    """The schema of a ``json_object``, where llama.cpp and others have it."""
 
 
 class TextPart(WireRecord):
@@ -213,7 +217,7 @@ class TextFormat(WireRecord):
 
 
 class StructuredChoice(WireRecord):
-    """vLLM's object for a constraint on the output. Exactly one field is set."""
+    """vLLM's object for a constraint on the output. Exactly one field must be set."""
 
     rules: ClassVar = FieldRules(refused={"structural_tag": Refused()})
     json: str | dict[str, Any] | None = None
@@ -260,8 +264,6 @@ class ChatRequest(Generation, kw_only=True):
     rules: ClassVar = FieldRules(
         refused={
             **REFUSED_OF_SAMPLING,
-            "functions": Refused(unless=([],), because="functions must stand in tools"),
-            "function_call": Refused(unless=("none", "auto"), because="tool_choice stands for it"),
             "chat_template": Refused(because="the model's own is used"),
             "documents": Refused(unless=([],)),
             "continue_final_message": Refused(unless=(False,)),
@@ -274,13 +276,17 @@ class ChatRequest(Generation, kw_only=True):
     messages: Annotated[list[Message], Meta(max_length=MAX_MESSAGES)]
     """At least one, unless there are ``prompt_token_ids``."""
     prompt_token_ids: Ids | None = None
-    """The chat as the chat template would have made it, in token ids; TensorRT-LLM's name."""
+    """The prompt in token ids, in place of the messages and the chat template; TensorRT-LLM's
+    name."""
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    functions: Annotated[list[Function], Meta(max_length=MAX_TOOLS)] | None = None
+    """Tools in OpenAI's older form; see ``older_functions.py``."""
+    function_call: Literal["none", "auto"] | NamedFunction | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     reasoning_effort: str | None = None
@@ -303,13 +309,13 @@ class CompletionRequest(Generation, kw_only=True):
         }
     )
     refused_params: ClassVar[tuple[str, ...]] = ()
-    prompt: str | list[str | _Id | Ids]
+    prompt: str | list[str | TokenId | Ids]
     logprobs: int | None = None
     echo: bool | None = None
 
     @property
     def is_echo_alone(self) -> bool:
-        """Whether the client wants the prompt without a new token. A model makes one at least."""
+        """Whether the client wants the prompt, and no new token."""
         return bool(self.echo) and self.params.get("max_tokens") == 0
 
 
@@ -332,50 +338,6 @@ class DetokenizeRequest(WireRecord):
     tokens: Ids
 
 
-class EmbeddingRequest(WireRecord):
-    """The body of ``/v1/embeddings``: texts, or token ids of the model's own tokenizer."""
-
-    model: str
-    input: str | Annotated[list[str | _Id | Ids], Meta(min_length=1)]
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Meta(ge=1)] | None = None
-
-
-class ClassifyRequest(WireRecord):
-    """The body of ``/v1/classify``, in vLLM's form."""
-
-    model: str
-    input: str | Texts
-
-
-class Document(WireRecord):
-    """A text to rank."""
-
-    text: str
-
-
-class RerankRequest(WireRecord):
-    """The body of ``/v1/rerank``, in Jina's form, and of ``/v2/rerank``, in Cohere's."""
-
-    model: str
-    query: str
-    documents: Annotated[list[str | Document], Meta(min_length=1, max_length=MAX_TEXTS)]
-    top_n: Annotated[int, Meta(ge=1)] | None = None
-    return_documents: bool | None = None
-
-    def texts(self) -> list[str]:
-        """The texts of the documents."""
-        return [each if isinstance(each, str) else each.text for each in self.documents]
-
-
-class ScoreRequest(WireRecord):
-    """The body of ``/score``, in vLLM's form: a text with each of others, or two lists in pairs."""
-
-    model: str
-    text_1: str | Texts
-    text_2: str | Texts
-
-
 def decode(data: bytes, type_: type[T], ignored: IgnoredFields | None = None) -> T:
     """Read a body. What has no effect in it is added to ``ignored``. Raises FieldError."""
     if ignored is None:
@@ -396,9 +358,10 @@ def decode(data: bytes, type_: type[T], ignored: IgnoredFields | None = None) ->
 def _take_params(
     fields: dict[str, Any], type_: type[WireRecord], ignored: IgnoredFields
 ) -> dict[str, Any]:
-    """Take out the sampling parameters that are no fields of the record: its ``params``."""
+    """Take the sampling parameters out of a body, except for those for which the record has a field
+    of its own. They become its ``params``."""
     if fields.pop("params", None) is not None:
-        ignored.add("params")  # clients know no field of that name
+        ignored.add("params")  # it is a name of ours: clients send the parameters themselves
     params = {}
     for name in _names_of_params(type_):
         value = fields.pop(name, None)
@@ -438,11 +401,11 @@ class FieldsOfType(NamedTuple):
 
 
 def check_fields(path: str, record: Any, types: Mapping[str, FieldsOfType]) -> None:
-    """Check that a record has the fields of its type and none of those of other types, which are
-    allowed only in what comes back from earlier answers.
+    """Check that a record has the fields that its type requires, and none of other types. In what
+    comes back from earlier answers, the latter are allowed. Raises FieldError.
 
-    ``path`` leads to the record in the body. A field that belongs to no type is always allowed.
-    Raises FieldError.
+    ``path`` leads to the record in the body. ``types``: type -> its fields. A field that belongs to
+    no type is always allowed.
     """
     own = types.get(record.type)
     if own is None:
@@ -457,7 +420,9 @@ def check_fields(path: str, record: Any, types: Mapping[str, FieldsOfType]) -> N
         if name in own.required:
             if not is_given:
                 raise FieldError(field, f"{field} is missing")
-        elif is_given and name not in own.optional and not record.rules.comes_back:
+            continue
+        is_foreign = name not in own.optional
+        if is_given and is_foreign and not record.rules.comes_back:
             raise FieldError(field, f"{field} does not go with the type {record.type}")
 
 
@@ -468,32 +433,3 @@ def joined_text(content: str | Sequence[TextPart] | None) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(part.text or part.refusal or "" for part in content)
-
-
-class BodySchemas(NamedTuple):
-    """JSON schemas for an OpenAPI document."""
-
-    of_type: dict[type[WireRecord], JsonObject]
-    components: JsonObject
-    """The schemas that the others refer to, by name."""
-
-
-def body_schemas(types: Sequence[type[WireRecord]]) -> BodySchemas:
-    """The schemas of bodies. Sampling parameters that a body takes in ``params`` stand among its
-    properties, as clients send them."""
-    # The schemas of sampling parameters come from the record that the engine checks them with.
-    schemas, components = schema_components(
-        [SamplingParams, *types], ref_template="#/components/schemas/{name}"
-    )
-    schemas_of_bodies = schemas[1:]  # the first is that of SamplingParams
-    of_params = components.pop("SamplingParams")["properties"]
-    for type_ in types:
-        if "params" not in type_.__struct_fields__:
-            continue
-        component = components[type_.__name__]
-        properties = of_params | component["properties"]
-        for name in ("params", *type_.refused_params):
-            properties.pop(name, None)
-        component["properties"] = properties
-    of_type = dict(zip(types, schemas_of_bodies, strict=True))
-    return BodySchemas(of_type, components)

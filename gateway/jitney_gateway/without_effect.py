@@ -1,7 +1,7 @@
-"""What a body asks for in vain, because of the model that it is for, is left out of it.
+"""Leaves out of a body what has no effect on the model that it is for.
 
-``field_rules.py`` does the same before the model is known. ``language.py`` calls this module before
-it makes a request to the model.
+``field_rules.py`` has left out before what has no effect on any model. ``language.py`` calls this
+module before it makes a request to the model. Pure.
 """
 
 import re
@@ -11,25 +11,21 @@ from typing import Any
 import msgspec
 from jitney.errors import show
 
+from jitney_gateway.answer_formats import formats_of_answer, ids_of_markers
 from jitney_gateway.chat import ARGUMENTS, has_whole_arguments
+from jitney_gateway.chat_constraint import BUDGET, honours_budget
 from jitney_gateway.field_rules import IgnoredFields
-from jitney_gateway.server_request import (
-    BUDGET,
-    ModelDescription,
-    formats_of_answer,
-    honours_budget,
-    ids_of_markers,
-    known_service_tiers,
-)
+from jitney_gateway.model_description import ModelDescription
+from jitney_gateway.server_request import known_service_tiers
 from jitney_gateway.strict_tools import why_not_kept
 from jitney_gateway.wire import ChatRequest, CompletionRequest, Generation
 
 NamesOfFields = Mapping[str, str]
-"""Field of a chat -> its path in the client's body, from which the gateway made the chat. A field
-that is not there has the same name in both."""
+"""Field of a chat -> its path in the client's body, from which the gateway made the chat. Other
+fields have the same name in both."""
 
 _GUIDING = ("reasoning_effort", "verbosity")
-"""Fields of a chat that are parameters of its template, and say how much to write."""
+"""Fields of a chat that go to the chat template as parameters, and say how much to write."""
 
 
 def leave_out_of_chat(
@@ -40,37 +36,63 @@ def leave_out_of_chat(
 ) -> None:
     """Leave out of a chat what has no effect on this model. Raises FieldError if the gateway is
     strict."""
+    names = names or {}
     leave_out(body, model, ignored)
-    for message in body.messages:
-        for call in message.tool_calls or ():
-            if not has_whole_arguments(call.function.arguments):
-                # The model's own call, which was cut: what it lacks cannot be had any more.
-                ignored.add((names or {}).get(ARGUMENTS, ARGUMENTS), always=True)
-    for name in _GUIDING:
-        value = getattr(body, name)
-        if value is None or _guides(model, name):
-            continue
-        field = (names or {}).get(name, name)
-        ignored.add(field, fault=_unknown_to_template(value, model))
-        setattr(body, name, None)
+    _note_cut_calls(body, ignored, names)
+    _leave_out_guides(body, model, ignored, names)
     body.chat_template_kwargs = known_kwargs(body.chat_template_kwargs, model, ignored)
-    budget = body.thinking_token_budget
-    if budget is not None and not honours_budget(body, model):
-        field = (names or {}).get(BUDGET, BUDGET)
-        reason = f"the reasoning of model {body.model!r} cannot be bound"
-        ignored.add(field, fault=f"is {budget}, but {reason}")
-        body.thinking_token_budget = None
+    _leave_out_budget(body, model, ignored, names)
     _loosen_tools(body, model, ignored)
-    limit = body.max_completion_tokens
-    if limit is not None and body.params.pop("max_tokens", limit) != limit:
-        ignored.add("max_tokens", fault="differs from max_completion_tokens: give one")
+    _leave_out_older_limit(body, ignored)
     if body.top_logprobs == 0 and not body.logprobs:
         body.top_logprobs = None
 
 
+def _note_cut_calls(body: ChatRequest, ignored: IgnoredFields, names: NamesOfFields) -> None:
+    """Note the model's own calls that were cut: of their arguments, only the complete ones reach
+    the model again (see ``chat.py``)."""
+    for message in body.messages:
+        for call in message.tool_calls or ():
+            if not has_whole_arguments(call.function.arguments):
+                ignored.add(names.get(ARGUMENTS, ARGUMENTS), always=True)
+
+
+def _leave_out_guides(
+    body: ChatRequest, model: ModelDescription, ignored: IgnoredFields, names: NamesOfFields
+) -> None:
+    for name in _GUIDING:
+        value = getattr(body, name)
+        if value is None or _guides(model, name):
+            continue
+        ignored.add(names.get(name, name), fault=_unknown_to_template(value, model))
+        setattr(body, name, None)
+
+
+def _leave_out_budget(
+    body: ChatRequest, model: ModelDescription, ignored: IgnoredFields, names: NamesOfFields
+) -> None:
+    budget = body.thinking_token_budget
+    if budget is None or honours_budget(body, model):
+        return
+    reason = f"the reasoning of model {body.model!r} cannot be bounded"
+    ignored.add(names.get(BUDGET, BUDGET), fault=f"is {budget}, but {reason}")
+    body.thinking_token_budget = None
+
+
+def _leave_out_older_limit(body: ChatRequest, ignored: IgnoredFields) -> None:
+    """Leave out ``max_tokens`` beside its newer name."""
+    limit = body.max_completion_tokens
+    older_limit = body.params.get("max_tokens")
+    if limit is None or older_limit is None:
+        return
+    del body.params["max_tokens"]
+    if older_limit != limit:
+        ignored.add("max_tokens", fault="differs from max_completion_tokens: give one")
+
+
 def _loosen_tools(body: ChatRequest, model: ModelDescription, ignored: IgnoredFields) -> None:
-    """A tool is strict only as far as a grammar can keep its schema. One that must be called is not
-    loosened: then its schema is all that there is."""
+    """Let a tool be strict only if a grammar can keep its schema. Tools are left as they are if one
+    of them must be called: such a call follows the schema whether or not the tool is strict."""
     strict = [tool for tool in body.tools or () if tool.function.strict]
     if not strict or body.tool_choice not in (None, "auto"):
         return
@@ -135,13 +157,13 @@ def known_kwargs(
     kwargs: dict[str, Any] | None, model: ModelDescription, ignored: IgnoredFields
 ) -> dict[str, Any] | None:
     """``chat_template_kwargs`` without those that the chat template never reads. One that it reads
-    is kept, though the model may refuse it: it would change the prompt."""
+    would change the prompt. So that one is kept, even if the model will refuse it."""
     if kwargs is None:
         return None
     kept = {}
     for name, value in kwargs.items():
-        is_read = model.chat_template is not None and _reads(model, name)
-        if is_read or takes_parameter(model, name):
+        is_surely_read = model.chat_template is not None and _reads(model, name)
+        if is_surely_read or takes_parameter(model, name):
             kept[name] = value
         else:
             fault = _unknown_to_template(value, model)

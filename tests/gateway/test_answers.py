@@ -1,16 +1,20 @@
 """Chunks and whole answers are made of the same steps and say the same."""
 
 import json
+import re
 from typing import Any
 
 import msgspec
 import pytest
-from jitney_gateway.answers import ChatAnswer, CompletionAnswer, PromptEcho
+from jitney_gateway.chat_answer import ChatAnswer
+from jitney_gateway.completion_answer import CompletionAnswer, PromptEcho
 from jitney_gateway.content_blocks import SequenceContent
+from jitney_gateway.formats import TOOL_FORMATS
+from jitney_gateway.model_steps import Step
 from jitney_gateway.parsers import Parser
 from jitney_gateway.reasoning_tokens import reasoning_counter
 from jitney_gateway.refusals import describe
-from jitney_gateway.server_client import Step, translated
+from jitney_gateway.server_connection import translated
 from jitney_gateway.wire import ChatRequest, CompletionRequest, JsonObject, decode
 
 TOOL = {"type": "function", "function": {"name": "stop", "parameters": {"type": "object"}}}
@@ -312,6 +316,52 @@ def test_reasoning_tokens_are_counted(
     assert usage["completion_tokens_details"] == {"reasoning_tokens": count}
     assert reasoning_counter(reasoning_format, {}) is None
     assert reasoning_counter(None, {"<think>": 6, "</think>": 7}) is None
+
+
+GEMMA_IDS = {"<|channel>": 1, "<channel|>": 2}
+HARMONY_IDS = {marker: number for number, marker in enumerate(TOOL_FORMATS["harmony"].markers)}
+
+
+def as_tokens(text: str, ids: dict[str, int]) -> list[tuple[int, str]]:
+    """The id and text of each token: a marker, or a character."""
+    markers = "|".join(map(re.escape, ids))
+    parts = re.findall(rf"{markers}|[\s\S]", text)
+    return [(ids.get(part, 100), part) for part in parts]
+
+
+@pytest.mark.parametrize("size", [1, 2, 100])
+@pytest.mark.parametrize(
+    ("reasoning_format", "ids", "text", "count"),
+    [
+        ("gemma", GEMMA_IDS, "<|channel>thought\nabc<channel|>de", len("thought\nabc")),
+        ("gemma_opened", GEMMA_IDS, "abc<channel|>de", 3),
+        ("gemma", GEMMA_IDS, "abcde", 0),
+        (
+            *("harmony", HARMONY_IDS),
+            "<|channel|>analysis<|message|>abc<|end|><|start|>assistant<|channel|>analysis"
+            "<|message|>de<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+            "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}",
+            5,
+        ),
+        ("harmony", HARMONY_IDS, "<|channel|>analysis<|message|>abc", 3),
+        ("harmony", HARMONY_IDS, "<|channel|>final<|message|>abc", 0),
+    ],
+)
+def test_reasoning_between_other_markers_is_counted(
+    reasoning_format: str, ids: dict[str, int], text: str, count: int, size: int
+) -> None:
+    answer = chat([Parser(None, None)])
+    answer.usage.reasoning = reasoning_counter(reasoning_format, ids)
+    assert answer.usage.reasoning is not None
+    tokens = as_tokens(text, ids)
+    for start in range(0, len(tokens), size):
+        now = tokens[start : start + size]
+        made = step("".join(part for _, part in now))
+        output_ids = [token_id for token_id, _ in now]
+        list(answer.feed(msgspec.structs.replace(made, output_ids=output_ids)))
+    usage = answer.as_json()["usage"]
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": count}
+    assert reasoning_counter(reasoning_format, {}) is None
 
 
 def test_logprobs_of_completions() -> None:

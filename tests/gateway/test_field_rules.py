@@ -6,19 +6,21 @@ from typing import Any
 
 import msgspec
 import pytest
+from jitney.config import EngineConfig
 from jitney_gateway.field_rules import IgnoredFields
 from jitney_gateway.language import _CHAT_APIS
+from jitney_gateway.model_description import ModelDescription
+from jitney_gateway.pooling_bodies import EmbeddingRequest
 from jitney_gateway.refusals import FieldError
 from jitney_gateway.server_request import (
-    ModelDescription,
     ServerRequest,
     request_of_chat,
     requests_of_completions,
 )
-from jitney_gateway.wire import CompletionRequest, EmbeddingRequest, decode
+from jitney_gateway.wire import CompletionRequest, decode
 from jitney_gateway.without_effect import leave_out, leave_out_of_chat
 
-from tests.gateway.test_server_requests import CHAT, KNOWN, TOOL, USER
+from tests.gateway.asked import CHAT, KNOWN, TOOL, USER
 
 MODEL = msgspec.structs.replace(
     KNOWN,
@@ -47,8 +49,10 @@ def test_a_json_object_may_have_a_schema() -> None:
     assert ignored == ""
 
 
-def test_an_effort_that_the_template_never_reads_is_named() -> None:
-    listed = frozenset(["reasoning_effort"])
+def test_an_effort_reaches_a_template_that_reads_it() -> None:
+    """With the engine's default options, such as those of a gpt-oss that was just added."""
+    defaults = {field.name: field.default for field in msgspec.structs.fields(EngineConfig)}
+    listed = frozenset(defaults["chat_template_parameters"])
     for template, names in (("{{ reasoning_effort }}", ""), ("{{ a }}", "reasoning_effort")):
         model = msgspec.structs.replace(
             MODEL, chat_template=template, chat_template_parameters=listed
@@ -129,7 +133,7 @@ def test_what_changes_no_answer_is_ignored_and_named(
         (CHATS, {"use_beam_search": True}, "use_beam_search is True"),
         (CHATS, {"documents": [{}]}, "documents is"),
         (CHATS, {"chat_template": "x"}, "the model's own is used"),
-        (CHATS, {"function_call": {"name": "a"}}, "tool_choice stands for it"),
+        (CHATS, {"function_call": {"name": "a"}}, "function_call goes with functions"),
         (CHATS, {"structured_outputs": {"structural_tag": "a"}}, "structural_tag is 'a'"),
         (CHATS, {"regex": "a+"}, "structured_outputs stands for it"),
         (CHATS, {"tool_choice": {"type": "custom"}}, "but must be function or allowed_tools"),

@@ -4,7 +4,7 @@ import pytest
 from jitney import __version__
 from jitney_gateway import gateway_metrics as module
 from jitney_gateway.gateway_metrics import AnswerTimer, GatewayMetrics
-from jitney_gateway.server_client import Step
+from jitney_gateway.model_steps import Step
 
 
 def test_a_sequence_without_new_tokens_keeps_the_time_of_its_last_one(

@@ -15,14 +15,16 @@ from jitney_gateway.app import make_app
 from jitney_gateway.commands import read_aliases
 from jitney_gateway.document import Endpoint
 from jitney_gateway.keys import FixedKeys
+from jitney_gateway.model_description import ModelDescription
+from jitney_gateway.model_steps import Step
 from jitney_gateway.refusals import as_json, describe
-from jitney_gateway.server_client import ServedModel, Step
-from jitney_gateway.server_request import ModelDescription, ServerRequest
+from jitney_gateway.server_client import ServedModel
+from jitney_gateway.server_request import ServerRequest
 from jitney_gateway.wire import MAX_BODY_BYTES
 from starlette.testclient import TestClient
 
+from tests.gateway.asked import KNOWN
 from tests.gateway.test_answers import step
-from tests.gateway.test_server_requests import KNOWN
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 PATH = "/v1/chat/completions"

@@ -8,7 +8,7 @@ import pytest
 from jitney.errors import ConfigError
 from jitney_gateway.app import make_app
 from jitney_gateway.keys import FileKeys
-from jitney_gateway.server_client import UnknownModelError
+from jitney_gateway.refusals import UnknownModelError
 from starlette.testclient import TestClient
 
 OLD, NEW = "o" * 24, "n" * 24

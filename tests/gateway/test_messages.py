@@ -16,17 +16,18 @@ from jitney_gateway.messages_request import (
     chat_of_message,
     chat_of_prompt,
 )
+from jitney_gateway.model_description import ModelDescription
 from jitney_gateway.parsers import Parser
 from jitney_gateway.refusals import FieldError, StatusError, describe, name_clients_field
 from jitney_gateway.refusals import describe_for_messages as told
-from jitney_gateway.server_request import ModelDescription, ServerRequest, request_of_chat
+from jitney_gateway.server_request import ServerRequest, request_of_chat
 from jitney_gateway.wire import JsonObject, decode
 from jitney_gateway.without_effect import leave_out_of_chat
 
+from tests.gateway.asked import KNOWN, PARAMS, SCHEMA
+from tests.gateway.asked import TOOL as CHAT_TOOL
 from tests.gateway.test_answers import step
 from tests.gateway.test_responses import TEXTS
-from tests.gateway.test_server_requests import KNOWN, PARAMS, SCHEMA
-from tests.gateway.test_server_requests import TOOL as CHAT_TOOL
 
 TOOL: Any = {"name": "stop", "input_schema": {"type": "object"}}
 USER: Any = {"role": "user", "content": "hi"}

@@ -6,15 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 from jitney_gateway.pooling import classify, embed, rerank, rerank_for_cohere, score
-from jitney_gateway.refusals import FieldError
-from jitney_gateway.server_client import ServedModel
-from jitney_gateway.wire import (
+from jitney_gateway.pooling_bodies import (
     ClassifyRequest,
     Document,
     EmbeddingRequest,
     RerankRequest,
     ScoreRequest,
 )
+from jitney_gateway.refusals import FieldError
+from jitney_gateway.server_client import ServedModel
 
 
 class OneVector:

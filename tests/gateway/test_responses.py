@@ -16,9 +16,9 @@ from jitney_gateway.responses_request import ResponseRequest, chat_of_response
 from jitney_gateway.server_request import ServerRequest, request_of_chat
 from jitney_gateway.wire import JsonObject, decode
 
+from tests.gateway.asked import KNOWN, PARAMS, SCHEMA
+from tests.gateway.asked import TOOL as CHAT_TOOL
 from tests.gateway.test_answers import CALLING, position, step
-from tests.gateway.test_server_requests import KNOWN, PARAMS, SCHEMA
-from tests.gateway.test_server_requests import TOOL as CHAT_TOOL
 
 TOOL = {"type": "function", **CHAT_TOOL["function"]}  # type: ignore[dict-item]
 BODY: dict[str, Any] = {"model": "m", "input": "hi"}
@@ -290,7 +290,7 @@ def test_the_whole_answer() -> None:
     assert answer.as_json()["usage"]["output_tokens_details"] == {"reasoning_tokens": 0}
     counter = reasoning_counter("think", {"<think>": 6, "</think>": 7})
     assert counter is not None
-    counter.add([6, 1, 2])
+    counter.add([6, 1, 2], "")
     answer.usage.reasoning = counter
     assert answer.as_json()["usage"]["output_tokens_details"] == {"reasoning_tokens": 2}
 

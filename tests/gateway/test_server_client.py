@@ -12,12 +12,17 @@ import numpy as np
 import pytest
 from jitney.errors import CancelledError, InvalidArgumentError, UnavailableError
 from jitney_gateway import server_client as module
-from jitney_gateway.app import Gateway, make_app
+from jitney_gateway import server_connection
+from jitney_gateway.app import make_app
+from jitney_gateway.gateway import Gateway
 from jitney_gateway.keys import FixedKeys
+from jitney_gateway.model_description import ModelDescription
+from jitney_gateway.model_steps import Step
 from jitney_gateway.refusals import UnknownModelError
-from jitney_gateway.server_client import ServedModel, ServerClient, Step, translated
+from jitney_gateway.server_client import ServedModel, ServerClient
+from jitney_gateway.server_connection import translated
 from jitney_gateway.server_load import REQUEST_HEADER, RESPONSE_HEADER
-from jitney_gateway.server_request import ModelDescription, ServerRequest
+from jitney_gateway.server_request import ServerRequest
 from starlette.requests import Request
 from starlette.testclient import TestClient
 from tritonclient.utils import InferenceServerException
@@ -90,7 +95,7 @@ def backend_of(monkeypatch: pytest.MonkeyPatch, *streams: FakeStream) -> ServerC
         def stream_infer(self, requests: Any, headers: dict[str, str]) -> FakeStream:
             return waiting.pop(0)
 
-    monkeypatch.setattr(module.aio, "InferenceServerClient", FakeClient)
+    monkeypatch.setattr(server_connection.aio, "InferenceServerClient", FakeClient)
     return ServerClient("nowhere")
 
 
@@ -197,8 +202,8 @@ def test_an_adapter_is_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(backend, "ready_models", names)
     monkeypatch.setattr(backend, "_fetch_model", ask)
-    opened = backend._client.stream_infer
-    monkeypatch.setattr(backend._client, "stream_infer", stream_infer)
+    opened = backend._connection._client.stream_infer
+    monkeypatch.setattr(backend._connection._client, "stream_infer", stream_infer)
 
     async def play() -> list[dict[str, Any]]:
         with pytest.raises(UnknownModelError, match="'tax'"):
@@ -244,13 +249,13 @@ def test_an_alias_is_the_model_that_it_stands_for(monkeypatch: pytest.MonkeyPatc
     known = ModelDescription(64, 1, frozenset(), adapters=["law"])
     model = ServedModel("m", "", {}, known, time.monotonic())
     backend._models = {"m": model, "law": model.adapter("law")}
-    opened = backend._client.stream_infer
+    opened = backend._connection._client.stream_infer
 
     def stream_infer(requests: Any, headers: dict[str, str]) -> FakeStream:
         asked.append(requests)
         return opened(requests, headers)
 
-    monkeypatch.setattr(backend._client, "stream_infer", stream_infer)
+    monkeypatch.setattr(backend._connection._client, "stream_infer", stream_infer)
 
     async def play() -> list[dict[str, Any]]:
         assert (await backend.find_model("gpt")).name == "m"
@@ -357,9 +362,11 @@ def model_server(monkeypatch: pytest.MonkeyPatch, backend: ServerClient) -> set[
     async def infer(name: str, inputs: Any) -> Any:
         check(name)
 
-    monkeypatch.setattr(backend._client, "get_inference_statistics", statistics, raising=False)
-    monkeypatch.setattr(backend._client, "get_model_config", config, raising=False)
-    monkeypatch.setattr(backend._client, "infer", infer, raising=False)
+    monkeypatch.setattr(
+        backend._connection._client, "get_inference_statistics", statistics, raising=False
+    )
+    monkeypatch.setattr(backend._connection._client, "get_model_config", config, raising=False)
+    monkeypatch.setattr(backend._connection._client, "infer", infer, raising=False)
     return ready
 
 

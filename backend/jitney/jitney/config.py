@@ -197,7 +197,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     by the engine in compiled form."""
 
     # -- chat
-    chat_template_parameters: tuple[str, ...] = ("add_generation_prompt", "enable_thinking")
+    chat_template_parameters: tuple[str, ...] = (
+        "add_generation_prompt",
+        "enable_thinking",
+        "reasoning_effort",
+    )
     """Names that a client may pass to the chat template."""
     tool_format: str | None = None
     """How the model writes calls of tools, for the gateway. None: as its chat template tells."""

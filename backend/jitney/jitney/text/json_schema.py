@@ -63,9 +63,11 @@ _MOST_EXACT = 2**53
 _FORMATS = (
     "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
 )  # fmt: skip
-_FORMATS_OF_ANY_STRING = ("password", "unknown")
-"""``password`` is OpenAPI's: it says how a form shows the string. ``unknown`` is llguidance's name
-for no format."""
+_FORMATS_NOT_KEPT = (
+    "idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template",
+    "json-pointer", "relative-json-pointer", "regex",
+)  # fmt: skip
+"""The other formats that JSON Schema knows. Any further name is an annotation."""
 _MAX_REFERENCES = 8
 """References in a row that are followed. They may form a circle."""
 _IN_URI = "/#?:@!$&'()*+,;=~%"
@@ -178,13 +180,14 @@ class _Checker:
         schema["$ref"] = quote(absolute, safe=_IN_URI)  # llguidance takes no letters but ASCII
 
     def _check_format(self, schema: dict[str, Any], value: Any, at: str) -> None:
-        """Check a format. In a schema without strings it is left alone: a format of numbers, such
-        as ``int64``, allows every number."""
+        """Check a format, and leave it out if it is an annotation, such as ``password`` or ``path``.
+        In a schema without strings it is left alone: a format of numbers, such as ``int64``, allows
+        every number."""
         allowed = schema.get("type", "string")
         types = allowed if isinstance(allowed, list) else [allowed]
         if value in _FORMATS or "string" not in types:
             return
-        if value not in _FORMATS_OF_ANY_STRING:
+        if value in _FORMATS_NOT_KEPT or not isinstance(value, str):
             raise self._refusal(at, f"is {value!r}, but must be one of {', '.join(_FORMATS)}")
         del schema["format"]
 

@@ -1,0 +1,144 @@
+"""Parts of the grammars in which the gateway says what an answer must be. Pure.
+
+They are values of the sampling parameter ``structured_outputs``, in llguidance's dialect of Lark:
+
+- ``<[5]>`` is the token with the id 5;
+- ``%json {…}`` is JSON that follows a schema, and ``%lark {…}`` a whole grammar inside another;
+- a rule with ``[suffix="x"]`` is any text up to the first ``x``, with that ``x``;
+- a rule with ``[lazy]`` that ends in ``"x"`` is the same;
+- the lexer finds the longest text that any string, regular expression or terminal allows, whatever
+  rule it is in.
+"""
+
+import contextlib
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import quote
+
+from jitney.errors import InvalidArgumentError
+from jitney.text.schema_references import DEFINITIONS
+
+ANY_TEXT: Mapping[str, str] = {"regex": "(?s:.*)"}
+"""The constraint that allows any answer."""
+ANY_TEXT_IN_LARK = "/(?s:.*)/"
+"""Any text. Special tokens are no text."""
+WRONG_SCHEMA = (ValueError, TypeError, AttributeError, RecursionError)
+"""What reading a value that is no JSON schema may raise."""
+Spell = Callable[[str], str]
+"""Writes a fixed text in Lark."""
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""Space only where chat templates write it: small models may go on with free space for ever."""
+_IDENTIFIER = "urn:jitney:parameters"
+"""The ``$id`` of a schema that has none of its own."""
+_REFERENCE = re.compile(r'"\$ref": "([^"]*)"')
+
+
+# ------------------------------------------------------------------------------- fixed texts
+
+
+def spelt(text: str, token_ids: Mapping[str, int]) -> str:
+    """A fixed text in Lark. ``token_ids``: text of a special token -> its id. Those tokens stand as
+    tokens, and all else as strings."""
+    if not token_ids:
+        return json.dumps(text, ensure_ascii=False)
+    markers = "|".join(map(re.escape, token_ids))
+    parts = []
+    for part in re.split(f"({markers})", text):
+        if part in token_ids:
+            parts.append(f"<[{token_ids[part]}]>")
+        else:
+            parts.append(json.dumps(part, ensure_ascii=False))
+    return " ".join(parts)
+
+
+def spelt_as_json(text: str) -> str:
+    """A fixed text in Lark, divided into the same strings as ``%json`` divides JSON."""
+    parts = re.findall(r'"[^"]*"|: |, |[{}]|[^"{}:, ]+|[ :,]', text)
+    return " ".join(map(json.dumps, parts)) or '""'
+
+
+# ------------------------------------------------------------------------------- expressions
+
+
+def between_slashes(expression: str) -> str:
+    """A regular expression in Lark, in one line. A slash in it must have a backslash before it."""
+
+    def in_lark(match: re.Match[str]) -> str:
+        if match[0] in ("\n", "\\\n"):
+            return r"\n"
+        return r"\/" if match[0] == "/" else match[0]
+
+    escape_or_slash_or_newline = r"(?s)\\.|/|\n"
+    return f"/{re.sub(escape_or_slash_or_newline, in_lark, expression)}/"
+
+
+def without_text(forbidden: str) -> str:
+    """The texts in which ``forbidden`` does not stand, as (a part of) a terminal of Lark."""
+    with_it = between_slashes(f"(?s:.*){re.escape(forbidden)}(?s:.*)")
+    # What is not `with_it` may be any bytes, those of special tokens included.
+    return f"{ANY_TEXT_IN_LARK} & ~{with_it}"
+
+
+# ------------------------------------------------------------------------------- JSON
+
+
+def json_value(schema: Mapping[str, Any]) -> str:
+    """JSON that follows a whole schema."""
+    return "%json " + json.dumps({"x-guidance": _SPACING, **schema})
+
+
+def json_property(name: str, schema: Any, whole: Mapping[str, Any]) -> str:
+    """JSON that follows the ``schema`` of the property ``name`` in the schema ``whole``, to whose
+    parts it may refer."""
+    own = schema if isinstance(schema, Mapping) else {}
+    definitions = {key: whole[key] for key in DEFINITIONS if key in whole}
+    references = _REFERENCE.findall(json.dumps([own, definitions]))
+    if not references:
+        return json_value(own)
+    refers_to_definitions_only = all(
+        reference.startswith(("#/$defs/", "#/definitions/")) for reference in references
+    )
+    if refers_to_definitions_only:
+        return json_value({**definitions, **own})
+    # A reference such as "#/properties/other" starts at the root, which must remain ``whole``. So
+    # ``whole`` is a definition with an id, and the value follows a part of it.
+    identifier = whole.get("$id", _IDENTIFIER)
+    pointer = quote(name.replace("~", "~0").replace("/", "~1"), safe="~")
+    reference = f"{identifier}#/properties/{pointer}"
+    return json_value({"$ref": reference, "$defs": {"all": {"$id": identifier, **whole}}})
+
+
+# ------------------------------------------------------------------------------- whole constraints
+
+
+def constrained_answer(constraint: Mapping[str, Any]) -> str:
+    """A value of ``structured_outputs``, which has one key, in Lark. Raises
+    InvalidArgumentError."""
+    ((kind, value),) = constraint.items()
+    if kind == "json":
+        return _json_of_schema(value)
+    if kind == "json_object":
+        return _json_of_schema({"type": "object"})
+    if kind == "regex":
+        return between_slashes(value)
+    if kind == "choice":
+        return f"({' | '.join(map(json.dumps, value))})"
+    assert kind == "grammar", kind
+    return inside_another(value)
+
+
+def inside_another(grammar: str) -> str:
+    """A whole grammar as a part of another."""
+    return f"%lark {{\n{grammar}\n}}"
+
+
+def _json_of_schema(schema: Any) -> str:
+    """JSON that follows a schema, which may itself be given as a text of JSON."""
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
+        schema = json.loads(schema)
+    if not isinstance(schema, Mapping):
+        bound = "a JSON schema that is an object"
+        raise InvalidArgumentError.of("structured_outputs.json", schema, bound)
+    return json_value(schema)

@@ -1,0 +1,228 @@
+"""The arguments of calls: a grammar keeps the schema of a tool, in each notation."""
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+from jitney.errors import InvalidArgumentError
+from jitney.sampling_params import StructuredOutputs
+from jitney.text.grammar import prove_grammar
+from jitney_gateway.formats import AnswerFormats, special_markers
+from jitney_gateway.parsers import Parser
+from jitney_gateway.strict_tools import why_not_kept
+from jitney_gateway.tool_grammar import grammar_of_calls
+
+from benchmarks.json_schema_suite import allows, byte_compiler
+from tests.gateway.written_calls import (
+    accepts,
+    tokenizer,
+)
+
+
+def test_what_a_definition_allows_is_written_as_it_is_read() -> None:
+    optional = {"anyOf": [{"$ref": "#/$defs/Code"}, {"type": "null"}]}
+    definitions = {"Code": {"type": "string", "enum": ["5"]}, "Number": {"type": "integer"}}
+    properties = {"a": optional, "b": {"$ref": "#/$defs/Number"}}
+    schema = {"properties": properties, "required": ["a", "b"], "$defs": definitions}
+    tool = {"function": {"name": "g", "parameters": schema}}
+    constraint = grammar_of_calls([tool], "required", False, "qwen_xml")
+
+    def call(a: str, b: str) -> str:
+        parameters = f"<parameter=a>\n{a}\n</parameter>\n<parameter=b>\n{b}\n</parameter>\n"
+        return f"<tool_call>\n<function=g>\n{parameters}</function>\n</tool_call>"
+
+    assert accepts(constraint, tokenizer([]), call("5", "5"))
+    assert not accepts(constraint, tokenizer([]), call("5", "x"))
+
+
+ENUM = {"type": "string", "enum": ["red", "green"]}
+
+
+VALUES = {
+    "a reference": ({"$ref": "#/$defs/Color"}, ["red", "green"], ["blue", "null"]),
+    "a reference to a property": ({"$ref": "#/properties/other"}, ["7"], ["x"]),
+    "an anchor": ({"$ref": "#code"}, ["5"], ["6"]),
+    "optional": ({"anyOf": [ENUM, {"type": "null"}]}, ["red", "null"], ["blue", "5", '"red"']),
+    "optional reference": (
+        {"anyOf": [{"$ref": "#/$defs/Color"}, {"type": "null"}], "default": None},
+        ["green", "null"],
+        ["blue"],
+    ),
+    "types": ({"type": ["string", "null"], "maxLength": 2}, ["ab", "null"], ["abc"]),
+    "an enum of several types": ({"enum": ["a", 'é/"😀', None]}, ["a", 'é/"😀', "null"], ["b"]),
+    "const": ({"const": "a"}, ["a"], ["b", "null", '"a"']),
+    "const that is no string": ({"const": 5}, ["5"], ["6"]),
+    "pattern": (
+        {"type": "string", "pattern": r"^\d{2}/[a\]\d[]+$"},
+        ["12/a"],
+        ["12/", "x12/a", "12/ax"],
+    ),
+    "pattern that is searched": (
+        {"type": "string", "pattern": "b|^c|d$"},
+        ["abc", "ca", "ad"],
+        ["ac", "da"],
+    ),
+    "maxLength": ({"type": "string", "maxLength": 3}, ["", "äöü", "\n<a"], ["abcd"]),
+    "minLength": ({"type": "string", "minLength": 2}, ["ab"], ["a", ""]),
+    "format": ({"type": "string", "format": "date"}, ["2024-02-28"], ["2024-02-30", "x"]),
+    "allOf": (
+        {"type": "string", "allOf": [{"pattern": "^a"}, {"maxLength": 2}]},
+        ["ab"],
+        ["b", "abc"],
+    ),
+    "rules beside a reference": ({"$ref": "#/$defs/Color", "maxLength": 3}, ["red"], ["green"]),
+    "a union of strings": (
+        {"anyOf": [{"type": "string", "pattern": "^a+$"}, {"const": "b"}]},
+        ["aa", "b"],
+        ["ab"],
+    ),
+    "a number or a word": ({"anyOf": [{"type": "integer"}, {"const": "all"}]}, ["all", "5"], ["x"]),
+    "a word or a list": (
+        {"anyOf": [{"const": "*"}, {"type": "array", "items": {"$ref": "#/$defs/Color"}}]},
+        ["*", '["red"]'],
+        ["x", "[5]", '"*"'],
+    ),
+    "any": ({}, ["x", "5"], []),
+}
+
+
+@pytest.mark.parametrize("case", VALUES)
+def test_a_parameter_between_tags_keeps_its_schema(case: str) -> None:
+    """What the grammar allows is read as a value of the schema, and what the schema forbids is not
+    allowed."""
+    value, fits, others = VALUES[case]
+    schema = {
+        "type": "object",
+        "properties": {"a/b": value, "other": {"type": "integer"}},
+        "required": ["a/b"],
+        "additionalProperties": False,
+        "$defs": {"Color": {**ENUM, "title": "Color"}, "Code": {"$anchor": "code", "const": "5"}},
+    }
+    tool = {"function": {"name": "g", "parameters": schema}}
+    constraint = grammar_of_calls([tool], "required", False, "qwen_xml")
+    # References are what the engine makes of them.
+    compiler = byte_compiler()
+    structured = StructuredOutputs(grammar=constraint["grammar"])
+    grammar = prove_grammar(structured, compiler, max_bytes=100_000, max_depth=64)
+
+    def call(text: str) -> str:
+        parameter = f"<parameter=a/b>\n{text}\n</parameter>\n"
+        return f"<tool_call>\n<function=g>\n{parameter}</function>\n</tool_call>"
+
+    assert [text for text in fits if not allows(compiler, grammar, call(text))] == []
+    assert [text for text in others if allows(compiler, grammar, call(text))] == []
+    for text in fits:
+        parser = Parser("qwen_xml", None, [tool])
+        (piece,) = parser.push(call(text)) + parser.finish()
+        jsonschema.validate(json.loads(piece.text), schema)
+
+
+GEMMA = {
+    "strings": ({"type": "string", "maxLength": 2}, ['"ab"'], ['"abc"', "5"]),
+    "a reference": ({"$ref": "#/$defs/Color"}, ['"red"'], ['"blue"']),
+    "optional": ({"anyOf": [ENUM, {"type": "null"}]}, ['"red"', "null"], ['"blue"', "red"]),
+    "constants": ({"enum": [5, True, None, [1, "a"], {"b": 1}]}, ["5", '[1,"a"]', "{b:1}"], ["6"]),
+    "numbers": ({"type": "integer", "minimum": 3}, ["3"], ["2", "3.5"]),
+    "arrays": (
+        {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 2},
+        ["[true]", "[true,false]"],
+        ["[]", "[1]", "[true,true,true]"],
+    ),
+    "a tree": (
+        {"$ref": "#/$defs/Tree"},
+        ["{n:1}", "{n:1,kids:[{n:2,kids:[]}]}"],
+        ["{}", "{n:1,m:1}"],
+    ),
+    "names": (
+        {"properties": {"first name": {"const": 1}}, "required": ["first name"], "type": "object"},
+        ['{"first name":1}'],
+        ["{first name:1}"],
+    ),
+    "any object": ({"type": "object"}, ["{}", '{a:1,b:{c:[null,"x"]}}'], ["[]"]),
+    "allOf": (
+        {"type": "object", "allOf": [{"required": ["a"]}, {"properties": {"a": {"const": 1}}}]},
+        ["{a:1}"],
+        ["{}", "{a:2}"],
+    ),
+}
+
+
+@pytest.mark.parametrize("single", [False, True], ids=["spelt", "single tokens"])
+@pytest.mark.parametrize("case", GEMMA)
+def test_a_value_in_gemmas_notation_keeps_its_schema(case: str, single: bool) -> None:
+    """The values here have double quotes for Gemma's marker."""
+    value, fits, others = GEMMA[case]
+    tree = {
+        "type": "object",
+        "properties": {
+            "n": {"type": "integer"},
+            "kids": {"type": "array", "items": {"$ref": "#/$defs/Tree"}},
+        },
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    schema = {"properties": {"a": value}, "required": ["a"], "$defs": {"Color": ENUM, "Tree": tree}}
+    tool = {"function": {"name": "g", "parameters": schema}}
+    markers = special_markers(AnswerFormats("gemma", None)) if single else []
+    tokens = tokenizer(markers)
+    ids = {marker: tokens.token_to_id(marker) for marker in markers}
+    constraint = grammar_of_calls([tool], "required", False, "gemma", ids)
+
+    def call(text: str) -> str:
+        marked = text.replace('"', '<|"|>')
+        return f"<|tool_call>call:g{{a:{marked}}}<tool_call|>"
+
+    assert [text for text in fits if not accepts(constraint, tokens, call(text))] == []
+    assert [text for text in others if accepts(constraint, tokens, call(text))] == []
+    for text in fits:
+        parser = Parser("gemma", None, [tool])
+        (piece,) = parser.push(call(text)) + parser.finish()
+        jsonschema.validate(json.loads(piece.text), schema)
+
+
+def test_a_parameter_that_no_grammar_keeps_is_refused_by_name() -> None:
+    for value, reason in [
+        ({"type": "string", "not": {"const": "a"}}, "parameter 'a': 'not' of a string"),
+        ({"type": "string", "pattern": "a(^b|c)"}, r"parameter 'a': pattern .* has \^ inside"),
+    ]:
+        tool = {"function": {"name": "g", "parameters": {"properties": {"a": value}}}}
+        with pytest.raises(InvalidArgumentError, match=f"^tools: function 'g': {reason}"):
+            grammar_of_calls([tool], "required", True, "qwen_xml")
+
+
+@pytest.mark.parametrize(
+    ("tool_formats", "schema"),
+    [
+        (("pythonic", "qwen_xml"), {"properties": [1]}),
+        (("pythonic", "qwen_xml"), {"properties": None}),
+        (("pythonic", "qwen_xml"), {"required": 5}),
+        (("qwen_xml",), {"properties": {"a": {"type": 5}}}),
+        (("qwen_xml",), {"properties": {"a": {"anyOf": 5}}}),
+    ],
+)
+def test_parameters_that_are_no_schema_are_refused_by_name(
+    tool_formats: tuple[str, ...], schema: dict[str, Any]
+) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    for tool_format in tool_formats:
+        with pytest.raises(InvalidArgumentError, match=r"^tools: .*'f' are no JSON"):
+            grammar_of_calls([tool], "required", True, tool_format)
+
+
+NOT_KEPT = {
+    "a format": ({"type": "string", "format": "uuid4"}, True),
+    "another format": ({"type": "string", "format": "path"}, True),
+    "a look-ahead": ({"type": "string", "pattern": "^(?!a)"}, False),
+    "a keyword": ({"type": "string", "not": {"const": "a"}}, False),
+}
+
+
+@pytest.mark.parametrize("tool_format", ["hermes", "qwen_xml", "pythonic", "gemma"])
+@pytest.mark.parametrize("name", NOT_KEPT)
+def test_a_tool_is_strict_as_far_as_a_grammar_can_keep_it(name: str, tool_format: str) -> None:
+    schema, is_kept = NOT_KEPT[name]
+    function = {"name": "g", "parameters": {"type": "object", "properties": {"a": schema}}}
+    assert (why_not_kept(function, tool_format, {}) is None) == is_kept
+    if is_kept:
+        assert grammar_of_calls([{"function": function}], "required", True, tool_format)
