@@ -180,9 +180,9 @@ class _Checker:
         schema["$ref"] = quote(absolute, safe=_IN_URI)  # llguidance takes no letters but ASCII
 
     def _check_format(self, schema: dict[str, Any], value: Any, at: str) -> None:
-        """Check a format, and leave it out if it is an annotation, such as ``password`` or ``path``.
-        In a schema without strings it is left alone: a format of numbers, such as ``int64``, allows
-        every number."""
+        """Check a format. One that is an annotation, such as ``password``, is left out. In a schema
+        without strings it is left alone: a format of numbers, such as ``int64``, allows every
+        number."""
         allowed = schema.get("type", "string")
         types = allowed if isinstance(allowed, list) else [allowed]
         if value in _FORMATS or "string" not in types:
