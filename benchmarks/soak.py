@@ -289,7 +289,8 @@ def main() -> int:
         tempfile.TemporaryDirectory(prefix="soak-") as repository,
         tempfile.TemporaryDirectory(prefix="soak-") as folder,
     ):
-        copy_model(Path(repository), dtype="float32", kv_cache_bytes=CACHE_MB << 20)
+        options = {"dtype": "float32", "threads": 1, "kv_cache_bytes": CACHE_MB << 20}
+        copy_model(Path(repository), **options)
         launcher = Launcher(Path(repository), Path(folder))
         try:
             launcher.start()

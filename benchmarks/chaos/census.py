@@ -32,9 +32,11 @@ class Census:
         self._run_folders: set[str] = set()
         """The names of all that there have been."""
 
-    def take(self) -> Counter[str]:
-        """Kind of thing -> how many there are."""
+    def take(self, *, with_files: bool = True) -> Counter[str]:
+        """Kind of thing -> how many there are. ``with_files``: shared memory and folders too."""
         found = self._count_processes()
+        if not with_files:
+            return found
         folders = [entry.name for entry in self._folder.iterdir() if entry.is_dir()]
         self._run_folders.update(name for name in folders if name.startswith(_RUN_FOLDER))
         found["folder for temporary files"] = len(folders)
@@ -45,13 +47,13 @@ class Census:
         )
         return found
 
-    def left(self, before: Counter[str]) -> list[str]:
+    def left(self, before: Counter[str], *, with_files: bool = True) -> list[str]:
         """What there is more than before, each with its kind; waits some time for it to go."""
         deadline = time.monotonic() + _LEFT_S
-        more = self.take() - before
+        more = self.take(with_files=with_files) - before
         while more and time.monotonic() < deadline:
             time.sleep(_PAUSE_S)
-            more = self.take() - before
+            more = self.take(with_files=with_files) - before
         return sorted(more.elements())
 
     def _count_processes(self) -> Counter[str]:

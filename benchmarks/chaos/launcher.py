@@ -23,7 +23,7 @@ HOST = "127.0.0.1"
 MARK = "JITNEY_CHAOS"
 """A variable that all processes of one :class:`Launcher` inherit."""
 GRACE_S = 10
-READY_S = 180.0
+READY_S = 600.0
 _POLL_S = 0.1
 
 

