@@ -18,6 +18,8 @@ _LEFT_S = 30.0
 _PAUSE_S = 0.25
 _RUN_FOLDER = "jitney-server-"
 """Beginning of the names of run folders, and of shared memory that belongs to them."""
+_CACHE = "torchinductor_"
+"""Beginning of the name of torch's cache, which all programs of a user share."""
 _PROGRAMS = ("tritonserver", "triton_python_backend_stub", "jitney.engine.process", "gateway",
              "serve", "nginx")  # fmt: skip
 """What a command line is called by."""
@@ -37,7 +39,11 @@ class Census:
         found = self._count_processes()
         if not with_files:
             return found
-        folders = [entry.name for entry in self._folder.iterdir() if entry.is_dir()]
+        folders = [
+            entry.name
+            for entry in self._folder.iterdir()
+            if entry.is_dir() and not entry.name.startswith(_CACHE)
+        ]
         self._run_folders.update(name for name in folders if name.startswith(_RUN_FOLDER))
         found["folder for temporary files"] = len(folders)
         found["/tmp/python_env_ folder"] = _count_environments()

@@ -114,6 +114,14 @@ def longest_pause(came: list[float], killed_at: float) -> float:
     return max(after - before for before, after in itertools.pairwise(times))
 
 
+def describe(row: Row) -> str:
+    """A line about it so far."""
+    counted = [f"{count} {outcome}" for outcome, count in row.outcomes.items()]
+    counted.append(f"errors within {row.longest_s:.1f} s")
+    counted.append(f"{len(row.defects)} defects")
+    return ", ".join(counted)
+
+
 def table(rows: Iterable[Row]) -> str:
     """What the benchmark prints."""
     lines = [

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from benchmarks.chaos.census import Census
 from benchmarks.chaos.clients import WAYS, Doors, Heard, ask
 from benchmarks.chaos.launcher import MARK, Launcher
-from benchmarks.chaos.verdict import Outcome, Row, judge
+from benchmarks.chaos.verdict import Outcome, Row, describe, judge
 from benchmarks.chaos.workload import make_requests
 from tests.compose.proxy import Proxy, Server, why_not
 
@@ -77,7 +77,7 @@ class Chaos:
             for _ in range(count):
                 row.kills += 1
                 self._kill_once(row)
-                print(f"{process}, kill {row.kills}: {dict(row.outcomes)}", file=sys.stderr)
+                print(f"{process}, kill {row.kills}: {describe(row)}", file=sys.stderr)
             self._stop(row)
         raise AssertionError("unreachable")
 
