@@ -63,8 +63,10 @@ class Sample:
     engine_mb: float
     """Fork server and engine, memory that they share counted once; with weights and cache."""
     server_mb: float
+    """Not judged: it is not ours."""
     gateway_mb: float
     threads: int
+    """Of the language model's processes and the gateway, as the handles."""
     handles: int
     shared_mb: float
     """The server's and the front's region in /dev/shm."""
@@ -189,7 +191,7 @@ class Soak:
         threads = handles = 0
         server = self.launcher.process("server")
         gateway = self.launcher.process("gateway")
-        for one in (server, gateway, stub, *below):
+        for one in (gateway, stub, *below):
             threads += one.num_threads()
             handles += one.num_fds()
         (run_folder,) = self.launcher.folder.glob("jitney-server-*/")
@@ -246,7 +248,7 @@ def grown(first: Sample, last: Sample) -> Iterator[str]:
     for name, before in asdict(first).items():
         after = getattr(last, name)
         most = before * (1.05 if name.endswith("_mb") else 1)
-        if name not in ("minute", "libraries_mb") and after > most:
+        if name not in ("minute", "libraries_mb", "server_mb") and after > most:
             yield f"{name}: {before:,.0f} at minute five, {after:,.0f} at the end"
 
 

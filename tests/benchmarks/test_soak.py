@@ -12,7 +12,7 @@ def test_memory_may_differ_by_a_twentieth_and_nothing_else_at_all() -> None:
     assert not list(grown(BEFORE, fine))
     worse = Sample(60.0, 32.0, 2.0, 526.0, 64.0, 95.0, 21, 17, 1.06, 1.0)
     assert [each.split(":")[0] for each in grown(BEFORE, worse)] == [
-        "front_mb", "engine_mb", "server_mb", "gateway_mb", "threads", "handles", "shared_mb",
+        "front_mb", "engine_mb", "gateway_mb", "threads", "handles", "shared_mb",
         "used_blocks",
     ]  # fmt: skip
 
