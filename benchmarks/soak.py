@@ -2,17 +2,18 @@
 
     python -m benchmarks.soak --minutes 60          # or: make soak
 
-24 clients of the demo model through the real server: whole streams, refused requests, deadlines,
-and clients that leave in mid-stream. (Over HTTP: this server may crash when a gRPC stream is
-cancelled in the moment of its last response.) At minute five and at the end the clients pause, and
-what is held then is compared: memory, threads, handles, shared memory and blocks.
+24 clients of the demo model through `jitney serve`: whole streams over gRPC and from the gateway,
+refused requests, deadlines, and clients that leave in mid-stream, over HTTP and gRPC. (Far from
+the end: this server may crash when a gRPC stream is cancelled in the moment of its last response.)
+At minute five and at the end the clients pause, and what is held then is compared: memory, threads,
+handles, shared memory and blocks. At last the launcher is stopped while the clients hold their
+connections: its exit status must be 0, within the grace and 5 s.
 """
 
 import argparse
 import asyncio
 import contextlib
 import itertools
-import json
 import random
 import sys
 import tempfile
@@ -26,24 +27,33 @@ import aiohttp
 import matplotlib as mpl
 import psutil
 import tritonclient.grpc.aio as grpc
-from jitney_server.server import TritonServer
 
-from benchmarks.chaos import FIRST_S, KINDS, MODEL, Answer, ask, copy_model, engine_of
+from benchmarks.chaos.clients import GATEWAY, Heard, ask, stream_over_grpc, triton_body
+from benchmarks.chaos.launcher import GRACE_S, Launcher
+from benchmarks.chaos.workload import KINDS, MODEL, VOCABULARY, Request, copy_model
 
 CLIENTS = 24
 SAMPLE_S = 5.0
 KILL_S = 120.0
+FIRST_S = 2.5
+"""An engine younger than this may still be loading: it is not killed."""
+STOP_S = GRACE_S + 5
+"""Longest time that the launcher may take to end."""
 FIRST_MINUTES = 5.0
 CACHE_MB = 256
 WEIGHTS_MB = 20
 """Of the demo model in float32."""
-SHARES = {"whole": 70, "refused": 10, "deadline": 10, "leaves": 10}
-"""Kind of a request -> its share in percent."""
+SHARES = {"whole": 55, "gateway": 10, "refused": 10, "deadline": 10, "leaves": 10, "cancels": 5}
+"""Kind of a request -> its share in percent. Over gRPC: "whole" and "cancels"."""
+MOST_BEFORE_CANCEL = 4
+"""Responses after which a stream over gRPC is cancelled, at most."""
+CANCELLED_TOKENS = 400
+"""Of a stream that is cancelled: its end is far then."""
 
 
 @dataclass
 class Sample:
-    """What the language model's processes hold."""
+    """What the processes hold: the language model's, and all others below the launcher."""
 
     minute: float
     front_mb: float
@@ -51,8 +61,12 @@ class Sample:
     libraries_mb: float
     """The front's share of the files that it maps: it changes with who else maps them."""
     engine_mb: float
-    """ForkServer and engine, memory that they share counted once; with weights and cache."""
+    """Fork server and engine, memory that they share counted once; with weights and cache."""
+    server_mb: float
+    """Not judged: it is not ours."""
+    gateway_mb: float
     threads: int
+    """Of the language model's processes and the gateway, as the handles."""
     handles: int
     shared_mb: float
     """The server's and the front's region in /dev/shm."""
@@ -60,14 +74,17 @@ class Sample:
 
 
 class Soak:
-    """A server under load, and what was seen of it."""
+    """A launcher under load, and what was seen of it."""
 
-    def __init__(self, server: TritonServer, seed: int) -> None:
-        self.server = server
+    def __init__(self, launcher: Launcher, seed: int) -> None:
+        self.launcher = launcher
         self.samples: list[Sample] = []
         self.ends: Counter[str] = Counter()
         """How many requests of each kind ended as they should, and "kind: error" of the others."""
         self.kills = 0
+        self.stop_status = 0
+        self.stop_s = 0.0
+        """How the launcher ended, and how long that took."""
         self._began = time.monotonic()
         self._chance = random.Random(seed)
         self._keys = itertools.count()
@@ -85,7 +102,11 @@ class Soak:
             self._running.set()
             await asyncio.sleep(60 * minutes - (time.monotonic() - self._began))
             last = await self._at_rest()
-            for task in running:
+            for task in running[CLIENTS:]:
+                task.cancel()
+            # The clients are idle, and stay connected.
+            self.stop_status, self.stop_s = await asyncio.to_thread(self.launcher.stop)
+            for task in running[:CLIENTS]:
                 task.cancel()
         return first, last
 
@@ -99,7 +120,7 @@ class Soak:
     async def _work(self) -> None:
         async with (
             aiohttp.ClientSession() as session,
-            grpc.InferenceServerClient(self.server.grpc_url) as client,
+            grpc.InferenceServerClient(self.launcher.doors.grpc) as client,
         ):
             while True:
                 await self._running.wait()
@@ -115,20 +136,26 @@ class Soak:
         self, kind: str, session: aiohttp.ClientSession, client: grpc.InferenceServerClient
     ) -> str:
         """One request; what went wrong with it, or nothing."""
-        url = f"http://{self.server.http_url}/v2/models/{MODEL}/generate_stream"
+        url = f"{self.launcher.doors.http}/v2/models/{MODEL}/generate_stream"
         key = next(self._keys)
         chance = self._chance
-        prompt = [chance.randrange(10, 3000) for _ in range(chance.randint(16, 704))]
+        prompt = chance.choices(VOCABULARY, k=chance.randint(16, 600))
         params = {"max_tokens": chance.randint(16, 256), "seed": key, **KINDS[key % len(KINDS)]}
         if kind == "whole":
-            answer = Answer()
-            await ask(client, prompt, params, answer)
-            return answer.error
+            return _failure(await _stream(client, Request(prompt, params), leave_after=None))
+        if kind == "gateway":
+            heard = Heard()
+            await ask(GATEWAY, self.launcher.doors, Request(prompt, params), heard)
+            return _failure(heard)
+        if kind == "cancels":
+            request = Request(prompt, {"max_tokens": CANCELLED_TOKENS, "ignore_eos": True})
+            leave_after = chance.randint(1, MOST_BEFORE_CANCEL)
+            return (await _stream(client, request, leave_after)).error
         if kind == "refused":
             params["temperature"] = -1
         elif kind == "deadline":
             params["deadline_ms"] = 100
-        body = {"input_ids": prompt, "stream": True, "sampling_parameters": json.dumps(params)}
+        body = {**triton_body(Request(prompt, params)), "stream": True}
         async with session.post(url, json=body) as response:
             if kind == "leaves":
                 async for _ in response.content.iter_any():
@@ -144,32 +171,38 @@ class Soak:
         while True:
             await asyncio.sleep(KILL_S)
             await self._running.wait()
-            engine = engine_of(self.server)
-            if engine is not None and time.time() - engine.create_time() > FIRST_S:
-                engine.kill()
-                self.kills += 1
+            with contextlib.suppress(LookupError, psutil.NoSuchProcess):
+                engine = self.launcher.process("engine")
+                if time.time() - engine.create_time() > FIRST_S:
+                    engine.kill()
+                    self.kills += 1
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(SAMPLE_S)
-            with contextlib.suppress(psutil.NoSuchProcess):  # it was killed just now
+            # It may have been killed just now.
+            with contextlib.suppress(LookupError, psutil.NoSuchProcess):
                 self.samples.append(await self._sample())
 
     async def _sample(self) -> Sample:
-        assert self.server.pid is not None
-        (stub,) = psutil.Process(self.server.pid).children()
+        stub = self.launcher.process("stub")
         below = stub.children(recursive=True)
         libraries = _share_mb(stub, "Pss_File")
         threads = handles = 0
-        for one in (stub, *below):
+        server = self.launcher.process("server")
+        gateway = self.launcher.process("gateway")
+        for one in (gateway, stub, *below):
             threads += one.num_threads()
             handles += one.num_fds()
-        regions = Path("/dev/shm").glob("triton_python_backend_shm_region_*")
+        (run_folder,) = self.launcher.folder.glob("jitney-server-*/")
+        regions = Path("/dev/shm").glob(f"{run_folder.name}-*")
         return Sample(
             minute=(time.monotonic() - self._began) / 60,
             front_mb=_share_mb(stub) - libraries,
             libraries_mb=libraries,
             engine_mb=sum(map(_share_mb, below)),
+            server_mb=_share_mb(server),
+            gateway_mb=_share_mb(gateway),
             threads=threads,
             handles=handles,
             shared_mb=sum(region.stat().st_size for region in regions) / 1e6,
@@ -179,10 +212,26 @@ class Soak:
     async def _used_blocks(self) -> float:
         async with (
             aiohttp.ClientSession() as session,
-            session.get(self.server.metrics_url) as response,
+            session.get(self.launcher.metrics_url) as response,
         ):
             lines = (await response.text()).splitlines()
         return sum(float(x.split()[-1]) for x in lines if x.startswith("jitney_kv_used_blocks{"))
+
+
+async def _stream(
+    client: grpc.InferenceServerClient, request: Request, leave_after: int | None
+) -> Heard:
+    """What was heard of a stream over gRPC, which is cancelled after so many responses."""
+    heard = Heard(texts=[""] * request.n, reasons=[""] * request.n)
+    await stream_over_grpc(client, request, heard, leave_after=leave_after)
+    return heard
+
+
+def _failure(heard: Heard) -> str:
+    """What is wrong with an answer that should be whole; empty: nothing."""
+    if heard.is_whole:
+        return heard.error
+    return heard.error or "no finish reason"
 
 
 def _share_mb(process: psutil.Process, kind: str = "Pss") -> float:
@@ -199,8 +248,13 @@ def grown(first: Sample, last: Sample) -> Iterator[str]:
     for name, before in asdict(first).items():
         after = getattr(last, name)
         most = before * (1.05 if name.endswith("_mb") else 1)
-        if name not in ("minute", "libraries_mb") and after > most:
+        if name not in ("minute", "libraries_mb", "server_mb") and after > most:
             yield f"{name}: {before:,.0f} at minute five, {after:,.0f} at the end"
+
+
+def stopped_well(status: int, seconds: float) -> bool:
+    """Whether the launcher ended as it must."""
+    return status == 0 and seconds <= STOP_S
 
 
 def plot(samples: list[Sample], file: Path) -> None:
@@ -210,7 +264,7 @@ def plot(samples: list[Sample], file: Path) -> None:
 
     minutes = [sample.minute for sample in samples]
     figure, (memory, counts) = plt.subplots(2, 1, sharex=True, figsize=(8, 5), layout="tight")
-    for name in ("front_mb", "libraries_mb", "engine_mb", "shared_mb"):
+    for name in ("front_mb", "libraries_mb", "engine_mb", "server_mb", "gateway_mb", "shared_mb"):
         values = [getattr(sample, name) for sample in samples]
         memory.plot(minutes, values, label=name.removesuffix("_mb"))
     memory.set_ylabel("MB")
@@ -224,7 +278,8 @@ def plot(samples: list[Sample], file: Path) -> None:
 
 
 def main() -> int:
-    """Returns the exit status: 0 if nothing has grown and every request ended as it should."""
+    """Returns the exit status: 0 if nothing has grown, every request ended as it should, and so did
+    the launcher."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -232,12 +287,20 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--plot", type=Path, default=Path("build/soak.svg"))
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        options = {"dtype": "float32", "kv_cache_bytes": CACHE_MB << 20}
-        copy_model(Path(folder), **options)
-        with TritonServer(Path(folder)) as server:
-            soak = Soak(server, arguments.seed)
+    with (
+        tempfile.TemporaryDirectory(prefix="soak-") as repository,
+        tempfile.TemporaryDirectory(prefix="soak-") as folder,
+    ):
+        options = {"dtype": "float32", "threads": 1, "kv_cache_bytes": CACHE_MB << 20}
+        copy_model(Path(repository), **options)
+        launcher = Launcher(Path(repository), Path(folder))
+        try:
+            launcher.start()
+            soak = Soak(launcher, arguments.seed)
             first, last = asyncio.run(soak.run(arguments.minutes))
+            said = launcher.log_tail()
+        finally:
+            launcher.end()
     arguments.plot.parent.mkdir(parents=True, exist_ok=True)
     plot(soak.samples, arguments.plot)
     names = [name for name in asdict(last) if name != "minute"]
@@ -254,9 +317,14 @@ def main() -> int:
     print(f"\nAt most {beside:,.0f} MB beside weights and cache; {soak.kills} kills. Requests:")
     for end, count in soak.ends.most_common():
         print(f"    {count:6,} {end}")
+    print(f"\nThe launcher ended with status {soak.stop_status} after {soak.stop_s:.1f} s.")
     differences = list(grown(first, last))
     print("\n".join(differences) or "Nothing has grown.", file=sys.stderr)
-    return 1 if differences or set(soak.ends) - set(SHARES) else 0
+    has_stopped = stopped_well(soak.stop_status, soak.stop_s)
+    if not has_stopped:
+        print(said, file=sys.stderr)
+    is_fine = not differences and has_stopped and not set(soak.ends) - set(SHARES)
+    return 0 if is_fine else 1
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import ast
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -69,3 +70,36 @@ def test_every_backend_watches_its_server_before_it_loads_anything(file: str) ->
     )
     is_docstring_first = ast.get_docstring(initialize) is not None
     assert ast.unparse(initialize.body[int(is_docstring_first)]) == "end_with_server()"
+
+
+# Its own socket stays open.
+HEIR = """
+import socket, time
+own = socket.create_server(("127.0.0.1", 0))
+from jitney.server_watch import end_with_server
+end_with_server()
+print(own.getsockname()[1], flush=True)
+time.sleep(3600)
+"""
+
+
+def test_a_model_does_not_keep_connections_of_the_server_open() -> None:
+    """The server starts it with all of its sockets. A client must read the end of its connection
+    when the server closes it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    client = socket.create_connection(listener.getsockname(), timeout=60)
+    connection, _ = listener.accept()
+    for inherited in (listener, connection):
+        inherited.set_inheritable(True)
+    command = [sys.executable, "-c", HEIR]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, close_fds=False) as heir, client:
+        try:
+            assert heir.stdout is not None
+            own_port = int(heir.stdout.readline())
+            connection.close()
+            assert client.recv(1) == b""
+            held = psutil.Process(heir.pid).net_connections("tcp")
+            assert [each.laddr.port for each in held] == [own_port]
+        finally:
+            heir.kill()
+            listener.close()
