@@ -1,8 +1,8 @@
 """Run by the Python of instructor's environment: the example of its README in every mode that it
 has for OpenAI's and Anthropic's clients.
 
-Where a mode only asks for JSON in words, a random model must be told what a trained one knows: a
-regular expression in ``extra_body``, or a response model that every object fits.
+Where a mode only asks for JSON in words, a random model must be told what a trained one knows: by
+the form of the answer in ``extra_body``, or a response model that every object fits.
 """
 
 import json
@@ -18,10 +18,6 @@ from pydantic import BaseModel
 LM = "lm"
 JOHN: Any = [{"role": "user", "content": "John is 25 years old"}]
 OBJECT = r'\{"name": "[a-z]{1,9}", "age": [1-9]\}'
-IN_WORDS = {
-    Mode.MD_JSON: {"extra_body": {"structured_outputs": {"regex": f"```json\n{OBJECT}\n```"}}},
-    Mode.ANTHROPIC_JSON: {"extra_body": {"structured_outputs": {"regex": OBJECT}}},
-}
 OPENAI = [
     Mode.FUNCTIONS, Mode.TOOLS, Mode.TOOLS_STRICT, Mode.PARALLEL_TOOLS, Mode.JSON, Mode.JSON_O1,
     Mode.MD_JSON, Mode.JSON_SCHEMA, Mode.RESPONSES_TOOLS, Mode.RESPONSES_TOOLS_WITH_INBUILT_TOOLS,
@@ -37,6 +33,14 @@ class User(BaseModel):
     age: int
 
 
+FORMAT = {"type": "json_schema", "schema": User.model_json_schema()}
+IN_WORDS = {
+    Mode.MD_JSON: {"structured_outputs": {"regex": f"```json\n{OBJECT}\n```"}},
+    Mode.ANTHROPIC_JSON: {"output_config": {"format": FORMAT}},
+}
+"""What such a mode's request gets beside what the mode says."""
+
+
 class Anything(BaseModel):
     name: str = ""
     age: int = 0
@@ -46,8 +50,10 @@ def extract(client: Any, mode: Mode, **more: Any) -> Any:
     model: Any = Anything if mode in (Mode.JSON, Mode.JSON_O1) else User
     if "PARALLEL" in mode.name:
         model = list[User]
+    if mode in IN_WORDS:
+        more["extra_body"] = IN_WORDS[mode]
     found = client.chat.completions.create(
-        response_model=model, messages=JOHN, max_retries=1, **IN_WORDS.get(mode, {}), **more
+        response_model=model, messages=JOHN, max_retries=1, **more
     )
     if isinstance(found, BaseModel):
         return found.model_dump()
