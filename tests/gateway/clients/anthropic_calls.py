@@ -42,7 +42,7 @@ async def asynchronous() -> str:
 
 def streamed() -> list[str]:
     stream = client.messages.create(max_tokens=1024, messages=HELLO, model=LM, stream=True)
-    return [event.type for event in stream]
+    return list(dict.fromkeys(event.type for event in stream))
 
 
 def stream_helper() -> list[str]:

@@ -4,8 +4,10 @@ Most clients set no limit to an answer. A model that is random alone would write
 its context, and never calls a tool unless it must. So one dimension of this one is the same for
 every token, and favours the tokens that end a text, a string, an object or a list: answers and
 values of random words, twenty tokens long or so. Further dimensions belong to the last token of the
-prompt, which the chat template chooses: after one of them the model writes the call of CALLS whose
-tool the request offers, once in a chat, and after the other one words.
+prompt, its opener, which the chat template chooses: after one of them the model writes the call of
+CALLS whose tool the request offers, once in a chat, and after the other one words. A call is three
+tokens: so the marker before its text is one, as a grammar wants it. At the marker, the first layer
+attends to the opener alone, and copies which call it stands for.
 """
 
 import json
@@ -36,20 +38,28 @@ VOCABULARY = 2048
 _START = "<|im_start|>"
 _END = "<|im_end|>"
 _WORDS = "<|words|>"
-_PREFERRED = {_END: 4.8, '"': 5.5, "}": 5.0, "]": 5.0, ",": 4.0, "\n": -3.0}
+_PREFERRED = {_END: 8.0, '"': 5.5, "}": 5.0, "]": 5.0, ",": 4.0, "\n": -3.0}
 _NEVER = -30.0
 _FORCED = 60.0
 
-# Dimensions. Each call of CALLS has one, too; those behind them are random.
+# Dimensions. Those behind them are random.
 _CONSTANT = 0
-_NO_END = 1
-_HAS_CALLED = 2
-_FIRST_CALL = 3
-_RANDOM = _FIRST_CALL + len(CALLS)
+_WRITES_WORDS = 1
+_CALLS = 2
+_AT_MARKER = 3
+_HAS_CALL = 4
+_HAS_ENDED = 5
+_OPENERS = 6
+"""Of each opener of a call, the first of them."""
+_COPIED = _OPENERS + len(CALLS)
+"""The call that the first layer has found at the marker, the first of them."""
+_RANDOM = _COPIED + len(CALLS)
 _SIZE = 4.0
 """What an embedding has in a dimension that says something."""
 _NORMED = 3.5
-"""What about is left of _SIZE after the final norm."""
+"""What about is left of _SIZE after a norm."""
+_SHARP = 4.0
+"""Of the head that finds the opener: its score exceeds that of any other token by 40."""
 
 TEMPLATE = """
 {%- if tools %}<|im_start|>system
@@ -96,8 +106,7 @@ def write_model(folder: Path) -> None:
 
 
 def _text_of_call(tool: str) -> str:
-    call = f'{{"name": "{tool}", "arguments": {json.dumps(CALLS[tool])}}}'
-    return f"<tool_call>\n{call}\n</tool_call>"
+    return f'\n{{"name": "{tool}", "arguments": {json.dumps(CALLS[tool])}}}\n'
 
 
 def _make_tokenizer() -> Tokenizer:
@@ -134,18 +143,44 @@ def _make_weights(config: transformers.LlamaConfig, tokenizer: Tokenizer) -> tor
     for token in range(tokenizer.get_vocab_size()):
         text = tokenizer.decode([token], skip_special_tokens=False)
         head[token, _CONSTANT] = _preference(text) / _NORMED
-
-    ids = {name: tokenizer.token_to_id(name) for name in (_END, _WORDS, "</tool_call>")}
-    embedding[ids[_WORDS], _NO_END] = _SIZE
-    head[ids[_END], _NO_END] = -_FORCED / _NORMED
-    embedding[ids["</tool_call>"], _HAS_CALLED] = _SIZE
-    head[ids[_END], _HAS_CALLED] = _FORCED / _NORMED
-    for index, tool in enumerate(CALLS, _FIRST_CALL):
-        call = tokenizer.token_to_id(_text_of_call(tool))
-        embedding[tokenizer.token_to_id(f"<|{tool}|>"), index] = _SIZE
-        head[call, index] = _FORCED / _NORMED
-        embedding[call, _HAS_CALLED] = _SIZE
+    _teach_calls(embedding, head, tokenizer)
+    _copy_openers(model.model.layers[0].self_attn)
     return model
+
+
+def _teach_calls(embedding: torch.Tensor, head: torch.Tensor, tokenizer: Tokenizer) -> None:
+    """Opener, marker, call, marker, end; or an opener, and no end before the first word."""
+    end = tokenizer.token_to_id(_END)
+    words = tokenizer.token_to_id(_WORDS)
+    before = tokenizer.token_to_id("<tool_call>")
+    after = tokenizer.token_to_id("</tool_call>")
+    embedding[words, _WRITES_WORDS] = _SIZE
+    head[end, _WRITES_WORDS] = -_FORCED / _NORMED
+    head[before, _CALLS] = _FORCED / _NORMED
+    embedding[before, _AT_MARKER] = _SIZE
+    head[after, _HAS_CALL] = _FORCED / _NORMED
+    embedding[after, _HAS_ENDED] = _SIZE
+    head[end, _HAS_ENDED] = _FORCED / _NORMED
+    for index, tool in enumerate(CALLS):
+        opener = tokenizer.token_to_id(f"<|{tool}|>")
+        call = tokenizer.token_to_id(_text_of_call(tool))
+        embedding[opener, _CALLS] = _SIZE
+        embedding[opener, _OPENERS + index] = _SIZE
+        head[call, _COPIED + index] = _FORCED / _NORMED
+        embedding[call, _HAS_CALL] = _SIZE
+
+
+def _copy_openers(attention: torch.nn.Module) -> None:
+    """One head finds the opener. Its query and key are in the slowest of the rotated pairs, which
+    one token further on is as it was."""
+    slowest = attention.head_dim // 2 - 1
+    for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+        projection.weight.data[: attention.head_dim] = 0
+    attention.q_proj.weight.data[slowest, _AT_MARKER] = _SHARP
+    attention.k_proj.weight.data[slowest, _CALLS] = _SHARP
+    for index in range(len(CALLS)):
+        attention.v_proj.weight.data[index, _OPENERS + index] = 1
+        attention.o_proj.weight.data[_COPIED + index, index] = 1
 
 
 def _preference(text: str) -> float:

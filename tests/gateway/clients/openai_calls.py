@@ -107,7 +107,7 @@ def streamed_response() -> list[str]:
     stream = client.responses.create(
         model=LM, input="Write a one-sentence bedtime story about a unicorn.", stream=True
     )
-    return [event.type for event in stream]
+    return list(dict.fromkeys(event.type for event in stream))
 
 
 def parsed() -> dict[str, Any]:
