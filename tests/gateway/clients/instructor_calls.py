@@ -7,6 +7,7 @@ the form of the answer in ``extra_body``, or a response model that every object 
 
 import json
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import instructor
@@ -49,7 +50,7 @@ class Anything(BaseModel):
 def extract(client: Any, mode: Mode, **more: Any) -> Any:
     model: Any = Anything if mode in (Mode.JSON, Mode.JSON_O1) else User
     if "PARALLEL" in mode.name:
-        model = list[User]
+        model = Iterable[User]
     if mode in IN_WORDS:
         more["extra_body"] = IN_WORDS[mode]
     found = client.chat.completions.create(

@@ -90,7 +90,7 @@ def main() -> None:
         "responses, structured": structured(responses),
         "logprobs": random.bind(logprobs=True).invoke(MESSAGES).response_metadata["logprobs"]
         is not None,
-        "completion": OpenAI(model=LM, max_retries=0).invoke("The meaning of life is"),
+        "completion": [OpenAI(model=LM, max_retries=0).invoke("The meaning of life is")],
         "query": len(embed.embed_query("The meaning of life is 42")),
         "documents": [len(vector) for vector in embed.embed_documents(["hello", "goodbye"])],
     }

@@ -54,10 +54,8 @@ def main() -> None:
         "complete": str(plain.complete("Hello World!")),
         "chat": str(plain.chat(MESSAGES).message.content),
         "stream": "".join(part.delta or "" for part in plain.stream_chat(MESSAGES)),
-        "completion": str(completing.complete("Hello World!")),
-        "completion, stream": "".join(
-            part.delta or "" for part in completing.stream_complete("Hello World!")
-        ),
+        "completion": [str(completing.complete("Hello World!"))],
+        "completion, stream": [part.delta for part in completing.stream_complete("Hello World!")],
         "asynchronous": str(asyncio.run(plain.acomplete("Hello World!"))),
         "called": str(called),
         "structured": song.raw.model_dump(),

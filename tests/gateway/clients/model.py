@@ -26,10 +26,9 @@ CALLS: dict[str, dict[str, Any]] = {
     "get_weather": {"location": "San Francisco"},
     "Bash": {"command": "echo hello", "description": "Greets"},
     "exec_command": {"cmd": "echo hello"},
-    "roulette_wheel": {"square": 18},
     "llm_version": {},
-    "multiply": {"a": 2, "b": 3},
     "customer_balance": {"include_pending": True},
+    "User": {"name": "John", "age": 25},
 }
 """Tool -> arguments."""
 

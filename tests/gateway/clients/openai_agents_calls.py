@@ -78,6 +78,8 @@ async def session() -> list[str]:
 
 
 def main() -> None:
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)  # the one that run_sync takes, too: they share a client
     found = {}
     for api in ("responses", "chat_completions"):
         set_default_openai_api(api)
@@ -86,7 +88,7 @@ def main() -> None:
             "tools": tools(),
             "handoffs": handoffs(),
             "structured": structured(),
-            "session": asyncio.run(session()),
+            "session": loop.run_until_complete(session()),
         }
     print(json.dumps(found))
 

@@ -45,7 +45,7 @@ def test_llm(run: Run, asked: Asked, gateway: Gateway) -> None:
     assert run("llm", *endpoint, "--no-stream", "-s", "Be brief", capital).strip()
     assert run("llm", *endpoint, "--responses", capital).strip()
     dog = json.loads(run("llm", *endpoint, "--schema", "name, age int, bio", "A cool dog"))
-    assert set(dog) == {"name", "age", "bio"}
+    assert set(dog) >= {"name", "age", "bio"}
     called = run("llm", *endpoint, "-T", "llm_version", "What version of LLM is this?", "--td")
     assert called.strip()
     assert "lm" in run("llm", "openai", "endpoint", f"{gateway.root}/v1", "--key", KEY, "--models")
@@ -62,7 +62,7 @@ def test_claude_code(run: Run, asked: Asked) -> None:
     assert result["is_error"] is False, printed
     assert result["num_turns"] == 2
     assert result["result"]
-    assert asked() <= {"messages", "count_tokens"}
+    assert asked() <= {"/v1/messages", "/v1/messages/count_tokens"}
 
 
 @needs("codex")
@@ -79,7 +79,7 @@ def test_codex(run: Run, asked: Asked, gateway: Gateway, tmp_path: Path) -> None
     assert events[-1]["type"] == "turn.completed", printed
     kinds = {event["item"]["type"] for event in events if event["type"] == "item.completed"}
     assert kinds >= {"command_execution", "agent_message"}, printed
-    assert asked() == {"responses"}
+    assert asked() == {"/v1/responses"}
 
 
 # ------------------------------------------------------------------ LiteLLM's proxy
