@@ -35,11 +35,13 @@ class User(BaseModel):
 
 
 FORMAT = {"type": "json_schema", "schema": User.model_json_schema()}
-IN_WORDS = {
-    Mode.MD_JSON: {"structured_outputs": {"regex": f"```json\n{OBJECT}\n```"}},
-    Mode.ANTHROPIC_JSON: {"output_config": {"format": FORMAT}},
+IN_WORDS: Any = {
+    "openai MD_JSON": {"structured_outputs": {"regex": f"```json\n{OBJECT}\n```"}},
+    "anthropic ANTHROPIC_JSON": {"output_config": {"format": FORMAT}},
+    "anthropic JSON_SCHEMA": {"output_config": {"format": FORMAT}},
 }
-"""What such a mode's request gets beside what the mode says."""
+"""What such a mode's request gets beside what the mode says. This version of anthropic's client is
+too new for the last: instructor then asks in words."""
 
 
 class Anything(BaseModel):
@@ -47,12 +49,13 @@ class Anything(BaseModel):
     age: int = 0
 
 
-def extract(client: Any, mode: Mode, **more: Any) -> Any:
+def extract(client: Any, api: str, mode: Mode, **more: Any) -> Any:
     model: Any = Anything if mode in (Mode.JSON, Mode.JSON_O1) else User
     if "PARALLEL" in mode.name:
         model = Iterable[User]
-    if mode in IN_WORDS:
-        more["extra_body"] = IN_WORDS[mode]
+    body = IN_WORDS.get(f"{api} {mode.name}")
+    if body is not None:
+        more["extra_body"] = body
     found = client.chat.completions.create(
         response_model=model, messages=JOHN, max_retries=1, **more
     )
@@ -75,16 +78,16 @@ def main() -> None:
     client = instructor.from_provider(
         f"openai/{LM}", base_url=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"]
     )
-    found["from_provider"] = extract(client, Mode.TOOLS)
+    found["from_provider"] = extract(client, "openai", Mode.TOOLS)
     for mode in OPENAI:
         client = instructor.from_openai(openai, mode=mode, model=LM)
-        found[f"openai {mode.name}"] = extract(client, mode)
+        found[f"openai {mode.name}"] = extract(client, "openai", mode)
     for mode in (Mode.TOOLS, Mode.JSON_SCHEMA, Mode.RESPONSES_TOOLS):
         client = instructor.from_openai(openai, mode=mode, model=LM)
         found[f"openai {mode.name}, partial"] = partial(client)
     for mode in ANTHROPIC:
         client = instructor.from_anthropic(anthropic, mode=mode, model=LM)
-        found[f"anthropic {mode.name}"] = extract(client, mode, max_tokens=1024)
+        found[f"anthropic {mode.name}"] = extract(client, "anthropic", mode, max_tokens=1024)
     print(json.dumps(found))
 
 
