@@ -4,7 +4,7 @@ whatever words a random model says."""
 
 from typing import Any
 
-from tests.gateway.clients.conftest import Asked, Run, last_line, needs
+from tests.gateway.clients.conftest import Asked, Run, find, last_line, needs
 
 CHATS = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
@@ -74,6 +74,22 @@ def test_langchain(run: Run, asked: Asked) -> None:
     assert found["logprobs"]
     assert found["query"] == 384
     assert found["documents"] == POOLED
+
+
+@needs("langchain-openai")
+@needs("llama-index")
+def test_langchain_sends_ids_of_another_tokenizer(
+    run: Run, asked: Asked, refused: set[tuple[str, str]]
+) -> None:
+    """Unless told otherwise: its vectors mean nothing, and an id that the model has not is refused.
+    What tiktoken would download is the file that llama-index's package has."""
+    refused.add(("/v1/embeddings", "400"))
+    (file,) = find("llama-index").parents[1].rglob("9b5ad71b2ce5302211f9c61530b329a4922fc6a4")
+    found = last_line(
+        run("langchain-openai", "tiktoken_calls.py", TIKTOKEN_CACHE_DIR=str(file.parent))
+    )
+    assert found["vector"] == 384
+    assert "of the model's own tokenizer" in found["refused"]
 
 
 @needs("llama-index")
