@@ -292,7 +292,6 @@ def test_a_strict_gateway_refuses_what_has_no_effect(
         ({"guided_regex": "a"}, {"regex": "a"}),
         ({"guided_choice": ["a"]}, {"choice": ["a"]}),
         ({"guided_grammar": "g"}, {"grammar": "g"}),
-        ({"structured_outputs": {"grammar": "g"}, "guided_grammar": "g"}, {"grammar": "g"}),
     ],
 )  # fmt: skip
 def test_structured_output_has_one_form(more: dict[str, Any], structured: Any) -> None:
