@@ -49,13 +49,14 @@ class Gateway(NamedTuple):
     """``http://HOST:PORT``; OpenAI's clients add ``/v1``."""
 
     def answered(self) -> Counter[tuple[str, str]]:
-        """(endpoint, status) -> the number of requests."""
+        """(endpoint, status) -> the number of requests, beside those for metrics."""
         with urllib.request.urlopen(f"{self.root}/metrics", timeout=60) as response:
             text = response.read().decode()
         found: Counter[tuple[str, str]] = Counter()
         for line in re.findall(r"^jitney_gateway_requests_total.*", text, re.M):
             labels = dict(re.findall(r'(\w+)="([^"]*)"', line))
             found[labels["endpoint"], labels["status"]] += int(float(line.split()[-1]))
+        del found["/metrics", "200"]
         return found
 
 
