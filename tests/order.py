@@ -10,7 +10,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-TOGETHER = ("tests/real_server", "tests/server_perf")
+TOGETHER = ("tests/real_server", "tests/server_perf", "tests/gateway/clients")
 """Folders whose files share a server: it is started once, in one process."""
 WAITING = (
     "real_server", "server_perf", "survival", "server", "project", "engine", "compose", "gateway",

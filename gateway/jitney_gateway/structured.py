@@ -23,7 +23,7 @@ class OutputConstraint(NamedTuple):
 
 
 def constraint_of_body(body: Generation) -> OutputConstraint | None:
-    """The constraint that the body asks for. Raises FieldError for more than one."""
+    """The constraint that the body asks for. Raises FieldError for two that differ."""
     found: list[OutputConstraint] = []
     if body.response_format is not None:
         parameter = _parameter_of_response_format(body.response_format)
@@ -42,9 +42,11 @@ def constraint_of_body(body: Generation) -> OutputConstraint | None:
         if value is not None:
             found.append(OutputConstraint(f"guided_{kind}", {kind: value}))
 
-    if len(found) > 1:
+    # Clients of vLLM may say the same in its old and its new field: each version knows one.
+    others = [each for each in found[1:] if each.structured_outputs != found[0].structured_outputs]
+    if others:
         names = " and ".join(constraint.field for constraint in found)
-        raise FieldError(found[1].field, f"{names} exclude one another")
+        raise FieldError(others[0].field, f"{names} exclude one another")
     return found[0] if found else None
 
 

@@ -1,4 +1,4 @@
-"""Environments of the load clients: whole or made again, and never ours. No network is needed."""
+"""Environments of clients: whole or made again, and never ours. No network is needed."""
 
 import subprocess
 import sys
@@ -21,13 +21,17 @@ def fetching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, script: ModuleType, status: int) -> list[list[str]]:
-    """venv and pip that do nothing but bring the commands; returns what was run."""
+    """venv, pip and npm that do nothing but bring the commands; returns what was run."""
     ran: list[list[str]] = []
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         ran.append(command)
         if "venv" in command:
             (Path(command[-1]) / "bin").mkdir(parents=True, exist_ok=True)
+            (Path(command[-1]) / "bin/python").touch()
+        elif command[0] == "npm":
+            (Path(command[-2]) / "bin").mkdir(parents=True)
+            (Path(command[-2]) / "bin/codex").touch()
         elif status == 0:
             client = command[-1].partition("==")[0]
             (Path(command[0]).parent / client).touch()
@@ -66,6 +70,55 @@ def test_a_broken_fetch_is_an_error_of_one_line_and_made_again(
     ran = pretend(monkeypatch, fetching, 0)
     assert fetching.main() == 0
     assert len(ran) == 2
+
+
+def test_a_library_has_its_python_and_may_be_of_several_packages(
+    fetching: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = pretend(monkeypatch, fetching, 0)
+    assert fetching.fetch("llama-index") == tmp_path / "llama-index/bin/python"
+    assert ran[1][-2:] == fetching.REQUIREMENTS["llama-index"].split()
+
+
+def test_a_client_of_npm_is_installed_into_its_folder(
+    fetching: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = pretend(monkeypatch, fetching, 0)
+    assert fetching.fetch("codex") == tmp_path / "codex/bin/codex"
+    assert [command[-2:] for command in ran] == [
+        [str(tmp_path / "codex"), fetching.REQUIREMENTS["codex"]]
+    ]
+    fetching.fetch("codex")
+    assert len(ran) == 1
+    monkeypatch.setitem(fetching.REQUIREMENTS, "codex", "@openai/codex@99")
+    fetching.fetch("codex")
+    assert len(ran) == 2, "the folder of the other version was in the way"
+
+
+def test_all_are_fetched_though_one_fails(
+    fetching: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fetch(client: str) -> Path:
+        if client == "litellm":
+            raise fetching.FetchError("no network")
+        return Path("/env") / client / "bin" / client
+
+    monkeypatch.setattr(fetching, "fetch", fetch)
+    monkeypatch.setattr(sys, "argv", ["fetch_clients.py", "all"])
+    assert fetching.main() == 1
+    printed = capsys.readouterr()
+    assert len(printed.out.splitlines()) == len(fetching.REQUIREMENTS) - 1
+    assert printed.err == "error: no network\n"
+
+
+def test_what_is_not_there_is_said_with_the_command_that_fetches_it(
+    fetching: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, fetching, 0)
+    with pytest.raises(fetching.FetchError, match=r"python scripts/fetch_clients\.py llm"):
+        fetching.find("llm")
+    fetching.fetch("llm")
+    assert fetching.find("llm").name == "llm"
 
 
 def test_genai_perf_finds_perf_analyzer_beside_it(
