@@ -9,7 +9,7 @@ The ``nvidia-pytriton`` wheel carries the ``tritonserver`` binary; nothing else 
   these endpoints.
 - ``start_failure`` and ``starting_stubs`` find out why a start fails.
 - ``stopping`` unloads the models and ends the server without losing a request. ``connections``
-  closes those of its clients.
+  closes the connections of its clients.
 - ``supervision`` loads a model again whose process has died, and starts a dead server again.
 - ``leftovers`` removes what a server has on this machine, also after it was killed.
 - ``serving`` and ``doctor`` are the commands ``jitney serve`` and ``jitney doctor``. Of the first,

@@ -26,7 +26,8 @@ def common_options(
 ) -> list[str]:
     """The options that every server of ours gets."""
     options = [
-        # `stop` unloads the models itself. Clients need the server's random key for that.
+        # `stop` unloads the models itself. A client that wants to unload one needs the server's
+        # random key.
         "--model-control-mode=explicit",
         # After the start, the server calls itself ready while one of its models is loaded again:
         # its other models serve. The readiness of each model is asked for by the model's name.

@@ -39,9 +39,9 @@ def hang_up(pid: int, ports: Collection[int]) -> HangUp:
 
     - The process reads the end of the connection, as if the client had closed it. Connections that
       the client has really closed (CLOSE_WAIT) end too.
-    - The client reads the end after what was sent to it. The server alone would not see to that:
-      while a request has had no response, this server (2.51) does not read its connection, and so
-      never closes it.
+    - The client reads the end after what was sent to it. To shut down the first side would not be
+      enough: while a request has had no response, this server (2.51) does not read its connection,
+      so it would not notice the end, and would never close the connection.
 
     What the process writes later does not reach the client. So an answer that is cut off here never
     looks complete.

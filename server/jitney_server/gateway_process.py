@@ -23,6 +23,7 @@ _LONGEST_PAUSE_S = 60.0
 """Longest pause between the end of a gateway and its next start. A gateway that ran for longer than
 this is started again at once."""
 _READ_BYTES = 65536
+"""Most bytes that one turn reads of what a gateway has printed. The next turn reads on."""
 _RUN_GATEWAY = """
 import ctypes, signal
 PR_SET_PDEATHSIG = 1  # the kernel sends SIGTERM when `jitney serve` ends, however it ends
@@ -101,13 +102,17 @@ class GatewayProcess:
         time. Never waits, because the server must be watched meanwhile."""
         now = time.monotonic()
         if self._process is not None and self._process.poll() is not None:
-            self._pause(f"the gateway ended by itself, with status {self._collect()}", now)
+            status = self._collect()
+            if self._state == _State.KILLED:
+                self._pause("the gateway has ended", now)
+            else:
+                self._pause(f"the gateway ended by itself, with status {status}", now)
         if self._state == _State.PAUSES and now >= self._start_again_at:
             self._start(now)
         elif self._process is not None:
             self._read_lines(self._process)
             if self._state == _State.STARTS and now - self._started_at > _START_S:
-                self._say(f"the gateway does not listen after {_START_S:.0f} s")
+                self._say(f"the gateway does not listen after {_START_S:.0f} s, and is killed")
                 self._state = _State.KILLED
                 self._process.kill()
 

@@ -31,12 +31,13 @@ STACK_BYTES = 128 << 20
 """Stack of each of the server's threads, if this process's hard limit allows it.
 
 A form takes twice its length of the stack. JSON takes 67 to 134 bytes for each level of nesting.
-Memory is used only as far as a thread uses its stack. The kernel leaves more room for a larger
-stack, and with much more the addresses of everything else would change."""
+Memory is used only as far as a thread uses its stack. It is not larger still, because the kernel
+keeps so much of the address space free for the stack: much more would move everything else."""
 _STACK_BYTES_IF_COUNTED = 8 << 20
 """The same on a system where a stack counts as memory in use, whether it is used or not."""
 _OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
-_NEVER = "2"
+_NO_OVERCOMMIT = "2"
+"""In that file: memory counts as used as soon as it is asked for."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ try:
     ended = os.pidfd_open(server)
 except ProcessLookupError:
     ended = None
-# The launcher's child ends here. The guard is its child, and so none of the launcher's.
+# This process ends here, and its child is the guard. So the launcher need not collect the guard.
 if os.fork() != 0:
     os._exit(0)
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -165,7 +166,8 @@ def stack_bytes() -> int:
     """The stack of each thread of a program that :func:`launch` starts, in bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
     stack = _STACK_BYTES_IF_COUNTED if _counts_unused_memory() else STACK_BYTES
-    # A limit of the user's that is larger stays. But "unlimited" would give threads 2 MiB.
+    # If the user has set a larger limit, it stays. Not "unlimited": the C library would give
+    # threads 2 MiB then.
     if soft != resource.RLIM_INFINITY:
         stack = max(stack, soft)
     if hard != resource.RLIM_INFINITY:
@@ -178,7 +180,7 @@ def _counts_unused_memory() -> bool:
     if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
         return True
     try:
-        return _OVERCOMMIT.read_text(encoding="ascii").strip() == _NEVER
+        return _OVERCOMMIT.read_text(encoding="ascii").strip() == _NO_OVERCOMMIT
     except OSError:
         return False
 
@@ -292,6 +294,8 @@ def _read(descriptor: int, begin: int, end: int) -> bytes:
 def _find_text(texts: bytes, beginning: str) -> int:
     """The index of the text that begins with ``beginning``. Each of ``texts`` ends in a zero byte.
     Raises ValueError if there is none."""
-    # A text begins where a zero byte ends the one before it. The first text has none before it, so
-    # one is put there. That moves every text by one byte, and the byte found is the one before.
-    return (b"\0" + texts).index(f"\0{beginning}".encode())
+    # A text begins behind the zero byte that ends the one before it. A zero byte is put before the
+    # first text too. So in `padded`, the zero byte before a text has the index that the text itself
+    # has in `texts`.
+    padded = b"\0" + texts
+    return padded.index(f"\0{beginning}".encode())

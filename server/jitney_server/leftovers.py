@@ -58,7 +58,8 @@ class ProcessKey(msgspec.Struct, frozen=True):
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """Within what a process id means one process. A field is empty if this system hides it."""
+    """Where and when process ids are unique: on one machine, between two boots, in one namespace.
+    A field is empty if this system hides it."""
 
     host: str
     boot: str
@@ -149,7 +150,8 @@ def sweep() -> None:
 
 
 def _owned_folders() -> Iterator[tuple[Path, Owner]]:
-    """The run folders of this user that have a record. A folder without one may be being made."""
+    """The run folders of this user that have a record. A folder without a record is left alone:
+    another process may just have made it, and may write its record next."""
     for parent in runtime_parents():
         for path in Path(parent).glob(f"{PREFIX}*"):
             owner = _read_owner(path) if _is_own_folder(path) else None
@@ -178,8 +180,8 @@ def _remove(path: Path, owner: Owner) -> None:
 
 
 def _remove_log(owner: Owner) -> None:
-    """Remove the temporary log of a dead server. Its launcher was killed: nobody has told the user
-    the log's name as that of an error."""
+    """Remove the temporary log of a dead server. Its launcher was killed, so no error has told the
+    user to look there."""
     if owner.log is None:
         return
     log = Path(owner.log)
@@ -294,19 +296,19 @@ def _may_be_of_living(folder: Path, living: list[Owner], unrecorded_starts: list
     """Whether a living server may have made the folder: one of ``living``, or one that has no
     record and was started at one of ``unrecorded_starts``."""
     try:
-        made_at = folder.lstat().st_mtime
+        changed_at = folder.lstat().st_mtime
         is_empty = not any(folder.iterdir())
     except OSError:
         return True
     # Of a server without a record it is not known when it was ready.
-    if any(started_at - _BOOT_LAG_S <= made_at for started_at in unrecorded_starts):
+    if any(started_at - _BOOT_LAG_S <= changed_at for started_at in unrecorded_starts):
         return True
     if is_empty:
-        return any(_was_starting(other, made_at) for other in living)
-    # A server adds an entry to its folder whenever it loads a model with a Python environment of
-    # its own, even after it was ready. And a folder's time is that of its newest entry. So this
-    # time can be any time after the launch.
-    return any(other.launched_at - _FILE_LAG_S <= made_at for other in living)
+        # It was not changed since it was made, and a server makes it while it starts.
+        return any(_was_starting(other, changed_at) for other in living)
+    # A server adds an entry to its folder, which changes it, whenever it loads a model with a
+    # Python environment of its own. It does so after it was ready, too.
+    return any(other.launched_at - _FILE_LAG_S <= changed_at for other in living)
 
 
 def _was_starting(owner: Owner, at: float) -> bool:

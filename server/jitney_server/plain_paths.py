@@ -87,4 +87,6 @@ def _has_stub(folder: Path) -> bool:
         # Without a configuration, the server finds the backend by the name of the model's file.
         return any(any(folder.glob(f"*/{name}")) for name in _FILES_OF_STUBS)
     named = _BACKEND.search(_COMMENT.sub("", config))
+    # A configuration that names no backend is taken for one of a stub: that refuses too many names
+    # rather than too few.
     return named is None or named[1] in _BACKENDS_OF_STUBS

@@ -168,7 +168,8 @@ class TritonServer:
         What dead servers of this user have left on this machine is removed first.
         """
         sweep()
-        self._log.forget_temporary()  # that of an earlier start: an error has named it
+        # The log of an earlier start that failed stays: the error has named it to the user.
+        self._log.forget_temporary()
         try:
             self._start_on(self.requested_ports, timeout_s)
         except KeyboardInterrupt:
@@ -184,8 +185,8 @@ class TritonServer:
     def _start_on(
         self, ports: ServerPorts, timeout_s: float, *, append_to_log: bool = False
     ) -> None:
-        """Start the server on these ports. 0: a free one is chosen. Should another process take it
-        before the server does, others are chosen, a few times."""
+        """Start the server on these ports. 0: a free one is chosen. If another process takes one of
+        these before the server does, other ports are chosen, up to _PORT_ATTEMPTS times."""
         num_attempts = _PORT_ATTEMPTS if 0 in ports else 1
         for attempt in range(1, num_attempts + 1):
             try:
@@ -193,7 +194,8 @@ class TritonServer:
                 return
             except _PortTakenError:
                 if not append_to_log:
-                    self._log.remove_temporary()  # the error does not name it
+                    # The log holds this attempt alone, and a _PortTakenError does not name it.
+                    self._log.remove_temporary()
                 if attempt == num_attempts:
                     raise
 

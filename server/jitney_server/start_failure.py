@@ -34,7 +34,8 @@ def failed_models(text: str) -> dict[str, str]:
     """Model -> why it failed to load, without tracebacks, in the order of the log."""
     failures: dict[str, str] = {}
     parse_error: str | None = None
-    """An error in a configuration. The line after it names the model."""
+    """The first error in a configuration since a model was last named as unreadable. The server
+    prints the errors of a configuration, and then one line that names its model."""
     for line in text.splitlines():
         parsed = _PARSE_ERROR.search(line)
         if parsed is not None and parse_error is None:

@@ -5,8 +5,8 @@
 On SIGTERM alone, this server (2.51) does not end in time while clients hold connections:
 
 - It waits for idle HTTP connections until its exit timeout.
-- It does not unload a model while a client holds a gRPC stream open that the model has ever been
-  asked over, even if the stream is idle now.
+- A gRPC stream over which a client has ever sent a request to a model keeps the model from being
+  unloaded until the client closes it, even if it is idle.
 
 So a stop goes like this:
 
@@ -51,9 +51,9 @@ torch needs two seconds of a core to end, and many of them end at once."""
 _CUT_S = 3.0
 """Seconds, after the grace, that models with requests have to end them with an error."""
 _STUCK_S = 5.0
-"""Seconds after the last request after which a model counts as stuck. A stuck model is unloading
-and still has metrics: it withdraws them as soon as the server tells it to end, but sometimes this
-server never does (docs/troubleshooting.md)."""
+"""Seconds after the last request until a model that still has metrics counts as stuck. A model
+withdraws its metrics as soon as the server tells it to end. Sometimes this server never tells a
+model that it unloads (docs/troubleshooting.md)."""
 _STUCK_AFTER_GRACE_S = 3.0
 """The same, in seconds after the grace. Whichever of the two is over first counts."""
 _LAG_S = 0.3
@@ -73,8 +73,8 @@ def interruptible() -> Iterator[threading.Event]:
     in the main thread and set the event. A signal that the caller ignores (``nohup``) stays
     ignored.
 
-    The exception ends whatever the main thread is doing, such as a load. Python drops it if it is
-    raised in a finalizer. The event stays set: so a loop that waits for it ends in any case.
+    The exception ends whatever the main thread is doing, such as a load. But if it is raised in a
+    finalizer, Python drops it. So a loop must look at the event too, which stays set.
     """
     asked_to_stop = threading.Event()
 
@@ -97,8 +97,8 @@ class StopOutcome(NamedTuple):
     """How a stop went."""
 
     problem: str | None = None
-    """Why the stop was not clean. None: every request had ended, and every model was unloaded, or
-    is one that this server never unloads."""
+    """Why the stop was not clean. None: every request had ended, and every model was unloaded
+    except those in ``stuck``."""
     cut_requests: bool = False
     """Whether requests may have been cut off."""
     stuck: str | None = None
@@ -115,12 +115,13 @@ def stop(
     model of ours ends them with an error. If the process has not ended when this returns, the
     caller kills it with its group. ``note``: the file that the server's models read.
     """
-    _tell_models(process.pid, note, Note.WAIT)
-    # Models that do not know our notes may know SIGTERM. The stub itself ignores it.
-    _send_to_models(process.pid, STOPS)
+    # First of all: another process may have the id of a server that has ended.
     if process.poll() is not None:
         problem = f"the server had ended before, with status {process.poll()}"
         return StopOutcome(problem, cut_requests=True)
+    _tell_models(process.pid, note, Note.WAIT)
+    # Models that do not know our notes may know SIGTERM. The stub itself ignores it.
+    _send_to_models(process.pid, STOPS)
     tell_to_end = partial(_tell_models, process.pid, note, Note.END)
     outcome = unload_all(admin, process.pid, grace_s, tell_to_end)
     hang_up(process.pid, admin.ports)
@@ -287,17 +288,20 @@ class _Unloading:
             self._requests = {}
             self._with_metrics = set()
             return
-        # A model that had metrics before and has none now has ended its last request: it has 0.
-        self._requests = {**dict.fromkeys(self._requests, 0.0), **shown}
+        # A model withdraws its metrics when its last request has ended. So one that had metrics
+        # before, and has none now, has no requests.
+        no_requests = dict.fromkeys(self._requests, 0.0)
+        self._requests = no_requests | shown
         self._with_metrics = set(shown)
 
     def ask_to_unload(self, now: float) -> None:
         """Ask the server to unload each model. A model that is still ready _ASK_AGAIN_S later is
         asked for again."""
         for name, state in self.live.items():
-            if name in self._asked_at:
-                is_late = now > self._asked_at[name] + _ASK_AGAIN_S
-                if state != "READY" or not is_late:
+            asked_at = self._asked_at.get(name)
+            if asked_at is not None:
+                asks_again = state == "READY" and now > asked_at + _ASK_AGAIN_S
+                if not asks_again:
                     continue
             self._asked_at[name] = now
             self._refusals.pop(name, None)
@@ -316,8 +320,8 @@ class _Unloading:
         return all(self._requests.get(name) == 0 for name in self.live)
 
     def is_stuck(self) -> bool:
-        """Whether the server has told no model that is left to end: each is unloading, and still
-        has metrics."""
+        """Whether each live model may be stuck: it is unloading, but the server has not told it to
+        end yet, since it still has metrics."""
         return all(
             state == "UNLOADING" and name in self._with_metrics for name, state in self.live.items()
         )

@@ -94,8 +94,8 @@ class Supervisor:
 
     ``say`` gets a line for whatever is noticed or done. After ``most_repairs`` within ten minutes
     the supervisor gives up; with None it never does. A server that is not ready for ``unready_s``
-    is started again. ``meanwhile`` is called twice a second while a model is loaded: it does what
-    must not wait for that.
+    is started again. ``meanwhile`` is called twice a second while a model is being loaded, because
+    :meth:`turn` does not return until then.
     """
 
     def __init__(
@@ -116,11 +116,12 @@ class Supervisor:
         self._meanwhile = meanwhile
         self._repaired_at: list[float] = []
         self._probes_without_metrics = 0
-        """One after the other."""
+        """How many of the last probes, one after the other, have found no metrics."""
         self._language_models: set[str] | None = None
         """Those that metrics have named. None: there were no metrics yet."""
         self._num_hang_ups = 0
-        """How often all connections were closed, ours among them."""
+        """How often all connections were closed, ours among them. A call that was under way then
+        has no answer, though the server is well."""
         self._seen: _Observations
         self._begin()
 
@@ -241,7 +242,8 @@ class Supervisor:
         self._probes_without_metrics = 0
         for name in requests.keys() - set(seen.unloaded):
             is_answering = self._look_meanwhile(partial(admin.is_answering, name))
-            if is_answering or name in seen.unloaded:
+            was_unloaded_meanwhile = name in seen.unloaded  # its process was seen to have ended
+            if is_answering or was_unloaded_meanwhile:
                 seen.unanswered.pop(name, None)
                 continue
             seen.unanswered[name] += 1
@@ -322,9 +324,10 @@ class Supervisor:
             seen.unloaded.append(name)
             self._say(f"model {name} cannot be loaded again: {error}")
         except NoAnswerError as error:
-            # If the connection of this call was closed by ourselves, the server goes on loading,
+            # If we have closed the connection of this call ourselves, the server goes on loading,
             # and the next repair asks once more.
-            if self._num_hang_ups == num_hang_ups:
+            was_closed_by_us = self._num_hang_ups > num_hang_ups
+            if not was_closed_by_us:
                 self._note_fault(f"model {name} cannot be loaded again: {error}")
         else:
             seen.unloaded.remove(name)

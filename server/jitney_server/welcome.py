@@ -59,7 +59,9 @@ def _listed_models(server: TritonServer) -> Iterator[ListedModel]:
     for name, found in server.admin.model_states().items():
         if found.state:
             states[name] = found
-    expected = server.models or model_names(server.model_repository)
+    expected = server.models
+    if expected is None:
+        expected = model_names(server.model_repository)
     failures = failed_models(server.log_of_last_start()) | server.unservable()
     for name in sorted({*states, *expected}):
         found = states.get(name, ModelState(state="", reason=""))

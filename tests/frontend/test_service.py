@@ -8,7 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from jitney.errors import JitneyError
 from jitney.frontend import responder
+from jitney.frontend.channel import Arrival
+from jitney.frontend.responder import Responder
 
 from tests.frontend.house import (
     LABELS,
@@ -364,3 +367,43 @@ def test_a_service_that_is_opened_again_serves_unless_it_refuses_for_another_rea
     late = pb.Request(text_input="a")
     house.service.accept(late)
     assert error_of(late).startswith("UNAVAILABLE: the model is being unloaded")
+
+
+def test_a_drain_hides_no_other_reason_for_a_refusal(
+    pb: Any, make_house: Callable[..., House]
+) -> None:
+    house = make_house()
+    house.service.close()
+    house.service.drain(math.inf)
+    house.service.reopen()
+    late = pb.Request(text_input="a")
+    house.service.accept(late)
+    assert error_of(late).startswith("UNAVAILABLE: the model is being unloaded")
+
+
+def test_a_request_that_comes_as_everything_is_ended_ends_too(
+    pb: Any, make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was not refused, and it is not open yet when all open requests are ended."""
+    house = make_house(step_seconds=0.005)
+    taker = house.service._responder
+    add = taker.add
+    all_ended = threading.Event()
+
+    def abort_all(error: JitneyError) -> None:
+        Responder.abort_all(taker, error)
+        all_ended.set()
+
+    def add_late(arrival: Arrival) -> None:
+        house.service.drain(0)
+        assert all_ended.wait(60)
+        add(arrival)
+
+    monkeypatch.setattr(taker, "abort_all", abort_all)
+    monkeypatch.setattr(taker, "add", add_late)
+    late = pb.Request(text_input="a", stream=True, sampling_parameters=sampling(max_tokens=1500))
+    house.service.accept(late)
+    wait_until(lambda: ended(late))
+    assert error_of(late).startswith("UNAVAILABLE: the server is shutting down")
+    assert late.sender.final == 1
+    wait_until(house.idle)

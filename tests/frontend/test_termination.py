@@ -97,6 +97,20 @@ def test_a_launcher_that_comes_later_ends_the_while() -> None:
     assert front.service.calls == [5.0, math.inf]
 
 
+def test_a_note_that_can_no_longer_be_read_still_counts() -> None:
+    front = Front()
+    front.hear(*WAITS)
+    front.note = None
+    assert front.hear(STOPS) == [math.inf], "SIGTERM does not shorten the launcher's time"
+
+
+def test_a_note_of_which_no_signal_has_told_yet_keeps_the_service_closed() -> None:
+    front = Front()
+    front.hear(STOPS, Note.WAIT)
+    front._termination._reopen()
+    assert front.service.calls == [5.0, math.inf]
+
+
 def test_a_note_is_read_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "note"
     monkeypatch.delenv(VARIABLE, raising=False)

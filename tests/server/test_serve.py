@@ -529,6 +529,6 @@ def test_a_gateway_that_does_not_listen_is_started_again(
     monkeypatch.setattr(gateway_process, "_RUN_GATEWAY", LISTENS)
     gateway.turn_until(lambda: gateway.addresses == ["address"])
     assert gateway.said == [
-        "the gateway does not listen after 0 s",
-        "the gateway ended by itself, with status -9",
+        "the gateway does not listen after 0 s, and is killed",
+        "the gateway has ended",
     ]

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import cast
 
 import psutil
@@ -15,7 +16,7 @@ from jitney_server import connections, stopping
 from jitney_server.admin import Admin, ModelState, RefusedCallError
 from jitney_server.connections import HangUp, hang_up
 from jitney_server.ports import ServerPorts
-from jitney_server.stopping import StopOutcome, requests_in_flight, unload_all
+from jitney_server.stopping import StopOutcome, requests_in_flight, stop, unload_all
 
 METRICS = """
 # HELP jitney_running_requests Requests accepted and not waiting
@@ -171,6 +172,17 @@ def outcome_of(
     if outcome.problem is None:
         return outcome
     return outcome._replace(problem=re.sub(r"^after \S+ s ", "", outcome.problem))
+
+
+def test_nobody_is_told_of_the_stop_of_a_server_that_has_ended(tmp_path: Path) -> None:
+    """Its id may be another process's by now."""
+    process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    process.wait()
+    note = tmp_path / "note"
+    outcome = stop(cast("Admin", FakeAdmin()), process, grace_s=60, note=note)
+    problem = "the server had ended before, with status 3"
+    assert outcome == StopOutcome(problem, cut_requests=True)
+    assert not note.exists()
 
 
 def test_a_model_that_refused_to_unload_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:

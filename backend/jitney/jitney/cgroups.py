@@ -91,8 +91,8 @@ def _memory_used(group: Path) -> int:
     """Bytes in use, without cached pages of files that were not used lately: the kernel frees those
     when memory is needed."""
     used = _read(group / "memory.current") or _read(group / "memory.usage_in_bytes")
-    # Only version 1 has ``total_inactive_file``. It counts the groups below this one too; there
-    # ``inactive_file`` does not.
+    # The number must count the groups below this one too. In version 2 ``inactive_file`` does. In
+    # version 1 only ``total_inactive_file`` does, which version 2 does not have.
     reclaimable = _memory_stat(group, "total_inactive_file")
     if reclaimable is None:
         reclaimable = _memory_stat(group, "inactive_file")

@@ -61,7 +61,8 @@ def _end_without(server: int) -> None:
     with contextlib.suppress(OSError):
         ended.register(os.pidfd_open(server), select.POLLIN)
         ended.poll()
-    # A process whose parent ends gets another parent at once, even while the old one is a zombie.
+    # Mostly the server has ended by now. Without process descriptors, this loop waits for that. A
+    # process whose parent ends gets another parent at once, even while the old one is a zombie.
     while os.getppid() == server:
         time.sleep(_LOOK_S)
     os._exit(STATUS)  # exit handlers and destructors would use the dead server's shared memory

@@ -1,11 +1,11 @@
 """How a launcher tells the models' processes that it stops their server.
 
-A signal alone is not believed, because anybody may send one. The launcher writes a :class:`Note`
-into a file, and then sends LOOK to each process. It has named the file to the server in the
-environment variable VARIABLE, which the models' processes inherit.
+The launcher writes a :class:`Note` into a file, and then sends LOOK to each process. It has named
+the file to the server in the environment variable VARIABLE, which the models' processes inherit.
 
-A server that something else stops (systemd, ``docker stop``) has no note. Its models' processes may
-get SIGTERM then.
+A signal alone does not close a model for good, because anybody may send one. Something else than
+our launcher may stop a server, such as systemd or ``docker stop``. Then there is no note, but the
+models' processes may get SIGTERM: that closes them for a while.
 
 ``jitney_server.stopping`` writes and sends, ``frontend.termination`` reads. A process that does not
 know LOOK ignores it by default.
@@ -17,7 +17,7 @@ import signal
 from pathlib import Path
 
 STOPS = signal.SIGTERM
-"""The server stops, perhaps without a launcher of ours."""
+"""The server stops, as far as its sender knows. Our launcher sends it too, after LOOK."""
 LOOK = signal.SIGURG
 """There may be a new note."""
 VARIABLE = "JITNEY_STOP_NOTE"

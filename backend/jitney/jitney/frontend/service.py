@@ -104,7 +104,8 @@ class Service:
         self._tokenizer = tokenizer
         self._tracing = tracing
         self._keys = itertools.count()
-        self._refusal: str | None = None  # set once no request is accepted any more: why
+        self._refusal: str | None = None  # why no request is accepted any more, for good
+        self._is_draining = False  # no request is accepted now
         self._cut: threading.Timer | None = None  # ends what is open when the drain's time is over
         # The bytes of the open requests are this number minus the responder's ``ended_bytes``. Both
         # only grow: this one is written by the server's thread alone, that one by the responder's
@@ -169,8 +170,9 @@ class Service:
         now = time.monotonic()
         channel = Channel(request.get_response_sender())
         try:
-            if self._refusal is not None:
-                raise UnavailableError(self._refusal)
+            refusal = self._why_refused()
+            if refusal is not None:
+                raise UnavailableError(refusal)
             self._take_over(parse_request(request), channel, now)
         except Exception as error:
             self._refuse(channel, self._as_refusal(error))
@@ -221,10 +223,16 @@ class Service:
         self._accepted_bytes += size
         self._responder.add(arrival)
         self._watched.put(arrival)
+        refusal = self._why_refused()
+        if refusal is not None:
+            # A drain has begun meanwhile. It may have ended all open requests before this one was
+            # added.
+            self._responder.abort(arrival.key, UnavailableError(refusal))
+            return
         try:
             run_in_encoder(partial(self._encode, arrival))
         except RuntimeError:  # the pool was shut down by close(), or no thread can be started
-            reason = self._refusal or "the prompt cannot be encoded now"
+            reason = self._why_refused() or "the prompt cannot be encoded now"
             self._responder.abort(arrival.key, UnavailableError(reason))
 
     def _check_size(self, request: ClientRequest) -> None:
@@ -335,13 +343,19 @@ class Service:
     @property
     def is_ready(self) -> bool:
         """Whether requests are taken, and there is an engine for them."""
-        return self._refusal is None and self._engine.health.up
+        return self._why_refused() is None and self._engine.health.up
+
+    def _why_refused(self) -> str | None:
+        """Why no request is accepted now. None: requests are accepted."""
+        if self._refusal is not None:
+            return self._refusal
+        return _SHUTTING_DOWN if self._is_draining else None
 
     def drain(self, grace_s: float) -> None:
         """Refuse new requests from now on. What is still open after ``grace_s`` seconds is ended;
         if ``grace_s`` is infinite, nothing is. A later call replaces the time of the one before.
         All calls must come from one thread."""
-        self._refusal = _SHUTTING_DOWN
+        self._is_draining = True
         if self._cut is not None:
             self._cut.cancel()
         self._cut = None
@@ -352,12 +366,11 @@ class Service:
             self._cut.start()
 
     def reopen(self) -> None:
-        """Serve new requests again after a drain. One that refuses for another reason goes on
-        refusing."""
-        if self._refusal == _SHUTTING_DOWN:
-            if self._cut is not None:
-                self._cut.cancel()
-            self._refusal = None
+        """Serve new requests again after a drain, unless they are refused for another reason. Must
+        not overlap with :meth:`drain`."""
+        if self._cut is not None:
+            self._cut.cancel()
+        self._is_draining = False
 
     def close(self) -> None:
         """End every thread, in bounded time. Requests that are still open end with an error."""

@@ -21,8 +21,8 @@ from jitney.stop_signals import LOOK, STOPS, Note, read_note
 _LOG = logging.getLogger(__name__)
 
 REOPEN_S = 60.0
-"""Seconds, after a drain that a SIGTERM began, until new requests are served again. A server that
-stops has ended by then, or takes no requests any more."""
+"""A SIGTERM came, and ``drain_s`` is over. If this process still runs so many seconds later, new
+requests are served again. A server that stops has ended by then, or takes no requests any more."""
 
 
 class Drained(Protocol):
@@ -42,9 +42,11 @@ class Drained(Protocol):
 class Termination:
     """Drains a service as the launcher's notes and SIGTERM say.
 
-    A note of a launcher counts for good. SIGTERM without a note gives running requests ``drain_s``
-    seconds. If the process still runs ``reopen_s`` seconds after that, nobody has stopped the
-    server, and the service opens again.
+    A note counts for good. After it, only another note counts.
+
+    SIGTERM without a note gives running requests ``drain_s`` seconds. If the process still runs
+    ``reopen_s`` seconds after these are over, nobody has stopped the server, and the service opens
+    again.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class Termination:
         self._obeyed: Note | None = None
         """The last note that was acted upon."""
         self._reopening: threading.Timer | None = None
-        """While a drain lasts that a SIGTERM began."""
+        """Opens the service again. None: no SIGTERM without a note has closed it."""
         self._lock = threading.Lock()
         """The timer runs in a thread of its own."""
 
@@ -72,13 +74,15 @@ class Termination:
         with self._lock:
             if note is not None:
                 self._obey(note)
-            # Without a note, LOOK came from somebody else and means nothing.
-            elif number == STOPS and self._reopening is None:
+            # Without a note, LOOK came from somebody else and means nothing. A note that was obeyed
+            # counts even if its file cannot be read any more.
+            elif number == STOPS and self._obeyed is None and self._reopening is None:
                 self._drain_for_a_while()
 
     def _obey(self, note: Note) -> None:
         if self._reopening is not None:
             self._reopening.cancel()
+            self._reopening = None
         if note == Note.END and self._obeyed != Note.END:
             self._service.drain(0)
             self._obeyed = note
@@ -93,8 +97,11 @@ class Termination:
         self._reopening.start()
 
     def _reopen(self) -> None:
+        note = self._read_note()  # its signal may come in a moment
         with self._lock:
             self._reopening = None
+            if note is not None:
+                self._obey(note)
             if self._obeyed is None:
                 _LOG.warning("SIGTERM came, but the server still runs: new requests are served")
                 self._service.reopen()
@@ -140,8 +147,9 @@ def on_signals(
     Must be called from the main thread. Elsewhere it only logs a warning.
 
     Why a thread: Python runs a signal handler in the main thread only, between two of its
-    instructions. The stub's main thread runs C++. But at once, whatever the main thread does, the
-    interpreter writes the signal's number to the wake-up descriptor, which the thread reads.
+    instructions, and the stub's main thread runs C++. But the interpreter also writes the signal's
+    number to the wake-up descriptor. It does so at once, whatever the main thread does. The thread
+    reads the number there.
     """
     if threading.current_thread() is not threading.main_thread():
         _LOG.warning("not in the main thread: SIGTERM will not be caught")

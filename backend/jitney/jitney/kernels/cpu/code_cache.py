@@ -27,7 +27,7 @@ from jitney.kernels.cpu.code_folders import PREFIX, claim
 
 _OUTSIDE = Path(byte_cache.__file__)
 """The one file outside this folder whose constants are compiled into kernels."""
-_OTHERS_MAY_USE = 0o077
+_RIGHTS_OF_OTHERS = 0o077
 
 
 class _Locator(_CacheLocator):
@@ -57,7 +57,8 @@ class _Locator(_CacheLocator):
         return str(self._folder)
 
     def get_source_stamp(self) -> bytes:
-        """A digest of the function's own file. A test's function is not in this folder."""
+        """A digest of the function's own file. The folder's name changes with most files already,
+        but not with that of a test's function."""
         return hashlib.sha256(Path(self._py_file).read_bytes()).digest()
 
     def get_disambiguator(self) -> str:
@@ -94,14 +95,15 @@ def _folders(source: Path) -> Iterator[Path]:
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether only this user can write to ``folder``, which is made if there is none. Code that
-    another user can change must not be run."""
+    """Whether only this user can use ``folder``, which is made if there is none. Code that another
+    user can change must not be run."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
     except OSError:
         return False
-    return found.st_uid == os.getuid() and not found.st_mode & _OTHERS_MAY_USE
+    rights_of_others = found.st_mode & _RIGHTS_OF_OTHERS
+    return found.st_uid == os.getuid() and rights_of_others == 0
 
 
 @cache

@@ -60,21 +60,22 @@ def remove_unused(parent: Path) -> None:
 
 
 def _lock(folder: Path) -> BinaryIO:
-    """The folder's file with a shared lock on it."""
+    """The folder's file with a shared lock on it. If another process removes the folder before the
+    lock is there, it is made again."""
     path = folder / _LOCK
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             file = path.open("ab")
         except FileNotFoundError:
-            continue  # another process has just removed the folder
+            continue  # the folder was removed
         try:
             fcntl.flock(file, fcntl.LOCK_SH)
         except OSError:
             return file  # this file system has no locks, so no folder on it is removed
         if _is_at(file, path):
             return file
-        file.close()  # the folder was removed before the lock was there
+        file.close()  # the folder was removed: nobody else will look at this file
 
 
 def _remove_if_free(folder: Path) -> None:
