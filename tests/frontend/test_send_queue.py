@@ -102,7 +102,7 @@ def test_no_stream_waits_longer_than_it_may(clock: Clock) -> None:
     assert MAX_BURST * MAX_PAUSE_S > MAX_WAIT_S, "the pause alone is longer than that"
     clock.now += replies.queue.seconds_to_next()
     assert clock.now == pytest.approx(came + MAX_WAIT_S)
-    assert replies.queue.may_send
+    assert replies.send_all() == MAX_BURST, "a burst, and not one by one"
 
 
 def test_an_urgent_reply_does_not_shorten_a_pause(clock: Clock) -> None:

@@ -177,7 +177,12 @@ class SendQueue:
 
     def pop(self) -> Reply:
         """Take out the reply to send next. There must be one."""
-        line = self._urgent or self._others
+        line = self._urgent
+        if not line:
+            line = self._others
+            # The pause has ended, or is ended early for a stream that has waited for too long. Then
+            # a whole burst leaves: the streams behind that one have waited nearly as long.
+            self._pause_until = 0.0
         _, reply = line.popitem(last=False)
         return reply
 
