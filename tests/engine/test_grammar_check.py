@@ -1,12 +1,15 @@
 """The process that checks grammars, and the engine's thread that compiles them."""
 
 import os
+import select
 import signal
 import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -80,33 +83,67 @@ def test_the_same_is_checked_once_however_many_ask_at_once(
     one.close()
 
 
+class BusyMachine:
+    """A machine that gives a process ``share`` of the time, and its clock. Time passes only when
+    the process is looked at. After ``work_s`` seconds of processor time it answers, through a pipe.
+    """
+
+    def __init__(self, share: float, work_s: float) -> None:
+        self.share = share
+        self.work_s = work_s
+        self.now = 0.0
+        self.answer, self._output = os.pipe()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def seconds_of(self, pid: int) -> float:
+        self.now += 0.1
+        used = self.share * self.now
+        if used >= self.work_s:
+            os.write(self._output, b"answer")
+        return used
+
+    def wait(self, patch: pytest.MonkeyPatch, most_s: float) -> None:
+        """Wait for the answer as a check does that may take ``most_s`` seconds."""
+        patch.setattr(grammar_check, "time", self)
+        patch.setattr(grammar_check, "seconds_of", self.seconds_of)
+        patch.setattr(grammar_check, "_LOOK_S", 0)
+        process: Any = SimpleNamespace(pid=1)
+        try:
+            grammar_check._Limits(process, most_s).wait_for(self.answer, select.POLLIN)
+        finally:
+            os.close(self.answer)
+            os.close(self._output)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.1])
 def test_a_busy_machine_refuses_nothing_that_an_idle_one_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
-    """The process is stopped half of the time, and so takes twice as long by the clock."""
-    program = """
-import sys, time
-print(flush=True)
-sys.stdin.readline()
-end = time.process_time() + 0.8
-while time.process_time() < end:
-    pass
-print('{"grammar": "fine"}', flush=True)
-"""
-    one = checker_of(program, tmp_path, monkeypatch, setup=b"")
-    with ThreadPoolExecutor(1) as pool:
-        checked = pool.submit(one.check, StructuredOutputs(regex="a"))
-        began = time.monotonic()
-        while not checked.done():
-            time.sleep(0.05)
-            process = one._processes[-1]._process
-            if process is not None:
-                os.kill(process.pid, signal.SIGSTOP)
-                time.sleep(0.15)
-                os.kill(process.pid, signal.SIGCONT)
-        assert checked.result() == "fine"
-    assert time.monotonic() - began > 1.0
-    one.close()
+    machine = BusyMachine(share, work_s=0.8)
+    machine.wait(monkeypatch, most_s=1.0)
+    assert machine.now >= 0.8 / share
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.1])
+def test_a_busy_machine_refuses_what_an_idle_one_refuses(
+    monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    with pytest.raises(grammar_check._StuckError) as caught:
+        BusyMachine(share, work_s=1.5).wait(monkeypatch, most_s=1.0)
+    assert caught.value.is_too_complex
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01])
+def test_a_process_that_gets_no_time_is_not_refused_for_its_work(
+    monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    machine = BusyMachine(share, work_s=0.8)
+    with pytest.raises(grammar_check._StuckError) as caught:
+        machine.wait(monkeypatch, most_s=1.0)
+    assert not caught.value.is_too_complex
+    assert machine.now < 1.0 + grammar_check._MOST_SLOWDOWN
 
 
 def test_a_check_that_takes_too_long_ends_its_process() -> None:

@@ -94,9 +94,23 @@ def test_one_slow_send_delays_the_others_briefly(clock: Clock) -> None:
     assert replies.queue.seconds_to_next() == pytest.approx(MAX_PAUSE_S)
 
 
-def test_no_pause_is_longer_than_a_stream_may_wait(clock: Clock) -> None:
+def test_no_stream_waits_longer_than_it_may(clock: Clock) -> None:
     replies = Replies(clock, share=0.01)
     replies.wait(2 * MAX_BURST)
+    came = clock.now
     assert replies.send_all() == MAX_BURST
-    clock.now += MAX_WAIT_S
-    assert replies.queue.may_send
+    assert MAX_BURST * MAX_PAUSE_S > MAX_WAIT_S, "the pause alone is longer than that"
+    clock.now += replies.queue.seconds_to_next()
+    assert clock.now == pytest.approx(came + MAX_WAIT_S)
+    assert replies.send_all() == MAX_BURST, "a burst, and not one by one"
+
+
+def test_an_urgent_reply_does_not_shorten_a_pause(clock: Clock) -> None:
+    replies = Replies(clock, share=0.1)
+    replies.wait(MAX_BURST)
+    assert replies.send_all() == MAX_BURST
+    replies.wait(1, urgent=True)
+    replies.send()  # no other reply waits: a burst of its own
+    replies.wait(1)
+    pause = MAX_BURST * 9 * SEND_S
+    assert replies.queue.seconds_to_next() == pytest.approx(pause - SEND_S)

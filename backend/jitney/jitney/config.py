@@ -217,8 +217,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     one response. With 1, a response leaves as soon as the one before it has left. None: 0.2 on a
     CPU, 1 on a GPU."""
     cancel_sweep_s: Annotated[float, Meta(ge=0.001, le=10)] = 0.05
-    """Seconds between two checks for clients that disconnected. With many requests up to 1, so that
-    they take a twentieth of the time at most; with thousands, a quarter."""
+    """Seconds between two checks for clients that disconnected. With many requests it is more, up
+    to 1, so that the checks take at most a twentieth of the time. With thousands of requests they
+    take up to a quarter."""
 
     # -- failure and shutdown
     watchdog_s: Annotated[float, Meta(ge=0.1, le=86400)] = 60.0
@@ -240,8 +241,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """``http://HOST:PORT`` of an OpenTelemetry collector (OTLP over gRPC), which gets the spans of
     each request. None: no spans are made."""
     metrics_flush_s: Annotated[float, Meta(ge=0.01, le=60)] = 0.25
-    """Seconds between two updates of the server's gauges. Its other metrics have more where they
-    would take over a hundredth of the time."""
+    """Seconds between two updates of the server's gauges. Its other metrics are updated less often
+    if that would take more than a hundredth of the time."""
 
     @property
     def most_samples(self) -> int:

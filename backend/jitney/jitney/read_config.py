@@ -119,10 +119,12 @@ def _is_in_hub_cache(name: str) -> bool:
 
 
 def _find(option: str, name: str, folder: Path) -> str | None:
-    """The absolute path of the file or folder ``name`` in ``folder``. If there is none: None where
-    ``name`` may be an id of the hub, else a ConfigError, so that nobody waits for an engine to find
-    that out. Also raises ConfigError if the system refuses to look: the name is too long, or
-    permission is missing."""
+    """The absolute path of the file or folder ``name`` in ``folder``. None: there is none, but
+    ``name`` may be an id of the hub.
+
+    Raises ConfigError if there is none and ``name`` can only be a path: an engine would find that
+    out much later. Also if the system refuses to look: the name is too long, or permission is
+    missing."""
     try:
         os.stat(_bytes_of_path(folder, name))
         return _absolute(option, name, folder)
@@ -208,8 +210,8 @@ def _with_nested_structs(options: dict[str, object]) -> dict[str, object]:
 
 
 def _as_dict(given: object, struct: type[msgspec.Struct]) -> object:
-    """A ``struct`` that was made in Python, as a dict of its fields. It may hold anything, so it is
-    checked like a dict that was read from a file. Whatever is no ``struct`` is returned
+    """The fields of ``given`` as a dict, if it is a ``struct`` that somebody made in Python: its
+    fields may have any values, so they are checked like those of a file. Anything else is returned
     unchanged."""
     return msgspec.structs.asdict(given) if isinstance(given, struct) else given
 

@@ -19,8 +19,8 @@ ROOM = 16_384
 """Bytes that must be free in a pool that may not grow. The largest of these messages is a final
 response of 4 KiB of data, which needs about 5 KiB."""
 SPACE_TO_GROW = 16 << 20
-"""With so many free bytes on ``FOLDER``, the pool can surely grow: by default it grows by a MiB. It
-is then not asked how full it is, because it must not be asked while it grows."""
+"""With so many free bytes on ``FOLDER``, the pool can surely grow: by default it grows by a MiB.
+Then the pool is not asked how full it is: it may be growing, and must not be asked meanwhile."""
 FOLDER = "/dev/shm"
 """Where the pool is."""
 WAIT_S = 0.01

@@ -10,7 +10,7 @@ In the order in which they are read:
 - ``journal``, ``supervisor``: what is open, and how an engine that died is replaced.
 - ``fork_server``: the process from which engines are forked. It has imported torch and transformers
   already, so only the model is loaded anew. It never touches the device.
-- ``start_engine``, ``load_watch``: a start of an engine; whether its load gets on.
+- ``start_engine``, ``load_watch``: how an engine is started; whether its load makes progress.
 - ``child_process``, ``grammar_check``, ``quiet``: what a child process needs; a check in a process
   that may be killed; imports without noise.
 - ``loading``, ``assemble``: what loading a model gives; the one file that joins execution, kernels,

@@ -29,8 +29,8 @@ _MOST_ENDING_S = 10.0
 device's driver may delay its end, or the fork server may be stopped: both are left behind then."""
 
 CAUSES = ("killed", "device_lost", "failed", "hung")
-"""Why an engine ended: by a signal, because its device failed, in another way, or because it did
-not get on and was killed for that."""
+"""Why an engine ended, in this order: a signal ended it; its device failed; it ended in another
+way; it made no progress, and the front killed it for that."""
 
 AHEAD = "jitney.ahead"
 """Group of entry points that the fork server calls before its long imports. They start processes

@@ -28,8 +28,8 @@ _START_S = 60.0
 """Seconds of processor time that the start of a process may take: it imports what it needs, and
 reads the tokenizer."""
 _MOST_SLOWDOWN = 20
-"""Most seconds by the clock for each second of processor time that is allowed. On a busy machine
-they differ."""
+"""For each second of processor time that a process may use, it may take so many seconds by the
+clock: on a busy machine it does not run all the time."""
 _LOOK_S = 0.1
 """Seconds between two looks at the processor time of a process."""
 
@@ -59,7 +59,8 @@ class GrammarChecker:
         self._most_kept = config.grammar_cache
         self._changed = threading.Condition()  # its lock guards the next four
         # structured_outputs as JSON -> its grammar, or why it is refused; the one that was used
-        # longest ago comes first. Apart from each other, so that many refused ones evict no other.
+        # longest ago comes first. The refusals are kept apart, so that many of them evict no
+        # grammar.
         self._grammars: OrderedDict[bytes, str] = OrderedDict()
         self._refusals: OrderedDict[bytes, InvalidArgumentError] = OrderedDict()
         self._in_progress: set[bytes] = set()
@@ -80,8 +81,8 @@ class GrammarChecker:
         and UnavailableError after :meth:`close`, or if the process is stopped or killed from
         outside.
 
-        Takes at most ``grammar_timeout_s`` seconds of processor time once a process is free. If the
-        process must be started first, that may take ``_START_S`` seconds of it more."""
+        Once a process is free, a check takes at most ``grammar_timeout_s`` seconds of its processor
+        time. If the process must be started first, the start takes at most ``_START_S`` more."""
         verdict = self._verdict_on(msgspec.json.encode(structured))
         if isinstance(verdict, InvalidArgumentError):
             # A copy: this one is kept, and each raise would lengthen its traceback, whose frames
@@ -238,9 +239,9 @@ class _Limits:
         self._ends_at = self._progress_at + _MOST_SLOWDOWN * seconds
 
     def wait_for(self, descriptor: int, event: int) -> None:
-        """Wait until a pipe can be read or written. Raises _StuckError if before that the process
-        has used up its processor time, has used none for just as long, or has taken
-        ``_MOST_SLOWDOWN`` times as long by the clock."""
+        """Wait until a pipe can be read or written. Raises _StuckError if the process uses more
+        than ``seconds`` of processor time before that, or uses none for ``seconds`` by the clock,
+        or takes ``_MOST_SLOWDOWN * seconds`` by the clock."""
         poll = select.poll()
         poll.register(descriptor, event)
         while not poll.poll(1000 * _LOOK_S):

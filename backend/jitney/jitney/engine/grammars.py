@@ -31,7 +31,7 @@ class Grammars:
         """At most ``most`` are kept."""
         self._compile = compile_grammar
         self._most = most
-        # For ``pending.Source`` a resource has a name and an id. Here both are the grammar's text.
+        # For ``source.Source`` a resource has a name and an id. Here both are the grammar's text.
         # Text -> result; the one that was used longest ago comes first.
         self._kept: OrderedDict[str, _Result] = OrderedDict()
         # Texts of the grammars that are to be compiled next.

@@ -6,10 +6,10 @@ messages that bring it to where the old one was.
 It also finds the request that ends engines. A request is *at work* if a step computes a row of it,
 or if something is made for it (a grammar, an adapter). It is a suspect once it was at work when two
 engines in a row ended. The next engine then gets this request alone; all others wait here until the
-suspect is proved innocent or has ended. Alone, the second end of an engine fails it. If somebody
-else has killed all of these engines, by SIGKILL or SIGTERM, it is failed by the tenth: such kills
-are usually not due to a request, but the kernel also ends a process like that if it needs too much
-memory.
+suspect is proved innocent or has ended. If two engines end while it is alone, it is failed. If
+somebody else has killed all engines that ended while it was alone, by SIGKILL or SIGTERM, it is
+failed at the tenth only. Such kills are usually not due to a request. But they may be: the kernel
+kills a process that needs too much memory.
 
 Pure and without threads: the supervisor calls it under a lock.
 """
@@ -43,7 +43,7 @@ from jitney.messages import (
 SUSPECT_DEATHS = 2
 """Ends in a row of engines that had a request at work, after which it is tried alone."""
 FATAL_DEATHS_ALONE = 2
-"""Further ends, with nothing else at work, after which it is failed."""
+"""Further ends, with nothing but this request at work, after which it is failed."""
 FATAL_KILLS_ALONE = 10
 """The same if all of these were kills from elsewhere."""
 PROOF_SAMPLES = 2
@@ -89,14 +89,14 @@ class _Entry:
     later: list[Finish | Cancel] = field(default_factory=list)
     """The messages that followed its Submit. Every new engine gets them again."""
     deaths: int = 0
-    """Ends of engines that had it at work. 0 again once it is proved innocent of them, which it is
-    once the next two are empty."""
+    """Ends of engines that had it at work. 0 again once it is proved innocent of them: once
+    ``unproved`` and ``unproved_kinds`` are empty."""
     unproved: set[int] = field(default_factory=set)
     """Indices of the sequences that the last of these engines computed rows of, without those that
     have got past it since."""
     unproved_kinds: set[str] = field(default_factory=set)
-    """Kinds of the resources that the last of these engines was making for it. Empty once it has a
-    token since: its resources were there."""
+    """Kinds of the resources that the last of these engines was making for it. Empty again once it
+    gets a token from a later engine: by then that one has made them."""
     deaths_alone: int = 0
     """Those of ``deaths`` at which it was a suspect, and nothing else was at work."""
     was_only_killed: bool = True

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _MOST_SILENCE = 10
-"""A load that uses processor time but sends no message hangs after so many times ``most_s``: it may
-be in an endless loop."""
+"""A load that sends no message for ``_MOST_SILENCE * most_s`` seconds hangs, even if it uses
+processor time: it may be in an endless loop."""
 _LONGEST_LOOK_S = 10.0
 """Longest time between two calls of :meth:`LoadWatch.look`. If it was longer, this process was
 stopped, and perhaps the others, too: then the time does not count."""
@@ -51,7 +51,7 @@ class LoadWatch:
 
 def ticks_of_all(pid: int) -> int:
     """Processor time of a process and of its living descendants, in ticks of the clock (as a rule
-    0.01 s), with what their children had used when they ended. 0 if the process has ended."""
+    0.01 s). The time of children that have ended is in it. 0 if the process has ended."""
     total = 0
     left = [pid]
     while left:

@@ -67,8 +67,7 @@ _PR_SET_PDEATHSIG = 1
 def run_fork_server(descriptor: int, ahead: Sequence[str], loader: str) -> int:
     """Fork an engine for each socket that comes, one at a time, and send its pid and exit status.
     Returns the fork server's own exit status once the front has closed its end. The functions named
-    by ``ahead`` may fork processes of their own, which compile kernels: of these nothing is sent.
-    """
+    by ``ahead`` may fork processes that compile kernels. No pid or exit status of these is sent."""
     _end_only_with_parent()
     own_pid = os.getpid()
     load = _prepare(ahead, loader)

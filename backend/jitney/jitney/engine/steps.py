@@ -26,10 +26,11 @@ _log = logging.getLogger(__name__)
 
 BeforeStep = Callable[[Iterable[RowOwner], Iterable[RowOwner]], None]
 """Called before each launch, with the sequences of the steps in flight and those of the new step.
-So a front knows for whom the device computes if it fails, or kills the process.
+So a front knows for which requests the device computed if it fails, or if the process dies.
 
-Also called before a schedule that asks grammars which drafts they allow. That is native code, too:
-the second argument has the sequences whose grammars may be asked."""
+Also called before a schedule that asks grammars which drafts they allow. They are native code, from
+which the process may die, too: the second argument has the sequences whose grammars may be asked.
+"""
 
 
 def ignore_step(in_flight: Iterable[RowOwner], new: Iterable[RowOwner]) -> None:

@@ -58,8 +58,6 @@ _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """Pauses between attempts to start an engine; the last one repeats."""
 _PAUSES_AFTER_KILLS_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 """The same, after attempts that were killed from elsewhere."""
-
-
 _DOES_NOT_STAY_UP = "the engine does not stay up; it is being started again"
 
 
@@ -95,9 +93,8 @@ class SupervisedEngine:
         self._making: dict[int, Making] = {}  # what is being made, by number
         # Stats of the last report. Until an engine's first one: those of an empty cache.
         self._stats = StepStats()
-        # The silence of the engine counts from here: from its last message or, if that is later,
-        # from the last moment without an open request, because an idle engine sends nothing. Set by
-        # _read, _receive and send.
+        # Since when the engine is silent: since its last message, but not while no request is open,
+        # because an idle engine sends nothing. Set by _read, _receive and send.
         self._heard = 0.0
         # Times of the deaths since an engine last completed a step.
         self._deaths_without_step: list[float] = []
@@ -170,8 +167,8 @@ class SupervisedEngine:
 
     @property
     def has_work(self) -> bool:
-        """Never: the engine makes its steps by itself, even the last one, which may still be in
-        flight when all requests have been cancelled."""
+        """Never: the engine makes its steps without a call of :meth:`step`. So it completes even a
+        step that is in flight when all requests have been cancelled."""
         return False
 
     def run_in_thread(self) -> None:
@@ -221,8 +218,9 @@ class SupervisedEngine:
         """Hand reports on until the engine ends. Returns how it ended."""
         self._heard = self._clock()
         killed_for: str | None = None
-        # An EOFError says that it has ended, and that everything that it sent has been received. If
-        # it ended by itself, the first call raises that, and `killed_for` stays None.
+        # Both calls raise EOFError once the engine has ended and everything that it sent has been
+        # received. If the engine ends by itself, the first call raises it: so `killed_for` stays
+        # None.
         with contextlib.suppress(EOFError):
             killed_for = self._read_until_killed(connection)
             self._read_rest(connection)
@@ -295,9 +293,9 @@ class SupervisedEngine:
         return message
 
     def _expire(self, connection: EngineConnection | None, now: float) -> None:
-        """End the requests that were cancelled or whose deadline is reached, if the engine cannot:
-        those that it has not got, and, if it is silent, all others, too. Without a ``connection``
-        no engine has got any."""
+        """End the requests that were cancelled or whose deadline is reached, if the engine cannot
+        do it. It cannot end requests that it has not got and, if it is silent, none at all.
+        ``connection`` is None if there is no engine."""
         is_silent = connection is not None and now - self._heard > _SILENT_S
         with self._lock:
             events = self._journal.expire(now, engine_is_silent=is_silent)

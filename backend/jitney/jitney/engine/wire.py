@@ -63,14 +63,14 @@ class StepBegun(msgspec.Struct, frozen=True, array_like=True, tag="begun"):
     in_flight: list[RowOwner]
     """Of the steps that are in flight already."""
     new: list[RowOwner]
-    """Of this step."""
+    """Of the step that is about to be launched; or those whose grammars are about to be asked."""
 
 
 class Making(msgspec.Struct, frozen=True, array_like=True, tag="making"):
     """A resource is about to be made, or looked for."""
 
     number: int
-    """Another one for each resource."""
+    """Tells this work from all other work of its engine."""
     kind: str
     """``Source.kind``."""
     keys: list[int]

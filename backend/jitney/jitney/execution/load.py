@@ -17,8 +17,8 @@ A draft model goes through the same steps up to speed-up; memory and runner are 
 
 Called by ``engine.assemble``, which knows what may speed a model up. Whatever is wrong with
 options, files or architecture is a LoadError of ``errors``. The weights of each model are read only
-after all checks of that model that need no weights. A draft model comes second: its files are first
-looked at when the target, the model that it drafts for, is through the speed-up.
+after all checks of that model that need no weights. A draft model comes second: nothing looks at
+its files before the target, the model that it drafts for, has passed the speed-up.
 """
 
 import logging
@@ -150,15 +150,15 @@ def speed_up(
     if accelerator is not None and not accelerator.fits(attention):
         accelerator = None
 
-    # A head must get at the hidden states, of the model and of itself. An ordinary draft model
-    # changes nothing here.
+    # An EAGLE head reads hidden states, the target's and its own. So the setup changes both modules
+    # to give them. For an ordinary draft model it changes nothing.
     finish = setup.before_rearranging(model)
     if accelerator is not None:
         model = _rearrange(config, model, accelerator)
-    # `model.sites` are the linear layers that adapters may change. An adapter's product is added to
-    # such a layer's result. Where kernels have joined layers, only a model that is fused as a whole
-    # knows which columns of the joined result are which layer's (`low_rank.Part`). So in any other
-    # model, none of these layers may be joined.
+    # `model.sites` are the linear layers that adapters may change: an adapter's product is added to
+    # such a layer's result. Kernels may join layers, whose results are then columns of one result.
+    # A model that is fused as a whole knows the columns of each layer (`low_rank.Part`). Any other
+    # model does not, so there none of these layers may be joined.
     if not model.fused:
         _check_sites(model)
     return PreparedModel(model=finish(model), attention=attention, accelerator=accelerator)
@@ -172,8 +172,8 @@ def _rearrange(config: EngineConfig, model: LoadedModel, accelerator: Accelerato
         before = probe.probe_logits(model.module, model.layers)
         rounds_inputs = bool(layers_that_round_inputs(model.module))
         faster = accelerator.speed_up(model, usual_tokens)
-    # Attention for a cache of the model's own dtype, as in ``before``. In service the cache's dtype
-    # may be another one, whose rounding the comparison is not about.
+    # ``before`` was computed over a cache of the model's own dtype, and so is ``after``. In service
+    # the cache may have another dtype, but the comparison is not about its rounding.
     attention = attention_by_layer(config, model, model.dtype, accelerator)
     after = probe.probe_logits(
         model.module,
@@ -204,9 +204,9 @@ def _prepare_draft(
 ) -> PreparedModel:
     """The draft model that option ``speculation`` names. Option ``quantization`` holds for it, too.
 
-    Raises ConfigError if its vocabulary is not the model's, or if an option needs kernels that do
-    not fit it. Raises what ``setup.join`` raises, too. ``support.context_length``, called within
-    :func:`load_and_prepare`, raises ConfigError if its context is shorter than the model's.
+    Raises ConfigError if its vocabulary is not the model's, if its context is shorter than the
+    model's (found by ``support.context_length``, within :func:`load_and_prepare`), or if an option
+    needs kernels that do not fit it. Also raises what ``setup.join`` raises.
     """
     own = options.draft_options(config, target.model.dtype, target.model.max_model_len)
     # If the accelerator does not fit the model, the draft model runs without it, too.
@@ -227,8 +227,9 @@ def _prepare_draft(
 
 
 def _describe(config: EngineConfig, target: PreparedModel) -> ModelInfo:
-    """What the front must know. ``num_blocks`` is 1: an accelerator measures steps over caches of
-    one block, and only then can the number be planned. :func:`make_runner` sets the planned one."""
+    """What the front must know. ``num_blocks`` is 1 here, because an accelerator measures its steps
+    over caches of one block. The number of blocks is planned from what it has measured, and
+    :func:`make_runner` sets it."""
     model = target.model
     kernels = sorted({attend.name for attend in target.attention})
     return ModelInfo(

@@ -47,7 +47,7 @@ def _is_changed_beside_grammar(row: Row) -> bool:
 
 
 def is_penalized(row: Row) -> bool:
-    """Whether a penalty changes the row's logits. It depends on its :func:`counts_of` then."""
+    """Whether a penalty changes the row's logits. If so, it reads the row's :func:`counts_of`."""
     return row.params.repetition_penalty != 1.0 or _penalizes_output(row)
 
 
@@ -210,7 +210,7 @@ def _penalizes_output(row: Row) -> bool:
 
 def counts_of(row: Row) -> TokenCounts:
     """How often each token occurs in prompt and output of a row with penalties."""
-    if row.counts is None:  # a scheduler has not made this row, but a probe, for example
+    if row.counts is None:  # the row was not made by a scheduler, but by a probe, for example
         return TokenCounts.of(row.prompt, row.output)
     return row.counts
 

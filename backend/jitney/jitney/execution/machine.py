@@ -103,9 +103,9 @@ def resolve_dtype(
     - on a CPU, for float32 weights that stay float32: float32;
     - on a CPU, for all other weights: bfloat16 if it is fast, else float32.
 
-    ``has_quantized_weights``: the weights are, or will be, of 8 or 4 bits. ``widened``: bfloat16 is
-    fast on any CPU, because kernels compute all of the model's layers and widen each bfloat16 to
-    float32 as they read it.
+    ``has_quantized_weights``: the weights are, or will be, of 8 or 4 bits. ``widened``: all of the
+    model's layers are computed by kernels that read bfloat16 and compute in float32. Then bfloat16
+    is fast on any CPU.
 
     Raises ConfigError for float16 on a CPU, for which there are no fast kernels.
     """

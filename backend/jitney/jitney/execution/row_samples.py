@@ -87,9 +87,9 @@ def sampled_rows(row: Row) -> list[SampledRow]:
     """For each token that the row samples, the pair that the sampler takes.
 
     A token behind drafts is sampled as if these drafts were output. So each sample gets a copy of
-    the row, whose ``token_ids`` end with the drafts before the sample. If the sampler reads output
-    and counts, these drafts are in them, too. The ``output`` of a copy is the
-    :func:`end_of_output` and these drafts.
+    the row, whose ``token_ids`` end with the drafts before the sample. If a logits processor reads
+    the copy, then ``output`` (cut to the :func:`end_of_output`), ``counts`` and ``grammar`` have
+    these drafts, too.
     """
     if not row.drafts:
         return [(row, index) for index in row.sample]

@@ -20,16 +20,16 @@ sweeper            the list of open requests, to     the server
                    ask which clients have gone
 metrics            the counts, written a few times   the server
                    a second
-signals            the drain: when it begins, and    a signal
-                   when its time is over or it is
-                   undone
+signals            the drain: begins it, changes     a signal
+                   its time, undoes it
 =================  ================================  =========================================
 
-The threads exchange messages. Each of these, which several threads change, has a lock: the
+The threads exchange messages. Little is changed by several threads. It has a lock each: the
 supervisor's journal, the sums in ``ModelMetrics``, a ``Channel``'s sender, the number of reports
-that wait, the grammars that were checked. ``Service._refusal`` needs no lock: it is a single
-reference, and the last value counts. ``Health``, ``Service._accepted_bytes`` and
-``Responder.ended_bytes`` are each written by one thread and read by others.
+that wait, the grammars that were checked. Two need none, because each is a single reference:
+``Service._refusal``, of which the last value counts, and that in ``Inputs``, which is taken or
+dropped. ``Health``, ``Service._accepted_bytes`` and ``Responder.ended_bytes`` are each written by
+one thread and read by others.
 
 The objects of one request, from the server's call to its last response.
 

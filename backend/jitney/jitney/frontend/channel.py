@@ -35,7 +35,7 @@ NamedArray = tuple[str, np.ndarray]
 """A tensor's name and its data."""
 
 _EMPTY = None
-"""What the server takes for a response without data."""
+"""The server's sender takes None for a response without data."""
 MAX_FINAL_BYTES = 4096
 """Most bytes of data that travel in the final response. An empty final response needs about as much
 shared memory, so data of this size hardly make a failure more likely."""
@@ -76,7 +76,7 @@ class Channel:
         failure = self._try_to_send(tensors, final=final)
         if failure is None:
             return
-        if self.is_cancelled():
+        if self.is_cancelled():  # False after a final response, because the channel is closed
             # The server keeps a request until its final response, client or not.
             self._close_with(_EMPTY)
             raise CancelledError("the client has gone")

@@ -48,8 +48,8 @@ _LOG = logging.getLogger(__name__)
 
 _EDGES = {name: edges_of(name) for name in HISTOGRAMS}
 _NO_LABEL = (None,)
-"""What :meth:`ModelMetrics._add` takes in place of a label's values, for a family without that
-label. It makes one metric then."""
+"""The values of a label that a family does not have: one None, so that :meth:`ModelMetrics._add`
+makes one metric, which is without the label."""
 
 
 class _Key(NamedTuple):

@@ -106,6 +106,7 @@ def parse_request(request: Any) -> ClientRequest:
     task = _task_of(arrays)
     prompt_input = _prompt_input_of(arrays, task)
     stream = _flag(arrays, "stream", default=False)
+    # By default a stream's output is without the prompt, and any other output with it.
     echo = not _flag(arrays, "exclude_input_in_output", default=stream)
     if stream and echo:
         raise StreamWithInputError(

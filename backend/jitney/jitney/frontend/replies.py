@@ -79,7 +79,8 @@ class Reply:
     completion: Completion
     writer: ResponseWriter
     prompt_logprobs: PromptLogprobsEncoder | None = None
-    """Set from the engine's report of the prompt's logprobs until the response that has them."""
+    """The prompt's logprobs: set once the engine has reported them, None again once they are sent.
+    """
     queued_at: float = 0.0
     """When it joined its line of the :class:`SendQueue`; monotonic seconds."""
     last_token_at: dict[int, float] = field(default_factory=dict)
@@ -176,7 +177,12 @@ class SendQueue:
 
     def pop(self) -> Reply:
         """Take out the reply to send next. There must be one."""
-        line = self._urgent or self._others
+        line = self._urgent
+        if not line:
+            line = self._others
+            # The pause has ended, or is ended early for a stream that has waited for too long. Then
+            # a whole burst leaves: the streams behind that one have waited nearly as long.
+            self._pause_until = 0.0
         _, reply = line.popitem(last=False)
         return reply
 
@@ -193,23 +199,23 @@ class SendQueue:
         """
         if self._urgent:
             return 0
-        now = time.monotonic()
         first = next(iter(self._others.values()))
-        if now - first.queued_at > MAX_WAIT_S:
-            return 0
-        return max(self._pause_until - now, 0)
+        may_send_at = min(self._pause_until, first.queued_at + MAX_WAIT_S)
+        return max(may_send_at - time.monotonic(), 0)
 
     def note_sent(self, began: float, ended: float) -> None:
-        """Note that a send lasted from ``began`` to ``ended`` (monotonic seconds). The pause begins
-        if that ends the burst: it has as many responses as it may have, or no reply waits for a
-        pause."""
-        seconds_of_send = ended - began
-        seconds_of_both = seconds_of_send / self.share  # of send and pause
-        self._burst_pause_s += min(seconds_of_both - seconds_of_send, MAX_PAUSE_S)
+        """Note that a send lasted from ``began`` to ``ended`` (monotonic seconds). The burst ends
+        with it, and a pause begins, if the burst has ``MAX_BURST`` responses, or if no reply waits
+        but urgent ones."""
+        send_s = ended - began
+        # The send is ``share`` of the time that send and pause take together.
+        pause_s = send_s / self.share - send_s
+        self._burst_pause_s += min(pause_s, MAX_PAUSE_S)
         self._burst_size += 1
         if self._burst_size < MAX_BURST and self._others:
             return
-        self._pause_until = ended + self._burst_pause_s
+        # An urgent reply may have been sent in the pause of an earlier burst: that pause goes on.
+        self._pause_until = max(self._pause_until, ended + self._burst_pause_s)
         self._burst_size = 0
         self._burst_pause_s = 0.0
 

@@ -88,7 +88,8 @@ class Responder:
         self._replies: dict[int, Reply] = {}
         self._deadlines = Deadlines()  # of the requests in _encoding; the engine keeps the others'
         self._send_queue = SendQueue(send_share)
-        # Final responses of requests that are kept nowhere else here any more, and of tasks.
+        # Final responses that wait for shared memory: the errors of requests that have ended (of
+        # these, nothing else is kept here), and the responses of tasks.
         self._held_back = HeldBack()
         self._stopping = False
         self.ended_bytes = 0
@@ -104,8 +105,8 @@ class Responder:
         )
 
     def put(self, report: StepReport) -> None:
-        """Apply a report of the engine, whose outbox this object is. While ``MAX_REPORTS``
-        reports are unread, this waits, for ``MAX_HOLD_S`` at most."""
+        """Apply a report. The engine calls this, because this object is its outbox. While
+        ``MAX_REPORTS`` reports are unread, the call waits, for ``MAX_HOLD_S`` at most."""
         at = time.monotonic()
         with self._report_was_read:
             self._report_was_read.wait_for(lambda: self._backlog < MAX_REPORTS, MAX_HOLD_S)
@@ -258,8 +259,8 @@ class Responder:
         return self._send_queue.seconds_to_next()
 
     def _send_responses_for(self, seconds: float) -> None:
-        """Send responses for so many seconds, but at least one, unless none may be sent any
-        more."""
+        """Send responses until so many seconds have passed, or until none may be sent now. The
+        first one is sent however few the seconds are."""
         until = time.monotonic() + seconds
         while self._send_queue.may_send and stub_memory.has_room():
             self._handle_next_reply()
@@ -311,9 +312,10 @@ class Responder:
         if reply.has_response:
             self._send_queue.put(reply)
         else:
-            # An earlier event may have put it into the queue. This one has taken its response away
-            # again: it ended the last text at a stop string, or too many tokens wait and the reply
-            # was cancelled above. Then it waits for the engine's report of the end.
+            # Nothing is sent now, although an earlier event may have put the reply into the queue.
+            # Either this event has ended the last text, at a stop string. Or too many tokens wait,
+            # and the reply was cancelled above. In both cases it waits for the engine's terminal
+            # event.
             self._send_queue.remove(reply.key)
 
     def _observe_latency(self, reply: Reply, tokens: Tokens, at: float) -> None:

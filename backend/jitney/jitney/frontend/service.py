@@ -67,18 +67,20 @@ CPU_SEND_SHARE = 0.2
 """Default of option ``send_share`` on a CPU, where a response costs the engine's cores as much as a
 token or two. Elsewhere it is 1."""
 SWEEP_SHARE = 0.05
-"""Usual most share of the time that sweeps take. A sweep asks the server about every open request,
-through the queue that responses take too. So the more requests there are, the rarer sweeps
-become."""
+"""Share of the time that sweeps may take. A sweep asks the server about every open request, through
+the queue that responses take too. To keep to the share, sweeps become rarer with more requests, but
+not rarer than one in ``RARE_SWEEP_S``."""
 RARE_SWEEP_S = 1.0
-"""Longest time, in seconds, from one sweep's begin to the next one's that ``SWEEP_SHARE`` leads to.
-With so many requests that this is not enough, sweeps take a larger share."""
+"""Seconds from one sweep's begin to the next one's. With so many requests that ``SWEEP_SHARE``
+would need a longer time, sweeps take a larger share, up to ``MOST_SWEEP_SHARE``."""
 MOST_SWEEP_SHARE = 0.25
-"""Most share of the time that sweeps take in any case."""
+"""Share of the time that sweeps never exceed, even if they become rarer than one in
+``RARE_SWEEP_S``."""
 FLUSH_SHARE = 0.01
-"""Most share of the time that updates of counters and histograms take: each changed value goes
-through that same queue. There are two exceptions. The gauges are few and always up to date, because
-a stop of the server looks at them. And while no request is open, all metrics are up to date."""
+"""Share of the time that updates of counters and histograms may take: each changed value goes
+through the queue that responses take too. There are two exceptions. Gauges are sent in every flush:
+they are few, and a stop of the server looks at them. And while no request is open, every flush
+sends all metrics."""
 _JOIN_S = 5.0
 """Seconds for which :meth:`Service.close` waits for each thread."""
 _SHUTTING_DOWN = "the server is shutting down"
@@ -258,9 +260,8 @@ class Service:
             )
 
     def _encoder_for(self, request: ClientRequest) -> Callable[[Callable[[], None]], object]:
-        """Returns a function that has a thread call what it is given: one of the threads that are
-        to encode this request. Slow requests have threads of their own, so that they delay no quick
-        one."""
+        """What runs a call in one of the threads that are to encode this request. Slow requests
+        have threads of their own, so that they delay no quick one."""
         params = request.params
         structured = params.structured_outputs
         if structured is not None and not self._grammars.knows(structured):
@@ -412,7 +413,7 @@ class Service:
         for key in sweep(self._watched):
             self._responder.cancel(key)
         seconds = time.monotonic() - began
-        # Each of these is a time in seconds from one sweep's begin to the next one's.
+        # The next three are seconds from this sweep's begin to the next one's. The longest counts.
         asked = self._config.cancel_sweep_s
         usual = min(seconds / SWEEP_SHARE, RARE_SWEEP_S)
         shortest = seconds / MOST_SWEEP_SHARE

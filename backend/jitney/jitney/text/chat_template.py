@@ -136,12 +136,13 @@ def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
     for key in REASONING_KEYS:
         reasoning = message.get(key)
         if reasoning is not None:
-            # "thinking" comes first, as in transformers: a template may print the keys in their
-            # order.
+            # If "thinking" is added, it comes first, as in transformers: a template may print the
+            # keys in their order.
             completed = {"thinking": reasoning, **message}
-            # This replaces no other text, because ``reasoning_content`` is looked for first.
+            # If the message had a "reasoning_content", this is the same text: that key is the first
+            # in REASONING_KEYS.
             completed["reasoning_content"] = reasoning
-            # A message may have another text as its ``thinking``: that one stays.
+            # If the message has another text as its "thinking", that one stays.
             if completed["thinking"] is None:
                 completed["thinking"] = reasoning
             return completed

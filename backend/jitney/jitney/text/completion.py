@@ -232,8 +232,9 @@ class Completion:
     def take(self, most: int = sys.maxsize) -> list[SequenceDelta]:
         """What is new since the last call: a delta of each sequence, in order.
 
-        The deltas have at most ``most`` tokens together, but up to one each even if that is more.
-        What is left is pending. A finish reason comes when nothing of its sequence is left.
+        Each delta has at most an equal part of ``most`` tokens, but at least one if its sequence
+        has any. What is left is pending. A finish reason comes when nothing of its sequence is
+        left.
         """
         most_of_each = max(1, most // len(self._sequences))
         self.pending_tokens = 0

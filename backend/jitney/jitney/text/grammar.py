@@ -210,8 +210,9 @@ class GrammarCompiler:
                 data.backend, n_vocab=info.vocab_size, eos_token=self.end_ids or None
             )
         except ValueError:
-            # Either the tokenizer has more ids than the model: then llguidance must know them all.
-            # Or the model names an end of sequence that the tokenizer does not have.
+            # Either the tokenizer has more ids than the model. Then ``n_vocab`` must be their
+            # number. Or the model names an end of sequence that the tokenizer does not have. Then
+            # llguidance is not told of it.
             num_known = LLTokenizer(data.backend).vocab_size
             self.end_ids = [token_id for token_id in self.end_ids if token_id < num_known]
             self.tokenizer = LLTokenizer(

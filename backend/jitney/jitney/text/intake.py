@@ -101,7 +101,9 @@ def encode_chat(
     chat: Chat, tokenizer: Tokenizer, config: EngineConfig, info: ModelInfo
 ) -> list[int]:
     """Ids of a checked chat. The limit of a prompt's size holds for the rendered text too."""
-    most = max_prompt_bytes(config, info)  # a character has a byte or more
+    # As characters, so that too long a text is not rendered to its end. The bytes of the text,
+    # which may be more, are checked below.
+    most = max_prompt_bytes(config, info)
     rendered = tokenizer.render_chat(chat.messages, chat.parameters, chat.tools, most)
     check_prompt_size("messages", len(rendered.encode()), config, info)
     ids = tokenizer.encode(rendered, add_special_tokens=False)

@@ -57,7 +57,7 @@ _COUNTS = (
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _LEAST_NUMBER = -(2**63)
 _MOST_NUMBER = 2**64
-"""Bounds must lie between these two. llguidance reads neither the two nor what lies beyond them."""
+"""The numbers of a schema must lie between these two. llguidance cannot read others, nor these."""
 _MOST_EXACT = 2**53
 """llguidance compares numbers as doubles. They hold every integer up to this one."""
 _FORMATS = (
@@ -96,8 +96,8 @@ class _Checker:
         self._targets: list[tuple[str, Any]] = []  # references, and what they point to
 
     def check_all(self, root: Any) -> None:
-        """Check a schema, all schemas inside it, and what its references point to: that may stand
-        in the value of an unknown keyword."""
+        """Check a schema, all schemas inside it, and what its references point to: a reference may
+        point into the value of an unknown keyword, where no schema is looked for."""
         self._check(root, "#")
         while self._targets:
             reference, target = self._targets.pop()
@@ -226,6 +226,7 @@ class _Checker:
 
     def _listed_values(self, schema: Any) -> dict[str, set[str]]:
         """Required property -> the values that the schema lists for it, if they are strings."""
+        # A schema that is nothing but a reference stands for what that points to.
         for _ in range(_MAX_REFERENCES):
             if not isinstance(schema, dict) or list(schema) != ["$ref"]:
                 break

@@ -79,8 +79,9 @@ class _Search:
         required = schema.get("required", ())
         named = schema.get("properties", {})
         patterns = schema.get("patternProperties", {})
-        # What a required property must fit that is not named under "properties". If there are
-        # patterns, they are not compared with its name: it counts as finite (the schema true).
+        # The schema for a required property that is not named under "properties". If there are
+        # patterns, it may match one. That is not looked for: such a property counts as finite, as
+        # with the schema true.
         unnamed = True if patterns else schema.get("additionalProperties", True)
         for name in required:
             if not self.is_finite(named.get(name, unnamed), passed):

@@ -1,7 +1,7 @@
 """Finds what the references of a JSON schema point to: by JSON pointer, ``$anchor`` or ``$id``.
 
-Made by ``json_schema`` for each schema that it checks. It follows llguidance, which resolves them
-once more when it compiles the schema.
+Made by ``json_schema`` for each schema that it checks. llguidance resolves the references again
+when it compiles the schema, so they must be resolved here as it does.
 """
 
 from collections.abc import Iterator
@@ -89,8 +89,8 @@ class References:
         return found
 
     def absolute(self, schema: dict[str, Any], reference: str) -> str:
-        """The same reference as an absolute one. If llguidance follows a reference from schema A to
-        schema B, it takes the references in B as relative to A: so none may be relative."""
+        """The same reference as an absolute one. llguidance is given no relative ones: if it
+        follows a reference from schema A to schema B, it takes those in B as relative to A."""
         uri, fragment = self._divided(schema, reference)
         return f"{uri}#{fragment}"
 

@@ -24,9 +24,9 @@ class StopStrings:
         # State -> the longer beginnings of stop strings, by their last character.
         self._next: list[dict[str, int]] = [{}]
         # State -> its failure link: the state to try if no stop string goes on with the next
-        # character. It stands for the longest shorter end of the text that is a beginning of a stop
-        # string. For "xab" that is "ab", if some stop string begins with "ab"; else "b", if one
-        # begins with "b"; else the empty beginning.
+        # character. It drops as few characters as possible from the front. For "xab" it is the
+        # state of "ab" if some stop string begins with "ab", else that of "b" if one begins with
+        # "b", else state 0.
         self._fail = [0]
         self.depth = [0]
         """State -> its length in characters: so many at the end of the text are held back."""
@@ -99,9 +99,9 @@ class StopScanner:
     def feed(self, text: str, armed: bool = True) -> str:
         """Take new text and return what may be sent.
 
-        Sets ``stopped`` at a match and drops the text after it. If not ``armed``, because the
-        sequence has no more than ``min_tokens`` tokens, matches are ignored. A later match may
-        still begin in this text.
+        Sets ``stopped`` at a match and drops the text after it. ``armed`` is false as long as the
+        sequence has no more than ``min_tokens`` tokens. Then matches that end in this text are
+        ignored, but a match that ends in a later text may begin in this one.
         """
         strings = self._strings
         state = self._state
