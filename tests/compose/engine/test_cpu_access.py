@@ -42,11 +42,11 @@ def test_a_stream_over_http_leaves_token_by_token(deployment: Deployment) -> Non
     client = deployment.client()
     client.stream(8)
     asked = time.monotonic()
-    events = client.stream(300)
+    events = client.stream(900)
     first, last = events[0][0] - asked, events[-1][0] - asked
     assert events[-1][1]["finish_reason"] == "length"
     assert len(events) > 30  # not one piece
-    assert first < last / 3  # the first came while the others were being made
+    assert first < last / 2  # the first came while the others were being made
     gaps = [after[0] - before[0] for before, after in itertools.pairwise(events)]
     assert max(gaps) < last / 2  # nor in two
 
