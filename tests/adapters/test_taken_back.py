@@ -10,6 +10,7 @@ from tests.adapters.adapter_house import (
     TARGET,
     URGENT,
     House,
+    LoadsAtOnce,
     house_with_a_long_request,
     load_order,
     take_back,
@@ -217,6 +218,8 @@ def test_a_load_that_fails_for_ever_ends_the_request(
         raise error or ZeroDivisionError
 
     house.pool._load = fail
+    # Not in threads: on a busy machine a load would take many steps, and so many seconds.
+    house.engine.pending.threads[1] = LoadsAtOnce()
     house.submit("urgent", **URGENT)
     for _ in range(1000):
         if key in house.ends:

@@ -86,7 +86,7 @@ class MakeQueue:
     the first request by rank waits. It is found without looking at all ids or requests."""
 
     def __init__(self) -> None:
-        # Id -> ranks of the requests that wait for it, by key. In the order of add().
+        # Id -> ranks of the requests that wait for it, by key.
         self._waiting: dict[Hashable, dict[int, Rank]] = {}
         # Key of such a request -> the id.
         self._id_of: dict[int, Hashable] = {}
@@ -99,7 +99,7 @@ class MakeQueue:
         return bool(self._waiting)
 
     def add(self, id: Hashable) -> None:
-        """This is to be made. Nobody waits for it yet."""
+        """This is to be made. :meth:`join` follows: somebody waits for it."""
         self._waiting[id] = {}
 
     def join(self, id: Hashable, rank: Rank) -> None:
@@ -110,24 +110,26 @@ class MakeQueue:
             self._id_of[rank.key] = id
             self._requests.add(rank)
 
-    def leave(self, key: int) -> None:
-        """A request waits no longer. Ignored if it does not wait for anything in the queue. The id
-        stays, even if nobody else waits for it."""
+    def leave(self, key: int) -> bool:
+        """A request waits no longer. Ignored if it does not wait for anything in the queue. If
+        nobody else waits for its id, the id is taken out. Returns whether it was."""
         id = self._id_of.pop(key, None)
-        if id is not None:
-            rank = self._waiting[id].pop(key)
-            self._requests.remove(rank)
+        if id is None:
+            return False
+        waiting = self._waiting[id]
+        self._requests.remove(waiting.pop(key))
+        if waiting:
+            return False
+        del self._waiting[id]
+        return True
 
     def take_first(self, now: float) -> Hashable | None:
-        """Take the first id. Ids for which nobody waits come last. None: there is no id."""
+        """Take the first id. None: there is none."""
         if not self._waiting:
             return None
-        if self._requests:
-            first = min(self._requests.firsts(), key=lambda rank: self._order(rank, now))
-            self._count_turn(first.tier)
-            id = self._id_of[first.key]
-        else:
-            id = next(iter(self._waiting))
+        first = min(self._requests.firsts(), key=lambda rank: self._order(rank, now))
+        self._count_turn(first.tier)
+        id = self._id_of[first.key]
         for rank in self._waiting.pop(id).values():
             del self._id_of[rank.key]
             self._requests.remove(rank)
