@@ -73,6 +73,28 @@ def test_a_load_that_fails_is_tried_again_for_a_request_that_made_way() -> None:
     assert load_order(house) == ["a", "urgent", "a"]
 
 
+def test_a_load_is_tried_again_even_if_the_request_made_way_before_its_first_token() -> None:
+    house = House(most=1, priority_preempts=True)
+    key = house.submit("a", prompt=[7] * 800)  # more than fit into a step
+    while not any(house.adapters):
+        house.step()
+    load = house.pool._load
+
+    def fail_once(name: str) -> LowRank:
+        if name == "a":
+            house.pool._load = load
+            raise UnavailableError("no memory")
+        return load(name)
+
+    house.pool._load = fail_once
+    house.submit("urgent", **URGENT)
+    while not house.engine.pending._retries:
+        assert key not in house.ends
+        house.step()
+    house.now += 6.0
+    assert load_order(house) == ["a", "urgent", "a"]
+
+
 def test_a_request_that_waits_to_try_again_may_end() -> None:
     house, key = house_with_a_long_request(deadline_ms=2000)
     house.pool._load = lambda name: LowRank(name, {}) if name == "urgent" else 1 // 0

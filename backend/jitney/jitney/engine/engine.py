@@ -331,8 +331,7 @@ class Engine:
         """A resource of this request could not be made, because of ``error``. A request that made
         way for another one does not fail for that at once, unless its files are at fault."""
         key = held.message.key
-        made_way = held.adapter_version is not None
-        if not made_way or isinstance(error, InvalidArgumentError):
+        if not held.made_way or isinstance(error, InvalidArgumentError):
             return self.scheduler.fail(key, error)
         try:
             self.pending.hold_for_retry(held, error, self.config.load_watchdog_s, now)

@@ -45,6 +45,8 @@ class Held:
     it was taken back."""
     grammar: Grammar | None = None
     """The grammar of a request that was taken back: it need not be compiled again."""
+    made_way: bool = False
+    """Whether it was taken back. A load that fails is tried again then."""
     adapter_version: str | None = None
     """If it was taken back and has output: the version of the adapter that made this output. None
     for every other request, also for one that an engine before this one began."""
@@ -161,13 +163,15 @@ class Pending:
         return any(source.note_changes(keys) for source in self._sources)
 
     def hold_again(self, again: Iterable[Held], now: float) -> None:
-        """These requests release what they use, and wait for it again. If a request is here
-        already, what is known of it stays."""
+        """These requests make way: they release what they use, and wait for it again. If one of
+        them waits here already, its :class:`Held` is kept, and the new one is dropped."""
         releasing = []
         for held in again:
             key = held.rank.key
             known = self.held(key)
-            releasing.append(held if known is None else known)
+            kept = held if known is None else known
+            kept.made_way = True
+            releasing.append(kept)
             self._forget(key)
         keys = [held.rank.key for held in releasing]
         for source in self._sources:
