@@ -9,8 +9,8 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 _TURNS_BEFORE_AGED = 4
-"""Turns that the tiers above have after a turn of a lower tier, before a request of the lower tier
-may count as aged. So of five turns in a row, an aged backlog takes one."""
+"""After a turn of a lower tier, the tiers above it have so many turns. Only then may a request of
+the lower tier count as aged again. So of five turns in a row, an aged backlog takes one."""
 
 
 class Order(NamedTuple):
@@ -28,8 +28,8 @@ class Rank(NamedTuple):
     tier: int
     """Index among the option ``tiers``; 0 without."""
     at: float
-    """Arrival, plus what priority and tier add to it: seconds of the monotonic clock. It has two
-    uses. Within a tier, the lowest comes first. And at this time the request has aged."""
+    """Arrival, plus what priority and tier add to it: seconds of the monotonic clock. Within a
+    tier, the lowest comes first. It is also the time from which on the request has aged."""
     key: int
     """The request's."""
 
@@ -38,11 +38,11 @@ class Rank(NamedTuple):
         return now >= self.at
 
     def order(self, now: float) -> Order:
-        """Its order, if it may count as one of the first tier.
+        """Its order: as one of the first tier if it has aged, else as one of its own.
 
-        Whoever sorts requests lets only a few of each lower tier count so. Otherwise a backlog of
-        bulk requests, all of which have aged, would come before every new request of the first
-        tier. The others have the :meth:`order_in_tier`."""
+        Callers ask this for only a few requests of each lower tier, and :meth:`order_in_tier` for
+        the others. Otherwise a backlog of bulk requests, all of which have aged, would come before
+        every new request of the first tier."""
         level = 0 if self.has_aged(now) else self.tier
         return Order(level, self.at, self.key)
 

@@ -252,9 +252,9 @@ class Pending:
 
     def hold_for_retry(self, held: Held, error: JitneyError, most_s: float, now: float) -> None:
         """The adapter of a request that was taken back could not be loaded again, because of
-        ``error``. Keep the request, which :meth:`take_ready` gave, and claim the adapter again
-        after a pause. Raises a JitneyError that ends the request, if that has gone on for
-        ``most_s`` seconds. To be followed by :meth:`start_making`."""
+        ``error``. The request, which :meth:`take_ready` has given, waits here again, and claims the
+        adapter after a pause. If the first such error was ``most_s`` seconds ago or more, raises a
+        JitneyError that ends the request. To be followed by :meth:`start_making`."""
         if held.failed_since is None:
             held.failed_since = now
         if now - held.failed_since >= most_s:
@@ -266,7 +266,7 @@ class Pending:
         key = held.rank.key
         for source in self._sources:
             self._end_waits(source.release([key], now))
-        held.num_missing = 1
+        held.num_missing = 1  # nothing ends this wait but retry()
         held.retry_at = now + _RETRY_S
         self.waiting[key] = held
         self._retries.append(held)
