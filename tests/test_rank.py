@@ -53,12 +53,12 @@ def test_an_id_is_as_urgent_as_the_first_request_that_waits_for_it() -> None:
     assert take_all(queue) == [1, 2]
 
 
-def test_an_id_for_which_nobody_waits_comes_last() -> None:
+def test_an_id_for_which_nobody_waits_is_not_made() -> None:
     queue = queue_of([new(1), new(2)])
-    queue.leave(1)
-    queue.leave(1)
+    queue.join(2, new(3))
     queue.join("it is being made", new(7))
-    assert take_all(queue) == [2, 1]
+    assert [queue.leave(key) for key in (1, 1, 3, 7)] == [True, False, False, False]
+    assert take_all(queue) == [2]
 
 
 def test_of_a_backlog_that_has_aged_one_id_in_five_comes_before_those_of_the_first_tier() -> None:

@@ -4,8 +4,10 @@ import threading
 import time
 
 import pytest
+from jitney.adapters.checks import AdapterId
 from jitney.errors import InternalError
 from jitney.messages import Cancel, Failed
+from jitney.rank import Rank
 
 from tests.adapters.adapter_house import House
 from tests.solo_stream import solo_stream
@@ -108,6 +110,20 @@ def test_one_that_is_being_loaded_keeps_its_place() -> None:
     house.files.gates["a"].set()
     house.drain(*keys)
     assert house.files.loads == ["a", "b"]
+
+
+def test_an_adapter_that_nobody_waits_for_any_more_takes_no_room() -> None:
+    """Its load has not begun, because another one takes long."""
+    pool = House(most=2).pool
+    for key, name in enumerate("abc"):
+        pool.claim(Rank(tier=0, at=0.0, key=key), name, arrival=0.0, now=0.0)
+    first = pool.take_id_to_make(now=0.0)
+    pool.release([1], now=0.0)
+    second = pool.take_id_to_make(now=0.0)
+    assert isinstance(first, AdapterId)
+    assert isinstance(second, AdapterId)
+    assert (first.name, second.name) == ("a", "c")
+    assert not pool.has_ids_to_make
 
 
 def test_beyond_max_queued_a_request_that_waits_for_room_is_refused() -> None:

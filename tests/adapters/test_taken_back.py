@@ -10,6 +10,7 @@ from tests.adapters.adapter_house import (
     TARGET,
     URGENT,
     House,
+    LoadsAtOnce,
     house_with_a_long_request,
     load_order,
     take_back,
@@ -68,6 +69,28 @@ def test_a_load_that_fails_is_tried_again_for_a_request_that_made_way() -> None:
         assert key not in house.ends
         house.step()
     house.pool._load = load
+    house.now += 6.0
+    assert load_order(house) == ["a", "urgent", "a"]
+
+
+def test_a_load_is_tried_again_even_if_the_request_made_way_before_its_first_token() -> None:
+    house = House(most=1, priority_preempts=True)
+    key = house.submit("a", prompt=[7] * 800)  # more than fit into a step
+    while not any(house.adapters):
+        house.step()
+    load = house.pool._load
+
+    def fail_once(name: str) -> LowRank:
+        if name == "a":
+            house.pool._load = load
+            raise UnavailableError("no memory")
+        return load(name)
+
+    house.pool._load = fail_once
+    house.submit("urgent", **URGENT)
+    while not house.engine.pending._retries:
+        assert key not in house.ends
+        house.step()
     house.now += 6.0
     assert load_order(house) == ["a", "urgent", "a"]
 
@@ -217,6 +240,8 @@ def test_a_load_that_fails_for_ever_ends_the_request(
         raise error or ZeroDivisionError
 
     house.pool._load = fail
+    # Not in threads: on a busy machine a load would take many steps, and so many seconds.
+    house.engine.pending.threads[1] = LoadsAtOnce()
     house.submit("urgent", **URGENT)
     for _ in range(1000):
         if key in house.ends:

@@ -205,8 +205,6 @@ def test_a_stop_string_that_was_found_before_is_not_forgotten() -> None:
     """The front saw it before the engine died; the new engine still waits for the adapter."""
     house = House()
     house.send(resumed(0), Finish(0, 0))
-    house.grammars.go_on()
-    house.adapters.go_on()
     house.drain()
     (end, finished) = house.of(0)
     assert isinstance(end, Tokens)
@@ -314,7 +312,8 @@ def test_what_was_made_in_time_is_not_given_up_because_the_engine_was_away() -> 
 
 def test_who_asks_for_what_nobody_waits_for_any_more_waits_from_then_on() -> None:
     house = House()
-    house.send(with_grammar(0, GRAMMAR), Cancel(0))
+    house.send(with_grammar(0, GRAMMAR))
+    house.engine.send(Cancel(0))
     house.drain()
     house.now = 3600.0
     house.send(with_grammar(1, GRAMMAR))
@@ -322,6 +321,29 @@ def test_who_asks_for_what_nobody_waits_for_any_more_waits_from_then_on() -> Non
     house.grammars.calls.pop()()  # the second one; the first never comes back
     house.drain()
     assert house.ids(1) == solo_stream(with_grammar(1, GRAMMAR))
+
+
+def test_what_nobody_waits_for_any_more_is_not_made() -> None:
+    compiled: list[str] = []
+
+    def compile_grammar(text: str) -> FakeGrammar:
+        compiled.append(text)
+        return FakeGrammar(text)
+
+    house = House(compile_grammar)
+    house.send(*(with_grammar(key, f"{key}:6") for key in range(3)))
+    for key in (0, 1):
+        house.engine.send(Cancel(key))
+    house.step()
+    for _ in range(2):
+        house.grammars.go_on()
+        house.step()
+    house.engine.send(with_grammar(3, "1:6"))
+    house.step()
+    house.grammars.go_on()
+    house.drain()
+    assert compiled == ["0:6", "2:6", "1:6"]
+    assert house.ids(3) == solo_stream(with_grammar(3, "1:6"))
 
 
 def test_whoever_waits_is_named_while_a_resource_is_made() -> None:

@@ -9,8 +9,8 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 _TURNS_BEFORE_AGED = 4
-"""Turns that the tiers above have after a turn of a lower tier, before a request of the lower tier
-may count as aged. So of five turns in a row, an aged backlog takes one."""
+"""After a turn of a lower tier, the tiers above it have so many turns. Only then may a request of
+the lower tier count as aged again. So of five turns in a row, an aged backlog takes one."""
 
 
 class Order(NamedTuple):
@@ -28,8 +28,8 @@ class Rank(NamedTuple):
     tier: int
     """Index among the option ``tiers``; 0 without."""
     at: float
-    """Arrival, plus what priority and tier add to it: seconds of the monotonic clock. It has two
-    uses. Within a tier, the lowest comes first. And at this time the request has aged."""
+    """Arrival, plus what priority and tier add to it: seconds of the monotonic clock. Within a
+    tier, the lowest comes first. It is also the time from which on the request has aged."""
     key: int
     """The request's."""
 
@@ -38,11 +38,11 @@ class Rank(NamedTuple):
         return now >= self.at
 
     def order(self, now: float) -> Order:
-        """Its order, if it may count as one of the first tier.
+        """Its order: as one of the first tier if it has aged, else as one of its own.
 
-        Whoever sorts requests lets only a few of each lower tier count so. Otherwise a backlog of
-        bulk requests, all of which have aged, would come before every new request of the first
-        tier. The others have the :meth:`order_in_tier`."""
+        Callers ask this for only a few requests of each lower tier, and :meth:`order_in_tier` for
+        the others. Otherwise a backlog of bulk requests, all of which have aged, would come before
+        every new request of the first tier."""
         level = 0 if self.has_aged(now) else self.tier
         return Order(level, self.at, self.key)
 
@@ -86,7 +86,7 @@ class MakeQueue:
     the first request by rank waits. It is found without looking at all ids or requests."""
 
     def __init__(self) -> None:
-        # Id -> ranks of the requests that wait for it, by key. In the order of add().
+        # Id -> ranks of the requests that wait for it, by key.
         self._waiting: dict[Hashable, dict[int, Rank]] = {}
         # Key of such a request -> the id.
         self._id_of: dict[int, Hashable] = {}
@@ -99,7 +99,7 @@ class MakeQueue:
         return bool(self._waiting)
 
     def add(self, id: Hashable) -> None:
-        """This is to be made. Nobody waits for it yet."""
+        """This is to be made. :meth:`join` follows: somebody waits for it."""
         self._waiting[id] = {}
 
     def join(self, id: Hashable, rank: Rank) -> None:
@@ -110,24 +110,26 @@ class MakeQueue:
             self._id_of[rank.key] = id
             self._requests.add(rank)
 
-    def leave(self, key: int) -> None:
-        """A request waits no longer. Ignored if it does not wait for anything in the queue. The id
-        stays, even if nobody else waits for it."""
+    def leave(self, key: int) -> bool:
+        """A request waits no longer. Ignored if it does not wait for anything in the queue. If
+        nobody else waits for its id, the id is taken out. Returns whether it was."""
         id = self._id_of.pop(key, None)
-        if id is not None:
-            rank = self._waiting[id].pop(key)
-            self._requests.remove(rank)
+        if id is None:
+            return False
+        waiting = self._waiting[id]
+        self._requests.remove(waiting.pop(key))
+        if waiting:
+            return False
+        del self._waiting[id]
+        return True
 
     def take_first(self, now: float) -> Hashable | None:
-        """Take the first id. Ids for which nobody waits come last. None: there is no id."""
+        """Take the first id. None: there is none."""
         if not self._waiting:
             return None
-        if self._requests:
-            first = min(self._requests.firsts(), key=lambda rank: self._order(rank, now))
-            self._count_turn(first.tier)
-            id = self._id_of[first.key]
-        else:
-            id = next(iter(self._waiting))
+        first = min(self._requests.firsts(), key=lambda rank: self._order(rank, now))
+        self._count_turn(first.tier)
+        id = self._id_of[first.key]
         for rank in self._waiting.pop(id).values():
             del self._id_of[rank.key]
             self._requests.remove(rank)

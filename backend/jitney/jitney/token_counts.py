@@ -50,7 +50,7 @@ class TokenCounts:
 
     def after(self, token_ids: Sequence[int]) -> "TokenCounts":
         """The counts as if these few tokens were appended. It shares the arrays, which are not
-        copied. So it must not be used any more once tokens are added to this one."""
+        copied. So the returned counts must not be used once tokens are added to ``self``."""
         ahead = dict(self.ahead)
         for token in token_ids:
             ahead[token] = ahead.get(token, 0) + 1

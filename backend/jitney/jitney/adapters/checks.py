@@ -21,7 +21,7 @@ class AdapterId(NamedTuple):
 
 
 class CheckId(NamedTuple):
-    """What stands for the check of one adapter."""
+    """What stands for the check of one adapter. A type of its own tells it from a load."""
 
     adapter: AdapterId
 

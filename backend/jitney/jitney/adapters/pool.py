@@ -368,8 +368,12 @@ class AdapterPool:
     def _end_use(self, rank: Rank, entry: _Entry) -> None:
         """A request uses this adapter no longer."""
         self._users.remove(rank)
-        self._to_make.leave(rank.key)
         entry.users.remove(rank.key)
+        is_dropped = self._to_make.leave(rank.key)
+        if is_dropped:
+            # Its load has not begun, and nobody else waits for it.
+            del self._entries[entry.id]
+            return
         # If the adapter could not be loaded, the pool has forgotten this entry. It may have another
         # entry for the same id, that of a later attempt.
         is_kept = self._entries.get(entry.id) is entry

@@ -298,10 +298,12 @@ class Engine:
         """If a request waits because all adapters are in use, take back the requests that make way
         for it. They wait then, and go on as after a preemption.
 
-        A request is not taken back if its adapter's files have changed: the adapter in memory would
-        be gone, and the new files are another adapter. If they change later, while it waits, it
-        fails. If its adapter cannot be loaded again for any other reason, that is tried again for
-        some time (``Pending.hold_for_retry``)."""
+        To go on, a request that made way needs the same adapter again. There are three cases:
+
+        - Its files have changed already: the request is not taken back.
+        - They change while it waits: it fails, because they are another adapter.
+        - The load fails for any other reason: that is tried again for some time
+          (``Pending.hold_for_retry``)."""
         if not self.scheduler.may_take_back:
             return
         self._note_ended(_ended_by(self._events), now)
@@ -331,8 +333,7 @@ class Engine:
         """A resource of this request could not be made, because of ``error``. A request that made
         way for another one does not fail for that at once, unless its files are at fault."""
         key = held.message.key
-        made_way = held.adapter_version is not None
-        if not made_way or isinstance(error, InvalidArgumentError):
+        if not held.made_way or isinstance(error, InvalidArgumentError):
             return self.scheduler.fail(key, error)
         try:
             self.pending.hold_for_retry(held, error, self.config.load_watchdog_s, now)

@@ -104,9 +104,11 @@ class Grammars:
             self._results.pop(key, None)
             text = self._text_of.pop(key, None)
             if text is not None:
-                # If nobody waits for the grammar any more, it is compiled all the same, and kept.
                 del self._waiting[text][key]
-                self._to_make.leave(key)
+                is_dropped = self._to_make.leave(key)
+                if is_dropped:
+                    del self._waiting[text]
+                # Else others wait for it, or it is being compiled, and will be kept.
         return ()
 
     def blocked(self, now: float) -> Blocked | None:

@@ -10,8 +10,10 @@ from jitney.engine.pending import Held, Pending
 
 def who_makes_way(scheduler: Scheduler, pending: Pending, now: float) -> list[int]:
     """Keys of the requests to take back, so that the first request that waits for room gets it.
-    Empty: nobody makes way. Requests whose adapter's files have changed do not: they could not go
-    on."""
+    Empty: nobody makes way.
+
+    Requests whose adapter's files have changed do not make way: they could not go on. If any of
+    those found is one, ``pending`` notes that, and the next call finds others."""
     blocked = pending.blocked(now)
     if blocked is None:
         return []

@@ -45,6 +45,8 @@ class Held:
     it was taken back."""
     grammar: Grammar | None = None
     """The grammar of a request that was taken back: it need not be compiled again."""
+    made_way: bool = False
+    """Whether it was taken back. A load that fails is tried again then."""
     adapter_version: str | None = None
     """If it was taken back and has output: the version of the adapter that made this output. None
     for every other request, also for one that an engine before this one began."""
@@ -161,13 +163,15 @@ class Pending:
         return any(source.note_changes(keys) for source in self._sources)
 
     def hold_again(self, again: Iterable[Held], now: float) -> None:
-        """These requests release what they use, and wait for it again. If a request is here
-        already, what is known of it stays."""
+        """These requests make way: they release what they use, and wait for it again. If one of
+        them waits here already, its :class:`Held` is kept, and the new one is dropped."""
         releasing = []
         for held in again:
             key = held.rank.key
             known = self.held(key)
-            releasing.append(held if known is None else known)
+            kept = held if known is None else known
+            kept.made_way = True
+            releasing.append(kept)
             self._forget(key)
         keys = [held.rank.key for held in releasing]
         for source in self._sources:
@@ -248,9 +252,9 @@ class Pending:
 
     def hold_for_retry(self, held: Held, error: JitneyError, most_s: float, now: float) -> None:
         """The adapter of a request that was taken back could not be loaded again, because of
-        ``error``. Keep the request, which :meth:`take_ready` gave, and claim the adapter again
-        after a pause. Raises a JitneyError that ends the request, if that has gone on for
-        ``most_s`` seconds. To be followed by :meth:`start_making`."""
+        ``error``. The request, which :meth:`take_ready` has given, waits here again, and claims the
+        adapter after a pause. If the first such error was ``most_s`` seconds ago or more, raises a
+        JitneyError that ends the request. To be followed by :meth:`start_making`."""
         if held.failed_since is None:
             held.failed_since = now
         if now - held.failed_since >= most_s:
@@ -262,7 +266,7 @@ class Pending:
         key = held.rank.key
         for source in self._sources:
             self._end_waits(source.release([key], now))
-        held.num_missing = 1
+        held.num_missing = 1  # nothing ends this wait but retry()
         held.retry_at = now + _RETRY_S
         self.waiting[key] = held
         self._retries.append(held)

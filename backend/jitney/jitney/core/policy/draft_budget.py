@@ -118,8 +118,8 @@ class DraftBudget:
             self._blocks_before = list(accumulate(of_each, initial=0))
         before = self._blocks_before
         # The sequences from `next_index` on are not planned yet. So they still need what was
-        # counted for them. If some were preempted since, they were the last ones of those that were
-        # counted: fewer sequences run now, and the counts of these are the first ones.
+        # counted for them. Only the last ones can have been preempted since the count. So the
+        # counts of those that still run are the first ones.
         of_sequences = before[len(self._running)] - before[next_index]
         # A fork that is due needs one block.
         return self._admission.running_counts.num_forks_due + of_sequences

@@ -65,7 +65,7 @@ class NgramDrafter:
         if not of_output.end:
             of_output.end = len(sequence.prompt)
         if not _is_indexed(sequence, of_output):
-            if sequence in self._waiting:
+            if sequence in self._waiting:  # begin_step() gives it its turns
                 return []
             # Its first turn: it may take what the turns of the others have left of this step.
             if not self._take_turn(sequence, self._left):

@@ -231,6 +231,7 @@ class TierLimits:
         self._reserved = {}
         for tier, sequence in self._first_of_tier.items():
             if sequence.num_to_prefill:
+                # If no chunk was expected so far, this tier takes what any chunk costs the step.
                 self._taken_by_tier[tier] += self._expect_chunk()
                 cost = self._chunk_cost(sequence)
                 most = min(sequence.num_to_prefill, self._block_size)
