@@ -25,7 +25,8 @@ class GemmaNotation:
 
     tokens = make_tokens(
         quote=_ANY_QUOTE,
-        other_key=rf"(?P<name> [\w.$-]+ (?= {SPACE} : ) )",
+        # It has a bound, because a name is matched anew with each piece of text.
+        other_key=rf"(?P<name> [\w.$-]{{1,1024}}+ (?= {SPACE} : ) )",
     )
 
     def json_of_space(self, space: str) -> str:

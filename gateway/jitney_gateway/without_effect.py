@@ -12,7 +12,7 @@ import msgspec
 from jitney.errors import show
 
 from jitney_gateway.answer_formats import formats_of_answer, ids_of_markers
-from jitney_gateway.chat import ARGUMENTS, has_whole_arguments
+from jitney_gateway.chat import ARGUMENTS, OLDER_ARGUMENTS, has_whole_arguments
 from jitney_gateway.chat_constraint import BUDGET, honours_budget
 from jitney_gateway.field_rules import IgnoredFields
 from jitney_gateway.model_description import ModelDescription
@@ -55,6 +55,9 @@ def _note_cut_calls(body: ChatRequest, ignored: IgnoredFields, names: NamesOfFie
         for call in message.tool_calls or ():
             if not has_whole_arguments(call.function.arguments):
                 ignored.add(names.get(ARGUMENTS, ARGUMENTS), always=True)
+        older_call = message.function_call
+        if older_call is not None and not has_whole_arguments(older_call.arguments):
+            ignored.add(OLDER_ARGUMENTS, always=True)
 
 
 def _leave_out_guides(
