@@ -107,7 +107,7 @@ def arguments_of_function(
             return Arguments(rules.value(schema), rules.rules)
         case "python":
             check_python_name(function["name"])
-            return _python_arguments(schema)
+            return _python_arguments(schema, prefix)
         case _:
             return _tagged_arguments(schema, prefix)
 
@@ -133,15 +133,16 @@ def check_python_name(name: str) -> None:
         raise InvalidArgumentError(f"{name!r} is no name that Python allows")
 
 
-def _python_arguments(schema: Mapping[str, Any]) -> Arguments:
+def _python_arguments(schema: Mapping[str, Any], prefix: str) -> Arguments:
     """Arguments such as ``city="Rome", days=[1]``."""
     arguments = {}
     for name, value in _possible_properties(schema).items():
         check_python_name(name)
         begin = json.dumps(f"{name}=")
         arguments[name] = f"{begin} {json_property(name, value, schema)}"
-    listed = argument_list(arguments, schema.get("required", ()), separator=_COMMA)
-    return Arguments(listed, [])
+    required = schema.get("required", ())
+    listed = argument_list(arguments, required, separator=_COMMA, prefix=prefix)
+    return Arguments(listed.lark, listed.rules)
 
 
 # ------------------------------------------------------------------------------- tags
@@ -172,8 +173,9 @@ def _tagged_arguments(schema: Mapping[str, Any], prefix: str) -> Arguments:
             choices.append(value.json)
         begin = json.dumps(f"<parameter={name}>")
         arguments[name] = f'{begin} "\\n" ({" | ".join(choices)}) "\\n"'
-    listed = argument_list(arguments, schema.get("required", ()), separator="")
-    return Arguments(listed, terminals)
+    required = schema.get("required", ())
+    listed = argument_list(arguments, required, separator="", prefix=prefix)
+    return Arguments(listed.lark, [*terminals, *listed.rules])
 
 
 def _tagged_value(name: str, schema: Any, whole: Mapping[str, Any]) -> _TaggedValue:
