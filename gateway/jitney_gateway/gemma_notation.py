@@ -30,7 +30,7 @@ class GemmaNotation:
     )
 
     def json_of_space(self, space: str) -> str:
-        """None: it has no meaning."""
+        """Nothing: space between tokens means nothing."""
         return ""
 
     def json_of_token(self, kind: str, token: str) -> str:

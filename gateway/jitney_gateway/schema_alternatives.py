@@ -75,8 +75,8 @@ def alternatives_of(schema: Any, whole: Any) -> list[Alternative]:
 
 
 def listed_texts(alternatives: Sequence[Alternative]) -> list[str] | None:
-    """The strings that a value may be, if these are listed, and if the value may also be something
-    else than a string or ``null``. In any other case None."""
+    """The strings that a value may be, for a schema that lists them and allows other values beside
+    strings and ``null``. None for any other schema."""
     texts: list[str] = []
     for alternative in alternatives:
         if not alternative.allows_string():

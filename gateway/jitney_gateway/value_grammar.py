@@ -172,7 +172,7 @@ class ValueRules:
             required += rule.get("required", ())
             others.append(rule.get("additionalProperties", True))
         for name in required:
-            if name not in properties:
+            if name not in properties:  # required, and nowhere described
                 properties[name] = others
         if not properties and False not in others:
             pair = f'{_BARE_NAME} ":" {self._value_of_all(others)}'

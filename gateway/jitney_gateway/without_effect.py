@@ -1,7 +1,7 @@
 """Leaves out of a body what has no effect on the model that it is for.
 
-``field_rules.py`` has left out before what has no effect on any model. ``language.py`` calls this
-module before it makes a request to the model. Pure.
+What has no effect on any model is gone by then: ``field_rules.py`` has left it out. ``language.py``
+calls this module before it makes a request to the model. Pure.
 """
 
 import re
@@ -137,7 +137,7 @@ def _leave_out_service_tier(
 
 def takes_parameter(model: ModelDescription, name: str) -> bool:
     """Whether the model's option ``chat_template_parameters`` allows the parameter. Yes, if the
-    model does not tell: then it answers itself."""
+    model does not tell: then the model itself refuses what it does not take."""
     allowed = model.chat_template_parameters
     return allowed is None or name in allowed
 
