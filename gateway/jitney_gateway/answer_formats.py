@@ -1,4 +1,5 @@
-"""In which formats a model answers a chat: by its options, or else by its chat template. Pure."""
+"""The formats in which a model answers a chat. Its options name them, and its chat template tells
+those that no option names. Pure."""
 
 from collections.abc import Collection
 from functools import lru_cache

@@ -1,4 +1,4 @@
-"""What all answers of language models have in common: how one is made of a model's steps. Pure.
+"""What the answers of all APIs of language models have in common. Pure.
 
 An answer is fed every step, and makes the events of a stream of it. At the end it makes the whole
 answer, which says the same as all events together. ``chat_answer.py``, ``completion_answer.py``,

@@ -1,7 +1,7 @@
 """The gateway as an ASGI application: its routes and its OpenAPI document.
 
-A gateway keeps what it counts, and what it knows of the server's models. Files and batches are on
-the disk. So several gateways may stand before one server, and each may be ended at any time.
+In memory a gateway has only its counts, and what it knows of the server's models. Files and batches
+are on the disk. So several gateways may stand before one server, and each may be ended at any time.
 """
 
 import contextlib

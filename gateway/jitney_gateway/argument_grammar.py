@@ -42,7 +42,8 @@ class Arguments(NamedTuple):
 
 
 FindArguments = Callable[[Mapping[str, Any], ToolFormat, str, Spell], Arguments]
-"""Writes the arguments of a function. The names of the rules begin with the third argument."""
+"""Writes the arguments of a function. Its parameters are the function, the format of calls, what
+the names of its rules begin with, and what writes fixed texts."""
 
 
 def shared_rules(row: ToolFormat) -> list[str]:
@@ -77,6 +78,7 @@ def arguments_if_kept(
     except InvalidArgumentError:
         if function.get("strict"):
             raise
+    # In JSON and in Gemma's notation a grammar keeps any object, so the format is one of two.
     if row.body == "python":
         argument = "/[A-Za-z_][A-Za-z0-9_]*=/ %json {}"
         return Arguments(f"({argument} ({_COMMA} {argument})*)?", [])
@@ -107,7 +109,7 @@ def arguments_of_function(
             return Arguments(rules.value(schema), rules.rules)
         case "python":
             check_python_name(function["name"])
-            return _python_arguments(schema)
+            return _python_arguments(schema, prefix)
         case _:
             return _tagged_arguments(schema, prefix)
 
@@ -128,33 +130,34 @@ def is_name_of_python(name: str) -> bool:
 
 
 def check_python_name(name: str) -> None:
-    """Raises InvalidArgumentError for a name that nothing can have in Python."""
+    """Raises InvalidArgumentError for what is no name in Python."""
     if not is_name_of_python(name):
         raise InvalidArgumentError(f"{name!r} is no name that Python allows")
 
 
-def _python_arguments(schema: Mapping[str, Any]) -> Arguments:
+def _python_arguments(schema: Mapping[str, Any], prefix: str) -> Arguments:
     """Arguments such as ``city="Rome", days=[1]``."""
     arguments = {}
     for name, value in _possible_properties(schema).items():
         check_python_name(name)
         begin = json.dumps(f"{name}=")
         arguments[name] = f"{begin} {json_property(name, value, schema)}"
-    listed = argument_list(arguments, schema.get("required", ()), separator=_COMMA)
-    return Arguments(listed, [])
+    required = schema.get("required", ())
+    listed = argument_list(arguments, required, separator=_COMMA, prefix=prefix)
+    return Arguments(listed.lark, listed.rules)
 
 
 # ------------------------------------------------------------------------------- tags
 
 
 class _TaggedValue(NamedTuple):
-    """The value of a parameter, with the tag that ends it: JSON or text. If both are set, it may be
-    either; at least one of them is set."""
+    """The value of a parameter, with the tag that ends it. At least one of the fields is set. If
+    both are, the value may be either."""
 
-    json: str | None = None
-    """A rule, or the right side of one."""
-    text: str | None = None
-    """The right side of a terminal."""
+    rule: str | None = None
+    """The right side of a rule: for JSON, or for any text."""
+    terminal: str | None = None
+    """The right side of a terminal: for certain texts."""
 
 
 def _tagged_arguments(schema: Mapping[str, Any], prefix: str) -> Arguments:
@@ -164,16 +167,17 @@ def _tagged_arguments(schema: Mapping[str, Any], prefix: str) -> Arguments:
     for index, (name, schema_of_value) in enumerate(_possible_properties(schema).items()):
         value = _tagged_value(name, schema_of_value, schema)
         choices = []
-        if value.text is not None:
-            terminal = f"{prefix}_{index}".upper()
-            terminals.append(f"{terminal}: {value.text}")
-            choices.append(terminal)
-        if value.json is not None:
-            choices.append(value.json)
+        if value.terminal is not None:
+            name_of_terminal = f"{prefix}_{index}".upper()
+            terminals.append(f"{name_of_terminal}: {value.terminal}")
+            choices.append(name_of_terminal)
+        if value.rule is not None:
+            choices.append(value.rule)
         begin = json.dumps(f"<parameter={name}>")
         arguments[name] = f'{begin} "\\n" ({" | ".join(choices)}) "\\n"'
-    listed = argument_list(arguments, schema.get("required", ()), separator="")
-    return Arguments(listed, terminals)
+    required = schema.get("required", ())
+    listed = argument_list(arguments, required, separator="", prefix=prefix)
+    return Arguments(listed.lark, [*terminals, *listed.rules])
 
 
 def _tagged_value(name: str, schema: Any, whole: Mapping[str, Any]) -> _TaggedValue:
@@ -182,7 +186,7 @@ def _tagged_value(name: str, schema: Any, whole: Mapping[str, Any]) -> _TaggedVa
     alternatives = alternatives_of(schema, whole)
     may_be_string = any(each.allows_string() for each in alternatives)
     if not may_be_string:
-        return _TaggedValue(json=f"{json_property(name, schema, whole)} {_END_OF_VALUE}")
+        return _TaggedValue(rule=f"{json_property(name, schema, whole)} {_END_OF_VALUE}")
     texts = []
     for alternative in alternatives:
         if alternative.names_null():
@@ -194,13 +198,14 @@ def _tagged_value(name: str, schema: Any, whole: Mapping[str, Any]) -> _TaggedVa
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"parameter {name!r}: {error}") from None
         if text is None:  # any string
-            return _TaggedValue(json=_TEXT_RULE)
+            return _TaggedValue(rule=_TEXT_RULE)
         texts.append(text)
     terminal = f"({' | '.join(texts)}) {_END_OF_VALUE}"
     if listed_texts(alternatives) is None:
-        return _TaggedValue(text=terminal)
+        # The parser reads every value as text, so there is no JSON beside it.
+        return _TaggedValue(terminal=terminal)
     others = {"anyOf": others_than_strings(alternatives)}
     return _TaggedValue(
-        json=f"{json_property(name, others, whole)} {_END_OF_VALUE}",
-        text=terminal,
+        rule=f"{json_property(name, others, whole)} {_END_OF_VALUE}",
+        terminal=terminal,
     )

@@ -43,28 +43,36 @@ _GEMMA_MARK = regex.compile(r'<escape>|<\|"\|>|[\[\]{}]')
 _GEMMA_PART = regex.compile(
     r"""(?sx)
     (?P<quote> <escape> | <\|"\|> ) (?P<string> .*? ) (?P=quote)
-    | (?P<name> [\w.$-]+ ) \s* (?= : )
+    | (?P<name> [\w.$-]++ ) \s*+ (?= : )
+    | [\w.$-]++
     | .
     """
 )
+"""A string, a name, a number or another word, or one other character."""
 _QUOTES = {"json": '"', "python": "\"'"}
 """Kind of a body -> the characters that can begin a string in it."""
 _JSON_OUTSIDE_STRINGS = frozenset(":,.+-eEtrufalsn0123456789 \t\r\n")
 """Besides quotes and brackets: punctuation, numbers, ``true``, ``false``, ``null`` and space."""
 _VALUES_OF_JSON_NAMES = {"true": True, "false": False, "null": None}
 
-
-_SPACE = r"[ \t\r\n]*+"
-_TEXT_MEMBERS = rf'(?:"(?:type|id)"{_SPACE}:{_SPACE}"[^"\\\x00-\x1f]*"{_SPACE},{_SPACE})*'
+# The expressions below have bounds, because they are matched anew with each piece of text, and a
+# model may write space or text without end.
+_SPACE = r"[ \t\r\n]{0,64}+"
+_TEXT = r'[^"\\\x00-\x1f]{0,256}+'
+"""The inside of a string without escapes."""
+_TEXT_MEMBERS = rf'(?:"(?:type|id)"{_SPACE}:{_SPACE}"{_TEXT}"{_SPACE},{_SPACE}){{0,8}}'
 """Members that some models write before the name and the arguments of a call's object."""
 # {"type": "function", "name": "find", "arguments":
 _NAMED_OBJECT = (
-    rf'\{{{_SPACE}{_TEXT_MEMBERS}"name"{_SPACE}:{_SPACE}"(?P<name>[^"\\\x00-\x1f]*)"{_SPACE},'
+    rf'\{{{_SPACE}{_TEXT_MEMBERS}"name"{_SPACE}:{_SPACE}"(?P<name>{_TEXT})"{_SPACE},'
     rf'{_SPACE}{_TEXT_MEMBERS}"(?:arguments|parameters)"{_SPACE}:{_SPACE}'
 )
 _OBJECT_FOLLOWS = rf'(?=\{{{_SPACE}["}}])'
 # find(n=
-_PYTHON_CALL = rf"(?P<name>[A-Za-z_][\w.]*){_SPACE}\((?={_SPACE}(?:\)|[A-Za-z_]\w*{_SPACE}=[^=]))"
+_PYTHON_CALL = (
+    rf"(?P<name>[A-Za-z_][\w.]{{0,256}}+){_SPACE}\("
+    rf"(?={_SPACE}(?:\)|[A-Za-z_]\w{{0,256}}+{_SPACE}=[^=]))"
+)
 _CERTAIN = {
     "json": regex.compile(rf"(?P<list>\[{_SPACE})?{_NAMED_OBJECT}{_OBJECT_FOLLOWS}"),
     "python": regex.compile(rf"(?:(?P<list>\[){_SPACE})?{_PYTHON_CALL}"),

@@ -12,6 +12,8 @@ from jitney_gateway.wire import ContentPart, Message, Tool
 
 ARGUMENTS = "messages[].tool_calls[].function.arguments"
 """Where the arguments of earlier calls stand in a chat."""
+OLDER_ARGUMENTS = "messages[].function_call.arguments"
+"""Where they stand in OpenAI's older form."""
 _PARTS_OF_TEXT = ("text", "input_text", "output_text", "refusal")
 """Types of parts that are text: the second and third are those of ``/v1/responses``."""
 _PARTS_OF_REASONING = ("thinking", "redacted_thinking", "reasoning")

@@ -1,5 +1,5 @@
-"""What the answer to a chat must be: what the client says, calls of tools, or either. The model may
-reason before. Pure.
+"""The constraint on the answer to a chat: what the client's fields say, calls of tools, or one of
+the two. Reasoning may come before. Pure.
 
 ``structured.py`` reads what the client says, and three modules make the grammars:
 ``tool_grammar.py``, ``strict_grammar.py`` and ``reasoning_grammar.py``.
@@ -56,7 +56,8 @@ def constraint_of_chat(
 def _budget_with_effect(
     body: ChatRequest, formats: AnswerFormats, *, is_constrained: bool
 ) -> int | None:
-    """The budget of the reasoning; None if there is none that could change the answer."""
+    """The budget of the reasoning; None if the chat has none, or if it could not change the
+    answer."""
     budget = body.thinking_token_budget
     if budget is None or find_reasoning(formats.reasoning) is None:
         return None
@@ -130,8 +131,8 @@ def _before_text(formats: AnswerFormats) -> str:
 
 
 def honours_budget(body: ChatRequest, model: ModelDescription) -> bool:
-    """Whether the model does not reason, or its reasoning can be bounded. Raises FieldError and
-    ConfigError, as ``formats_of_answer`` does."""
+    """Whether a budget of the reasoning is kept: also by a model that does not reason. Raises as
+    ``formats_of_answer``."""
     formats = formats_of_answer(body, model)
     reasoning = find_reasoning(formats.reasoning)
     if reasoning is None:

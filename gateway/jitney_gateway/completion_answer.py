@@ -20,8 +20,8 @@ class PromptEcho(NamedTuple):
 
     text: str = ""
     first_token: str = ""
-    """The text of its first token, if logprobs are asked for: the model tells those of the other
-    tokens only."""
+    """The text of its first token, if logprobs are asked for. The texts of the other tokens come
+    with their logprobs."""
 
 
 class CompletionAnswer:

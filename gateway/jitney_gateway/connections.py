@@ -22,7 +22,8 @@ _MOST_CONNECTIONS = 16_384
 
 
 def most_connections() -> int:
-    """Three quarters of the files that this process may open: the rest is for its own."""
+    """Three quarters of the files that this process may open. The others are for what is no
+    connection of a client."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if soft == resource.RLIM_INFINITY:
         return _MOST_CONNECTIONS

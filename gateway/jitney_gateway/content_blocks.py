@@ -71,15 +71,15 @@ class SequenceContent:
     def push(self, text: str, finish_reason: str | None) -> Iterator[BlockEvent]:
         """Take the next text of the sequence; a ``finish_reason`` ends the sequence.
 
-        Yields what that changes. The block of an event changes with the next event. All events must
-        be read: the sequence changes only while they are.
+        Yields what that changes. A caller must take all events, because the sequence changes with
+        each. So an event must be used before the next one is taken: its block grows.
         """
         pieces = self._parser.push(self._echo + text)
         self._echo = ""
         if finish_reason is not None:
             pieces += self._parser.finish()
         for piece in pieces:
-            if piece.name is not None:
+            if piece.name is not None:  # a call begins
                 self._leaves_call_out = len(self.calls()) == self._most_calls
             if piece.kind == "call" and self._leaves_call_out:
                 continue

@@ -5,7 +5,7 @@ a field, there are two cases. Without some fields the answer would mean somethin
 refused. All others are ignored: they are left out, and a header of the answer names them. A strict
 gateway refuses those, too.
 
-``app.py`` makes an ``IgnoredFields`` for each request, and writes the header. ``wire.py`` calls
+``gateway.py`` makes an ``IgnoredFields`` for each request, and writes the header. ``wire.py`` calls
 ``honoured_part``, which leaves fields out of a body before a record is made of it.
 ``without_effect.py`` leaves out later what has no effect on the model. Pure.
 """
@@ -45,7 +45,8 @@ class Refused(NamedTuple):
 
 
 class FieldRules(NamedTuple):
-    """What is done with the fields of an object that its record lacks, or honours in part.
+    """What is done with fields of an object that have no field in its record, or whose values the
+    record does not all honour.
 
     A field that the record lacks is ignored, unless a rule says otherwise.
     """
@@ -205,8 +206,8 @@ class _Reader:
     def _is_ignored(
         self, rules: FieldRules, name: str, value: Any, field: str, *, is_known: bool
     ) -> bool:
-        """Whether a field is left out; one that has no effect is named. Raises FieldError in a
-        strict gateway."""
+        """Whether a field is left out. It is named, unless its value changes nothing. Raises
+        FieldError in a strict gateway."""
         if name in rules.only:
             changes_nothing = value is None or value in rules.only[name]
             if changes_nothing:

@@ -1,7 +1,7 @@
 """Answers every request of a gateway: keys, endpoints, error responses and metrics.
 
-``app.py`` makes the application of it. ``language.py`` has the endpoints of language models, and
-``pooling.py`` what the others answer.
+``app.py`` makes the application of it. ``language.py`` has the endpoints of language models.
+``pooling.py`` makes the answers of models that embed, classify or rank.
 """
 
 import hmac

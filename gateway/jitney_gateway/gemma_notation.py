@@ -25,11 +25,12 @@ class GemmaNotation:
 
     tokens = make_tokens(
         quote=_ANY_QUOTE,
-        other_key=rf"(?P<name> [\w.$-]+ (?= {SPACE} : ) )",
+        # It has a bound, because a name is matched anew with each piece of text.
+        other_key=rf"(?P<name> [\w.$-]{{1,1024}}+ (?= {SPACE} : ) )",
     )
 
     def json_of_space(self, space: str) -> str:
-        """None: it has no meaning."""
+        """Nothing: space between tokens means nothing."""
         return ""
 
     def json_of_token(self, kind: str, token: str) -> str:

@@ -73,7 +73,7 @@ class ArgumentsLikeJson:
         """JSON that can leave."""
         self._held: list[str] = []
         """JSON of what follows a marker in a string."""
-        # Indices in the text that the next call gets.
+        # Indices in the text that `read` gets next.
         self._scanned = 0
         """The text before it is the beginning of a JSON object."""
         self._converted = 0
@@ -179,7 +179,7 @@ class ArgumentsLikeJson:
 
 
 class PlainJson:
-    """JSON itself: every piece of it leaves to the letter."""
+    """JSON itself, which leaves as it is written."""
 
     tokens = make_tokens()
 

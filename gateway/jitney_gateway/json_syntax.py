@@ -28,8 +28,11 @@ ESCAPE = r"""
     """
 """An escape in a string. For a verbose regular expression, like the next ones."""
 IN_STRING = rf"""(?: [^"\\\x00-\x1f] | {ESCAPE} )*+"""
+"""The inside of a string. Verbose, too."""
 _AFTER_NUMBER = r"[ \t\r\n,\]}]"
 """A number has ended where one of these follows."""
+_MOST_DIGITS = 1000
+"""Most digits before the point of a number, behind it, and in its exponent."""
 _MAX_DEPTH = 100
 """Most brackets that may be open: clients' parsers have such a bound, too."""
 _CLOSING = {"{": "}", "[": "]"}
@@ -53,7 +56,10 @@ def make_tokens(
     for a key that is no string, and ``after_number`` for what must follow a number.
     """
     string = f"(?P<quote> {quote} )"
-    number = r"-? (?: 0 | [1-9][0-9]* ) (?: \.[0-9]+ )? (?: [eE][+-]?[0-9]+ )?"
+    # Its digits have a bound, because a number is matched anew with each piece of text, and a model
+    # may write digits without end.
+    digits = rf"[0-9]{{1,{_MOST_DIGITS}}}+"
+    number = rf"-? (?: 0 | (?=[1-9]) {digits} ) (?: \. {digits} )? (?: [eE][+-]? {digits} )?"
     scalar = f"(?P<scalar> true | false | null | {number} (?= {after_number} ) )"
     value = rf"(?P<open> [{{\[] ) | {string} | {scalar}"
     key = string if other_key is None else f"{other_key} | {string}"
@@ -93,8 +99,10 @@ class JsonSyntax:
         return match
 
     def take(self, kind: str, token: str) -> None:
-        """Take the next token, which must be one of those that are expected. Raises
-        NotJsonError."""
+        """Take the next token, which must be one of those that are expected. Raises NotJsonError,
+        also for a first token that is not a bracket: only objects and lists are followed here."""
+        if kind != "open" and not self._brackets_to_close:
+            raise NotJsonError("neither an object nor a list")
         match kind:
             case "open":
                 self._open(token)

@@ -93,10 +93,10 @@ def json_property(name: str, schema: Any, whole: Mapping[str, Any]) -> str:
     """JSON that follows the ``schema`` of the property ``name`` in the schema ``whole``, to whose
     parts it may refer."""
     own = schema if isinstance(schema, Mapping) else {}
+    if not _REFERENCE.search(json.dumps(own)):
+        return json_value(own)
     definitions = {key: whole[key] for key in DEFINITIONS if key in whole}
     references = _REFERENCE.findall(json.dumps([own, definitions]))
-    if not references:
-        return json_value(own)
     refers_to_definitions_only = all(
         reference.startswith(("#/$defs/", "#/definitions/")) for reference in references
     )

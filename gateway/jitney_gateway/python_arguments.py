@@ -13,7 +13,7 @@ class PythonArguments:
     def __init__(self) -> None:
         self._names: set[str] = set()
         """Of the arguments that have left."""
-        # The state of the scanner. `_scanned` is an index in the text that the next call gets.
+        # The state of the scanner. `_scanned` is an index in the text that `read` gets next.
         self._scanned = 0
         self._num_open_brackets = 0
         self._open_quote = ""

@@ -25,9 +25,9 @@ def after_reasoning(
 ) -> Mapping[str, Any]:
     """The same constraint for a model that may reason first: the constraint is for what follows.
 
-    ``budget``: the most tokens of reasoning, after which its end marker comes; only where
-    :func:`bounds_reasoning`. ``has_header``: the constraint already has what stands before the
-    answer's content (``Reasoning.before_answer``).
+    ``budget``: the most tokens of reasoning, after which its end marker comes. It must be None if
+    :func:`bounds_reasoning` says no. ``has_header``: the constraint already has what stands before
+    the answer's content (``Reasoning.before_answer``).
     """
     reasoning = find_reasoning(reasoning_format)
     if reasoning is None:

@@ -145,8 +145,8 @@ def name_clients_field(error: InvalidArgumentError, body: msgspec.Struct) -> Inv
     else:
         name = _first_word(text)
         if name in values.get("params", {}):
-            # The client set the parameter itself, and that wins over a field that stands for it:
-            # so the refusal has the client's name already.
+            # The client has set the parameter itself, by the name that the model uses. That wins
+            # over any field that stands for it.
             return error
         client_fields = _CLIENT_FIELDS.get(name, ())
         if name == "chat_template_parameters":

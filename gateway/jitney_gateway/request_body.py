@@ -1,6 +1,6 @@
 """Reads the body of a request, and checks the headers that say in which form it comes.
 
-``app.py`` calls this for every request.
+``gateway.py`` calls this for every request with a body.
 """
 
 import asyncio

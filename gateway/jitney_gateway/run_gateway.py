@@ -46,8 +46,8 @@ def run_gateway(
     - ``aliases``: another name of a model -> its own name.
     - ``only_check``: check these options, and return without serving.
 
-    Raises ConfigError for a key file, an address or a folder that cannot be used. A package that an
-    option needs and that is missing is a ConfigError or an InstallationError.
+    Raises ConfigError for a key file, an address or a folder that cannot be used. Raises
+    ConfigError or InstallationError if a package is missing that an option needs.
     """
     tracing = None if otlp_endpoint is None else Tracing(otlp_endpoint, "jitney-gateway")
     load = None if metrics_url is None else ServerLoad(metrics_url)

@@ -13,6 +13,9 @@ from jitney.text.schema_references import References
 _IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf")
 """Keywords whose schemas are about the same value."""
 _MOST_ALTERNATIVES = 1000
+_MOST_EXPANDED = 4096
+"""Most schemas that are visited for one value. A few references in ``allOf`` can lead to the same
+schema millions of times."""
 _Rules = tuple[Mapping[str, Any], ...]
 
 
@@ -72,8 +75,8 @@ def alternatives_of(schema: Any, whole: Any) -> list[Alternative]:
 
 
 def listed_texts(alternatives: Sequence[Alternative]) -> list[str] | None:
-    """The strings that a value may be, if these are listed, and if the value may also be something
-    else than a string or ``null``. In any other case None."""
+    """The strings that a value may be, for a schema that lists them and allows other values beside
+    strings and ``null``. None for any other schema."""
     texts: list[str] = []
     for alternative in alternatives:
         if not alternative.allows_string():
@@ -100,10 +103,14 @@ class _Expansion:
 
     def __init__(self, references: References) -> None:
         self._references = references
+        self._num_expanded = 0
 
     def expand(self, schema: Any, passed: frozenset[int]) -> list[_Rules]:
         """The alternatives of a schema. ``passed``: the id() of each target of a reference that led
         here; the whole schema keeps them alive."""
+        self._num_expanded += 1
+        if self._num_expanded > _MOST_EXPANDED:
+            raise ValueError(f"more than {_MOST_EXPANDED} schemas for one value")
         if schema is False:
             return []
         if not isinstance(schema, dict):

@@ -110,8 +110,8 @@ def _text_and_calls(
         first = f"{rest_of_list_head} call"
         rules_of_calls = writer.rules("call", functions, syntax.before_call)
     else:
-        # <tool_call>{"name": …}: the trigger is the beginning of the first call, which so has a
-        # rule of its own without that beginning.
+        # <tool_call>{"name": …}: the trigger is the beginning of the first call. That call has a
+        # rule of its own, without this beginning.
         before_first = f"{syntax.before_all}{syntax.before_call}"
         first = "first"
         rules_of_calls = writer.rules("first", functions, before_first.removeprefix(trigger))

@@ -36,7 +36,7 @@ class _Value(msgspec.Struct):
     has_begun: bool = False
     """Whether the beginning of it has left."""
     searched: int = 0
-    """Index in the text that the next call gets. The value does not end before it."""
+    """Index in the text that ``read`` gets next. The value does not end before it."""
 
 
 class TaggedArguments:
@@ -130,14 +130,16 @@ class TaggedArguments:
         return f"{separator}{msgspec.json.encode(name).decode()}:"
 
     def finish(self, text: str) -> Progress:
-        """As in ArgumentsReader. A value without its last tag counts if it certainly was text."""
+        """As in ArgumentsReader. A value that has its last tag is complete. Of a text without that
+        tag, the rest leaves too, if its beginning has left."""
         value = self._value
         if value is None:
             return Progress(len(text), "", "cut")
         end = _END_OF_VALUE.search(text, partial=True)
         rest = text if end is None else text[: end.start()]
         arguments = ""
-        if end is not None and _LAST_TAG in end[0]:  # no other tag follows it any more
+        # `read` still waits for the tag that follows it.
+        if end is not None and _LAST_TAG in end[0]:
             arguments = self._finish_value(value, rest)
         elif value.has_begun:
             arguments = inside_quotes(rest)

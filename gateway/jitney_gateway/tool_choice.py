@@ -36,10 +36,12 @@ def choose_allowed_tools(chat: ChatRequest) -> None:
 
 
 def _allowed(tools: Sequence[Tool], allowed: AllowedTools) -> list[Tool]:
-    names = [tool.function.name for tool in allowed.tools]
-    known = [tool.function.name for tool in tools]
-    for index, name in enumerate(names):
+    known = {tool.function.name for tool in tools}
+    names = set()
+    for index, tool in enumerate(allowed.tools):
+        name = tool.function.name
         if name not in known:
             field = f"tool_choice.allowed_tools.tools[{index}]"
             raise FieldError(field, f"{field} is {show(name)}, but must be one of tools")
+        names.add(name)
     return [tool for tool in tools if tool.function.name in names]

@@ -9,7 +9,7 @@ llguidance's own grammar of JSON has no such notation. So here the rules are mad
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jitney.errors import InvalidArgumentError
 
@@ -121,7 +121,7 @@ class ValueRules:
             case "array":
                 return self._array(alternative)
             case "object":
-                return self._object(alternative)
+                return self._object(alternative, name)
         bounds = []
         for rule in alternative.rules:
             bounds.append({key: value for key, value in rule.items() if key in _OF_NUMBERS})
@@ -159,7 +159,8 @@ class ValueRules:
             items_in_lark = f"({items_in_lark})?"
         return f'"[" {items_in_lark} "]"'
 
-    def _object(self, alternative: Alternative) -> str:
+    def _object(self, alternative: Alternative, prefix: str) -> str:
+        """The names of its rules begin with ``prefix``."""
         properties: dict[str, list[Any]] = {}
         """Name of a property -> the schemas that all must fit."""
         required: list[str] = []
@@ -171,7 +172,7 @@ class ValueRules:
             required += rule.get("required", ())
             others.append(rule.get("additionalProperties", True))
         for name in required:
-            if name not in properties:
+            if name not in properties:  # required, and nowhere described
                 properties[name] = others
         if not properties and False not in others:
             pair = f'{_BARE_NAME} ":" {self._value_of_all(others)}'
@@ -183,7 +184,9 @@ class ValueRules:
                 continue
             key = self._spell(f"{self._name(name)}:")
             arguments[name] = f"{key} {self._value_of_all(schemas)}"
-        return f'"{{" {argument_list(arguments, required, separator=_COMMA)} "}}"'
+        members = argument_list(arguments, required, separator=_COMMA, prefix=prefix)
+        self.rules += members.rules
+        return f'"{{" {members.lark} "}}"'
 
     def _name(self, name: str) -> str:
         """The name of a property: between markers, if the parser could not read it without."""
@@ -201,29 +204,57 @@ class ValueRules:
         return json.dumps(value)
 
 
+class ArgumentList(NamedTuple):
+    """Arguments that are written one by one, in Lark."""
+
+    lark: str
+    rules: list[str]
+    """The rules that it uses."""
+
+
 def argument_list(
-    arguments: Mapping[str, str], required_names: Sequence[str], *, separator: str
-) -> str:
-    """Arguments that are written one by one, in Lark.
+    arguments: Mapping[str, str], required_names: Sequence[str], *, separator: str, prefix: str
+) -> ArgumentList:
+    """The list of a function's arguments, or of an object's members.
 
     ``arguments`` has the Lark of each argument by its name. ``separator`` is Lark, too. Those that
-    are required come first, then any of the others in their order. With ``,`` as the separator and
-    two arguments ``a`` and ``b`` this gives:
+    are required come first, then any of the others in their order. The names of the rules begin
+    with ``prefix``. With ``,`` as the separator and two arguments ``a`` and ``b`` this gives:
 
     - both required: ``a , b``
     - ``a`` required: ``a (, b)?``
     - none required: ``(a (, b)? | b)?``, because the first one has no separator before it
     """
     required = [name for name in dict.fromkeys(required_names) if name in arguments]
-    optional = [name for name in arguments if name not in required]
-    more = [f"({separator} {arguments[name]})?" for name in optional]
-    if required:
+    is_required = set(required)
+    optional = [lark for name, lark in arguments.items() if name not in is_required]
+    if required or not separator:
         begin = f" {separator} ".join(arguments[name] for name in required)
-        return " ".join([begin, *more])
-    lists = []
-    for index, name in enumerate(optional):
-        lists.append(" ".join([arguments[name], *more[index + 1 :]]))
-    return f"({' | '.join(lists)})?" if lists else ""
+        more = [f"({separator} {lark})?" for lark in optional]
+        return ArgumentList(" ".join([begin, *more]), [])
+    if not optional:
+        return ArgumentList("", [])
+    rules: list[str] = []
+    return ArgumentList(f"({_at_least_one(optional, separator, prefix, rules)})?", rules)
+
+
+def _at_least_one(arguments: Sequence[str], separator: str, prefix: str, rules: list[str]) -> str:
+    """One or more of the arguments, in their order. Adds the rules for it to ``rules``."""
+    if len(arguments) == 1:
+        return arguments[0]
+    # Each half has a rule, because the second one is needed twice. So the grammar grows with the
+    # number of arguments, and not with its square.
+    middle = len(arguments) // 2
+    halves = []
+    for half in (arguments[:middle], arguments[middle:]):
+        lark = _at_least_one(half, separator, prefix, rules)
+        if len(half) > 1:
+            name = f"{prefix}_part{len(rules)}"
+            rules.append(f"{name}: {lark}")
+            lark = name
+        halves.append(lark)
+    first, second = halves
+    return f"{first} ({separator} {second})? | {second}"
 
 
 def _types_of(alternative: Alternative) -> list[str]:

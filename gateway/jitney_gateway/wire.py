@@ -61,8 +61,8 @@ class WireRecord(RuledRecord, forbid_unknown_fields=True, omit_defaults=True):
 
     refused_params: ClassVar[tuple[str, ...]] = ("prompt_logprobs",)
     """Sampling parameters that a body with the field ``params`` (see :attr:`Generation.params`)
-    refuses. The answers of its API have no place for what they ask for, or it has another field for
-    the same."""
+    refuses. The answers of its API have no place for what such a parameter asks for, or the body
+    has another field for it."""
 
 
 class ContentPart(WireRecord):

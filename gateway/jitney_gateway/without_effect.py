@@ -1,7 +1,7 @@
 """Leaves out of a body what has no effect on the model that it is for.
 
-``field_rules.py`` has left out before what has no effect on any model. ``language.py`` calls this
-module before it makes a request to the model. Pure.
+What has no effect on any model is gone by then: ``field_rules.py`` has left it out. ``language.py``
+calls this module before it makes a request to the model. Pure.
 """
 
 import re
@@ -12,7 +12,7 @@ import msgspec
 from jitney.errors import show
 
 from jitney_gateway.answer_formats import formats_of_answer, ids_of_markers
-from jitney_gateway.chat import ARGUMENTS, has_whole_arguments
+from jitney_gateway.chat import ARGUMENTS, OLDER_ARGUMENTS, has_whole_arguments
 from jitney_gateway.chat_constraint import BUDGET, honours_budget
 from jitney_gateway.field_rules import IgnoredFields
 from jitney_gateway.model_description import ModelDescription
@@ -55,6 +55,9 @@ def _note_cut_calls(body: ChatRequest, ignored: IgnoredFields, names: NamesOfFie
         for call in message.tool_calls or ():
             if not has_whole_arguments(call.function.arguments):
                 ignored.add(names.get(ARGUMENTS, ARGUMENTS), always=True)
+        older_call = message.function_call
+        if older_call is not None and not has_whole_arguments(older_call.arguments):
+            ignored.add(OLDER_ARGUMENTS, always=True)
 
 
 def _leave_out_guides(
@@ -134,7 +137,7 @@ def _leave_out_service_tier(
 
 def takes_parameter(model: ModelDescription, name: str) -> bool:
     """Whether the model's option ``chat_template_parameters`` allows the parameter. Yes, if the
-    model does not tell: then it answers itself."""
+    model does not tell: then the model itself refuses what it does not take."""
     allowed = model.chat_template_parameters
     return allowed is None or name in allowed
 

@@ -1,5 +1,6 @@
 """The arguments of calls: a grammar keeps the schema of a tool, in each notation."""
 
+import itertools
 import json
 from typing import Any
 
@@ -181,6 +182,35 @@ def test_a_value_in_gemmas_notation_keeps_its_schema(case: str, single: bool) ->
         jsonschema.validate(json.loads(piece.text), schema)
 
 
+def optional(names: str, tool_format: str) -> dict[str, str] | None:
+    """The grammar of a call whose arguments may all be left out."""
+    properties = {name: {"const": 1} for name in names.split()}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    tool = {"function": {"name": "g", "parameters": schema}}
+    return grammar_of_calls([tool], "required", False, tool_format)
+
+
+def test_optional_arguments_come_in_their_order() -> None:
+    tokens = tokenizer([])
+    names = "a b c d e"
+    constraint = optional(names, "pythonic")
+    for number in range(6):
+        for chosen in itertools.combinations(names.split(), number):
+            arguments = ", ".join(f"{name}=1" for name in chosen)
+            assert accepts(constraint, tokens, f"[g({arguments})]"), arguments
+    for arguments in ("b=1, a=1", "a=1, a=1", "a=1,", ", a=1", "a=1 b=1", "c=1, e=1, d=1"):
+        assert not accepts(constraint, tokens, f"[g({arguments})]"), arguments
+
+
+@pytest.mark.parametrize("tool_format", ["pythonic", "qwen_xml", "gemma"])
+def test_a_grammar_grows_with_the_number_of_optional_arguments(tool_format: str) -> None:
+    sizes = []
+    for number in (500, 1000):
+        names = " ".join(f"a{index:03}" for index in range(number))
+        sizes.append(len(str(optional(names, tool_format))))
+    assert sizes[1] < 2.2 * sizes[0]  # its square would be four times as large
+
+
 def test_a_parameter_that_no_grammar_keeps_is_refused_by_name() -> None:
     for value, reason in [
         ({"type": "string", "not": {"const": "a"}}, "parameter 'a': 'not' of a string"),
@@ -191,6 +221,10 @@ def test_a_parameter_that_no_grammar_keeps_is_refused_by_name() -> None:
             grammar_of_calls([tool], "required", True, "qwen_xml")
 
 
+DOUBLING = {str(number): {"allOf": [{"$ref": f"#/$defs/{number + 1}"}] * 2} for number in range(16)}
+"""Each definition refers to the next one twice: so 65,536 ways lead to the last one."""
+
+
 @pytest.mark.parametrize(
     ("tool_formats", "schema"),
     [
@@ -199,6 +233,7 @@ def test_a_parameter_that_no_grammar_keeps_is_refused_by_name() -> None:
         (("pythonic", "qwen_xml"), {"required": 5}),
         (("qwen_xml",), {"properties": {"a": {"type": 5}}}),
         (("qwen_xml",), {"properties": {"a": {"anyOf": 5}}}),
+        (("qwen_xml", "gemma"), {"properties": {"a": {"$ref": "#/$defs/0"}}, "$defs": DOUBLING}),
     ],
 )
 def test_parameters_that_are_no_schema_are_refused_by_name(

@@ -33,6 +33,21 @@ DEFINITIONS = {
 
 
 @pytest.mark.parametrize(
+    ("tool_format", "head"),
+    [("hermes", HEAD + '{"n": '), ("gemma", "<|tool_call>call:find{n:")],
+)
+@pytest.mark.parametrize("begin", ["1", "-0.", "1e", "-1.5E+"])
+def test_a_number_without_end_is_cut(tool_format: str, head: str, begin: str) -> None:
+    """So it is not read anew for ever, with each piece of it."""
+    for number, is_cut in ((100, False), (2000, True)):
+        parser = Parser(tool_format, None, TOOLS)
+        parser.push(head)
+        parser.push(begin + "0" * number)
+        more = parser.push("0")
+        assert ("0" in "".join(piece.text for piece in more)) == is_cut, more
+
+
+@pytest.mark.parametrize(
     ("schema", "text", "value"),
     [
         ({"description": "any"}, "5", "5"),

@@ -26,6 +26,8 @@ from jitney_gateway.partial_json import complete_members
         ('{"a": 1}]', {"a": 1}),
         ('{"a": [1}', {"a": [1]}),
         ("[1, 2", {}),
+        ("1, 2", {}),
+        ('"a"]', {}),
         ("no", {}),
     ],
 )

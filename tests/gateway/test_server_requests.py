@@ -143,6 +143,7 @@ def test_agents_may_have_many_tools() -> None:
         ("{", {}),
         ("[1", {}),
         ("a bus", {}),
+        ("1, 2", {}),
         ("[" * 100_000, {}),
     ],
 )
@@ -156,6 +157,15 @@ def test_a_call_that_was_cut_may_come_back(arguments: str, there: Any) -> None:
     function = sent["messages"][1]["tool_calls"][0]["function"]
     assert function["arguments"] == there
     assert ignored.header() == "messages[].tool_calls[].function.arguments"
+
+
+def test_a_cut_call_in_the_older_form_is_named() -> None:
+    call = {"name": "stop", "arguments": '{"n": 1, "at": '}
+    messages = [USER, {"role": "assistant", "function_call": call}]
+    ignored = IgnoredFields(strict=True)
+    body = decode(msgspec.json.encode(CHAT | {"messages": messages}), ChatRequest, ignored)
+    leave_out_of_chat(body, KNOWN, ignored)
+    assert ignored.header() == "messages[].function_call.arguments"
 
 
 @pytest.mark.parametrize(
