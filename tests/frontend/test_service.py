@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from jitney.errors import JitneyError
 from jitney.frontend import responder
-from jitney.frontend.channel import Arrival
+from jitney.frontend.replies import Arrival
 from jitney.frontend.responder import Responder
 
 from tests.frontend.house import (
