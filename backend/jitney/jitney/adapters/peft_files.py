@@ -287,7 +287,9 @@ def _is_rank(value: object) -> bool:
 def _stated_for(path: str, patterns: Mapping[str, float] | None, default: float) -> float:
     """The value of the first pattern that matches the end of ``path``, or ``default`` if none does.
     As in PEFT, a pattern is a regular expression for one or more whole parts of the path."""
-    for key, value in (patterns or {}).items():
+    if not patterns:  # the field may be absent or null
+        return default
+    for key, value in patterns.items():
         try:
             matches = re.match(rf"(.*\.)?({key})$", path)
         except re.error:
