@@ -1,5 +1,6 @@
 """What is no adapter of the model is refused by name: the field or tensor, the value, the bound."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 from jitney.adapters import peft_files
 from jitney.adapters.peft_files import CONFIG, WEIGHTS, read_adapter
-from jitney.errors import InvalidArgumentError
+from jitney.errors import InvalidArgumentError, JitneyError, UnavailableError
 from jitney.execution.low_rank import Site
 from safetensors.torch import save_file
 
@@ -225,3 +226,30 @@ def test_broken_files_are_refused(tmp_path: Path) -> None:
     (folder / CONFIG).write_text("{", encoding="utf-8")
     with pytest.raises(InvalidArgumentError, match="is not JSON"):
         read_adapter(folder, SITES, 8)
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (errno.EIO, UnavailableError),
+        (errno.EMFILE, UnavailableError),
+        (errno.ESTALE, UnavailableError),
+        (errno.EACCES, InvalidArgumentError),
+    ],
+)
+def test_a_passing_fault_of_the_file_system_is_not_the_request_s(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    expected: type[JitneyError],
+) -> None:
+    folder = write(tmp_path / "a", {}, {})
+
+    def fail(*args: object, **options: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    for name in ("open", "stat"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, name, fail)
+            with pytest.raises(expected, match=os.strerror(number)):
+                read_adapter(folder, SITES, 8)

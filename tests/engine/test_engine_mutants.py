@@ -160,7 +160,8 @@ FAULTS: dict[str, tuple[str, ...]] = {
         "core/taking_back.py", MAKING_WAY, "if all(_makes_way(", "if any(_makes_way(",
     ),
     "a user that comes first makes way for another": (
-        "core/taking_back.py", MAKING_WAY, "if first_order < found_order:", "if False:",
+        "core/taking_back.py", MAKING_WAY, "if first_order < urgent.order:", "if False:",
+        "if found_order is not None and first_order < found_order:", "if False:",
     ),
     "what a request has emitted is forgotten when it is taken back": (
         "core/taking_back.py", MAKING_WAY,

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from jitney.core.policy.speculation import Prices, Speculation
 from jitney.engine.engine import Engine
 from jitney.engine.wire import RowOwner
-from jitney.messages import Finished, Submit
+from jitney.messages import Emitted, Finished, Submit
 from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 
@@ -52,3 +52,40 @@ def test_a_front_knows_whose_grammar_is_asked_about_drafts() -> None:
         has_ended = any(isinstance(event, Finished) for event in report.events)
     assert was_named
     assert all(was_named)
+
+
+def test_a_front_knows_whose_grammar_accepts_the_output_of_a_resumed_request() -> None:
+    """The engine may end in that call, before any step names the request."""
+    named: dict[int, list[int]] = {}
+    was_named: list[bool] = []
+
+    def note_making(number: int, kind: str, keys: list[int]) -> None:
+        named[number] = keys
+
+    class Accepting(FakeState):
+        def accept(self, token_ids: list[int]) -> None:
+            if token_ids == [0, 8]:
+                was_named.append([7] in named.values())
+            super().accept(token_ids)
+
+    class Grammar(FakeGrammar):
+        def begin(self, may_end: bool) -> FakeState:
+            return Accepting(self)
+
+    config = make_config({"model": "m", "block_size": 4})
+    runner = FakeRunner(num_blocks=64, choose=lambda row, index: 0)
+    engine = make_at_once(
+        Engine(config, runner, lambda: 0.0, note_making=note_making, compile_grammar=Grammar)
+    )
+    resumed = Submit(
+        key=7,
+        prompt=[0, 0],
+        params=SamplingParams(max_tokens=30, seed=1),
+        arrival=0.0,
+        grammar="0,1,2,3,4,5,6:30",
+        emitted=[Emitted([0, 8])],
+        first_token=0.0,
+    )
+    engine.send(resumed)
+    engine.step()
+    assert was_named == [True]

@@ -8,6 +8,7 @@ The header of the weights' file is checked before the weights are read. So a fil
 of this model costs little, however large it is.
 """
 
+import errno
 import hashlib
 import math
 import re
@@ -22,7 +23,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from jitney.errors import CheckpointError, InvalidArgumentError, first_line, nearest, show
+from jitney.errors import (
+    CheckpointError,
+    InvalidArgumentError,
+    JitneyError,
+    UnavailableError,
+    first_line,
+    nearest,
+    show,
+)
 from jitney.execution.checkpoint import parse_json
 from jitney.execution.low_rank import Factors, Site
 
@@ -33,6 +42,19 @@ _NAME = re.compile(r"(.+)\.lora_([AB])\.weight")
 _MOST_CONFIG_BYTES = 1 << 20
 _MOST_HEADER_BYTES = 100_000_000  # safetensors' own bound
 _MOST_ITEM_BYTES = 8  # of one number in a tensor, whatever its dtype
+_LASTING = frozenset(
+    {
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EISDIR,
+        errno.EACCES,
+        errno.EPERM,
+        errno.ELOOP,
+        errno.ENAMETOOLONG,
+    }
+)
+"""Errors of the file system that say something of the files: they are missing or not readable. Any
+other one may pass, for example EIO, EMFILE or ESTALE."""
 _LARGEST = 1e308
 """A number of the configuration is at most this. JSON has larger integers: for one of these,
 ``alpha / rank`` would raise OverflowError."""
@@ -121,7 +143,8 @@ def read_adapter(folder: Path, sites: Mapping[str, Site], max_rank: int) -> Adap
     Each file is read once, and the sha256 is computed from the very bytes that become the factors.
     So they belong together even if the files change meanwhile. Raises InvalidArgumentError for
     files that are no adapter of this model, or that cannot be computed. The error names the field
-    or tensor, its value, and what it must be.
+    or tensor, its value, and what it must be. Raises UnavailableError for a fault of the file
+    system that may pass.
     """
     config_bytes = _read(folder, CONFIG, most=_MOST_CONFIG_BYTES)
     config = _parse_config(config_bytes, folder)
@@ -141,7 +164,7 @@ def read_adapter(folder: Path, sites: Mapping[str, Site], max_rank: int) -> Adap
 
 def check_files(folder: Path, sites: Mapping[str, Site], max_rank: int) -> None:
     """Check the configuration and the header of the weights, as :func:`read_adapter` does before it
-    reads the weights. Raises InvalidArgumentError."""
+    reads the weights. Raises the same errors."""
     config = _parse_config(_read(folder, CONFIG, most=_MOST_CONFIG_BYTES), folder)
     _check_header(folder, config, sites, max_rank)
 
@@ -191,7 +214,8 @@ def _read_shapes(folder: Path, size: int) -> dict[str, tuple[int, ...]]:
 
 
 def _read_header(folder: Path) -> _Header:
-    """The header of the weights' file. Raises InvalidArgumentError if it is broken."""
+    """The header of the weights' file. Raises InvalidArgumentError if it is broken, and what
+    :func:`_error_of` says."""
     try:
         with (folder / WEIGHTS).open("rb") as file:
             num_bytes = int.from_bytes(file.read(8), "little")
@@ -204,7 +228,7 @@ def _read_header(folder: Path) -> _Header:
             name: msgspec.json.decode(raw, type=_HeaderEntry) for name, raw in fields.items()
         }
     except OSError as error:
-        raise InvalidArgumentError(first_line(error, folder)) from None
+        raise _error_of(error, folder) from None
     except (ValueError, RecursionError) as error:  # also those of msgspec
         raise InvalidArgumentError(f"the header of {WEIGHTS} is broken: {error}") from None
     return _Header(num_bytes, entries)
@@ -218,7 +242,7 @@ def _check_regular(folder: Path, name: str) -> int:
     except FileNotFoundError:
         raise InvalidArgumentError(f"{name} is missing") from None
     except OSError as error:
-        raise InvalidArgumentError(first_line(error, folder)) from None
+        raise _error_of(error, folder) from None
     if not stat.S_ISREG(status.st_mode):
         raise InvalidArgumentError(f"{name} is no regular file")
     return status.st_size
@@ -233,7 +257,14 @@ def _read(folder: Path, name: str, most: int) -> bytes:
         with (folder / name).open("rb") as file:
             return file.read(most)
     except OSError as error:
-        raise InvalidArgumentError(first_line(error, folder)) from None
+        raise _error_of(error, folder) from None
+
+
+def _error_of(error: OSError, folder: Path) -> JitneyError:
+    """What a request is told if a file could not be read: InvalidArgumentError if its files are
+    at fault, UnavailableError if the fault may pass, so that a later load may succeed."""
+    kind = InvalidArgumentError if error.errno in _LASTING else UnavailableError
+    return kind(first_line(error, folder))
 
 
 def _parse_weights(data: bytes, folder: Path) -> dict[str, Tensor]:
@@ -287,7 +318,9 @@ def _is_rank(value: object) -> bool:
 def _stated_for(path: str, patterns: Mapping[str, float] | None, default: float) -> float:
     """The value of the first pattern that matches the end of ``path``, or ``default`` if none does.
     As in PEFT, a pattern is a regular expression for one or more whole parts of the path."""
-    for key, value in (patterns or {}).items():
+    if not patterns:  # the field may be absent or null
+        return default
+    for key, value in patterns.items():
         try:
             matches = re.match(rf"(.*\.)?({key})$", path)
         except re.error:

@@ -276,22 +276,23 @@ class AdapterPool:
 
     # ------------------------------------------------------------------ order
 
+    # Of the requests of one lower tier that have aged, one at a time counts as one of the first
+    # tier. It is the first of them by rank that uses an adapter. If none of them uses one, it is
+    # the first one in the queue.
+
     def _first(self, now: float) -> Rank:
         """The first request in the queue; there is one."""
         return min(self._queue.firsts(), key=lambda rank: self._order(rank, now))
 
     def _order(self, rank: Rank, now: float) -> Order:
-        """The order of a request that does not use an adapter yet. If it has aged, it counts as one
-        of the first tier, unless another aged request of its tier uses an adapter. So of a backlog
-        that has aged, one request at a time counts so."""
+        """The order of a request that does not use an adapter yet."""
         user = self._users.first_of_tier(rank.tier)
         if user is not None and user.has_aged(now):
             return rank.order_in_tier()
         return rank.order(now)
 
     def _order_of_user(self, key: int, now: float) -> Order:
-        """The order of a user of an adapter. Of each lower tier, only the first user by rank may
-        count as one of the first tier."""
+        """The order of a user of an adapter."""
         rank = self._requests[key].rank
         if self._users.first_of_tier(rank.tier) == rank:
             return rank.order(now)
@@ -300,8 +301,9 @@ class AdapterPool:
     # ------------------------------------------------------------------ room
 
     def _must_queue(self, rank: Rank, now: float) -> bool:
-        """Whether a new request must wait behind the first in the queue, because that one comes
-        before it and has waited too long."""
+        """Whether a new request must wait behind the first request in the queue, even if its own
+        adapter is in memory. It must if the first one comes before it in order, and arrived more
+        than ``aging_s`` seconds ago."""
         if not self._queue:
             return False
         first = self._first(now)
@@ -374,10 +376,11 @@ class AdapterPool:
             # Its load has not begun, and nobody else waits for it.
             del self._entries[entry.id]
             return
-        # If the adapter could not be loaded, the pool has forgotten this entry. It may have another
-        # entry for the same id, that of a later attempt.
-        is_kept = self._entries.get(entry.id) is entry
-        if is_kept and not entry.users:
+        if entry.users:
+            return
+        # If the adapter could not be loaded, the pool has forgotten this entry. Then it has none
+        # for this id, or that of a later attempt, which is not moved.
+        if self._entries.get(entry.id) is entry:
             self._entries.move_to_end(entry.id)
 
     def _end_wait(self, key: int, now: float) -> None:

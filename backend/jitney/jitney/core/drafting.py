@@ -25,8 +25,8 @@ class Drafting:
     """How many proposed tokens were compared with the output. Older comparisons weigh less: each
     new one multiplies this by a factor below 1 (see ``policy.speculation``), and then adds 1."""
     right: float = 0.0
-    """How many of these tokens were right, weighed in the same way: each comparison multiplies this
-    by the same factor, and then adds 1 if the token was right."""
+    """How many of these tokens were right. Older comparisons weigh less here, too, by the same
+    factor. So ``right / compared`` is the part that was right."""
     proposal: list[int] = field(default_factory=list)
     """Tokens that may follow the first ``made_at`` tokens of the sequence."""
     made_at: int = 0

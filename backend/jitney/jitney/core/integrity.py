@@ -123,8 +123,8 @@ def _check_sequences_in_flight(live: LiveRequests) -> None:
             samples[key] += row.drafts
             if row.sample:
                 samples[key] += 1
-            # Slots for what is proposed, after the planned tokens. If several steps are in flight,
-            # those of the latest row count.
+            # The slots for proposed tokens come after the tokens of their row. A later row of the
+            # same sequence takes these slots. So this is set, not added: the latest row counts.
             lookahead[key] = row.propose
     for sequence in live.running:
         key = (sequence.request.message.key, sequence.index)

@@ -172,9 +172,16 @@ class LiveRequests:
         is complete (*deferred free*)."""
         table = sequence.table
         sequence.table = []
-        if not self.in_flight:
+        step = self._step_that_may_use(sequence)
+        if step is None:
             self.kv.release(table)
-            return
+        else:
+            step.deferred.append(DeferredFree(table, sequence.num_computed))
+
+    def _step_that_may_use(self, sequence: Sequence) -> PlannedStep | None:
+        """The step in flight that may use the blocks of a sequence which gives up its table."""
+        if not self.in_flight:
+            return None
         # Even with overlap, at most one step is in flight when a table is given up. There are three
         # ways to get here:
         # - a message, which the engine passes on only while at most one step is in flight;
@@ -182,14 +189,13 @@ class LiveRequests:
         # - preemption, which happens only while no step is in flight.
         assert len(self.in_flight) == 1, "a table is given up while two steps are in flight"
         step = self.in_flight[0]
-        is_computed = sequence.num_planned > sequence.num_computed
+        if sequence.num_planned > sequence.num_computed:
+            return step  # it computes the sequence
         # A step may also copy blocks of sequences that it does not compute. Copies are rare. So the
-        # tables are not searched: if the step makes any copy, the table counts as used.
-        may_be_used = is_computed or bool(step.batch.copies)
-        if may_be_used:
-            step.deferred.append(DeferredFree(table, sequence.num_computed))
-        else:
-            self.kv.release(table)
+        # tables are not searched: if the step makes any copy, it may use the blocks.
+        if step.batch.copies:
+            return step
+        return None
 
     # ------------------------------------------------------------------ steps in flight
 

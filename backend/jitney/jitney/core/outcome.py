@@ -45,16 +45,18 @@ class OutputApplier:
         reason: FinishReason | None = None
         if row.sample:
             # `sampled[0]` comes after the known tokens, `sampled[i + 1]` after draft i. The runner
-            # may stop at the first sample that differs from its draft. Then there is no sample
-            # after that draft, so the draft is left out here. Otherwise it could be accepted, if a
-            # grammar forces the very same token, and the sample after it would be missing.
+            # may stop at the first sample that differs from its draft. The drafts from there on
+            # have no sample after them, and are left out here. Otherwise one of them could be
+            # accepted, because a grammar forces the same token, and the sample after it would be
+            # missing.
             sampled = result.token_ids
-            num_compared = len(sampled) - 1
+            drafts = row.token_ids[num_known:]
+            drafts_with_sample = drafts[: len(sampled) - 1]
             event, accepted = self._append(
                 sequence,
                 sampled=sampled,
                 logprobs=result.logprobs,
-                drafts=row.token_ids[num_known : num_known + num_compared],
+                drafts=drafts_with_sample,
             )
             reason = event.finish_reason
             self.events.append(event)
@@ -145,14 +147,14 @@ class OutputApplier:
         """
         ids: list[int] = []
         num_drafts = len(drafts)
-        # How many drafts are accepted so far. The next sample and the next draft have this index.
-        # `has_sample`: whether `sampled[accepted]` may be used.
+        # How many drafts are accepted so far. `sampled` and `drafts` have what the row has for the
+        # next position at this index, as long as each token before it was the row's draft.
         accepted = 0
-        has_sample = True
-        forced: list[int] = []  # the next tokens, if the grammar forces any
+        has_sample = True  # whether `sampled[accepted]` is for the next position
+        forced: list[int] = []  # tokens that the grammar forces at the next positions
         num_forced = 0
         while forced or has_sample:
-            if forced:  # the grammar's token replaces the sample for this position, if there is one
+            if forced:  # a forced token comes in place of a sample for the same position
                 token = forced.pop(0)
                 num_forced += 1
                 is_sampled = False

@@ -122,14 +122,15 @@ class Planner:
         prefills = self._plan_decodes(plan)
         for sequence in prefills:  # all of them still run: `_plan_decodes` says why
             self._plan_chunk(plan, sequence, plan.tokens_left)
-        # A step that preempts admits no sequence, because blocks are short. There is one exception:
-        # if nothing runs any more, sequences are admitted, or the step would be empty.
-        #
-        # That happens if a fork runs alone, and a grammar forces more tokens than its blocks have
-        # slots for. If no block is free, the fork preempts itself. That frees a block: until then,
-        # its pending copy has held a block of its leader, which has ended.
         has_preempted = live.preemptions > preemptions_before
-        if not has_preempted or not live.running:
+        if not has_preempted:
+            self._admit_waiting(plan)
+        elif not live.running:
+            # As a rule, a step that preempts admits nobody, because blocks are short. But then this
+            # step would be empty: a fork ran alone and preempted itself, because a grammar forced
+            # more tokens than its blocks have slots for. That has freed a block of its leader,
+            # which has ended: until now, the pending copy for the fork held that block. So there is
+            # room to admit the fork again.
             self._admit_waiting(plan)
         self._admission.note_planned(now)
         assert plan.tokens_left >= 0, "the step is over its budget"
@@ -189,12 +190,9 @@ class Planner:
             if start < sequence.decodes_from:  # it has a prompt or a recomputation to compute
                 prefills.append(sequence)
                 continue
-            # Tokens to compute whose values are known. At most one step is in flight while another
-            # is planned. If that step samples a token for the sequence, none is known: this is 0.
-            # If it also computes d drafts, they are planned, but not known: this is -d.
-            num_known = sequence.num_tokens - start
-            # Only in a plan ahead: the step in flight still samples the token that comes next.
-            next_is_pending = num_known <= 0
+            # If all known tokens are planned, the step in flight still samples the one that comes
+            # next. (`start` is even greater than `num_tokens` if that step also computes drafts.)
+            next_is_pending = start >= sequence.num_tokens
             # Four reasons to give it no row. First: its next row depends on the value of the
             # pending token.
             if next_is_pending and self._waits_for_sample(sequence):
@@ -214,7 +212,8 @@ class Planner:
                     limits.note_held_back(sequence)
                     continue
                 seconds = needed
-            count = 1 if next_is_pending else num_known  # a pending token takes a slot, too
+            # A pending token takes a slot, too.
+            count = 1 if next_is_pending else sequence.num_tokens - start
             end = start + count
             if len(sequence.table) * block_size < end and not self._grow_table(plan, sequence, end):
                 continue  # it was preempted
@@ -224,7 +223,7 @@ class Planner:
                 # The token is carried: the device replaces this 0 by the pending token.
                 carried = sequence.sample_index
                 plan.add_row(sequence, [0], (sequence.index,), carried=carried)
-            elif num_known == 1:
+            elif count == 1:
                 self._plan_decode(plan, sequence, index)
             else:
                 self._plan_forced(plan, sequence, index)

@@ -276,7 +276,8 @@ class Sequence:
     """Index of the first sample of its latest row among all samples of that step. A row that is
     planned ahead has this index in place of its token, which is not known yet."""
     num_offered_blocks: int = field(default=0, init=False)
-    """Leading blocks of the table that have been offered to the prefix cache."""
+    """So many blocks, from the first of the table on, have been offered to the prefix cache
+    (``KvCache.cache_block``)."""
     cumulative_logprob: float = field(default=0.0, init=False)
     drafting: Drafting | None = field(default=None, init=False)
     """What the policy of drafts notes of it; None if that is nothing yet. Its ``proposal`` is what

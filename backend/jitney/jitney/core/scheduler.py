@@ -226,10 +226,10 @@ class Scheduler:
             needs = self._accept(message, terms)
         except (InvalidArgumentError, UnavailableError) as refusal:
             return [Failed(message.key, refusal.code, str(refusal))]
-        before = None
+        taken_back = None  # the same request before it was taken back, if it was
         if message.key in self._held:
             self._held.remove(message.key)
-            before = self._taken_back.pop(message.key, None)
+            taken_back = self._taken_back.pop(message.key, None)
         request = Request(
             message,
             max_output=needs.max_output,
@@ -241,8 +241,8 @@ class Scheduler:
             tier=terms.tier,
             most_running=terms.most_running,
         )
-        if before is not None:
-            request.take_over(before)
+        if taken_back is not None:
+            request.take_over(taken_back)
         if message.first_token is not None and not self._preempts:
             # A resumed request does not fork: each sequence computes the prompt on its own, and
             # reserves all of its blocks. Nothing is left to reserve for the request as a whole.

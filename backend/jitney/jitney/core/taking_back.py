@@ -42,13 +42,13 @@ def users_that_make_way(
     resources. Each is as important as its first user by order. The least important one is chosen.
     """
     found: Sequence[Ranked] = ()
-    # The order of the first of those found; at first, that of `urgent`.
-    found_order = urgent.order
+    found_order: Order | None = None  # of the first of those found
     for of_resource in users:
         first_order = min(user.order for user in of_resource)
-        if first_order < found_order:
-            # One of them comes before `urgent`, or they are more important than those found.
+        if first_order < urgent.order:
             continue
+        if found_order is not None and first_order < found_order:
+            continue  # these are more important than those found
         if all(_makes_way(user, urgent, making_way) for user in of_resource):
             found = of_resource
             found_order = first_order

@@ -26,7 +26,7 @@ from jitney.config import EngineConfig
 from jitney.core.scheduler import Scheduler
 from jitney.engine.grammars import Compile, Grammars, refuse
 from jitney.engine.inbox import UNLOADED, Inbox
-from jitney.engine.make_way import take_back, who_makes_way
+from jitney.engine.make_way import note_changes_and_find_who_makes_way, take_back
 from jitney.engine.making import NoteMaking, ignore_making
 from jitney.engine.pending import Held, Pending, Resources
 from jitney.engine.source import Source
@@ -238,8 +238,9 @@ class Engine:
             self._apply(message, now)
         for held in self.pending.take_ready():
             self._events += self._begin(held, now)
-        # What is made next is chosen only now, when all messages are known: one of them may be a
-        # request of the first tier.
+        # Now all messages are known, and one of them may be a request of the first tier. So what
+        # these requests wait for is chosen only now. (Something may have been begun before: if a
+        # message ended a request, ``Pending.release`` gave its place to another one.)
         self.pending.start_making(now)
         return has_received or bool(messages)
 
@@ -307,7 +308,7 @@ class Engine:
         if not self.scheduler.may_take_back:
             return
         self._note_ended(_ended_by(self._events), now)
-        if not who_makes_way(self.scheduler, self.pending, now):
+        if not note_changes_and_find_who_makes_way(self.scheduler, self.pending, now):
             return
         # Before requests are taken back, the steps in flight must be completed. That may end users
         # of the adapter. So who makes way is asked again.
@@ -316,7 +317,7 @@ class Engine:
         finally:
             self._events += self._steps.take_events()
         self._note_ended(_ended_by(self._events), now)
-        found = who_makes_way(self.scheduler, self.pending, now)
+        found = note_changes_and_find_who_makes_way(self.scheduler, self.pending, now)
         if found:
             take_back(found, self.scheduler, self.pending, now)
 

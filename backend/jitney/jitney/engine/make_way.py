@@ -8,12 +8,15 @@ from jitney.core.scheduler import Scheduler
 from jitney.engine.pending import Held, Pending
 
 
-def who_makes_way(scheduler: Scheduler, pending: Pending, now: float) -> list[int]:
+def note_changes_and_find_who_makes_way(
+    scheduler: Scheduler, pending: Pending, now: float
+) -> list[int]:
     """Keys of the requests to take back, so that the first request that waits for room gets it.
     Empty: nobody makes way.
 
-    Requests whose adapter's files have changed do not make way: they could not go on. If any of
-    those found is one, ``pending`` notes that, and the next call finds others."""
+    A request does not make way if the files of its adapter have changed: it could not go on. If
+    that holds for any of those found, ``pending`` notes it, and this call finds nobody. The next
+    call leaves them out, and may find others."""
     blocked = pending.blocked(now)
     if blocked is None:
         return []

@@ -127,6 +127,8 @@ class Maker:
         for job in self._at_work.copy():
             if now - job.began > most_s:
                 keys += self._give_up(job, most_s, now)
+        # While a thread is left, requests wait for their turn. Once all threads hang, nobody knows
+        # whether there will be any turn.
         if self._num_lost >= _MOST_THREADS:
             keys += self._refuse_all(now)
         return keys
@@ -143,7 +145,7 @@ class Maker:
         return self.source.receive(job.id, UnavailableError(text), now)
 
     def _refuse_all(self, now: float) -> list[int]:
-        """No thread is left: fail the requests that wait for something that is to be made."""
+        """Fail the requests that wait for something whose making has not begun."""
         keys: list[int] = []
         while True:
             id = self.source.take_id_to_make(now)

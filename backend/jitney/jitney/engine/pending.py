@@ -38,7 +38,8 @@ class Held:
     message: Submit
     rank: Rank
     num_missing: int = 0
-    """For how many resources it waits. 1 also during the pause before a retry."""
+    """For how many resources it waits. During the pause before a retry it has claimed none; this is
+    1 then, so that it does not count as ready."""
     later: list[Finish] = field(default_factory=list)
     """Messages that came for it while it waited. A Finish comes if the front finds a stop string in
     the output. A request that waits has output in two cases: an engine before this one began it, or
@@ -145,7 +146,10 @@ class Pending:
 
     def held(self, key: int) -> Held | None:
         """The request of this key, if it is here."""
-        return self.waiting.get(key) or self._ready.get(key)
+        held = self.waiting.get(key)
+        if held is None:
+            held = self._ready.get(key)
+        return held
 
     # ------------------------------------------------------------------ requests are taken back
 
@@ -236,7 +240,9 @@ class Pending:
         return Resources(grammar, adapter)
 
     def release(self, keys: Collection[int], now: float) -> None:
-        """These requests have ended. Whether they wait here or run, they release what they use."""
+        """These requests have ended. Whether they wait here or run, they release what they use. If
+        that makes room, it is begun at once to make what others wait for: nothing need follow this
+        call."""
         for key in keys:
             self._forget(key)
         for source in self._sources:

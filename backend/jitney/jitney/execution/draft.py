@@ -31,10 +31,10 @@ sampled at 11, and after d1 the grammar forces a token at 12:
 
 (a) d2 is sampled at 12, but another token f is forced. The next row begins at 12, with f. From its
     start one can tell that the entries of the tokens from 12 on are wrong.
-(b) Another token s is sampled at 12, but d2 is forced. d2 is the row's draft, so it is accepted:
-    the model has its K and V already. The next row begins at 13. Its start does not tell that the
-    entry of s, at 12, is wrong. So in a row with a grammar, the entry of the newest sample never
-    counts as valid.
+(b) Another token s is sampled at 12, but d2 is forced. d2 is the row's draft, so it is accepted,
+    because the model has its K and V already. The entry of s, at 12, is wrong. But the next row
+    begins at 13, so its start suggests that the entry at 12 is right. Therefore, in a row with a
+    grammar, the entry of the newest sample never counts as valid.
 """
 
 import math
@@ -209,11 +209,13 @@ class DraftModel:
         tokens = _tokens(row, output, first_token, first_token + output.read)
         to_read = _EntryRun(newest, first_entry, tokens)
 
-        valid_end = to_read.end_entry
-        if row.grammar is not None and not output.unread:
-            # The last token to read is the newest sample. In case (b) of the module's docstring a
-            # forced token replaces it, and `_invalidate` would not forget its entry.
-            valid_end -= 1
+        reads_newest = not output.unread
+        if row.grammar is not None and reads_newest:
+            # A forced token may replace the newest sample, whose entry is the last one. In case (b)
+            # of the module's docstring `_invalidate` would not forget that entry.
+            valid_end = to_read.end_entry - 1
+        else:
+            valid_end = to_read.end_entry
         # Already now, because later rows of the same pass may share blocks with this one.
         self._count_as_valid(to_read, valid_end)
         return to_read

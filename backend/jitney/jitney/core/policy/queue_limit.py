@@ -31,14 +31,16 @@ def check_queue_limit(
     - ``queued``: one mapping for each tier whose requests are counted, from the key of a queued
       request to its number of sequences. They are roughly in the order of admission. The last tier
       is that of the further request.
-    - ``still_short``: sequences waited after the last step was planned, and some still wait. Then
-      blocks or budget are short, and the next step may admit none.
+    - ``still_short``: the last plan left sequences waiting, and some still wait. So blocks or
+      budget were short. Then it is assumed that the next step admits nobody, as if no slot were
+      free.
     - ``free_slots``: called only if the limit may be reached.
     """
     total = sum(map(len, queued))
     if total < limit:
         return
-    slots = FreeSlots(0, [0] * len(queued)) if still_short else free_slots()
+    no_slots = FreeSlots(0, [0] * len(queued))
+    slots = no_slots if still_short else free_slots()
     left = slots.total
     num_queued = total
     fits = False

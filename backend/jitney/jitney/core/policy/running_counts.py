@@ -26,9 +26,10 @@ class RunningCounts:
         """By tier: its running sequences, plus the forks that its running requests have yet to
         make."""
         self._num_counted = 0
-        """How many of the admitted sequences count towards ``max_running``: of each tier, at most
-        as many as its cap. Forks beyond the cap will wait, so they keep no other sequence from
-        running. All of a tier without a cap count, so the sum may exceed ``max_running``."""
+        """How many of the admitted sequences count towards ``max_running``: the sum over all tiers
+        of ``admitted``, or of the cap if that is less. Beyond a cap there are only forks that will
+        wait, which keep no other sequence from running. A tier without a cap may have forks that
+        will wait, too. These count, so the sum may exceed ``max_running``."""
 
     # ------------------------------------------------------------------ changes
 

@@ -49,12 +49,14 @@ _TRIED = 4  # tokens that are asked for in a try
 # Share of the time that one sequence saves for tries, if a draft model does not pay. Several
 # sequences save a smaller share: see `_try`.
 _TRIES = 0.03
-# Tokens that a draft model may read beside those that it has not read yet:
-# - the token that this step samples;
-# - one token that it read before, as the first of a block. When the model begins to fill a block,
-#   all that the draft model has in it counts as unread (see `execution.draft`). That is at most
-#   one token, because the draft model reads only one that the model has not computed: the newest;
-# - with a grammar, the last sample: another token may have been forced in its place.
+# Most tokens that a draft model reads beside those that are unread when the step is planned. There
+# is one for each of three cases:
+# - The step samples a token, which is new.
+# - The step begins to fill a block. Then all that the draft model has in this block counts as
+#   unread (see `execution.draft`). That is one token at most: the newest one, the only one that the
+#   draft model reads before the model computes it.
+# - The sequence has a grammar. The last sample is read again, because a forced token may have
+#   replaced it.
 _REREAD = 3
 # Drafts must gain so many times what they cost, for two reasons. Sequences with a high average are
 # chosen, and an average may be high by chance. And the learned cost is linear, while that of real
@@ -262,9 +264,9 @@ class Speculation:
         cost = prices.drafting_row + prices.asking_row
         cost += prices.read_token * least.unread
         cost += _TRIED * (prices.model_pass + prices.draft)
-        # n rows save _TRIES * sqrt(n) values of a token in a step that is worth n of them. So that
-        # is the share _TRIES / sqrt(n) of the time: less than for a single row, but a try comes
-        # after fewer steps.
+        # A step of n rows is worth n tokens, and saves _TRIES * sqrt(n) of them. With more rows, a
+        # try comes after fewer steps, though tries take a smaller share of the time: _TRIES /
+        # sqrt(n).
         self._saved_for_try += _TRIES * len(asking) ** 0.5
         if cost <= self._saved_for_try:
             least.drafting.propose = min(_TRIED, self._most)

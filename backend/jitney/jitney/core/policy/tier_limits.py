@@ -52,13 +52,14 @@ class SecondsLimit:
     """The top tier. The tiers below it are limited. If nothing limits the step, this is the number
     of tiers, so that none is below."""
     first_cut: int
-    """Chunks of this tier and of those below it are cut. It depends on what limits the step:
+    """The first tier whose chunks are cut; those of the tiers below it are cut, too. There are
+    three cases, by what limits the step:
 
-    - a target for the inter-token latency: the top tier;
-    - a target for first tokens: the tier after the first one that has such a target;
-    - nothing: the number of tiers.
+    - The target of the top tier for its inter-token latency: this is the top tier.
+    - A target for first tokens: this is the tier after the first one that has such a target.
+    - Nothing: this is the number of tiers, so that no chunk is cut.
 
-    It is at most ``top + 1``. Then only the chunks of the lower tiers are cut."""
+    It is at most ``top + 1``: chunks of the tiers below the top one are always cut."""
     seconds: float = _NO_LIMIT
     """What the step may take by the learned cost."""
     inter_token_target: float | None = None

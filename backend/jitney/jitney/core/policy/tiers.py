@@ -207,17 +207,18 @@ class TierAdmission:
     def _level(self, sequence: Sequence, count: int, blocks: int) -> int:
         """The level of a sequence. ``count``: the running sequences of its tier that come before
         it, and itself. ``blocks``: their blocks."""
-        request = sequence.request
-        ages_at = request.rank_s
+        tier = sequence.request.tier
+        ages_at = sequence.request.rank_s
         if self._now < ages_at:
-            return request.tier
-        share = self._config.tiers[request.tier].share
-        within_count = count <= share * self.running_counts.max_running
-        within_blocks = blocks <= share * self._kv.num_blocks
-        # The first sequence of a tier is within its share in any case.
-        if count == 1 or (within_count and within_blocks):
+            return tier
+        if count == 1:  # the first sequence of a tier is within its share in any case
             return 0
-        return request.tier
+        share = self._config.tiers[tier].share
+        if count > share * self.running_counts.max_running:
+            return tier
+        if blocks > share * self._kv.num_blocks:
+            return tier
+        return 0
 
     def _order_if_admitted(self, sequence: Sequence) -> tuple[int, tuple[float, int, int]]:
         """The order that a waiting sequence would have if it ran."""
