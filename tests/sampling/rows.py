@@ -5,6 +5,7 @@ from typing import Any
 
 from jitney.batch import Row
 from jitney.execution.sampler import SampledToken, sample
+from jitney.named_tokens import NamedTokens
 from jitney.sampling_params import SamplingParams
 from jitney.token_counts import TokenCounts
 from torch import Tensor
@@ -56,6 +57,7 @@ def make_row(
     """A row that decodes one token after ``prompt`` + ``output``; other names are parameters."""
     prompt, output = prompt or [1, 2, 3], output or []
     params.setdefault("seed", 0)
+    sampling = SamplingParams(**params)
     return Row(
         key=1,
         index=0,
@@ -63,13 +65,14 @@ def make_row(
         start=len(prompt) + len(output) - 1,
         block_table=[],
         sample=(0,),
-        params=SamplingParams(**params),
+        params=sampling,
         prompt=prompt,
         output=output,
         stop_ids=stop_ids,
         bad_words_ids=bad_words_ids or [],
         grammar=grammar,
         counts=TokenCounts.of(prompt, output),
+        named_tokens=NamedTokens.of(sampling, stop_ids, bad_words_ids or []),
     )
 
 

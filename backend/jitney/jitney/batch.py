@@ -10,6 +10,7 @@ from typing import Protocol
 
 from jitney.errors import JitneyError
 from jitney.messages import Logprob
+from jitney.named_tokens import NamedTokens
 from jitney.sampling_params import SamplingParams
 from jitney.token_counts import TokenCounts
 
@@ -113,6 +114,9 @@ class Row:
     """Of prompt and output, if a penalty depends on them. Like ``output``, they may be read only
     until ``launch`` returns. The sampler counts the tokens of a row without, which takes time for
     each token: the scheduler's rows have them."""
+    named_tokens: NamedTokens | None = None
+    """Those of ``params``, ``stop_ids`` and ``bad_words_ids``, if a sample depends on them. The
+    sampler makes them anew for a row without: the scheduler's rows have them."""
 
     @property
     def num_samples(self) -> int:

@@ -15,6 +15,7 @@ from jitney.batch import Adapter, Grammar, GrammarState
 from jitney.core.drafting import Drafting, NgramIndex
 from jitney.core.kv_cache import block_hash, root_hash
 from jitney.messages import Logprob, Submit, Timing
+from jitney.named_tokens import NamedTokens
 from jitney.token_counts import TokenCounts, distinct
 
 
@@ -75,6 +76,8 @@ class Request:
     penalized_prompt_ids: "array[int] | None" = field(default=None, init=False)
     """The distinct tokens of its prompt, for penalties. Empty if these depend on the output alone.
     None if there are no penalties."""
+    named_tokens: NamedTokens | None = field(default=None, init=False)
+    """The tokens that its parameters name; None if no sample depends on any."""
     prompt_ngrams: NgramIndex = field(default_factory=NgramIndex, init=False)
     """For drafts."""
     preempted_at: list[float] = field(default_factory=list, init=False)
@@ -87,6 +90,7 @@ class Request:
         self.reads_output = _reads_output(message)
         self.takes_forced = _takes_forced(message)
         self.penalized_prompt_ids = _penalized_prompt_ids(message)
+        self.named_tokens = _named_tokens(message)
         version = "" if self.adapter is None else self.adapter.version
         self.root = root_hash(message.params.cache_salt, version)
         self.sequences = [Sequence(self, 0)]
@@ -201,6 +205,15 @@ def _penalized_prompt_ids(message: Submit) -> "array[int] | None":
     if message.params.repetition_penalty == 1.0:
         return distinct([])
     return distinct(message.prompt)
+
+
+def _named_tokens(message: Submit) -> NamedTokens | None:
+    """See :attr:`Request.named_tokens`."""
+    params = message.params
+    names_any = bool(params.allowed_token_ids or params.logit_bias or message.bad_words_ids)
+    if not names_any and not (params.min_tokens and message.stop_ids):
+        return None
+    return NamedTokens.of(params, message.stop_ids, message.bad_words_ids)
 
 
 def _takes_forced(message: Submit) -> bool:

@@ -60,6 +60,7 @@ class StepPlan:
         row.grammar = sequence.grammar
         row.adapter = request.adapter
         row.counts = sequence.counts
+        row.named_tokens = request.named_tokens
         if choice is not None:
             row.drafts = len(choice.drafts)
             row.propose = choice.propose

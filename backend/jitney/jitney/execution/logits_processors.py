@@ -2,7 +2,8 @@
 
 Called by the sampler only. :func:`process_logits` applies the processors in vLLM's order. Grammars
 and ``allowed_token_ids`` mask whole rows. All others touch only the few tokens that they change, so
-their cost does not grow with the vocabulary.
+their cost does not grow with the vocabulary. No processor goes through token ids in a Python loop:
+they come in arrays, which are made once for each request.
 """
 
 import math
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from jitney.batch import Row
 from jitney.execution.machine import to_device
+from jitney.named_tokens import NamedTokens
 from jitney.token_counts import TokenCounts
 
 _FORBIDDEN = -math.inf
@@ -92,7 +94,9 @@ def _apply_allowed_ids(logits: Tensor, rows: list[Row]) -> None:
     for i, row in enumerate(rows):
         if row.params.allowed_token_ids is None:
             continue
-        allowed = to_device(row.params.allowed_token_ids, logits.device)
+        ids = named_tokens_of(row).allowed
+        assert ids is not None
+        allowed = to_device(np.asarray(ids), logits.device)
         kept = logits[i, allowed]
         logits[i].fill_(_FORBIDDEN)
         logits[i, allowed] = kept
@@ -104,21 +108,13 @@ def _apply_allowed_ids(logits: Tensor, rows: list[Row]) -> None:
 def _apply_bad_words_and_min_tokens(logits: Tensor, rows: list[Row]) -> None:
     forbidden = _TokenValues()
     for i, row in enumerate(rows):
-        forbidden.add(i, _bad_endings(row.bad_words_ids, row.output), _FORBIDDEN)
+        if row.bad_words_ids:
+            for ids in named_tokens_of(row).bad_words.endings(row.output):
+                forbidden.add(i, ids, _FORBIDDEN)
         if _must_go_on(row):
-            forbidden.add(i, row.stop_ids, _FORBIDDEN)
+            forbidden.add(i, named_tokens_of(row).stops, _FORBIDDEN)
     if forbidden:
         logits[forbidden.index(logits)] = _FORBIDDEN
-
-
-def _bad_endings(bad_words: list[list[int]], output: list[int]) -> list[int]:
-    """Last ids of the bad words whose other ids are the end of ``output``."""
-    endings = []
-    for word in bad_words:
-        *beginning, last = word
-        if not beginning or output[-len(beginning) :] == beginning:
-            endings.append(last)
-    return endings
 
 
 def _must_go_on(row: Row) -> bool:
@@ -134,8 +130,8 @@ def _apply_bias(logits: Tensor, rows: list[Row]) -> None:
     bias = _TokenValues()
     for i, row in enumerate(rows):
         if row.params.logit_bias:
-            values = row.params.logit_bias.values()
-            bias.add_each(i, row.params.logit_bias, np.fromiter(values, np.float32, len(values)))
+            named = named_tokens_of(row)
+            bias.add_each(i, named.biased, np.asarray(named.biases))
     if bias:
         logits[bias.index(logits)] += bias.values(logits)
 
@@ -213,6 +209,13 @@ def counts_of(row: Row) -> TokenCounts:
     if row.counts is None:  # the row was not made by a scheduler, but by a probe, for example
         return TokenCounts.of(row.prompt, row.output)
     return row.counts
+
+
+def named_tokens_of(row: Row) -> NamedTokens:
+    """The tokens that the parameters of a row's request name."""
+    if row.named_tokens is None:  # the row was not made by a scheduler
+        return NamedTokens.of(row.params, row.stop_ids, row.bad_words_ids)
+    return row.named_tokens
 
 
 class _TokenValues:

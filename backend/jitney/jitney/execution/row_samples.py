@@ -9,7 +9,12 @@ from torch import Tensor
 
 from jitney.batch import Row, RowOutput
 from jitney.execution.filters import SampledRow
-from jitney.execution.logits_processors import counts_of, is_penalized, needs_processing
+from jitney.execution.logits_processors import (
+    counts_of,
+    is_penalized,
+    named_tokens_of,
+    needs_processing,
+)
 from jitney.execution.sampler import SampledToken, prompt_logprobs
 from jitney.messages import Logprob
 
@@ -116,7 +121,9 @@ def sampled_rows(row: Row) -> list[SampledRow]:
 def end_of_output(row: Row) -> list[int]:
     """The last tokens of a row's output, as many as the longest of its bad words has. That is all
     that the sampler reads of it, so a long output is not copied in each step."""
-    longest_word = max(map(len, row.bad_words_ids), default=1)
+    if not row.bad_words_ids:
+        return row.output[-1:]
+    longest_word = named_tokens_of(row).bad_words.longest
     return row.output[-longest_word:]
 
 
