@@ -28,7 +28,7 @@ def test_the_rows_of_a_request_share_the_tokens_that_it_names(
     )
     play.drain()
     assert play.scheduler.live.preemptions > 0
-    shared = {}
+    shared: dict[int, Any] = {}
     for batch in play.batches:
         for row in batch.rows:
             if row.key in plain:
