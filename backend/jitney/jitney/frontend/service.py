@@ -355,7 +355,7 @@ class Service:
     def drain(self, grace_s: float) -> None:
         """Refuse new requests from now on. What is still open after ``grace_s`` seconds is ended;
         if ``grace_s`` is infinite, nothing is. A later call replaces the time of the one before.
-        All calls must come from one thread."""
+        Calls must not overlap."""
         self._is_draining = True
         if self._cut is not None:
             self._cut.cancel()
