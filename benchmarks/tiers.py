@@ -3,6 +3,7 @@
     python -m benchmarks.tiers                                  # about five minutes, on two cores
     python -m benchmarks.tiers --picture docs/pictures/tiers.svg
     python -m benchmarks.tiers --simulate                       # seconds: steps of a linear cost
+    python -m benchmarks.tiers --simulate avx2                  # that of a processor without AMX
     python -m benchmarks.tiers --loads 0.3 0.5 0.7 0.9          # goodput as the highest of these
     python -m benchmarks.tiers --ways tiers --gap-ms 30 --capacity 1.2    # to compare two versions
 
@@ -53,7 +54,11 @@ OUTPUTS = {"interactive": (24, 65), "bulk": (32, 257)}
 INTERACTIVE = 0.2
 MISSED = 0.05  # of the gaps of a good request, at most
 ATTAINED = 0.9  # of the interactive requests, that a load may count
-SIMULATED = StepShape(steps=9e-3, any_chunk=1e-3, tokens=0.12e-3, samples=0.2e-3, context=0.4e-6)
+SIMULATED = {
+    "amx": StepShape(steps=9e-3, any_chunk=1e-3, tokens=0.12e-3, samples=0.2e-3, context=0.4e-6),
+    "avx2": StepShape(steps=9e-3, any_chunk=0.3e-3, tokens=0.72e-3, samples=0.2e-3, context=0.4e-6),
+}
+"""What a step takes by processor, about as fitted to m100 on two cores; seconds."""
 
 
 class Asked(Struct):
@@ -100,12 +105,13 @@ class AnyEngine(Protocol):
 class Simulated:
     """The scheduler over steps that take what a linear cost says, and compute nothing."""
 
-    def __init__(self, config: EngineConfig, slower: float = 1.0) -> None:
+    def __init__(self, config: EngineConfig, processor: str, slower: float = 1.0) -> None:
         self.scheduler = Scheduler(
             config, num_blocks=4096, max_model_len=1024, max_num_batched_tokens=512
         )
         self.now = 0.0
         self.events: list[Event] = []
+        self._cost = SIMULATED[processor]
         self._slower = slower
         self._chance = np.random.default_rng(5)
 
@@ -119,7 +125,7 @@ class Simulated:
         if not self.scheduler.has_work:
             return None
         batch = self.scheduler.schedule(self.now)
-        pairs = zip(SIMULATED, StepShape.of(batch), strict=True)
+        pairs = zip(self._cost, StepShape.of(batch), strict=True)
         noise = self._slower * (1.0 + 0.03 * self._chance.exponential())
         seconds = sum(a * b for a, b in pairs) * noise
         self.now += seconds
@@ -282,11 +288,15 @@ class Machine:
 class SimulatedMachine:
     """The same by simulation. Half of the cores take twice the time."""
 
+    def __init__(self, processor: str = "amx") -> None:
+        self._processor = processor
+
     def serve(self, *jobs: Job) -> list[list[Served]]:
         """One engine for each job, all at once."""
         answers = []
         for job in jobs:
-            engine = Simulated(make_config(options_of(job.targets)), slower=len(jobs))
+            config = make_config(options_of(job.targets))
+            engine = Simulated(config, self._processor, slower=len(jobs))
 
             def wait(seconds: float, engine: Simulated = engine) -> None:
                 engine.now += seconds + 1e-9
@@ -438,7 +448,7 @@ def main() -> int:
     parser.add_argument("--ways", choices=WAYS, nargs="+", default=WAYS, metavar="WAY")
     parser.add_argument("--gap-ms", type=float, help="target between two tokens, with --capacity")
     parser.add_argument("--capacity", type=float, help="requests a second, with --gap-ms")
-    parser.add_argument("--simulate", action="store_true")
+    parser.add_argument("--simulate", nargs="?", choices=SIMULATED, const="amx")
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--serve", type=int, nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -449,8 +459,10 @@ def main() -> int:
         serve_jobs(arguments.model, threads, cores)
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        machine: Machine | SimulatedMachine = SimulatedMachine()
-        if not arguments.simulate:
+        machine: Machine | SimulatedMachine
+        if arguments.simulate:
+            machine = SimulatedMachine(arguments.simulate)
+        else:
             machine = Machine(arguments.model or str(MODELS["m100"](Path(folder) / "m100")))
         if arguments.gap_ms is None:
             scale = find_scale(machine)

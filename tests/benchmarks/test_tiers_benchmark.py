@@ -29,6 +29,15 @@ def test_tiers_keep_the_gap_and_cost_bulk_little(capsys) -> None:
     assert [row.split(" | ")[0] for row in rows] == [f"| {way}" for way in WAYS]
 
 
+def test_tiers_keep_the_gap_where_a_block_of_a_prompt_takes_longer() -> None:
+    """A token takes 0.72 ms there, so a step with a block of 16 takes longer than the target."""
+    machine = SimulatedMachine("avx2")
+    figures = measure(machine, find_scale(machine), WAYS[:2], load=0.9, seconds=240.0, ttft=0.3)
+    first_come, tiers = (figures[way] for way in WAYS[:2])
+    assert tiers.good >= 0.97 > 0.5 > first_come.good
+    assert tiers.bulk >= 0.95 * first_come.bulk
+
+
 def test_goodput_is_the_highest_load_that_nine_of_ten_stand(capsys) -> None:
     tokens = [0.1, 0.2]
     figures = figures_of([Served("interactive", 0.0, tokens), Served("bulk", 0.0, tokens)], 1, 1)
