@@ -1,14 +1,13 @@
 """The order in which grammars are compiled and adapters loaded, and what it costs to find it."""
 
-import sys
 from collections.abc import Callable
 from functools import partial
-from types import FrameType
-from typing import Any
 
 import jitney.rank
 import pytest
 from jitney.rank import MakeQueue, Rank
+
+from tests.lines_run import count_lines
 
 FAST = 0
 BULK = 1
@@ -77,22 +76,7 @@ def test_after_a_turn_of_its_tier_an_aged_request_lets_new_ones_of_the_first_tie
 
 def operations(call: Callable[[], object]) -> int:
     """How many lines of the module a call runs, one for each turn of a loop."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, arg: object) -> Any:
-        nonlocal count
-        if frame.f_code.co_filename != jitney.rank.__file__:
-            return None
-        count += 1
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return count
+    return count_lines(call, jitney.rank.__file__)
 
 
 @pytest.mark.parametrize("rank", [aged, new])

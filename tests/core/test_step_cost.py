@@ -1,10 +1,8 @@
 """What a step costs grows with its rows, not with their square. Counted are the lines of ``core``
 that it runs, which no other load on the machine changes."""
 
-import sys
 from collections.abc import Callable
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import jitney.core
@@ -12,6 +10,7 @@ import pytest
 
 from tests.core.play import Play
 from tests.core.timed import Timed
+from tests.lines_run import count_lines
 
 _CORE = jitney.core.__path__[0]
 _ROWS = (64, 128, 256)
@@ -20,23 +19,8 @@ _ALL = {**_DRAFTS, "priority_preempts": True}
 
 
 def lines_of(call: Callable[[], object]) -> int:
-    """How many lines of ``core`` a call runs, one for each turn of a loop."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, arg: object) -> Any:
-        nonlocal count
-        if not frame.f_code.co_filename.startswith(_CORE):
-            return None
-        count += 1
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return count
+    """How many lines of ``core`` a call runs."""
+    return count_lines(call, _CORE)
 
 
 def room_for(rows: int, blocks_per_row: int = 64, **options: Any) -> dict[str, Any]:

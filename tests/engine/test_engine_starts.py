@@ -49,7 +49,8 @@ def test_an_engine_that_does_not_come_back(make_front: Callable[..., Front]) -> 
     front = make_front()
     key = front.submit(1, max_tokens=900)
     front.read_until(lambda: front.has(key, 5))
-    good, front.engine.config = front.engine.config, make_config({"model": "broken"})
+    good = front.engine.config
+    front.engine.config = make_config({"model": "broken"})
     front.kill()
     front.read_until(lambda: key in front.ends)
     end = front.ends[key]

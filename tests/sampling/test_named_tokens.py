@@ -2,8 +2,6 @@
 
 import math
 import random
-import sys
-from types import FrameType
 from typing import Any
 
 import jitney.execution
@@ -15,6 +13,7 @@ from jitney.execution.logits_processors import process_logits
 from jitney.execution.row_samples import sampled_rows
 from jitney.named_tokens import BadWords
 
+from tests.lines_run import count_lines
 from tests.sampling.rows import make_row
 
 _LOOKED_AT = (*jitney.execution.__path__, jitney.named_tokens.__file__)
@@ -77,23 +76,12 @@ def test_a_step_reads_no_id_that_a_request_names(kind: str) -> None:
 
 def lines_of_a_step(row: Row) -> int:
     """How many lines it takes to process the logits of a row, one for each turn of a loop."""
-    count = 0
 
-    def trace(frame: FrameType, event: str, arg: object) -> Any:
-        nonlocal count
-        if not frame.f_code.co_filename.startswith(_LOOKED_AT):
-            return None
-        count += 1
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
+    def process() -> None:
         rows = [each for each, _ in sampled_rows(row)]
         process_logits(torch.zeros(len(rows), 2000), rows)
-    finally:
-        sys.settrace(before)
-    return count
+
+    return count_lines(process, _LOOKED_AT)
 
 
 @pytest.mark.parametrize("drafts", [0, 2])
