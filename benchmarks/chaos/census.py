@@ -1,7 +1,7 @@
 """Counts what a run has on the machine: processes, sockets, shared memory and folders.
 
-All folders ``/tmp/python_env_…`` are counted, because their names do not tell which server has made
-them. On a machine with other servers, give the benchmark namespaces of its own (docs/benchmarks.md).
+All folders ``/tmp/python_env_…`` count, because their names do not tell which server made them. On
+a machine with other servers, give the benchmark namespaces of its own (docs/benchmarks.md).
 """
 
 import os

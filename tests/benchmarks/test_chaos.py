@@ -55,7 +55,7 @@ ALONE = heard("one two", "three", reasons=["length", "stop"])
         (heard("one two", "three", reasons=["length", "stop"], error="late"), Outcome.WENT_ON),
         (heard("", "", reasons=["", ""], error="gone"), Outcome.ERROR),
         (heard("one", "three", reasons=["", "stop"], error="gone"), Outcome.ERROR),
-        # It has ended in good order, but has no finish reason, so a client sees that it was cut.
+        # It ended in good order, but without a finish reason: its client sees the cut.
         (heard("one", "th", reasons=["", ""]), Outcome.ERROR),
         # Cut short, and it looks whole; the first one in one sequence only.
         (heard("one", "thr", reasons=["", "stop"], error="gone"), Outcome.WRONG),
