@@ -1,10 +1,16 @@
 """Jobs: data in, data out, each row once. ``jitney batch``, and the batches of the gateway.
 
-A job over files is a pipeline whose every queue is bounded. A thread reads chunks (``dataset``),
-processes prepare their rows (``prepare``, with the tasks of ``generate`` and ``tensors``), the
-job's own thread keeps the executor filled (``pipeline``, ``executors``, ``asking``), and another
-thread writes parts (``output``). ``job`` holds the settings, ``run`` puts all of it together,
-``worker`` runs the job files of a folder.
+A job over files is a pipeline whose every queue is bounded:
+
+- a thread reads chunks of rows (``dataset``, with ``input_files``, ``file_batches``, ``storage``
+  and ``rows``);
+- processes prepare their rows (``prepare``, with the tasks of ``generate`` and ``tensors``);
+- the job's own thread keeps the executor filled (``pipeline``, ``feeder``, ``executors``,
+  ``asking``) and gathers the results into parts (``gathering``);
+- another thread writes the parts (``output``).
+
+``job`` holds the settings, ``run`` puts all of it together, ``worker`` runs the job files of a
+folder, and ``ray_data`` runs a job on a cluster.
 
 A row is known by its file and its index there. The journal is written before the model is loaded.
 A part is written, synced, renamed, and then noted in the journal with its rows; only then does it

@@ -41,9 +41,13 @@ class Executor(Protocol):
     """For one thread."""
 
     figures: dict[str, float]
-    """Counts of the job: ``steps``; ``rows_in_steps``, the rows in all of them; ``tokens``, that
-    were generated. And ``most_rows``, how many rows fit into a step, or the mean of that over all
-    steps. Some executors lack some."""
+    """What was done in this job. An executor may lack any of them:
+
+    - ``steps``: its steps;
+    - ``rows_in_steps``: the rows in all of them;
+    - ``tokens``: tokens that were generated;
+    - ``most_rows``: how many rows fit into a step. If that differs from step to step, the mean.
+    """
 
     @property
     def capacity(self) -> int:

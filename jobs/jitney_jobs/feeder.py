@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from jitney.errors import InvalidArgumentError, JitneyError
 
-from jitney_jobs.dataset import pause
 from jitney_jobs.executors import Executor
 from jitney_jobs.prepare import Item
+from jitney_jobs.storage import pause
 
 _POLL_S = 0.1
 

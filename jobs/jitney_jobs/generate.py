@@ -1,19 +1,20 @@
 """Tasks of language models: from a row to a prompt, and from what is generated to columns.
 
-The prompt is made by a template, or of a text with columns in braces, or it is a column. Or the row
-is a line of OpenAI's batch service: a request with parameters of its own.
+A row becomes a prompt in one of four ways: by a template; by a text with names of columns in
+braces; by taking one column as it is; or the row is a line of OpenAI's batch service, a request
+with parameters of its own.
 """
 
 import os
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jinja2
 import msgspec
 import numpy as np
-import pyarrow as pa
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jitney.config import EngineConfig
 from jitney.errors import InvalidArgumentError
@@ -24,13 +25,17 @@ from jitney.text.chat import make_chat
 from jitney.text.intake import encode_chat, encode_prompt
 from jitney.text.tokenizer import Tokenizer, TokenizerData
 
+from jitney_jobs.arrow import pa
 from jitney_jobs.asking import OpenAiRequest, request_digest
-from jitney_jobs.dataset import Chunk, Dataset, RowValues, Storage, column_of
+from jitney_jobs.dataset import Dataset
 from jitney_jobs.job import Job, make_job
 from jitney_jobs.journal import Record
+from jitney_jobs.rows import Chunk, RowValues, column_of
+from jitney_jobs.storage import Storage
 from jitney_jobs.tensors import Arrays
 
 _FIELD = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
+"""In a prompt's text: a doubled brace, which stands for one, or a column's name in braces."""
 _URL = re.compile("[!-~]+")
 """What HTTP allows as the path of a request: printable ASCII without spaces."""
 _CHAT = "/v1/chat/completions"
@@ -253,10 +258,11 @@ class OpenAiLinesOnServer:
 
 
 def _check_line(row: RowValues) -> None:
-    kinds = {"custom_id": (str, "a string"), "url": (str, "a string"), "body": (dict, "an object")}
-    for name, (kind, bound) in kinds.items():
-        if not isinstance(row.get(name), kind):
-            raise InvalidArgumentError.of(name, row.get(name), bound)
+    for name in ("custom_id", "url"):
+        if not isinstance(row.get(name), str):
+            raise InvalidArgumentError.of(name, row.get(name), "a string")
+    if not isinstance(row.get("body"), dict):
+        raise InvalidArgumentError.of("body", row.get("body"), "an object")
     if _URL.fullmatch(row["url"]) is None:
         raise InvalidArgumentError.of("url", row["url"], "of printable ASCII without spaces")
     if row.get("method") != "POST":
@@ -306,13 +312,16 @@ def _make_prompt(job: Job) -> Callable[[RowValues], Any]:
             raise InvalidArgumentError(f"template cannot be used: {error}") from None
     if job.prompt is None:
         return lambda row: column_of(row, job.column)
-    text = job.prompt
+    return partial(_filled, job.prompt)
 
-    def fill(row: RowValues) -> str:
-        def value(match: re.Match[str]) -> str:
-            # ``{{`` or ``}}`` is one brace.
-            return match[0][0] if match[1] is None else str(column_of(row, match[1]))
 
-        return _FIELD.sub(value, text)
+def _filled(text: str, row: RowValues) -> str:
+    """``text`` with the values of columns in place of their names in braces."""
 
-    return fill
+    def value(match: re.Match[str]) -> str:
+        column = match[1]
+        if column is None:
+            return match[0][0]  # ``{{`` or ``}}`` is one brace
+        return str(column_of(row, column))
+
+    return _FIELD.sub(value, text)

@@ -159,6 +159,7 @@ class ErrorLimit:
 def error_limit(max_errors: str | float) -> ErrorLimit:
     """The setting ``max_errors``. Raises InvalidArgumentError."""
     text = str(max_errors)
+    refusal = InvalidArgumentError.of("max_errors", text, "a number, or a share from 0 to 100%")
     try:
         if text.endswith("%"):
             limit = ErrorLimit(share=float(text.rstrip("%")) / 100)
@@ -167,12 +168,12 @@ def error_limit(max_errors: str | float) -> ErrorLimit:
         else:
             limit = ErrorLimit(rows=int(text))
     except ValueError:
-        limit = ErrorLimit(rows=-1)  # refused below
-    if limit.share is not None and 0 <= limit.share <= 1:
-        return limit
-    if limit.rows is not None and limit.rows >= 0:
-        return limit
-    raise InvalidArgumentError.of("max_errors", text, "a number, or a share from 0 to 100%")
+        raise refusal from None
+    if limit.share is not None and not 0 <= limit.share <= 1:
+        raise refusal
+    if limit.rows is not None and limit.rows < 0:
+        raise refusal
+    return limit
 
 
 def make_job(settings: dict[str, Any]) -> Job:
@@ -249,7 +250,9 @@ def _contents_of_files(job: Job) -> dict[str, str]:
             except (OSError, UnicodeDecodeError):
                 expected = "a UTF-8 file that can be read"
                 raise InvalidArgumentError.of(name, text, expected) from None
-        elif name == "labels" or "{" not in text:
+        elif name == "template" and "{" in text:
+            continue  # the setting is the template itself, and no file's name
+        else:
             raise InvalidArgumentError.of(name, text, "a file that is there")
     return changes
 
@@ -270,8 +273,9 @@ def _check_together(job: Job) -> None:
     if job.output_format == "parquet" and is_openai:
         raise InvalidArgumentError.of("output_format", "parquet", "jsonl for openai lines")
     if job.server is not None:
-        has_scheme = re.fullmatch("https?://[^/]+", job.server) is not None
-        if has_scheme != is_openai:
+        is_url = re.fullmatch("https?://[^/]+", job.server) is not None
+        needs_url = is_openai
+        if is_url != needs_url:
             bound = "HOST:PORT, or http://HOST:PORT for openai lines and no others"
             raise InvalidArgumentError.of("server", job.server, bound)
         if is_openai and job.task not in ("generate", "map"):

@@ -24,7 +24,8 @@ from jitney_jobs.job import Job, differences, due_at
 
 VERSION = 2
 _MANY = 1 << 17
-"""So many intervals of rows are gathered before those that touch are joined."""
+"""While a journal is read, its intervals of rows are gathered in a list. Whenever the list has so
+many, those that touch are joined, so that it stays small."""
 
 
 class Interval(NamedTuple):
@@ -49,7 +50,7 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     version: int
     job: Job
     files: list[InputFile]
-    whole: bool
+    files_are_rows: bool = msgspec.field(name="whole")
     """Whether each file is a row. All files together then count as one file, whose index is 0."""
     at: float = 0.0
     """When the job began, in seconds since 1970."""
@@ -73,7 +74,7 @@ class OutputPart(msgspec.Struct, frozen=True, tag="part"):
     failed: int
     """Bad rows."""
     figures: dict[str, float]
-    """Of this run until this part: ``RunFigures`` in ``pipeline.py``."""
+    """Of this run until this part: ``RunFigures`` in ``gathering.py``."""
     schema: bytes | None = None
     """The output's schema, as Arrow serializes it. Only the first part of Parquet has it."""
 
@@ -121,7 +122,7 @@ class Record:
     """What a journal says."""
 
     def __init__(self, folder: Path) -> None:
-        """That of an empty journal in ``folder``."""
+        """What an empty journal in ``folder`` says: nothing."""
         self.folder = folder
         self.size = 0
         """Bytes of whole lines."""
@@ -201,7 +202,7 @@ class Record:
     def total(self) -> int | None:
         """Rows of the input. None until all of it has been read."""
         assert self.begin is not None, "the job has begun"
-        file_count = 1 if self.begin.whole else len(self.begin.files)
+        file_count = 1 if self.begin.files_are_rows else len(self.begin.files)
         if len(self.row_counts) < file_count:
             return None
         return sum(self.row_counts.values())
@@ -264,13 +265,14 @@ class JobJournal:
         except OSError:
             raise UnavailableError(f"another run writes to {owner}") from None
 
-    def begin_or_resume(self, job: Job, files: list[InputFile], whole: bool) -> None:
+    def begin_or_resume(self, job: Job, files: list[InputFile], files_are_rows: bool) -> None:
         """Write the first line, or check that the one that is there has the same job and files.
         Raises InvalidArgumentError that says what differs, if any row is committed. If none is, the
         journal begins anew."""
         begin = self.record.begin
+        new_begin = Begin(VERSION, job, files, files_are_rows, time.time())
         if begin is None:
-            self.append(Begin(VERSION, job, files, whole, time.time()))
+            self.append(new_begin)
             return
         changes = differences(begin.job, job) + _changed(begin.files, files)
         if not changes:
@@ -281,7 +283,7 @@ class JobJournal:
             raise InvalidArgumentError(f"{self._owner} holds another job: {'; '.join(changes[:5])}")
         os.ftruncate(self._file, 0)
         self.record = Record(self._path.parent)
-        self.append(Begin(VERSION, job, files, whole, time.time()))
+        self.append(new_begin)
 
     def append(self, entry: Entry) -> None:
         """For any thread. Returns when the line is on the disk. After an OSError nothing of it is

@@ -44,16 +44,21 @@ class OnnxExecutor:
         from jitney_server.standins.onnx_options import read_options
         from jitney_server.standins.onnx_session import OnnxSession  # onnxruntime may be missing
 
-        # Waiting threads of ONNX Runtime spin where a job has the cores for itself.
-        spins = {"session.intra_op.allow_spinning": {"string_value": str(int(job.ray is None))}}
-        options = read_options({"parameters": spins}, None)
+        # Threads of ONNX Runtime that wait may spin if the job has the cores for itself. On a
+        # cluster it does not.
+        may_spin = "1" if job.ray is None else "0"
+        parameters = {"session.intra_op.allow_spinning": {"string_value": may_spin}}
+        options = read_options({"parameters": parameters}, None)
         session = OnnxSession(_file_of(Path(str(job.model))), options)
         self.signature = _of_rows(session.signature)
         self._batcher = Batcher(session.run, session.signature, batching=True)
         self._output = chosen_output(job, self.signature)
         self._may_pad = _may_pad(self.signature, self._output)
         can_batch = session.signature.can_batch
-        self._counts_rows = job.batch_size is not None or not (self._may_pad and can_batch)
+        self._counts_rows = True
+        """Whether the size of a batch is its number of rows, not of elements."""
+        if job.batch_size is None and self._may_pad and can_batch:
+            self._counts_rows = False
         self._sizes = BatchSizes(_sizes_to_try(job, can_batch, self._counts_rows))
         self._next: dict[int, Arrays] = {}
         """The rows of the next batch, by key."""
@@ -107,10 +112,8 @@ class OnnxExecutor:
     def _run(self, rows: list[Arrays], rows_of_full_batch: int, size: int) -> list[Any]:
         """In the pool's thread. Returns an answer for each row."""
         began = time.perf_counter()
-        requests = [
-            ModelRequest({name: array[None] for name, array in row.items()}, (self._output,))
-            for row in (_padded(rows) if self._may_pad else rows)
-        ]
+        filled_up = _padded(rows) if self._may_pad else rows
+        requests = [self._request_of(row) for row in filled_up]
         answers = self._batcher.execute(requests)
         # Only a full batch tells how fast its size is.
         if len(rows) >= rows_of_full_batch:
@@ -124,6 +127,11 @@ class OnnxExecutor:
         fitting_rows = fitting_rows_before + rows_of_full_batch
         figures["most_rows"] = fitting_rows / figures["steps"]
         return list(answers)
+
+    def _request_of(self, row: Arrays) -> ModelRequest:
+        """A batch of this one row."""
+        inputs = {name: array[None] for name, array in row.items()}
+        return ModelRequest(inputs, (self._output,))
 
     def close(self) -> None:
         self._next.clear()

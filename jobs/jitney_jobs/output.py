@@ -14,22 +14,19 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-import pyarrow as pa
-import pyarrow.fs as pafs
-import pyarrow.parquet as pq
 from jitney.errors import InvalidArgumentError, UnavailableError
 
-from jitney_jobs.dataset import LINES, Dataset, RowId, RowValues, file_system, reason
+from jitney_jobs.arrow import pa, pafs, pq
+from jitney_jobs.dataset import Dataset
 from jitney_jobs.job import Job
 from jitney_jobs.journal import Interval, JobJournal, OutputPart, Ranges, sync
+from jitney_jobs.rows import LINES, RowId, RowValues, reason
+from jitney_jobs.storage import file_system
 
 _BLOCK = 512
 """Rows that are encoded together."""
 ERRORS = "_errors"
 """Folder of the bad rows: readers of data sets pass over names that begin so."""
-_ENCODER = msgspec.json.Encoder(
-    enc_hook=lambda v: v.tolist() if isinstance(v, np.ndarray | np.generic) else str(v)
-)
 
 
 class BadRow(msgspec.Struct, frozen=True):
@@ -48,7 +45,7 @@ class EndedRow(NamedTuple):
     value: RowValues | BadRow
     """What is written of it."""
     read_bytes: int
-    """About its bytes as it was read."""
+    """Approximate size of the row as it was read."""
 
 
 @contextlib.contextmanager
@@ -69,8 +66,10 @@ class Output:
 
     def __init__(self, job: Job, dataset: Dataset, journal: JobJournal) -> None:
         """Raises InvalidArgumentError if there are parts, but no journal."""
-        lines = job.output_format == "auto" and dataset.format in LINES
-        self._parquet = job.output_format != "jsonl" and not lines
+        output_format = job.output_format
+        if output_format == "auto":
+            output_format = "jsonl" if dataset.format in LINES else "parquet"
+        self._parquet = output_format == "parquet"
         self._job = job
         self._dataset = dataset
         self._journal = journal
@@ -160,20 +159,15 @@ class Output:
         ids = [ended.id for ended in part]
         intervals = Ranges(Interval(id_.file, id_.row, id_.row + 1) for id_ in ids).intervals
         new_schema = self._set_schema(part)
-        good: list[Any] = []
+        good: list[Any] = []  # encoded
         bad: list[BadRow] = []
         while part:
             block = part[:_BLOCK]
-            part[:_BLOCK] = []
+            del part[:_BLOCK]
             bad += [ended.value for ended in block if isinstance(ended.value, BadRow)]
             good_rows = [ended for ended in block if not isinstance(ended.value, BadRow)]
             self._encode(good_rows, good, bad)
-        files: dict[str, bytes | pa.Buffer] = {}
-        if len(bad) < total:
-            suffix = "parquet" if self._parquet else "jsonl"
-            files[f"part-{number:05}.{suffix}"] = self._joined(good)
-        if bad:
-            files[f"{ERRORS}/part-{number:05}.jsonl"] = b"".join(map(_bad_line, bad))
+        files = self._files_of_part(number, good, bad)
         for name, data in files.items():
             self._write_file(f"{self._folder}/{name}", data)
         committed = OutputPart(
@@ -188,6 +182,19 @@ class Output:
         self._journal.append(committed)
         # Each part is written in a new thread: give back what Arrow's pool keeps of its memory.
         pa.default_memory_pool().release_unused()
+
+    def _files_of_part(
+        self, number: int, good: list[Any], bad: list[BadRow]
+    ) -> dict[str, bytes | pa.Buffer]:
+        """Name -> data. A part has one file of good rows, which are encoded, and one of bad rows.
+        Without such rows there is no such file."""
+        files: dict[str, bytes | pa.Buffer] = {}
+        if good:
+            suffix = "parquet" if self._parquet else "jsonl"
+            files[f"part-{number:05}.{suffix}"] = self._joined(good)
+        if bad:
+            files[f"{ERRORS}/part-{number:05}.jsonl"] = b"".join(map(_bad_line, bad))
+        return files
 
     def _set_schema(self, part: list[EndedRow]) -> bytes | None:
         """Have the first good rows set the columns of Parquet. Returns the schema for the journal;
@@ -276,6 +283,16 @@ def _check_no_common_name(of_input: Iterable[str], of_result: Iterable[str]) -> 
             f"column {min(common)!r} is both of the input and of the result: choose the "
             "input's columns with keep"
         )
+
+
+def _for_json(value: Any) -> Any:
+    """What is written of a value that JSON does not have."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    return str(value)
+
+
+_ENCODER = msgspec.json.Encoder(enc_hook=_for_json)
 
 
 def _line(row: Any) -> bytes:

@@ -20,11 +20,10 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
-import pyarrow as pa
 from jitney.errors import InvalidArgumentError, UnavailableError
 from jitney_server.standins.signature import Signature
 
-from jitney_jobs.dataset import Chunk, RowId, RowValues, Storage, reason
+from jitney_jobs.arrow import pa
 from jitney_jobs.generate import (
     Encoder,
     Generate,
@@ -34,6 +33,8 @@ from jitney_jobs.generate import (
     OpenAiLinesOnServer,
 )
 from jitney_jobs.job import Job
+from jitney_jobs.rows import Chunk, RowId, RowValues, reason
+from jitney_jobs.storage import Storage
 from jitney_jobs.tensors import Tensors
 
 
@@ -55,9 +56,9 @@ class Item:
     tries: int = 0
     """How often it was tried again."""
     read_bytes: int = 0
-    """About its bytes as it was read."""
+    """Approximate size of the row as it was read."""
     prepared_bytes: int = 0
-    """The bytes of the arrays that were prepared. 0 for what is as small as the row: a prompt."""
+    """Size of the arrays that were prepared. 0 for a prompt, which is as small as the row."""
 
 
 class Prepared(NamedTuple):
@@ -83,6 +84,8 @@ class Context(msgspec.Struct, frozen=True):
 
 
 class Task(Protocol):
+    """What is done with each row."""
+
     fields: pa.Schema | None
     """The result's columns. None if they are known only once there are rows."""
 
@@ -100,11 +103,14 @@ class Map:
 
     def __init__(self, name: str) -> None:
         try:
-            self.prepare: Callable[[RowValues], Any] = pkgutil.resolve_name(name)
+            self._function: Callable[[RowValues], Any] = pkgutil.resolve_name(name)
         except (ImportError, AttributeError, ValueError) as error:
             raise InvalidArgumentError(f"map {name!r} cannot be imported: {error}") from None
-        if not callable(self.prepare):
+        if not callable(self._function):
             raise InvalidArgumentError.of("map", name, "a function")
+
+    def prepare(self, row: RowValues) -> Any:
+        return self._function(row)
 
     def finish(self, row: RowValues, result: Any) -> RowValues:
         if not isinstance(result, Mapping):
@@ -298,7 +304,7 @@ def _serve(pipe: Any) -> None:
         signal.signal(number, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
-    threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+    threading.Thread(target=_end_with_job, args=(parent.sentinel,), daemon=True).start()
     prepare = make_preparer(pipe.recv())
     while True:
         chunk = pipe.recv()
@@ -310,6 +316,7 @@ def _serve(pipe: Any) -> None:
             pipe.send(InvalidArgumentError(reason(error)))
 
 
-def _end_with(sentinel: int) -> None:
+def _end_with_job(sentinel: int) -> None:
+    """End this worker process once the job's process has ended, of which ``sentinel`` tells."""
     multiprocessing.connection.wait([sentinel])
     os._exit(1)

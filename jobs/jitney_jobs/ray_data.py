@@ -24,14 +24,15 @@ from typing import Any
 import numpy as np
 from jitney.errors import InstallationError, JitneyError, UnavailableError, install_extra
 
-from jitney_jobs.dataset import Chunk, Dataset
+from jitney_jobs.dataset import Dataset
 from jitney_jobs.executors import load
 from jitney_jobs.feeder import Feeder
+from jitney_jobs.gathering import Gathering
 from jitney_jobs.job import Job
 from jitney_jobs.journal import FileRows, JobJournal, Record
 from jitney_jobs.output import EndedRow, Output
-from jitney_jobs.pipeline import Gathering
 from jitney_jobs.prepare import Context, Item, Workers, in_background, make_task
+from jitney_jobs.rows import Chunk
 
 try:
     import ray
@@ -55,9 +56,13 @@ RayBatch = dict[str, np.ndarray]
 """A batch of Ray's. It has one column: messages, as Python's objects."""
 _COLUMN = "message"
 _POLL_S = 0.2
+"""Longest wait for a batch, in seconds: then the job's thread looks at signals again."""
 _CONNECT_S = 10.0
+"""Longest time to connect to the cluster's head."""
 _READ_TASKS = 500
+"""Most tasks that the files are divided among."""
 _CHUNK_ROWS = 64
+"""Most rows of a chunk, which is prepared in one go."""
 _BATCH_ROWS = 16
 """Rows that an engine's actor takes and gives back together."""
 _CALLS_AT_ONCE = 4
@@ -207,7 +212,7 @@ def _stream(
         for chunk in dataset.chunks(ray.get(shared), _CHUNK_ROWS, batch["item"].tolist()):
             yield _batch_of([chunk])
 
-    nodes = sum(node["Alive"] for node in ray.nodes())
+    nodes = len([node for node in ray.nodes() if node["Alive"]])
     tasks = min(_READ_TASKS, len(left))
     files = ray_data.from_items(left, override_num_blocks=tasks)
     chunks = files.map_batches(read, batch_size=None, num_cpus=_SHARE / 2, concurrency=nodes)
@@ -276,11 +281,7 @@ class _Engine:
         running: dict[int, Future[None]] = {}
         try:
             for key in itertools.count():
-                while len(self._feeder) and self._calls.empty():
-                    for item, result in self._feeder.step(False):
-                        item.prepared = None  # it need not be sent
-                        item.result = result
-                        running.pop(item.key).set_result(None)
+                self._step_until_a_row_comes(running)
                 item, future = self._calls.get()
                 running[key] = future
                 item.key = key
@@ -289,6 +290,14 @@ class _Engine:
             for future in running.values():
                 future.set_exception(error)
             raise
+
+    def _step_until_a_row_comes(self, running: dict[int, Future[None]]) -> None:
+        """Returns at once if there is nothing to do. Rows that end are taken out of ``running``."""
+        while len(self._feeder) and self._calls.empty():
+            for item, result in self._feeder.step(has_input_ended=False):
+                item.prepared = None  # it need not be sent
+                item.result = result
+                running.pop(item.key).set_result(None)
 
 
 def _context_of(job: Job) -> Context:

@@ -72,8 +72,10 @@ class TritonModel:
             return UnavailableError(f"{self._address} sent nothing for {TIMEOUT_S:.0f} s")
         names = [output.name for output in result.get_response().outputs]
         arrays = {name: result.as_numpy(name) for name in names}
+        # A language model's last response has the finish reason of each sequence. A response
+        # without one ("None") is not the last: the rest was lost (docs/contract.md, "Outputs").
         if self.is_language_model and b"None" in arrays.get("finish_reason", ()):
-            return UnavailableError("the answer broke off")  # docs/contract.md, "Outputs"
+            return UnavailableError("the answer broke off")
         return {name: array[0] if self._batching else array for name, array in arrays.items()}
 
     def _stream(self, inputs: list[Any]) -> Any:

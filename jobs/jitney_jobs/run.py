@@ -14,10 +14,11 @@ from jitney.progress import Deadline, Progress, State, clock_text
 
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.executors import Models
+from jitney_jobs.gathering import Gathering
 from jitney_jobs.job import Job
 from jitney_jobs.journal import JobJournal, OutputPart, Record
 from jitney_jobs.output import Output, write_errors
-from jitney_jobs.pipeline import Gathering, Pipeline
+from jitney_jobs.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from jitney_measure.pages.page import TableRow
@@ -53,13 +54,12 @@ def run_job(
                 # The journal may begin anew. Until its first line is written, no part may be there:
                 # after a kill it would be one without a journal.
                 output.recover()
-            journal.begin_or_resume(job, dataset.files, dataset.whole)
+            journal.begin_or_resume(job, dataset.files, dataset.files_are_rows)
             output.recover()
         if journal.record.end is not None:
             return True
-        # The figure ``run`` is the number of a run's first part. It is left out here: this run has
-        # no part yet, so every part in the journal is of an earlier run (``_state``). The metrics
-        # need ``moved_at``.
+        # This run has no part yet, so its figures lack ``run``, and ``_state`` takes every part in
+        # the journal for one of an earlier run. The metrics need ``moved_at``.
         figures = {"moved_at": time.time()}
         observer = _Observer(job, journal, _state(journal.record, job, figures), closing)
         pipeline: Gathering
@@ -125,9 +125,14 @@ def read_record(output: str, journal: str | None) -> Record:
 
 
 def _state(record: Record, job: Job, figures: dict[str, float]) -> State:
-    """Where a job stands. ``figures`` are those of one run. Parts whose figure ``run`` differs are
-    those of earlier runs. A run that has committed nothing may lack that figure."""
-    parts_before = [part for part in record.parts if part.figures["run"] != figures.get("run")]
+    """Where a job stands in one of its runs, or did at its end. ``figures`` are those of the run.
+
+    Their figure ``run`` names the run, and every part names its own in the same way. Parts that
+    name another run are those of earlier runs. A run that has committed nothing may lack the
+    figure: then all parts are of earlier runs.
+    """
+    this_run = figures.get("run")
+    parts_before = [part for part in record.parts if part.figures["run"] != this_run]
     bad_before = sum(part.failed for part in parts_before)
     written_before = sum(part.written for part in parts_before)
     return State(
@@ -253,20 +258,21 @@ class Throughput(NamedTuple):
 def _throughput(parts: list[OutputPart]) -> Throughput:
     throughput = Throughput([], [], [])
     end = 0.0
-    before: dict[str, float] = {}
+    before: dict[str, float] = {}  # the figures of the part before
     for part in parts:
-        now = part.figures
-        if before.get("run") != now["run"]:
-            before = {}
-        grown = {name: value - before.get(name, 0.0) for name, value in now.items()}
-        seconds = max(1e-9, grown["seconds"])
+        figures = part.figures
+        if before.get("run") != figures["run"]:
+            before = {}  # the figures of a run begin with 0
+        # What each figure has grown by since the part before.
+        growth = {name: value - before.get(name, 0.0) for name, value in figures.items()}
+        seconds = max(1e-9, growth["seconds"])
         end += seconds
         throughput.ends.append(end)
         throughput.rates.append((part.written + part.failed) / seconds)
-        most_rows_in_steps = now.get("most_rows", 0.0) * grown.get("steps", 0.0)
+        most_rows_in_steps = figures.get("most_rows", 0.0) * growth.get("steps", 0.0)
+        filled = 0.0
         if most_rows_in_steps:
-            throughput.filled.append(grown["rows_in_steps"] / most_rows_in_steps)
-        else:
-            throughput.filled.append(0.0)
-        before = now
+            filled = growth["rows_in_steps"] / most_rows_in_steps
+        throughput.filled.append(filled)
+        before = figures
     return throughput

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from jitney.errors import InstallationError, InvalidArgumentError, install_extra
 from jitney_server.standins.batch import NUMPY_TYPES
 from jitney_server.standins.signature import Signature, TensorInfo
 from tokenizers import Tokenizer
 
-from jitney_jobs.dataset import RowValues, Storage, column_of
+from jitney_jobs.arrow import pa
 from jitney_jobs.job import Job
+from jitney_jobs.rows import RowValues, column_of
+from jitney_jobs.storage import Storage
 
 Arrays = dict[str, np.ndarray]
 """Of one row: without the dimension of the batch."""
@@ -162,7 +163,8 @@ def _load_tokenizer(path: str | None) -> Tokenizer:
     except Exception as error:  # a broken file can raise anything
         raise InvalidArgumentError(f"tokenizer {path} cannot be read: {error}") from None
     tokenizer.no_padding()
-    limits = Path(path).with_name("sentence_bert_config.json")  # as sentence-transformers cuts
+    # sentence-transformers cuts a text to the length that stands in this file. So do we.
+    limits = Path(path).with_name("sentence_bert_config.json")
     if limits.is_file():
         tokenizer.enable_truncation(json.loads(limits.read_text("utf-8"))["max_seq_length"])
     return tokenizer

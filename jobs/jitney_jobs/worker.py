@@ -44,9 +44,9 @@ _Folder = Annotated[Path, typer.Argument(help="The folder of job files.")]
 
 def submit(folder: _Folder, file: Annotated[Path, typer.Argument(help="A job file.")]) -> None:
     """Put a job file into a worker's folder."""
+    settings = read_job(file)  # says so if pyyaml is missing
     import yaml
 
-    settings = read_job(file)
     job = make_job(settings)
     for name in _FILES:
         path = settings.get(name)
@@ -173,9 +173,10 @@ class _Queue:
                 raise typer.Exit(STOPPED)
 
     def _run_with_retries(self, claim: _Claim) -> JobState:
-        """Returns DONE; FAILED, also if the job was cancelled; or WAITING if a signal stopped
-        it."""
-        from jitney_jobs.dataset import reason
+        """Returns where the job's file belongs now: DONE, FAILED, or WAITING if a signal has
+        stopped the job. If it was cancelled meanwhile, the answer is FAILED, and does not count
+        (:meth:`_put_away`)."""
+        from jitney_jobs.rows import reason
 
         for number in range(self._tries):
             if not claim.is_held():
@@ -184,7 +185,9 @@ class _Queue:
                 time.sleep(self._backoff * 2 ** (number - 1))
             try:
                 return self._run_once(claim)
-            except Exception as error:  # the job's or a user's function's; the next may do well
+            except Exception as error:
+                # The job's error, or one of a user's function, which may be of any kind. It ends
+                # this try and not the worker. The next try loads the model anew.
                 self._models.close()
                 print(f"{claim.path.stem}: {reason(error)}", file=sys.stderr)
                 if claim.is_held():

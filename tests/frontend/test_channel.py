@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from jitney.errors import CancelledError, InternalError, InvalidArgumentError, UnavailableError
 from jitney.frontend.channel import Channel, SendError
-from jitney.frontend.replies import Arrival, sweep
+from jitney.frontend.replies import Arrival
+from jitney.frontend.sweeper import sweep
 
 
 @pytest.mark.parametrize(

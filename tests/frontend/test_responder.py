@@ -367,7 +367,7 @@ def test_many_answers_that_fail_one_after_the_other_need_no_deep_stack(
     desk.turn_until(lambda: desk.responder.counts.encoding == 1000)
     desk.turn_until(lambda: desk.responder._inbox.empty())
     shared_memory.set_room(True)
-    desk.turn_until(lambda: desk.responder._held_back.is_empty)
+    desk.turn_until(lambda: desk.responder._final_responses.is_empty)
     assert all(sender.final == 1 for sender in senders)
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from jitney.frontend import service
+from jitney.frontend import service, sweeper
 from jitney.frontend import worker as worker_module
 from jitney.frontend.channel import Channel
 from jitney.frontend.metrics import ModelMetrics, OpenCounts
@@ -78,9 +78,9 @@ def test_sweeps_are_fewer_the_longer_they_take(
         return False
 
     with monkeypatch.context() as slow:
-        slow.setattr(service, "time", SimpleNamespace(monotonic=lambda: now))
+        slow.setattr(sweeper, "time", SimpleNamespace(monotonic=lambda: now))
         slow.setattr(Channel, "is_cancelled", ask)
-        pause = house.service._sweep()
+        pause = house.service._sweeper.turn()
     assert now == seconds
     assert seconds + pause == pytest.approx(period)
 

@@ -16,7 +16,7 @@ from jitney_gateway.app import make_app
 from jitney_gateway.keys import FixedKeys
 from jitney_gateway.refusals import UnknownModelError
 from jitney_jobs.asking import request_digest
-from jitney_jobs.batches import endpoints, records
+from jitney_jobs.batches import form, records
 from jitney_jobs.batches import lines as batch_lines
 from jitney_jobs.batches import work as batch_work
 from jitney_jobs.batches.records import BatchRecord, Folder
@@ -304,7 +304,7 @@ def test_files(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept.status_code == 200
     assert kept.headers["jitney-ignored"] == "expires_after[seconds]"
     assert place.client.post("/v1/files", json={}).json()["error"]["param"] == "file"
-    monkeypatch.setattr(endpoints, "MAX_FILE_BYTES", 1000)
+    monkeypatch.setattr(form, "MAX_FILE_BYTES", 1000)
     assert place.upload([b"x" * 100_000]).status_code == 413
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from jitney import LLM, SamplingParams
 from jitney_jobs import executors
-from jitney_jobs.dataset import RowId
 from jitney_jobs.feeder import Feeder
 from jitney_jobs.generate import JobPrompt
 from jitney_jobs.prepare import Item
+from jitney_jobs.rows import RowId
 
 from tests.tiny_models import make_checkpoint
 

@@ -19,9 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jitney.errors import InvalidArgumentError, UnavailableError
 from jitney_jobs import executors
-from jitney_jobs.dataset import Dataset, RowId
+from jitney_jobs.dataset import Dataset
 from jitney_jobs.journal import Interval, JobJournal, OutputPart, Ranges, Record
 from jitney_jobs.output import EndedRow, Output
+from jitney_jobs.rows import RowId
 from jitney_jobs.run import read_record
 
 from tests.jobs.job_rows import bad, fail_at_part, ids, job_of, read, run, write_lines
@@ -358,7 +359,7 @@ def test_the_journal_has_the_columns_although_the_first_part_could_not_be_writte
     with contextlib.closing(JobJournal(job)) as journal:
         dataset = Dataset(job)
         output = Output(job, dataset, journal)
-        journal.begin_or_resume(job, dataset.files, dataset.whole)
+        journal.begin_or_resume(job, dataset.files, dataset.files_are_rows)
         output.set_columns(None)
         lost = EndedRow(RowId(0, 0), {"id": 20}, read_bytes=9)
         committed = EndedRow(RowId(0, 1), {"id": 21}, read_bytes=9)

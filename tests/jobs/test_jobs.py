@@ -13,9 +13,9 @@ from jitney import cli
 from jitney.errors import InternalError, InvalidArgumentError, JitneyError, UnavailableError
 from jitney.progress import Progress, State
 from jitney_jobs import executors, feeder
-from jitney_jobs.dataset import Chunk
 from jitney_jobs.job import differences, error_limit, make_job
 from jitney_jobs.prepare import Context, Workers
+from jitney_jobs.rows import Chunk
 from jitney_jobs.run import read_record, run_job
 from typer.testing import CliRunner
 

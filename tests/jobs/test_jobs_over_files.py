@@ -16,8 +16,9 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 import pytest
 from jitney.errors import InvalidArgumentError, UnavailableError
-from jitney_jobs import dataset
+from jitney_jobs import dataset, storage
 from jitney_jobs.journal import JobJournal, Record
+from jitney_jobs.rows import Chunk
 
 from tests.jobs.job_rows import bad, ids, job_of, read, run, write_lines
 
@@ -186,11 +187,14 @@ def test_a_storage_that_fails_makes_no_bad_rows(
         else:
             rows = ids(20 + 700 * i, 720 + 700 * i)
             write_lines(tmp_path / f"in/{i}.jsonl", [{**row, "text": "x" * 3000} for row in rows])
-    monkeypatch.setattr(dataset, "pause", lambda tries: 0.001)
+    monkeypatch.setattr(storage, "pause", lambda tries: 0.001)
     settings = {"map": "builtins:dict", "keep": [], "retries": 3, "part_rows": 100}
     for failing in (4, 3):
-        storage = Storage(failing)
-        monkeypatch.setattr(dataset, "file_system", lambda place, fs=storage: (fs, place))
+        failing_storage = Storage(failing)
+        for module in (dataset, storage):
+            monkeypatch.setattr(
+                module, "file_system", lambda place, fs=failing_storage: (fs, place)
+            )
         if failing == 4:
             with pytest.raises(UnavailableError, match=r"input .*in/0.* the network is gone"):
                 run(tmp_path / "in", tmp_path / "out", **settings)
@@ -204,7 +208,7 @@ def test_a_storage_that_fails_makes_no_bad_rows(
 @pytest.mark.parametrize("name", ["a.parquet", "b.parquet", "a.arrow", "a.csv.gz"])
 def test_a_damaged_file_is_named(tmp_path: Path, name: str, monkeypatch: Any) -> None:
     """Compressed bytes that are none cannot be told from a storage that fails."""
-    monkeypatch.setattr(dataset, "pause", lambda tries: 0.001)
+    monkeypatch.setattr(storage, "pause", lambda tries: 0.001)
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / name).write_bytes(b"damaged " * 20)
     if name == "b.parquet":
@@ -222,7 +226,7 @@ def test_the_share_that_is_read_is_that_of_the_rows_given(tmp_path: Path, suffix
     with (gzip.open if suffix else open)(source, "wt") as file:
         file.writelines(f'{{"id": {i}, "text": "{os.urandom(16).hex()}"}}\n' for i in range(rows))
     found = dataset.Dataset(job_of(source, tmp_path / "out"))
-    chunks = [c for c in found.chunks(Record.empty(), rows // 8) if isinstance(c, dataset.Chunk)]
+    chunks = [c for c in found.chunks(Record.empty(), rows // 8) if isinstance(c, Chunk)]
     assert [c.position for c in chunks] == pytest.approx([n / 8 for n in range(1, 9)], abs=0.15)
 
 
@@ -239,7 +243,7 @@ def test_memory_of_what_is_read_is_bounded(tmp_path: Path) -> None:
         found = dataset.Dataset(job_of(tmp_path / name, tmp_path / "out"))
         rows, most = 0, 0
         for chunk in found.chunks(Record.empty(), 1000):
-            if isinstance(chunk, dataset.Chunk):
+            if isinstance(chunk, Chunk):
                 rows += len(chunk.indices)
                 assert len(pickle.dumps(chunk)) < 150_000
                 most = max(most, pa.total_allocated_bytes() - before)

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from jitney.errors import JitneyError
-from jitney_jobs.dataset import file_system
+from jitney_jobs.storage import file_system
 
 from tests.http_server import listening
 from tests.jobs.job_rows import bad, read, run

@@ -42,7 +42,7 @@ def test_the_share_of_a_resumed_job_counts_each_file_once(
         closing.callback(journal.close)
         dataset = Dataset(job)
         output = Output(job, dataset, journal)
-        journal.begin_or_resume(job, dataset.files, dataset.whole)
+        journal.begin_or_resume(job, dataset.files, dataset.files_are_rows)
         journal.append(read_before)
         pipeline = ray_data.RayPipeline(job, dataset, journal, output, closing)
         assert pipeline._snapshot()["position"] == 1 / 4

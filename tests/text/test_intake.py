@@ -225,7 +225,7 @@ def test_bad_words(tokenizer: Tokenizer) -> None:
     assert made.bad_words_ids == [[vocab["t"]], [vocab["Ġt"]]]
     (only,) = submit(tokenizer, bad_words=("0",)).bad_words_ids
     assert only == [vocab["0"]]
-    with pytest.raises(InvalidArgumentError, match="bad_words is '  ', but must be of words"):
+    with pytest.raises(InvalidArgumentError, match="bad_words is '  ', but must be words"):
         submit(tokenizer, bad_words=("  ",))
 
 

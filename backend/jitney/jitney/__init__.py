@@ -10,12 +10,16 @@ The files of this folder, in the order in which they are read:
 - ``sampling_params``: what a client may ask of one request.
 - ``messages``, ``batch``: what front and engine send each other; one step, as scheduler and runner
   hand it over.
+- ``named_tokens``, ``token_counts``, ``rank``: of a request, the tokens that its parameters name,
+  how often tokens occur in its sequences, and its place in the order of those that wait.
 - ``llm``, ``open_requests``: the engine without a server, and the requests that it has open.
 - ``progress``, ``generate``, ``cli``: the progress bar, ``jitney generate``, and the ``jitney``
   command.
-- ``access``, ``cgroups``, ``server_log``, ``server_watch``, ``stop_signals``, ``stub_memory``,
-  ``tracing``: TLS and keys, limits of containers, log records, the end of the server and the
-  signals that announce it, room in the shared memory of its stub, spans.
+- ``access``: TLS and API keys for a client of a server. ``cgroups``: the limits of a container.
+  ``tracing``: spans of requests.
+- ``server_log``, ``server_watch``, ``stop_signals``, ``stub_memory``: what a model needs of its
+  server: where log records go, the server's end, how a stop is announced, and whether the shared
+  memory has room.
 
 After ``batch`` come the rooms: ``core``, ``engine``, ``text``, ``execution``, ``frontend``. Each
 begins with the docstring of its own ``__init__``. docs/architecture.md follows a request through

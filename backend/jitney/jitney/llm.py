@@ -93,7 +93,8 @@ class LLM:
         """
         self.config = make_config({**options, "model": str(path)})
         load = _load_in_process if process else _load_here
-        # If anything raises once the model is loaded, the stack gives back what was loaded.
+        # ``loaded`` knows how to give back all that is loaded here. If anything raises before the
+        # end of this block, it does so at once.
         with ExitStack() as loaded:
             model = load(self.config, loaded)
             self._engine = model.engine
@@ -102,7 +103,7 @@ class LLM:
             first_line = checker_first_line(self.tokenizer.data, self.info, self.config)
             self._grammars = GrammarChecker(self.config, CHECKER_MODULE, first_line)
             loaded.callback(self._grammars.close)
-            # Called by close(), or when this object is collected.
+            # All is loaded: from now on close() gives it back, or the end of this object.
             self._give_back = weakref.finalize(self, loaded.pop_all().close)
         # Python also calls a finalizer when the interpreter exits, unless ``atexit`` is false. Only
         # an engine's process has to be ended then.
@@ -192,14 +193,15 @@ class LLM:
         self._check_not_closed()
         if params is None or isinstance(params, SamplingParams):
             same = _parsed(params or SamplingParams())
-            params = [same] * len(prompts)
+            params_of_each = [same] * len(prompts)
         else:
-            params = [_parsed(each) for each in params]
-        if len(params) != len(prompts):
+            params_of_each = [_parsed(own) for own in params]
+        if len(params_of_each) != len(prompts):
             raise InvalidArgumentError(
-                f"params has {len(params)} entries, but there are {len(prompts)} prompts"
+                f"params has {len(params_of_each)} entries, but there are {len(prompts)} prompts"
             )
-        return [self._request(ids, own) for ids, own in zip(prompts, params, strict=True)]
+        pairs = zip(prompts, params_of_each, strict=True)
+        return [self._request(ids, own) for ids, own in pairs]
 
     def start(self, submit: Submit) -> OpenRequest:
         """Hand a request to the engine. Its times count from now, not from its check."""

@@ -71,13 +71,13 @@ class OpenRequests:
             report = self._engine.step()
             if report is not None:
                 self._apply(report)
-                return
         except BaseException:
             # Events of the step may be lost.
             self._fail_all("the engine was interrupted")
             raise
-        # The engine has nothing to do. So it knows no request, and none may be open here.
-        assert not self._open, "requests are open, but no step is made"
+        if report is None:
+            # The engine has nothing to do. So it knows no request, and none may be open here.
+            assert not self._open, "requests are open, but no step is made"
 
     def cancel(self, keys: Iterable[int]) -> None:
         """Cancel those of these requests that are still open."""

@@ -24,19 +24,22 @@ class State:
     """Where a job or a call of LLM stands. Times are seconds since 1970."""
 
     figures: Mapping[str, float]
-    """The figures of this run, by name. Any may be missing, unless it says otherwise here:
+    """The figures of this run, by name.
 
-    - ``done``: rows that have ended (needed by :meth:`Progress.line`);
+    - ``done``: rows that have ended;
     - ``bad``: the bad ones of them;
-    - ``taken``: rows that this run has read (needed with ``position``);
+    - ``taken``: rows that this run has read;
     - ``position``: the share of the input that all runs together have read;
-    - ``seconds``: how long the run has taken (needed by :meth:`Progress.line`, and by
-      :attr:`left_s` once ``done`` and ``position`` are there);
-    - ``at``: the time at which these figures were taken (needed by :attr:`end_at`);
+    - ``seconds``: how long the run has taken;
+    - ``at``: the time at which these figures were taken;
     - ``tokens``: tokens that were generated;
     - ``steps``: the engine's steps that had rows;
-    - ``rows_in_steps``: the rows in all of them (needed with ``steps`` and ``most_rows``);
+    - ``rows_in_steps``: the rows in all of them;
     - ``most_rows``: how many rows fit into one.
+
+    Any may be missing, with three exceptions. A line of :class:`Progress` needs ``done`` and
+    ``seconds``. If ``position`` is there, ``taken``, ``seconds`` and ``at`` must be there too. If
+    ``steps`` and ``most_rows`` are there, ``rows_in_steps`` must be there too.
     """
     done_before: int = 0
     """Rows that had ended before this run."""
@@ -164,26 +167,26 @@ class Deadline:
         self.late = False
         """The last answer."""
 
-    def judge(self, now: float, seconds: float, left: float | None) -> str | None:
+    def judge(self, now: float, taken_s: float, left_s: float | None) -> str | None:
         """Answer again. Returns what to tell the user if the answer differs from the last one; else
-        None. The run has taken ``seconds``, and needs about ``left`` more seconds; None if that is
-        not known."""
+        None. The run has taken ``taken_s`` seconds, and needs about ``left_s`` more; None if that
+        is not known."""
         if self._due is None:
             return None
-        is_late = self._is_late(now, self._due, seconds, left)
+        is_late = self._is_late(now, self._due, taken_s, left_s)
         if is_late == self.late:
             return None
         self.late = is_late
         answer = "late" if is_late else "in time again"
-        expected = "" if left is None else f": it will end about {clock_text(now + left)}"
+        expected = "" if left_s is None else f": it will end about {clock_text(now + left_s)}"
         return f"{answer}{expected}, was to end by {clock_text(self._due)}"
 
-    def _is_late(self, now: float, due: float, seconds: float, left: float | None) -> bool:
+    def _is_late(self, now: float, due: float, taken_s: float, left_s: float | None) -> bool:
         if now >= due:
             return True
-        if left is None or seconds < _SETTLED_S:
+        if left_s is None or taken_s < _SETTLED_S:
             return self.late  # nothing new is known
-        time_left = due - now
+        until_due_s = due - now
         if self.late:
-            return left > time_left * _SURE
-        return left > time_left
+            return left_s > until_due_s * _SURE
+        return left_s > until_due_s

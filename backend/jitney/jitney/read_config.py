@@ -122,17 +122,13 @@ def _find(option: str, name: str, folder: Path) -> str | None:
     """The absolute path of the file or folder ``name`` in ``folder``. None: there is none, but
     ``name`` may be an id of the hub.
 
-    Raises ConfigError if there is none and ``name`` can only be a path: an engine would find that
-    out much later. Also if the system refuses to look: the name is too long, or permission is
-    missing."""
-    try:
-        os.stat(_bytes_of_path(folder, name))
+    Raises ConfigError in two cases:
+
+    - there is none, and ``name`` can only be a path. An engine would find that out much later;
+    - the system refuses to look, because the name is too long or permission is missing.
+    """
+    if _is_there(option, name, folder):
         return _absolute(option, name, folder)
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        pass  # ValueError: no path can have this name
-    except OSError as error:
-        bound = f"a path that can be looked up ({error.strerror})"
-        raise ConfigError.of(option, name, bound) from None
     if _can_only_be_path(name):
         shown = show(name, MOST_OF_PATH)
         raise ConfigError(
@@ -140,6 +136,19 @@ def _find(option: str, name: str, folder: Path) -> str | None:
             f"id of a model in the local hub cache"
         )
     return None
+
+
+def _is_there(option: str, name: str, folder: Path) -> bool:
+    """Whether there is a file or folder ``name`` in ``folder``. Raises ConfigError if the system
+    refuses to look."""
+    try:
+        os.stat(_bytes_of_path(folder, name))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return False  # ValueError: no path can have this name
+    except OSError as error:
+        bound = f"a path that can be looked up ({error.strerror})"
+        raise ConfigError.of(option, name, bound) from None
+    return True
 
 
 def _absolute(option: str, name: str, folder: Path) -> str:

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
 from typing import Annotated, Any, Literal
@@ -23,9 +23,8 @@ from jitney_gateway.refusals import FieldError, StatusError, as_json
 from jitney_gateway.server_client import ServerClient
 from jitney_gateway.wire import WireRecord
 from msgspec import Meta
-from starlette.datastructures import FormData, UploadFile
-from starlette.formparsers import MultiPartException, MultiPartParser
 
+from jitney_jobs.batches.form import file_of, ignore_others, read_form
 from jitney_jobs.batches.lines import Fault, check_lines, fault_of
 from jitney_jobs.batches.records import (
     OPEN,
@@ -39,9 +38,6 @@ from jitney_jobs.batches.records import (
 from jitney_jobs.batches.work import start_batch
 from jitney_jobs.job import due_at
 
-MAX_FILE_BYTES = 200 << 20
-_MAX_FORM_BYTES = 64 << 10
-"""The most bytes of a form besides its file."""
 _PIECE_BYTES = 1 << 20
 _FILE_NAME_LENGTH = 256
 _Short = Annotated[str, Meta(max_length=64)]
@@ -175,9 +171,9 @@ class Batches:
     async def upload(self, request: Request) -> Response:
         """Keep a file, which comes in a form."""
         folder = self._folder
-        form = await _form(request)
+        form = await read_form(request)
         try:
-            file = _checked(form, request)
+            file = file_of(form, request)
             record = FileRecord(
                 id=new_id("file-"),
                 bytes=file.size or 0,
@@ -266,7 +262,7 @@ class Batches:
     def _list_files(self, request: Request) -> Response:
         query = request.query_params
         limit = _limit(query.get("limit"), default=_MOST_FILES, most=_MOST_FILES)
-        _ignore_others(query, ("limit", "after", "purpose", "order"), request)
+        ignore_others(query, ("limit", "after", "purpose", "order"), request)
         files = self._own(FileRecord, request)
         purpose = query.get("purpose")
         if purpose is not None:
@@ -276,7 +272,7 @@ class Batches:
     def _list_batches(self, request: Request) -> Response:
         query = request.query_params
         limit = _limit(query.get("limit"), default=_DEFAULT_BATCHES, most=_MOST_BATCHES)
-        _ignore_others(query, ("limit", "after", "order"), request)
+        ignore_others(query, ("limit", "after", "order"), request)
         return self._page(self._own(BatchRecord, request), limit)
 
     def _own(self, kind: type[R], request: Request) -> Iterator[R]:
@@ -336,14 +332,6 @@ def _in_thread(answer: Callable[[Request], Response]) -> Handler:
     return handler
 
 
-def _ignore_others(given: Iterable[str], known: tuple[str, ...], request: Request) -> None:
-    """Note which fields of a query or a form have no effect. Raises FieldError if the gateway is
-    strict."""
-    for name in given:
-        if name not in known:
-            request.state.ignored.add(name)
-
-
 def _is_ascending(order: str | None) -> bool:
     """Whether the oldest comes first. Raises FieldError."""
     if order not in (None, "asc", "desc"):
@@ -373,36 +361,3 @@ def _due_at(window: str, now: float) -> float:
         raise FieldError("completion_window", said) from None
     assert due is not None, "a window was given"
     return due
-
-
-async def _form(request: Request) -> FormData:
-    """The form that was sent; a large file goes to the disk. Raises FieldError, and StatusError for
-    one that is too large."""
-
-    async def pieces() -> AsyncGenerator[bytes]:
-        size = 0
-        async for piece in request.stream():
-            size += len(piece)
-            if size > MAX_FILE_BYTES + _MAX_FORM_BYTES:
-                raise StatusError(413, f"the file has more than {MAX_FILE_BYTES:,} bytes")
-            yield piece
-
-    kind = request.headers.get("content-type", "")
-    if not kind.lower().startswith("multipart/form-data"):
-        raise FieldError("file", "file must come in a body of multipart/form-data")
-    parser = MultiPartParser(request.headers, pieces(), max_files=1, max_fields=8)
-    try:
-        return await parser.parse()
-    except MultiPartException as error:
-        raise FieldError("file", f"the form cannot be read: {error.message}") from None
-
-
-def _checked(form: FormData, request: Request) -> UploadFile:
-    """The form's file. Raises FieldError."""
-    _ignore_others(form, ("file", "purpose"), request)
-    file = form.get("file")
-    if not isinstance(file, UploadFile):
-        raise FieldError("file", "file is missing, or has no name")
-    if form.get("purpose") != "batch":
-        raise FieldError("purpose", "purpose must be 'batch': files are for nothing else")
-    return file

@@ -137,7 +137,7 @@ class BatchWork:
                     self._look()
                 except BlockingIOError:
                     pass  # the thread of another gateway does it
-                except Exception:  # too many open files, say, for a moment
+                except Exception:  # it may pass, such as too many open files: look again later
                     _LOG.exception("batches wait")
             for worker in self._workers:
                 worker.terminate()
@@ -160,16 +160,17 @@ class BatchWork:
         too: its worker may have been killed, and another one must go on."""
         live = [worker for worker in self._workers if worker.poll() is None]
         if len(live) < len(self._workers):
-            # One has ended, perhaps at once: not another one at every look.
+            # One has ended, perhaps as soon as it was started. So the next one is not started at
+            # once: else a worker that cannot run would be started at every look.
             self._not_before = time.monotonic() + _BETWEEN_WORKERS_S
         self._workers = live
         waiting = list(self._folder.queue.glob("*.yaml"))
         running = list(self._folder.queue.glob("running/*.yaml"))
         wanted = min(len(waiting) + len(running), _MOST_WORKERS)
-        if len(live) < wanted and time.monotonic() >= self._not_before:
+        if len(self._workers) < wanted and time.monotonic() >= self._not_before:
             command = [sys.executable, "-c", _WORKER, "batch", "worker", str(self._folder.queue)]
             command += ["--server", self._url, *_OPTIONS]
-            live.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
+            self._workers.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
 
     def advance(self, id_: str) -> None:
         """Take the next step of a batch, if it is time for it."""
@@ -216,13 +217,16 @@ class BatchWork:
         self._folder.save(batch)
 
         record = self._folder.job_record(batch.id)
+        out = work / "out"
         good: list[Path] = []
         bad: list[Path] = []
         for part in record.parts:
             for name in part.files:
-                path = work / "out" / name
-                is_good = path.parent.name == "out"  # bad rows are in a folder of their own
-                (good if is_good else bad).append(path)
+                path = out / name
+                if path.parent == out:
+                    good.append(path)
+                else:  # bad rows are in a folder of their own
+                    bad.append(path)
         batch.output_file_id = self._gather(batch, "output", _lines(good))
         errors = _error_lines(work / "input.jsonl", _lines(bad), record, status)
         batch.error_file_id = self._gather(batch, "errors", errors)

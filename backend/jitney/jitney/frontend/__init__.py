@@ -24,12 +24,14 @@ signals            the drain: begins it, changes     a signal
                    its time, undoes it
 =================  ================================  =========================================
 
-The threads exchange messages. Little is changed by several threads. It has a lock each: the
-supervisor's journal, the sums in ``ModelMetrics``, a ``Channel``'s sender, the number of reports
-that wait, the grammars that were checked. Two need none, because each is a single reference:
-``Service._refusal``, of which the last value counts, and that in ``Inputs``, which is taken or
-dropped. ``Health``, ``Service._accepted_bytes`` and ``Responder.ended_bytes`` are each written by
-one thread and read by others.
+The threads exchange messages. Only a few things are changed by several threads, and each has a
+lock of its own: the supervisor's journal, the sums in ``ModelMetrics``, a ``Channel``'s sender, the
+number of reports that wait, the grammars that were checked.
+
+Two further things need no lock, because each is a single reference that is replaced as a whole:
+``Service._final_refusal``, whose last value counts, and the request in ``Inputs``, which is taken
+once or dropped. ``Health``, ``Service._accepted_bytes`` and ``Responder.ended_bytes`` are each
+written by one thread and read by others.
 
 The objects of one request, from the server's call to its last response.
 

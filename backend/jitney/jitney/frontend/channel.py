@@ -94,7 +94,8 @@ class Channel:
             if final and size <= MAX_FINAL_BYTES:
                 self._send_final(_response_of(tensors))
             else:
-                # The response is gone after this call: the final one can have its memory.
+                # No variable holds this response. So its shared memory is free once it is sent,
+                # and the final response can have that memory.
                 self._send_more(_response_of(tensors))
                 if final:
                     self._send_final(_EMPTY)

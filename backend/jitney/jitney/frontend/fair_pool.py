@@ -9,7 +9,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
-_log = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 
 Call = Callable[[], object]
 
@@ -54,7 +54,7 @@ class FairPool:
             try:
                 call()
             except BaseException:  # a panic of native code is no Exception
-                _log.exception("a call has failed")
+                _LOG.exception("a call has failed")
             finally:
                 with self._changed:
                     self._busy.discard(owner)

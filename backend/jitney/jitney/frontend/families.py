@@ -112,7 +112,8 @@ BUILD = "jitney_build_info"
 """Always 1; its label ``release`` is the package's version. (``version`` is the model's.)"""
 RESTARTS = "jitney_engine_restarts_total"
 ORCA = "nv_trt_llm_kv_cache_block_metrics"
-"""The one family from which the server makes ORCA load headers; its names are fixed."""
+"""The server makes ORCA headers from this family alone: response headers that tell a load balancer
+how much the server has to do. So the family's name and its labels are fixed."""
 
 
 def edges_of(histogram: str) -> list[str]:

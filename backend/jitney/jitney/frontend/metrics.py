@@ -48,8 +48,8 @@ _LOG = logging.getLogger(__name__)
 
 _EDGES = {name: edges_of(name) for name in HISTOGRAMS}
 _NO_LABEL = (None,)
-"""The values of a label that a family does not have: one None, so that :meth:`ModelMetrics._add`
-makes one metric, which is without the label."""
+"""Given to :meth:`ModelMetrics._add` as the values of a label that a family does not have. Its one
+None stands for one metric without that label."""
 
 
 class _Key(NamedTuple):
@@ -111,12 +111,13 @@ class ModelMetrics:
         self._labels = dict(labels)
         self._block_size = info.block_size
         self.stats = StepStats(blocks_total=info.num_blocks)
-        # What each metric should show. The buckets and counts of histograms are left out.
+        # What each metric should show. Of a histogram only the sum is here: its buckets and its
+        # count follow from ``_observations``.
         self._totals: defaultdict[_Key, float] = defaultdict(float)
         self._totals[_Key(BUILD, own_label=__version__)] = 1
         self._totals[_Key("jitney_queue_limit_requests")] = max_queued
-        # Bucket of a histogram -> the observations that fell into this bucket. A server's bucket
-        # shows those of the lower buckets, too: flush() adds them.
+        # Bucket of a histogram -> the observations that fell into this bucket. A bucket of the
+        # server shows those of the lower buckets too: flush() adds them.
         self._observations: defaultdict[_Key, float] = defaultdict(float)
         self._metrics: dict[_Key, _ServerMetric] = {}
         self._sent: dict[_Key, float] = {}  # what every metric shows now

@@ -43,6 +43,8 @@ class TritonPythonModel:
         Raises TritonModelException with the reason if it cannot be served; the server then reports
         the model as unavailable and goes on with the others.
         """
+        # First: if the server dies during the load, which can last for minutes, this process ends
+        # with it.
         end_with_server()
         log_to_server(pb_utils.Logger)
         quiet_imports()
@@ -119,9 +121,9 @@ def _start(config: EngineConfig, args: dict[str, str]) -> "Service":
         "version": args["model_version"],
         "model_instance": args["model_instance_name"],
     }
-    data = engine.start()
+    tokenizer_data = engine.start()
     try:
-        tokenizer = Tokenizer(msgspec.msgpack.decode(data, type=TokenizerData))
+        tokenizer = Tokenizer(msgspec.msgpack.decode(tokenizer_data, type=TokenizerData))
         return Service(engine, tokenizer, labels, tracing)
     except BaseException:
         engine.kill()

@@ -284,6 +284,7 @@ class ResponseWriter:
         self._echo_text = echo_text  # empty once it has been written
         self.num_prompt = num_prompt
         self._encoder = encoder
+        # For a sequence without new logprobs: null if none were asked for, else an empty list.
         self._no_logprobs = b"null" if params.logprobs is None else b"[]"
         self.max_tokens_per_response = _max_positions(params.logprobs)
         """Most new tokens in one response of a stream, all sequences together."""
@@ -292,7 +293,8 @@ class ResponseWriter:
     def begin_prompt_logprobs(
         self, positions: Sequence[list[Logprob] | None]
     ) -> PromptLogprobsEncoder:
-        """What encodes the prompt's logprobs. The next response has its result."""
+        """Begin to encode the prompt's logprobs. Once the returned encoder is complete, give it to
+        :meth:`write`."""
         return PromptLogprobsEncoder(positions, self._max_prompt_positions, self._encoder)
 
     def write(
@@ -341,6 +343,7 @@ def _stop_strings(deltas: Sequence[SequenceDelta]) -> np.ndarray:
 
 
 def _cumulative_logprobs(deltas: Sequence[SequenceDelta]) -> np.ndarray:
+    # None: the sequence has no token yet. The sum of no logprobs is 0.
     return np.array([delta.cumulative_logprob or 0 for delta in deltas], np.float32)
 
 
@@ -362,7 +365,8 @@ _FROM_DELTAS: dict[str, Callable[[Sequence[SequenceDelta]], np.ndarray]] = {
     "num_output_tokens": _num_output_tokens,
     "output_ids": _output_ids,
 }
-"""Optional outputs whose array needs nothing but the deltas -> what makes it."""
+"""Name of an optional output -> the function that makes its array. It needs nothing but the
+deltas."""
 
 
 def string_array(values: Iterable[str | bytes]) -> np.ndarray:

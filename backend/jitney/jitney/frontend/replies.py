@@ -1,14 +1,14 @@
 """What the front keeps of an open request: its inputs until they are encoded, then its reply. Also
-the order in which replies are sent, and final responses that have to wait for shared memory.
+the order in which replies are sent, and the sending of final responses, which may have to wait for
+shared memory.
 
 Owned by the responder's thread: nothing here is locked. The threads that encode take the inputs;
 the sweeper asks which clients have gone.
 """
 
-import queue
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from jitney import stub_memory
@@ -180,8 +180,8 @@ class SendQueue:
         line = self._urgent
         if not line:
             line = self._others
-            # The pause has ended, or is ended early for a stream that has waited for too long. Then
-            # a whole burst leaves: the streams behind that one have waited nearly as long.
+            # A stream that has waited for ``MAX_WAIT_S`` is sent although the pause lasts. Its turn
+            # ends the pause for all: the streams behind it have waited nearly as long.
             self._pause_until = 0.0
         _, reply = line.popitem(last=False)
         return reply
@@ -220,9 +220,9 @@ class SendQueue:
         self._burst_pause_s = 0.0
 
 
-class HeldBack:
-    """Final responses that wait until the server's shared memory has room, in the order in which
-    they came."""
+class FinalResponses:
+    """Sends final responses in the order in which they come: at once, or as soon as the server's
+    shared memory has room."""
 
     def __init__(self) -> None:
         self._sends: deque[Callable[[], None]] = deque()
@@ -234,14 +234,14 @@ class HeldBack:
 
     def send(self, send: Callable[[], None]) -> None:
         """Call ``send``, which sends a final response. If there is no room, or if others wait,
-        :meth:`send_again` calls it later."""
+        :meth:`send_waiting` calls it later."""
         if self._sends or not stub_memory.has_room():
             self._sends.append(send)
         else:
             send()
 
-    def send_again(self) -> None:
-        """Send what waits, for as long as there is room."""
+    def send_waiting(self) -> None:
+        """Send those that wait, for as long as there is room."""
         while self._sends and stub_memory.has_room():
             self._sends.popleft()()
 
@@ -251,16 +251,3 @@ class HeldBack:
         while self._sends:
             stub_memory.wait_for_room(until)
             self._sends.popleft()()
-
-
-def sweep(watched: "queue.SimpleQueue[Arrival]") -> Iterator[int]:
-    """Ask the server once about each request of ``watched``. Yields the keys of the requests whose
-    client has gone. Of the others, those that are still open stay in ``watched``."""
-    for _ in range(watched.qsize()):
-        # A request is taken out before the server is asked. If that raises, this request alone is
-        # watched no longer, and the next sweep begins with the request behind it.
-        arrival = watched.get()
-        if arrival.channel.is_cancelled():
-            yield arrival.key
-        elif not arrival.channel.closed:
-            watched.put(arrival)

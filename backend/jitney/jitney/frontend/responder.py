@@ -34,7 +34,7 @@ from jitney.errors import (
 )
 from jitney.frontend.channel import Channel, NamedArray, SendError
 from jitney.frontend.metrics import ModelMetrics, OpenCounts
-from jitney.frontend.replies import CLIENT_GONE, Arrival, HeldBack, Reply, SendQueue
+from jitney.frontend.replies import CLIENT_GONE, Arrival, FinalResponses, Reply, SendQueue
 from jitney.frontend.spans import RequestSpans
 from jitney.messages import (
     Cancel,
@@ -88,9 +88,9 @@ class Responder:
         self._replies: dict[int, Reply] = {}
         self._deadlines = Deadlines()  # of the requests in _encoding; the engine keeps the others'
         self._send_queue = SendQueue(send_share)
-        # Final responses that wait for shared memory: the errors of requests that have ended (of
-        # these, nothing else is kept here), and the responses of tasks.
-        self._held_back = HeldBack()
+        # Sends errors and the responses of tasks, once the shared memory has room. A request whose
+        # error waits there has ended, and nothing else is kept of it.
+        self._final_responses = FinalResponses()
         self._stopping = False
         self.ended_bytes = 0
         """Sum of ``Arrival.size`` of all requests that have ended."""
@@ -130,7 +130,7 @@ class Responder:
     def refuse(self, channel: Channel, error: JitneyError) -> None:
         """End a request that was never added. ``error`` is sent once the server's shared memory has
         room for it."""
-        self._post(self._held_back.send, partial(channel.fail, error))
+        self._post(self._final_responses.send, partial(channel.fail, error))
 
     def cancel(self, key: int) -> None:
         """The client of a request has gone. Does nothing if the request has ended."""
@@ -171,10 +171,8 @@ class Responder:
             self._guard(arrival, partial(self._tell_engine, submit))
 
     def _answer(self, arrival: Arrival, tensors: Sequence[NamedArray]) -> None:
-        def send() -> None:
-            self._guard(arrival, partial(self._send_only_response, arrival, tensors))
-
-        self._held_back.send(send)
+        send_response = partial(self._send_only_response, arrival, tensors)
+        self._final_responses.send(partial(self._guard, arrival, send_response))
 
     def _cancel(self, key: int) -> None:
         if key in self._encoding:
@@ -209,15 +207,15 @@ class Responder:
     # ------------------------------------------------------------------ the thread
 
     def turn(self) -> float | None:
-        """One turn of the worker: make the calls in the inbox, send what was held back, then send
-        replies for as long as the calls took.
+        """One turn of the worker: make the calls in the inbox, send final responses that had to
+        wait, then send replies for as long as the calls took.
 
         If no response may be sent now, it first waits for a call, or until a response may be sent.
         Returns the pause before the next turn, 0 seconds; or None, once it was stopped and every
         request has ended.
         """
         seconds = self._read_inbox()
-        self._held_back.send_again()
+        self._final_responses.send_waiting()
         self._send_responses_for(seconds)
         if not self._stopping:
             return 0
@@ -248,11 +246,11 @@ class Responder:
     def _most_wait(self) -> float | None:
         """Seconds until there is something to do beside the calls of the inbox. None: only a call
         can bring something."""
-        # If ``_stopping`` is set here, the turn in which it was set has raised, and the worker
-        # makes this one. Perhaps no call comes any more.
+        # The turn in which ``_stopping`` is set is the last one, unless it raises: then the worker
+        # makes this turn after it. It must not wait for a call, because perhaps none comes.
         if self._stopping:
             return 0.0
-        if self._send_queue.may_send or not self._held_back.is_empty:
+        if self._send_queue.may_send or not self._final_responses.is_empty:
             return 0.0 if stub_memory.has_room() else stub_memory.WAIT_S
         if self._send_queue.is_empty:
             return None
@@ -284,7 +282,7 @@ class Responder:
             self._handle_next_reply()
         for arrival in self._open():
             self._end(arrival, UnavailableError("the model is being unloaded"))
-        self._held_back.send_all(until)
+        self._final_responses.send_all(until)
 
     # ------------------------------------------------------------------ what the engine reports
 
@@ -365,7 +363,7 @@ class Responder:
         completion = reply.completion
         most = reply.writer.max_tokens_per_response if reply.streamed else sys.maxsize
         deltas = completion.take(most)
-        # None: another response follows this one.
+        # The last response has the timing. As long as it is None, another response follows.
         timing = None
         if isinstance(completion.terminal, Finished) and not completion.has_pending:
             timing = completion.terminal.timing
@@ -430,7 +428,7 @@ class Responder:
             return
         self._forget(arrival)
         self._metrics.count_failed(error, arrival.tier)
-        self._held_back.send(partial(arrival.channel.fail, error))
+        self._final_responses.send(partial(arrival.channel.fail, error))
         self._tell_engine(Cancel(arrival.key))
         if self._spans is not None:
             self._spans.failed(arrival, error)

@@ -14,7 +14,6 @@ one limit of its own, on the bytes of all open prompts, which is there to protec
 import itertools
 import logging
 import math
-import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -33,9 +32,10 @@ from jitney.frontend.channel import Channel
 from jitney.frontend.fair_pool import FairPool
 from jitney.frontend.metrics import ModelMetrics
 from jitney.frontend.protocol import ClientRequest, ResponseWriter, parse_request
-from jitney.frontend.replies import Arrival, Inputs, Reply, sweep
+from jitney.frontend.replies import Arrival, Inputs, Reply
 from jitney.frontend.responder import Responder
 from jitney.frontend.spans import RequestSpans
+from jitney.frontend.sweeper import Sweeper
 from jitney.frontend.tasks import perform
 from jitney.frontend.worker import Worker
 from jitney.messages import Submit
@@ -66,16 +66,6 @@ REQUEST_BYTES = 16_384
 CPU_SEND_SHARE = 0.2
 """Default of option ``send_share`` on a CPU, where a response costs the engine's cores as much as a
 token or two. Elsewhere it is 1."""
-SWEEP_SHARE = 0.05
-"""Share of the time that sweeps may take. A sweep asks the server about every open request, through
-the queue that responses take too. To keep to the share, sweeps become rarer with more requests, but
-not rarer than one in ``RARE_SWEEP_S``."""
-RARE_SWEEP_S = 1.0
-"""Seconds from one sweep's begin to the next one's. With so many requests that ``SWEEP_SHARE``
-would need a longer time, sweeps take a larger share, up to ``MOST_SWEEP_SHARE``."""
-MOST_SWEEP_SHARE = 0.25
-"""Share of the time that sweeps never exceed, even if they become rarer than one in
-``RARE_SWEEP_S``."""
 FLUSH_SHARE = 0.01
 """Share of the time that updates of counters and histograms may take: each changed value goes
 through the queue that responses take too. There are two exceptions. Gauges are sent in every flush:
@@ -106,9 +96,10 @@ class Service:
         self._tokenizer = tokenizer
         self._tracing = tracing
         self._keys = itertools.count()
-        self._refusal: str | None = None  # why no request is accepted any more, for good
+        self._final_refusal: str | None = None  # why no request is ever accepted again
         self._is_draining = False  # no request is accepted now
-        self._cut: threading.Timer | None = None  # ends what is open when the drain's time is over
+        # Ends what is still open when the drain's time is over.
+        self._drain_timer: threading.Timer | None = None
         # The bytes of the open requests are this number minus the responder's ``ended_bytes``. Both
         # only grow: this one is written by the server's thread alone, that one by the responder's
         # alone.
@@ -133,8 +124,7 @@ class Service:
         )
         self._responder = self._make_responder(labels["model"])
         self._all_metrics_due = 0.0  # monotonic seconds
-        # Requests whose clients may have gone: all that are open, and some that ended lately.
-        self._watched: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
+        self._sweeper = Sweeper(self._responder, shortest_period_s=config.cancel_sweep_s)
         self._workers = self._start_workers()
 
     def _make_responder(self, model: str) -> Responder:
@@ -154,7 +144,7 @@ class Service:
         turns: dict[str, Callable[[], float | None]] = {
             "engine": self._run_engine,
             "responder": self._responder.turn,
-            "sweeper": self._sweep,
+            "sweeper": self._sweeper.turn,
             "metrics": self._flush_metrics,
         }
         return {name: Worker(name, turn, self.count_error) for name, turn in turns.items()}
@@ -224,7 +214,7 @@ class Service:
         )
         self._accepted_bytes += size
         self._responder.add(arrival)
-        self._watched.put(arrival)
+        self._sweeper.watched.put(arrival)
         refusal = self._why_refused()
         if refusal is not None:
             # A drain has begun meanwhile. It may have ended all open requests before this one was
@@ -260,8 +250,8 @@ class Service:
             )
 
     def _encoder_for(self, request: ClientRequest) -> Callable[[Callable[[], None]], object]:
-        """What runs a call in one of the threads that are to encode this request. Slow requests
-        have threads of their own, so that they delay no quick one."""
+        """The ``submit`` of the pool whose threads are to encode this request. Slow requests have
+        pools of their own, so that they delay no quick one."""
         params = request.params
         structured = params.structured_outputs
         if structured is not None and not self._grammars.knows(structured):
@@ -348,8 +338,8 @@ class Service:
 
     def _why_refused(self) -> str | None:
         """Why no request is accepted now. None: requests are accepted."""
-        if self._refusal is not None:
-            return self._refusal
+        if self._final_refusal is not None:
+            return self._final_refusal
         return _SHUTTING_DOWN if self._is_draining else None
 
     def drain(self, grace_s: float) -> None:
@@ -357,25 +347,25 @@ class Service:
         if ``grace_s`` is infinite, nothing is. A later call replaces the time of the one before.
         Calls must not overlap."""
         self._is_draining = True
-        if self._cut is not None:
-            self._cut.cancel()
-        self._cut = None
+        if self._drain_timer is not None:
+            self._drain_timer.cancel()
+        self._drain_timer = None
         if math.isfinite(grace_s):
             error = UnavailableError(_SHUTTING_DOWN)
-            self._cut = threading.Timer(grace_s, self._responder.abort_all, (error,))
-            self._cut.daemon = True
-            self._cut.start()
+            self._drain_timer = threading.Timer(grace_s, self._responder.abort_all, (error,))
+            self._drain_timer.daemon = True
+            self._drain_timer.start()
 
     def reopen(self) -> None:
         """Serve new requests again after a drain, unless they are refused for another reason. Must
         not overlap with :meth:`drain`."""
-        if self._cut is not None:
-            self._cut.cancel()
+        if self._drain_timer is not None:
+            self._drain_timer.cancel()
         self._is_draining = False
 
     def close(self) -> None:
         """End every thread, in bounded time. Requests that are still open end with an error."""
-        self._refusal = "the model is being unloaded"
+        self._final_refusal = "the model is being unloaded"
         for encoders in (self._short, self._long):
             encoders.shutdown(wait=False, cancel_futures=True)
         self._new_grammars.shutdown()
@@ -399,25 +389,8 @@ class Service:
             self._engine.run(self._responder)
         except BaseException:  # the supervisor has failed: there will be no other engine
             _LOG.exception("the engine has died")
-            self._refusal = "the engine has stopped; the model must be loaded again"
+            self._final_refusal = "the engine has stopped; the model must be loaded again"
             self._responder.abort_all(InternalError("the engine has stopped"))
-
-    def _sweep(self) -> float:
-        """Look for requests that are to end: by their deadline, or because their client has gone.
-        In a thread of its own, because the server is asked about each request in a round trip."""
-        if self._responder.counts.encoding:
-            # Only requests whose prompt is being encoded have their deadline kept here; the engine
-            # keeps the others'.
-            self._responder.expire()
-        began = time.monotonic()
-        for key in sweep(self._watched):
-            self._responder.cancel(key)
-        seconds = time.monotonic() - began
-        # The next three are seconds from this sweep's begin to the next one's. The longest counts.
-        asked = self._config.cancel_sweep_s
-        usual = min(seconds / SWEEP_SHARE, RARE_SWEEP_S)
-        shortest = seconds / MOST_SWEEP_SHARE
-        return max(asked, usual, shortest) - seconds
 
     def _flush_metrics(self) -> float:
         if not stub_memory.has_room():
@@ -427,12 +400,13 @@ class Service:
         counts = self._responder.counts
         self._metrics.set_gauges(self._engine.health, counts)
         began = time.monotonic()
-        # A benchmark reads the counters before its requests and after them.
+        # While nothing is open, all metrics are sent each time: a benchmark reads the counters
+        # before its first request and after its last one, and must not find old values.
         is_idle = not counts.encoding and not counts.submitted
-        if began < self._all_metrics_due and not is_idle:
-            self._metrics.flush(only_gauges=True)
-        else:
+        if is_idle or began >= self._all_metrics_due:
             self._metrics.flush()
             seconds = time.monotonic() - began
             self._all_metrics_due = began + seconds / FLUSH_SHARE
+        else:
+            self._metrics.flush(only_gauges=True)
         return self._config.metrics_flush_s

@@ -132,21 +132,19 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message, with its reasoning under each key that templates read."""
-    for key in REASONING_KEYS:
-        reasoning = message.get(key)
-        if reasoning is not None:
-            # If "thinking" is added, it comes first, as in transformers: a template may print the
-            # keys in their order.
-            completed = {"thinking": reasoning, **message}
-            # If the message had a "reasoning_content", this is the same text: that key is the first
-            # in REASONING_KEYS.
-            completed["reasoning_content"] = reasoning
-            # If the message has another text as its "thinking", that one stays.
-            if completed["thinking"] is None:
-                completed["thinking"] = reasoning
-            return completed
-    return dict(message)
+    """The message, with its reasoning under both keys that templates read: "reasoning_content" and
+    "thinking". A message may have a text of its own under each: then both stay."""
+    texts = [message[key] for key in REASONING_KEYS if message.get(key) is not None]
+    if not texts:
+        return dict(message)
+    reasoning = texts[0]  # that of "reasoning_content", if the message has it
+    # A "thinking" that is added comes first, as in transformers: a template may print the keys in
+    # their order.
+    completed = {"thinking": reasoning, **message}
+    completed["reasoning_content"] = reasoning
+    if completed["thinking"] is None:  # the message has the key, without a text
+        completed["thinking"] = reasoning
+    return completed
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:

@@ -76,8 +76,10 @@ class _Pending:
             logprobs=self.logprobs[:size],
             encoded=self.encoded[:size],
         )
-        for rest in (self.ids, self.texts, self.logprobs, self.encoded):
-            del rest[:size]
+        del self.ids[:size]
+        del self.texts[:size]
+        del self.logprobs[:size]
+        del self.encoded[:size]
         if not self.ids:
             first.end_text = self.end_text
             self.end_text = ""

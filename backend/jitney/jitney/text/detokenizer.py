@@ -65,20 +65,19 @@ class DecodingRules:
         self.byte_values: dict[int, int] = {}
         """Byte tokens: id -> byte. Empty if the tokenizer does not decode them as bytes."""
         if "ByteFallback" in kinds:
-            for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
-                match = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token)
-                if match:
-                    self.byte_values[token_id] = int(match[1], 16)
+            self.byte_values = _byte_tokens(tokenizer)
         self.stand_in: list[int] = []
-        """A list of one token that has a text: the context where only byte tokens have one so far.
-        These are at the end of a prompt, or in a run that was cut. They cannot be the context
-        themselves, because output bytes could join them in a character. Without a context, the next
-        token would be decoded as the first one, and lose its space.
+        """The context of a :class:`WindowDecoder` if all text so far comes from byte tokens, those
+        at the end of a prompt or of a run that was cut: a list of one other token that has a text.
+
+        It is needed for two reasons. Byte tokens cannot be the context, because bytes that follow
+        could join them in a character. And without any context, the next token would be decoded as
+        the first one of a sequence, and lose its space.
 
         Empty if the tokenizer has no byte tokens, or no other token has a text."""
         if self.byte_values:
             self.stand_in = self._find_word()
-        self._bytes: dict[int, bytes] = {}
+        self._bytes: dict[int, bytes] = {}  # of tokens of a byte-level tokenizer, by id
 
     def decoder(self, prompt: Sequence[int], skip_special_tokens: bool) -> IncrementalDecoder:
         """A decoder for one sequence that continues ``prompt``."""
@@ -172,8 +171,8 @@ class WindowDecoder:
                 tokens.append(token_id)
         tokens.reverse()
         if ends_in_bytes and not self._rules.decode(tokens):
-            # Only the bytes that were left out have a text. It stands before the output, so the
-            # output is not the beginning of the text: a stand-in takes the place of the bytes.
+            # The prompt has a text, but only in the bytes that were left out. With no token in
+            # their place, the output would be decoded as the beginning of a text.
             return self._rules.stand_in
         return tokens
 
@@ -213,10 +212,12 @@ class WindowDecoder:
         context, text = self._find_context(tokens)
         self._context = context
         self._context_text = text
-        # Without a context, none of ``tokens`` has a text. They stay pending, because what they are
-        # can change the text of the next token. A lone "▁" decodes to nothing, because a text loses
-        # its first space. With it in front, the next token keeps its own space.
-        self._pending = [] if context else tokens.copy()
+        self._pending = []
+        if not context:
+            # None of ``tokens`` has a text, but they may change the text of the next one, so they
+            # stay pending. For example, a lone "▁" decodes to nothing, because a text loses its
+            # first space. But with it in front, the next token keeps its own space.
+            self._pending = tokens.copy()
 
     def _find_context(self, tokens: list[int]) -> tuple[list[int], str]:
         """A short end of ``tokens`` that has a text, and this text. The length of the end is
@@ -239,15 +240,24 @@ class WindowDecoder:
         text = self._rules.decode(self._context + self._pending[:cut])
         new_text = text[len(self._context_text) :]
         rest = self._pending[cut:]
-        # The tokens before the cut are dropped, because their text is sent. A context from before
-        # the run stays, although these tokens stood between it and the rest: byte tokens cannot be
-        # the context. Without one, the stand-in becomes the context: else the rest would be decoded
-        # as the first tokens of the sequence.
+        # The tokens before the cut are dropped, because their text is sent. Byte tokens cannot be
+        # the context of the rest, so the context from before the run stays. If there is none, the
+        # stand-in becomes the context.
         if not self._context:
             self._begin_window(self._rules.stand_in)
         self._pending = rest
         self._run = rest.copy()
         return new_text
+
+
+def _byte_tokens(tokenizer: tokenizers.Tokenizer) -> dict[int, int]:
+    """Id of each token that stands for a byte (``<0xE4>``) -> the byte."""
+    values: dict[int, int] = {}
+    for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
+        match = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token)
+        if match:
+            values[token_id] = int(match[1], 16)
+    return values
 
 
 def _num_incomplete(data: bytes) -> int:

@@ -114,10 +114,10 @@ def _with_checked_schemas(rules: str, field: str) -> str:
     """The rules, with each ``%json`` schema checked like one of ``json``. Its ``x-guidance`` is
     kept."""
     parts: list[str] = []
-    end_of_last = 0  # of the last schema in ``rules``: all before it is in ``parts``
+    copied = 0  # characters of ``rules`` that are in ``parts``: up to the end of a schema
     for directive in _JSON_DIRECTIVE.finditer(rules):
         begin = directive.end()  # of the schema
-        if begin < end_of_last:
+        if begin < copied:
             continue  # it stands in a string of the schema before it
         try:
             schema, end = json.JSONDecoder().raw_decode(rules, begin)
@@ -130,9 +130,9 @@ def _with_checked_schemas(rules: str, field: str) -> str:
             guidance["x-guidance"] = schema.pop("x-guidance")
         prepare_schema(schema, f"{field}: %json")
         checked = _as_json(guidance | schema, field)
-        parts.append(f"{rules[end_of_last:begin]} {checked}")
-        end_of_last = end
-    parts.append(rules[end_of_last:])
+        parts.append(f"{rules[copied:begin]} {checked}")
+        copied = end
+    parts.append(rules[copied:])
     return "".join(parts)
 
 
@@ -210,9 +210,12 @@ class GrammarCompiler:
                 data.backend, n_vocab=info.vocab_size, eos_token=self.end_ids or None
             )
         except ValueError:
-            # Either the tokenizer has more ids than the model. Then ``n_vocab`` must be their
-            # number. Or the model names an end of sequence that the tokenizer does not have. Then
-            # llguidance is not told of it.
+            # There are two causes, and both are taken away here:
+            #
+            # - The tokenizer has more ids than the model. llguidance wants ``n_vocab`` to be the
+            #   larger number.
+            # - The model names an end of sequence that the tokenizer does not have. llguidance is
+            #   not told of it.
             num_known = LLTokenizer(data.backend).vocab_size
             self.end_ids = [token_id for token_id in self.end_ids if token_id < num_known]
             self.tokenizer = LLTokenizer(

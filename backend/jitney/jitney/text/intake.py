@@ -294,6 +294,8 @@ def _check_answer(num_prompt: int, params: SamplingParams, limit: int) -> None:
     """Raise InvalidArgumentError if an answer that is not streamed could have too many entries."""
     entries = params.n * params.max_tokens * _entries_per_token(params)
     entries += _prompt_entries(params, num_prompt)
+    if entries <= limit:
+        return
     formula = (
         f"n {params.n} × max_tokens {params.max_tokens:,} × (logprobs {params.logprobs or 0} + 1)"
     )
@@ -301,11 +303,10 @@ def _check_answer(num_prompt: int, params: SamplingParams, limit: int) -> None:
         formula += (
             f" + {num_prompt:,} prompt tokens × (prompt_logprobs {params.prompt_logprobs} + 1)"
         )
-    if entries > limit:
-        raise InvalidArgumentError(
-            f"{formula} is {entries:,}, but an answer that is not streamed may have at most "
-            f"{limit:,} entries (max_answer_entries); set stream, or ask for less"
-        )
+    raise InvalidArgumentError(
+        f"{formula} is {entries:,}, but an answer that is not streamed may have at most "
+        f"{limit:,} entries (max_answer_entries); set stream, or ask for less"
+    )
 
 
 def _check_satisfiable(params: SamplingParams, stop_ids: frozenset[int]) -> None:
@@ -331,7 +332,7 @@ def _encode_bad_words(
         check_text("bad_words", word)
         at_start = tokenizer.encode(word.lstrip(), add_special_tokens=False)
         if not at_start:
-            raise InvalidArgumentError.of("bad_words", word, "of words of at least one token")
+            raise InvalidArgumentError.of("bad_words", word, "words of at least one token")
         encoded.append(at_start)
         after_space = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
         if len(after_space) == len(at_start) and after_space[0] != at_start[0]:

@@ -180,9 +180,14 @@ class _Checker:
         schema["$ref"] = quote(absolute, safe=_IN_URI)  # llguidance takes no letters but ASCII
 
     def _check_format(self, schema: dict[str, Any], value: Any, at: str) -> None:
-        """Check a format. One that is an annotation, such as ``password``, is left out. In a schema
-        without strings it is left alone: a format of numbers, such as ``int64``, allows every
-        number."""
+        """Check a format. There are four kinds of it:
+
+        - a format of something else than strings, such as ``int64``: it allows every number, and
+          stays;
+        - one that llguidance enforces: it stays;
+        - one that JSON Schema knows, but llguidance does not enforce, or no text: refused;
+        - any other name, such as ``password``, is an annotation: taken out.
+        """
         allowed = schema.get("type", "string")
         types = allowed if isinstance(allowed, list) else [allowed]
         if value in _FORMATS or "string" not in types:

@@ -66,30 +66,34 @@ class _Search:
         types = schema.get("type", _TYPES)
         if isinstance(types, str):
             types = [types]
-        for kind in types:
-            if kind == "object" and not self._object_is_finite(schema, passed):
-                continue
-            if kind == "array" and not self._array_is_finite(schema, passed):
-                continue
-            return True
-        return False
+        return any(self._type_is_finite(kind, schema, passed) for kind in types)
+
+    def _type_is_finite(self, kind: str, schema: dict[str, Any], passed: frozenset[int]) -> bool:
+        """Whether a type has a finite instance. Only objects and arrays may have none."""
+        if kind == "object":
+            return self._object_is_finite(schema, passed)
+        if kind == "array":
+            return self._array_is_finite(schema, passed)
+        return True
 
     def _object_is_finite(self, schema: dict[str, Any], passed: frozenset[int]) -> bool:
         """Whether the properties that an object must have are finite."""
         required = schema.get("required", ())
         named = schema.get("properties", {})
         patterns = schema.get("patternProperties", {})
-        # The schema for a required property that is not named under "properties". If there are
-        # patterns, it may match one. That is not looked for: such a property counts as finite, as
-        # with the schema true.
-        unnamed = True if patterns else schema.get("additionalProperties", True)
+        additional = schema.get("additionalProperties", True)
+        # The schema of required properties that "properties" does not name. If there are patterns,
+        # such a property may match one of them. Nobody looks whether it does: it counts as finite,
+        # so its schema is ``True``.
+        of_unnamed = True if patterns else additional
         for name in required:
-            if not self.is_finite(named.get(name, unnamed), passed):
+            if not self.is_finite(named.get(name, of_unnamed), passed):
                 return False
         if schema.get("minProperties", 0) <= len(required):
             return True
+        # The object needs further properties. It counts as finite if some of these may be.
         others = [part for name, part in named.items() if name not in required]
-        others += [*patterns.values(), schema.get("additionalProperties", True)]
+        others += [*patterns.values(), additional]
         return any(self.is_finite(part, passed) for part in others)
 
     def _array_is_finite(self, schema: dict[str, Any], passed: frozenset[int]) -> bool:

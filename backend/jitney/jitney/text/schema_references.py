@@ -107,11 +107,21 @@ class References:
         found."""
         if not isinstance(schema, dict):
             return
-        base = outer.base
+        scope = self._note_names(schema, outer)
+        self._scopes[id(schema)] = scope
+        self._noted.append(schema)
+        for part in parts_of(schema):
+            self._note(part.schema, scope)
+        for keyword in _ALSO_WITH_SCHEMA:
+            self._note(schema.get(keyword), scope)
+
+    def _note_names(self, schema: dict[str, Any], outer: _Scope) -> _Scope:
+        """Note by which names a schema can be found. Returns its scope."""
         draft = outer.draft
         named = find_dialect(schema.get("$schema"))
         if named is not None:
             draft = named.draft
+        base = outer.base
         identifier = schema.get("$id")
         # Up to draft 7, what stands beside a reference does not count.
         does_count = draft > 7 or "$ref" not in schema
@@ -125,13 +135,7 @@ class References:
         anchor = schema.get("$anchor")
         if isinstance(anchor, str):
             self._anchors[base, anchor] = schema
-        scope = _Scope(base, draft)
-        self._scopes[id(schema)] = scope
-        self._noted.append(schema)
-        for part in parts_of(schema):
-            self._note(part.schema, scope)
-        for keyword in _ALSO_WITH_SCHEMA:
-            self._note(schema.get(keyword), scope)
+        return _Scope(base, draft)
 
 
 def parts_of(schema: dict[str, Any]) -> Iterator[Part]:

@@ -23,8 +23,8 @@ from jitney.errors import CheckpointError, InvalidArgumentError, UnsupportedMode
 from jitney.text.chat_template import ChatTemplate
 from jitney.text.detokenizer import DecodingRules, IncrementalDecoder
 
-ChatMessages = Sequence[Mapping[str, object]]
-"""The messages of a chat, or its tools: objects of JSON."""
+JsonObjects = Sequence[Mapping[str, object]]
+"""The messages of a chat, or its tools."""
 
 
 class TokenizerData(msgspec.Struct, frozen=True):
@@ -101,10 +101,10 @@ class Tokenizer:
             self._template = ChatTemplate(data.chat_template, data.special_tokens)
 
     @classmethod
-    def load(cls, folder: Path) -> "Tokenizer":
+    def load(cls, checkpoint: Path) -> "Tokenizer":
         """Read the tokenizer of a checkpoint: a folder or a GGUF file. Raises as
         :func:`read_tokenizer`."""
-        return cls(read_tokenizer(folder))
+        return cls(read_tokenizer(checkpoint))
 
     @property
     def vocab(self) -> dict[str, int]:
@@ -128,9 +128,9 @@ class Tokenizer:
 
     def render_chat(
         self,
-        messages: ChatMessages,
+        messages: JsonObjects,
         parameters: Mapping[str, object],
-        tools: ChatMessages = (),
+        tools: JsonObjects = (),
         most: int = sys.maxsize,
     ) -> str:
         """The text that the model's chat template makes of a chat; see :class:`ChatTemplate`.

@@ -1,0 +1,272 @@
+"""Gathers the rows that a run has finished into parts, and has the parts written.
+
+This is the half of a run that is the same on this machine (``pipeline``) and on a cluster
+(``ray_data``). The job's thread gathers; another thread writes a part and notes it in the journal
+while the next part fills. So at most two parts are in memory.
+"""
+
+import signal
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import msgspec
+from jitney.errors import CancelledError, InvalidArgumentError, JitneyError, UnavailableError
+
+from jitney_jobs.job import Job, error_limit
+from jitney_jobs.journal import End, Entry, JobJournal
+from jitney_jobs.output import BadRow, EndedRow, Output, write_errors
+from jitney_jobs.prepare import Item, Task, in_background
+from jitney_jobs.rows import RowValues, reason
+
+_PART_BYTES = 64 << 20
+"""A part is written when its rows had so many bytes as they were read."""
+
+
+class RunFigures(msgspec.Struct, kw_only=True):
+    """What one run has done so far. The job's thread owns it; other threads return their seconds.
+
+    :meth:`Gathering._snapshot` adds what is known elsewhere.
+    """
+
+    read_s: float = 0.0
+    """Seconds in which the reader's thread worked."""
+    prepare_s: float = 0.0
+    """Seconds in which workers prepared, added up over all of them."""
+    waited_s: float = 0.0
+    """Seconds in which the executor had nothing to do."""
+    run_s: float = 0.0
+    """Seconds in which the executor worked."""
+    write_s: float = 0.0
+    """Seconds in which parts were written."""
+    done: int = 0
+    """Rows that have ended, bad ones too."""
+    bad: int = 0
+    """The bad ones of these."""
+    tries: int = 0
+    """How often a row was tried again."""
+    most_in_flight: int = 0
+    """The most rows that were between reading and a part at a time."""
+    taken: int = 0
+    """Rows that were read and prepared."""
+    position: float = 0.0
+    """The share of the whole input that has been read, 0 to 1."""
+    moved_at: float
+    """When a row last ended, or the run began; in seconds since 1970."""
+
+    def to_dict(self) -> dict[str, float]:
+        return {name: float(value) for name, value in msgspec.structs.asdict(self).items()}
+
+
+class StopSignals:
+    """While it is entered, SIGINT and SIGTERM only set ``is_stopped``. A second signal of the same
+    kind does what it did before. Threads other than the main one get no signals."""
+
+    def __init__(self) -> None:
+        self.is_stopped = False
+        self._before: dict[int, Any] = {}
+        """The handlers that are put back."""
+
+    def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.getsignal(number)
+                signal.signal(number, self._stop)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _stop(self, number: int, frame: object) -> None:
+        self.is_stopped = True
+        signal.signal(number, self._before[number])
+
+
+class Gathering(ABC):
+    """One run of a job: gathers ended rows into parts, and has the parts written."""
+
+    def __init__(self, job: Job, journal: JobJournal, output: Output, task: Task) -> None:
+        output.set_columns(task.fields)
+        self._figures = RunFigures(moved_at=time.time())
+        self._began = time.monotonic()
+        self._cpu_began = time.process_time()
+        self._first_part = journal.record.next_number
+        """The number of this run's first part. The journal knows the run by it."""
+        self._job = job
+        self._journal = journal
+        self._output = output
+        self._task = task
+        self._error_limit = error_limit(job.max_errors)
+        self._bad_before = journal.record.failed
+        """Bad rows of the runs before."""
+        self._done_before = journal.record.failed + journal.record.written
+        """All rows of the runs before."""
+        self._held: dict[int, EndedRow] = {}
+        """Only if the order is kept: rows that ended before an earlier one, by key."""
+        self._next_key = 0
+        """Only if the order is kept: the key of the next row of the part."""
+        self._part: list[EndedRow] = []
+        """The part that fills."""
+        self._part_bytes = 0
+        """Approximate size of its rows as they were read."""
+        self._part_began = 0.0
+        self._writing: Future[float] | None = None
+        """Of the part before. Gives the seconds that its writing took."""
+        self._has_lost_part = False
+        """Whether a part could not be written."""
+
+    def run(
+        self, on_progress: Callable[[dict[str, float]], None], wanted: Callable[[], bool]
+    ) -> bool:
+        """Work until every row is in a committed part, or until SIGINT or SIGTERM; what is finished
+        by then is committed. Returns whether the job is complete. ``on_progress`` is called with
+        the figures often, and at the end. Raises InvalidArgumentError if too many rows are bad,
+        UnavailableError if input, model or output are away, CancelledError as soon as the job is
+        not ``wanted``."""
+        with StopSignals() as signals:
+            try:
+                more = True
+                while more and not signals.is_stopped:
+                    more = self._advance()
+                    self._check_bad_rows()
+                    if not wanted():
+                        raise CancelledError("it was cancelled")
+                    on_progress(self._snapshot())
+                    self._commit_if_due()
+            finally:
+                self._commit_rest()
+        if signals.is_stopped:
+            return False
+        self._check_bad_rows()
+        self._note(End(time.time()))
+        on_progress(self._snapshot())
+        return True
+
+    @abstractmethod
+    def _advance(self) -> bool:
+        """Work for a while, and finish the rows that have ended. Returns whether rows are in flight
+        or still unread."""
+
+    @abstractmethod
+    def _on_row_in_part(self, row: EndedRow) -> None:
+        """A row is in flight no more."""
+
+    def _finish(self, item: Item, result: Any) -> None:
+        """The model is done with a row, for good."""
+        if isinstance(result, UnavailableError):
+            raise result  # not the row's fault: the job ends, and can be resumed
+        row = EndedRow(item.id, self._value_of(item, result), item.read_bytes)
+        self._figures.done += 1
+        self._figures.moved_at = time.time()
+        if isinstance(row.value, BadRow):
+            self._figures.bad += 1
+        if not self._job.ordered:
+            self._add_to_part(row)
+            return
+        self._held[item.key] = row
+        while self._next_key in self._held:
+            self._add_to_part(self._held.pop(self._next_key))
+            self._next_key += 1
+
+    def _value_of(self, item: Item, result: Any) -> RowValues | BadRow:
+        """What is written of a row."""
+        if isinstance(result, JitneyError):
+            return self._output.record_bad_row(item.id, reason(result), item.row)
+        row = item.row or {}
+        try:
+            return self._output.merged(row, self._task.finish(row, result))
+        except Exception as error:  # a user's function may raise anything
+            return self._output.record_bad_row(item.id, reason(error), item.row)
+
+    def _add_to_part(self, row: EndedRow) -> None:
+        if not self._part:
+            self._part_began = time.monotonic()
+        self._part.append(row)
+        self._part_bytes += row.read_bytes
+        self._on_row_in_part(row)
+        self._commit_if_due()
+
+    def _commit_if_due(self) -> None:
+        """Have the part written if it is full or old. Raises what went wrong in writing the part
+        before."""
+        age = time.monotonic() - self._part_began
+        is_old = age >= self._job.part_seconds
+        is_full = len(self._part) >= self._job.part_rows or self._part_bytes >= _PART_BYTES
+        if self._part and (is_old or is_full):
+            self._finish_writing()  # one part is written at a time
+            self._begin_writing()
+        elif self._writing is not None and self._writing.done():
+            self._finish_writing()  # so that an error is raised as soon as it is known
+
+    def _commit_rest(self) -> None:
+        """Have all rows of the part written, and wait for that. Raises what went wrong."""
+        self._finish_writing()
+        # An earlier part that could not be written may be why the job ends. The next run writes its
+        # rows, which would then come after these.
+        is_out_of_order = self._job.ordered and self._has_lost_part
+        if self._part and not is_out_of_order:
+            self._begin_writing()
+            self._finish_writing()
+
+    def _begin_writing(self) -> None:
+        part = self._part
+        self._part = []
+        self._part_bytes = 0
+        self._writing = in_background(partial(self._write, part, self._snapshot()))
+
+    def _write(self, part: list[EndedRow], figures: dict[str, float]) -> float:
+        """In a thread. Returns the seconds that it took."""
+        began = time.monotonic()
+        self._output.write(part, figures)
+        return time.monotonic() - began
+
+    def _finish_writing(self) -> None:
+        """Wait until the part before is written. Raises what went wrong."""
+        if self._writing is None:
+            return
+        writing = self._writing
+        self._writing = None
+        try:
+            with write_errors(self._job):
+                self._figures.write_s += writing.result()
+        except BaseException:
+            self._has_lost_part = True
+            raise
+
+    def _note(self, entry: Entry) -> None:
+        with write_errors(self._job):
+            self._journal.append(entry)
+
+    def _check_bad_rows(self) -> None:
+        """Raise InvalidArgumentError if too many rows are bad."""
+        bad = self._bad_before + self._figures.bad + self._output.misfits
+        done = self._done_before + self._figures.done
+        if not self._error_limit.is_exceeded(bad, done):
+            return
+        last = self._output.last_bad
+        example = f"; one is row {last.row} of {last.file}: {last.error}" if last else ""
+        raise InvalidArgumentError(
+            f"{bad:,} of {done:,} rows are bad, more than max_errors "
+            f"({self._job.max_errors}) allows{example}"
+        )
+
+    def _snapshot(self) -> dict[str, float]:
+        """The figures of this run so far, as the journal has them: those of :class:`RunFigures`,
+
+        - ``run``: the number of its first part;
+        - ``cpu_s``: CPU seconds of all processes; on a cluster without those that read and prepare;
+        - ``seconds``, ``at``: how long the run has taken, and when that was;
+        - and those of the executor.
+        """
+        figures = self._figures.to_dict()
+        figures["bad"] += self._output.misfits
+        figures["run"] = self._first_part
+        figures["cpu_s"] = time.process_time() - self._cpu_began
+        figures["seconds"] = time.monotonic() - self._began
+        figures["at"] = time.time()
+        return figures
