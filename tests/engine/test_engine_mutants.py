@@ -169,7 +169,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     ),
     "adapters are waited for in order of arrival": (
         "rank.py", ORDER,
-        "return Order(level, self.at, self.key)", "return Order(0, self.key, self.key)",
+        "return Order(level, self.rank_s, self.key)", "return Order(0, self.key, self.key)",
     ),
     "a token counts once": (
         "token_counts.py", COUNTS, "self.output_counts[index] += 1", "pass",

@@ -78,13 +78,13 @@ def _with_absolute_paths(config: EngineConfig, folder: Path) -> EngineConfig:
     """``config`` with its paths made absolute. A model that names nothing in ``folder`` stays as it
     is: it may be an id."""
     changes: dict[str, object] = {}
-    model = _find("model", config.model, folder)
+    model = _find_path("model", config.model, folder)
     if model is not None:
         changes["model"] = model
 
     speculation = config.speculation
     if speculation is not None and speculation.model is not None:
-        draft_model = _find("speculation.model", speculation.model, folder)
+        draft_model = _find_path("speculation.model", speculation.model, folder)
         if draft_model is not None:
             changes["speculation"] = msgspec.structs.replace(speculation, model=draft_model)
 
@@ -118,21 +118,17 @@ def _is_in_hub_cache(name: str) -> bool:
     return folder.is_dir() and any(folder.iterdir())
 
 
-def _find(option: str, name: str, folder: Path) -> str | None:
+def _find_path(option: str, name: str, folder: Path) -> str | None:
     """The absolute path of the file or folder ``name`` in ``folder``. None: there is none, but
     ``name`` may be an id of the hub.
 
-    Raises ConfigError if there is none and ``name`` can only be a path: an engine would find that
-    out much later. Also if the system refuses to look: the name is too long, or permission is
-    missing."""
-    try:
-        os.stat(_bytes_of_path(folder, name))
+    Raises ConfigError in two cases, because an engine would find out much later:
+
+    - there is no such file, and ``name`` can only be a path;
+    - the system refuses to look, because the name is too long or permission is missing.
+    """
+    if _exists(option, name, folder):
         return _absolute(option, name, folder)
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        pass  # ValueError: no path can have this name
-    except OSError as error:
-        bound = f"a path that can be looked up ({error.strerror})"
-        raise ConfigError.of(option, name, bound) from None
     if _can_only_be_path(name):
         shown = show(name, MOST_OF_PATH)
         raise ConfigError(
@@ -140,6 +136,21 @@ def _find(option: str, name: str, folder: Path) -> str | None:
             f"id of a model in the local hub cache"
         )
     return None
+
+
+def _exists(option: str, name: str, folder: Path) -> bool:
+    """Whether there is a file or folder ``name`` in ``folder``. Raises ConfigError if the system
+    refuses to look."""
+    try:
+        os.stat(_bytes_of_path(folder, name))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except ValueError:  # no path can have this name
+        return False
+    except OSError as error:
+        bound = f"a path that can be looked up ({error.strerror})"
+        raise ConfigError.of(option, name, bound) from None
+    return True
 
 
 def _absolute(option: str, name: str, folder: Path) -> str:
@@ -300,7 +311,7 @@ def _check_cuda_graph_sizes(config: EngineConfig) -> None:
     if config.cuda_graphs == "never":
         raise ConfigError("options cuda_graph_sizes and cuda_graphs 'never' exclude each other")
     if not sizes:
-        raise ConfigError.of("cuda_graph_sizes", [], "one size or more; else set cuda_graphs")
+        raise ConfigError.of("cuda_graph_sizes", [], "one size or more, or left out")
     for size in sizes:
         if not 1 <= size <= config.max_num_seqs:
             bound = f"numbers from 1 to max_num_seqs, {config.max_num_seqs}"
