@@ -161,7 +161,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     ),
     "a user that comes first makes way for another": (
         "core/taking_back.py", MAKING_WAY, "if first_order < urgent.order:", "if False:",
-        "if found_order is not None and first_order < found_order:", "if False:",
+        "if order_of_found is not None and first_order < order_of_found:", "if False:",
     ),
     "what a request has emitted is forgotten when it is taken back": (
         "core/taking_back.py", MAKING_WAY,

@@ -44,10 +44,10 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The tier gets at least this share of a step's time while it has work, even if a tier above
     then misses its targets.
 
-    The share has a second use. A sequence that has waited long enough (``aging_s``, below) runs as
-    if it were of the first tier. At most this share of all sequences that may run at once are
-    sequences of this tier that do so, and they hold at most this share of the blocks. One sequence
-    of the tier may do so in any case."""
+    The share also limits the sequences of this tier that have waited long enough (``aging_s``,
+    below) and so run as if they were of the first tier. They may be at most this share of all
+    sequences that may run at once, and hold at most this share of the blocks. One sequence of the
+    tier may always run so."""
     max_running: Annotated[int, Meta(ge=1)] | None = None
     """Most of its sequences that run at once. None: only ``max_num_seqs`` limits them."""
     max_queued: Annotated[int, Meta(ge=0)] | None = None
