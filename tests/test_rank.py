@@ -14,11 +14,11 @@ BULK = 1
 
 
 def aged(key: int) -> Rank:
-    return Rank(BULK, at=1.0 + key, key=key)
+    return Rank(BULK, rank_s=1.0 + key, key=key)
 
 
 def new(key: int) -> Rank:
-    return Rank(FAST, at=100.0 + key, key=key)
+    return Rank(FAST, rank_s=100.0 + key, key=key)
 
 
 def queue_of(ranks: list[Rank]) -> MakeQueue:

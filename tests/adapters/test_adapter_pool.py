@@ -116,7 +116,7 @@ def test_an_adapter_that_nobody_waits_for_any_more_takes_no_room() -> None:
     """Its load has not begun, because another one takes long."""
     pool = House(most=2).pool
     for key, name in enumerate("abc"):
-        pool.claim(Rank(tier=0, at=0.0, key=key), name, arrival=0.0, now=0.0)
+        pool.claim(Rank(tier=0, rank_s=0.0, key=key), name, arrival=0.0, now=0.0)
     first = pool.take_id_to_make(now=0.0)
     pool.release([1], now=0.0)
     second = pool.take_id_to_make(now=0.0)

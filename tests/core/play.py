@@ -4,7 +4,8 @@ import random
 from typing import Any
 
 from jitney.batch import Batch
-from jitney.core.policy.speculation import Prices, Speculation
+from jitney.core.policy.prices import Prices
+from jitney.core.policy.speculation import Speculation
 from jitney.engine.engine import Engine
 from jitney.messages import (
     Cancelled,

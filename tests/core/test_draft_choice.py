@@ -6,8 +6,9 @@ from jitney.config import SpeculationConfig
 from jitney.core.drafting import Drafting
 from jitney.core.policy.cost import StepCost, StepShape
 from jitney.core.policy.plain import NoLimits
+from jitney.core.policy.prices import Prices
 from jitney.core.policy.seam import DraftChoice
-from jitney.core.policy.speculation import Prices, Speculation
+from jitney.core.policy.speculation import Speculation
 from jitney.core.request import Request, Sequence
 from jitney.messages import Submit
 from jitney.read_config import make_config

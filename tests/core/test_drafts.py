@@ -2,8 +2,8 @@
 
 import pytest
 from jitney.core.policy.plain import NoLimits
+from jitney.core.policy.prices import NO_DRAFTS, Prices
 from jitney.core.policy.seam import DraftChoice
-from jitney.core.policy.speculation import NO_DRAFTS, Prices
 from jitney.messages import Tokens
 
 from tests.core.play import MODEL, Play, check_streams, drafting, overlapped

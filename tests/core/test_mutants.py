@@ -11,13 +11,13 @@ FIRST = ["kv_cache", "scheduling", "admission", "drafts"]
 LAST = "scheduler_machine"
 """In a process of its own: to import torch takes longer than all others."""
 TAKE = "[self._take() for _ in range(num_new)]"
-PENDING = """            self._pending_copies[own[0]] = table[num_full]
-            self._refs[table[num_full]] += 1
+PENDING = """            self._pending_copies[destination] = source
+            self._refs[source] += 1
 """
 EVICTED = """            del self._block_of[key]
             self._hash_of[block] = None
 """
-FORKED = """        for block in shared:
+FORKED = """        for block in forked:
             self._refs[block] += 1
 """
 SALTED = """else [b"salt", salt.encode("utf-8", "surrogatepass")]"""
@@ -106,20 +106,22 @@ PLANNING_FAULTS: dict[str, tuple[str, ...]] = {
     "the share of lower tiers is ignored": (
         "policy/tier_limits", ".share * self", ".share * 0 * self",
     ),
-    "the gap target is ignored": ("policy/tier_limits", "and tier.gap_ms is not None", "and False"),
+    "the gap target is ignored": (
+        "policy/seconds_limit", "and tier.gap_ms is not None", "and False",
+    ),
     "chunks are not cut": ("policy/tier_limits", "left >= cost.per_token * most", "True"),
     "decodes are not held back": (
         "policy/tier_limits", "self._seconds_for(tier) >= seconds:", "True:",
     ),
     "the others' share is not kept from prompts": (
-        "policy/tier_limits", "kept = self._sum_of_rests()", "kept = 0.0",
+        "policy/tier_limits", "kept_free = self._sum_of_rests()", "kept_free = 0.0",
     ),
     "bulk is not limited where nobody decodes": (
-        "policy/tier_limits", "if tier.ttft_ms is not None:", "if False:",
+        "policy/seconds_limit", "if tier.ttft_ms is not None:", "if False:",
     ),
     "each tier takes the seconds of a step with chunks": (
         "policy/tier_limits", "self._taken_by_tier[tier] += self._expect_chunk()",
-        "self._any_chunk = False\n                self._expect_chunk()",
+        "self._any_chunk = False\n            self._expect_chunk()",
     ),
     "the aim stays": ("policy/tier_limits", "self.aim * _EXCEEDED", "self.aim * 1.0"),
     "all tiers are ranked alike": (

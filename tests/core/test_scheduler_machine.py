@@ -20,7 +20,8 @@ from jitney.adapters.pool import AdapterPool
 from jitney.batch import Batch
 from jitney.core.kv_cache import block_hash, root_hash
 from jitney.core.policy.cost import StepCost, Weights
-from jitney.core.policy.speculation import NO_DRAFTS, Prices, Speculation
+from jitney.core.policy.prices import NO_DRAFTS, Prices
+from jitney.core.policy.speculation import Speculation
 from jitney.engine.engine import Engine
 from jitney.execution.low_rank import LowRank
 from jitney.messages import (

@@ -6,7 +6,7 @@ import random
 import pytest
 from jitney.batch import Batch
 from jitney.core.policy.cost import StepCost, Weights
-from jitney.core.policy.speculation import NO_DRAFTS, Prices
+from jitney.core.policy.prices import NO_DRAFTS, Prices
 from jitney.core.policy.tier_limits import TierLimits
 from jitney.read_config import make_config
 

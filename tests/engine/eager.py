@@ -1,7 +1,8 @@
 """A loader for :class:`SupervisedEngine`: the real one, of an engine that computes every draft,
 whether it pays or not."""
 
-from jitney.core.policy.speculation import Prices, Speculation
+from jitney.core.policy.prices import Prices
+from jitney.core.policy.speculation import Speculation
 from jitney.engine.assemble import prepare
 from jitney.engine.loading import LoadModel
 

@@ -161,7 +161,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     ),
     "a user that comes first makes way for another": (
         "core/taking_back.py", MAKING_WAY, "if first_order < urgent.order:", "if False:",
-        "if found_order is not None and first_order < found_order:", "if False:",
+        "if order_of_found is not None and first_order < order_of_found:", "if False:",
     ),
     "what a request has emitted is forgotten when it is taken back": (
         "core/taking_back.py", MAKING_WAY,
@@ -169,7 +169,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     ),
     "adapters are waited for in order of arrival": (
         "rank.py", ORDER,
-        "return Order(level, self.at, self.key)", "return Order(0, self.key, self.key)",
+        "return Order(level, self.rank_s, self.key)", "return Order(0, self.key, self.key)",
     ),
     "a token counts once": (
         "token_counts.py", COUNTS, "self.output_counts[index] += 1", "pass",

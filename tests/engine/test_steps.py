@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable
 
-from jitney.core.policy.speculation import Prices, Speculation
+from jitney.core.policy.prices import Prices
+from jitney.core.policy.speculation import Speculation
 from jitney.engine.engine import Engine
 from jitney.engine.wire import RowOwner
 from jitney.messages import Emitted, Finished, Submit

@@ -88,8 +88,8 @@ class Row:
     prompt: list[int]
     output: list[int]
     """Tokens generated so far, without the carried token and the drafts; empty when ``sample`` has
-    more than one index. To count the generated tokens of a row that samples, use
-    ``end - len(prompt)``, not ``len(output)``: it counts the carried token and the drafts too."""
+    more than one index. To count the generated tokens of a row that samples, carried token and
+    drafts included, use ``end - len(prompt)``, not ``len(output)``."""
     stop_ids: frozenset[int]
     bad_words_ids: list[list[int]]
     carried: int | None = None
@@ -112,11 +112,12 @@ class Row:
     adapter: Adapter | None = None
     counts: TokenCounts | None = None
     """Of prompt and output, if a penalty depends on them. Like ``output``, they may be read only
-    until ``launch`` returns. The sampler counts the tokens of a row without, which takes time for
-    each token: the scheduler's rows have them."""
+    until ``launch`` returns. The scheduler sets them in every row that needs them. If another
+    caller does not, the sampler counts all tokens of the row anew, which takes time."""
     named_tokens: NamedTokens | None = None
     """Those of ``params``, ``stop_ids`` and ``bad_words_ids``, if a sample depends on them. The
-    sampler makes them anew for a row without: the scheduler's rows have them."""
+    scheduler sets them in every row that needs them. If another caller does not, the sampler makes
+    them anew in each step."""
 
     @property
     def num_samples(self) -> int:

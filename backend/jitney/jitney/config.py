@@ -44,9 +44,10 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The tier gets at least this share of a step's time while it has work, even if a tier above
     then misses its targets.
 
-    A sequence that has waited long enough (``aging_s``, below) runs as if it were of the first
-    tier. The sequences of this tier that do so may together be at most this share of those
-    that may run at once, and hold at most this share of the blocks. A single one may hold more."""
+    The share also limits the sequences of this tier that have waited long enough (``aging_s``,
+    below) and so run as if they were of the first tier. They may be at most this share of all
+    sequences that may run at once, and hold at most this share of the blocks. One sequence of the
+    tier may always run so."""
     max_running: Annotated[int, Meta(ge=1)] | None = None
     """Most of its sequences that run at once. None: only ``max_num_seqs`` limits them."""
     max_queued: Annotated[int, Meta(ge=0)] | None = None
@@ -155,9 +156,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     that name no priority."""
     priority_preempts: bool = False
     """With ``eviction: preempt``: a request that waits preempts running ones of a lower priority,
-    unless these have aged so far that they come before it. With ``tiers`` that holds within a tier,
-    unless the tier is at its ``max_running``. Without it, ``priority`` decides only who is admitted
-    next, and who makes way when no block is free."""
+    unless these have aged so far that they come before it. With ``tiers`` this holds among the
+    requests of one tier; while that tier is at its ``max_running``, none of them is preempted for
+    another. Without this option, ``priority`` decides only who is admitted next, and who makes way
+    when no block is free."""
     tiers: tuple[TierConfig, ...] = ()
     """Kinds of requests, the most urgent first, with targets and limits of their own: a list of
     objects, see [tiers](tiers.md)."""
@@ -193,8 +195,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Seconds of processor time that the check of one grammar may take. Then the process that runs
     it is ended; it does nothing but check grammars."""
     grammar_cache: Annotated[int, Meta(ge=1)] = 64
-    """Most grammars that are kept for further requests, those used last: by the front as checked,
-    by the engine in compiled form."""
+    """Most grammars that are kept for further requests: the most recently used ones. The front
+    notes that they passed their check; the engine keeps them in compiled form."""
 
     # -- chat
     chat_template_parameters: tuple[str, ...] = (
@@ -217,9 +219,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     one response. With 1, a response leaves as soon as the one before it has left. None: 0.2 on a
     CPU, 1 on a GPU."""
     cancel_sweep_s: Annotated[float, Meta(ge=0.001, le=10)] = 0.05
-    """Seconds between two checks for clients that disconnected. With many requests it is more, up
-    to 1, so that the checks take at most a twentieth of the time. With thousands of requests they
-    take up to a quarter."""
+    """Seconds between two checks for clients that disconnected. If the checks would take more than
+    a twentieth of the time, there are more seconds between them, up to 1. With thousands of
+    requests that is not enough: then the checks take more of the time, up to a quarter."""
 
     # -- failure and shutdown
     watchdog_s: Annotated[float, Meta(ge=0.1, le=86400)] = 60.0
@@ -228,13 +230,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ``compile``, a graph can take minutes: set more."""
     load_watchdog_s: Annotated[float, Meta(ge=0.1, le=86400)] = 120.0
     """A load is given up after so many seconds in which its processes sent no message and computed
-    nothing, or after ten times as many without a message. A first load then fails. Later ones are
-    tried again, with pauses, and open requests end as ``UNAVAILABLE``. So do the requests that wait
-    for an adapter or a grammar which has been in the making for so many seconds."""
+    nothing. If they compute but send no message, it is given up after ten times as many. A first
+    load then fails. A later one is tried again, with pauses, and open requests end as
+    ``UNAVAILABLE``. A request that waits for an adapter or a grammar also ends as ``UNAVAILABLE``
+    if that is not ready after so many seconds."""
     drain_s: Annotated[float, Meta(ge=0, le=3600)] = 5.0
-    """Seconds that running requests have to finish after SIGTERM, where neither ``jitney serve``
-    (``--grace``) nor our container (``DRAIN_SECONDS``) stops the server. Set it below the server's
-    exit timeout: clients of unfinished requests then still get an error."""
+    """Seconds that running requests have to finish after SIGTERM. ``jitney serve`` and our
+    container have settings of their own for this (``--grace``, ``DRAIN_SECONDS``): this option
+    holds where the server is started without either. Set it below the server's exit timeout:
+    clients of unfinished requests then still get an error."""
 
     # -- observation
     trace_endpoint: str | None = None
@@ -247,8 +251,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     @property
     def most_samples(self) -> int:
         """Most rows of logits that a step has, unless its token budget allows fewer: one for each
-        running sequence, and one for each of its drafts. (A prompt's ``n`` first tokens all
-        come from one row.)"""
+        running sequence, and one for each of its drafts. The end of a prompt has one row, too: the
+        first tokens of all ``n`` sequences are sampled from it."""
         drafts = 0 if self.speculation is None else self.speculation.max_drafts
         return self.max_num_seqs * (1 + drafts)
 

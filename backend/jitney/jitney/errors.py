@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Self
 
 MOST_OF_PATH = 4096
-"""Characters of a path that a message shows: all, for what is wrong is mostly at its end."""
+"""Characters of a path that a message shows. No path is longer (Linux's PATH_MAX), so it is shown
+whole: what is wrong is mostly at its end."""
 
 
 class JitneyError(Exception):
@@ -101,8 +102,8 @@ class InternalError(JitneyError):
 
 
 class DeviceLostError(InternalError):
-    """The device failed for good: only a new process helps. The engine does not look for the
-    request at fault, because every one of them would fail."""
+    """The device failed for good: only a new process helps. The engine does not look for a
+    request at fault, because every request would fail."""
 
 
 class LoadError(JitneyError):

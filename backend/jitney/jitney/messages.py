@@ -54,10 +54,12 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="su
     arrival: float
     deadline: float | None = None
     emitted: list[Emitted] = []
-    """Not empty if an engine that has died had this request: one entry for each of its ``n``
-    sequences. If they have output, the request is resumed as if it had been preempted."""
+    """What the request emitted before, one entry for each of its ``n`` sequences. Empty for a new
+    request. Not empty if an engine that has died had the request, or if the scheduler has taken it
+    back (see ``core.taking_back``)."""
     first_token: float | None = None
-    """When the request emitted its first token, if it has."""
+    """When the request emitted its first token. If this is set, the request is *resumed*: its
+    sequences go on after what they have emitted, as if they had been preempted."""
     request_id: str = ""
     """The client's, for the log: it need not be unique."""
     grammar: str = ""

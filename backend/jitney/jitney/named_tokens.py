@@ -23,7 +23,8 @@ class NamedTokens:
     biases: "array[float]"
     """Parallel to ``biased``."""
     stops: "array[int]"
-    """The ids that ``min_tokens`` forbids at first; empty without."""
+    """The ids that may not be sampled before there are ``min_tokens`` tokens. Empty if
+    ``min_tokens`` is 0."""
     bad_words: "BadWords"
 
     @classmethod
@@ -44,10 +45,13 @@ class NamedTokens:
 
 
 class BadWords:
-    """Lists of ids whose last id may not follow the others.
+    """Lists of ids (*words*) whose last id may not follow the others.
 
-    Kept as a tree of their beginnings, each read from its end: a step goes through the tree as far
-    as the end of the output is in it. The other words cost it nothing.
+    The *beginning* of a word is all of its ids but the last. The beginnings are kept in a tree, by
+    their ids from the last to the first. To find the beginnings that the output ends with, a step
+    goes through the tree and through the output, backwards from its end. It stops at the first id
+    of the output that no beginning has there. So words that do not match take no time, however many
+    they are.
     """
 
     def __init__(self, words: Iterable[list[int]]) -> None:
@@ -66,7 +70,7 @@ class BadWords:
         self.longest = max(self.longest, len(word))
 
     def endings(self, output: Sequence[int]) -> "list[array[int]]":
-        """The last ids of the words whose other ids are the end of ``output``."""
+        """The last ids of the words whose beginning the output ends with."""
         node = self._root
         found = [node.endings]
         # A word's beginning has at most `longest - 1` ids.
@@ -80,12 +84,12 @@ class BadWords:
 
 
 class _Beginning:
-    """All ids but the last of some bad words, or the end of such a beginning."""
+    """A node of the tree: the beginning of some words, or the end of a longer beginning."""
 
     __slots__ = ("endings", "longer")
 
     def __init__(self) -> None:
         self.endings = array("q")
-        """The last ids of the words that begin with exactly this."""
+        """The last ids of the words that have exactly this beginning."""
         self.longer: dict[int, _Beginning] = {}
         """Token -> the beginning with this token in front of it."""

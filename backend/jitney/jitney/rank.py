@@ -9,8 +9,9 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 _TURNS_BEFORE_AGED = 4
-"""After a turn of a lower tier, the tiers above it have so many turns. Only then may a request of
-the lower tier count as aged again. So of five turns in a row, an aged backlog takes one."""
+"""When :class:`MakeQueue` takes an id, it is the *turn* of the tier of the first request. After a
+turn of a lower tier, the tiers above it have so many turns. Only then may a request of the lower
+tier count as aged again. So of five turns in a row, an aged backlog takes one."""
 
 
 class Order(NamedTuple):
@@ -18,7 +19,8 @@ class Order(NamedTuple):
 
     level: int
     """The tier; 0 if the request has aged and counts as one of the first tier."""
-    at: float
+    rank_s: float
+    """See :class:`Rank`."""
     key: int
 
 
@@ -27,15 +29,15 @@ class Rank(NamedTuple):
 
     tier: int
     """Index among the option ``tiers``; 0 without."""
-    at: float
+    rank_s: float
     """Arrival, plus what priority and tier add to it: seconds of the monotonic clock. Within a
-    tier, the lowest comes first. It is also the time from which on the request has aged."""
+    tier, the lowest comes first. It is also a point in time: from then on, the request has aged."""
     key: int
     """The request's."""
 
     def has_aged(self, now: float) -> bool:
         """Whether it may count as one of the first tier."""
-        return now >= self.at
+        return now >= self.rank_s
 
     def order(self, now: float) -> Order:
         """Its order: as one of the first tier if it has aged, else as one of its own.
@@ -44,11 +46,11 @@ class Rank(NamedTuple):
         the others. Otherwise a backlog of bulk requests, all of which have aged, would come before
         every new request of the first tier."""
         level = 0 if self.has_aged(now) else self.tier
-        return Order(level, self.at, self.key)
+        return Order(level, self.rank_s, self.key)
 
     def order_in_tier(self) -> Order:
         """Its order among the requests of its own tier, even if it has aged."""
-        return Order(self.tier, self.at, self.key)
+        return Order(self.tier, self.rank_s, self.key)
 
 
 class RankedQueue:
@@ -92,7 +94,8 @@ class MakeQueue:
         self._id_of: dict[int, Hashable] = {}
         # All of these requests.
         self._requests = RankedQueue()
-        # Lower tier -> turns that the tiers above it have before a request of it may count as aged.
+        # Lower tier -> turns that are left to the tiers above it. Until there are none, no request
+        # of the lower tier counts as aged.
         self._turns_left: dict[int, int] = {}
 
     def __bool__(self) -> bool:
@@ -103,7 +106,8 @@ class MakeQueue:
         self._waiting[id] = {}
 
     def join(self, id: Hashable, rank: Rank) -> None:
-        """A request waits for this. Ignored if it is not in the queue, because it is being made."""
+        """A request waits for this id. Ignored if the id is not in the queue, because it is being
+        made."""
         waiting = self._waiting.get(id)
         if waiting is not None:
             waiting[rank.key] = rank

@@ -78,13 +78,13 @@ def _with_absolute_paths(config: EngineConfig, folder: Path) -> EngineConfig:
     """``config`` with its paths made absolute. A model that names nothing in ``folder`` stays as it
     is: it may be an id."""
     changes: dict[str, object] = {}
-    model = _find("model", config.model, folder)
+    model = _find_path("model", config.model, folder)
     if model is not None:
         changes["model"] = model
 
     speculation = config.speculation
     if speculation is not None and speculation.model is not None:
-        draft_model = _find("speculation.model", speculation.model, folder)
+        draft_model = _find_path("speculation.model", speculation.model, folder)
         if draft_model is not None:
             changes["speculation"] = msgspec.structs.replace(speculation, model=draft_model)
 
@@ -118,16 +118,16 @@ def _is_in_hub_cache(name: str) -> bool:
     return folder.is_dir() and any(folder.iterdir())
 
 
-def _find(option: str, name: str, folder: Path) -> str | None:
+def _find_path(option: str, name: str, folder: Path) -> str | None:
     """The absolute path of the file or folder ``name`` in ``folder``. None: there is none, but
     ``name`` may be an id of the hub.
 
-    Raises ConfigError in two cases:
+    Raises ConfigError in two cases, because an engine would find out much later:
 
-    - there is none, and ``name`` can only be a path. An engine would find that out much later;
+    - there is no such file, and ``name`` can only be a path;
     - the system refuses to look, because the name is too long or permission is missing.
     """
-    if _is_there(option, name, folder):
+    if _exists(option, name, folder):
         return _absolute(option, name, folder)
     if _can_only_be_path(name):
         shown = show(name, MOST_OF_PATH)
@@ -138,13 +138,15 @@ def _find(option: str, name: str, folder: Path) -> str | None:
     return None
 
 
-def _is_there(option: str, name: str, folder: Path) -> bool:
+def _exists(option: str, name: str, folder: Path) -> bool:
     """Whether there is a file or folder ``name`` in ``folder``. Raises ConfigError if the system
     refuses to look."""
     try:
         os.stat(_bytes_of_path(folder, name))
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return False  # ValueError: no path can have this name
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except ValueError:  # no path can have this name
+        return False
     except OSError as error:
         bound = f"a path that can be looked up ({error.strerror})"
         raise ConfigError.of(option, name, bound) from None
@@ -309,7 +311,7 @@ def _check_cuda_graph_sizes(config: EngineConfig) -> None:
     if config.cuda_graphs == "never":
         raise ConfigError("options cuda_graph_sizes and cuda_graphs 'never' exclude each other")
     if not sizes:
-        raise ConfigError.of("cuda_graph_sizes", [], "one size or more; else set cuda_graphs")
+        raise ConfigError.of("cuda_graph_sizes", [], "one size or more, or left out")
     for size in sizes:
         if not 1 <= size <= config.max_num_seqs:
             bound = f"numbers from 1 to max_num_seqs, {config.max_num_seqs}"

@@ -38,7 +38,7 @@ class TokenCounts:
 
     def add(self, token_ids: Iterable[int]) -> None:
         """These tokens were appended to the output."""
-        assert not self.ahead, "the arrays are those of another sequence"
+        assert not self.ahead, "counts made by after() are only read"
         for token in token_ids:
             index = self._indices.get(token)
             if index is None:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import torch
 from jitney.config import EngineConfig
-from jitney.core.policy.speculation import Prices
+from jitney.core.policy.prices import Prices
 from jitney.engine.assemble import grammar_compiler, load_runner
 from jitney.engine.engine import Engine
 from jitney.errors import ConfigError

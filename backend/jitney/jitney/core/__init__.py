@@ -3,7 +3,7 @@
 In the order in which they are read:
 
 - ``kv_cache``: blocks.
-- ``request``: a request and its sequences; ``drafting``: what is noted of one for its drafts.
+- ``request``: a request and its sequences; ``drafting``: what a sequence keeps for its drafts.
 - ``needs``, ``deadlines``, ``held``: what a request may need, when it expires, and requests that
   wait for a resource.
 - ``policy``: what tiers and drafts change in a step, behind one seam.
@@ -34,9 +34,10 @@ Forks that running requests have yet to make are *due*. Nothing is admitted whil
 
     running + forks due >= max_running
 
-The last request that is admitted while the sum is lower may bring it above ``max_running``. Then
-some of its forks will wait. So whatever is queued, a step samples for at most ``max_running``
-sequences, plus the forks of one request (with tiers, of one request of each tier).
+A request that is admitted while the sum is lower may bring it above ``max_running``. Then no other
+is admitted, and some of its forks will wait. So only one request at a time can have such forks
+(with tiers, one request of each tier). A step samples for at most ``max_running`` sequences, plus
+the forks of that request.
 
 When no block is free, the running sequence of the highest rank is preempted: its blocks are freed
 tail first, it goes back to the queue, and is computed again over prompt *and* output, with whatever

@@ -1,4 +1,4 @@
-"""What a policy of drafts notes of a sequence, and of a request's prompt. It stands below
+"""What a policy of drafts keeps with a sequence, and with a request's prompt. It stands below
 ``policy``, because sequences and requests hold it; only ``policy.speculation`` and
 ``policy.drafters`` read and change it."""
 
@@ -19,7 +19,7 @@ class NgramIndex:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Drafting:
-    """What is known of one sequence."""
+    """What is known of the drafts of one sequence."""
 
     compared: float = 0.0
     """How many proposed tokens were compared with the output. Older comparisons weigh less: each

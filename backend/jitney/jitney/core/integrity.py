@@ -86,8 +86,8 @@ def _check_running(live: LiveRequests) -> None:
 
 
 def _check_waiting(live: LiveRequests, num_held: int) -> None:
-    queued = sorted(live.admission.waiting(), key=order)
-    assert queued == _in_state(live, SequenceState.WAITING), "a queue is incomplete"
+    waiting = sorted(live.admission.waiting(), key=order)
+    assert waiting == _in_state(live, SequenceState.WAITING), "a queue is incomplete"
     requests = live.requests.values()
     num_queued = sum(request.is_queued for request in requests)
     assert live.admission.num_queued == num_queued + num_held
@@ -141,8 +141,10 @@ def _check_sequences_in_flight(live: LiveRequests) -> None:
 
 def _check_copies_in_flight(live: LiveRequests) -> None:
     """If steps are in flight, each pending copy is made by exactly one of them."""
-    copies = set(live.kv.pending_copies())
+    if not live.in_flight:
+        return
+    not_found = set(live.kv.pending_copies())
     for step in live.in_flight:
-        assert copies.issuperset(step.batch.copies), "a copy in flight is not pending any more"
-        copies.difference_update(step.batch.copies)
-    assert not live.in_flight or not copies, "no step in flight makes a pending copy"
+        assert not_found.issuperset(step.batch.copies), "a copy in flight is not pending any more"
+        not_found.difference_update(step.batch.copies)
+    assert not not_found, "no step in flight makes a pending copy"

@@ -3,8 +3,8 @@
 Owned and called by the scheduler alone. It deals in block numbers; the memory behind them is the
 runner's. A block is in exactly one of three states:
 
-- *referenced*: its reference count is above 0: it is in that many block tables, plus once for
-  each pending copy of which it is the source;
+- *referenced*: its reference count is above 0. Each block table that holds the block is one
+  reference, and so is each pending copy of which it is the source;
 - *cached*: nobody references it, but its content can still be found by its hash. Such blocks are
   evicted in the order in which they were released (LRU);
 - *free*: it holds nothing that could be found.
@@ -152,17 +152,18 @@ class KvCache:
         ends. None, and nothing changed, if no block is free.
         """
         num_full, rest = divmod(num_tokens, self.block_size)
-        shared = table[:num_full]
-        own = []
-        if rest:
-            if not self.num_available:
-                return None
-            own.append(self._take())
-            self._pending_copies[own[0]] = table[num_full]
-            self._refs[table[num_full]] += 1
-        for block in shared:
+        forked = table[:num_full]
+        if rest and not self.num_available:
+            return None
+        for block in forked:
             self._refs[block] += 1
-        return shared + own
+        if rest:
+            source = table[num_full]
+            destination = self._take()
+            self._pending_copies[destination] = source
+            self._refs[source] += 1
+            forked.append(destination)
+        return forked
 
     def complete_copies(self, copies: Iterable[tuple[int, int]]) -> None:
         """These pending copies have been made: their sources are no longer held for them."""
@@ -229,7 +230,8 @@ class KvCache:
         """:meth:`check_integrity` with a pause after every ``_CHECKED_AT_ONCE`` blocks. If
         anything changes in a pause, the rest must not be run."""
         owners = self._count_owners(tables)
-        states = bytearray(self.num_blocks)  # _REFERENCED, until found among the others
+        # At first each block counts as referenced. Then the free and cached ones are marked.
+        states = bytearray([_REFERENCED]) * self.num_blocks
         for state, blocks in ((_FREE, self._free), (_CACHED, self._cached)):
             for count, block in enumerate(blocks):
                 if count % _CHECKED_AT_ONCE == 0:

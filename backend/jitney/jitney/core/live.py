@@ -21,7 +21,7 @@ from jitney.core.policy.seam import Admission
 from jitney.core.request import Request, Sequence, SequenceState, order, remove_ordered
 from jitney.messages import Finished
 
-_ENDED = SequenceState.ENDED
+_ENDED = SequenceState.ENDED  # a name of its own saves time: it is read for each row of each step
 
 
 class LiveRequests:

@@ -1,6 +1,7 @@
 """What a request may need at most, and whether an empty cache could ever hold it.
 
-Pure arithmetic over token counts; the scheduler asks it once per request.
+Pure arithmetic over token counts. The scheduler asks when a request is held, and when it is
+submitted.
 """
 
 import math

@@ -62,17 +62,9 @@ class OutputApplier:
             self.events.append(event)
             if row.drafts:
                 self._count_drafts(row, accepted)
+            sequence.runner_proposal = []
             if row.propose:
-                # The draft model could read all tokens up to the last accepted draft, and the
-                # sample after it. The last `result.unread` of these it has not read yet.
-                num_readable = row.start + num_known + accepted + 1
-                sequence.num_read = num_readable - result.unread
-            # The runner proposes what may follow its own samples: the first one, and the one after
-            # each accepted draft. If a grammar forced any other token, the output does not end with
-            # these samples, and the proposal is of no use.
-            used_samples = sampled[: 1 + accepted]
-            only_sampled = event.ids == used_samples
-            sequence.runner_proposal = result.proposal if only_sampled else []
+                _note_proposal(sequence, row, result, new_ids=event.ids, accepted=accepted)
         # Accepted drafts count as computed. The slots of the others are written again before they
         # are read.
         sequence.num_computed += num_known + accepted
@@ -147,10 +139,10 @@ class OutputApplier:
         """
         ids: list[int] = []
         num_drafts = len(drafts)
-        # How many drafts are accepted so far. `sampled` and `drafts` have what the row has for the
-        # next position at this index, as long as each token before it was the row's draft.
-        accepted = 0
-        has_sample = True  # whether `sampled[accepted]` is for the next position
+        accepted = 0  # drafts, so far
+        # Whether the row has a sample for the next position: as long as each token so far was the
+        # draft for its position. That sample is `sampled[accepted]`.
+        has_sample = True
         forced: list[int] = []  # tokens that the grammar forces at the next positions
         num_forced = 0
         while forced or has_sample:
@@ -211,6 +203,24 @@ def final_event(
         cumulative_logprob=cumulative_logprob if asked else None,
         finish_reason=reason,
     )
+
+
+def _note_proposal(
+    sequence: Sequence, row: Row, result: RowOutput, *, new_ids: list[int], accepted: int
+) -> None:
+    """Note what a draft model has read and proposed. ``new_ids``: the tokens that were appended;
+    ``accepted``: how many drafts were."""
+    # The draft model could read all tokens up to the last accepted draft, and the sample after it.
+    # The last `result.unread` of these it has not read yet.
+    num_known = len(row.token_ids) - row.drafts
+    num_readable = row.start + num_known + accepted + 1
+    sequence.num_read = num_readable - result.unread
+    # The runner proposes what may follow its own samples: the first one, and the one after each
+    # accepted draft. If a grammar forced any other token, the output does not end with these
+    # samples, and the proposal is of no use.
+    used_samples = result.token_ids[: 1 + accepted]
+    if new_ids == used_samples:
+        sequence.runner_proposal = result.proposal
 
 
 def _cache_full_blocks(live: LiveRequests, sequence: Sequence) -> None:

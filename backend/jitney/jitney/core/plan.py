@@ -90,8 +90,7 @@ class Planner:
         step = live.in_flight[-1]
         if step.must_complete_first:  # forks begin with its samples, or it is a retry
             return False
-        # If it has samples on whose values the host plans the next row, a plan ahead leaves those
-        # sequences out.
+        # A plan ahead leaves out the sequences whose next row depends on the value of a sample.
         if step.host_reads_samples and self._leaves_out_many():
             return False
         free = self._kv.num_available
@@ -122,15 +121,13 @@ class Planner:
         prefills = self._plan_decodes(plan)
         for sequence in prefills:  # all of them still run: `_plan_decodes` says why
             self._plan_chunk(plan, sequence, plan.tokens_left)
+        # A step that preempts admits nobody, because blocks are short. There is one exception, in
+        # which the step would be empty otherwise. A fork runs alone, and a grammar has forced more
+        # tokens than its blocks have slots for: it preempts itself. Its leader has ended, but a
+        # pending copy to the fork has held a block of the leader. This block is free now. So there
+        # is room to admit the fork again.
         has_preempted = live.preemptions > preemptions_before
-        if not has_preempted:
-            self._admit_waiting(plan)
-        elif not live.running:
-            # As a rule, a step that preempts admits nobody, because blocks are short. But then this
-            # step would be empty: a fork ran alone and preempted itself, because a grammar forced
-            # more tokens than its blocks have slots for. That has freed a block of its leader,
-            # which has ended: until now, the pending copy for the fork held that block. So there is
-            # room to admit the fork again.
+        if not has_preempted or not live.running:
             self._admit_waiting(plan)
         self._admission.note_planned(now)
         assert plan.tokens_left >= 0, "the step is over its budget"
@@ -165,9 +162,10 @@ class Planner:
         """Tokens of the step that decodes leave to running sequences with chunks."""
         running = self._live.running
         share = self._prefill_share
-        # If the budget without the share has a token for each running sequence, decodes leave the
-        # share free by themselves. Drafts leave it free, too (`policy.draft_budget`). Tokens that a
-        # grammar forces may take a part of it, which is accepted.
+        # A decode takes one token. If the budget has so many beside the share, nothing needs to be
+        # kept. Two kinds of decodes take more tokens. Those with drafts leave prompts what they
+        # need (`policy.draft_budget`). Those of forced tokens may take a part of the share, which
+        # is accepted.
         if len(running) <= self._max_tokens - share:
             return 0
         return min(share, sum(sequence.num_to_prefill for sequence in running))
@@ -307,8 +305,9 @@ class Planner:
         """Admit the sequences that come before running ones, and preempt others for them."""
         live = self._live
         counts = self._admission.running_counts
-        # A plan ahead preempts nobody. So a block for each decode must stay free. This is counted
-        # once: sequences that are admitted here have blocks for all of their tokens.
+        # A plan ahead preempts nobody. So each admission must leave a block free for the decode of
+        # each sequence that runs now. Those that are admitted here need none: they get blocks for
+        # all of their tokens.
         spare = len(live.running) if plan.ahead else 0
         while True:
             sequence = self._admission.urgent(live.running)

@@ -143,14 +143,15 @@ class Request:
             # `computed_prompt_tokens`.
             self.cached_prompt_tokens = num_cached
             self.computed_prompt_tokens = 0
-        elif self.first_scheduled_at is None:
-            # The request is resumed: the prompt is recomputed together with its output. `outcome`
-            # does not count the chunks of a sequence with output. So all of the prompt is counted
-            # now.
-            size = len(sequence.prompt)
-            self.cached_prompt_tokens = min(num_cached, size)
-            self.computed_prompt_tokens = size - self.cached_prompt_tokens
-        # Else the sequence was preempted or taken back, or is a fork: it was counted before.
+            return
+        if self.first_scheduled_at is not None:
+            # The sequence was preempted or taken back, or is a fork: the prompt was counted before.
+            return
+        # The request is resumed: the prompt is recomputed together with its output. `outcome` does
+        # not count the chunks of a sequence with output. So all of the prompt is counted now.
+        size = len(sequence.prompt)
+        self.cached_prompt_tokens = min(num_cached, size)
+        self.computed_prompt_tokens = size - self.cached_prompt_tokens
 
     def take_over(self, before: "Request") -> None:
         """Go on with the figures of the same request as it was before it was taken back."""
@@ -162,15 +163,10 @@ class Request:
     def timing(self, now: float) -> Timing:
         """Seconds since arrival, for the terminal event at ``now``."""
         arrival = self.message.arrival
-        # The request left the queue when it was first scheduled. But if an engine before this one
-        # began it, `first_scheduled_at` is a time of this engine. Then it is only known that the
-        # request left the queue before its first token.
-        known_times = [
-            at for at in (self.first_scheduled_at, self.first_token_at) if at is not None
-        ]
         queue_s = None
-        if known_times:
-            queue_s = min(known_times) - arrival
+        left_queue_at = self._left_queue_at()
+        if left_queue_at is not None:
+            queue_s = left_queue_at - arrival
         first_token_s = None
         if self.first_token_at is not None:
             first_token_s = self.first_token_at - arrival
@@ -183,6 +179,19 @@ class Request:
             preemptions=len(self.preempted_at),
             preempted_s=[at - arrival for at in self.preempted_at],
         )
+
+    def _left_queue_at(self) -> float | None:
+        """When the request left the queue, as far as that is known. None: it has not left it."""
+        scheduled_at = self.first_scheduled_at
+        first_token_at = self.first_token_at
+        if scheduled_at is None:
+            return first_token_at
+        if first_token_at is None:
+            return scheduled_at
+        # As a rule it is scheduled first. But if an earlier engine made the first token, this
+        # engine scheduled it later. When the earlier one did is not known, except that it was
+        # before the first token.
+        return min(scheduled_at, first_token_at)
 
 
 def _reads_output(message: Submit) -> bool:
@@ -202,18 +211,19 @@ def _penalized_prompt_ids(message: Submit) -> "array[int] | None":
     """See :attr:`Request.penalized_prompt_ids`."""
     if not _is_penalized(message):
         return None
-    if message.params.repetition_penalty == 1.0:
-        return distinct([])
-    return distinct(message.prompt)
+    if message.params.repetition_penalty != 1.0:
+        return distinct(message.prompt)
+    return array("q")  # the other penalties count the output alone
 
 
 def _named_tokens(message: Submit) -> NamedTokens | None:
     """See :attr:`Request.named_tokens`."""
     params = message.params
-    names_any = bool(params.allowed_token_ids or params.logit_bias or message.bad_words_ids)
-    if not names_any and not (params.min_tokens and message.stop_ids):
-        return None
-    return NamedTokens.of(params, message.stop_ids, message.bad_words_ids)
+    forbids_stops = bool(params.min_tokens and message.stop_ids)
+    names_others = bool(params.allowed_token_ids or params.logit_bias or message.bad_words_ids)
+    if forbids_stops or names_others:
+        return NamedTokens.of(params, message.stop_ids, message.bad_words_ids)
+    return None
 
 
 def _takes_forced(message: Submit) -> bool:
@@ -352,13 +362,16 @@ class Sequence:
         return self.prompt[start:] + self.output[: end - size]
 
     def hash_blocks(self, count: int, block_size: int) -> list[bytes]:
-        """Hashes of the first ``count`` blocks, all of them full. Each is computed once."""
+        """Hashes of the first ``count`` blocks, all of them full. Each is computed once. The list
+        may be the sequence's own: callers only read it."""
         hashes = self.hashes
         while len(hashes) < count:
             start = len(hashes) * block_size
             parent = hashes[-1] if hashes else self.request.root
             hashes.append(block_hash(parent, self.tokens(start, start + block_size)))
-        return hashes[:count] if len(hashes) > count else hashes
+        if len(hashes) > count:
+            return hashes[:count]
+        return hashes
 
 
 order = attrgetter("level", "rank")

@@ -191,6 +191,7 @@ class Scheduler:
         emitted. To resume it, call :meth:`submit` with the message that this returns. No step may
         be in flight."""
         assert not self.live.in_flight
+        # It may have the resource already, and be held because it waits for another one.
         if key in self._held:
             return TakenBack(self._held.get(key))
         request = self.live.requests[key]
@@ -277,17 +278,7 @@ class Scheduler:
     def expire(self, now: float) -> list[Event]:
         """End the requests whose deadline is reached: with what they have, or, if that is nothing,
         with Failed DEADLINE_EXCEEDED."""
-        events: list[Event] = []
-        for key in self._held.deadlines.reached(now):
-            message = self._held.get(key)
-            if message.first_token is None:
-                self._release_held(key)
-                events.append(failed_by_deadline(message, "in the queue"))
-            else:
-                # A held request with output ends with that output. It is submitted, which makes it
-                # live, and ended with the live ones below. It does not run, so it needs no
-                # resource.
-                events += self.submit(message)
+        events = self._expire_held(now)
         for key in self.live.deadlines.reached(now):
             request = self.live.requests[key]
             if request.first_token_at is None:
@@ -299,6 +290,21 @@ class Scheduler:
                 if sequence.state is not SequenceState.ENDED:
                     events.append(self._end_with(sequence, "deadline"))
             events.append(self.live.finish_request(request, now))
+        return events
+
+    def _expire_held(self, now: float) -> list[Event]:
+        """End the held requests whose deadline is reached and that have no token. Those that have
+        output become live."""
+        events: list[Event] = []
+        for key in self._held.deadlines.reached(now):
+            message = self._held.get(key)
+            if message.first_token is None:
+                self._release_held(key)
+                events.append(failed_by_deadline(message, "in the queue"))
+            else:
+                # Only a live request has sequences, which end with their output. So the caller ends
+                # it beside the other live ones. It does not run, so it needs no resource.
+                events += self.submit(message)
         return events
 
     # ------------------------------------------------------------------ schedule
@@ -348,12 +354,14 @@ class Scheduler:
 
     def retry(self, rows: list[Row]) -> Batch:
         """Plan ``rows`` again, which are all rows of a reverted step, or some of them. Rows whose
-        sequences have ended are left out, and every pending copy is made. No step may be in flight.
-        No step is planned ahead over this one: ``sample_index`` is not renewed."""
+        sequences have ended are left out, and every pending copy is made. No step may be in
+        flight. None is planned ahead before this one is complete, because ``sample_index`` of the
+        sequences still holds the indices of the reverted step."""
         live = self.live
         assert not live.in_flight
-        # The policy of drafts must know which rows have asked the draft model. Usually note_step()
-        # tells it, in update(). But the rows that are planned here do not ask again.
+        # The policy of drafts must know which rows have asked the draft model. It learns that from
+        # update(), which is never called for the reverted step. The rows that are planned here do
+        # not ask again.
         self.policies.drafts.note_rows(rows)
         plain_rows: list[Row] = []
         for row in rows:
@@ -390,8 +398,8 @@ class Scheduler:
 
     def _rank_s(self, message: Submit, terms: TierTerms) -> float:
         """What the sequences of a request are ranked by, in seconds."""
-        aged = message.params.priority * self.config.aging_s + message.arrival
-        return aged + terms.delay_s
+        added_by_priority = message.params.priority * self.config.aging_s
+        return message.arrival + added_by_priority + terms.delay_s
 
     def _end_with(self, sequence: Sequence, reason: FinishReason) -> Tokens:
         """End a sequence for a reason other than a token of its own."""

@@ -37,21 +37,21 @@ def users_that_make_way(
 ) -> Sequence[Ranked]:
     """The users of one resource, all of which make way for ``urgent``. Empty: nobody makes way.
 
-    ``users``: for each resource, the requests that use it. A resource can be released only if each
-    of its users comes after ``urgent`` in order, and makes way for it. There may be several such
-    resources. Each is as important as its first user by order. The least important one is chosen.
+    ``users``: for each resource, the requests that use it. A resource can be released if each of
+    its users comes after ``urgent`` in order, and makes way for it. If several resources can be
+    released, the least important one is chosen: the one whose first user by order comes last.
     """
     found: Sequence[Ranked] = ()
-    found_order: Order | None = None  # of the first of those found
+    order_of_found: Order | None = None  # the order of their first user
     for of_resource in users:
         first_order = min(user.order for user in of_resource)
         if first_order < urgent.order:
             continue
-        if found_order is not None and first_order < found_order:
-            continue  # these are more important than those found
+        if order_of_found is not None and first_order < order_of_found:
+            continue  # the resource that was found is less important
         if all(_makes_way(user, urgent, making_way) for user in of_resource):
             found = of_resource
-            found_order = first_order
+            order_of_found = first_order
     return found
 
 

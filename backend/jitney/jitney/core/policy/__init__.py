@@ -2,8 +2,8 @@
 
 - ``seam``: the questions that scheduler and planner ask, as Protocols.
 - ``choose``: reads the options, and makes the objects that answer.
-- ``plain``: answers without options; ``tiers`` and ``tier_limits``: for the option ``tiers``;
-  ``speculation``: for the option of its name.
+- ``plain``: answers without options; ``tiers``, ``seconds_limit`` and ``tier_limits``: for the
+  option ``tiers``; ``speculation``, ``asking`` and ``prices``: for the option ``speculation``.
 - ``queue_limit``, ``running_counts``, ``making_way``: what admission with tiers and without has in
   common. ``making_way`` also answers for the option ``priority_preempts``.
 - ``cost``, ``least_squares``: estimate how long a step takes.

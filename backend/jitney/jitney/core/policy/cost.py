@@ -100,11 +100,11 @@ _NUM_PLAIN = 5
 _NUM_FADING = 2
 """How many weights of drafting fade: ``drafting_row`` and ``draft``, the first two. What a draft
 model costs does not fade: it must not look cheaper with each step in which it is not asked."""
-# Scales of the fields. Where fields always grow together, the points tell only what they take
-# together. `_fit` shares the seconds that the old weights do not explain among them, in proportion
-# to (field / typical size) ** 2; it says why. An example: one row asks a draft model, which reads
-# 1,000 tokens first. Then `tokens_read` is 10 times its typical size, `asking_rows` a tenth of its
-# own, and nearly all of these seconds go to `tokens_read`.
+# Typical sizes of the fields. If fields always grow together, measured steps tell only what they
+# take together. A fit then shares the seconds among these fields, in proportion to (field / typical
+# size) ** 2: `_fit` says why. An example: one row asks a draft model, which reads 1,000 tokens
+# first. Then `tokens_read` is 10 times its typical size, and `asking_rows` a tenth of its own. So
+# nearly all of the seconds go to `tokens_read`.
 _TYPICAL = StepShape(
     steps=1.0,
     any_chunk=1.0,
@@ -190,6 +190,8 @@ class _Fitted:
             self._first_seconds = step.seconds
         error = (dot(self.weights, step.fields) - self._seconds_of_fields(step)) / step.seconds
         errors = self._errors[kind]
+        # Both bounds are the same, so a step that was much shorter than predicted counts no more
+        # than one that was much longer.
         errors.append(max(min(error, 1.0), -1.0))
         self._recent.append(step)
         if self._is_due(errors):
@@ -222,14 +224,17 @@ class _Fitted:
             Point(step.fields, self._seconds_of_fields(step), importance=1 / step.seconds**2)
             for step in self._recent
         ]
-        # The importance makes the error of a step relative to its seconds. The precision penalizes
-        # the change of a weight by what it changes in a step whose field has its typical size,
-        # relative to the seconds of the first step:
+        # The importance makes the error of a step relative to its seconds.
+        #
+        # The precision is a penalty for each change of a weight:
         #     penalty = _PRECISION * (change * typical size / first seconds) ** 2
-        # If fields always grow together, the points tell only the sum of their change * field. The
-        # penalties for this sum are least if each change is in proportion to field / size ** 2,
-        # where size is the typical one. So each change * field, which is the part of the sum that
-        # the field gets, is in proportion to (field / size) ** 2.
+        # It compares what the change adds to a step whose field has its typical size with the
+        # seconds of the first step.
+        #
+        # If fields always grow together, the points tell only what all of their changes add
+        # together: the sum of change * field. Then the penalties decide about the parts of that
+        # sum. They are least if each change is in proportion to field / typical size ** 2. So the
+        # part of a field, change * field, is in proportion to (field / typical size) ** 2.
         seconds = self._first_seconds
         precision = [_PRECISION * (size / seconds) ** 2 for size in self._typical]
         self.weights = fit(points, prior=self.weights, precision=precision)

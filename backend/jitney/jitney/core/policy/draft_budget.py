@@ -117,9 +117,9 @@ class DraftBudget:
             of_each = map(self._blocks_needed_by, self._running)
             self._blocks_before = list(accumulate(of_each, initial=0))
         before = self._blocks_before
-        # The sequences from `next_index` on are not planned yet. So they still need what was
-        # counted for them. Only the last ones can have been preempted since the count. So the
-        # counts of those that still run are the first ones.
+        # The counts may be older than this call, but they hold for the sequences from `next_index`
+        # on that still run. These are not planned yet, so they need what was counted for them. And
+        # their indices are the same: since the count, only the last sequences were preempted.
         of_sequences = before[len(self._running)] - before[next_index]
         # A fork that is due needs one block.
         return self._admission.running_counts.num_forks_due + of_sequences

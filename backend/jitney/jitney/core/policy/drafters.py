@@ -13,7 +13,8 @@ from jitney.core.request import Sequence, SequenceState
 
 # Tokens of long texts that one step indexes, for all sequences together: about half a millisecond.
 _MOST_INDEXED = 512
-# Tokens of these that one sequence has indexed in its turn. Then it is the turn of the next one.
+# Of these, the tokens that are indexed in one turn of a sequence. Then it is the turn of the next
+# one.
 _TURN = 64
 # A text is indexed at once, outside the turns, if it has at most so many new tokens: what a
 # sequence grows by in one step.
@@ -109,31 +110,33 @@ class NgramDrafter:
         self._left -= count
         return _is_indexed(sequence, of_output)
 
-    def _index(self, index: NgramIndex, sequence: Sequence, end: int, most: int) -> int:
-        """Index the n-grams that end at positions up to ``end``, at most so many positions. Returns
-        how many positions that are."""
-        count = max(min(end - index.end, most), 0)
+    def _index(self, ngrams: NgramIndex, sequence: Sequence, end: int, most: int) -> int:
+        """Index the n-grams that end at the next positions, up to ``end``, and at no more than
+        ``most`` positions. Returns at how many."""
+        count = max(min(end - ngrams.end, most), 0)
         if count:
-            first = self._first_needed(index)
-            reached = index.end + count
-            self._add_ngrams(index, tuple(sequence.tokens(first, reached)), first, reached)
+            first = self._first_needed(ngrams)
+            reached = ngrams.end + count
+            self._add_ngrams(ngrams, tuple(sequence.tokens(first, reached)), first, reached)
         return count
 
-    def _first_needed(self, index: NgramIndex) -> int:
+    def _first_needed(self, ngrams: NgramIndex) -> int:
         """The position from which tokens are needed to index the next n-grams. The longest of them
         begins there."""
-        return max(index.end + 1 - self._longest, 0)
+        return max(ngrams.end + 1 - self._longest, 0)
 
-    def _add_ngrams(self, index: NgramIndex, tokens: tuple[int, ...], first: int, end: int) -> None:
-        """Index the n-grams that end at positions up to ``end``. ``tokens``: those from the
-        position ``first`` on."""
-        positions = index.positions
-        for position in range(index.end + 1, end + 1):
+    def _add_ngrams(
+        self, ngrams: NgramIndex, tokens: tuple[int, ...], first: int, end: int
+    ) -> None:
+        """Index the n-grams that end at the next positions up to ``end``. ``tokens``: those from
+        the position ``first`` on."""
+        positions = ngrams.positions
+        for position in range(ngrams.end + 1, end + 1):
             offset = position - first  # in `tokens`: where these n-grams end
             for length in self._lengths:
                 if length <= offset:
                     positions[hash(tokens[offset - length : offset])] = position
-        index.end = max(index.end, end)
+        ngrams.end = max(ngrams.end, end)
 
 
 def _is_indexed(sequence: Sequence, of_output: NgramIndex) -> bool:

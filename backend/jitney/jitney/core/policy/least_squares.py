@@ -23,13 +23,14 @@ def dot(a: Vector, b: Vector) -> float:
 
 
 def fit(points: Iterable[Point], *, prior: Vector, precision: Vector) -> list[float]:
-    """Ridge regression. The weights ``w``, none of them negative, that nearly minimize the sum of
-    two things:
+    """Ridge regression. The weights ``w``, none of them negative, that minimize, nearly, the sum
+    of two things:
 
     - over the points: ``importance * (dot(w, x) - y) ** 2``,
     - over the weights: ``precision * (w - prior) ** 2``.
 
-    So a weight that the points do not determine stays near ``prior``.
+    So a weight that the points do not determine stays near ``prior``. Only nearly, because a weight
+    that was once negative on the way stays 0: see :func:`_solve_not_negative`.
     """
     # The normal equations: matrix * w = vector.
     size = len(prior)

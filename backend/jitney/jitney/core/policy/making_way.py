@@ -41,9 +41,9 @@ class MakingWay:
         order_of_first = order(first)
         # From the end, where lower tiers and priorities are. So few are asked as a rule.
         for sequence in reversed(running):
-            # While `first` waits, it has the level of its tier, even if it has aged. A running
-            # sequence that has aged has level 0. So it comes before `first`, unless `first` is of
-            # the first tier: then rank decides.
+            # Those that come before `first` do not make way. A running sequence of a lower tier is
+            # one of them if it has aged: its level is 0, while `first`, which waits, has the level
+            # of its own tier. Only if that is 0, too, rank decides.
             if order(sequence) < order_of_first:
                 return False
             if sequence.request.tier > tier or self._makes_way(sequence, first):
@@ -72,7 +72,7 @@ class MakingWay:
         free = kv.num_available_without(kept)
         if self._fits(running_counts, free, needed):
             return []
-        left = running_counts.copy()  # what is left after the preemptions so far
+        counts_then = running_counts.copy()  # as after the preemptions so far
         # If there are blocks enough, only slots are short. Then freed blocks are not counted, which
         # takes time.
         lacks_blocks = free < needed + self._watermark
@@ -80,13 +80,13 @@ class MakingWay:
         victims: list[Sequence] = []
         for sequence in self._candidates(urgent, running):
             victims.append(sequence)
-            left.remove(sequence)
+            counts_then.remove(sequence)
             if lacks_blocks:
                 freed = would_free.give_up(sequence.table)
                 # The urgent sequence begins with its hits. So a hit is not free for its other
                 # tokens.
                 free += len(set(freed) - kept)
-            if self._fits(left, free, needed):
+            if self._fits(counts_then, free, needed):
                 return victims
         return []
 

@@ -42,8 +42,8 @@ def check_queue_limit(
     no_slots = FreeSlots(0, [0] * len(queued))
     slots = no_slots if still_short else free_slots()
     left = slots.total
+    left_of_last_tier = 0
     num_queued = total
-    fits = False
     for of_tier, left_of_tier in zip(queued, slots.of_tier, strict=True):
         for num_sequences in of_tier.values():
             if min(left, left_of_tier) <= 0:
@@ -51,7 +51,7 @@ def check_queue_limit(
             left -= num_sequences
             left_of_tier -= num_sequences
             num_queued -= 1
-        # After the last turn: whether the further request fits, which is of the last tier.
-        fits = min(left, left_of_tier) > 0
+        left_of_last_tier = left_of_tier
+    fits = min(left, left_of_last_tier) > 0  # the further request is of the last tier
     if not fits and num_queued >= limit:
         raise UnavailableError.of_queue(num_queued, limit)

@@ -26,10 +26,10 @@ class RunningCounts:
         """By tier: its running sequences, plus the forks that its running requests have yet to
         make."""
         self._num_counted = 0
-        """How many of the admitted sequences count towards ``max_running``: the sum over all tiers
-        of ``admitted``, or of the cap if that is less. Beyond a cap there are only forks that will
-        wait, which keep no other sequence from running. A tier without a cap may have forks that
-        will wait, too. These count, so the sum may exceed ``max_running``."""
+        """How many of the admitted sequences count towards ``max_running``. A tier with a cap
+        counts at most up to its cap: what it has admitted beyond that are forks that will wait,
+        and they keep no sequence of another tier from running. A tier without a cap counts all of
+        its forks, even those that will wait. So the sum may exceed ``max_running``."""
 
     # ------------------------------------------------------------------ changes
 

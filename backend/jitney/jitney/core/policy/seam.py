@@ -1,4 +1,5 @@
-"""The seam between the scheduler and its policies: what it asks them, in four Protocols.
+"""The seam between the scheduler and its policies: what it asks them, in four Protocols. (A fifth
+policy, ``making_way``, is no Protocol: one class answers, with any options.)
 
 - :class:`Admission`: who waits, in which order, who may run, and who is preempted for whom.
 - :class:`StepLimits`: how many seconds a step may take, and which rows fit into them.
@@ -93,7 +94,7 @@ class Admission(Protocol):
 
     def urgent(self, running: list[Sequence]) -> Sequence | None:
         """The waiting sequence, if any, that is admitted before the running sequences are planned.
-        Else those of lower tiers would take the tokens and blocks that it needs."""
+        Else running sequences that come after it would take the tokens and blocks that it needs."""
 
     def to_preempt(
         self, urgent: Sequence, hits: list[int], running: list[Sequence]
@@ -145,9 +146,9 @@ class StepLimits(Protocol):
     """Whether anything is ever limited. If not, the planner skips the questions about decodes."""
 
     held_back: list[int]
-    """By tier: how many decodes the latest plan left out, plus how many chunks it cut. 0 after
-    :meth:`reset_counts`. :meth:`begin` counts from zero too, so a step that is planned again counts
-    once."""
+    """By tier: how many decodes the latest plan left out, plus how many chunks it cut. Both
+    :meth:`begin` and :meth:`reset_counts` set these counts to 0. So a step that is planned again
+    counts once."""
 
     @property
     def target(self) -> float | None:
@@ -223,7 +224,7 @@ class CostModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """The policies of one engine, one object for each Protocol. ``choose`` makes them."""
+    """The policies of one engine. ``choose`` makes them."""
 
     admission: Admission
     making_way: MakingWay

@@ -1,34 +1,24 @@
 """Latency tiers, as far as steps go: how many seconds of a step the lower tiers get.
 
-A tier may have a target for its inter-token latency (``gap_ms``). The most urgent tier that decodes
-and has one is the *top* tier of the step: its target limits the seconds of the step. First come the
-decodes of the top tier and of those above it, which are always in the step. The seconds that are
-left go, by rank, to the lower tiers and to prompts, as far as these fit by the learned cost: a
-chunk is cut, a decode is left out (*held back*). But in each step, each lower tier has at least its
-``share`` of the target, and at least one decode, or one token of a prompt.
+The targets of the tiers limit the seconds of a step, and one tier is the *top* tier of the step:
+``seconds_limit`` works out both. First come the decodes of the top tier and of those above it,
+which are always in the step. The seconds that are left go, by rank, to the lower tiers and to
+prompts, as far as these fit by the learned cost: a chunk is cut, a decode is left out (*held
+back*). But in each step, each lower tier has at least its ``share`` of the seconds, and at least
+one decode, or one token of a prompt.
 
-A tier may also have a target for its first token (``ttft_ms``). A step may take a third of the
-smallest such target, because a new request may have to wait for three steps: the one that runs,
-with overlap the next one, and its own. So there are two kinds of limits:
-
-    who decodes                     top tier                    limit of the step
-    a tier with a target for its    the first such tier         the lesser of its target, and a
-    inter-token latency                                         third of the smallest target for
-                                                                first tokens of the tiers above it
-    no such tier                    the first with a target     a third of the smallest target for
-                                    for first tokens            first tokens of any tier
-
-An estimate is not always met, and the engine has work beside the device. So a step is planned for a
-part of the target, the *aim*. It shrinks with each step that exceeds the target, and grows slowly
-with each step that does not. Both balance if one step in 146 exceeds the target.
+A prediction is not always met, and the engine has work beside the device. So where a target for the
+inter-token latency limits the step, the step is planned for a part of that target, the *aim*. The
+aim shrinks with each step that exceeds the target, and grows slowly with each step that does not.
+Both balance if one step in 146 exceeds the target.
 """
 
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from jitney.config import TierConfig
 from jitney.core.policy.cost import StepCost, Weights
 from jitney.core.policy.seam import DraftChoice
+from jitney.core.policy.seconds_limit import NO_LIMIT, limit_of, no_limit
 from jitney.core.request import Sequence
 
 # What the aim is multiplied by after a step that exceeded the target, and after one that did not.
@@ -36,40 +26,10 @@ from jitney.core.request import Sequence
 _EXCEEDED = 0.93
 _MET = 1.0005
 _LEAST_AIM = 0.5
-_STEPS_TO_FIRST = 3  # the step that runs, with overlap the next one, and its own
 # Tokens. If a draft model read fewer of a sequence in a step than the sequence grows by, it would
 # never have read all of it.
 _LEAST_READ = 16
-_NO_LIMIT = float("inf")
 _NO_WEIGHTS = Weights()  # by which a step takes no time
-
-
-@dataclass(frozen=True, slots=True)
-class SecondsLimit:
-    """The limit of one step."""
-
-    top: int
-    """The top tier. The tiers below it are limited. If nothing limits the step, this is the number
-    of tiers, so that none is below."""
-    first_cut: int
-    """The first tier whose chunks are cut; those of the tiers below it are cut, too. There are
-    three cases, by what limits the step:
-
-    - The target of the top tier for its inter-token latency: this is the top tier.
-    - A target for first tokens: this is the tier after the first one that has such a target.
-    - Nothing: this is the number of tiers, so that no chunk is cut.
-
-    It is at most ``top + 1``: chunks of the tiers below the top one are always cut."""
-    seconds: float = _NO_LIMIT
-    """What the step may take by the learned cost."""
-    inter_token_target: float | None = None
-    """In seconds, if it is the target for the inter-token latency that limits the step. ``seconds``
-    is a part of it then."""
-
-    @property
-    def shared(self) -> float:
-        """The seconds of which each lower tier has its share."""
-        return self.inter_token_target or self.seconds
 
 
 class ChunkCost(NamedTuple):
@@ -83,40 +43,6 @@ class ChunkCost(NamedTuple):
     def seconds(self, count: int) -> float:
         """What a chunk of ``count`` tokens adds."""
         return self.fixed + self.per_token * count
-
-
-def limit_of(tiers: tuple[TierConfig, ...], decoding: set[int], aim: float) -> SecondsLimit:
-    """The limit of a step in which these tiers decode."""
-    for index, tier in enumerate(tiers):
-        if index in decoding and tier.gap_ms is not None:
-            # This tier is the top one, whichever limit is smaller: its decodes are always in the
-            # step. The targets of the tiers below do not count.
-            by_first_tokens = _limit_by_first_tokens(tiers[:index])
-            target = tier.gap_ms / 1e3
-            seconds = target * aim
-            if seconds < by_first_tokens.seconds:
-                return SecondsLimit(
-                    top=index, first_cut=index, seconds=seconds, inter_token_target=target
-                )
-            return replace(by_first_tokens, top=index)
-    return _limit_by_first_tokens(tiers)
-
-
-def _no_limit(tiers: tuple[TierConfig, ...]) -> SecondsLimit:
-    return SecondsLimit(top=len(tiers), first_cut=len(tiers))
-
-
-def _limit_by_first_tokens(tiers: tuple[TierConfig, ...]) -> SecondsLimit:
-    """The limit that the targets for first tokens of these tiers set. The first tier that has one
-    is the top tier, even if the smaller target of another tier sets the seconds."""
-    limits: dict[int, float] = {}
-    for index, tier in enumerate(tiers):
-        if tier.ttft_ms is not None:
-            limits[index] = tier.ttft_ms / 1e3 / _STEPS_TO_FIRST
-    if not limits:
-        return _no_limit(tiers)
-    top = min(limits)
-    return SecondsLimit(top=top, first_cut=top + 1, seconds=min(limits.values()))
 
 
 class TierLimits:
@@ -140,9 +66,10 @@ class TierLimits:
         self._last_at = 0.0
         self._last_target: float | None = None
         # All that follows is of the step that is being planned. begin() sets it anew.
-        self._limit = _no_limit(tiers)
+        self._limit = no_limit(tiers)
         self._weights = _NO_WEIGHTS
-        # Whether the step has or will have a chunk. What it takes for that is in _taken then.
+        # Whether the step has or will have a chunk. If so, _taken has the seconds that a step takes
+        # for having any chunk at all (`Weights.any_chunk`).
         self._any_chunk = False
         self._any_uncut_chunk = False  # whether any chunk is of a tier above first_cut
         self._passes = 0  # of a draft model
@@ -157,9 +84,9 @@ class TierLimits:
         self._prompt_seconds_due = 0.0
         # By lower tier: its first running sequence.
         self._first_of_tier: dict[int, Sequence] = {}
-        # Seconds that are reserved for a part of a prompt, until its chunk is planned. They are
-        # reserved for those of the first sequences that have a prompt to compute, and count as
-        # taken, by one row.
+        # Those of `_first_of_tier` that have a prompt or a recomputation to compute -> the seconds
+        # that are reserved for their next chunk. Until that chunk is planned, the seconds count as
+        # taken, and the chunk as a row.
         self._reserved: dict[Sequence, float] = {}
 
     def begin(self, running: list[Sequence]) -> None:
@@ -171,7 +98,7 @@ class TierLimits:
             else:
                 decodes.append(sequence)
         if self._cost.weights is None:  # no step was measured yet: nothing is limited
-            self._limit = _no_limit(self._tiers)
+            self._limit = no_limit(self._tiers)
             self._weights = _NO_WEIGHTS
         else:
             decoding = {sequence.request.tier for sequence in decodes}
@@ -226,23 +153,25 @@ class TierLimits:
                 self._first_of_tier[tier] = sequence
 
     def _reserve_for_first_of_lower_tiers(self) -> None:
-        """The first sequence of each lower tier has a row in any case. Decodes are planned before
-        chunks. So if its row is a chunk, the seconds for a block of it, or for as much as fits, are
-        reserved now, before decodes that come after it take them."""
+        """Reserve seconds for the chunks of first sequences. The first sequence of each lower tier
+        has a row in any case. If that row is a chunk, it is planned after all decodes, which would
+        leave no seconds for it. So the seconds for a chunk of one block, or for as much of it as
+        fits, are reserved now."""
         self._reserved = {}
         for tier, sequence in self._first_of_tier.items():
-            if sequence.num_to_prefill:
-                # If no chunk was expected so far, this tier takes what any chunk costs the step.
-                self._taken_by_tier[tier] += self._expect_chunk()
-                cost = self._chunk_cost(sequence)
-                most = min(sequence.num_to_prefill, self._block_size)
-                seconds = cost.seconds(self._chunk_that_fits(tier, cost, most))
-                self._reserved[sequence] = seconds
-                self._take(tier, seconds)
+            if not sequence.num_to_prefill:
+                continue
+            # If this is the first chunk of the step, its tier also takes what any chunk costs.
+            self._taken_by_tier[tier] += self._expect_chunk()
+            cost = self._chunk_cost(sequence)
+            most = min(sequence.num_to_prefill, self._block_size)
+            seconds = cost.seconds(self._chunk_that_fits(tier, cost, most))
+            self._reserved[sequence] = seconds
+            self._take(tier, seconds)
 
     def _expect_chunk(self) -> float:
-        """The step will have a chunk: take what it takes for that, if nothing has taken it yet.
-        Returns these seconds."""
+        """The step will have a chunk. If it is the first one, the step takes the seconds that any
+        chunk costs it, however many there are. Returns the seconds that were taken."""
         if self._any_chunk:
             return 0.0
         self._any_chunk = True
@@ -257,47 +186,34 @@ class TierLimits:
         if it has a chunk that is never cut, or nothing that could have been left out."""
         if self._any_uncut_chunk or not any(self._rows_by_tier):
             return None
-        return self._limit.inter_token_target
+        return self._limit.gap_target
 
     def is_limited(self, sequence: Sequence) -> bool:
         return sequence.request.tier > self._limit.top
 
     def seconds_for_decode(self, sequence: Sequence) -> float | None:
-        """A decode of a tier below the top one is held back if all of this holds:
-
-        - The tier has a row already, or seconds are reserved for a part of its first prompt.
-        - The predicted seconds of the decode exceed what is left of the limit beside the taken
-          seconds and the prompts of the tiers that are not limited.
-        - They also exceed the rest of the tier's own share.
-        """
         tier = sequence.request.tier
         seconds = self._seconds_of_decode(sequence)
         # Each tier has at least one row in the step, whatever that costs.
-        is_first = not self._rows_by_tier[tier]
-        if is_first or self._seconds_for(tier) >= seconds:
+        if not self._rows_by_tier[tier]:
+            return seconds
+        if self._seconds_for(tier) >= seconds:
             return seconds
         return None
 
     def _seconds_for(self, tier: int) -> float:
-        """Seconds that a row of a tier may take, if it can be left out or cut. There are three
-        kinds of tiers:
-
-        - a tier above ``first_cut``: no limit;
-        - a tier from ``first_cut`` to the top tier, if there is any: what is left of the step
-          beside the shares of the lower tiers;
-        - a tier below the top tier: what is left of the step beside the prompts of the tiers that
-          are not limited.
-
-        A tier may always take the rest of its own share, if that is more.
-        """
+        """Seconds that a row of a tier may take, if it can be left out or cut. A tier may always
+        take the rest of its own share, if that is more than what is left of the step."""
         limit = self._limit
         if tier < limit.first_cut:
-            return _NO_LIMIT
-        kept = self._prompt_seconds_due
+            return NO_LIMIT
+        # A lower tier leaves the prompts of the other tiers their seconds. The chunks of any other
+        # tier leave the lower tiers their shares.
+        kept_free = self._prompt_seconds_due
         if tier <= limit.top:
-            kept = self._sum_of_rests()
-        left = limit.seconds - self._taken - kept
-        return max(left, self._rest_of_share(tier))
+            kept_free = self._sum_of_rests()
+        left_of_step = limit.seconds - self._taken - kept_free
+        return max(left_of_step, self._rest_of_share(tier))
 
     # ------------------------------------------------------------------ taking seconds
 
@@ -342,8 +258,9 @@ class TierLimits:
         left = self._seconds_for(tier) - cost.fixed
         if left >= cost.per_token * most:
             return most
-        # A tier without any row in the step has at least a token of its prompt computed. It is not
-        # more, because where a token takes long, a block would exceed the target in each step.
+        # A tier without any row in the step has one token of its prompt computed, even if no
+        # seconds are left for it. One token, and not a block: on a slow device a block would make
+        # each step exceed its target.
         least = 0
         if not self._rows_by_tier[tier]:
             least = min(most, 1)

@@ -8,10 +8,10 @@ full tier does not hold up another one. The first tier is the most urgent; those
 The aging time of a tier is the sum of ``aging_s`` of that tier and of all tiers between it and the
 first. ``rank_s`` of a request is a point in time: arrival, plus the aging time of its tier, plus
 what its priority adds. A sequence is ranked by that time, and ages at it. From then on its level is
-0, that of the first tier, but only within the ``share`` of its tier: the running sequences of the
-tier are counted up to this one, and so are their blocks. If they are more than the tier's share of
-all running sequences or of all blocks, its level is that of its tier. So a backlog that has aged
-neither starves nor takes everything.
+0, that of the first tier, as far as the ``share`` of its tier goes. The running sequences of the
+tier use up this share one after the other, in order: the share of all sequences that may run, and
+the share of all blocks. A sequence for which too little of either is left has the level of its
+tier. So a backlog that has aged neither starves nor takes everything.
 
 The next waiting sequence to admit is *urgent* if a running sequence of a lower tier comes after it
 in order. It is admitted before the running sequences are planned. Only if its tier has a target for
@@ -46,34 +46,40 @@ class TierAdmission:
     ) -> None:
         tiers = config.tiers
         self._config = config
+        self._kv = kv
+        self._making_way = making_way
+        self._now = 0.0  # of the last plan
+
+        # -- what follows from the option
         # Name of a tier -> its index. None: the default tier.
         self._tier_of_name: dict[str | None, int] = {None: config.tier_of(None)}
         for index, tier in enumerate(tiers):
             self._tier_of_name[tier.name] = index
-        self._kv = kv
-        self._making_way = making_way
-        # By tier, since reset_counts(): requests of which no sequence was admitted within the aging
-        # time of their tier.
-        self._overdue = [0] * len(tiers)
-        # By tier: its `max_running` if that is below the engine's; else None.
+        # The aging time of each tier, in seconds. The first tier does not age.
+        self._aging_s = [0.0, *itertools.accumulate(tier.aging_s for tier in tiers[1:])]
+
+        # -- running sequences, by tier
+        # A tier has a cap if its `max_running` is below the engine's.
         caps: list[int | None] = []
         for tier in tiers:
             has_cap = tier.max_running is not None and tier.max_running < max_running
             caps.append(tier.max_running if has_cap else None)
         self.running_counts = RunningCounts(max_running, caps)
-        # By tier: blocks of its running sequences, without those that they got since the last plan.
+        # Their blocks, without those that they got since the last plan.
         self._blocks = [0] * len(tiers)
-        # The aging time of each tier, in seconds. The first tier does not age.
-        self._aging_s = [0.0, *itertools.accumulate(tier.aging_s for tier in tiers[1:])]
+
+        # -- waiting sequences and queued requests, by tier
         self._queues: list[list[Sequence]] = [[] for _ in tiers]
-        # By tier: key of a queued request -> how many sequences it has.
-        self._queued: list[dict[int, int]] = [{} for _ in tiers]
-        # By tier: key -> arrival of the queued requests that may become overdue, in the order in
-        # which they were queued.
-        self._may_be_overdue: list[OrderedDict[int, float]] = [OrderedDict() for _ in tiers]
         # Whether the last step left any sequences of the tier waiting.
         self._left_waiting = [False] * len(tiers)
-        self._now = 0.0  # of the last plan
+        # Key of a queued request -> how many sequences it has.
+        self._queued: list[dict[int, int]] = [{} for _ in tiers]
+        # Key -> arrival of the queued requests that may become overdue, in the order in which they
+        # were queued.
+        self._may_be_overdue: list[OrderedDict[int, float]] = [OrderedDict() for _ in tiers]
+        # Since reset_counts(): requests of which no sequence was admitted within the aging time of
+        # their tier.
+        self._overdue = [0] * len(tiers)
 
     # ------------------------------------------------------------------ requests
 
