@@ -10,8 +10,8 @@ from torch import Tensor
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max  # 448
 SIZE_STEP = 16
-"""torch's e4m3 product takes a weight only if both its sizes are multiples of this. Our kernels for
-CPUs need only the number of inputs to be one."""
+"""torch's e4m3 product takes a weight only if both its sizes are multiples of this. Of our kernels
+for CPUs the number of inputs must be such a multiple; the number of outputs may be any."""
 _LEAST = 1e-30
 """Taken for the largest value of a row if that is smaller: a row of zeros must not get scale 0."""
 

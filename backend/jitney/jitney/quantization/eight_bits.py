@@ -23,7 +23,8 @@ from jitney.quantization import e4m3
 
 _LARGEST_INT8 = 127
 _TINY = 1e-30
-"""Keeps divisors, and a bound that is doubled, from being 0."""
+"""The least divisor, so that nothing is divided by 0. Also added to a bound that is doubled, which
+may be 0."""
 _SMALL_COLUMN = 8
 """A column is enlarged if its largest weight is at least this many times smaller than the mean of
 all columns' largest weights."""

@@ -22,6 +22,7 @@ from jitney.quantization.eight_bits import Int8Linear
 GROUP_SIZES = (128, 64, 32)
 """Inputs of a group, largest first. :func:`choose_group_size` chooses one of these."""
 _LARGEST_Q = 15
+"""Also the mask of the lower 4 bits of a byte."""
 _KEPT_RANGE = 0.9
 """:meth:`Int4Linear.quantized_from` begins with a scale that covers this share of a group's range,
 and fits a better one afterwards. The first scale clips values outside the share. In return, the

@@ -154,18 +154,18 @@ class GgufWeights:
 
     def _round_to_bytes(self, name: str) -> "_Rounded":
         """Read a tensor of blocks and round it to int8, part by part."""
-        qs: list[Tensor] = []
+        rounded_parts: list[Tensor] = []
         scales: list[Tensor] = []
         squared_error = 0.0
         squared_norm = 0.0
         for part in self.file.parts(name):
             q, scale = Int8Linear.quantize_rows(part)
-            qs.append(q)
+            rounded_parts.append(q)
             scales.append(scale)
             squared_error += (q * scale - part).square().sum().item()
             squared_norm += part.square().sum().item()
         error = math.sqrt(squared_error / squared_norm) if squared_norm else 0.0
-        return _Rounded(torch.cat(qs), torch.cat(scales).t(), error)
+        return _Rounded(q=torch.cat(rounded_parts), scale=torch.cat(scales).t(), error=error)
 
     def _tied_head(self, module: PreTrainedModel) -> Tensor | None:
         """The weight of a head that is tied to an embedding stored in blocks. The file has no
@@ -193,12 +193,12 @@ class _Rounded(NamedTuple):
 
 
 def _bits_of(layer: str, types: dict[str, str]) -> Bits:
-    """4 if a layer, and all layers that are multiplied as one with it, have 4 bits in the file.
-    Else 8."""
+    """How many bits a layer is to have. 4 if the file has it in 4 bits, and so all layers that are
+    multiplied as one with it; else 8."""
     name = layer.rpartition(".")[2]
     parent = layer.removesuffix(name)
-    for each in _joined_with(name):
-        if types.get(f"{parent}{each}") not in _FOUR_BITS:
+    for joined_name in _joined_with(name):
+        if types.get(f"{parent}{joined_name}") not in _FOUR_BITS:
             return 8
     return 4
 

@@ -102,12 +102,14 @@ def make_linear(
 
 
 def has_int4_form(inputs: int, groups: int) -> bool:
-    """Whether an ``Int4Linear`` can have so many groups of consecutive inputs: of one of its sizes,
-    or of a multiple of its largest one."""
+    """Whether an ``Int4Linear`` can hold integers whose scales are for ``groups`` groups of
+    consecutive inputs."""
     if groups == 0 or inputs % groups != 0:
         return False
     size = inputs // groups
-    return size in GROUP_SIZES or size % GROUP_SIZES[0] == 0
+    # A group of a multiple of the largest size is cut into groups of that size.
+    largest = GROUP_SIZES[0]
+    return size in GROUP_SIZES or size % largest == 0
 
 
 def _of_unpacked_weight(

@@ -111,9 +111,9 @@ def _format_of_safetensors(
         if layers:
             return IntegerWeights(method=method, checkpoint=checkpoint, layers=layers, dtype=dtype)
         if method in ("gptq", "awq"):
-            # ``layers`` is empty, or the value None. For these two methods the latter means that
-            # there are experts.
-            found = "none of its linear layers" if layers is not None else "experts as well"
+            # Without a layer to read, ``layers`` is empty or None. For these methods None means
+            # that experts are quantized.
+            found = "experts as well" if layers is None else "none of its linear layers"
             raise unservable(model_type, f"{method} quantized {found}")
 
     # All else is read by the method's own library.

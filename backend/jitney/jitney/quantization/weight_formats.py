@@ -114,7 +114,9 @@ class IntegerWeights:
         groups = math.prod(scales.shape) // linear.out_features
         may_be_scattered = bool(self._config.get("desc_act")) or "weight_g_idx" in contents
         if has_int4_form(linear.in_features, groups) and not may_be_scattered:
-            return 0  # 4 bits stay 4 bits, and 8 bits become no more than 8
+            # Integers of 4 bits stay integers of 4 bits, and no others take more bytes as int8 than
+            # they do in words.
+            return 0
         word_bytes = math.prod(words.shape) * 4  # words of 32 bits
         int8_bytes = linear.in_features * linear.out_features
         # 0 for integers of 8 bits: their words take as many bytes as int8, or more if padded.

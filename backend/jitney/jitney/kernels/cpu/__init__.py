@@ -7,7 +7,8 @@ from memory. Words that mean the same in every file of this folder. First, sizes
 
 ========  =========================================================================================
 unit      four bytes of memory: one float32, two bfloat16 or four bytes. Left and right are
-          multiplied unit by unit. (If the tag is WIDE, a unit of left is two float32: eight bytes)
+          multiplied unit by unit. There is one exception: where a processor cannot multiply
+          bfloat16, a unit of left is two float32, eight bytes (``simd``, WIDE)
 column    16 outputs of a weight (or 16 ranks of an adapter). In memory it is a sequence of vectors.
           Each vector has one unit of inputs, of all 16 outputs side by side. ``product_kernel``
           draws it. Two neighbouring columns are a *pair*
@@ -32,13 +33,14 @@ call         the arguments of a kernel, read from the record that the host fille
 rows         rows of x, or (token, query head) pairs of attention: what one kernel call works on
 batch_row    the index of a sequence in the step, which the rest of the engine calls a row
 piece        some tokens of a batch row and the keys that they see (``attention_plan``)
-padded       the head size in the cache: the model's, filled up with zeros to a multiple of 16
+padded       the head size in the cache: the model's head size, rounded up to a multiple of 16. The
+             elements behind the model's are zeros
 use_tiles    whether the tile unit is to be used, where there is one
 shaped       for how many rows this thread's tile registers are set at the moment; 0: they are not.
              A function that may set them anew takes it as an argument and returns its new value
-first, end   a range, as of rows: ``end`` is not in it, ``last`` is. The exceptions are a
-             ``low_rank.Part`` and an ``AdapterSpan``, whose ``last`` is not in it
-             (``adapter_table``)
+first, end   a range, as of rows. ``end`` is the first number behind it
+last         the last number that is in a range. Two records of ``execution.low_rank``, ``Part`` and
+             ``AdapterSpan``, call the first number behind it ``last`` (``adapter_table``)
 spare        memory that the caller lends: what it holds is overwritten
 ..._body     the function that each thread of a kernel runs: it takes items until none is left
 ===========  ======================================================================================
@@ -48,6 +50,8 @@ The order of reading. Each file builds on those above it, and says who calls it:
     emit             LLVM code by a builder, as Numba functions       } how kernels are written
     processor        instruction sets that kernels are made for       }
     simd             vectors, memory and element types                }
+    code_folders     folders of compiled code, and their removal      }
+    code_cache       compiled code, kept from load to load            }
     compiled         records, machine code, threads                   }
 
     amx, dot         instructions: tiles; products of units           } the products that all
@@ -59,6 +63,7 @@ The order of reading. Each file builds on those above it, and says who calls it:
     cache_blocks     blocks of the paged cache as groups              }
     softmax          the online softmax of a row                      }
     attention_rows   a few rows against a span of keys                }
+    attention_spans  all rows of an item against a split              }
     attention_kernel   items of the plan, their splits                }
     ahead            this kernel compiled in another process          }
     paged_attention  the attention function "cpu"                     }

@@ -1,4 +1,4 @@
-"""The way in: the CPU's kernels as an ``execution.acceleration.Accelerator``, which loads ask.
+"""The way in: the CPU's kernels as an ``execution.acceleration.Accelerator``. Each load has one.
 
 It imports nothing that needs Numba before it is asked for a kernel. Without Numba there is no
 attention function, and nothing is fused; linear layers are packed for oneDNN alone (``linear``).
@@ -46,8 +46,9 @@ class CpuAccelerator:
 
     @staticmethod
     def prepare() -> None:
-        """Import what a load needs for kernels, if Numba is there. That takes a second, which
-        later loads save. Where torch was built for a GPU, models run there: nothing is imported."""
+        """Import what a load needs for kernels, if Numba is there. That takes a second; the loads
+        after it need not import it again. Where torch was built for a GPU, models run there:
+        nothing is imported."""
         if torch.backends.cuda.is_built():
             return
         with suppress(ImportError):
@@ -77,7 +78,8 @@ class CpuAccelerator:
         return CpuAttention(shape.dtype, shape.model_dtype)
 
     def fits(self, attention: Sequence[AttentionFunction]) -> bool:
-        """See :class:`Accelerator`. Always: a CPU's modules are fused for any such function."""
+        """See :class:`Accelerator`. Always true: fused modules of a CPU work with any attention
+        function."""
         return True
 
     def widens_bfloat16(self, checkpoint: Checkpoint, *, has_quantized_weights: bool) -> bool:
@@ -107,13 +109,13 @@ class CpuAccelerator:
         """Fuse what fits, then pack the linear layers that are left. ``usual_tokens`` are those of
         a usual step. With ``batch_invariant``, raises ConfigError if a result may still depend on
         the batch."""
-        module = model.module
-        report = FuseReport()
-        make_linear = None
         fuses = self._config.fuse
         invariant = self._config.batch_invariant
         if not fuses and not self._config.prepack:
             return model
+        module = model.module
+        report = FuseReport()
+        make_linear = None  # without Numba there is no linear layer of ours
         try:
             from jitney.kernels.cpu.layer_kernels import CpuLayerKernels
         except ImportError as error:

@@ -119,8 +119,8 @@ def multiply_tokens(call, rows, x, column, units, memory):
     store_i64(memory + I64_BYTES, next_column)
     multiply_column(
         BF16,
-        False,
-        rows,
+        use_tiles=False,
+        rows=rows,
         left=x,
         left_stride=call.x_stride,
         sources=memory,
@@ -191,15 +191,17 @@ def expand_body(arguments):
             segment_address = np.int64(0)
             if tokens.table != 0:
                 segment_address = find_segment(tokens.table + call.entry_offset, column)
+            # What the adapter adds to this column, if it changes it.
             if segment_address != 0:
                 segment = read_segment(segment_address)
                 # Which column of the segment's B gives this column of the result.
-                n = (column - segment.first_column) // segment.spacing
-                b_column = segment.b_factor + n * segment.units * VECTOR_BYTES
+                b_index = (column - segment.first_column) // segment.spacing
+                b_column = segment.b_factor + b_index * segment.units * VECTOR_BYTES
                 x = call.x + tokens.first * call.x_stride + segment.x_offset
                 multiply_tokens(
                     call, tokens.number, x, b_column, units=segment.units, memory=memory
                 )
+            # The column of each token: what the adapter adds, and ``other``.
             for m in range(tokens.number):
                 offset = (tokens.first + m) * call.out_stride + column * _OUT_COLUMN_BYTES
                 value = splat(ZERO)

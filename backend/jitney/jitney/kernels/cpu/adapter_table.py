@@ -146,13 +146,14 @@ def _pack_product(
         b = factors[part.path].b.T  # [outputs, rank]
         if gated and len(parts) == 1:
             # The one layer gives gate and up, one above the other. Take its outputs by turns.
-            b = b.unflatten(0, (2, -1, LANES)).transpose(0, 1).flatten(0, 2)
+            by_column = b.unflatten(0, (2, -1, LANES))  # [gate or up, column, 16, rank]
+            b = by_column.transpose(0, 1).flatten(0, 2)
         filling = -len(a) % LANES
         ranks = len(a) + filling
         a_factors.append(functional.pad(a, (0, 0, 0, filling)))
         b_factor = _columns(functional.pad(b, (0, filling)))
         memory.append(b_factor)
-        # A Part's ``last`` is not in it, unlike elsewhere in this folder. Nor is a span's, below.
+        # A Part's ``last`` is the first output behind it.
         segment = Segment(
             first_column=part.first // LANES,
             end_column=part.last // LANES,
@@ -189,7 +190,7 @@ def list_tokens(array: np.ndarray, spans: Sequence[AdapterSpan], tokens: int) ->
     :class:`AdapterTokens` in each row. Returns how many rows are written.
 
     (An ``AdapterSpan`` is neighbouring tokens, and has nothing to do with a span of attention. Its
-    ``last`` is not in it.)
+    ``last`` is the first token behind it.)
     """
     count = 0
     listed_end = 0  # the first token that is not listed yet

@@ -37,7 +37,7 @@ def compile_ahead() -> None:
     if torch.backends.cuda.is_built():
         return
     with suppress(ImportError):
-        # Imported before the fork, for this process needs it too.
+        # Imported before the fork: the fork server and its engines need this module, too.
         from jitney.kernels.cpu import attention_kernel  # noqa: F401
 
         reading_end, writing_end = os.pipe()

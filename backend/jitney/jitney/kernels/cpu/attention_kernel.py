@@ -15,10 +15,12 @@ The loops, from outer to inner::
                          passes: a few rows at once, 6 by vectors, 16 by the tile unit
     attend_rows            scores, weights, outputs of these rows
 
-The last two are in ``attention_rows``. In registers: the sums of one product (``micro_kernel``). In
-the first-level cache: the scores and weights of a few rows and a span, 16 x 256 at most. In the
-second-level cache: the item's queries and states. Streamed: keys and values, each once for all rows
-of the item.
+``attend_split`` is in ``attention_spans``, ``attend_rows`` in ``attention_rows``. What is where:
+
+- in registers, the sums of one product (``micro_kernel``);
+- in the first-level cache, the scores and weights of a few rows and a span, 16 x 256 at most;
+- in the second-level cache, the item's queries and states;
+- streamed from memory, keys and values, each once for all rows of the item.
 
 A kernel is compiled for three tags::
 
@@ -64,7 +66,7 @@ from jitney.kernels.cpu.attention_records import (
     read_piece,
     read_scratch,
 )
-from jitney.kernels.cpu.attention_rows import attend_split
+from jitney.kernels.cpu.attention_spans import attend_split
 from jitney.kernels.cpu.cache_blocks import (
     list_item_groups,
     list_widened_groups,
@@ -144,14 +146,14 @@ def attend_body(tag, cache_tag, product_tag, arguments):
     while item < call.count:
         next_item = fetch_add(arguments)
         # A thread's last item has no next one: then its own first groups are prefetched again.
-        prefetched = next_item if next_item < call.count else item
+        prefetched_item = next_item if next_item < call.count else item
         shaped = attend_item(
             tag,
             cache_tag,
             product_tag,
             call,
             item,
-            prefetched=prefetched,
+            prefetched_item=prefetched_item,
             scratch=scratch,
             shaped=shaped,
         )
@@ -161,16 +163,16 @@ def attend_body(tag, cache_tag, product_tag, arguments):
 
 
 @inner
-def attend_item(tag, cache_tag, product_tag, call, item, prefetched, scratch, shaped):
-    """Compute the rows of an item, and prefetch the first groups of item ``prefetched``.
+def attend_item(tag, cache_tag, product_tag, call, item, prefetched_item, scratch, shaped):
+    """Compute the rows of an item, and prefetch the first groups of another, ``prefetched_item``.
 
     This thread's tiles are set for ``shaped`` rows at once. Returns for how many they are set
     afterwards.
     """
     kv_head = item % call.kv_heads
     piece = read_piece(call.plan + item // call.kv_heads * PIECE_BYTES)
-    next_head = prefetched % call.kv_heads
-    next_piece = read_piece(call.plan + prefetched // call.kv_heads * PIECE_BYTES)
+    next_head = prefetched_item % call.kv_heads
+    next_piece = read_piece(call.plan + prefetched_item // call.kv_heads * PIECE_BYTES)
     rows = piece.num_tokens * call.heads_per_kv
     rows_at_once = min(rows, MAX_ROWS_AMX)
     if call.use_tiles != 0 and rows_at_once != shaped:
@@ -190,13 +192,13 @@ def attend_item(tag, cache_tag, product_tag, call, item, prefetched, scratch, sh
         next_head=next_head,
         scratch=scratch,
     )
-    # The keys are cut at multiples of SPLIT_TOKENS, in a decode by the plan and else here. Three
-    # cases:
+    # The keys are cut into splits at multiples of SPLIT_TOKENS, in a decode by the plan and else
+    # here. Three cases:
     # 1. The piece is one of several splits of a decode. ``finish_split`` merges these.
-    # 2. The piece has all keys of its tokens, and they fill several splits: these are merged here,
-    #    one after the other, into the totals. So is a single split if there are sinks, which only
-    #    the totals count.
-    # 3. The piece has all keys, in a single split, and no sinks: the split's states are the result.
+    # 2. The piece has all keys of its tokens, and they fill several splits: the splits' states are
+    #    merged here, one after the other, into the totals.
+    # 3. The piece has all keys, and they fill one split: its states are the result. But if there
+    #    are sinks, they are merged into the totals as in case 2: only the totals begin with sinks.
     first_split_begin = piece.keys_begin // SPLIT_TOKENS * SPLIT_TOKENS
     has_all_keys = piece.num_splits == 1
     fills_several_splits = piece.keys_end > first_split_begin + SPLIT_TOKENS
@@ -242,12 +244,12 @@ def copy_queries(tag, product_tag, call, piece, kv_head, rows, scratch):
 def finish_split(tag, call, piece, kv_head, rows, scratch):
     """Keep the states of a split of a decode. If all other splits of the row have ended before,
     merge them, from the first one to the last, and write the result."""
-    bytes_of_rows = rows * state_bytes(call.padded)
-    from_split_to_split = call.kv_heads * bytes_of_rows
-    first_index = piece.first_split * call.kv_heads + kv_head
-    first_states = call.split_states + first_index * bytes_of_rows
-    states = first_states + piece.split * from_split_to_split
-    for i in range(0, bytes_of_rows, VECTOR_BYTES):
+    # The states are [splits, KV heads, rows of an item].
+    rows_bytes = rows * state_bytes(call.padded)
+    split_stride = call.kv_heads * rows_bytes
+    first_states = call.split_states + piece.first_split * split_stride + kv_head * rows_bytes
+    states = first_states + piece.split * split_stride
+    for i in range(0, rows_bytes, VECTOR_BYTES):
         store(states + i, load(scratch.states + i))
     counter = call.splits_done + (piece.split_batch_row * call.kv_heads + kv_head) * I64_BYTES
     ended_before = fetch_add(counter)
@@ -256,7 +258,7 @@ def finish_split(tag, call, piece, kv_head, rows, scratch):
     store_i64(counter, 0)
     begin_states(call, kv_head, rows, scratch.totals, call.sinks)
     for split in range(piece.num_splits):
-        merge_states(call, rows, scratch.totals, first_states + split * from_split_to_split)
+        merge_states(call, rows, scratch.totals, first_states + split * split_stride)
     write_rows(tag, call, piece, kv_head, rows, states=scratch.totals, spare=scratch.scores)
 
 

@@ -51,8 +51,8 @@ class PlanPiece(ctypes.Structure):
     num_splits: int
     """How many splits the row has. With 1, the piece has all keys that its tokens see."""
     first_split: int
-    """Number of splits of all earlier rows that have several. Split s of this row has index
-    ``first_split`` + s in ``AttentionArguments.split_states``."""
+    """How many splits the earlier rows have together; a row with a single split counts as none.
+    Split s of this row has index ``first_split`` + s in ``AttentionArguments.split_states``."""
     split_batch_row: int
     """Index of the row among the rows that have several splits."""
 
@@ -122,12 +122,14 @@ def _cut_rows(query_start, context_len, piece_tokens, reach, split_tokens, group
     """``pieces``, ``splits`` and ``split_batch_rows`` of an :class:`AttentionPlan`, its pieces in
     the order of the rows.
 
-    The arguments are those of :func:`plan_step`. Two things are so for the sake of compile time:
-    pieces are not sorted here, and they are written field by field.
+    The arguments are those of :func:`plan_step`. Pieces are not sorted here, and they are written
+    field by field: otherwise this would take longer to compile.
     """
-    # The array is made before the pieces are counted, so it must be large enough for any number.
-    # Full pieces of tokens: the whole step has so many at most. And of each row: one piece that is
-    # not full, or its splits: context // split_tokens, and a shorter one at either end.
+    # The array is made before the pieces are counted, so it must be large enough in any case:
+    # - All rows together have at most so many pieces of ``piece_tokens`` tokens as the step's
+    #   tokens fill. Besides these, a row that is cut by its tokens has one piece of fewer tokens.
+    # - A row that is cut by its keys has at most context // split_tokens whole splits, and a
+    #   shorter one at either end.
     most_pieces = query_start[-1] // piece_tokens
     for context in context_len:
         most_pieces += context // split_tokens + 2

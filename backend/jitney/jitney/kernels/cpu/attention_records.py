@@ -41,7 +41,8 @@ LIST_MARGIN = PREFETCH_GROUPS + PRODUCT_VECTORS
 groups PREFETCH_GROUPS further on are prefetched, and a product of keys always takes PRODUCT_VECTORS
 groups, of which the last may not be in use."""
 STATE_EXTRA = LANES
-"""A row's state has so many float32 behind its outputs: see ``softmax``."""
+"""Behind its outputs, a row's state has so many float32 more: its maximum, its sum and unused ones
+(``softmax``)."""
 
 
 @record
@@ -156,8 +157,8 @@ def scratch_sizes(*, element_size: int, rows: int, padded: int, longest: int) ->
     ``longest`` the longest context in tokens.
     """
     filled_rows = round_up(rows, MAX_ROWS_AMX)  # see ``copy_queries``
-    # One more than there can be: native code writes this list, and a count that is wrong by one
-    # would overwrite the list behind it.
+    # One group more than a context can have. Native code writes the list without a check: if its
+    # count were ever wrong by one, it would overwrite the list behind this one.
     most_groups = ceil_div(longest, GROUP_TOKENS) + 1
     list_of_groups = (most_groups + LIST_MARGIN) * I64_BYTES
     # Products read float32 or bfloat16. Memory is reserved for the larger one.

@@ -1,13 +1,12 @@
 """The inner half of the attention kernel: a few rows of an item against a span of keys.
 
-``attention_kernel`` draws the loops. From here on inward, with the sizes of a model of 128 elements
-a head, in bfloat16. The rows of an item are taken in *passes* of 6 rows (16 with the tile unit)::
+``attention_kernel`` draws the loops, and ``attention_spans`` calls :func:`attend_rows`. From here
+on inward, with the sizes of a model of 128 elements a head, in bfloat16, for 6 rows::
 
-    attend_split        512 keys, all rows of the item
-      attend_rows       256 keys, one pass. The rows' states are [6, 128 outputs + maximum, sum]
-        multiply_keys     scores [6, 256]   = queries [6, 128] x keys      4 groups at a time
-        weigh_rows        weights [6, 256]  = 2**(scores - maximum)        each row by itself
-        multiply_values   outputs [6, 128] += weights [6, 256] x values    64 elements at a time
+    attend_rows         256 keys, 6 rows. Their states are [6, 128 outputs + maximum, sum]
+      multiply_keys     scores [6, 256]   = queries [6, 128] x keys      4 groups at a time
+      weigh_rows        weights [6, 256]  = 2**(scores - maximum)        each row by itself
+      multiply_values   outputs [6, 128] += weights [6, 256] x values    64 elements at a time
 
 Scores and weights stay in the first-level cache. Outputs are part of the rows' states (``softmax``)
 and are read and written once for each span.
@@ -15,28 +14,16 @@ and are read and written once for each span.
 ``key_list`` and ``value_list`` point into lists of groups (``cache_blocks``), at the entry of the
 first group in question. ``first_key`` is that group's first position.
 
-A cache of bytes is widened before products read it. If an item takes several passes, a span is
-widened as a whole, once for all of them. If it takes one pass, groups are widened a few at a time,
-just before they are multiplied: so they stay in the first-level cache.
+A cache of bytes is widened before products read it: here a few groups at a time, just before they
+are multiplied, unless ``attention_spans`` has widened the whole span.
 
-Called by ``attention_kernel``.
+Called by ``attention_spans``.
 """
 
 import numpy as np
 
-from jitney.kernels.cpu.attention_records import (
-    PRODUCT_VECTORS,
-    SPAN_GROUPS,
-    SPAN_TOKENS,
-    SPLIT_TOKENS,
-)
-from jitney.kernels.cpu.cache_groups import (
-    GROUP_TOKENS,
-    PREFETCH_GROUPS,
-    group_bytes,
-    read_scales,
-    widen_groups,
-)
+from jitney.kernels.cpu.attention_records import PRODUCT_VECTORS, SPAN_TOKENS
+from jitney.kernels.cpu.cache_groups import GROUP_TOKENS, PREFETCH_GROUPS, widen_groups
 from jitney.kernels.cpu.emit import (
     F32_BYTES,
     I64_BYTES,
@@ -45,7 +32,7 @@ from jitney.kernels.cpu.emit import (
     VECTOR_BYTES,
     ceil_div,
 )
-from jitney.kernels.cpu.micro_kernel import MAX_ROWS, MAX_ROWS_AMX, make_micro_kernel
+from jitney.kernels.cpu.micro_kernel import make_micro_kernel
 from jitney.kernels.cpu.simd import (
     LOG2_E,
     ONE,
@@ -54,8 +41,6 @@ from jitney.kernels.cpu.simd import (
     inlined,
     inner,
     left_bytes,
-    load_i64,
-    prefetch,
     right_bytes,
 )
 from jitney.kernels.cpu.softmax import (
@@ -83,109 +68,6 @@ multiply_16_values = make_micro_kernel(1, source_per_vector=False, ahead=PREFETC
 """The same, of 16 elements of the head."""
 
 
-# --------------------------------------------------------------------------- spans
-
-
-@inner
-def attend_split(cache_tag, product_tag, call, piece, split_begin, rows, scratch):
-    """Add the keys of one split to the states of all rows of the item: those of positions
-    split_begin to split_begin + SPLIT_TOKENS - 1, as far as the piece has them."""
-    use_tiles = call.use_tiles != 0
-    rows_at_once = MAX_ROWS_AMX if use_tiles else MAX_ROWS
-    passes = ceil_div(rows, rows_at_once)
-    # This function prefetches the next span only if nobody else does and all rows take one pass:
-    # - in a cache of bytes, ``widen_groups`` does;
-    # - by vectors, and by tiles with few rows, the micro-kernel does;
-    # - with several passes there is no need: the first pass alone waits for memory, and the others
-    #   find the span in the second-level cache.
-    prefetches = not has_scales(cache_tag) and use_tiles and rows >= MAX_ROWS and passes == 1
-    # Spans begin at multiples of SPAN_TOKENS, whatever the piece is, so that a row's sums are
-    # always added up in the same order.
-    first_span_begin = max(split_begin, piece.keys_begin // SPAN_TOKENS * SPAN_TOKENS)
-    keys_end = min(split_begin + SPLIT_TOKENS, piece.keys_end)
-    for span_begin in range(first_span_begin, keys_end, SPAN_TOKENS):
-        # The piece may begin within its first span. The keys before are hidden from all its rows:
-        # they would add zeros.
-        first_key = max(span_begin, piece.keys_begin)
-        num_keys = min(span_begin + SPAN_TOKENS, piece.keys_end) - first_key
-        first_group = (first_key - piece.keys_begin) // GROUP_TOKENS
-        key_list = scratch.key_groups + first_group * I64_BYTES
-        value_list = scratch.value_groups + first_group * I64_BYTES
-        if has_scales(cache_tag):
-            read_scales(call.padded, key_list, value_list, num_keys, scratch)
-            if passes > 1:
-                widen_span(
-                    product_tag,
-                    call.padded,
-                    key_list,
-                    value_list,
-                    num_keys=num_keys,
-                    scratch=scratch,
-                )
-        if prefetches:
-            prefetch_span(cache_tag, call, piece, span_begin + SPAN_TOKENS, scratch)
-        for number in range(passes):
-            if use_tiles:
-                # 16 rows in each pass, and in the last one what is left.
-                first = number * MAX_ROWS_AMX
-                end = min(rows, first + MAX_ROWS_AMX)
-            else:
-                # The same number of rows in each pass, or one more: 7 are 3 and 4, not 6 and 1.
-                first = rows * number // passes
-                end = rows * (number + 1) // passes
-            attend_rows(
-                cache_tag,
-                product_tag,
-                call,
-                piece,
-                first,
-                rows=end - first,
-                first_key=first_key,
-                num_keys=num_keys,
-                span_is_widened=passes > 1,
-                key_list=key_list,
-                value_list=value_list,
-                scratch=scratch,
-            )
-
-
-@inlined
-def widen_span(product_tag, padded, key_list, value_list, num_keys, scratch):
-    """Widen all groups of a span of bytes."""
-    count = ceil_div(num_keys, GROUP_TOKENS)
-    widen_groups(
-        product_tag,
-        key_list,
-        count,
-        scratch.widened_keys,
-        padded=padded,
-        line_bytes=GROUP_TOKENS,
-    )
-    widen_groups(
-        product_tag,
-        value_list,
-        count,
-        scratch.widened_values,
-        padded=padded,
-        line_bytes=padded,
-    )
-
-
-@inner
-def prefetch_span(cache_tag, call, piece, span_begin, scratch):
-    """Prefetch keys and values of the span that begins at this position. Behind the piece's last
-    group the lists go on with groups of the thread's next item: these are prefetched, too."""
-    own_groups = ceil_div(piece.keys_end - piece.keys_begin, GROUP_TOKENS)
-    listed_groups = own_groups + PREFETCH_GROUPS
-    first = min((span_begin - piece.keys_begin) // GROUP_TOKENS, own_groups)
-    for g in range(first, min(first + SPAN_GROUPS, listed_groups)):
-        keys = load_i64(scratch.key_groups + g * I64_BYTES)
-        values = load_i64(scratch.value_groups + g * I64_BYTES)
-        for offset in range(0, group_bytes(cache_tag, call.padded), VECTOR_BYTES):
-            prefetch(keys + offset)
-            prefetch(values + offset)
-
-
 # --------------------------------------------------------------------------- a few rows
 
 
@@ -211,8 +93,9 @@ def attend_rows(
     """
     first_position = piece.position + first // call.heads_per_kv
     last_position = piece.position + (first + rows - 1) // call.heads_per_kv
-    # Groups that none of these rows sees are left out: at the end those behind the last row, at the
-    # beginning those before the first row's window, which is the earliest one.
+    # Groups that none of these rows sees are left out. At the end of the span these are the groups
+    # behind the last row's own key; at its beginning, those before the window of the first row,
+    # which begins before the windows of the other rows.
     groups_up_to_last = (last_position - first_key) // GROUP_TOKENS + 1
     groups_end = min(ceil_div(num_keys, GROUP_TOKENS), groups_up_to_last)
     left_out = np.int64(0)
@@ -328,7 +211,8 @@ def weigh_rows(
     """
     # With a softcap ``prepare_scores`` makes exponents of the scores.
     factor = ONE if call.softcap != ZERO else call.scale * LOG2_E
-    # Two loops: in the first one the processor can work on several rows at once.
+    # Two loops, as a row's weights must wait for its maximum. In the first loop the processor can
+    # find the maxima of several rows at once: none waits for another.
     for r in range(rows):
         position = piece.position + (first + r) // call.heads_per_kv
         window_begin = position - call.window + 1

@@ -60,12 +60,13 @@ def write_token(tag, cache_tag, call, t, kv_head):
     """Write the key and the value of token ``t`` of the step, for one KV head, to its slot."""
     slot = load_i64(call.slots + t * I64_BYTES)
     block = slot // call.block_size
-    offset = slot % call.block_size
-    groups_of_head = call.block_size // GROUP_TOKENS
-    head_of_cache = block * call.kv_heads + kv_head
-    group_of_cache = head_of_cache * groups_of_head + offset // GROUP_TOKENS
-    group_offset = group_of_cache * group_bytes(cache_tag, call.padded)
-    lane = offset % GROUP_TOKENS
+    token_in_block = slot % call.block_size
+    # In the cache all groups of one head of a block stand side by side; then comes the next head.
+    groups_per_head = call.block_size // GROUP_TOKENS
+    heads_before = block * call.kv_heads + kv_head
+    groups_before = heads_before * groups_per_head + token_in_block // GROUP_TOKENS
+    group_offset = groups_before * group_bytes(cache_tag, call.padded)
+    lane = token_in_block % GROUP_TOKENS
     keys = call.key_cache + group_offset
     values = call.value_cache + group_offset
     key = call.key + t * call.key_token_stride + kv_head * call.key_head_stride
@@ -107,22 +108,22 @@ def list_groups(cache_tag, call, batch_row, kv_head, first, end, keys, values):
     size = group_bytes(cache_tag, call.padded)
     head_bytes = call.block_size // GROUP_TOKENS * size
     block_bytes = call.kv_heads * head_bytes
-    # Where the number of the current block stands in the block table.
-    table_entry = batch_row * call.table_width + first // call.block_size
-    block_number = call.table + table_entry * _TABLE_ENTRY_BYTES
+    # The entry of the block table that holds the number of the current block.
+    entry_index = batch_row * call.table_width + first // call.block_size
+    entry_address = call.table + entry_index * _TABLE_ENTRY_BYTES
     # Bytes from the head's first group in the current block to the current group.
-    in_head = first % call.block_size // GROUP_TOKENS * size
+    offset_in_head = first % call.block_size // GROUP_TOKENS * size
     count = ceil_div(end - first, GROUP_TOKENS)
     for g in range(count):
-        block = np.int64(load_i32(block_number))
-        in_cache = block * block_bytes + kv_head * head_bytes + in_head
-        store_i64(keys + g * I64_BYTES, call.key_cache + in_cache)
-        store_i64(values + g * I64_BYTES, call.value_cache + in_cache)
-        in_head += size
-        if in_head == head_bytes:
+        block = np.int64(load_i32(entry_address))
+        offset = block * block_bytes + kv_head * head_bytes + offset_in_head
+        store_i64(keys + g * I64_BYTES, call.key_cache + offset)
+        store_i64(values + g * I64_BYTES, call.value_cache + offset)
+        offset_in_head += size
+        if offset_in_head == head_bytes:
             # The head's next group is the first one in the row's next block.
-            in_head = 0
-            block_number += _TABLE_ENTRY_BYTES
+            offset_in_head = 0
+            entry_address += _TABLE_ENTRY_BYTES
     return count
 
 
@@ -146,6 +147,7 @@ def list_item_groups(cache_tag, call, piece, kv_head, next_piece, next_head, scr
     if tokens_of_last != 0 and not has_scales(cache_tag):
         last_values = values + (count - 1) * I64_BYTES
         replace_last_values(cache_tag, call, last_values, tokens_of_last, scratch)
+    # Behind these, the first groups of the next item.
     next_keys = keys + count * I64_BYTES
     next_values = values + count * I64_BYTES
     next_begin = next_piece.keys_begin

@@ -3,14 +3,14 @@
 Products read units of four bytes (``micro_kernel``). In bfloat16 a unit holds two neighbours: two
 elements of one key, or one element of the values of two tokens::
 
-    a group of keys                                    here k2 is element 2 of a token's key
+    a group of keys; k2 is element 2 of a token's key
         unit 0             k0 k1  | k0 k1  | .. | k0 k1
         unit 1             k2 k3  | k2 k3  | .. | k2 k3
           ...
         the head's last    ..     | ..     | .. | ..
                            token 0  token 1      token 15
 
-    a group of values                                  here t2 is an element of token 2's value
+    a group of values; t2 is an element of token 2's value
         units, line 0      t0 t1    | t0 t1    | .. | t0 t1
         units, line 1      t2 t3    | t2 t3    | .. | t2 t3
           ...
@@ -31,8 +31,8 @@ A cache of bytes (int8) has no units. Behind the bytes stands a float32 scale fo
 Before products read such a group it is widened to the first form. That is exact: every int8 is a
 number of bfloat16 too.
 
-Called by ``cache_blocks``, which knows where groups are, and by ``attention_kernel`` and
-``attention_rows``.
+Called by ``cache_blocks``, which knows where groups are, and by ``attention_kernel``,
+``attention_spans`` and ``attention_rows``.
 """
 
 import numpy as np
@@ -91,8 +91,11 @@ def group_bytes(cache_tag, padded):
 
 @inner
 def load_some(tag, source, count, spare):
-    """The first ``count`` of 16 elements as float32, and 0 in the other lanes. ``count`` may be
-    over 16, and it may be negative. ``spare`` is overwritten."""
+    """The first ``count`` of 16 elements as float32, and 0 in the other lanes. ``spare`` is
+    overwritten.
+
+    Callers give as ``count`` how many elements are left in a head: it may be over 16, and in the
+    zeros behind the head it is negative."""
     if count >= LANES:
         return load_as(tag, source)
     size = element_bytes(tag)
@@ -167,7 +170,8 @@ def round_key(tag, source, head_size, padded, group, lane):
     inverse = splat(write_scale(tag, source, head_size, padded, group, lane, spare))
     for d in range(0, padded, LANES):
         x = load_some(tag, source + d * size, head_size - d, spare) * inverse
-        # The key's elements are 16 bytes apart: between them stand the other tokens'.
+        # The rounded elements stand side by side in ``spare``. In the group they are 16 bytes
+        # apart: each is among the same element of the other tokens' keys.
         store_as(I8, spare, x)
         for e in range(LANES):
             element = group + (d + e) * GROUP_TOKENS

@@ -31,7 +31,8 @@ _RIGHTS_OF_OTHERS = 0o077
 
 
 class _Locator(_CacheLocator):
-    """The folder of one function's code, and what tells it from other functions and versions."""
+    """The folder of one function's code. Also the line and the digest by which Numba tells this
+    function from others, and this version of it from others."""
 
     def __init__(self, function: Callable[..., Any], file: str, folder: Path) -> None:
         self._line = function.__code__.co_firstlineno
@@ -40,8 +41,8 @@ class _Locator(_CacheLocator):
 
     @classmethod
     def from_function(cls, py_func: Callable[..., Any], py_file: str) -> "_Locator | None":
-        """In the first folder that can be written to. None: there is no such folder; or the
-        function is defined in no file, and so nobody could tell when it has changed."""
+        """The locator of the first folder that can be written to; None if there is no such folder.
+        Also None if the function is defined in no file: nobody could tell when it changes."""
         source = Path(py_file)
         if not source.is_file():
             return None
@@ -57,8 +58,9 @@ class _Locator(_CacheLocator):
         return str(self._folder)
 
     def get_source_stamp(self) -> bytes:
-        """A digest of the function's own file. The folder's name changes with most files already,
-        but not with that of a test's function."""
+        """A digest of the function's own file. For a kernel of this folder it would not be needed,
+        as the name of ``_folder`` changes with its file. It is for the functions of tests, whose
+        files are elsewhere."""
         return hashlib.sha256(Path(self._py_file).read_bytes()).digest()
 
     def get_disambiguator(self) -> str:
@@ -72,9 +74,11 @@ class _CodeFiles(CompileResultCacheImpl):
 
 
 class CodeCache(FunctionCache):
-    """What Numba asks for the code of one function before it compiles it, and gives the code to.
+    """The cached code of one function. Numba asks it for the code before it compiles the function,
+    and hands it the code afterwards.
 
-    To make one raises RuntimeError, with "no locator" in its text, if no folder can be written to.
+    The constructor raises RuntimeError, with "no locator" in its text, if no folder can be written
+    to.
     """
 
     _impl_class = _CodeFiles

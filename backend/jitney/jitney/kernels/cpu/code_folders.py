@@ -18,9 +18,9 @@ from typing import BinaryIO
 PREFIX = "jitney-kernels-"
 """The name of each folder is this and 16 hexadecimal digits."""
 NUM_KEPT = 3
-"""The folders that were used last stay, however long ago that was."""
+"""So many folders stay, those that were used last, however long ago that was."""
 UNUSED_S = 28 * 24 * 3600.0
-"""Seconds without a use after which another folder is removed."""
+"""All other folders are removed after so many seconds without a use."""
 _VERSION = re.compile(rf"{PREFIX}[0-9a-f]{{16}}")
 _REMOVED = ".removed"
 """Put behind the name of a folder that is being removed."""
@@ -99,7 +99,8 @@ def _is_at(file: BinaryIO, path: Path) -> bool:
 
 
 def _last_use(folder: Path) -> float:
-    """Seconds of the wall clock. A folder of an earlier version of this module has no lock."""
+    """When the folder was last used, in seconds of the wall clock."""
+    # Folders that an earlier version of this module made have no lock: their own time must do.
     for path in (folder / _LOCK, folder):
         with contextlib.suppress(OSError):
             return path.stat().st_mtime

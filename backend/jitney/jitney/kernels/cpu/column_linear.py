@@ -38,9 +38,11 @@ from jitney.kernels.cpu.simd import I4
 from jitney.kernels.fused.forms import Activation
 
 _ROW_MULTIPLE = {torch.bfloat16: 32, torch.float32: 16, torch.int8: 16, torch.uint8: 16}
-"""A row of a weight of this dtype must have a multiple of so many elements. For bfloat16 and
-float32 these are 64 bytes, a row of a tile: x may be read as it is, so nothing is filled up. For
-int8 and nibbles (uint8, two inputs in each) x is converted, into rows that are filled up."""
+"""A row of a weight of this dtype must have a multiple of so many elements.
+
+For bfloat16 and float32 these are 64 bytes, as in a row of a tile: the product reads x as it is, so
+its rows cannot be filled up. For int8, and for nibbles (uint8, two inputs in each), x is converted:
+into rows that are filled up, but from vectors of 16 elements."""
 
 
 # ``typed``: all tags are 0, and so equal. Only their types differ.
@@ -69,11 +71,12 @@ def fits_columns(weight: Tensor, activation: Activation | None = None) -> bool:
     # Sums of more products of bytes might not fit into an int32.
     if weight.dtype == torch.int8 and weight.shape[1] > MOST_BYTE_INPUTS:
         return False
-    # Outputs are filled up with zeros to whole pairs of columns. Those of gate and up are not: the
-    # zeros behind gate would be a gap between the two. For this product whole columns of each would
-    # be enough, as one of gate and one of up are a pair. Whole pairs of each are asked for because
-    # the next product, if it is of bfloat16, needs a multiple of 32 inputs.
-    return activation is None or weight.shape[0] % (2 * PAIR_OUTPUTS) == 0
+    if activation is None:
+        return True  # the outputs are filled up with zeros to whole pairs of columns
+    # Those of gate and up are not filled up: zeros behind gate would be a gap between the two. So
+    # both must have whole pairs of columns, a multiple of 32 outputs. (Whole columns would do here.
+    # But the result is the input of the next product, and in bfloat16 that needs a multiple of 32.)
+    return weight.shape[0] % (2 * PAIR_OUTPUTS) == 0
 
 
 class ColumnLinear(nn.Module):
@@ -109,8 +112,8 @@ class ColumnLinear(nn.Module):
         outputs = weight.shape[0]
         pairs = len(packed.columns) // 2
         filled_outputs = pairs * PAIR_OUTPUTS
-        has_nibbles = weight.dtype == torch.uint8
-        self.in_features = weight.shape[1] * (2 if has_nibbles else 1)
+        inputs_per_element = 2 if weight.dtype == torch.uint8 else 1
+        self.in_features = weight.shape[1] * inputs_per_element
         self.out_features = outputs // 2 if gated else outputs
         self.width = filled_outputs // 2 if gated else filled_outputs
         """Numbers in a row of the result: ``out_features`` filled up to whole pairs of columns."""
@@ -200,7 +203,8 @@ class ColumnLinear(nn.Module):
         turns, as the weight's columns are."""
         if self._call.activation:
             assert other.shape[-1] == 2 * self.width
-            other = other.unflatten(-1, (2, -1, LANES)).transpose(-3, -2).flatten(-3)
+            by_column = other.unflatten(-1, (2, -1, LANES))  # [..., gate or up, column, 16]
+            other = by_column.transpose(-3, -2).flatten(-3)
         else:
             assert other.shape == out.shape
         return other.contiguous()

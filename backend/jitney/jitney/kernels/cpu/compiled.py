@@ -53,8 +53,9 @@ _Record = TypeVar("_Record", bound=type[ctypes.Structure])
 
 
 def record(cls: _Record) -> _Record:
-    """Decorates a ``ctypes.Structure``. Its annotations become fields, in their order, behind those
-    of the record that it is derived from: ``int`` is of 64 bits, ``float`` of 32."""
+    """Decorates a ``ctypes.Structure``. Its annotations become fields, in their order: an ``int``
+    has 64 bits, a ``float`` 32. If it is derived from another record, ctypes puts that one's fields
+    first."""
     fields = []
     for name, kind in cls.__annotations__.items():
         fields.append((name, ctypes.c_float if kind is float else ctypes.c_int64))
@@ -68,8 +69,8 @@ class KernelCall(ctypes.Structure):
     Then the program can set them without knowing the kernel."""
 
     counter: int
-    """Items that threads have taken so far: 0 at the start. (So the address of the record is that
-    of the counter.)"""
+    """Items that threads have taken so far: 0 at the start. It is the first field, so its address
+    is that of the record."""
     threads_begun: int
     """0 at the start. Only attention counts the threads that begin, to give each its own scratch
     memory."""
@@ -84,20 +85,21 @@ def reader(cls: type[ctypes.Structure]) -> Any:
     """A Numba function that takes an address and returns the fields of the record there, as a named
     tuple. It loads all of them once; LLVM drops the loads of those that are not used."""
     fields = get_type_hints(cls)  # with those that are inherited
-    kinds = tuple(types.float32 if kind is float else types.int64 for kind in fields.values())
-    result = types.NamedTuple(kinds, namedtuple(cls.__name__, fields))
+    numba_types = tuple(types.float32 if kind is float else types.int64 for kind in fields.values())
+    result_type = types.NamedTuple(numba_types, namedtuple(cls.__name__, fields))
 
     @intrinsic
     def read(typingctx, address):  # type: ignore[no-untyped-def]
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             values = []
             for name, kind in fields.items():
-                where = offset_by(builder, args[0], getattr(cls, name).offset)
-                to = f32 if kind is float else i64
-                values.append(builder.load(pointer(builder, where, to)))
-            return context.make_tuple(builder, result, values)
+                field_address = offset_by(builder, args[0], getattr(cls, name).offset)
+                field_type = f32 if kind is float else i64
+                values.append(builder.load(pointer(builder, field_address, field_type)))
+            return context.make_tuple(builder, result_type, values)
 
-        return result(types.intp), emit
+        # Numba writes a signature as a call of the result's type.
+        return result_type(types.intp), emit
 
     return read
 
@@ -107,7 +109,8 @@ class Kernel:
 
     def __init__(self, body: Callable[[int], None]) -> None:
         takes_address = ((types.intp,), types.void)
-        # What Numba's `cfunc` does, but with our cache. This object owns the code.
+        # The next three statements do what Numba's `cfunc` does, but with our cache. The code lives
+        # as long as ``_function``.
         self._function = CFunc(body, takes_address, locals={}, options=_OPTIONS)
         _use_cache(self._function, body)
         self._function.compile()

@@ -14,8 +14,11 @@ The tag of a conversion, and what it writes::
           One scale for each scale group: the inputs whose weights share a scale, too.
 
 A scale makes the largest element of its row or scale group 127. In a tail the scale and the values
-are float32, the number and the indices int32. The bytes of I8 have no sign, as instructions that
-multiply bytes want one factor without; those of I4 have one.
+are float32, the number and the indices int32.
+
+An instruction that multiplies bytes takes one factor without a sign and one with a sign. The
+weights of int8 have a sign, so the bytes of I8 have none. The weights of 4 bits have none, so the
+bytes of I4 have one.
 
 Items are four rows. A row is read once to find its scale, and once, from the first-level cache, to
 round; with outliers a few times more. It is computed by one thread in a fixed order, whatever the
@@ -61,8 +64,8 @@ _BF16_BYTES = 2
 _LARGEST_BYTE = np.float32(127.0)
 _BYTE_OF_ZERO = np.uint8(128)
 _LEAST = np.float32(1e-36)
-"""A row, or a scale group, whose elements are no larger is rounded to zeros: 127 divided by them
-might be infinite."""
+"""If the largest element of a row, or of a scale group, is not above this, all of them are rounded
+to zeros: 127 divided by so small a number might be infinite."""
 
 
 @record
@@ -169,7 +172,8 @@ def list_outliers(call, row, limit, tail):
         times_mean = call.outlier / np.float32(call.size)
         lower_limit = (lane_sum(vector_sums) + single_sum) * times_mean
         if count > call.most_outliers:
-            # Too many. The limit may be 0, so something is added, too. From now on it only grows.
+            # Too many: the limit is doubled, and not lowered again. As it may be 0, a little is
+            # added as well.
             limit = limit + limit + np.float32(1e-30)
             lowerings_left = 0
         elif lowerings_left > 0 and largest > lower_limit:

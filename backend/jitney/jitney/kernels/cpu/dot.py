@@ -58,7 +58,8 @@ def multiply_units(builder, tag, total, left_parts: Sequence[Any], right):
     ``left_parts``; with WIDE these are two vectors: the first elements of 16 units as float32, and
     the second ones.
 
-    ``total`` is float32. With I8 its lanes hold the bits of int32.
+    ``total`` and the result are vectors of float32, whatever the tag. The sums of I8 are int32: the
+    lanes hold their bits.
     """
     if tag == WIDE_TYPE:
         low_left, high_left = [builder.bitcast(part, f32x) for part in left_parts]

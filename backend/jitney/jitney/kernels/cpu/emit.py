@@ -113,19 +113,22 @@ def emitted(result: Any, *arguments: Any, **named: Any) -> Callable[[Callable[..
         def define(typingctx, *given, **given_by_name):
             # Numba calls this with the types of a caller's arguments, and then ``generate``.
             given_types = _in_order(signature, given, given_by_name)
-            kinds = _kinds(types_of_emit, given_types)
+            converted_types = _converted(types_of_emit, given_types)
 
             def generate(context, builder, _, values):
                 operands = []
-                for expected, kind, value in zip(types_of_emit, kinds, values, strict=True):
+                arguments_of_emit = zip(types_of_emit, converted_types, values, strict=True)
+                for expected, converted, value in arguments_of_emit:
                     # Of a tag, the type is all there is to know.
-                    operands.append(kind if expected is TAG else value)
+                    operands.append(converted if expected is TAG else value)
                 emitted_value = emit(builder, *operands)
                 if result is types.void:
                     return context.get_dummy_value()
                 return emitted_value
 
-            return result(*kinds), generate
+            # Numba writes a signature as a call of the result's type.
+            signature_of_call = result(*converted_types)
+            return signature_of_call, generate
 
         define.__name__ = emit.__name__
         define.__doc__ = emit.__doc__
@@ -158,12 +161,13 @@ def _in_order(
     return bound.args[1:]
 
 
-def _kinds(expected_types: Sequence[Any], given_types: Sequence[Any]) -> list[Any]:
-    """The types that the arguments are converted to. That of a tag is what the caller gave."""
-    kinds = []
+def _converted(expected_types: Sequence[Any], given_types: Sequence[Any]) -> list[Any]:
+    """The types that a caller's arguments are converted to: those that ``emit`` expects. A tag is
+    not converted, so its type is the one given."""
+    converted_types = []
     for expected, given in zip(expected_types, given_types, strict=True):
-        kinds.append(given if expected is TAG else expected)
-    return kinds
+        converted_types.append(given if expected is TAG else expected)
+    return converted_types
 
 
 def host_has(feature: str) -> bool:
@@ -274,6 +278,9 @@ def fused_multiply_add(builder, a, b, c):
 # --------------------------------------------------------------------------- bfloat16
 # A bfloat16 is the upper half of the float32 of the same value.
 
+_HIGH_HALF = -0x10000
+"""A mask: the upper 16 bits of an int32 are 1, the lower 16 are 0."""
+
 
 def widen_low(builder, bits):
     """IR: bfloat16 in the lower half of a 32-bit integer, or of 16 lanes of these, as float32."""
@@ -284,7 +291,7 @@ def widen_low(builder, bits):
 
 def widen_high(builder, bits):
     """IR: bfloat16 in the upper halves of 16 lanes, as float32."""
-    high_halves = builder.and_(bits, constant(i32x, -65536))
+    high_halves = builder.and_(bits, constant(i32x, _HIGH_HALF))
     return builder.bitcast(high_halves, f32x)
 
 

@@ -90,8 +90,10 @@ def multiply_groups_by_tiles(tag, call, first_column, first, end, memory, shaped
     scale_group = call.scale_group
     group_bytes = COLUMN_HEAD_BYTES + scale_group * INPUT_BYTES
     second_column = first_column + call.column_bytes
-    fill_with_zeros(sums, 2 * (end - first))
-    # A tile has 64 inputs. With scale groups of 32, the other 32 have weights that stay 0.
+    vectors_of_sums = (end - first) * (PAIR_ROW_BYTES // VECTOR_BYTES)
+    fill_with_zeros(sums, vectors_of_sums)
+    # A product by tiles takes 64 inputs. A scale group of 32 inputs fills half of them: the weights
+    # of the other half are set to 0 here, and stay 0.
     tiles = ceil_div(scale_group, TILE_ROW_BYTES)
     if scale_group < TILE_ROW_BYTES:
         fill_with_zeros(first_unpacked, _UNPACKED_BYTES // VECTOR_BYTES)
@@ -106,8 +108,8 @@ def multiply_groups_by_tiles(tag, call, first_column, first, end, memory, shaped
             shaped = multiply_rows(
                 tag,
                 rows,
-                False,  # the unpacked weights are in the cache
-                shaped,
+                read_once=False,  # the unpacked weights are in the cache
+                shaped=shaped,
                 x=x + index * scale_group,
                 x_stride=call.x_stride,
                 first_column=first_unpacked,

@@ -47,8 +47,10 @@ ROW_GROUP_BYTES = 2 * F32_BYTES
 """Bytes of the scale and the sum of a scale group of a row. Those of all its scale groups stand
 behind the row's bytes."""
 _RUN = 32
-"""Inputs whose products may be summed up in 16 bits, where the processor has no instruction that
-sums them up in 32 (``dot.multiply_nibbles``: 8 calls of 4 inputs)."""
+"""Inputs of a run. Where the processor has no instruction that sums up products in 32 bits, those
+of a run are summed up in 16 bits. ``dot.multiply_nibbles`` takes 4 inputs in a call, and allows 8
+calls for a run."""
+_PAIR_COLUMNS = 2
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ def multiply_few(builder, rows, x, x_stride, inputs, scale_group, column, column
         column_bytes=column_bytes,
         out=out,
     )
-    emit_by_rows(builder, rows, 2, emitter.multiply)
+    emit_by_rows(builder, rows, _PAIR_COLUMNS, emitter.multiply)
 
 
 @dataclass(frozen=True)
@@ -227,7 +229,9 @@ class _FewRows:
                 offset = COLUMN_HEAD_BYTES + number * VECTOR_BYTES
                 addresses.append(offset_by(builder, of_run, offset))
             for address in addresses:
-                prefetch_line(builder, offset_by(builder, address, 2, self.column_bytes))
+                # The same vector of the next pair.
+                upcoming = offset_by(builder, address, _PAIR_COLUMNS, self.column_bytes)
+                prefetch_line(builder, upcoming)
             unpacked = [_emit_unpack(builder, address) for address in addresses]
             # Its low nibbles meet 4 inputs of each row, a unit; its high nibbles meet the next 4.
             for half in range(2):

@@ -76,7 +76,7 @@ class CpuLayerKernels:
         if joined.scale is not None or self._batch_invariant:
             raise Misfit("there is no product of ours for its dtype, sizes and activation")
         reason = self._why_not_packed(weight.dtype)
-        if reason:
+        if reason is not None:
             raise Misfit(reason)
         if activation is None:
             return PackedLinear(weight, joined.bias, self._rows)

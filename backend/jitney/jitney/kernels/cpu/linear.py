@@ -189,9 +189,10 @@ def prepack_linears(
             packed = make_own_linear([linear])
         else:
             raise Misfit(reason or "there is no product of ours")
-        # More than one: another module holds the weight as well. It is popped, so that its bytes
-        # are counted once, and because ``holders`` itself would keep it in memory.
-        if holders.pop(linear.weight, 0) > 1:
+        # The weight is taken out of ``holders``: otherwise that would keep it in memory, and its
+        # bytes would be counted again for another layer that has the same weight.
+        num_holders = holders.pop(linear.weight, 0)
+        if num_holders > 1:
             report.added_bytes += linear.weight.nbytes
         return packed
 

@@ -162,7 +162,14 @@ def make_micro_kernel(width: int, *, source_per_vector: bool, ahead: int) -> Any
             out=out,
             out_stride=out_stride,
         )
-        emitter = _Emitter(builder, tag, width, source_per_vector, ahead, arguments)
+        emitter = _Emitter(
+            builder=builder,
+            tag=tag,
+            width=width,
+            source_per_vector=source_per_vector,
+            ahead=ahead,
+            arguments=arguments,
+        )
         if tag != BF16_TYPE or not host_has_amx():
             # There is no tile unit, or none of its instructions is for this product.
             emitter.by_vectors()
@@ -180,12 +187,12 @@ class _Arguments(NamedTuple):
     """IR: what a micro-kernel is called with. All are int64; addresses and strides are in bytes."""
 
     rows: Any
-    """How many."""
+    """How many rows."""
     left: Any
     """Address of the rows [rows, num_sources * units] of units, which are four bytes (eight with
     WIDE: two float32)."""
     left_stride: Any
-    """From row to row."""
+    """From one row of ``left`` to the next."""
     sources: Any
     """Address of a list, int64: the address of each source."""
     num_sources: Any
@@ -199,7 +206,7 @@ class _Arguments(NamedTuple):
     out: Any
     """Address of the result, float32 [rows, width * 16]."""
     out_stride: Any
-    """From row to row."""
+    """From one row of ``out`` to the next."""
 
 
 def emit_by_rows(builder, rows, width: int, emit: Callable[[int, range], None]) -> None:
@@ -252,14 +259,14 @@ class _Emitter:
     width: int
     source_per_vector: bool
     ahead: int
-    given: _Arguments
+    arguments: _Arguments
 
     # ----------------------------------------------------------------- where the vectors are
 
     def _find_source(self, index, chosen: Sequence[int]) -> _Source:
         """IR: where to read the ``chosen`` vectors of the source with this ``index``."""
         return _Source(
-            left_unit=self.builder.mul(index, self.given.units),
+            left_unit=self.builder.mul(index, self.arguments.units),
             vectors=self._first_vectors(index, chosen),
             upcoming=self._first_vectors(index, chosen, further=self.ahead),
         )
@@ -269,21 +276,22 @@ class _Emitter:
         ``further`` on in the list than ``index``."""
         builder = self.builder
         if self.source_per_vector:
+            # Vector n is source n of the list, and ``index`` is 0: ``num_sources`` is 1.
             return [self._source(constant(i64, n + further)) for n in chosen]
         source = self._source(offset_by(builder, index, further))
-        start = builder.add(source, self.given.offset)
+        start = builder.add(source, self.arguments.offset)
         return [offset_by(builder, start, n, VECTOR_BYTES) for n in chosen]
 
     def _source(self, index):
         """IR: the address with this ``index`` in the list of sources."""
-        where = offset_by(self.builder, self.given.sources, index, I64_BYTES)
+        where = offset_by(self.builder, self.arguments.sources, index, I64_BYTES)
         return self.builder.load(pointer(self.builder, where, i64))
 
     # ----------------------------------------------------------------- by vectors
 
     def by_vectors(self) -> None:
         """IR: code for each number of rows."""
-        emit_by_rows(self.builder, self.given.rows, self.width, self._multiply_by_vectors)
+        emit_by_rows(self.builder, self.arguments.rows, self.width, self._multiply_by_vectors)
 
     def _multiply_by_vectors(self, m: int, chosen: Sequence[int]) -> None:
         """IR: m rows times the ``chosen`` vectors.
@@ -293,9 +301,9 @@ class _Emitter:
         builder = self.builder
         results = self._vectors_of_result(m, chosen)
         sums = self._begin_sums(results)
-        with cgutils.for_range(builder, self.given.num_sources) as loop:
+        with cgutils.for_range(builder, self.arguments.num_sources) as loop:
             source = self._find_source(loop.index, chosen)
-            with cgutils.for_range(builder, self.given.units) as inner_loop:
+            with cgutils.for_range(builder, self.arguments.units) as inner_loop:
                 self._add_unit(inner_loop.index, source, sums)
         for row_results, row_sums in zip(results, sums, strict=True):
             for result, slot in zip(row_results, row_sums, strict=True):
@@ -306,7 +314,7 @@ class _Emitter:
         builder = self.builder
         results = []
         for row in range(m):
-            start = offset_by(builder, self.given.out, row, self.given.out_stride)
+            start = offset_by(builder, self.arguments.out, row, self.arguments.out_stride)
             addresses = [offset_by(builder, start, n, VECTOR_BYTES) for n in chosen]
             results.append([pointer(builder, address, f32x) for address in addresses])
         return results
@@ -333,17 +341,17 @@ class _Emitter:
         """IR: add the products of one unit of each row and of each vector."""
         builder = self.builder
         for start in source.upcoming:
-            prefetch_line(builder, offset_by(builder, start, unit, self.given.unit_stride))
+            prefetch_line(builder, offset_by(builder, start, unit, self.arguments.unit_stride))
         addresses = [
-            offset_by(builder, start, unit, self.given.unit_stride) for start in source.vectors
+            offset_by(builder, start, unit, self.arguments.unit_stride) for start in source.vectors
         ]
         vectors = [load_vector(builder, address) for address in addresses]
         # WIDE: the two elements of a left unit have been widened to float32.
         left_parts = 2 if self.tag == WIDE_TYPE else 1
         left_unit = builder.add(source.left_unit, unit)
-        left = offset_by(builder, self.given.left, left_unit, left_parts * UNIT_BYTES)
+        left = offset_by(builder, self.arguments.left, left_unit, left_parts * UNIT_BYTES)
         for row, row_sums in enumerate(sums):
-            of_row = offset_by(builder, left, row, self.given.left_stride)
+            of_row = offset_by(builder, left, row, self.arguments.left_stride)
             parts = [offset_by(builder, of_row, part, UNIT_BYTES) for part in range(left_parts)]
             broadcasts = [load_broadcast(builder, part) for part in parts]
             for slot, vector in zip(row_sums, vectors, strict=True):
@@ -360,32 +368,35 @@ class _Emitter:
         sums of vector n are in tile n.
         """
         builder = self.builder
-        results = [offset_by(builder, self.given.out, n, VECTOR_BYTES) for n in range(self.width)]
+        out = self.arguments.out
+        results = [offset_by(builder, out, n, VECTOR_BYTES) for n in range(self.width)]
         # The products of few rows take less time than keys and values take to arrive from memory.
         # So for few rows the loop below prefetches. With more rows the caller does
-        # (``prefetch_span``).
-        prefetches = builder.icmp_signed("<", self.given.rows, constant(i64, MAX_ROWS))
+        # (``attention_spans.prefetch_span``).
+        prefetches = builder.icmp_signed("<", self.arguments.rows, constant(i64, MAX_ROWS))
         for tile, address in enumerate(results):
             if self.source_per_vector:
                 emit_amx(builder, "tilezero", tile)
             else:
-                load_tile(builder, tile, address, self.given.out_stride)
-        with cgutils.for_range(builder, self.given.num_sources) as loop:
+                load_tile(builder, tile, address, self.arguments.out_stride)
+        with cgutils.for_range(builder, self.arguments.num_sources) as loop:
             source = self._find_source(loop.index, range(self.width))
             self._add_source(source, prefetches)
         for tile, address in enumerate(results):
-            store_tile(builder, tile, address, self.given.out_stride)
+            store_tile(builder, tile, address, self.arguments.out_stride)
 
     def _add_source(self, source: _Source, prefetches) -> None:
         """IR: add the products of all units of one source."""
         builder = self.builder
         zero = constant(i64, 0)
         sixteen = constant(i64, 16)
-        whole = builder.and_(self.given.units, constant(i64, -16))
-        with cgutils.for_range_slice(builder, zero, whole, sixteen, inc=True) as (unit, _):
+        # The number of units, rounded down to a multiple of 16.
+        end_of_16s = builder.and_(self.arguments.units, constant(i64, -16))
+        with cgutils.for_range_slice(builder, zero, end_of_16s, sixteen, inc=True) as (unit, _):
             self._add_units(source, unit, _SIXTEEN_UNITS, prefetches)
-        with builder.if_then(builder.icmp_signed("<", whole, self.given.units)):
-            self._add_units(source, whole, _EIGHT_UNITS, prefetches)
+        # Either 8 units are left, or none.
+        with builder.if_then(builder.icmp_signed("<", end_of_16s, self.arguments.units)):
+            self._add_units(source, end_of_16s, _EIGHT_UNITS, prefetches)
 
     def _add_units(self, source: _Source, unit, factors: _FactorTiles, prefetches) -> None:
         """IR: add the products of 16 or 8 units, from ``unit`` on."""
@@ -393,12 +404,13 @@ class _Emitter:
         with builder.if_then(prefetches):
             for start in source.upcoming:
                 for n in range(factors.units):
-                    soon = builder.add(unit, constant(i64, n))
-                    prefetch_line(builder, offset_by(builder, start, soon, self.given.unit_stride))
+                    upcoming_unit = builder.add(unit, constant(i64, n))
+                    line = offset_by(builder, start, upcoming_unit, self.arguments.unit_stride)
+                    prefetch_line(builder, line)
         left_unit = builder.add(source.left_unit, unit)
-        address = offset_by(builder, self.given.left, left_unit, UNIT_BYTES)
-        load_tile(builder, factors.left, address, self.given.left_stride)
+        left = offset_by(builder, self.arguments.left, left_unit, UNIT_BYTES)
+        load_tile(builder, factors.left, left, self.arguments.left_stride)
         for sum_tile, start in enumerate(source.vectors):
-            address = offset_by(builder, start, unit, self.given.unit_stride)
-            load_tile(builder, factors.right, address, self.given.unit_stride)
+            right = offset_by(builder, start, unit, self.arguments.unit_stride)
+            load_tile(builder, factors.right, right, self.arguments.unit_stride)
             emit_amx(builder, "tdpbf16ps", sum_tile, factors.left, factors.right)

@@ -61,8 +61,8 @@ class NormRotaryCall(KernelCall):
     data: int
     """Address of the rows that are read."""
     index: int
-    """Address of int64 [count]: which row of the data is read for each row of the result. 0: row r
-    for row r."""
+    """Address of int64 [count]: which row of the data is read for each row of the result. 0: there
+    is no such list, and row r of the result is computed from row r of the data."""
     out: int
     """Address of the rows that are written. It may be ``data``."""
     stride: int
@@ -88,8 +88,8 @@ class NormRotaryCall(KernelCall):
     angle_stride: int
     """From position to position, of ``cos`` and of ``sin``."""
     positions: int
-    """Address of int64 [count]: which row of ``cos`` and ``sin`` each row takes. 0: row r takes
-    row r."""
+    """Address of int64 [count]: which row of ``cos`` and ``sin`` each row takes. 0: there is no
+    such list, and row r takes row r of these."""
 
 
 read_norm_rotary = reader(NormRotaryCall)
@@ -180,11 +180,13 @@ def finish_heads(tag, call, row, out, heads, scale, angle_offset):
     ``row``.
     """
     head_bytes = call.head_size * element_bytes(tag)
-    if scale != 0 and call.one_norm_for_all_heads != 0:
+    norms_all_heads = scale != 0 and call.one_norm_for_all_heads != 0
+    norms_each_head = scale != 0 and call.one_norm_for_all_heads == 0
+    if norms_all_heads:
         norm_row(tag, row, out, scale, width=heads * call.head_size, epsilon=call.epsilon)
     for h in range(heads):
         head = out + h * head_bytes
-        if scale != 0 and call.one_norm_for_all_heads == 0:
+        if norms_each_head:
             source = row + h * head_bytes
             norm_row(tag, source, head, scale, width=call.head_size, epsilon=call.epsilon)
         cos = call.cos + angle_offset

@@ -27,8 +27,8 @@ from jitney.kernels.cpu.simd import BF16, F32, I4, I8, WIDE
 PAIR_OUTPUTS = 2 * LANES
 """Outputs of two columns."""
 _LEAST_BYTES_BEHIND_ROW = 32
-"""Bytes behind the K bytes of a row of x, at least. The tile unit reads 64 bytes at once: of the
-last scale group, if it has 32 inputs, 32 bytes too many."""
+"""How many bytes there must be behind the K bytes of a row of x. The tile unit reads 64 bytes of a
+row at once. If the last scale group has 32 inputs, these 64 bytes end 32 bytes behind the row."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class PackedWeight:
     convert_tag: Any = None
     """The tag for which ``convert_kernel`` brings rows of x into that form. None: they have it."""
     tail: int = 0
-    """See :class:`ProductCall`, here and below."""
+    """This and the fields below are those of :class:`ProductCall`, as tensors where those are
+    addresses."""
     scale_group: int = 0
     scales: Tensor | None = None
     shifts: Tensor | None = None
@@ -156,11 +157,13 @@ def _pack_nibbles(weight: Tensor, scale: Tensor, filling: int) -> PackedWeight:
     scale_groups = scale.shape[2]
     weight = functional.pad(weight, (0, 0, 0, filling))
     scale = functional.pad(scale, (0, 0, 0, filling))
-    # Of each column and scale group, first its scales and least values, then its nibbles.
-    parts = (_scales_and_leasts(scale), _vectors_of_nibbles(weight, scale_groups))
+    # A scale group of a column is its scales and least values, and behind them its nibbles. Both
+    # tensors are [column, scale group, bytes].
+    heads = _scales_and_leasts(scale)
+    nibbles = _vectors_of_nibbles(weight, scale_groups)
     return PackedWeight(
         tag=I4,
-        columns=torch.cat(parts, 2).flatten(1),
+        columns=torch.cat((heads, nibbles), 2).flatten(1),
         x_stride=inputs + max(_LEAST_BYTES_BEHIND_ROW, ROW_GROUP_BYTES * scale_groups),
         convert_tag=I4,
         scale_group=inputs // scale_groups,

@@ -96,18 +96,21 @@ class CpuAttention:
     def kernels(self) -> AttentionKernels:
         """Compiled, or loaded from the cache of compiled code, at first use.
 
-        Another process may be compiling this kernel (``ahead``). Its first use comes after all
-        other kernels of a load, so there is the least to wait for that process."""
+        Another process may be compiling these kernels (``ahead``). A load uses them for the first
+        time when it has all other kernels: by then that process has often ended."""
         began = time.perf_counter()
+        # ``ahead`` compiles the kernels of one dtype: those of other dtypes need not wait for it.
         if self.cache_dtype == self.dtype == ahead.DTYPE:
-            # It compiles just the kernels of this dtype.
             ahead.wait_for_compiler()
         kernels = attention_kernels(self.cache_dtype, self.dtype)
-        cached = kernels.attend.was_cached and kernels.write.was_cached
-        done = "loaded" if cached else "compiled"
-        seconds = time.perf_counter() - began
-        text = "attention kernel for %s, of %s instructions, %s in %.1f s"
-        _log.info(text, self.cache_dtype, instruction_set(), done, seconds)
+        were_cached = kernels.attend.was_cached and kernels.write.was_cached
+        _log.info(
+            "attention kernel for %s, of %s instructions, %s in %.1f s",
+            self.cache_dtype,
+            instruction_set(),
+            "loaded" if were_cached else "compiled",
+            time.perf_counter() - began,
+        )
         return kernels
 
     def __call__(self, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata) -> Tensor:

@@ -13,12 +13,14 @@ ITEMS_PER_WEIGHT = 64
 more has 64 to 127 items, and a smaller one has as many as it has pairs. That is enough to share out
 among threads, and few enough that the counter costs nothing."""
 ROWS_PER_ITEM = 128
+"""Rows of x of an item, at most."""
 ROWS_BY_TILES = 2 * TILE_ROWS
 """Rows of x that the tile unit multiplies at once: two tiles of them."""
 PAIR_ROW_BYTES = 2 * VECTOR_BYTES
 """Bytes of one row of a pair's result: 32 float32, one for each output. The bias, the scales and
 the shifts of a pair's 32 outputs have as many bytes."""
 RESULT_BYTES = ROWS_PER_ITEM * PAIR_ROW_BYTES
+"""Bytes of a pair's result for all rows of an item."""
 
 NONE = 0
 SILU = 1
@@ -46,8 +48,8 @@ class ProductCall(KernelCall):
     column_bytes: int
     """Bytes of a packed column."""
     column_tiles: int
-    """Of floats and bytes: tiles of a column. For each of them a row of x has 16 units, which meet
-    the 16 vectors of the tile."""
+    """Of floats and bytes: tiles of a column, each of 16 vectors. A row of x has 16 units for each
+    tile: one unit for each vector."""
     pairs: int
     """Pairs of columns: N / 32."""
     pairs_per_item: int
@@ -57,8 +59,8 @@ class ProductCall(KernelCall):
     out_stride: int
     """Bytes from row to row."""
     activation: int
-    """One of ACTIVATIONS. With one, the columns of a pair are a gate's and its up's, and a pair
-    gives 16 outputs: activation(gate) * up."""
+    """NONE, SILU or GELU_TANH. With an activation, the first column of a pair is a gate's and the
+    second one its up's, and the pair gives 16 outputs: activation(gate) * up."""
     other: int
     """Address of [count, N] in the result's type, which is added to the product. It is in the order
     of the weight's columns: with an activation, 16 numbers of gate and 16 of up by turns."""

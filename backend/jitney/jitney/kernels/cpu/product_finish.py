@@ -88,10 +88,10 @@ def scale_bytes(call, pair, row, sums):
         k = np.int64(load_i32(tail + TAIL_INDICES + OUTLIER_BYTES * n))
         value = splat(load_f32(tail + TAIL_VALUES + OUTLIER_BYTES * n))
         # The weights of input k are in vector k // 4 of the column: one byte of each unit.
-        vector = k // UNIT_BYTES * VECTOR_BYTES
+        vector_offset = k // UNIT_BYTES * VECTOR_BYTES
         byte = k % UNIT_BYTES
-        a = fma(load_signed(first_column + vector, byte), value, a)
-        b = fma(load_signed(second_column + vector, byte), value, b)
+        a = fma(load_signed(first_column + vector_offset, byte), value, a)
+        b = fma(load_signed(second_column + vector_offset, byte), value, b)
     return a * load(scales), b * load(scales + VECTOR_BYTES)
 
 
@@ -99,9 +99,9 @@ def scale_bytes(call, pair, row, sums):
 def finish(tag, call, pair, first_row, rows, sums):
     """Make outputs of the sums [rows, 32] of one pair at ``sums``, and write them to rows
     ``first_row``, ``first_row`` + 1, ... of the layer's result."""
-    to = result_tag(tag)
+    out_tag = result_tag(tag)
     gated = call.activation != NONE
-    out_column_bytes = LANES * element_bytes(to)  # 16 numbers in a row of the result
+    out_column_bytes = LANES * element_bytes(out_tag)  # 16 numbers in a row of the result
     bias = call.bias + pair * PAIR_ROW_BYTES
     for m in range(rows):
         row = first_row + m
@@ -119,14 +119,14 @@ def finish(tag, call, pair, first_row, rows, sums):
             # It has all N numbers of the product: if gated, twice those of the result.
             other_stride = call.out_stride * 2 if gated else call.out_stride
             other = call.other + row * other_stride + pair * 2 * out_column_bytes
-            a = a + load_as(to, other)
-            b = b + load_as(to, other + out_column_bytes)
+            a = a + load_as(out_tag, other)
+            b = b + load_as(out_tag, other + out_column_bytes)
         out = call.out + row * call.out_stride
         if gated:
             # A pair gives 16 numbers of the result: a is their gate, b what that is multiplied by.
-            store_as(to, out + pair * out_column_bytes, activate(call.activation, a) * b)
+            store_as(out_tag, out + pair * out_column_bytes, activate(call.activation, a) * b)
         else:
             # A pair gives 32 numbers of the result.
             pair_out = out + pair * 2 * out_column_bytes
-            store_as(to, pair_out, a)
-            store_as(to, pair_out + out_column_bytes, b)
+            store_as(out_tag, pair_out, a)
+            store_as(out_tag, pair_out + out_column_bytes, b)

@@ -103,6 +103,7 @@ def multiply_by_vectors(tag, call, pair, first, end, memory):
     """The outputs of one pair for rows [first, end). For ``memory`` see :func:`make_body`."""
     sums = memory
     column_list = memory + RESULT_BYTES
+    # The pair's two columns, and behind them those that are prefetched.
     for n in range(_LISTED_COLUMNS):
         column = call.weight + (2 * pair + n) * call.column_bytes
         store_i64(column_list + n * I64_BYTES, column)
@@ -114,8 +115,8 @@ def multiply_by_vectors(tag, call, pair, first, end, memory):
         turn_end = first + count * (turn + 1) // turns
         multiply_vectors(
             tag,
-            False,
-            turn_end - turn_begin,
+            use_tiles=False,
+            rows=turn_end - turn_begin,
             left=call.x + turn_begin * call.x_stride,
             left_stride=call.x_stride,
             sources=column_list,
@@ -161,10 +162,12 @@ def make_body(multiply: Any, extra_bytes: int) -> Any:
         shaped = np.int64(0)
         items_of_same_rows = ceil_div(call.pairs, call.pairs_per_item)
         while True:
+            # First come all items of rows 0 to ROWS_PER_ITEM - 1, then those of the next rows, and
+            # so on. Behind the last row, all items have been taken.
             item = fetch_add(arguments)
             first = item // items_of_same_rows * ROWS_PER_ITEM
             end = min(first + ROWS_PER_ITEM, call.count)
-            if first >= end:  # all items have been taken
+            if first >= end:
                 break
             first_pair = item % items_of_same_rows * call.pairs_per_item
             end_pair = min(first_pair + call.pairs_per_item, call.pairs)

@@ -96,7 +96,11 @@ def _make_multiply(*, with_lower: bool, prefetches: bool = False) -> Any:
     ``out`` is float32, or int32 if the elements are bytes.
 
     With ``add_to_out`` the product is added to what ``out`` holds.
+
+    With ``prefetches``, which needs ``with_lower``, each turn also prefetches a tile of each
+    column: half a tile after each of its four products.
     """
+    assert with_lower or not prefetches
     products = [*_OF_UPPER_ROWS, *_OF_LOWER_ROWS] if with_lower else _OF_UPPER_ROWS
 
     @emitted(types.void, TAG, add_to_out=types.boolean)
@@ -129,9 +133,9 @@ def _make_multiply(*, with_lower: bool, prefetches: bool = False) -> Any:
             for number, product in enumerate(products):
                 emit_amx(builder, _instruction(tag), product.sums, product.x, product.weights)
                 if prefetches:
-                    # Half a tile after each of the four products: the halves of the first column's
-                    # tile, then those of the second one's. More at once would hold up the loads of
-                    # the next turn.
+                    # Half a tile at a time: first the two halves of the first column's tile, then
+                    # those of the second one's. More at once would hold up the loads of the next
+                    # turn.
                     start = first if number < 2 else second
                     _prefetch_half_tile(builder, start, half=number % 2)
 
@@ -160,6 +164,7 @@ def _prefetch_half_tile(builder, start, half: int) -> None:
 multiply_two_tiles = _make_multiply(with_lower=True)
 """17 to 32 rows: two tiles of x."""
 multiply_two_tiles_prefetching = _make_multiply(with_lower=True, prefetches=True)
+"""The same, for columns that come from memory."""
 multiply_one_tile = _make_multiply(with_lower=False)
 """1 to 16 rows."""
 

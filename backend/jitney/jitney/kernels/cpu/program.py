@@ -104,7 +104,8 @@ class LayerProgram:
     def __init__(self, model: Any, places: Sequence[Places] | None) -> None:
         """See :meth:`of`."""
         self._places = places
-        # The most columns, of 16 ranks each, that a product's A factors had in any step so far.
+        # The most columns that the A factors of a product had in any step so far. A column is 16
+        # ranks.
         self._most_rank_columns = 0
         self._embedding = model.embed.weight.detach()
         self._table = model.tables[0]
@@ -138,7 +139,7 @@ class LayerProgram:
         # The kernels of adapters have no other dtype.
         if places is not None and model.embed.weight.dtype != torch.bfloat16:
             return None
-        if not all(map(_can_run, model.layers)):
+        if not all(map(_can_run_layer, model.layers)):
             return None
         # All layers share one memory.
         shapes = [_shape(layer) for layer in model.layers]
@@ -167,8 +168,9 @@ class LayerProgram:
         return True
 
     def _has_caches(self, caches: Sequence[LayerCache]) -> bool:
-        """Whether these are the caches whose addresses the program has written down. A record of a
-        cache does not change, so the same records are the same tensors and attention functions."""
+        """Whether these are the caches whose addresses the program has written down. A LayerCache
+        cannot be changed: as long as it is the same object, its tensors and its attention function
+        are the same, too."""
         if len(caches) != len(self._caches):
             return False
         return all(map(operator.is_, caches, self._caches))
@@ -227,8 +229,9 @@ class LayerProgram:
             step = kind.cache.attend.prepare(kind.attention_call, kind.cache, paged.meta)
             assert step.arguments.tokens == tokens
             fields = np.frombuffer(bytes(step.arguments), np.int64)
-            # With one kind these are all layers. NumPy writes a slice faster than a list.
-            layers = kind.layers if len(memory.kinds) > 1 else slice(None)
+            # A single kind has all layers. NumPy writes to a slice faster than to a list of
+            # indices.
+            layers = slice(None) if len(memory.kinds) == 1 else kind.layers
             of_step = fields[_OF_STEP]
             memory.write_records[layers, _OF_STEP] = of_step
             memory.write_records[layers, COUNT] = step.write_items
@@ -348,7 +351,7 @@ def _have_whole_columns(places: Sequence[Places]) -> bool:
     return True
 
 
-def _can_run(layer: FusedDecoderLayer) -> bool:
+def _can_run_layer(layer: FusedDecoderLayer) -> bool:
     """Whether a program can run all parts of the layer."""
     norms = layer.norms
     # One norm before each branch, and none behind.

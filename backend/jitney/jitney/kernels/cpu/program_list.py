@@ -161,6 +161,9 @@ class KernelList:
     """This and the next two are None if there are no adapters."""
     shrink: Kernel | None
     expand: Kernel | None
+
+    # What is written down. It is empty at first, and :meth:`add_layer` and :meth:`add_end` add to
+    # it.
     kernels: list[ListedKernel] = field(default_factory=list)
     kinds: dict[object, LayerKind] = field(default_factory=dict)
     write_in_layer: int = 0
@@ -207,6 +210,7 @@ class KernelList:
         for fields, listed in zip(records, self.kernels, strict=True):
             arguments = listed.arguments
             size = ctypes.sizeof(arguments)
+            assert size <= BODY * I64_BYTES, "the arguments fit in front of the body's address"
             ctypes.memmove(fields.ctypes.data, ctypes.addressof(arguments), size)
             fields[BODY] = listed.kernel.address
         return records
@@ -267,6 +271,7 @@ class KernelList:
             self.kinds[kind] = LayerKind(attention_call, cache, [])
         self.kinds[kind].layers.append(number)
         if number == 0:
+            # In the first layer, an index among all kernels is one among the layer's.
             self.write_in_layer = len(self.kernels)
         kernels = cache.attend.kernels
         self._add(kernels.write, arguments)
@@ -289,6 +294,7 @@ class KernelList:
         self._add_linear(linear, x=x, out=out, other=memory.added.data_ptr())
         product = len(self.kernels) - 1
         if number == 0:
+            # As in ``_add_attention``.
             in_layer = _ProductInLayer(
                 shrink=shrink, expand=shrink + 1, product=product, other=other
             )

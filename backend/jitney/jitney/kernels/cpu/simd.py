@@ -14,8 +14,9 @@ function that emits LLVM code gets the type itself, and compares it with F32_TYP
     I8     int8        int8                   bytes, 0 to 255      int8
     I4     int16       -                      int8                 4 bits, 0 to 15
 
-F32 and I8 have the type of what they stand for. The others stand for what Numba has no type for,
-and have one that is used nowhere else; BF16's has the size of its elements.
+F32 and I8 have the type of their elements. For what the others stand for Numba has no type: these
+tags have types that are used for nothing else. ``element_bytes`` reads an element's size from the
+tag's type: so that of BF16 has two bytes, and that of WIDE four.
 
 Called by all kernels of this folder.
 """
@@ -31,6 +32,7 @@ from numba.extending import overload
 from jitney.kernels.cpu.emit import (
     LANES,
     TAG,
+    VECTOR_BYTES,
     bf16,
     broadcast,
     call_llvm,
@@ -120,8 +122,8 @@ has_scales = is_i8
 
 
 def _access(numba_type, llvm_type) -> tuple[Any, Any]:
-    """Two Numba functions: one loads a value from an address, one stores it there. The address may
-    be any."""
+    """Two Numba functions: one loads a value from an address, one stores it there. The address
+    need not be aligned."""
 
     @emitted(numba_type, types.intp)
     def load(builder, address):
@@ -162,15 +164,15 @@ prefetch = emitted(types.void, types.intp)(prefetch_line)
 
 @emitted(types.int64)
 def vector_on_stack(builder):
-    """The address of memory for one vector. It lives as long as the function that asks."""
-    return stack_memory(builder, 4 * LANES)
+    """The address of memory for one vector, on the stack of the function that calls this."""
+    return stack_memory(builder, VECTOR_BYTES)
 
 
 # --------------------------------------------------------------------------- elements as float32
 
 
 class _Types(NamedTuple):
-    """LLVM's types of one number, or of 16 side by side."""
+    """LLVM's types of one number, or of 16 numbers side by side."""
 
     f32: Any
     i32: Any
@@ -179,12 +181,14 @@ class _Types(NamedTuple):
 
 
 def _element_access(numba_type, to: _Types) -> tuple[Any, Any]:
-    """Two Numba functions. ``load`` gives an element of the tag's type as float32. ``store`` rounds
-    a float32 to nearest even, and stores it as an element of the tag's type: of I8 it must be from
-    -128 to 127, and any byte is stored for a NaN. Both do so with one element or with 16, as the
-    types ``to`` say.
+    """Two Numba functions, for one element or for 16: the types ``to`` say for how many.
 
-    The tag is F32, BF16 or I8. ``store`` also takes WIDE, as F32; nothing loads by that tag."""
+    - ``load`` gives an element of the tag's type as float32.
+    - ``store`` rounds a float32 to an element of the tag's type, ties to even, and stores that. For
+      I8 the number must be from -128 to 127; for a NaN any byte is stored.
+
+    The tag is F32, BF16 or I8. ``store`` also takes WIDE, and stores float32. Nothing loads by that
+    tag."""
     is_vector = to.f32 is f32x
     rint = "llvm.rint.v16f32" if is_vector else "llvm.rint.f32"
 
@@ -218,10 +222,10 @@ def _element_access(numba_type, to: _Types) -> tuple[Any, Any]:
     return load, store
 
 
-_SIXTEEN = _Types(f32x, i32x, i16x, i8x)
-_ONE = _Types(f32, i32, i16, i8)
-load_as, store_as = _element_access(vector, _SIXTEEN)
-load_one, store_one = _element_access(types.float32, _ONE)
+_TYPES_OF_16 = _Types(f32=f32x, i32=i32x, i16=i16x, i8=i8x)
+_TYPES_OF_1 = _Types(f32=f32, i32=i32, i16=i16, i8=i8)
+load_as, store_as = _element_access(vector, _TYPES_OF_16)
+load_one, store_one = _element_access(types.float32, _TYPES_OF_1)
 
 
 @emitted(types.void, types.intp, vector, vector)
@@ -297,14 +301,14 @@ def larger(builder, a, b):
 
 
 @emitted(vector, vector, types.int64, types.int64, types.float32)
-def keep_between(builder, value, low, high, other):
-    """Lanes low <= i < high of ``value``, and the float32 ``other`` in all else."""
+def keep_between(builder, value, first, end, other):
+    """Lanes [first, end) of ``value``, and the float32 ``other`` in all other lanes."""
     lanes = ir.Constant(i32x, list(range(LANES)))
-    first = broadcast(builder, builder.trunc(low, i32))
-    end = broadcast(builder, builder.trunc(high, i32))
+    firsts = broadcast(builder, builder.trunc(first, i32))
+    ends = broadcast(builder, builder.trunc(end, i32))
     inside = builder.and_(
-        builder.icmp_signed(">=", lanes, first),
-        builder.icmp_signed("<", lanes, end),
+        builder.icmp_signed(">=", lanes, firsts),
+        builder.icmp_signed("<", lanes, ends),
     )
     return builder.select(inside, value, broadcast(builder, other))
 
@@ -349,20 +353,20 @@ def _times_power_of_two(builder, value, power):
     or with AVX-512 the exact value. NaN where the value is NaN; then the power may be NaN, too."""
     if host_has("avx512f"):
         name = "llvm.x86.avx512.mask.scalef.ps.512"
-        all_lanes = ir.Constant(i16, -1)
-        current_rounding = constant(i32, 4)
+        all_lanes = ir.Constant(i16, -1)  # a mask: one bit for each lane
+        current_rounding = constant(i32, 4)  # as in Intel's intrinsics: _MM_FROUND_CUR_DIRECTION
         operands = [value, power, value, all_lanes, current_rounding]
         return call_llvm(builder, name, f32x, operands)
     least = constant(f32x, -126.0)
-    # A NaN is neither above the least power nor below it: it is computed as the least one, and
-    # ``value * two`` is NaN.
+    # A NaN is neither above the least power nor below it. So for a NaN the factor is that of the
+    # least power, and ``value`` times it is NaN.
     is_above = builder.fcmp_ordered(">", power, least)
     is_below = builder.fcmp_ordered("<", power, least)
     whole = builder.fptosi(builder.select(is_above, power, least), i32x)
     # A float32 whose exponent bits hold power + 127 is 2**power.
     biased = builder.add(whole, constant(i32x, 127))
-    two = builder.bitcast(builder.shl(biased, constant(i32x, 23)), f32x)
-    return builder.select(is_below, constant(f32x, 0.0), builder.fmul(value, two))
+    factor = builder.bitcast(builder.shl(biased, constant(i32x, 23)), f32x)
+    return builder.select(is_below, constant(f32x, 0.0), builder.fmul(value, factor))
 
 
 @inlined

@@ -101,16 +101,16 @@ def begin_states(call, kv_head, rows, states, sinks):
     for r in range(rows):
         state = states + r * state_bytes(call.padded)
         maximum = _LOWEST
-        total = ZERO
+        sum_of_weights = ZERO
         if sinks != 0:
             head = kv_head * call.heads_per_kv + r % call.heads_per_kv
             maximum = load_f32(sinks + head * F32_BYTES) * LOG2_E
-            total = ONE  # the sink's own weight: 2**(maximum - maximum)
+            sum_of_weights = ONE  # the sink's own weight: 2**(maximum - maximum)
         for d in range(0, call.padded, LANES):
             store(state + d * F32_BYTES, splat(ZERO))
         outputs_end = state + call.padded * F32_BYTES
         store_f32(outputs_end + _MAXIMUM, maximum)
-        store_f32(outputs_end + _SUM, total)
+        store_f32(outputs_end + _SUM, sum_of_weights)
 
 
 @inner
@@ -122,24 +122,25 @@ def merge_states(call, rows, totals, states):
     maximum is _LOWEST.
     """
     for r in range(rows):
-        total = totals + r * state_bytes(call.padded)
-        state = states + r * state_bytes(call.padded)
-        total_end = total + call.padded * F32_BYTES
-        state_end = state + call.padded * F32_BYTES
-        total_maximum = load_f32(total_end + _MAXIMUM)
-        state_maximum = load_f32(state_end + _MAXIMUM)
-        maximum = max(total_maximum, state_maximum)
+        before = totals + r * state_bytes(call.padded)
+        added = states + r * state_bytes(call.padded)
+        before_end = before + call.padded * F32_BYTES
+        added_end = added + call.padded * F32_BYTES
+        before_maximum = load_f32(before_end + _MAXIMUM)
+        added_maximum = load_f32(added_end + _MAXIMUM)
+        maximum = max(before_maximum, added_maximum)
         # Both are brought to the larger maximum, and then added.
-        total_factor = power_of_two(total_maximum - maximum)
-        state_factor = power_of_two(state_maximum - maximum)
+        before_factor = power_of_two(before_maximum - maximum)
+        added_factor = power_of_two(added_maximum - maximum)
         for d in range(0, call.padded, LANES):
-            added = load(state + d * F32_BYTES) * splat(state_factor)
-            before = load(total + d * F32_BYTES)
-            store(total + d * F32_BYTES, fma(before, splat(total_factor), added))
-        total_sum = load_f32(total_end + _SUM)
-        state_sum = load_f32(state_end + _SUM)
-        store_f32(total_end + _SUM, total_sum * total_factor + state_sum * state_factor)
-        store_f32(total_end + _MAXIMUM, maximum)
+            added_outputs = load(added + d * F32_BYTES) * splat(added_factor)
+            before_outputs = load(before + d * F32_BYTES)
+            outputs = fma(before_outputs, splat(before_factor), added_outputs)
+            store(before + d * F32_BYTES, outputs)
+        before_sum = load_f32(before_end + _SUM)
+        added_sum = load_f32(added_end + _SUM)
+        store_f32(before_end + _SUM, before_sum * before_factor + added_sum * added_factor)
+        store_f32(before_end + _MAXIMUM, maximum)
 
 
 # --------------------------------------------------------------------------- a span of keys

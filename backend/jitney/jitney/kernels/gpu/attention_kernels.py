@@ -23,12 +23,11 @@ from jitney.kernels.gpu.attention_tile import compute_tile, part_span, store_res
 def _row_of_tile(tile, query_start, num_rows, TOKENS: tl.constexpr):
     """Which row of the batch a tile belongs to.
 
-    A row whose new tokens are tokens t to t' - 1 of the step gets t' // TOKENS - t // TOKENS + 1
-    tiles. These are as many as its tokens fill, or one more, which has no work. Summed over the
-    rows before row r they are t // TOKENS + r: that is the row's first tile. So a launch needs to
-    know no lengths: the numbers of rows and of tokens give the number of tiles. Here of rows with
-    6, 1 and 9 tokens, with TOKENS = 4, where the first tiles are 0 // 4 + 0, 6 // 4 + 1 and
-    7 // 4 + 2::
+    Row r, whose first new token is token t of the step, has the tiles from t // TOKENS + r on, up
+    to the first tile of the next row. These are as many as its tokens fill, or one more, which has
+    no work. So a launch need not know how long rows are: the numbers of rows and of tokens give the
+    number of tiles. Here of rows with 6, 1 and 9 tokens, with TOKENS = 4, where the first tiles
+    are 0 // 4 + 0, 6 // 4 + 1 and 7 // 4 + 2::
 
         row 0: t = 0, tiles 0 and 1       row 1: t = 6, tile 2
         row 2: t = 7, tiles 3 to 6, of which 3, 4 and 5 have tokens

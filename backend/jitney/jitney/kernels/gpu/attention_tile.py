@@ -276,6 +276,8 @@ def compute_tile(
             MASKED=True,
         )  # fmt: skip
 
+        # The second condition follows from the first. It is for the compiler: where ``num_parts``
+        # is the constant 1, there is no code for parts.
         if (used_parts > 1) & (num_parts > 1):
             # For the reduction kernel to join.
             index_of_part = (row.to(tl.int64) * HEADS + query_head) * num_parts + part

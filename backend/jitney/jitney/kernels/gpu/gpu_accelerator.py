@@ -215,6 +215,8 @@ def compile_module(module: PreTrainedModel, backend: str = "inductor") -> None:
 
 
 def _log_kernel(*, fn: Any, **_: object) -> None:
-    """Called by the Triton language before it compiles a kernel, or reads it from the disk. To
-    compile takes seconds, and the watchdog counts anew from each log record."""
+    """Called by the Triton language before it compiles a kernel, or reads it from the disk.
+
+    A kernel takes seconds to compile, and the watchdog ends an engine that is silent for too long.
+    A log record ends the silence."""
     _log.info("preparing the kernel %s", fn.name)

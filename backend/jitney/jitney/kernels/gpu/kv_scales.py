@@ -2,7 +2,7 @@
 
 The magnitudes of float8_e4m3 reach from 2^-9 to 448. Each KV head of a layer gets one scale for its
 keys and one for its values; the cache holds each number divided by its scale. The scales are found
-by running some hundred tokens over a cache of the model's own dtype and noting the largest
+by a run of a few hundred tokens over a cache of the model's own dtype, which notes the largest
 magnitudes.
 """
 
@@ -16,6 +16,7 @@ from jitney.execution.probe import probe_row
 from jitney.execution.reference import ReferenceAttention
 
 _TOKENS = 256
+"""How many tokens are run, at most."""
 _MARGIN = 2.0
 """A scale leaves room for numbers so many times the largest that was seen: other texts may have
 larger ones. That costs no precision: a float8 has as many bits for smaller numbers."""

@@ -115,12 +115,12 @@ def look_up(
 
     How the sizes were chosen:
 
-    - A step of decodes waits for memory. On a multiprocessor there is room for three programs. Each
-      loads up to two stages into shared memory while it computes a third one, which is in registers
-      by then. A stage is 32 KiB, or 16 with 8 bits. So up to 3 programs * 2 stages * 16 or 32 KiB =
-      96 or 192 KiB are on their way at any time. A third of that would keep the memory busy: as
-      many bytes as its latency times its bandwidth. So two programs for each multiprocessor are
-      enough (``programs``), and contexts are not cut into more parts for the sake of a third.
+    - A step of decodes waits for memory. To keep the memory busy, so many bytes must be under way:
+      its latency times its bandwidth. A program has up to two stages on their way to shared memory,
+      while it computes on another one, which is in registers by then. A stage is 32 KiB, or 16 with
+      8 bits. There is room for three programs on a multiprocessor. They have 192 KiB, or 96, under
+      way: three times what keeps the memory busy. So two programs for each multiprocessor are
+      enough (``programs``): contexts are not cut into more parts to have a third one.
     - In a mixed step one program of 8 warps computes 128 rows, so each K and V that comes from the
       L2 cache is used 128 times.
     - On an H100 other sizes made decodes, and the first chunk of a prompt, at most 7 % faster

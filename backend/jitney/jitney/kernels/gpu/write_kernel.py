@@ -122,8 +122,8 @@ def write_kernel(
     token = tl.program_id(0).to(tl.int64)
     program = tl.program_id(1)
     KV_PROGRAMS: tl.constexpr = (KV_HEADS + HEADS_OF_PROGRAM - 1) // HEADS_OF_PROGRAM
-    # A program's numbers of heads and of elements are powers of 2. So it may have more of them than
-    # there are.
+    # The language has ranges of powers of 2 alone. So a program may have more heads, and more
+    # elements of a head, than there are: the masks leave out the rest.
     element = tl.arange(0, HEAD_TILE)
     if ROTARY:
         cos += token * cos_stride
