@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from jitney_server.stopping import interruptible
+from jitney_server.interruptible import interruptible
 from rich.console import Console
 from rich.markup import escape
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from jitney.errors import InvalidArgumentError
-from jitney_server.stopping import interruptible
+from jitney_server.interruptible import interruptible
 from rich.console import Console
 
 from jitney_measure import options

@@ -13,7 +13,7 @@ from rich.table import Table
 from jitney_server.admin import ModelState, RefusedCallError
 from jitney_server.repository import model_names
 from jitney_server.server import TritonServer
-from jitney_server.launch import unshielded
+from jitney_server.stacks import risk_of_large_requests
 from jitney_server.start_failure import failed_models
 
 
@@ -42,7 +42,7 @@ def print_welcome(server: TritonServer, out: Console) -> list[ListedModel]:
         sent = f"-H 'Content-Type: application/json' -d '{body}'"
         out.print("\nTry it:", style="bold")
         out.print(f"curl -N {url} {sent}", soft_wrap=True, markup=False)
-    out.print(f"\nNot for strangers: {unshielded()}.", style="dim", soft_wrap=True)
+    out.print(f"\nNot for strangers: {risk_of_large_requests()}.", style="dim", soft_wrap=True)
     out.print("Ctrl-C stops the server.", style="dim")
     return models
 
