@@ -79,10 +79,10 @@ def bench(
     from jitney_measure.target import Target
 
     if compare is not None:
-        first, second = compare
-        results = [record.read(first), record.read(second)]
+        first = record.read(compare[0])
+        second = record.read(compare[1])
         options.make_folder(shared.out)
-        page = write_comparison(*results, shared.out)
+        page = write_comparison(first, second, shared.out)
         _out.print(f"Report: {page}", soft_wrap=True, markup=False)
         return
     with tempfile.TemporaryDirectory(prefix="jitney-bench-") as folder, interruptible():
