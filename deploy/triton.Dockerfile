@@ -12,10 +12,10 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --uid 10001 --user-group --no-create-home --home-dir /nonexistent \
         --shell /usr/sbin/nologin jitney \
-    # The image's own numpy is what its stub was tested with: it stays.
     && python3 -m venv --system-site-packages --without-pip /opt/jitney
 COPY pyproject.toml constraints.txt deploy/server/requirements.py /build/
 ARG TORCH_INDEX=
+# The image's own numpy is what its stub was tested with: it stays, so ours is no constraint.
 RUN --mount=type=cache,target=/root/.cache/pip \
     --mount=type=secret,id=pip_conf,target=/etc/pip.conf \
     --mount=type=secret,id=ca_bundle \
@@ -63,7 +63,8 @@ RUN apt-get update \
     && python3 -m venv --system-site-packages --without-pip /opt/jitney \
     && install -d -o jitney -g jitney /reports
 COPY pyproject.toml constraints.txt deploy/server/requirements.py /sweep/
-# The sweep reads and draws; it needs neither torch nor a model.
+# The sweep reads and draws; it needs neither torch nor a model. The image's own numpy stays here,
+# too.
 RUN --mount=type=cache,target=/root/.cache/pip \
     --mount=type=secret,id=pip_conf,target=/etc/pip.conf \
     --mount=type=secret,id=ca_bundle \

@@ -2,7 +2,7 @@
 --
 -- It refuses what would harm the server:
 --   - a compressed body, which may have any size once it is unpacked;
---   - a length of the JSON that the server cannot read;
+--   - a header that says how long the JSON is, with something else than a number;
 --   - JSON nested so deeply that the server's parser runs out of stack, which ends the server.
 -- It bounds what one key takes from the others: bytes of bodies in /tmp, and time for a body.
 -- It puts the limits of the key into a request to a language model.
@@ -52,7 +52,9 @@ local function read_json_bytes()
     if type(length) ~= "string" or not length:find("^%d+$") or #length > 9 then
         refuse(400, "Inference-Header-Content-Length must be a number of bytes")
     end
-    return path:find("/infer$") and tonumber(length) or nil
+    -- No other request can have tensors in binary form.
+    if not path:find("/infer$") then return nil end
+    return tonumber(length)
 end
 
 -- The length of the body that the client has announced. nil: it has announced none.
@@ -60,7 +62,8 @@ local function read_announced_bytes()
     local announced = tonumber(headers["content-length"])
     if announced then return announced end
     local may_have_body = ngx.req.http_version() >= 2 or headers["transfer-encoding"]
-    return not may_have_body and 0 or nil
+    if may_have_body then return nil end
+    return 0
 end
 
 -- The largest body that is allowed, such as 8m.
@@ -116,6 +119,7 @@ local function read_body(announced, counted)
         ngx.req.read_body()
         is_complete = true
     end)
+    -- A new thread runs until it has to wait. It had not to if the whole body was there already.
     if is_complete then return end
     local clock = ngx.thread.spawn(function()
         local seconds = tonumber(ngx.var.body_seconds)
@@ -133,6 +137,8 @@ local function read_body(announced, counted)
 end
 
 -- Takes the JSON in pieces. A piece is fine if nothing in it is nested more than MAX_DEPTH deep.
+-- What these variables hold goes on from one piece to the next. nginx runs this file anew for each
+-- request, so they begin anew, too.
 local depth = 0
 local is_quoted = false
 local is_escaped = false

@@ -10,7 +10,8 @@ local REFUSALS = {
     [413] = {
         grpc = 8,
         text = "the request is larger than " .. max_bytes
-            .. ", or a stream's requests together than its limit, or one for readiness has a body",
+            .. "; or the requests of a stream are together larger than a stream may be;"
+            .. " or a health check has a body",
     },
     [415] = { grpc = 12 },
     [429] = { grpc = 8, text = "this key has more requests than its limit" },
@@ -41,7 +42,11 @@ if ngx.var.asks_gateway == "" then
     ngx.print('{"error":"' .. text .. '"}')
     return
 end
-local kind = ngx.status < 429 and "invalid_request_error" or "server_error"
+-- The types that a gateway gives to errors of its own. 494 is nginx's own status for headers that
+-- are too large.
+local kind = "invalid_request_error"
+if ngx.status == 429 then kind = "rate_limit_error" end
+if ngx.status >= 500 then kind = "server_error" end
 local error = '{"message":"' .. text .. '","type":"' .. kind
     .. '","param":null,"code":"refused_by_proxy"}'
 ngx.print('{"type":"error","error":' .. error .. "}")

@@ -14,8 +14,11 @@ A model whose process ends is loaded again. A server that ends, or that stays no
 again. The pauses before these repairs grow. After ``--most-repairs`` of them within ten minutes
 this process gives up: the container engine's restart policy then starts a new container.
 
-Exit status: 0 if every request was answered; 1 if requests were cut off, or after giving up; 3 if
-every request of ours was answered, but the server had to be killed or ended with an error.
+Exit status:
+
+- 0: every request was answered.
+- 1: requests were cut off, or may have been; or this process gave up.
+- 3: no request was left, but the server had to be killed, or it ended with an error.
 """
 
 import argparse
@@ -33,12 +36,15 @@ from health import remember
 from jitney.errors import LoadError
 from jitney_server.admin import Admin
 from jitney_server.command_line import common_options, with_stop_note
+from jitney_server.group_guard import guard_group
 from jitney_server.installation import backend_folder, find_installation, link_backends
-from jitney_server.launch import guard_group, launch, restrict, unshielded
+from jitney_server.interruptible import interruptible
+from jitney_server.launch import launch, restrict
 from jitney_server.leftovers import RunFolder, sweep
 from jitney_server.ports import ServerPorts
 from jitney_server.serving import NOT_UNLOADED
-from jitney_server.stopping import interruptible, stop
+from jitney_server.stacks import risk_of_large_requests
+from jitney_server.stopping import stop
 from jitney_server.supervision import LOAD_S, Supervisor
 
 _POLL_S = 1.0
@@ -47,20 +53,26 @@ _POLL_S = 1.0
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until a signal or a failure; returns the container's exit status."""
     server = Server(parse(arguments))
-    failure = ""
     try:
-        with interruptible():
-            try:
-                failure = server.serve()
-                say(f"{failure}; a new container must take over")
-            except KeyboardInterrupt:  # a signal
-                pass
+        failure = serve_until_signal(server)
+        # One signal is enough: the stop takes at most as long as the options say.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         status = server.drain()
     finally:
         server.kill()
-    return 1 if failure else status
+    return status if failure is None else 1
+
+
+def serve_until_signal(server: "Server") -> str | None:
+    """Serve. Returns why the supervisor has given up; None after a signal."""
+    with interruptible():
+        try:
+            failure = server.serve()
+            say(f"{failure}; a new container must take over")
+            return failure
+        except KeyboardInterrupt:  # a signal came: `interruptible` raises this
+            return None
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -99,7 +111,8 @@ class Server:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.key = secrets.token_hex(16)
-        host = {"::": "::1"}.get(options.host, options.host)
+        # A server that listens on every IPv6 address is called at the loopback address.
+        host = "::1" if options.host == "::" else options.host
         ports = ServerPorts(options.http_port, options.grpc_port, options.metrics_port)
         self.admin = Admin(host, ports, {"jitney-key": self.key})
         self.process: subprocess.Popen[bytes] | None = None
@@ -110,6 +123,11 @@ class Server:
     def pid(self) -> int | None:
         """The id of the server's process."""
         return None if self.process is None else self.process.pid
+
+    @property
+    def status(self) -> int | None:
+        """The exit status of the last process; None while it runs."""
+        return None if self.process is None else self.process.poll()
 
     def is_alive(self) -> bool:
         """Whether the process runs."""
@@ -134,7 +152,7 @@ class Server:
             backends = options.native / "backends"
             caches = options.native / "caches"
         self.process = launch(
-            command(options, binary, backends, caches, runtime),
+            self.command(binary, backends, caches),
             restrict(self.key),
             environment,
             stdin=subprocess.DEVNULL,
@@ -143,13 +161,33 @@ class Server:
         runtime.note_server(self.process.pid)
         guard_group(self.process.pid)
 
+    def command(self, binary: Path, backends: Path, caches: Path) -> list[str]:
+        """The server's command line, without its secret arguments."""
+        options = self.options
+        assert self.runtime is not None
+        return [
+            str(binary),
+            f"--model-repository={options.models}",
+            f"--backend-directory={backends}",
+            f"--cache-directory={caches}",
+            *common_options(
+                host=options.host,
+                ports=self.admin.ports,
+                exit_timeout_s=options.exit_timeout_s,
+                run_folder=self.runtime,
+            ),
+            "--load-model=*",
+            *options.server_args,
+        ]
+
     # ------------------------------------------------------------------ while it runs
 
     def serve(self) -> str:
         """Start the server, and repair it until the supervisor gives up. Returns why it did."""
         sweep()
         self.start()
-        # With `--exit-on-error=false` and a model that does not load, this waits for ever.
+        # No time limit: how long models take to load is the user's matter. So with
+        # `--exit-on-error=false` and a model that does not load, this waits until a signal comes.
         while not self.admin.is_ready():
             if not self.is_alive():
                 return f"the server ended by itself with status {self.status}"
@@ -160,18 +198,13 @@ class Server:
         unready_s = self.options.unready_s
         supervisor = Supervisor(self, say, most_repairs=most, unready_s=unready_s)
         say("ready")
-        say(f"without a proxy before it: {unshielded()}")
+        say(f"without a proxy before it: {risk_of_large_requests()}")
         while True:
             given_up = supervisor.turn()
             if given_up is not None:
                 return given_up
             collect_orphans(self.pid)
             time.sleep(_POLL_S)
-
-    @property
-    def status(self) -> int | None:
-        """The exit status of the last process; None while it runs."""
-        return None if self.process is None else self.process.poll()
 
     def restart(self) -> None:
         """End what is left of the server, and start it again; returns when it is ready."""
@@ -209,7 +242,7 @@ class Server:
         if outcome.problem is not None:
             say(outcome.problem)
         if outcome.stuck is not None:
-            say(f"this server does not unload what has no requests: {outcome.stuck}")
+            say(f"the server does not unload models that have no requests: {outcome.stuck}")
         if outcome.cut_requests:
             say("not every request had ended")
             return 1
@@ -226,26 +259,6 @@ class Server:
             self.process.wait()
         if self.runtime is not None:
             self.runtime.remove()
-
-
-def command(
-    options: argparse.Namespace, binary: Path, backends: Path, caches: Path, runtime: RunFolder
-) -> list[str]:
-    """The server's command line, without its secret arguments."""
-    return [
-        str(binary),
-        f"--model-repository={options.models}",
-        f"--backend-directory={backends}",
-        f"--cache-directory={caches}",
-        *common_options(
-            host=options.host,
-            ports=ServerPorts(options.http_port, options.grpc_port, options.metrics_port),
-            exit_timeout_s=options.exit_timeout_s,
-            run_folder=runtime,
-        ),
-        "--load-model=*",
-        *options.server_args,
-    ]
 
 
 def collect_orphans(server: int | None) -> None:

@@ -2,10 +2,14 @@
 
     python health.py [--url HOST:PORT] [--metrics-url HOST:PORT] [--models FOLDER]
 
-The server's own readiness does not say which model is not ready, so each is asked by name: those
-that were in the repository when the server started, because it reads the repository only then. It
-calls a language model ready that has no engine (2.51 cannot do otherwise): the metrics say so.
-Standard library only: it runs every few seconds.
+The server's own readiness does not say which model is not ready. So this asks for each model by
+name: those that were in the repository when the server started, which is the only time that the
+server reads it.
+
+The server (2.51) calls a language model ready even if the model has no engine, for example while
+the engine is started again. The metrics say whether it has one.
+
+Standard library only, because it runs every few seconds.
 """
 
 import argparse
@@ -14,6 +18,7 @@ import re
 import sys
 import tempfile
 from pathlib import Path
+from urllib.parse import quote
 
 _TIMEOUT_S = 5.0
 _SERVED = Path(tempfile.gettempdir()) / "jitney-served"
@@ -56,7 +61,9 @@ def remembered(repository: Path) -> list[str]:
 
 def not_ready(url: str, models: list[str]) -> list[str]:
     """What does not answer 200: `server`, or names of models."""
-    paths = {"server": "/v2/health/ready", **{name: f"/v2/models/{name}/ready" for name in models}}
+    paths = {"server": "/v2/health/ready"}
+    for name in models:
+        paths[name] = f"/v2/models/{quote(name, safe='')}/ready"
     connection = http.client.HTTPConnection(url, timeout=_TIMEOUT_S)
     missing = []
     try:

@@ -19,14 +19,22 @@ Setting = tuple[int, ...]
 """A value for each axis, in their order."""
 
 
+# The levels of a score.
+WITHIN_BOUNDS = 2
+"""Some load is within the bounds."""
+OVER_BOUNDS = 1
+"""No load is, but some load has an excess over them."""
+NO_FIGURES = 0
+"""No load has either."""
+
+
 class Score(NamedTuple):
     """How good a setting is. A higher level is better, and within a level a higher value."""
 
     level: int
-    """2: some load is within the bounds; 1: some load has an excess over them; 0: none has."""
     value: float
-    """On level 2 the throughput; on level 1 how near it came to the bounds, the excess negated; on
-    level 0 how many loads were tried."""
+    """At WITHIN_BOUNDS the throughput. At OVER_BOUNDS the excess, negated. At NO_FIGURES how many
+    loads were tried."""
 
 
 BATCH = "batch_size"
@@ -78,7 +86,9 @@ def scheduler_axes(
             windows.append(each)
     numbers = [instances]
     if can_change_instances:
-        numbers += _powers(2, min(max(2, cores), 4))
+        # No more than there are cores, but 2 are tried in any case.
+        most = 4 if cores >= 4 else 2
+        numbers += _powers(2, most)
     if given.batch_sizes:
         expected = f"from 1 to {max_batch}, max_batch_size"
         batches = _integers("batch_sizes", given.batch_sizes, max_batch, expected)
@@ -147,7 +157,13 @@ def _windows(text: str) -> list[int]:
 
 
 def _powers(base: int, most: int) -> list[int]:
-    return [base**i for i in range(most.bit_length()) if base**i <= most]
+    """The powers of ``base`` from 1 to ``most``."""
+    powers = []
+    power = 1
+    while power <= most:
+        powers.append(power)
+        power *= base
+    return powers
 
 
 class Search:
@@ -214,7 +230,7 @@ def _by_distance(values: Iterable[int], value: int) -> list[int]:
 
 
 def _canonical(axes: Axes, setting: Setting) -> Setting:
-    """One of all settings that mean the same, so that the others are not tried too."""
+    """Several settings may mean the same. Only one of them is tried: the one that this returns."""
     if SEQUENCES in axes:
         # A step runs no more sequences than it has tokens.
         sequences, tokens = setting

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from jitney_server.stopping import interruptible
+from jitney_server.interruptible import interruptible
 from rich.console import Console
 from rich.markup import escape
 
@@ -72,25 +72,26 @@ def bench(
     """
     from jitney.access import Access
 
-    from jitney_measure import record, slo
+    from jitney_measure import loads, record, slo
     from jitney_measure.inputs import Inputs
     from jitney_measure.perf_analyzer import Driver, PerfAnalyzer
     from jitney_measure.report import write_comparison, write_report
     from jitney_measure.target import Target
 
     if compare is not None:
-        first, second = map(record.read, compare)
+        first = record.read(compare[0])
+        second = record.read(compare[1])
         options.make_folder(shared.out)
         page = write_comparison(first, second, shared.out)
         _out.print(f"Report: {page}", soft_wrap=True, markup=False)
         return
     with tempfile.TemporaryDirectory(prefix="jitney-bench-") as folder, interruptible():
-        loads = slo.loads(shared, default="1,2,4,8,16,32")
+        asked = loads.read_loads(shared, default="1,2,4,8,16,32")
         access = Access.of(tls, ca_file, api_key_file, header or ())
         if access.headers and not access.tls:
             _out.print("[yellow]The headers are sent in clear text: use --tls or --ca-file.[/]")
         inputs = Inputs(shared, Path(folder))
-        driver = Driver(shared, loads, inputs, PerfAnalyzer.find(shared.perf_analyzer))
+        driver = Driver(shared, asked, inputs, PerfAnalyzer.find(shared.perf_analyzer))
         target = Target.of(url, http_url, metrics_url, access)
         found = target.model(model)
         options.check_model(shared, language=found.language, max_batch=found.max_batch_size)
@@ -103,7 +104,7 @@ def bench(
     _out.print(f"Report: {page}", soft_wrap=True, markup=False)
     if result.empty:
         raise typer.Exit(1)
-    if len(result.points) < len(loads):
+    if len(result.points) < len(asked):
         raise typer.Exit(options.INTERRUPTED)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.markup import escape
 
-from jitney_measure.axes import Score, label
+from jitney_measure.axes import NO_FIGURES, OVER_BOUNDS, WITHIN_BOUNDS, Score, label
 from jitney_measure.record import Choice, LoadVerdict, Result, Trial, Tuning
 from jitney_measure.slo import point_line, show_time
 
@@ -25,12 +25,12 @@ HEAD = ("setting", "loaded in", "throughput", "at", "remarks")
 def score(trial: Trial) -> Score:
     """For the search."""
     if trial.best is not None:
-        return Score(2, trial.best.throughput)
+        return Score(WITHIN_BOUNDS, trial.best.throughput)
     near = nearest([trial])
     if near is not None:
-        return Score(1, -near.excess)
+        return Score(OVER_BOUNDS, -near.excess)
     # It did not load, or its only load failed or fell behind. The latter is still better.
-    return Score(0, float(len(trial.points)))
+    return Score(NO_FIGURES, float(len(trial.points)))
 
 
 @dataclass(frozen=True)
@@ -147,16 +147,16 @@ def standing(trials: Sequence[Trial]) -> list[Trial]:
     else the first. The current setting comes first."""
     by_setting: dict[tuple[int, ...], Trial] = {}
     for trial in trials:
-        setting = tuple(trial.values.values())
         was_measured = trial.result is not None and not trial.cut
-        if was_measured or setting not in by_setting:
-            by_setting[setting] = trial
+        if was_measured or trial.setting not in by_setting:
+            by_setting[trial.setting] = trial
     return list(by_setting.values())
 
 
 def shown(tuning: Tuning) -> dict[str, Result]:
-    """The results of the ``current`` setting and of the ``best`` one, or without a choice of the
-    ``nearest``, if they have figures. No more than two: further curves could not be told apart."""
+    """At most two results, because more curves could not be told apart: that of the ``current``
+    setting, and that of the ``best`` one. If there is no choice, the second is that of the setting
+    ``nearest`` to the bounds. A setting without a result is left out."""
     if not tuning.trials:
         return {}
     current, *others = standing(tuning.trials)

@@ -60,22 +60,26 @@ def _exchange(request: dict[str, Any], origin: int) -> Exchange:
     outputs = request["response_outputs"]
     counts = [_integer(output, "num_output_tokens") for output in outputs]
     inputs = [_integer(output, "num_input_tokens") for output in outputs]
-    counted = any(counts)
-    # The final response may be empty: it has no outputs, or counts no token.
-    kept = [i for i in range(len(times)) if (counts[i] if counted else outputs[i])]
+    # The final response may be empty: it counts no token or, if none are counted, has no outputs.
+    counts_tokens = any(counts)
+    has_content = counts if counts_tokens else outputs
+    kept = [index for index in range(len(times)) if has_content[index]]
     return Exchange(
         sent=(request["timestamp"] - origin) * 1e-9,
-        responses=tuple(times[i] for i in kept),
-        tokens=tuple(counts[i] for i in kept) if counted else None,
+        responses=tuple(times[index] for index in kept),
+        tokens=tuple(counts[index] for index in kept) if counts_tokens else None,
         ended=times[-1] if times else None,
         input_tokens=max(inputs, default=0) or None,
     )
 
 
 def _integer(output: dict[str, Any], name: str) -> int:
-    """An UINT32 tensor's first element, exported as raw bytes; 0 if it was not exported."""
+    """A UINT32 tensor's first element; 0 if it was not exported. An export has it as raw bytes; a
+    number is taken too."""
     raw = output.get(name, "")
-    return raw if isinstance(raw, int) else int.from_bytes(raw[:4].encode("latin-1"), "little")
+    if isinstance(raw, int):
+        return raw
+    return int.from_bytes(raw[:4].encode("latin-1"), "little")
 
 
 def measure(exchanges: Sequence[Exchange], *, language: bool, rows: int = 1) -> Measurement:
@@ -94,12 +98,10 @@ def measure(exchanges: Sequence[Exchange], *, language: bool, rows: int = 1) -> 
     ended = np.array([e.end for e in answered])
     latency = ended - sent
     window = _window(all_sent, ended)
-    edges = window.thirds()
-    output = _output(answered, language=language, rows=rows)
-    inside = output.times <= window.end
-    third = np.clip(np.digitize(sent, edges) - 1, 0, 2)
-    medians = [np.median(latency[third == i]) for i in np.unique(third)]
-    in_thirds, _ = np.histogram(output.times[inside], edges, weights=output.amounts[inside])
+    thirds = window.thirds()
+    output = _output(answered, language=language, rows=rows).until(window.end)
+    output_of_thirds, _ = np.histogram(output.times, thirds, weights=output.amounts)
+    token_figures = _token_figures(answered) if language else {}
     return Measurement(
         requests=len(exchanges),
         failed=len(exchanges) - len(answered),
@@ -107,12 +109,12 @@ def measure(exchanges: Sequence[Exchange], *, language: bool, rows: int = 1) -> 
         # count_nonzero returns an int in some versions of numpy, a scalar of numpy's in others.
         sent_per_s=float(np.count_nonzero(all_sent < window.end) / window.seconds),
         requests_per_s=float(np.count_nonzero(ended <= window.end) / window.seconds),
-        throughput=float(output.amounts[inside].sum()) / window.seconds,
+        throughput=float(output.amounts.sum()) / window.seconds,
         latency=_distribution(latency),
-        spread=_spread(in_thirds),
-        latency_spread=_spread(np.array(medians)),
-        under_way=tuple(_in_flight(all_sent, all_ended, edge) for edge in edges[1:]),
-        **(_token_figures(answered) if language else {}),
+        spread=_spread(output_of_thirds),
+        latency_spread=_spread(_medians_of_thirds(latency, sent, thirds)),
+        under_way=tuple(_in_flight(all_sent, all_ended, end) for end in thirds[1:]),
+        **token_figures,
     )
 
 
@@ -148,6 +150,11 @@ class _Output:
     times: Floats
     amounts: Floats
 
+    def until(self, end: float) -> "_Output":
+        """What was there until ``end``."""
+        inside = self.times <= end
+        return _Output(self.times[inside], self.amounts[inside])
+
 
 def _output(answered: Sequence[Exchange], *, language: bool, rows: int) -> _Output:
     """Each response's tokens; of another model than a language model each request's rows."""
@@ -161,6 +168,14 @@ def _output(answered: Sequence[Exchange], *, language: bool, rows: int) -> _Outp
             times.append(exchange.end)
             amounts.append(rows)
     return _Output(np.array(times), np.array(amounts))
+
+
+def _medians_of_thirds(latency: Floats, sent: Floats, thirds: Floats) -> Floats:
+    """The median latency of the requests sent in each third, without thirds in which none was
+    sent. ``thirds``: their four edges."""
+    # `digitize` counts from 1, and gives 4 to a request that is sent at the last edge.
+    third = np.clip(np.digitize(sent, thirds) - 1, 0, 2)
+    return np.array([np.median(latency[third == number]) for number in np.unique(third)])
 
 
 def _in_flight(all_sent: Floats, all_ended: Floats, at: float) -> int:

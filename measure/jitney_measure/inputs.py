@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 from jitney.errors import InvalidArgumentError, JitneyError
 
+from jitney_measure.loads import span
 from jitney_measure.options import Shared
-from jitney_measure.slo import span
 from jitney_measure.target import Model, Target, Tensor, model_path
 
 _LEAST_PROMPTS = 1024
@@ -70,6 +70,10 @@ class Inputs:
         known = self._files.get(salt)
         if known is not None and known.count >= count:
             return known.path
+        # A longer file takes the place of a known one.
+        path = self._folder / f"{len(self._files)}.json"
+        if known is not None:
+            path = known.path
         count = max(count, _LEAST_PROMPTS)
         if model.language:
             if self._words_per_token is None:
@@ -77,7 +81,6 @@ class Inputs:
             entries = self.prompts(model, self._words_per_token, salt=salt, count=count)
         else:
             entries = rows(model, self._shapes, self._options.seed)
-        path = self._folder / f"{len(self._files)}.json" if known is None else known.path
         path.write_text(json.dumps({"data": entries}), encoding="utf-8")
         self._files[salt] = _InputFile(path, count)
         return path
@@ -88,9 +91,10 @@ class Inputs:
         """The requests to a language model, for one load: the given prompts, or ``count`` random
         ones."""
         rng = random.Random(f"{self._options.seed} {salt}")
-        texts: list[str] | list[None] = self._given_prompts or [None] * count
+        given = self._given_prompts
         entries = []
-        for text in texts:
+        for index in range(count if given is None else len(given)):
+            # Drawn for given prompts too: without it a seed would give their answers other lengths.
             words = round(rng.randint(*self._input_tokens) * words_per_token)
             parameters = {
                 "max_tokens": rng.randint(*self._output_tokens),
@@ -98,7 +102,7 @@ class Inputs:
                 **self._sampling,
             }
             entry = {
-                "text_input": [_random_text(rng, words) if text is None else text],
+                "text_input": [_random_text(rng, words) if given is None else given[index]],
                 "sampling_parameters": [json.dumps(parameters)],
                 "stream": [True],
             }
@@ -173,10 +177,7 @@ def rows(model: Model, shapes: Mapping[str, tuple[int, ...]], seed: int) -> list
 
 def _values(tensor: Tensor, shape: tuple[int, ...], rng: np.random.Generator) -> dict[str, Any]:
     """The tensor of one row. ``shape`` must fit the dims of the tensor and have no free size."""
-    fits = len(shape) == len(tensor.dims) and all(
-        size > 0 and dim in (-1, size) for dim, size in zip(tensor.dims, shape, strict=True)
-    )
-    if not fits:
+    if not _fits(shape, tensor.dims):
         # The example shows a free size, -1, as 1.
         example = ",".join(str(abs(dim)) for dim in tensor.dims)
         raise InvalidArgumentError(
@@ -195,6 +196,16 @@ def _values(tensor: Tensor, shape: tuple[int, ...], rng: np.random.Generator) ->
             f"input {tensor.name} is of type {kind}, which cannot be made up: give rows with --data"
         ) from None
     return {"b64": base64.b64encode(raw).decode("ascii"), "shape": list(shape)}
+
+
+def _fits(shape: tuple[int, ...], dims: tuple[int, ...]) -> bool:
+    """Whether a shape without free sizes is one that ``dims`` allow."""
+    if len(shape) != len(dims):
+        return False
+    for size, dim in zip(shape, dims, strict=True):
+        if size <= 0 or dim not in (-1, size):
+            return False
+    return True
 
 
 def read_shapes(texts: Sequence[str]) -> dict[str, tuple[int, ...]]:

@@ -139,9 +139,11 @@ def _of_sweep(result: record.Result, path: Path) -> Recorded:
     """Means as they were measured at the best load, or else at the last one. Deviations are those
     of the lengths that were asked for; prompts of a file have none."""
     measured = [point for point in result.points if point.measured is not None]
-    best = [point for point in measured if result.best and point.load == result.best.load]
-    last = measured[-1:]
-    for point in [*best, *last]:
+    candidates = []
+    if result.best is not None:
+        candidates += [point for point in measured if point.load == result.best.load]
+    candidates += measured[-1:]
+    for point in candidates:
         found = point.measured
         assert found is not None
         if not found.input_tokens_mean or not found.output_tokens:

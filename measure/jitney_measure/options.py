@@ -19,6 +19,7 @@ from jitney_measure.pages.text import printable
 INTERRUPTED = 130
 """The exit status that shells expect of an interrupted command."""
 _UNREPORTED = ("concurrency", "rate", "slo", "out", "perf_analyzer")
+"""Options that the page of a report has elsewhere, or that shape no figure."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,13 @@ def with_shared(**defaults: Any) -> Callable[[Callable[..., None]], Callable[...
             of_shared = {field.name: given.pop(field.name) for field in fields}
             function(Shared(**of_shared), **given)
 
+        # In place of the function's first parameter, ``shared``, the command has its fields.
         _, *own = inspect.signature(function).parameters.values()
-        flat = [field.replace(default=defaults.get(field.name, field.default)) for field in fields]
-        command.__signature__ = inspect.Signature([*own, *flat])  # type: ignore[attr-defined]
+        of_fields = []
+        for field in fields:
+            default = defaults.get(field.name, field.default)
+            of_fields.append(field.replace(default=default))
+        command.__signature__ = inspect.Signature([*own, *of_fields])  # type: ignore[attr-defined]
         return command
 
     return decorate

@@ -23,10 +23,12 @@ from jitney.errors import InstallationError, InternalError
 from jitney_measure import slo
 from jitney_measure.exchanges import measure, read_export
 from jitney_measure.inputs import Inputs
+from jitney_measure.loads import assess, request_count, warm_up
 from jitney_measure.options import Shared
 from jitney_measure.pages.text import printable
 from jitney_measure.record import Load, LoadPoint, Measurement, Result
-from jitney_measure.target import Model, Snapshot, Target, engine_work, snapshot, stages
+from jitney_measure.server_counts import Snapshot, engine_work, snapshot, stages
+from jitney_measure.target import Model, Target
 
 _HOW = (
     "In a source checkout, `python scripts/fetch_perf_analyzer.py` puts it into the environment; "
@@ -41,8 +43,8 @@ _MAX_READINGS = 10
 _PATIENCE_S = 60.0
 """A run may take three times as long as expected, and this much more."""
 _SECOND_WARM_UP = 5
-"""A warm-up that took too long is tried again with so many times the limit: how long one takes is
-not known before."""
+"""A warm-up that took longer than _PATIENCE_S is tried once more, with this many times the limit.
+Before the first warm-up nothing says how long the requests take."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,8 @@ class PerfAnalyzer:
 
 
 def _environment(binary: Path) -> dict[str, str]:
-    """This process' own, with the libraries that were fetched beside the binary."""
+    """The environment of this process. The binary finds its libraries too, which were fetched into
+    its folder."""
     paths = (str(binary.parent), os.environ.get("LD_LIBRARY_PATH"))
     return {**os.environ, "LD_LIBRARY_PATH": ":".join(filter(None, paths))}
 
@@ -158,7 +161,7 @@ class Driver:
 
         Raises InvalidArgumentError for a model whose inputs cannot be made up.
         """
-        warm_up_load, warm_up_count = slo.warm_up(load)
+        warm_up_load, warm_up_count = warm_up(load)
         if warm_up_load.level < self.whole_batches:
             warm_up_load = Load("concurrency", self.whole_batches)
         try:
@@ -171,7 +174,7 @@ class Driver:
                 limits_s=(_PATIENCE_S, _SECOND_WARM_UP * _PATIENCE_S),
             )
             requests_per_s = load.level if load.kind == "rate" else warmed.requests_per_s
-            count = self._whole(slo.request_count(self.options, load, requests_per_s))
+            count = self._whole(request_count(self.options, load, requests_per_s))
             expected_s = count / max(requests_per_s, 1e-3)
             limit_s = 3 * expected_s + _PATIENCE_S
             before = _settled(target, model)
@@ -184,7 +187,7 @@ class Driver:
             missing = snapshot(target, model).missing
             hints = [f"{text}: perf_analyzer needs them too" for text in missing]
             return LoadPoint(load, "failed", (str(error), *hints))
-        assessment = slo.assess(self.options, load, measured)
+        assessment = assess(self.options, load, measured)
         remarks = dict.fromkeys((*assessment.remarks, *before.missing, *after.missing))
         return LoadPoint(
             load=load,
@@ -257,15 +260,19 @@ class Driver:
         protocol = self.options.protocol
         words = ["-m", model.name, "-u", target.address(protocol), "-i", protocol]
         # Over HTTP a concurrency needs no --async: each user is a thread. A rate always needs it.
-        words += ["--async"] if protocol == "grpc" or load.kind == "rate" else []
-        words += ["--streaming"] if model.language else []
-        words += ["-b", str(self.options.rows)] if model.max_batch_size else []
+        if protocol == "grpc" or load.kind == "rate":
+            words.append("--async")
+        if model.language:
+            words.append("--streaming")
+        if model.max_batch_size:
+            words += ["-b", str(self.options.rows)]
         if load.kind == "concurrency":
             words += ["--concurrency-range", f"{load.level:g}"]
             if self.whole_batches > 1:
                 # Several senders end at different times, and the last alone fills no batch.
                 words += ["--max-threads", "1"]
-        else:  # One sender: several divide the requests among them and end at different times.
+        else:
+            # One sender: several would divide the requests among them, and end at different times.
             words += ["--request-rate-range", f"{load.level:g}", "--max-threads", "1"]
             words += ["--request-distribution", self.options.arrivals]
         # -s: a report even if its windows differ.
@@ -276,11 +283,13 @@ class Driver:
 
 def access_arguments(access: Access, protocol: str) -> list[str]:
     """perf_analyzer's arguments for TLS and headers. They hold secrets."""
-    grpc = protocol == "grpc"
-    words = ["--ssl-grpc-use-ssl", "true"] if access.tls and grpc else []
+    is_grpc = protocol == "grpc"
+    words = []
+    if access.tls and is_grpc:  # over HTTP the address says it: https://
+        words += ["--ssl-grpc-use-ssl", "true"]
     if access.ca_file is not None:
-        file = "grpc-root-certifications" if grpc else "https-ca-certificates"
-        words += [f"--ssl-{file}-file", str(access.ca_file)]
+        kind = "grpc-root-certifications" if is_grpc else "https-ca-certificates"
+        words += [f"--ssl-{kind}-file", str(access.ca_file)]
     for name, value in access.headers:
         # For gRPC too, although perf_analyzer's help says that -H is of HTTP alone.
         words += ["-H", f"{name}:{value}"]

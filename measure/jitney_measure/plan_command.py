@@ -69,7 +69,7 @@ def command(prompt_lengths: Callable[[str, str, str], list[int]]) -> Callable[..
         """
         from jitney.engine.assemble import weigh  # imports torch
 
-        from jitney_measure import lengths, planning
+        from jitney_measure import lengths, plan_tables, planning
 
         texts = dict(_pair(each) for each in option or ())
         given = {name: from_text(name, text) for name, text in texts.items()}
@@ -77,14 +77,12 @@ def command(prompt_lengths: Callable[[str, str, str], list[int]]) -> Callable[..
         size = read_bytes(memory)
         prompts: Any = lengths.parse("prompt", prompt) if prompt else None
         outputs = lengths.parse("output", output) if output else None
-        if source is None:
-            pass
-        elif source.suffix == ".json" and not lengths.holds_prompts(source, column):
+        if source is not None and _is_record(source, column):
             recorded = lengths.read(source)
             prompts = prompts or recorded.prompt
             outputs = outputs or recorded.output
             streams = streams or recorded.streams
-        else:
+        elif source is not None:
             if prompts is not None:
                 expected = f"left out: the prompts are those of {source}"
                 raise InvalidArgumentError.of("prompt", prompt, expected)
@@ -98,9 +96,16 @@ def command(prompt_lengths: Callable[[str, str, str], list[int]]) -> Callable[..
         sizes = planning.choose_sizes(
             config, set(given), footprint=footprint, requests=requests, memory=size, streams=streams
         )
-        planning.show(footprint, sizes, out)
+        plan_tables.show(footprint, sizes, out)
 
     return plan
+
+
+def _is_record(source: Path, column: str) -> bool:
+    """Whether a file has lengths of the past, rather than prompts."""
+    from jitney_measure import lengths
+
+    return source.suffix == ".json" and not lengths.holds_prompts(source, column)
 
 
 def _pair(text: str) -> tuple[str, str]:

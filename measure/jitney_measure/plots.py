@@ -50,7 +50,8 @@ def shown_statistic(metric: Metric, bounds: Sequence[Bound]) -> Statistic:
 def _throughput(
     results: Sequence[Result], metrics: Sequence[Metric], bounds: Sequence[Bound]
 ) -> Plot:
-    """Each metric, as it is bounded, against the throughput: the plot to choose a load by."""
+    """The plot to choose a load by: the throughput, and for each metric the statistic that is
+    bounded."""
     names = ("",) if len(results) == 1 else ("A", "B")
     shown = [shown_statistic(metric, bounds) for metric in metrics]
     return curves(dict(zip(names, results, strict=True)), shown, bounds)
@@ -83,15 +84,18 @@ def curves(
 
 def _curve(axis: Axes, result: Result, statistic: Statistic, kind: str, **line: Any) -> None:
     """Through the loads of one kind."""
-    marks = []
+    points = []
+    throughputs = []
+    heights = []
     for point, found in measured(result):
         seconds = statistic.of(found)
         if point.load.kind == kind and seconds is not None:
-            height = max(_rounded(seconds), _LEAST_S)
-            marks.append((point, _rounded(found.throughput), height))
-    if marks:
-        axis.plot([x for _, x, _ in marks], [y for _, _, y in marks], **line)
-    for point, x, y in marks:
+            points.append(point)
+            throughputs.append(_rounded(found.throughput))
+            heights.append(max(_rounded(seconds), _LEAST_S))
+    if points:
+        axis.plot(throughputs, heights, **line)
+    for point, x, y in zip(points, throughputs, heights, strict=True):
         face = line["color"] if point.state == "steady" else "white"
         axis.plot(x, y, "o", color=line["color"], markerfacecolor=face)
         axis.annotate(f"{point.load.level:g}", (x, y), (4, 4), textcoords="offset points")

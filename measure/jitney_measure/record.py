@@ -182,6 +182,11 @@ class Trial(msgspec.Struct, frozen=True):
     """Whether greater loads were left out: the time was over, or the run was interrupted."""
 
     @property
+    def setting(self) -> tuple[int, ...]:
+        """Its values alone, in the order of the axes."""
+        return tuple(self.values.values())
+
+    @property
     def best(self) -> Best | None:
         """The best load within the bounds."""
         return self.result.best if self.result is not None else None

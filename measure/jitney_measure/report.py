@@ -1,6 +1,6 @@
 """The report pages: of one sweep, of two side by side, and of a tuning."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jitney.errors import InvalidArgumentError
@@ -10,6 +10,14 @@ from jitney_measure.pages.page import Block, Heading, Table, TableRow, Terms, Te
 from jitney_measure.plots import measured, plots, shown_statistic
 from jitney_measure.record import EngineWork, Load, LoadPoint, Result, Stage, Tuning, write
 from jitney_measure.slo import Bound, Statistic, conclusion, shown_metrics
+
+_ENGINE_HEAD = [
+    "load", "steps", "mean batch", "queue, ms", "prompt tokens", "hit tokens", "generated tokens",
+    "preemptions",
+]  # fmt: skip
+_STAGE_HEAD = [
+    "load", "model", "inferences", "executions", "mean batch", "queue, ms", "compute, ms",
+]  # fmt: skip
 
 
 def write_report(result: Result, folder: Path) -> Path:
@@ -30,8 +38,12 @@ def write_report(result: Result, folder: Path) -> Path:
 
 def _head(result: Result, name: str = "") -> list[Block]:
     """The conclusion, and what was measured, where and when."""
-    best = result.best
-    style = "best none" if best is None else "best caution" if best.caution else "best"
+    if result.best is None:
+        style = "best none"
+    elif result.best.caution:
+        style = "best caution"
+    else:
+        style = "best"
     return [
         Text(
             f"{result.model} · {result.address} · {result.server} · "
@@ -44,10 +56,10 @@ def _head(result: Result, name: str = "") -> list[Block]:
 
 def _loads_table(result: Result, bounds: Sequence[Bound]) -> Table:
     """A row for each load, and below it what to consider about its figures."""
-    shown = [shown_statistic(metric, bounds) for metric in shown_metrics(result.language)]
+    statistics = [shown_statistic(metric, bounds) for metric in shown_metrics(result.language)]
     head = [
         "load", "state", result.unit, "requests/s",
-        *(f"{statistic.name}, ms" for statistic in shown),
+        *(f"{statistic.name}, ms" for statistic in statistics),
         "input tokens", "requests", "bounds",
     ]  # fmt: skip
     rows = []
@@ -59,7 +71,7 @@ def _loads_table(result: Result, bounds: Sequence[Bound]) -> Table:
             point.state,
             _figure(found.throughput if found else None),
             _figure(found.requests_per_s if found else None),
-            *(_milliseconds(statistic.of(found)) for statistic in shown),
+            *(_milliseconds(statistic.of(found)) for statistic in statistics),
             _figure(found.input_tokens_mean if found else None),
             _figure(found.requests if found else None),
             "over" if verdict.over else "met",
@@ -85,12 +97,6 @@ def _server_table(points: Sequence[LoadPoint]) -> Table:
     return Table("On the server", head, rows)
 
 
-_ENGINE_HEAD = [
-    "load", "steps", "mean batch", "queue, ms", "prompt tokens", "hit tokens", "generated tokens",
-    "preemptions",
-]  # fmt: skip
-
-
 def _engine_cells(load: Load, work: EngineWork) -> list[str]:
     """A row under _ENGINE_HEAD."""
     return [
@@ -103,17 +109,6 @@ def _engine_cells(load: Load, work: EngineWork) -> list[str]:
         _count(work.generated_tokens),
         _count(work.preemptions),
     ]
-
-
-_STAGE_HEAD = [
-    "load",
-    "model",
-    "inferences",
-    "executions",
-    "mean batch",
-    "queue, ms",
-    "compute, ms",
-]
 
 
 def _stage_cells(load: Load, stage: Stage) -> list[str]:
@@ -180,11 +175,8 @@ def _common_loads_table(a: Result, b: Result) -> Table:
 
 def write_tuning(tuning: Tuning, folder: Path) -> Path:
     """``report.html``, the plots, and the two results for ``jitney bench --compare``."""
-    for name in choose.RESULT_NAMES:  # those of an earlier run in the same folder
-        (folder / f"{name}.json").unlink(missing_ok=True)
     results = choose.shown(tuning)
-    for name, result in results.items():
-        write(result, folder / f"{name}.json")
+    _write_results(results, folder)
     blocks: list[Block] = [
         Text(f"{tuning.began}; {tuning.seconds:,.0f} s of {tuning.budget_s:,.0f} s", "dim"),
         Text(choose.conclusion(tuning), "best" if tuning.choice is not None else "best none"),
@@ -193,20 +185,37 @@ def write_tuning(tuning: Tuning, folder: Path) -> Path:
     if tuning.lines:
         blocks += [Text(choose.instruction(tuning, "config.pbtxt")), Text(tuning.lines, tag="pre")]
     titles = {}
-    for letter, (name, result) in zip("AB", results.items(), strict=False):
-        titles[f"{letter}, {name}"] = result.title
-    options = {name: ", ".join(map(str, values)) for name, values in tuning.axes.items()}
-    if tuning.beside:
-        options["beside"] = ", ".join(tuning.beside)
+    for letter, name in zip("AB", results, strict=False):  # as the plots call the two
+        titles[f"{letter}, {name}"] = results[name].title
+    bounds = slo.parse(tuning.slo, language=tuning.language)
     blocks += [
         _settings_table(tuning),
         Heading("Latency and throughput of the current setting and the best"),
         Terms(titles),
-        plots([*results.values()], slo.parse(tuning.slo, language=tuning.language)),
+        plots([*results.values()], bounds),
         Heading("How it was measured"),
-        Terms(options | tuning.options),
+        Terms(_tuning_terms(tuning)),
     ]
     return write_page(f"{tuning.model}, tuned", blocks, folder)
+
+
+def _write_results(results: Mapping[str, Result], folder: Path) -> None:
+    """Write each result into a file of its name, and remove those of an earlier run in the same
+    folder."""
+    for name in choose.RESULT_NAMES:
+        (folder / f"{name}.json").unlink(missing_ok=True)
+    for name, result in results.items():
+        write(result, folder / f"{name}.json")
+
+
+def _tuning_terms(tuning: Tuning) -> dict[str, str]:
+    """The values that were tried, and the options of the loads."""
+    terms = {}
+    for axis, values in tuning.axes.items():
+        terms[axis] = ", ".join(map(str, values))
+    if tuning.beside:
+        terms["beside"] = ", ".join(tuning.beside)
+    return terms | tuning.options
 
 
 def _settings_table(tuning: Tuning) -> Table:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
-from jitney.batch import RowOutput, StepOutput
+from jitney.batch import Batch, RowOutput, StepOutput
 from jitney.config import EngineConfig
 from jitney.core.scheduler import Scheduler
 from jitney.messages import Emitted, Finished, Submit
@@ -52,37 +52,11 @@ def simulate(
         max_model_len=int((lengths.prompt + lengths.output).max()),
         max_num_batched_tokens=limits.budget,
     )
+    requests = _Requests(scheduler, lengths)
     # None is a queue without end: more requests than can run.
     streams = limits.streams or 2 * at_first + 32
-    rng = np.random.default_rng(0)
-    prompts = lengths.prompt.tolist()
-    outputs = lengths.output.tolist()
-    total = len(prompts)
-    keys = count()
-
-    def submit_request(index: int, emitted: int, now: float) -> None:
-        """The request at an index of ``lengths``, of which so many tokens are there already."""
-        message = Submit(
-            key=next(keys),
-            prompt=[0] * prompts[index],
-            params=SamplingParams(max_tokens=outputs[index], seed=0),
-            arrival=now,
-            emitted=[Emitted([0] * emitted)] if emitted else [],
-            first_token=now if emitted else None,
-        )
-        refused = scheduler.submit(message)
-        assert not refused, "lengths beyond the context or the cache are cut before"
-
-    # In steady state a request is found running in proportion to its output, at any of its tokens.
-    shares = lengths.output / lengths.output.sum()
-    running_at_first = rng.choice(total, min(at_first, streams), p=shares).tolist()
-    for index in running_at_first:
-        submit_request(index, emitted=int(rng.integers(outputs[index])), now=-1.0)
-    # The other streams begin with a request each.
-    others = streams - len(running_at_first)
-    for number in range(others):
-        submit_request(number % total, emitted=0, now=-1.0)
-    next_request = others
+    requests.submit_first(streams, min(at_first, streams))
+    total = len(lengths.prompt)
     warm_up = total // 4
     running = 0
     used = 0
@@ -97,12 +71,7 @@ def simulate(
             running += stats.running
             used += stats.blocks_used
             steps += 1
-        output = StepOutput([RowOutput([0] * len(row.sample)) for row in batch.rows])
-        for event in scheduler.update(batch, output, float(ended)):
-            if isinstance(event, Finished):
-                submit_request(next_request % total, emitted=0, now=float(ended))
-                next_request += 1
-                ended += 1
+        ended += requests.complete(batch, float(ended))
     counted = ended - warm_up
     return Observed(
         running=running / steps,
@@ -112,3 +81,58 @@ def simulate(
         steps=steps,
         seconds=time.monotonic() - began,
     )
+
+
+class _Requests:
+    """The requests of a simulation. They have the given lengths in turn, and then again from the
+    first."""
+
+    def __init__(self, scheduler: Scheduler, lengths: Lengths) -> None:
+        self._scheduler = scheduler
+        self._lengths = lengths
+        self._prompts = lengths.prompt.tolist()
+        self._outputs = lengths.output.tolist()
+        self._keys = count()
+        self._next = 0
+        """The number of the request that comes next."""
+
+    def submit_first(self, streams: int, running: int) -> None:
+        """Submit a request for each of the ``streams``. Of these, ``running`` have a part of their
+        output already."""
+        rng = np.random.default_rng(0)
+        # In steady state a request is found running in proportion to its output, at any of its
+        # tokens.
+        shares = self._lengths.output / self._lengths.output.sum()
+        for index in rng.choice(len(self._outputs), running, p=shares).tolist():
+            self._submit(index, emitted=int(rng.integers(self._outputs[index])), now=-1.0)
+        for _ in range(streams - running):
+            self._submit_next(-1.0)
+
+    def complete(self, batch: Batch, now: float) -> int:
+        """Complete a step, in which each sequence makes token 0. Each request that ends is followed
+        by the next one. Returns how many have ended."""
+        output = StepOutput([RowOutput([0] * len(row.sample)) for row in batch.rows])
+        ended = 0
+        for event in self._scheduler.update(batch, output, now):
+            if isinstance(event, Finished):
+                self._submit_next(now + ended)
+                ended += 1
+        return ended
+
+    def _submit_next(self, now: float) -> None:
+        self._submit(self._next % len(self._prompts), emitted=0, now=now)
+        self._next += 1
+
+    def _submit(self, index: int, emitted: int, now: float) -> None:
+        """Submit a request of the lengths at ``index``. ``emitted``: how many of its tokens are
+        there already."""
+        message = Submit(
+            key=next(self._keys),
+            prompt=[0] * self._prompts[index],
+            params=SamplingParams(max_tokens=self._outputs[index], seed=0),
+            arrival=now,
+            emitted=[Emitted([0] * emitted)] if emitted else [],
+            first_token=now if emitted else None,
+        )
+        refused = self._scheduler.submit(message)
+        assert not refused, "lengths beyond the context or the cache are cut before"

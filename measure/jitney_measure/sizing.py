@@ -79,6 +79,8 @@ class Expected:
 def expect(config: EngineConfig, lengths: Lengths, limits: EngineLimits) -> Expected:
     """The steady state of ``lengths``, none of which exceeds the context, with the block size,
     ``eviction`` and ``watermark`` of ``config``, and nothing found in the prefix cache."""
+    mean_prompt = float(lengths.prompt.mean())
+    mean_output = float(lengths.output.mean())
     preempts = config.eviction == "preempt"
     watermark = math.ceil(config.watermark * limits.num_blocks) if preempts else 0
     blocks = _blocks(lengths, config.block_size, preempts=preempts)
@@ -89,12 +91,11 @@ def expect(config: EngineConfig, lengths: Lengths, limits: EngineLimits) -> Expe
     deviation = math.sqrt(blocks.variance * in_cache) / blocks.allocated
     most_preemptions = 0.0
     if preempts:
-        growth = float(lengths.output.mean()) / config.block_size
         most_preemptions = _preemptions_in_full_cache(
-            growth=growth, prompt=float(blocks.to_admit.mean()), watermark=watermark
+            growth=mean_output / config.block_size,
+            prompt=float(blocks.to_admit.mean()),
+            watermark=watermark,
         )
-    mean_prompt = float(lengths.prompt.mean())
-    mean_output = float(lengths.output.mean())
     variation = float(lengths.prompt.var()) / mean_prompt**2
     # Preemptions make work. With more work fewer sequences run, which preempts less. ``damped`` is
     # the value that a round starts from, ``preemptions`` the one that follows from it. Four rounds,
@@ -104,15 +105,15 @@ def expect(config: EngineConfig, lengths: Lengths, limits: EngineLimits) -> Expe
         # After a preemption the prompt and the output so far are computed again.
         recomputed = damped * (mean_prompt + _GROWN * mean_output)
         work = (mean_prompt + recomputed) / mean_output
-        by_others = _without_cache(limits, work, mean_output, variation)
-        running, chance_cache_limits = _mean_of_smaller(by_others.running, in_cache, deviation)
+        beside_cache = _without_cache(limits, work, mean_output, variation)
+        running, chance_cache_limits = _mean_of_smaller(beside_cache.running, in_cache, deviation)
         preemptions = most_preemptions * chance_cache_limits
         damped = (damped + preemptions) / 2
     return Expected(
         running=running,
         used=running * blocks.filled / limits.num_blocks,
         preemptions=preemptions,
-        limit=by_others.limit if by_others.running < in_cache else "the cache",
+        limit=beside_cache.limit if beside_cache.running < in_cache else "the cache",
         in_cache=in_cache,
         work=work,
     )
@@ -225,9 +226,10 @@ class _Bounded:
 def _without_cache(limits: EngineLimits, work: float, output: float, variation: float) -> _Bounded:
     """The sequences that run if the cache is no limit.
 
-    Prompts pass through the rest of the budget one by one, and then make ``output`` tokens: mean
-    value analysis of a closed network with a queue and a delay (Reiser and Lavenberg, 1980).
-    ``variation``: (deviation / mean)² of the lengths of prompts.
+    A request's prompt is computed in what the decodes leave of the budget, one prompt after the
+    other. Then the request makes ``output`` tokens. That is a closed network with a queue and a
+    delay, and this its mean value analysis (Reiser and Lavenberg, 1980). ``variation``:
+    (deviation / mean)² of the lengths of prompts.
     """
     # With d decodes a step has d tokens of output and d * work of prompts: d * (1 + work) = budget.
     # One more sequence is in prefill.

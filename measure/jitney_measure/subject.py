@@ -29,9 +29,9 @@ except ImportError:
         f"{install_extra('server')}"
     ) from None
 
+# What the engine takes without max_num_batched_tokens.
 _DEFAULT_TOKENS_ON_CPU = 512
 _DEFAULT_TOKENS_ON_GPU = 8192
-"""What the engine takes without max_num_batched_tokens."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Subject:
         """Whether there is one number of instances, not one for each of several groups."""
         return len(self.config.instance_group) <= 1
 
-    def gpu(self) -> bool:
+    def is_on_gpu(self) -> bool:
         """Whether the language model runs on a GPU of this machine, as far as can be told."""
         assert self.engine is not None
         if self.engine.device != "auto":
@@ -66,7 +66,7 @@ class Subject:
             sequences = self.engine.max_num_seqs
             tokens = self.engine.max_num_batched_tokens
             if tokens is None:
-                tokens = _DEFAULT_TOKENS_ON_GPU if self.gpu() else _DEFAULT_TOKENS_ON_CPU
+                tokens = _DEFAULT_TOKENS_ON_GPU if self.is_on_gpu() else _DEFAULT_TOKENS_ON_CPU
                 tokens = max(tokens, sequences)
             return (sequences, tokens)
         return read_setting(
@@ -159,10 +159,14 @@ def read_setting(config: Mapping[str, Any]) -> Setting:
     """
     groups = config.get("instance_group") or [{}]
     instances = int(groups[0].get("count", 1)) or 1
-    batching = config.get("dynamic_batching", {"preferred_batch_size": [1]})
+    batching = config.get("dynamic_batching")
+    if batching is None:
+        return (1, 0, instances)
     preferred = [int(size) for size in batching.get("preferred_batch_size", [])]
     batch = max(preferred, default=int(config["max_batch_size"]))
-    window = int(batching.get("max_queue_delay_microseconds", 0)) if batch > 1 else 0
+    window = 0
+    if batch > 1:  # else nothing waits for a batch
+        window = int(batching.get("max_queue_delay_microseconds", 0))
     return (batch, window, instances)
 
 
@@ -197,8 +201,8 @@ def read_subject(repository: Path, name: str) -> Subject:
 
 
 def _read_engine_options(model: Path, config: Any) -> EngineConfig:
-    """Of the newest version. Parameters of config.pbtxt come before those of model.json; names in
-    capitals are the server's own."""
+    """The options of the model's newest version. A parameter of config.pbtxt overrides the option
+    of that name in model.json. Parameters whose names are in capitals are the server's own."""
     parameters = {}
     for name, value in config.parameters.items():
         if not name.isupper():

@@ -1,29 +1,24 @@
-"""The server under test: its addresses, the way to it, and what it reports over HTTP.
+"""The server under test: its addresses, the way to it, and its models.
 
 Loaded models are found through the server's statistics, since ``jitney serve`` and the proxy of
 docker-compose refuse the repository index. Where the statistics are refused too, the user must name
-the model. The work of a Jitney engine is only in its metrics: the server has no queue before such a
-model.
+the model.
 """
 
 import http.client
 import re
 import urllib.error
 import urllib.request
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 import msgspec
 from jitney.access import Access
-from jitney.errors import InvalidArgumentError, JitneyError, UnavailableError, nearest
+from jitney.errors import InvalidArgumentError, UnavailableError, nearest
 
 from jitney_measure.pages.text import printable
-from jitney_measure.record import EngineWork, Stage
 
-_SAMPLE = r'^jitney_(\w+_(?:total|count|sum))\{[^}]*?\bmodel="%s".*\} (\S+)$'
-_COMPUTE = ("compute_input", "compute_infer", "compute_output")
 _HOST = r"(\[[0-9A-Fa-f:.%\w]+\]|[^\s:/@\[\]]+)"
 _PORT = r"(:(?P<port>[1-9][0-9]{0,4}))"
 _ADDRESS = _HOST + _PORT
@@ -115,7 +110,8 @@ class Target:
         return f"https://{self.http}" if self.access.tls else self.http
 
     def get(self, path: str, body: Any = None, kind: Any = Any) -> Any:
-        """The JSON at a path of the HTTP address, of a type; with ``body``, the answer to it.
+        """The JSON at a path of the HTTP address; with ``body``, the answer to it. ``kind``: the
+        type that it is read as.
 
         Raises UnavailableError if nobody answers, RefusedError if the server refuses.
         """
@@ -137,27 +133,34 @@ class Target:
         Raises InvalidArgumentError with the names of the loaded models.
         """
         try:
-            stats = self.get("/v2/models/stats", kind=_Loaded).model_stats
+            loaded = self.get("/v2/models/stats", kind=_Loaded)
         except RefusedError as error:
-            if name is not None:
-                return self._described(name)
-            raise InvalidArgumentError(
-                f"say which model: the server refuses to list its models ({error})"
-            ) from None
-        names = sorted({str(model.get("name", "")) for model in stats})
+            if name is None:
+                raise InvalidArgumentError(
+                    f"say which model: the server refuses to list its models ({error})"
+                ) from None
+            return self._described(name)  # an unknown name is refused by the server
+        names = sorted({str(stats.get("name", "")) for stats in loaded.model_stats})
         listed = ", ".join(names) or "none"
-        if name is not None and name in names:
-            return self._described(name)
-        if name is not None:
+        if name is None:
+            return self._only_language_model(names, listed)
+        if name not in names:
             raise InvalidArgumentError(
                 f"the server has no model {name!r}{nearest(name, names)}; it has {listed}"
             )
-        speaking = [model for model in map(self._described, names) if model.language]
-        if len(speaking) != 1:
+        return self._described(name)
+
+    def _only_language_model(self, names: list[str], listed: str) -> Model:
+        found = []
+        for name in names:
+            model = self._described(name)
+            if model.language:
+                found.append(model)
+        if len(found) != 1:
             raise InvalidArgumentError(
-                f"say which model: the server has {listed}, {len(speaking)} of them language models"
+                f"say which model: the server has {listed}, {len(found)} of them language models"
             )
-        return speaking[0]
+        return found[0]
 
     def _described(self, name: str) -> Model:
         found = self.get(model_path(name, "config"), kind=Model)
@@ -198,8 +201,10 @@ class Target:
 def _check_address(option: str, text: str, pattern: str, expected: str) -> None:
     """Raises InvalidArgumentError for what does not have the pattern, or has too great a port."""
     match = re.fullmatch(pattern, text)
-    if match is not None and int(match["port"] or 1) <= _MAX_PORT:
-        return
+    if match is not None:
+        port = match["port"]  # None in a URL without one
+        if port is None or int(port) <= _MAX_PORT:
+            return
     # What is before an @ is usually a name and a password: it is not shown.
     raise InvalidArgumentError.of(option, text.rpartition("@")[2], expected)
 
@@ -207,94 +212,3 @@ def _check_address(option: str, text: str, pattern: str, expected: str) -> None:
 def model_path(name: str, leaf: str) -> str:
     """The path of ``config``, ``stats``, ``generate`` … of a model."""
     return f"/v2/models/{quote(name, safe='')}/{leaf}"
-
-
-@dataclass
-class Snapshot:
-    """All that is read at one time; only differences mean anything."""
-
-    models: dict[str, Counter[str]] = field(default_factory=dict)  # the server's statistics
-    engine: Counter[str] | None = None
-    """The engine's metrics; None if they could not be read, or it is no language model."""
-    missing: list[str] = field(default_factory=list)  # what could not be read and why
-
-
-def snapshot(target: Target, model: Model) -> Snapshot:
-    """Does not raise if the server refuses: the measurement goes on without."""
-    taken = Snapshot()
-    try:
-        for name in model.parts:
-            answer = target.get(model_path(name, "stats"))
-            taken.models[name] = read_statistics(answer)
-    except (JitneyError, LookupError, TypeError) as error:
-        taken.missing.append(f"no statistics of the server ({error})")
-    try:
-        if model.language:
-            taken.engine = read_metrics(target.metrics_text(), model.name)
-    except (JitneyError, ValueError) as error:
-        taken.missing.append(f"no figures of the engine ({error})")
-    return taken
-
-
-def read_statistics(answer: dict[str, Any]) -> Counter[str]:
-    """Adds up the versions in the answer of ``/v2/models/NAME/stats``."""
-    total: Counter[str] = Counter()
-    for version in answer["model_stats"]:
-        spent = version["inference_stats"]
-        total["inferences"] += version["inference_count"]
-        total["executions"] += version["execution_count"]
-        total["requests"] += spent["queue"]["count"]
-        total["queue"] += spent["queue"]["ns"]
-        total["compute"] += sum(spent[part]["ns"] for part in _COMPUTE)
-    return total
-
-
-def read_metrics(text: str, model: str) -> Counter[str]:
-    """Our counters of the model, added up over instances."""
-    total: Any = Counter()  # of floats
-    for name, value in re.findall(_SAMPLE % re.escape(model), text, re.MULTILINE):
-        total[name] += float(value)
-    return total
-
-
-def stages(before: Snapshot, after: Snapshot) -> tuple[Stage, ...]:
-    """What each model did between the two."""
-    found = []
-    for name, counts in after.models.items():
-        # If the first reading failed, nothing can be said: the stage has zeros.
-        gained = counts - before.models.get(name, counts)
-        found.append(
-            Stage(
-                model=name,
-                inferences=gained["inferences"],
-                executions=gained["executions"],
-                mean_batch=_mean(gained, "inferences", "executions"),
-                queue_s=_mean(gained, "queue", "requests", 1e-9),
-                compute_s=_mean(gained, "compute", "requests", 1e-9),
-            )
-        )
-    return tuple(found)
-
-
-def engine_work(before: Snapshot, after: Snapshot) -> EngineWork | None:
-    """What our engine did between the two; None if the model has no metrics of ours, or if one of
-    the readings failed."""
-    if before.engine is None or after.engine is None:
-        return None
-    gained = after.engine - before.engine
-    if not gained["batch_sequences_count"]:
-        return None
-    return EngineWork(
-        steps=gained["batch_sequences_count"],
-        mean_batch=_mean(gained, "batch_sequences_sum", "batch_sequences_count"),
-        queue_s=_mean(gained, "queue_seconds_sum", "queue_seconds_count"),
-        prompt_tokens=gained["prompt_tokens_total"],
-        generated_tokens=gained["generated_tokens_total"],
-        hit_tokens=gained["prefix_hit_tokens_total"],
-        preemptions=gained["preemptions_total"],
-    )
-
-
-def _mean(gained: Counter[str], total: str, count: str, scale: float = 1.0) -> float | None:
-    """None if nothing was counted."""
-    return gained[total] * scale / gained[count] if gained[count] else None

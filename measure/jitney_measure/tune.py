@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from jitney.errors import InvalidArgumentError
-from jitney_server.stopping import interruptible
+from jitney_server.interruptible import interruptible
 from rich.console import Console
 
 from jitney_measure import options
@@ -108,6 +108,7 @@ def _tuner(shared: options.Shared, given: TuneOptions, folder: Path) -> "Tuner":
     """The options, checked, before any server is started. Raises JitneyError."""
     from jitney_measure import axes, slo
     from jitney_measure.inputs import Inputs
+    from jitney_measure.loads import read_loads
     from jitney_measure.perf_analyzer import Driver, PerfAnalyzer
     from jitney_measure.subject import read_subject
     from jitney_measure.tuner import Tuner
@@ -119,7 +120,7 @@ def _tuner(shared: options.Shared, given: TuneOptions, folder: Path) -> "Tuner":
     if shared.concurrency and shared.rate:
         expected = "left out where --concurrency is given"
         raise InvalidArgumentError.of("rate", shared.rate, expected)
-    loads = slo.loads(shared, default="1,2,4,8,16,32,64")
+    loads = read_loads(shared, default="1,2,4,8,16,32,64")
     subject.check_options(given.axes, shared)
     beside = subject.models_beside(given.beside)
 
@@ -127,7 +128,7 @@ def _tuner(shared: options.Shared, given: TuneOptions, folder: Path) -> "Tuner":
         """Raises InvalidArgumentError for the values that were given."""
         if subject.language:
             highest = None if loads[0].kind == "rate" else loads[-1].level
-            return axes.engine_axes(current, given.axes, highest, gpu=subject.gpu())
+            return axes.engine_axes(current, given.axes, highest, gpu=subject.is_on_gpu())
         return axes.scheduler_axes(
             current,
             given.axes,

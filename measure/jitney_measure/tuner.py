@@ -39,8 +39,8 @@ class _Attempt:
     setting: Setting
     phase: Phase
     reserve: int
-    """How many more settings must still fit into the time after this one: loads are added only
-    while they do."""
+    """Settings that are to be tried after this one. A load is added only while there is time for
+    these, too."""
 
 
 class Tuner:
@@ -123,11 +123,10 @@ class Tuner:
     def _measure_again(self) -> None:
         """The best and the current setting: the highest of many figures is too high by chance."""
         leader = choose.find_leader(self._trials)
-        if leader is None or leader.values == self._named(self._current):
+        if leader is None or leader.setting == self._current:
             return  # there is nothing to confirm
-        best = tuple(leader.values.values())
         attempts = [
-            _Attempt(best, "final", reserve=1),
+            _Attempt(leader.setting, "final", reserve=1),
             _Attempt(self._current, "final", reserve=0),
         ]
         for attempt in attempts:
@@ -147,6 +146,8 @@ class Tuner:
         try:
             with serve(self._subject, values, self._beside, self._timeout_s) as target:
                 start_s = time.monotonic() - began
+                # Kept now, because the loads go on only while there is time for more servers. What
+                # the stop takes is added when it is known.
                 self._seconds_per_server.append(start_s)
                 self._measure(attempt, target, start_s)
                 stop_began = time.monotonic()
@@ -232,8 +233,7 @@ class Tuner:
         """The best load known so far. For a setting that is measured again: its own best load. For
         another setting: the best load of the leader."""
         if attempt.phase == "final":
-            named = self._named(attempt.setting)
-            first = next(trial for trial in self._trials if trial.values == named)
+            first = next(trial for trial in self._trials if trial.setting == attempt.setting)
             return first.best.load if first.best is not None else None
         leader = choose.find_leader(self._trials)
         if leader is None or leader.best is None:
@@ -252,10 +252,9 @@ class Tuner:
     def _fits(self, settings: int, loads: int = 0) -> bool:
         """Whether there is time for so many settings and loads, by what those before took."""
         loads += settings * _LOADS_PER_SETTING
-        needed_s = settings * _mean(self._seconds_per_server) + loads * _mean(
-            self._seconds_per_load
-        )
-        return self._spent() + needed_s <= self._budget_s
+        servers_s = settings * _mean(self._seconds_per_server)
+        loads_s = loads * _mean(self._seconds_per_load)
+        return self._spent() + servers_s + loads_s <= self._budget_s
 
     def _keep(self, trial: Trial) -> None:
         self._trials.append(trial)

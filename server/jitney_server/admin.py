@@ -13,6 +13,7 @@ import http.client
 import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from jitney.errors import InternalError
 
@@ -73,21 +74,23 @@ class Admin:
 
     def model_inputs(self, name: str) -> Any:
         """The input tensors of a ready model: a list of name, datatype and shape of each."""
-        return json.loads(self._call("GET", f"/v2/models/{name}"))["inputs"]
+        return json.loads(self._call("GET", f"/v2/models/{_quoted(name)}"))["inputs"]
 
     def unload(self, name: str) -> None:
         """Ask the server to unload a model. It does so once the model's requests have ended."""
-        self._call("POST", f"/v2/repository/models/{name}/unload")
+        self._call("POST", f"/v2/repository/models/{_quoted(name)}/unload")
 
     def load(self, name: str, timeout_s: float) -> None:
         """Load a model and, if it is an ensemble, its parts. Does nothing for a model that is
         loaded. Raises RefusedCallError with the model's reason if it cannot be loaded."""
-        self._call("POST", f"/v2/repository/models/{name}/load", timeout_s=timeout_s)
+        path = f"/v2/repository/models/{_quoted(name)}/load"
+        self._call("POST", path, timeout_s=timeout_s)
 
     def infer(self, name: str, inputs: list[dict[str, Any]]) -> Any:
         """The list of a model's output tensors for these inputs, all in the form of JSON."""
         body = json.dumps({"inputs": inputs})
-        return json.loads(self._call("POST", f"/v2/models/{name}/infer", body))["outputs"]
+        answer = self._call("POST", f"/v2/models/{_quoted(name)}/infer", body)
+        return json.loads(answer)["outputs"]
 
     def is_answering(self, name: str) -> bool:
         """Whether the process of a language model answers a request within ``TIMEOUT_S``.
@@ -96,7 +99,7 @@ class Admin:
         answers, with a text that says so.
         """
         try:
-            self._call("POST", f"/v2/models/{name}/generate", '{"text_input": ""}')
+            self._call("POST", f"/v2/models/{_quoted(name)}/generate", '{"text_input": ""}')
         except NoAnswerError:
             return False
         except RefusedCallError as error:
@@ -130,3 +133,13 @@ class Admin:
             answer = f"HTTP {response.status}: {text[:400]}"
             raise RefusedCallError(f"the server answered {method} {path} with {answer}")
         return text
+
+
+def _quoted(name: str) -> str:
+    """A model's name as a part of a path.
+
+    A model without a stub may have any name, with spaces and letters like ü. A path with these
+    could not be sent. This server (2.51) does not know the model by the quoted name either, but it
+    says so: the call ends as a RefusedCallError.
+    """
+    return quote(name, safe="")

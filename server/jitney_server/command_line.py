@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from jitney.stop_signals import VARIABLE
+from jitney import stop_signals
 
 from jitney_server.leftovers import RunFolder
 from jitney_server.ports import ServerPorts
@@ -26,8 +26,8 @@ def common_options(
 ) -> list[str]:
     """The options that every server of ours gets."""
     options = [
-        # `stop` unloads the models itself. A client that wants to unload one needs the server's
-        # random key.
+        # Models are loaded and unloaded one by one, by whoever has the server's random key: a stop
+        # unloads them, and a repair loads one again. Without this option the server refuses that.
         "--model-control-mode=explicit",
         # After the start, the server calls itself ready while one of its models is loaded again:
         # its other models serve. The readiness of each model is asked for by the model's name.
@@ -64,7 +64,7 @@ def embedded_environment(library_path: str, run_folder: RunFolder) -> dict[str, 
 
 def with_stop_note(environment: Mapping[str, str], run_folder: RunFolder) -> dict[str, str]:
     """A copy of the environment that tells the models where their launcher notes a stop."""
-    return {**environment, VARIABLE: str(run_folder.stop_note)}
+    return {**environment, stop_signals.VARIABLE: str(run_folder.stop_note)}
 
 
 def _folder_of_python3(run_folder: RunFolder) -> Path:

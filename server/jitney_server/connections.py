@@ -1,6 +1,6 @@
 """Closes the connections that clients have to a server, from outside of its process.
 
-``stopping`` and ``supervision`` do that: this server (2.51) itself keeps some for ever.
+The server (2.51) itself keeps some of them for ever. ``stopping`` and ``supervision`` call this.
 """
 
 import contextlib

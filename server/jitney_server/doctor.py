@@ -37,6 +37,7 @@ _LEAST_SHARED_MIB = 2
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 """Those that our kernels use, as /proc/cpuinfo names them."""
 _MARKS = {"ok": "[green]ok   [/]", "warns": "[yellow]warns[/]", "fails": "[red]FAILS[/]"}
+_MARK_WIDTH = len("warns")
 _NAME_WIDTH = 14
 _PRINT_GPUS = """
 import torch
@@ -75,7 +76,7 @@ def run_doctor(ports: Mapping[str, int], *, start: bool) -> bool:
     for name, finding in findings.items():
         out.print(f"{_MARKS[finding.state]} {name:<{_NAME_WIDTH}}{escape(finding.text)}")
         if finding.repair is not None:
-            indent = " " * (len("ok    ") + _NAME_WIDTH)
+            indent = " " * (_MARK_WIDTH + 1 + _NAME_WIDTH)
             out.print(f"{indent}[bold]repair:[/] {escape(finding.repair)}")
     if can_serve(findings):
         out.print("\n[bold green]Ready to serve.[/]")
@@ -213,8 +214,9 @@ def _as_numbers(version: str) -> tuple[int, ...]:
 
 
 def _check_optional(packages: Sequence[str], *, without: str, repair: str) -> Finding:
-    """A package that serving can do without. It may have several names, whose files are in the same
-    folder. ``without`` says what does not work if it is missing."""
+    """A package that serving can do without. ``packages``: one package, or several that are builds
+    of the same library: they install into the same folder, so only one of them may be there.
+    ``without`` says what does not work if it is missing."""
     present = []
     for package in packages:
         version = _version(package)

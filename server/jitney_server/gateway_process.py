@@ -163,12 +163,15 @@ class GatewayProcess:
             text = line.decode(errors="replace").strip()
             if self._state == _State.STARTS:
                 self._state = _State.LISTENS
-                if self._has_listened:
-                    continue
-                self._has_listened = True
-                self._print_address(text)
+                self._take_address(text)
             elif text:
                 self._say(f"the gateway: {text}")
+
+    def _take_address(self, address: str) -> None:
+        """Print the address of a gateway that listens, but only once: it stays the same."""
+        if not self._has_listened:
+            self._has_listened = True
+            self._print_address(address)
 
     def _pause(self, why: str, now: float) -> None:
         """There is no process now. The next one is started after a pause, which is twice as long as

@@ -27,7 +27,7 @@ REPAIR_WITH = "repair it with: "
 _PYTHON = sysconfig.get_python_version()
 """Such as ``3.11``."""
 _SYSTEM_FOLDERS = (
-    "/usr/lib/{architecture}",  # Debian's name of it, such as x86_64-linux-gnu
+    "/usr/lib/{architecture}",  # as Debian names it, such as x86_64-linux-gnu
     "/lib/{architecture}",
     "/usr/local/lib",
     "/usr/lib64",

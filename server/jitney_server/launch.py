@@ -1,4 +1,4 @@
-"""Starts a server with arguments that only its own user can read, and with large stacks.
+"""Starts a server with arguments that only its own user can read, and with large ``stacks``.
 
 Every local user can read the command line of a process, but not its environment. So the secret
 arguments are passed as environment variables, and placeholders for them stand on the command line.
@@ -6,16 +6,12 @@ The program is stopped before its first instruction. Then its pointers to the pl
 changed, so that they point to the values of the variables. The secret is the key of the restricted
 endpoints, which two of the server's options hold.
 
-Large stacks: the server's HTTP library copies the whole body of some requests onto the stack of a
-thread. With a usual stack, a large body ends the server.
-
-``server`` and the containers' process 1 call :func:`launch`.
+``server`` and the containers' process 1 call :func:`launch`, and then ``group_guard``.
 """
 
 import ctypes
 import logging
 import os
-import resource
 import struct
 import subprocess
 import sys
@@ -24,20 +20,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jitney_server.stacks import stack_bytes
+
 RESTRICTED = ("shared-memory", "model-repository", "trace", "logging")
 """Endpoints that a client reaches only with the server's random key."""
-
-STACK_BYTES = 128 << 20
-"""Stack of each of the server's threads, if this process's hard limit allows it.
-
-A form takes twice its length of the stack. JSON takes 67 to 134 bytes for each level of nesting.
-Memory is used only as far as a thread uses its stack. It is not larger still, because the kernel
-keeps so much of the address space free for the stack: much more would move everything else."""
-_STACK_BYTES_IF_COUNTED = 8 << 20
-"""The same on a system where a stack counts as memory in use, whether it is used or not."""
-_OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
-_NO_OVERCOMMIT = "2"
-"""In that file: memory counts as used as soon as it is asked for."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -79,50 +65,6 @@ os.execv(sys.argv[4], sys.argv[4:])
 """
 _TRACED = _BIND_TO_PARENT + _SET_STACK_LIMIT + _ASK_TO_BE_TRACED + _EXEC
 _UNTRACED = _BIND_TO_PARENT + _SET_STACK_LIMIT + _EXEC
-# The guard of a server, whose process id is argv[1], is another small program. It does two things.
-#
-# It kills what is left of the server's process group when the server has ended. Stubs may be left
-# if the server was killed, alone or with its launcher: they look for their server themselves, but
-# may wait for ever for a lock in shared memory that the server held.
-#
-# And it sets the server's limit of the stack back to the usual argv[2] bytes, so that stubs and
-# engines, which inherit it, have usual stacks. It does so when the server has a second thread. At
-# that time the server's C library has read the large limit, and goes on using it; and no stub has
-# been started yet.
-_GUARD = """
-import os, resource, select, signal, sys
-server = int(sys.argv[1])
-usual_stack = int(sys.argv[2])
-try:
-    # The launcher waits for this process to end. Until then it does not collect the server, so the
-    # id cannot be another process's.
-    ended = os.pidfd_open(server)
-except ProcessLookupError:
-    ended = None
-# This process ends here, and its child is the guard. So the launcher need not collect the guard.
-if os.fork() != 0:
-    os._exit(0)
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-    signal.signal(number, signal.SIG_IGN)
-
-def set_stack_back():
-    hard = resource.prlimit(server, resource.RLIMIT_STACK)[1]
-    resource.prlimit(server, resource.RLIMIT_STACK, (usual_stack, hard))
-
-def has_second_thread():
-    return len(os.listdir(f"/proc/{server}/task")) > 1
-
-if ended is not None:
-    pause = 0.005
-    while not select.select([ended], [], [], pause)[0]:
-        try:
-            if has_second_thread():
-                pause = None  # from now on wait for the end alone
-                set_stack_back()
-        except OSError:
-            pass  # the server has ended meanwhile, or this system does not allow it
-os.killpg(server, signal.SIGKILL)
-"""
 _SIGKILL = "9"
 _NO_SIGNAL = "0"
 
@@ -144,57 +86,6 @@ def restrict(key: str) -> list[str]:
     return [f"--http-restricted-api={value}", f"--grpc-restricted-protocol={value}"]
 
 
-def guard_group(pid: int) -> None:
-    """Start the guard of the server ``pid``, which :func:`launch` has started.
-
-    When the server ends, the guard kills every other process of the server's group, even if this
-    process has ended before. It also gives the processes that the server starts stacks of the usual
-    size. Needs Linux 5.3 or later; elsewhere nothing happens.
-    """
-    usual_stack = resource.getrlimit(resource.RLIMIT_STACK)[0]
-    subprocess.run(
-        [*_python(_GUARD), str(pid), str(usual_stack)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        check=False,
-    )
-
-
-def stack_bytes() -> int:
-    """The stack of each thread of a program that :func:`launch` starts, in bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
-    stack = _STACK_BYTES_IF_COUNTED if _counts_unused_memory() else STACK_BYTES
-    # If the user has set a larger limit, it stays. Not "unlimited": the C library would give
-    # threads 2 MiB then.
-    if soft != resource.RLIM_INFINITY:
-        stack = max(stack, soft)
-    if hard != resource.RLIM_INFINITY:
-        stack = min(stack, hard)
-    return stack
-
-
-def _counts_unused_memory() -> bool:
-    """Whether memory counts as used as soon as it is asked for."""
-    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
-        return True
-    try:
-        return _OVERCOMMIT.read_text(encoding="ascii").strip() == _NO_OVERCOMMIT
-    except OSError:
-        return False
-
-
-def unshielded() -> str:
-    """The requests that still end a server that :func:`launch` has started, if no proxy stands
-    before it. Measured with tritonserver 2.51."""
-    stack = stack_bytes()
-    return (
-        f"a form (application/x-www-form-urlencoded) of over {stack // 2 >> 20} MiB, or JSON "
-        f"nested more than {stack // 134:,} deep, may end this server"
-    )
-
-
 def launch(
     command: Sequence[str], secret: Sequence[str], environment: Mapping[str, str], **options: Any
 ) -> subprocess.Popen[bytes]:
@@ -214,7 +105,7 @@ def launch(
         return process
     if secret:
         _LOG.warning("the key of the server's restricted endpoints is visible to every local user")
-    program = [*_python(_UNTRACED), *_first_arguments(end_signal), *command, *secret]
+    program = [*python_program(_UNTRACED), *_first_arguments(end_signal), *command, *secret]
     return subprocess.Popen(program, env=environment, **options)
 
 
@@ -223,7 +114,8 @@ def _first_arguments(end_signal: str) -> list[str]:
     return [end_signal, str(os.getpid()), str(stack_bytes())]
 
 
-def _python(code: str) -> list[str]:
+def python_program(code: str) -> list[str]:
+    """The command that runs a small program, which needs the standard library alone."""
     return [sys.executable, "-I", "-S", "-c", code]
 
 
@@ -236,7 +128,7 @@ def _launch_hidden(
 ) -> subprocess.Popen[bytes] | None:
     """Start the program with hidden arguments. None: this system does not allow it."""
     names = [f"JITNEY_ARGUMENT_{number}" for number in range(len(secret))]
-    program = [*_python(_TRACED), *_first_arguments(end_signal), *command, *names]
+    program = [*python_program(_TRACED), *_first_arguments(end_signal), *command, *names]
     variables = {**environment, **dict(zip(names, secret, strict=True))}
     process = subprocess.Popen(program, env=variables, **options)
     try:

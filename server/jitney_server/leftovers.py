@@ -77,7 +77,8 @@ class Owner(msgspec.Struct, frozen=True):
     machine: Machine
     launcher: ProcessKey
     launched_at: float
-    """Seconds of the wall clock, by which files have their times."""
+    """When the run folder was made, in seconds of the wall clock. The times of files are of this
+    clock, too."""
     server: ProcessKey | None = None
     """None: it has not been started yet."""
     ready_at: float | None = None
@@ -228,11 +229,13 @@ def _key_of(pid: int) -> ProcessKey | None:
     except OSError:
         return None
     # Field 2 of proc_pid_stat(5) is the program's name in brackets, which may hold spaces. So the
-    # fields are counted from the last bracket: the first of them is field 3, the state.
+    # fields are counted from the last bracket: the first of them is field 3.
     fields = status.rpartition(b")")[2].split()
-    if fields[0] in (b"Z", b"X"):  # it has ended, and nobody has asked for its status
+    state = fields[3 - 3]
+    start_time = fields[22 - 3]
+    if state in (b"Z", b"X"):  # it has ended, and nobody has asked for its status
         return None
-    return ProcessKey(pid, started=int(fields[22 - 3]))
+    return ProcessKey(pid, started=int(start_time))
 
 
 def _this_machine() -> Machine:
@@ -283,13 +286,19 @@ def _environments_of(path: Path, owner: Owner) -> list[Path]:
                 found.append(folder)
     if not found:
         return []
+    living = _living_owners_except(path)
+    recorded = {other.server.pid for other in living if other.server is not None}
+    unrecorded_starts = _starts_of_servers_except(recorded)
+    return [folder for folder in found if not _may_be_of_living(folder, living, unrecorded_starts)]
+
+
+def _living_owners_except(path: Path) -> list[Owner]:
+    """The owners of all other run folders that may live."""
     living = []
     for other_path, other in _owned_folders():
         if other_path != path and _may_live(other):
             living.append(other)
-    recorded = {other.server.pid for other in living if other.server is not None}
-    unrecorded_starts = _starts_of_servers_except(recorded)
-    return [folder for folder in found if not _may_be_of_living(folder, living, unrecorded_starts)]
+    return living
 
 
 def _may_be_of_living(folder: Path, living: list[Owner], unrecorded_starts: list[float]) -> bool:
@@ -300,7 +309,8 @@ def _may_be_of_living(folder: Path, living: list[Owner], unrecorded_starts: list
         is_empty = not any(folder.iterdir())
     except OSError:
         return True
-    # Of a server without a record it is not known when it was ready.
+    # Of a server without a record only its start is known, not when it was ready: any folder that
+    # was changed later may be its own.
     if any(started_at - _BOOT_LAG_S <= changed_at for started_at in unrecorded_starts):
         return True
     if is_empty:

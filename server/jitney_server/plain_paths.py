@@ -28,7 +28,8 @@ _BACKENDS_OF_STUBS = (
 """Backends that are written in Python, and the platforms whose models they serve."""
 _FILES_OF_STUBS = ("model.py", "model.onnx", "model.plan")
 _TEMPORARY_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
-"""Used if the path of the folder for temporary files (``TMPDIR``) is not plain."""
+"""If the path of the folder for temporary files (``TMPDIR``) is not plain, the first of these in
+which a folder can be made takes its place."""
 
 
 def is_plain(path: Path | str) -> bool:

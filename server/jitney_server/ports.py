@@ -44,8 +44,8 @@ def choose_ports(host: str, requested: Mapping[str, int]) -> list[int]:
 
 
 def check_different(requested: Mapping[str, int]) -> None:
-    """Raise InstallationError if two of the ports are the same and not 0. To bind them does not
-    show it: with SO_REUSEADDR a port can be bound twice while nobody listens on it."""
+    """Raise InstallationError if two of the ports are the same and not 0. An attempt to bind them
+    would not fail: with SO_REUSEADDR a port can be bound twice while nobody listens on it."""
     for (first, port), (second, other) in itertools.combinations(requested.items(), 2):
         if port == other and port != 0:
             raise InstallationError(

@@ -23,8 +23,9 @@ from jitney.errors import LoadError
 
 from jitney_server.admin import Admin
 from jitney_server.command_line import common_options, embedded_environment
+from jitney_server.group_guard import guard_group
 from jitney_server.installation import backend_folder, find_installation, link_backends
-from jitney_server.launch import guard_group, launch, restrict
+from jitney_server.launch import launch, restrict
 from jitney_server.leftovers import RunFolder, sweep
 from jitney_server.log_file import LogFile
 from jitney_server.plain_paths import plain_path
@@ -178,7 +179,7 @@ class TritonServer:
 
     def restart(self, timeout_s: float = LOAD_S) -> None:
         """Start again after the process has ended, on the same ports, with the same key and log.
-        What is left of it is killed first. Raises as :meth:`start`."""
+        First the other processes of its group are killed. Raises as :meth:`start`."""
         self._clean_up()
         self._start_on(self.admin.ports, timeout_s, append_to_log=True)
 

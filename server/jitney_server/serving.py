@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from jitney_server.gateway_process import GatewayProcess
+from jitney_server.interruptible import interruptible
 from jitney_server.server import TritonServer
-from jitney_server.stopping import interruptible
 from jitney_server.supervision import Supervisor
 from jitney_server.welcome import print_welcome
 
@@ -73,10 +73,10 @@ def _run(
     Raises JitneyError if the gateway cannot be started or the server does not start. Then nothing
     is left running.
     """
-    what = ", ".join(server.models or ()) or f"all of {server.model_repository.name}"
     try:
         if gateway is not None:
             gateway.check()
+        what = ", ".join(server.models or ()) or f"all of {server.model_repository.name}"
         with _ERR.status(f"Loading {what} …"):
             server.start(start_timeout_s)
         # A gateway that ends is started again even while a model is loaded, which may take minutes.

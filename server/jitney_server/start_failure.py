@@ -33,9 +33,9 @@ _MOST_LINES = 5
 def failed_models(text: str) -> dict[str, str]:
     """Model -> why it failed to load, without tracebacks, in the order of the log."""
     failures: dict[str, str] = {}
+    # If a configuration cannot be read, the server first prints the errors in it, and then a line
+    # that names its model. So the first error is kept until that line comes.
     parse_error: str | None = None
-    """The first error in a configuration since a model was last named as unreadable. The server
-    prints the errors of a configuration, and then one line that names its model."""
     for line in text.splitlines():
         parsed = _PARSE_ERROR.search(line)
         if parsed is not None and parse_error is None:
@@ -85,9 +85,12 @@ def explain_failure(text: str, status: int) -> str:
         head = "one model" if len(failures) == 1 else f"{len(failures)} models"
         listed = "".join(f"\n  {model}: {why}" for model, why in failures.items())
         return f"the server stopped because {head} failed to load:{listed}"
-    lines = _lines_before_usage(text) or _error_lines(text) or text.splitlines()
-    lines = lines[-_MOST_LINES:]
-    without_repetitions = dict.fromkeys(lines)
+    lines = _lines_before_usage(text)
+    if not lines:
+        lines = _error_lines(text)
+    if not lines:
+        lines = text.splitlines()
+    without_repetitions = dict.fromkeys(lines[-_MOST_LINES:])
     listed = "".join(f"\n  {line}" for line in without_repetitions) or " it printed nothing"
     ending = f"exited with status {status}"
     if status < 0:

@@ -8,7 +8,7 @@ import math
 
 import psutil
 
-from jitney_server.stopping import model_processes
+from jitney_server.stubs import model_processes
 
 _LOOK_S = 1.0
 """Seconds between two looks at the processes."""

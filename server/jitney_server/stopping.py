@@ -1,6 +1,6 @@
-"""How a server is stopped, and how a command on the terminal is asked to stop.
+"""How a server is stopped.
 
-``jitney serve``, the containers' process 1 and ``jitney tune`` use it.
+``server`` (so ``jitney serve`` and ``jitney tune``) and the containers' process 1 use it.
 
 On SIGTERM alone, this server (2.51) does not end in time while clients hold connections:
 
@@ -23,18 +23,19 @@ import logging
 import re
 import signal
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
-from jitney.stop_signals import LOOK, STOPS, Note, write_note
+from jitney import stop_signals
+from jitney.stop_signals import Note, write_note
 
 from jitney_server.admin import Admin, CallError, RefusedCallError
 from jitney_server.connections import hang_up
+from jitney_server.stubs import model_processes
 
 _LOG = logging.getLogger(__name__)
 
@@ -67,32 +68,6 @@ _IN_FLIGHT = re.compile(
 )
 
 
-@contextlib.contextmanager
-def interruptible() -> Iterator[threading.Event]:
-    """Until the block ends, SIGINT, SIGTERM and the closing of the terminal raise KeyboardInterrupt
-    in the main thread and set the event. A signal that the caller ignores (``nohup``) stays
-    ignored.
-
-    The exception ends whatever the main thread is doing, such as a load. But if it is raised in a
-    finalizer, Python drops it. So a loop must look at the event too, which stays set.
-    """
-    asked_to_stop = threading.Event()
-
-    def interrupt(number: int, frame: object) -> None:
-        asked_to_stop.set()
-        raise KeyboardInterrupt
-
-    handlers_before = {}
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:
-            handlers_before[number] = signal.signal(number, interrupt)
-    try:
-        yield asked_to_stop
-    finally:
-        for number, handler in handlers_before.items():
-            signal.signal(number, handler)
-
-
 class StopOutcome(NamedTuple):
     """How a stop went."""
 
@@ -121,7 +96,7 @@ def stop(
         return StopOutcome(problem, cut_requests=True)
     _tell_models(process.pid, note, Note.WAIT)
     # Models that do not know our notes may know SIGTERM. The stub itself ignores it.
-    _send_to_models(process.pid, STOPS)
+    _send_to_models(process.pid, stop_signals.STOPS)
     tell_to_end = partial(_tell_models, process.pid, note, Note.END)
     outcome = unload_all(admin, process.pid, grace_s, tell_to_end)
     hang_up(process.pid, admin.ports)
@@ -138,23 +113,13 @@ def _tell_models(server_pid: int, file: Path, note: Note) -> None:
     except OSError as error:
         # They still get SIGTERM, and give requests their option ``drain_s``.
         _LOG.warning("the models cannot be told that the server stops: %s", error)
-    _send_to_models(server_pid, LOOK)
+    _send_to_models(server_pid, stop_signals.LOOK)
 
 
 def _send_to_models(server_pid: int, number: signal.Signals) -> None:
     for stub in model_processes(server_pid):
         with contextlib.suppress(psutil.NoSuchProcess):
             stub.send_signal(number)
-
-
-def model_processes(server_pid: int | None) -> list[psutil.Process]:
-    """The processes of a server's models. There are none if the server has ended."""
-    if server_pid is None:
-        return []
-    try:
-        return psutil.Process(server_pid).children()
-    except psutil.NoSuchProcess:
-        return []
 
 
 def requests_in_flight(metrics: str) -> dict[str, float]:
@@ -200,13 +165,13 @@ def unload_all(
             is_quiet = unloading.is_quiet()
             if not is_quiet:
                 times.note_requests()
-            if not is_quiet and cut is None and times.grace_is_over():
-                cut = f"after {times.passed():.1f} s {unloading.describe_cut()}"
-                tell_to_end()
-            if is_quiet and unloading.is_stuck() and times.stuck_is_over():
+                if cut is None and times.grace_is_over():
+                    cut = f"after {times.passed():.1f} s {unloading.describe_cut()}"
+                    tell_to_end()
+            elif unloading.is_stuck() and times.stuck_time_is_over():
                 stuck = unloading.describe()
                 return StopOutcome(cut, cut_requests=cut is not None, stuck=stuck)
-            if times.all_is_over(is_quiet):
+            if times.must_give_up(is_quiet):
                 problem = cut or f"after {times.passed():.1f} s {unloading.describe()}"
                 return StopOutcome(problem, cut_requests=cut is not None)
             if times.is_long_quiet():
@@ -244,15 +209,16 @@ class _StopTimes:
         """Whether a request that the metrics show has had its whole grace."""
         return self.now > self._grace_ends + _LAG_S
 
-    def stuck_is_over(self) -> bool:
+    def stuck_time_is_over(self) -> bool:
         """Whether the server has had enough time to end a model without requests."""
         after_last_request = self._last_request + _STUCK_S
         after_grace = self._grace_ends + _STUCK_AFTER_GRACE_S
         return self.now > min(after_last_request, after_grace)
 
-    def all_is_over(self, is_quiet: bool) -> bool:
+    def must_give_up(self, is_quiet: bool) -> bool:
         """Whether the stop must end, with models left."""
-        return self.now > self._grace_ends + (_UNLOAD_S if is_quiet else _CUT_S)
+        after_grace_s = _UNLOAD_S if is_quiet else _CUT_S
+        return self.now > self._grace_ends + after_grace_s
 
     def is_long_quiet(self) -> bool:
         """Whether every response has reached its client."""

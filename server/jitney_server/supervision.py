@@ -14,7 +14,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
 import psutil
@@ -22,18 +21,18 @@ from jitney.errors import JitneyError
 
 from jitney_server.admin import Admin, CallError, NoAnswerError, RefusedCallError
 from jitney_server.connections import hang_up
-from jitney_server.stopping import model_processes, requests_in_flight
+from jitney_server.stopping import requests_in_flight
+from jitney_server.stubs import model_of, model_processes
 
 LOAD_S = 600.0
 """Seconds that the load of a model, or the start of a server, may take."""
 
-_STUB = "triton_python_backend_stub"
 _LOOK_S = 0.5
 """Seconds between two looks at the models' processes during a call that may last."""
 _PROBE_S = 5.0
 """Seconds between two requests that ask whether a model answers."""
 _MOST_UNANSWERED = 3
-"""A model that leaves so many of them without an answer, one after the other, is killed."""
+"""A model that leaves this many such requests without an answer, one after the other, is killed."""
 _COUNTED_S = 600.0
 """Seconds after which a repair is forgotten: it lengthens no pause any more, and does not count
 towards ``most_repairs``."""
@@ -299,15 +298,16 @@ class Supervisor:
         """
         if self._language_models is not None and name not in self._language_models:
             return
-        # Without metrics, nothing is known of its requests.
-        may_have_streams = requests is None or requests.get(name, 0) > 0
         if self._server.pid is None:
             return
+        # Also if the metrics show no request: they lag, and a client may just have sent one.
         ports = self._server.admin.ports
         hung_up = hang_up(self._server.pid, [ports.http, ports.grpc])
         self._num_hang_ups += 1
         self._say(f"{hung_up.closed} connections are closed: streams of model {name} may be stuck")
-        if may_have_streams and not hung_up.was_allowed:
+        # Without metrics the model may have requests: then it counts as one that has.
+        has_requests = requests is None or requests.get(name, 0) > 0
+        if has_requests and not hung_up.was_allowed:
             # The stuck streams cannot be closed here: only a restart of the server ends them.
             self._note_fault("the server is ended instead")
 
@@ -318,8 +318,8 @@ class Supervisor:
         try:
             self._look_meanwhile(partial(self._server.admin.load, name, LOAD_S))
         except RefusedCallError as error:
-            # The model's own reason: another server would hear the same. The next repair loads
-            # another model, if there is one.
+            # The reason lies in the model, so another start of the server would not help. The next
+            # repair loads another model, if there is one.
             seen.unloaded.remove(name)
             seen.unloaded.append(name)
             self._say(f"model {name} cannot be loaded again: {error}")
@@ -374,16 +374,3 @@ def _find_processes(server_pid: int | None, known: dict[int, str]) -> _Processes
         if name is not None:
             model_of_pid[process.pid] = name
     return _Processes(model_of_pid, zombies)
-
-
-def model_of(process: psutil.Process) -> str | None:
-    """The model whose process this is. None: it is no model's process, or it has ended."""
-    # A zombie has no command line, and neither has a process that is about to become one.
-    try:
-        words = process.cmdline()
-    except psutil.NoSuchProcess:
-        return None
-    if len(words) < 2 or _STUB not in words[0]:
-        return None
-    # The first argument of a stub is a file of a version: …/MODEL/1/model.py.
-    return Path(words[1]).parents[1].name

@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jitney_server.admin import ModelState
-from jitney_server.launch import unshielded
+from jitney_server.admin import ModelState, RefusedCallError
 from jitney_server.repository import model_names
 from jitney_server.server import TritonServer
+from jitney_server.stacks import risk_of_large_requests
 from jitney_server.start_failure import failed_models
 
 
@@ -42,7 +42,7 @@ def print_welcome(server: TritonServer, out: Console) -> list[ListedModel]:
         sent = f"-H 'Content-Type: application/json' -d '{body}'"
         out.print("\nTry it:", style="bold")
         out.print(f"curl -N {url} {sent}", soft_wrap=True, markup=False)
-    out.print(f"\nNot for strangers: {unshielded()}.", style="dim", soft_wrap=True)
+    out.print(f"\nNot for strangers: {risk_of_large_requests()}.", style="dim", soft_wrap=True)
     out.print("Ctrl-C stops the server.", style="dim")
     return models
 
@@ -56,9 +56,9 @@ def _listed_models(server: TritonServer) -> Iterator[ListedModel]:
     state for them, but its log has the reason.
     """
     states = {}
-    for name, found in server.admin.model_states().items():
-        if found.state:
-            states[name] = found
+    for name, state in server.admin.model_states().items():
+        if state.state:
+            states[name] = state
     expected = server.models
     if expected is None:
         expected = model_names(server.model_repository)
@@ -83,8 +83,12 @@ def _table_of(models: list[ListedModel]) -> Table:
 
 def _first_language_model(server: TritonServer, models: list[ListedModel]) -> str | None:
     for model in models:
-        if model.state == "READY":
+        if model.state != "READY":
+            continue
+        try:
             inputs = server.admin.model_inputs(model.name)
-            if any(tensor["name"] == "text_input" for tensor in inputs):
-                return model.name
+        except RefusedCallError:
+            continue  # its name is not one that the server knows in a path (`Admin`)
+        if any(tensor["name"] == "text_input" for tensor in inputs):
+            return model.name
     return None

@@ -5,13 +5,13 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from jitney_measure import slo
+from jitney_measure import loads, slo
 from jitney_measure.exchanges import Exchange, measure
 from jitney_measure.options import Shared
 from jitney_measure.record import EngineWork, Load, LoadPoint, Result
 
 OPTIONS = Shared(rate="4,16,60", concurrency="1,2,4,8,16,32,64", seconds=12.0, stability=0.35)
-LOADS = slo.loads(OPTIONS, "")
+LOADS = loads.read_loads(OPTIONS, "")
 Answer = Callable[[float], Exchange]
 """When a request was sent -> what becomes of it."""
 
@@ -60,7 +60,7 @@ def _point(load: Load, rate: float, answer: Answer, work: EngineWork | None = No
     """Requests sent in even steps."""
     sent = np.arange(0, OPTIONS.seconds, 1 / rate)
     found = measure([answer(float(now)) for now in sent], language=work is not None)
-    assessment = slo.assess(OPTIONS, load, found)
+    assessment = loads.assess(OPTIONS, load, found)
     return LoadPoint(load, assessment.state, assessment.remarks, found, (), work)
 
 

@@ -275,6 +275,18 @@ def test_a_certificate_of_ones_own_is_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "tls_certificate").read_bytes() == before
 
 
+@pytest.mark.parametrize("present", ["tls_certificate", "tls_key"])
+def test_half_a_pair_is_refused_and_kept(tmp_path: Path, present: str) -> None:
+    """The script cannot make the other half, and must not overwrite this one."""
+    (tmp_path / present).write_text("own", encoding="utf-8")
+    for hosts in ([], ["models.example"]):
+        with pytest.raises(subprocess.CalledProcessError) as refused:
+            make_secrets(tmp_path, *hosts)
+        assert "only one of tls_certificate and tls_key" in refused.value.stderr
+    assert [path.name for path in tmp_path.iterdir()] == [present]
+    assert (tmp_path / present).read_text(encoding="utf-8") == "own"
+
+
 def test_grafana_takes_a_new_password_when_it_starts_again(tmp_path: Path) -> None:
     """With programs of the test's own in the place of Grafana's."""
     script = (DEPLOY / "grafana" / "start").read_text(encoding="utf-8")

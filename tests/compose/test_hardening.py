@@ -86,13 +86,11 @@ def test_listeners_are_on_the_loopback_address_unless_told_otherwise(
 ) -> None:
     assert inspect.signature(TritonServer).parameters["host"].default == "127.0.0.1"
     assert inspect.signature(commands.serve).parameters["host"].default == "127.0.0.1"
-    options = entrypoint.parse(["--embedded"])
+    server = entrypoint.Server(entrypoint.parse(["--embedded"]))
     folder = Path("/somewhere")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    given = dict(
-        word.split("=", 1)
-        for word in entrypoint.command(options, folder, folder, folder, RunFolder())[1:]
-    )
+    server.runtime = RunFolder()
+    given = dict(word.split("=", 1) for word in server.command(folder, folder, folder)[1:])
     assert {name: given[name] for name in given if name.endswith("-address")} == {
         "--http-address": "127.0.0.1",
         "--grpc-address": "127.0.0.1",

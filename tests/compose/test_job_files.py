@@ -55,6 +55,11 @@ def test_a_retry_has_the_output_of_the_first_try(tmp_path: Path) -> None:
     (tmp_path / "jitney").write_text("#!/bin/sh\necho $* $(cat $3)\n", encoding="utf-8")
     (tmp_path / "jitney").chmod(0o755)
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RUN": "nightly-7"}
+    # If there is no job yet, the try leaves nothing that a later one would take for its file.
+    job.rename(tmp_path / "elsewhere")
+    assert subprocess.run(shlex.split(command), env=path, stderr=subprocess.DEVNULL).returncode != 0
+    assert not made.exists()
+    (tmp_path / "elsewhere").rename(job)
     for _ in range(2):
         subprocess.run(shlex.split(command), env=path, check=True)
         assert made.read_text(encoding="utf-8") == "output: out/2026-11-23 +%F"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from jitney_measure import slo
+from jitney_measure import loads, slo
 from jitney_measure.exchanges import Exchange
 from jitney_measure.inputs import Inputs
 from jitney_measure.options import Shared
@@ -61,7 +61,7 @@ OPTIONS = Shared(seconds=1.0, arrivals="constant")
 
 def point(load: Load, measured: Measurement) -> LoadPoint:
     """As the plan judges it."""
-    found = slo.assess(OPTIONS, load, measured)
+    found = loads.assess(OPTIONS, load, measured)
     return LoadPoint(load, found.state, found.remarks, measured)
 
 

@@ -12,7 +12,8 @@ from jitney.errors import InvalidArgumentError, UnavailableError
 from jitney_measure import perf_analyzer
 from jitney_measure.perf_analyzer import access_arguments
 from jitney_measure.record import Load
-from jitney_measure.target import RefusedError, Snapshot, Target, snapshot, stages
+from jitney_measure.server_counts import Snapshot, snapshot, stages
+from jitney_measure.target import RefusedError, Target
 
 from tests.http_server import Quiet, listening
 from tests.measure.exports import MODEL, driver, script

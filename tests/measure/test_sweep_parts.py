@@ -13,16 +13,14 @@ from jitney_measure import inputs, perf_analyzer
 from jitney_measure.options import Shared
 from jitney_measure.perf_analyzer import PerfAnalyzer
 from jitney_measure.record import Load
-from jitney_measure.target import (
-    Model,
+from jitney_measure.server_counts import (
     Snapshot,
-    Target,
-    Tensor,
     engine_work,
     read_metrics,
     read_statistics,
     stages,
-)  # fmt: skip
+)
+from jitney_measure.target import Model, Target, Tensor
 
 from tests.measure.exports import MODEL, SPEAKING, TARGET, driver, script, write_export
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from jitney.errors import InternalError
-from jitney_measure import slo
+from jitney_measure import loads
 from jitney_measure.exchanges import Exchange, measure, read_export
 from jitney_measure.record import Load
 
@@ -107,8 +107,8 @@ def test_a_rate_that_was_not_sent_is_said() -> None:
 
 
 def test_how_many_requests_fill_the_seconds() -> None:
-    assert slo.request_count(OPTIONS, Load("concurrency", 1), 70.0) == 70
-    assert slo.request_count(OPTIONS, Load("concurrency", 32), 7.0) == 128, (
+    assert loads.request_count(OPTIONS, Load("concurrency", 1), 70.0) == 70
+    assert loads.request_count(OPTIONS, Load("concurrency", 32), 7.0) == 128, (
         "four rounds of each user"
     )
-    assert slo.request_count(OPTIONS, Load("concurrency", 1), 1e9) == 20_000
+    assert loads.request_count(OPTIONS, Load("concurrency", 1), 1e9) == 20_000

@@ -2,7 +2,7 @@
 
 import pytest
 from jitney.errors import InvalidArgumentError
-from jitney_measure import slo
+from jitney_measure import loads, slo
 from jitney_measure.exchanges import Exchange, measure
 from jitney_measure.inputs import read_shapes
 from jitney_measure.options import Shared
@@ -92,25 +92,25 @@ def test_times_are_shown_with_three_digits() -> None:
 
 
 def test_loads_are_read() -> None:
-    assert slo.loads(Shared(concurrency="8,1,8", rate="0.5"), "2") == (
+    assert loads.read_loads(Shared(concurrency="8,1,8", rate="0.5"), "2") == (
         Load("concurrency", 1), Load("concurrency", 8), Load("rate", 0.5),
     )  # fmt: skip
-    assert slo.loads(Shared(), "1, 2") == (Load("concurrency", 1), Load("concurrency", 2))
-    assert slo.loads(Shared(rate="3"), "1,2") == (Load("rate", 3),)
-    assert [str(load) for load in slo.loads(Shared(rate="0.5"), "")] == ["0.5/s"]
+    assert loads.read_loads(Shared(), "1, 2") == (Load("concurrency", 1), Load("concurrency", 2))
+    assert loads.read_loads(Shared(rate="3"), "1,2") == (Load("rate", 3),)
+    assert [str(load) for load in loads.read_loads(Shared(rate="0.5"), "")] == ["0.5/s"]
     for wrong in ({"concurrency": "0"}, {"concurrency": "1.5"}, {"rate": "-1"}, {"rate": "nan"},
                   {"concurrency": "x"}, {"concurrency": "1,,2"}):  # fmt: skip
         with pytest.raises(InvalidArgumentError, match=f"{next(iter(wrong))} is .* with commas"):
-            slo.loads(Shared(**wrong), "1")
+            loads.read_loads(Shared(**wrong), "1")
 
 
 def test_spans_and_shapes_are_read() -> None:
-    assert slo.span("input_tokens", "8:64") == (8, 64)
-    assert slo.span("input_tokens", "8") == (8, 8)
+    assert loads.span("input_tokens", "8:64") == (8, 64)
+    assert loads.span("input_tokens", "8") == (8, 8)
     assert read_shapes(["a:b:2,3"]) == {"a:b": (2, 3)}
     for text in ("0", "5:1", "1:2:3", "x", ""):
         with pytest.raises(InvalidArgumentError, match="LOW:HIGH"):
-            slo.span("input_tokens", text)
+            loads.span("input_tokens", text)
     for text in ("a", "a:", "a:-1", "a:0"):
         with pytest.raises(InvalidArgumentError, match="NAME:SIZE"):
             read_shapes([text])

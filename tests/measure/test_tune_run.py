@@ -13,10 +13,10 @@ from google.protobuf import text_format
 from jitney.errors import InternalError, LoadError, UnavailableError
 from jitney_measure import tuner
 from jitney_measure.axes import Setting
+from jitney_measure.loads import read_loads
 from jitney_measure.options import Shared
 from jitney_measure.perf_analyzer import Driver, PerfAnalyzer
 from jitney_measure.record import Load, LoadPoint, Tuning
-from jitney_measure.slo import loads
 from jitney_measure.subject import Subject
 from jitney_measure.target import Model, Target
 from rich.console import Console
@@ -58,7 +58,7 @@ class Server:
         self.mute = False
         self.tool = PerfAnalyzer(Path("none"), "0")
         self.options = Shared(slo=SLO, out=out)
-        self.loads = loads(self.options, "1,2,4,8,16,32")
+        self.loads = read_loads(self.options, "1,2,4,8,16,32")
 
     @contextmanager
     def serve(self, _: Subject, values: Mapping[str, int] | None, *__: object) -> Iterator[Target]:

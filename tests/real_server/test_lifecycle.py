@@ -17,8 +17,8 @@ import psutil
 import pytest
 from jitney.stop_signals import LOOK
 from jitney_server.server import TritonServer
-from jitney_server.stopping import model_processes
-from jitney_server.supervision import Supervisor, model_of
+from jitney_server.stubs import model_of, model_processes
+from jitney_server.supervision import Supervisor
 
 from tests.real_server.client import Stream, generate, metric, settled, stream, wait_until
 from tests.real_server.conftest import CONTEXT, START_S, write_model

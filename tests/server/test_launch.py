@@ -11,8 +11,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from jitney_server import group_guard, stacks
 from jitney_server import launch as module
-from jitney_server.launch import STACK_BYTES, launch
+from jitney_server.launch import launch
+from jitney_server.stacks import STACK_BYTES
 
 from tests.real_server.client import wait_until
 
@@ -127,7 +129,7 @@ def test_what_a_large_stack_does_not_shield_is_said(monkeypatch: pytest.MonkeyPa
         return (8 * MIB, 16 * MIB) if which == resource.RLIMIT_STACK else unlimited
 
     monkeypatch.setattr(resource, "getrlimit", limits)
-    assert "of over 8 MiB, or JSON nested more than 125,203 deep" in module.unshielded()
+    assert "of over 8 MiB, or JSON nested more than 125,203 deep" in stacks.risk_of_large_requests()
 
 
 @pytest.mark.parametrize("why", ["overcommit", "address space"])
@@ -143,9 +145,9 @@ def test_stacks_are_usual_where_they_count_in_full(
 
     never = tmp_path / "overcommit"
     never.write_text("2\n" if why == "overcommit" else "0\n", encoding="ascii")
-    monkeypatch.setattr(module, "_OVERCOMMIT", never)
+    monkeypatch.setattr(stacks, "_OVERCOMMIT", never)
     monkeypatch.setattr(resource, "getrlimit", limits)
-    assert module.stack_bytes() == 8 * MIB
+    assert stacks.stack_bytes() == 8 * MIB
 
 
 # A server that starts a thread, and a model's process once its limit has changed.
@@ -166,11 +168,11 @@ subprocess.run([sys.executable, "-c", STACK])
 
 def test_what_a_server_starts_gets_usual_stacks() -> None:
     usual, hard = resource.getrlimit(resource.RLIMIT_STACK)
-    if module.stack_bytes() != STACK_BYTES or usual == resource.RLIM_INFINITY:
+    if stacks.stack_bytes() != STACK_BYTES or usual == resource.RLIM_INFINITY:
         pytest.skip("the stack is limited here, or is large anyhow")
     command = [sys.executable, "-c", SERVER_OF_STUBS]
     with launch(command, [], os.environ, stdout=subprocess.PIPE, start_new_session=True) as process:
-        module.guard_group(process.pid)
+        group_guard.guard_group(process.pid)
         assert process.stdout is not None
         lines = process.stdout.read().decode().splitlines()
     assert lines == [
@@ -213,7 +215,7 @@ def test_a_program_whose_parent_was_killed_before_it_was_bound_does_not_start(
 ) -> None:
     somebody_else = "1"
     touched = tmp_path / "started"
-    command = [*module._python(program), "9", somebody_else, "/usr/bin/touch", str(touched)]
+    command = [*module.python_program(program), "9", somebody_else, "/usr/bin/touch", str(touched)]
     assert subprocess.run(command, check=False).returncode == 98
     assert not touched.exists()
 
@@ -241,7 +243,8 @@ time.sleep(3600)
 """
 LAUNCHER = """
 import os, subprocess, sys, time
-from jitney_server.launch import guard_group, launch
+from jitney_server.group_guard import guard_group
+from jitney_server.launch import launch
 command = [sys.executable, "-c", sys.argv[1]]
 server = launch(command, [], os.environ, stdout=subprocess.PIPE, start_new_session=True)
 guard_group(server.pid)
@@ -279,7 +282,7 @@ def fork():
     os._exit(0)
 os.fork = fork
 """
-    command = [*module._python(look + module._GUARD), str(os.getpid()), "0"]
+    command = [*module.python_program(look + group_guard._GUARD), str(os.getpid()), "0"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     assert "pidfd" in done.stdout
 

@@ -22,9 +22,9 @@ from jitney_server import gateway_process, serving
 from jitney_server.admin import Admin
 from jitney_server.doctor import Finding
 from jitney_server.gateway_process import GatewayProcess
+from jitney_server.interruptible import interruptible
 from jitney_server.ports import ServerPorts, choose_ports
 from jitney_server.server import TritonServer
-from jitney_server.stopping import interruptible
 from typer.testing import CliRunner, Result
 
 from tests.real_server.client import wait_until

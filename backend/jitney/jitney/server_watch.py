@@ -7,9 +7,9 @@ Then everything that the stub has started stays too. So every backend of ours ca
 :func:`end_with_server` before it loads anything.
 
 A server that ``jitney serve`` has started also has a guard, a process that kills what is left
-(``jitney_server.launch``). The thread of this module is for other servers. It does not always help:
-while another thread waits for such a lock and holds Python's global interpreter lock, no thread can
-run.
+(``jitney_server.group_guard``). The thread of this module is for other servers. It does not always
+help: while another thread waits for such a lock and holds Python's global interpreter lock, no
+thread can run.
 """
 
 import contextlib

@@ -8,6 +8,7 @@ from jitney.errors import InstallationError, install_extra
 
 from jitney_measure.pages.page import Plot
 
+# "as colormaps" says that the name is for others, too, who draw with it.
 try:
     from matplotlib import colormaps as colormaps
     from matplotlib import rc_context as rc_context

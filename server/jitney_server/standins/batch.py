@@ -148,22 +148,23 @@ class Batcher:
             shape = [0]  # the batch, which has no rows
             for axis in range(1, len(info.dims)):
                 dim = info.dims[axis]
+                symbol = info.symbol(axis)
                 if dim < 0:
-                    dim = sizes.get(info.symbol(axis), 0)
+                    dim = 0 if symbol is None else sizes.get(symbol, 0)
                 shape.append(dim)
             answer[name] = np.empty(shape, NUMPY_TYPES[info.data_type])
         return answer
 
-    def _sizes_of_symbols(self, request: ModelRequest) -> dict[str | None, int]:
+    def _sizes_of_symbols(self, request: ModelRequest) -> dict[str, int]:
         """Name of a variable dimension -> its size in the request's inputs."""
-        sizes: dict[str | None, int] = {}
+        sizes: dict[str, int] = {}
         for info in self.signature.inputs:
             if info.name not in request.inputs:
                 continue
-            shape = request.inputs[info.name].shape
-            for axis, symbol in enumerate(info.symbols):
+            for axis, size in enumerate(request.inputs[info.name].shape):
+                symbol = info.symbol(axis)
                 if symbol is not None:
-                    sizes[symbol] = shape[axis]
+                    sizes[symbol] = size
         return sizes
 
 

@@ -44,8 +44,11 @@ def answer(
     try:
         executed = execute(list(readable.values()))
         for index, result in zip(readable, executed, strict=True):
-            # The frames of an error refer to this one, which holds the server's requests.
-            results[index] = result.detached() if isinstance(result, JitneyError) else result
+            if isinstance(result, JitneyError):
+                # An error keeps the frames that it came through, and these hold the requests.
+                # Without them the server's tensors are freed at once.
+                result = result.detached()
+            results[index] = result
     except Exception:
         _LOG.exception("a batch of %d requests failed", len(readable))
     return [_response(pb_utils, result) for result in results]

@@ -37,6 +37,7 @@ _TENSORRT_BOOLS = (
     "trt_sparsity_enable",
     "trt_cuda_graph_enable",
     "trt_dump_ep_context_model",
+    "int8_use_native_calibration_table",
 )
 _TENSORRT_INTS = (
     "trt_max_partition_iterations",
@@ -45,6 +46,7 @@ _TENSORRT_INTS = (
     "trt_builder_optimization_level",
     "trt_auxiliary_streams",
     "trt_ep_context_embed_mode",
+    "max_workspace_size_bytes",
 )
 _TENSORRT_TEXTS = (
     "trt_engine_cache_path",
@@ -56,14 +58,15 @@ _TENSORRT_TEXTS = (
     "trt_profile_min_shapes",
     "trt_profile_max_shapes",
     "trt_profile_opt_shapes",
-)
-_TENSORRT_RENAMED = (
-    "precision_mode",
-    "max_workspace_size_bytes",
     "int8_calibration_table_name",
-    "int8_use_native_calibration_table",
 )
-"""Parameters that ONNX Runtime has under other names."""
+_TENSORRT_RENAMED = {
+    "max_workspace_size_bytes": "trt_max_workspace_size",
+    "int8_calibration_table_name": "trt_int8_calibration_table_name",
+    "int8_use_native_calibration_table": "trt_int8_use_native_calibration_table",
+}
+"""Those of these parameters that ONNX Runtime has under other names -> its names."""
+_PRECISION = "precision_mode"
 _PRECISIONS = {
     "FP32": None,
     "FP16": "trt_fp16_enable",
@@ -263,11 +266,13 @@ def _cuda_options_of_parameters(parameters: Mapping[str, str]) -> dict[str, str]
     for key in _CUDA_PARAMETERS:
         if key not in parameters:
             continue
-        options[key] = parameters[key]
         if key in _CUDA_CHOICES:
             names = _CUDA_CHOICES[key]
             numbers = tuple(str(number) for number in range(len(names)))
-            options[key] = names[int(_choice(parameters, key, numbers, default="0"))]
+            number = _choice(parameters, key, numbers, default="0")
+            options[key] = names[int(number)]
+        else:
+            options[key] = parameters[key]
     return options
 
 
@@ -275,26 +280,21 @@ def _tensorrt_options(given: Mapping[str, Any]) -> dict[str, str]:
     options: dict[str, str] = {}
     for key, value in given.items():
         field = f"tensorrt {key}"
-        if key == "precision_mode":
+        name = _TENSORRT_RENAMED.get(key, key)
+        if key == _PRECISION:
             if value not in _PRECISIONS:
                 raise ConfigError.of(field, value, f"one of {', '.join(_PRECISIONS)}")
             enable = _PRECISIONS[value]
             if enable is not None:
                 options[enable] = "1"
-        elif key == "max_workspace_size_bytes":
-            options["trt_max_workspace_size"] = str(_integer(field, value))
-        elif key == "int8_calibration_table_name":
-            options["trt_int8_calibration_table_name"] = str(value)
-        elif key == "int8_use_native_calibration_table":
-            options["trt_int8_use_native_calibration_table"] = _bool_text(field, value)
         elif key in _TENSORRT_BOOLS:
-            options[key] = _bool_text(field, value)
+            options[name] = _bool_text(field, value)
         elif key in _TENSORRT_INTS:
-            options[key] = str(_integer(field, value))
+            options[name] = str(_integer(field, value))
         elif key in _TENSORRT_TEXTS:
-            options[key] = str(value)
+            options[name] = str(value)
         else:
-            known = (*_TENSORRT_RENAMED, *_TENSORRT_BOOLS, *_TENSORRT_INTS, *_TENSORRT_TEXTS)
+            known = (_PRECISION, *_TENSORRT_BOOLS, *_TENSORRT_INTS, *_TENSORRT_TEXTS)
             raise ConfigError(f"tensorrt parameter {key} is unknown{nearest(key, known)}")
     return options
 

@@ -68,9 +68,9 @@ _REPAIR = {
 _PREFIX = re.compile(r"^\[ONNXRuntimeError\] : \d+ : (\w+) : ")
 """The beginning of an error's text. The group is the kind of error."""
 _NODE_OR_PATH = re.compile(r"(?P<node>Name:'[^']*')|(?:[A-Za-z]:)?(?:/[\w.+@-]+){2,}(?::\d+)?")
-"""The name of a node, or a path: of this machine, or of the one that built ONNX
-Runtime. Names are matched first, because one may look like a path: torch names nodes after modules.
-"""
+"""The name of a node, or a path of a file: one of this machine, or of the machine that built ONNX
+Runtime. The name is the first choice, because it may look like a path: torch names nodes after
+modules."""
 _LOG_ERRORS = 3
 """ONNX Runtime's log level: errors and worse. Its warnings concern the exporter of the model."""
 
@@ -160,7 +160,7 @@ class OnnxSession:
         failed and why, but no path of a file.
         """
         feeds: BatchArrays = {}
-        is_on_host = True
+        any_on_device = False
         # ONNX Runtime cannot bind a text as an input. So if an input is text, nothing is bound: the
         # other inputs are copied to the host.
         has_text = not self._text_inputs.isdisjoint(inputs)
@@ -168,22 +168,22 @@ class OnnxSession:
             if has_text and isinstance(array, DeviceTensor):
                 array = array.numpy()
             if isinstance(array, np.ndarray):
-                array = self._prepared(name, array)
+                feeds[name] = self._prepared(name, array)
             else:
-                is_on_host = False
-            feeds[name] = array
+                feeds[name] = array
+                any_on_device = True
         try:
-            if is_on_host:
-                results: list[Any] = self._session.run(list(outputs), feeds, self._run_options)
-                return results
-            return self._run_on_device(feeds, outputs)
+            if any_on_device:
+                return self._run_on_device(feeds, outputs)
+            results: list[Any] = self._session.run(list(outputs), feeds, self._run_options)
+            return results
         except Exception as error:  # onnxruntime's errors share no base but Exception
             raise _run_error(error) from None
 
     def _run_on_device(
         self, inputs: BatchArrays, outputs: Sequence[str]
     ) -> list[np.ndarray | OnDevice]:
-        """A run whose inputs and outputs are bound to memory: so they are not copied."""
+        """A run whose inputs and outputs are bound to the memory where they are, without a copy."""
         binding = self._session.io_binding()
         for name, array in inputs.items():
             if isinstance(array, DeviceTensor):
@@ -216,9 +216,7 @@ class OnnxSession:
             raise InvalidArgumentError(
                 f"input {name!r} has text that is not valid UTF-8: {error.reason}"
             ) from None
-        texts = np.empty(array.shape, np.object_)
-        texts.ravel()[:] = decoded
-        return texts
+        return np.array(decoded, np.object_).reshape(array.shape)
 
 
 def read_signature(path: Path, op_libraries: Sequence[str] = ()) -> Signature:

@@ -160,14 +160,14 @@ def check_config(config: Config, signature: Signature) -> None:
     for key in ("batch_input", "batch_output"):
         if config.get(key):
             raise ConfigError(f"{key} is not supported on the embedded server")
+    if config.get("sequence_batching", {}).get("state"):
+        raise ConfigError("sequence_batching.state is not supported on the embedded server")
     batching = config.get("max_batch_size", 0) > 0
     _check_inputs(config, signature, batching)
     outputs = {info.name: info for info in signature.outputs}
     for entry in config["output"]:
         info = _find("output", entry["name"], outputs)
         _check_tensor(entry, info, batching, is_output=True)
-    if config.get("sequence_batching", {}).get("state"):
-        raise ConfigError("sequence_batching.state is not supported on the embedded server")
 
 
 def _check_inputs(config: Config, signature: Signature, batching: bool) -> None:
@@ -280,7 +280,8 @@ def _check_control(entry: Config, info: TensorInfo, batching: bool) -> None:
             f"but a control is {show_dims(expected)}"
         )
     for control in entry.get("control", []):
-        # A control without two values, such as a correlation id, names its type.
+        # The type of a control: that of its false and its true value. A control without these, such
+        # as a correlation id, names its type itself.
         type_ = control.get("data_type", info.data_type)
         for key, type_of_values in _CONTROL_VALUES.items():
             if control.get(key):

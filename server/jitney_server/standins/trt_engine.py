@@ -88,9 +88,10 @@ class TensorRtEngine:
         Raises InvalidArgumentError if a shape is outside the profile, naming the tensor and the
         bounds, and InternalError if the run fails.
         """
-        buffers = []  # the engine reads and writes them until the outputs are copied
+        # Kept until the outputs are copied, because the engine reads them until then.
+        input_buffers = []
         for name, array in inputs.items():
-            buffers.append(self._bind_input(name, array))
+            input_buffers.append(self._bind_input(name, array))
         results = {}
         # TensorRT wants an address for every output, requested or not.
         for info in self.signature.outputs:
@@ -168,15 +169,16 @@ class ShapeBounds(NamedTuple):
 def profile_of(config: Config, instance: str) -> int:
     """The optimization profile of the instance of that name: the first one that its group names,
     else 0. Raises ConfigError."""
+    # An instance has the name of its group, and numbers behind it. A group without a name may have
+    # made any instance, and an instance of the group `g_x` seems to be one of `g` as well. So of
+    # the groups that may have made it, the one with the longest name counts.
     groups = []
     for group in config.get("instance_group", []):
-        # An instance has the name of its group, and numbers behind it. A group need not have one.
         name = str(group.get("name", ""))
         if not name or instance.startswith(f"{name}_"):
             groups.append(group)
     if not groups:
         return 0
-    # An instance of the group `g_x` seems to be one of `g` as well: the longest name counts.
     group = max(groups, key=lambda group: len(str(group.get("name", ""))))
     if not group.get("profile"):
         return 0
