@@ -42,6 +42,7 @@ if ngx.var.asks_gateway == "" then
     return
 end
 local kind = ngx.status < 429 and "invalid_request_error" or "server_error"
+if ngx.status == 429 then kind = "rate_limit_error" end -- as a gateway says
 local error = '{"message":"' .. text .. '","type":"' .. kind
     .. '","param":null,"code":"refused_by_proxy"}'
 ngx.print('{"type":"error","error":' .. error .. "}")

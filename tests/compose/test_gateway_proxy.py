@@ -112,7 +112,7 @@ def test_a_refusal_in_the_place_of_a_gateway_is_openais_object(server: Server) -
     with Proxy(server, REQUESTS_PER_SECOND="1", BURST="1") as proxy:
         for key, status, kind in (
             (False, 401, "invalid_request_error"),
-            (True, 429, "server_error"),
+            (True, 429, "rate_limit_error"),
         ):
             answers = [send(proxy, "/v1/models", b"{}", key=key) for _ in range(4)]
             got, body = answers[-1]
