@@ -283,7 +283,7 @@ class TritonServer:
     def _wait_until_ready(self, timeout_s: float) -> None:
         assert self._process is not None
         deadline = time.monotonic() + timeout_s
-        stubs = StartingStubs(self._process.pid)
+        stubs = StartingStubs(self._process.pid, is_starting=True)
         while not self.is_ready():
             status = self._process.poll()
             if status is not None:

@@ -21,6 +21,7 @@ from jitney.errors import JitneyError
 
 from jitney_server.admin import Admin, CallError, NoAnswerError, RefusedCallError
 from jitney_server.connections import hang_up
+from jitney_server.starting_stubs import StartingStubs
 from jitney_server.stopping import requests_in_flight
 from jitney_server.stubs import model_of, model_processes
 
@@ -39,6 +40,10 @@ towards ``most_repairs``."""
 _LONGEST_PAUSE_S = 60.0
 """The longest pause between two repairs, in seconds."""
 T = TypeVar("T")
+
+
+class _LostProcessError(CallError):
+    """The server waits for the process of a model that has ended."""
 
 
 class Supervised(Protocol):
@@ -206,13 +211,20 @@ class Supervisor:
 
     def _look_meanwhile(self, call: Callable[[], T]) -> T:
         """Make a call to the server that may take long. Until it returns, look for models whose
-        process has ended, because their clients must not wait for this call."""
+        process has ended, because their clients must not wait for this call.
+
+        Raises _LostProcessError if the call waits for such a process for ever."""
+        starting = None
+        if self._server.pid is not None:
+            starting = StartingStubs(self._server.pid, is_starting=False)
         made = _call_in_thread(call)
         while not wait([made], _LOOK_S).done:
             if self._meanwhile is not None:
                 self._meanwhile()
             with contextlib.suppress(CallError, psutil.Error):  # the next look does it
                 self._look_for_ended()
+            if starting is not None and starting.one_has_ended(time.monotonic()):
+                raise _LostProcessError("its process has ended, which the server has not noticed")
         return made.result()
 
     def _unload_models_of(self, zombies: set[int]) -> None:
@@ -323,6 +335,8 @@ class Supervisor:
             seen.unloaded.remove(name)
             seen.unloaded.append(name)
             self._say(f"model {name} cannot be loaded again: {error}")
+        except _LostProcessError as error:
+            self._note_fault(f"model {name} cannot be loaded again: {error}")
         except NoAnswerError as error:
             # If we have closed the connection of this call ourselves, the server goes on loading,
             # and the next repair asks once more.

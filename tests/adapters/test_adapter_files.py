@@ -37,6 +37,7 @@ def write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]
         ({"alpha_pattern": {"q_proj": 8}}, 4.0),
         ({"alpha_pattern": {"k_proj": 8, r"layers\.\d\.self_attn\.q_proj": 6}}, 3.0),
         ({"r": 9, "rank_pattern": {"q_proj": 2}}, 1.5),
+        ({"r": 9, "rank_pattern": {r".*layers\.(0|1|2)\..*_attn.*(q|v)_proj": 2}}, 1.5),
     ],
 )
 def test_factors_carry_the_scale(tmp_path: Path, config: dict[str, Any], scale: float) -> None:
@@ -184,6 +185,16 @@ def test_factors_stay_when_a_file_is_written_in_place(tmp_path: Path) -> None:
         ({"rank_pattern": {"q_proj": 10**400}}, {}, "but must be an object, each value a whole"),
         ({"alpha_pattern": {"q_proj": 10**400}}, {}, "but must be an object, each value a numb"),
         ({"alpha_pattern": {"(": 1}}, {}, "a regular expression"),
+        ({"rank_pattern": {r"(\w+)+!": 2}}, {}, "no repeated group"),
+        ({"rank_pattern": {"x{99999999999}": 2}}, {}, "a regular expression"),
+        ({"rank_pattern": {"(" * 9999: 2}}, {}, "no repeated group"),
+        ({"rank_pattern": {".?" * 40 + "!": 2}}, {}, "fewer repetitions"),
+        ({"rank_pattern": {"(.|m)" * 40 + "!": 2}}, {}, "and alternatives"),
+        (
+            {"alpha_pattern": {f".*.*.*{number}": 2 for number in range(30_000)}},
+            {},
+            "alpha_pattern has patterns that take too long",
+        ),
         ({"r": 9}, {}, "r of model.layers.0.self_attn.q_proj is 9, but must be from 1 to 8"),
         ({"r": 3}, {}, "q_proj.lora_A.weight is (2, 8), but must be (3, 8)"),
         ({}, {f"{QUERY}.lora_B.weight": torch.ones(5, 2)}, "is (5, 2), but must be (6, 2)"),

@@ -197,6 +197,30 @@ def test_who_has_something_made_is_at_work_too() -> None:
     assert [message.key for message in journal.take_unsent()] == [1, 3]
 
 
+@pytest.mark.parametrize("from_elsewhere", [False, True])
+def test_a_grammar_that_has_ended_engines_gets_no_other(from_elsewhere: bool) -> None:
+    """A client may send it again and again. Kills from elsewhere say nothing about the next one."""
+    journal = Journal()
+    making = [Making(0, "grammar", [0])]
+    journal.note_message(msgspec.structs.replace(submit_of(0), grammar="bad"))
+    while len(journal):
+        journal.take_unsent()
+        journal.note_death([], making, from_elsewhere=from_elsewhere)
+    for key, grammar in ((1, "bad"), (2, "good")):
+        journal.note_message(msgspec.structs.replace(submit_of(key), grammar=grammar))
+    sent = [message.key for message in journal.take_unsent()]
+    failed = journal.expire(0.0)
+    if from_elsewhere:
+        assert (sent, failed) == ([1, 2], [])
+        return
+    assert sent == [2]
+    (event,) = failed
+    assert isinstance(event, Failed)
+    assert (event.key, event.code) == (1, "INTERNAL")
+    assert len(journal) == 1
+    assert journal.take_unsent() == []
+
+
 def test_an_adapter_that_ends_engines_is_found_beside_running_requests() -> None:
     """What runs beside it is a suspect, too, until it has run alone."""
     journal = Journal()

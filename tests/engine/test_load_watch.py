@@ -29,6 +29,17 @@ def test_what_computes_gets_on_for_a_while(monkeypatch: pytest.MonkeyPatch) -> N
     assert watch.look([1], 52.0)
 
 
+def test_what_looks_for_a_file_again_and_again_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that sleeps computes a little: here one tick in 20 s."""
+    monkeypatch.setattr(load_watch, "ticks_of_all", lambda pid: second // 20)
+    watch = LoadWatch(most_s=100.0, now=0.0)
+    for second in range(120):
+        is_getting_on = watch.look([1], float(second))
+        if not is_getting_on:
+            break
+    assert second == 101
+
+
 def test_time_in_which_nobody_looked_does_not_count() -> None:
     """All processes may have been stopped."""
     watch = LoadWatch(most_s=5.0, now=0.0)

@@ -71,6 +71,23 @@ def test_without_streaming_there_is_one_response(pb: Any, make_house: Callable[.
     assert json.loads(response.tensors["timing"][0])["computed_prompt_tokens"] > 0
 
 
+def test_the_servers_own_priority_is_ignored_with_one_line_of_the_log(
+    pb: Any, make_house: Callable[..., House], caplog: pytest.LogCaptureFixture
+) -> None:
+    house = make_house()
+    plain = pb.Request(json.dumps({"max_tokens": 2}), text_input="the bus")
+    prioritized = [
+        pb.Request(json.dumps({"priority": 3, "max_tokens": 2}), text_input="the bus")
+        for _ in range(2)
+    ]
+    for request in (plain, *prioritized):
+        house.service.accept(request)
+    wait_until(lambda: ended(plain, *prioritized))
+    said = [record.getMessage() for record in caplog.records if "changes nothing" in record.msg]
+    assert len(said) == 1
+    assert "priority" in said[0]
+
+
 def test_only_an_answer_that_is_not_streamed_is_bounded(
     pb: Any, make_house: Callable[..., House]
 ) -> None:

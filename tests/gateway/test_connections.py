@@ -17,6 +17,9 @@ from jitney_gateway.connections import ConnectionBounds
 REQUEST = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 HELD = b"GET /held HTTP/1.1\r\nHost: x\r\n\r\n"
 SLOW = b"GET / HTTP/1.1\r\nHost: "
+SLOW_BODY = b"POST /body HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
+LARGE = b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n"
+LARGE_BYTES = 32 << 20
 
 
 @contextmanager
@@ -24,14 +27,17 @@ def gateway(
     most: int, head_s: float, enough: threading.Event
 ) -> Iterator[Callable[[bytes], socket.socket]]:
     """A server with these bounds. Gives what opens a connection and sends something. An answer to
-    HELD begins, and ends when it is ``enough``."""
+    HELD begins, and ends when it is ``enough``. One to LARGE has LARGE_BYTES more."""
 
     async def answer(scope: Any, receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
+        while scope["path"] == "/body" and (await receive()).get("more_body"):
+            pass
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"one", "more_body": True})
         while scope["path"] == "/held" and not enough.is_set():
             await asyncio.sleep(0.01)
-        await send({"type": "http.response.body", "body": b"two"})
+        large = bytes(LARGE_BYTES) if scope["path"] == "/large" else b""
+        await send({"type": "http.response.body", "body": large + b"two"})
 
     config = uvicorn.Config(answer, log_level="warning", lifespan="off", timeout_keep_alive=60)
     ConnectionBounds(most, head_s).bound(config)
@@ -58,14 +64,17 @@ def gateway(
 
 
 def read_answer(client: socket.socket) -> bytes:
-    """Up to the end of an answer."""
-    data = b""
-    while b"two" not in data:
-        piece = client.recv(4096)
+    """Up to the end of an answer, or of the connection."""
+    data = bytearray()
+    while b"two" not in data[-32:]:
+        try:
+            piece = client.recv(1 << 20)
+        except ConnectionResetError:
+            break
         if not piece:
             break
         data += piece
-    return data
+    return bytes(data)
 
 
 def is_cut_off(client: socket.socket) -> bool:
@@ -94,6 +103,29 @@ def test_connections_without_a_request_make_way(caplog: pytest.LogCaptureFixture
         slow[2].sendall(b"x\r\n\r\n")
         assert b"two" in read_answer(slow[2])
     assert len([record for record in caplog.records if "connections are open" in record.msg]) == 1
+
+
+@pytest.mark.parametrize("sent", [SLOW_BODY, LARGE])
+def test_connections_with_a_slow_client_make_way(sent: bytes) -> None:
+    """Whether it sends a body slowly, or does not read its answer."""
+    enough = threading.Event()
+    with gateway(3, 60, enough) as connect:
+        answered = connect(HELD)
+        assert answered.recv(12) == b"HTTP/1.1 200"
+        slow = [connect(sent) for _ in range(2)]
+        time.sleep(0.5)  # the gateway has answered, as far as it can
+        other = connect(REQUEST)
+        assert b"two" in read_answer(other)
+        assert b"two" not in read_answer(slow[0])
+        enough.set()
+        assert b"two" in read_answer(answered)
+
+
+def test_an_answer_may_take_any_time_to_be_read() -> None:
+    with gateway(100, 0.3, threading.Event()) as connect:
+        client = connect(LARGE)
+        time.sleep(1)
+        assert len(read_answer(client)) > LARGE_BYTES
 
 
 def test_a_new_connection_is_cut_off_if_every_other_has_a_request() -> None:

@@ -12,7 +12,7 @@ from typing import cast
 
 import pytest
 from jitney.errors import LoadError
-from jitney_server import supervision
+from jitney_server import starting_stubs, supervision
 from jitney_server.admin import Admin, ModelState, NoAnswerError, RefusedCallError
 from jitney_server.connections import HangUp
 from jitney_server.ports import ServerPorts
@@ -31,6 +31,9 @@ class FakeProcess:
 
     def kill(self) -> None:
         self.file = ""
+
+    def status(self) -> str:
+        return "sleeping" if self.file else "zombie"
 
 
 class FakeServer:
@@ -102,7 +105,8 @@ Run = Callable[[float], str]
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
     made = FakeServer()
-    monkeypatch.setattr(supervision, "model_processes", lambda pid: made.processes)
+    for module in (supervision, starting_stubs):
+        monkeypatch.setattr(module, "model_processes", lambda pid: made.processes)
 
     def hang_up(pid: int, ports: list[int]) -> HangUp:
         assert (pid, ports) == (1, [8000, 8001])
@@ -204,6 +208,38 @@ def test_a_model_that_dies_while_another_one_loads_is_noticed(
     run(10)
     assert noticed == [True]
     assert server.loads == ["embed", "chat"]
+
+
+@pytest.mark.parametrize("is_its_own", [True, False])
+def test_a_load_whose_process_ends_unnoticed_is_given_up(
+    server, clock, said, monkeypatch, is_its_own: bool
+) -> None:
+    """But not for a process that was killed before, or that is another model's."""
+    monkeypatch.setattr(supervision, "_LOOK_S", 0.01)
+    monkeypatch.setattr(starting_stubs, "_LOOK_S", 0.01)
+    monkeypatch.setattr(starting_stubs, "_ENDED_S", 0.1)
+    is_over = threading.Event()
+    load = server.load
+
+    def load_for_ever(name: str, timeout_s: float) -> None:
+        if not is_its_own:
+            server.processes[0].kill()
+            assert wait_until(lambda: server.hung_up == 1)
+            time.sleep(0.5)
+            load(name, timeout_s)
+            return
+        process = FakeProcess(30, name)
+        server.processes.append(process)
+        process.kill()
+        is_over.wait(30)
+
+    server.load = load_for_ever
+    run = supervise(server, clock, said)
+    server.processes[1].kill()
+    run(2)
+    is_over.set()
+    assert server.starts == is_its_own
+    assert any("its process has ended" in line for line in said) == is_its_own
 
 
 def test_what_must_not_wait_is_done_while_a_model_loads(server, clock, said, monkeypatch) -> None:

@@ -13,7 +13,7 @@ import hashlib
 import math
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar
 
@@ -58,6 +58,13 @@ other one may pass, for example EIO, EMFILE or ESTALE."""
 _LARGEST = 1e308
 """A number of the configuration is at most this. JSON has larger integers: for one of these,
 ``alpha / rank`` would raise OverflowError."""
+_MOST_WAYS = 10_000_000
+"""Of matching one pattern with one path, by :func:`_most_ways`. They take less than a second. The
+engine stands still meanwhile."""
+_MOST_WAYS_IN_ALL = 1_000_000_000
+"""The same for all patterns and paths together."""
+_MOST_PARTS = 20
+"""Most repetitions, and most groups, of a pattern whose ways are counted. More are too many."""
 _POSITIVE = f"a number above 0 and at most {_LARGEST:g}"
 _WHOLE = f"a whole number above 0 and at most {_LARGEST:g}"
 
@@ -186,7 +193,10 @@ def _check_header(
     bytes. Raises InvalidArgumentError."""
     size = _check_regular(folder, WEIGHTS)
     shapes = _read_shapes(folder, size)
-    for path, found in _pairs_of_layers(shapes, sites).items():
+    pairs = _pairs_of_layers(shapes, sites)
+    for field in ("rank_pattern", "alpha_pattern"):
+        _check_patterns(field, config.get(field) or {}, pairs)
+    for path, found in pairs.items():
         rank = _rank_of(path, config, max_rank)
         for name, shape, expected in _expected_shapes(path, found, rank, sites[path]):
             _check_shape(name, shape, expected)
@@ -315,6 +325,36 @@ def _is_rank(value: object) -> bool:
     return _is_positive(value) and value % 1 == 0
 
 
+def _check_patterns(field: str, patterns: Mapping[str, float], paths: Collection[str]) -> None:
+    """Raise InvalidArgumentError for patterns that could take very long to match. Nothing ends a
+    match, and the engine stands still meanwhile."""
+    longest = max(map(len, paths))
+    in_all = 0
+    for pattern in patterns:
+        ways = _most_ways(pattern, longest)
+        if ways > _MOST_WAYS:
+            bound = "one with fewer repetitions and alternatives, and no repeated group"
+            raise InvalidArgumentError.of("a pattern", pattern, bound)
+        in_all += ways * len(paths)
+    if in_all > _MOST_WAYS_IN_ALL:
+        raise InvalidArgumentError(f"{field} has patterns that take too long to match")
+
+
+def _most_ways(pattern: str, length: int) -> float:
+    """How many ways there are at most to match a pattern with a path of that length: those to share
+    the path out among the repetitions (one is ``(.*\\.)?``), times those to choose an alternative
+    in each group. A repeated group may have far more."""
+    plain = re.sub(r"\\.", "x", pattern)
+    if re.search(r"\)[*+{]", plain):
+        return math.inf
+    repetitions = 1 + len(re.findall(r"[*+{]|(?<!\()\?", plain))
+    groups = plain.count("(") + 1
+    if repetitions > _MOST_PARTS or groups > _MOST_PARTS:
+        return math.inf
+    alternatives = (1 + plain.count("|") / groups) ** groups
+    return math.comb(length + repetitions, repetitions) * alternatives
+
+
 def _stated_for(path: str, patterns: Mapping[str, float] | None, default: float) -> float:
     """The value of the first pattern that matches the end of ``path``, or ``default`` if none does.
     As in PEFT, a pattern is a regular expression for one or more whole parts of the path."""
@@ -323,7 +363,7 @@ def _stated_for(path: str, patterns: Mapping[str, float] | None, default: float)
     for key, value in patterns.items():
         try:
             matches = re.match(rf"(.*\.)?({key})$", path)
-        except re.error:
+        except (re.error, OverflowError):  # the latter for a number of repetitions
             raise InvalidArgumentError.of("a pattern", key, "a regular expression") from None
         if matches:
             return value

@@ -9,7 +9,8 @@ engines in a row ended. The next engine then gets this request alone; all others
 suspect is proved innocent or has ended. If two engines end while it is alone, it is failed. If
 somebody else has killed all engines that ended while it was alone, by SIGKILL or SIGTERM, it is
 failed at the tenth only. Such kills are usually not due to a request. But they may be: the kernel
-kills a process that needs too much memory.
+kills a process that needs too much memory. A grammar that has ended engines otherwise ends no more
+of them: the next requests that need it fail without an engine.
 
 Pure and without threads: the supervisor calls it under a lock.
 """
@@ -46,6 +47,8 @@ FATAL_DEATHS_ALONE = 2
 """Further ends, with nothing but this request at work, after which it is failed."""
 FATAL_KILLS_ALONE = 10
 """The same if all of these were kills from elsewhere."""
+MOST_GUILTY_GRAMMARS = 64
+"""Most grammars that are remembered because they have ended engines: those found last."""
 PROOF_SAMPLES = 2
 """So many samples of a sequence by one engine prove that this engine has got past what those before
 it were doing for the sequence when they ended. One is not enough: the first token of a resumed
@@ -180,6 +183,8 @@ class Journal:
         self._unsent_requests: dict[int, None] = {}
         # Messages for requests that the engine has got, for the next take_unsent().
         self._unsent_messages: list[Finish | Cancel] = []
+        # The grammars that have ended engines; a dict, because it keeps the order.
+        self._guilty_grammars: dict[str, None] = {}
         # Key of the suspect that is tried alone: until it is cleared, no other request is sent.
         self._alone: int | None = None
 
@@ -216,8 +221,10 @@ class Journal:
         for key in list(self._unsent_requests):
             if self._alone is not None and key != self._alone:
                 continue
-            del self._unsent_requests[key]
             entry = self._open[key]
+            if self._has_guilty_grammar(entry):
+                continue  # expire() fails it
+            del self._unsent_requests[key]
             messages += entry.messages()
             entry.was_sent = True
         return messages
@@ -284,6 +291,8 @@ class Journal:
         times = f"{entry.deaths} times, {entry.deaths_alone} of them with nothing else at work"
         keys = [key]
         guilty = "this request"
+        if entry.kinds_alone == {"grammar"} and not entry.was_only_killed:
+            self._remember_guilty(entry.submit.grammar)
         if entry.kinds_alone:
             keys = self._that_need_the_same(entry.submit, entry.kinds_alone)
             guilty = f"the {' and the '.join(sorted(entry.kinds_alone))} of this request"
@@ -292,6 +301,14 @@ class Journal:
         for each in failed:
             self._remove(each.key)
         return failed
+
+    def _remember_guilty(self, grammar: str) -> None:
+        self._guilty_grammars[grammar] = None
+        if len(self._guilty_grammars) > MOST_GUILTY_GRAMMARS:
+            del self._guilty_grammars[next(iter(self._guilty_grammars))]
+
+    def _has_guilty_grammar(self, entry: _Entry) -> bool:
+        return entry.submit.grammar in self._guilty_grammars
 
     def _that_need_the_same(self, submit: Submit, kinds: set[str]) -> list[int]:
         """Keys of the open requests that need the same resources of these kinds as ``submit``
@@ -323,7 +340,8 @@ class Journal:
 
     def expire(self, now: float, engine_is_silent: bool = False) -> list[Event]:
         """End requests that were cancelled or whose deadline is reached, if the engine cannot do
-        it: those that it has not got, or, if it is silent, all open requests."""
+        it: those that it has not got, or, if it is silent, all open requests. Also fail those with
+        a grammar that has ended engines."""
         events: list[Event] = []
         reached = set(self._deadlines.reached(now))
         keys = self._open if engine_is_silent else self._unsent_requests
@@ -333,6 +351,9 @@ class Journal:
                 events.append(Cancelled(key))
             elif key in reached:
                 events += _end_by_deadline(entry, now)
+            elif self._has_guilty_grammar(entry):
+                error = "the grammar of this request has ended the engine before"
+                events.append(Failed(key, InternalError.code, error))
             else:
                 continue
             self._close(key)

@@ -2,17 +2,22 @@
 
 A load takes long and sends few messages: it reads files of many gigabytes, and compiles kernels in
 processes of their own. So the processor time of its processes counts as progress, too. Processes
-that wait for something that never comes use none. Only Linux tells it; elsewhere only messages
-count.
+that wait for something that never comes use none, or very little if they look for it again and
+again. Only Linux tells it; elsewhere only messages count.
 """
 
 import contextlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 _MOST_SILENCE = 10
 """A load that sends no message for ``_MOST_SILENCE * most_s`` seconds hangs, even if it uses
 processor time: it may be in an endless loop."""
+_LEAST_SHARE = 0.002
+"""Processor time counts as progress if it is at least this share of the time since the last
+progress. A loop that looks for a file every 0.1 s takes a quarter of that. A load from a disk of
+10 MB/s takes twice that."""
 _LONGEST_LOOK_S = 10.0
 """Longest time between two calls of :meth:`LoadWatch.look`. If it was longer, this process was
 stopped, and perhaps the others, too: then the time does not count."""
@@ -27,7 +32,7 @@ class LoadWatch:
         self._progress_at = now
         self._message_at = now
         self._looked_at = now
-        self._ticks = 0  # of all processes, at the last look
+        self._ticks = 0  # of all processes, at the last progress
 
     def note_message(self, now: float) -> None:
         """A process has sent a message."""
@@ -40,13 +45,22 @@ class LoadWatch:
         ticks = sum(map(ticks_of_all, pids))
         if now - self._looked_at > _LONGEST_LOOK_S:
             self.note_message(now)
-        elif ticks != self._ticks:
+            self._ticks = ticks
+        elif self._has_computed(ticks, now):
             self._progress_at = now
-        self._ticks = ticks
+            self._ticks = ticks
         self._looked_at = now
         if now - self._progress_at > self._most_s:
             return False
         return now - self._message_at <= _MOST_SILENCE * self._most_s
+
+    def _has_computed(self, ticks: int, now: float) -> bool:
+        """Whether the processes have computed enough since the last progress. Also true if a
+        process has ended, and its time is no longer there."""
+        if ticks <= self._ticks:
+            return ticks < self._ticks
+        computed_s = (ticks - self._ticks) / os.sysconf("SC_CLK_TCK")
+        return computed_s >= _LEAST_SHARE * (now - self._progress_at)
 
 
 def ticks_of_all(pid: int) -> int:

@@ -46,6 +46,8 @@ _RESERVED = frozenset(
     {"id", "priority", "timeout", "sequence_id", "sequence_start", "sequence_end"}
 )
 """Request parameters that are the server's own. So are all that begin with ``triton_``."""
+_LIKE_OURS = ("priority", "timeout")
+"""Those of them that a client may have meant as sampling parameters."""
 _HEADERS = (*HEADERS, LIMITS_HEADER)
 """Request parameters that were headers of a client's or gateway's call, in small letters."""
 _Arrays = dict[str, np.ndarray]
@@ -85,6 +87,8 @@ class ClientRequest:
     """What the client's API key allows."""
     params_bytes: int = 0
     """Size of ``params`` as they came: JSON, which may have a large grammar."""
+    ignored: tuple[str, ...] = ()
+    """Those of ``_LIKE_OURS`` that stood among the request's parameters."""
 
     @property
     def num_bytes(self) -> int:
@@ -133,6 +137,7 @@ def parse_request(request: Any) -> ClientRequest:
         trace=headers,
         limits=limits,
         params_bytes=len(parameters) + _length_of(arrays, "sampling_parameters"),
+        ignored=tuple(name for name in _LIKE_OURS if name in given),
     )
 
 

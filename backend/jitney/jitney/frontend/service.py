@@ -16,7 +16,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -104,6 +104,7 @@ class Service:
         # only grow: this one is written by the server's thread alone, that one by the responder's
         # alone.
         self._accepted_bytes = 0
+        self._ignored: set[str] = set()  # parameters of which the log says that they are ignored
         self._logprobs = LogprobsEncoder(tokenizer)
         self._short = ThreadPoolExecutor(2, "jitney-encode")
         self._long = ThreadPoolExecutor(1, "jitney-encode-long")
@@ -190,6 +191,7 @@ class Service:
         """Check all that can be checked before the prompt is encoded, then have it encoded. Raises
         the reason for a refusal. From ``responder.add`` on it raises nothing, because the responder
         alone ends the request then."""
+        self._warn_of_ignored(request.ignored)
         params = request.limits.apply(request.params, self._config)
         request = replace(request, params=params)
         check_sampling_params(params, self._config, vocab_size=self._info.vocab_size)
@@ -226,6 +228,17 @@ class Service:
         except RuntimeError:  # the pool was shut down by close(), or no thread can be started
             reason = self._why_refused() or "the prompt cannot be encoded now"
             self._responder.abort(arrival.key, UnavailableError(reason))
+
+    def _warn_of_ignored(self, names: Sequence[str]) -> None:
+        """Say in the log that these parameters are ignored: once for each."""
+        for name in names:
+            if name not in self._ignored:
+                self._ignored.add(name)
+                _LOG.warning(
+                    "the request parameter %s is the server's own and changes nothing here: "
+                    "jitney's parameters stand in sampling_parameters (said once)",
+                    name,
+                )
 
     def _check_size(self, request: ClientRequest) -> None:
         """Raise InvalidArgumentError if the number of a prompt's bytes, or ids, shows already that
