@@ -6,11 +6,12 @@ from typing import Any
 import msgspec
 import pytest
 from jitney.errors import InvalidArgumentError, UnavailableError
+from jitney_gateway.client_fields import name_clients_field
 from jitney_gateway.content_blocks import SequenceContent
 from jitney_gateway.field_rules import IgnoredFields
 from jitney_gateway.parsers import Parser
 from jitney_gateway.reasoning_tokens import reasoning_counter
-from jitney_gateway.refusals import FieldError, describe, name_clients_field
+from jitney_gateway.refusals import FieldError, describe
 from jitney_gateway.responses_answer import ResponseAnswer
 from jitney_gateway.responses_request import ResponseRequest, chat_of_response
 from jitney_gateway.server_request import ServerRequest, request_of_chat
