@@ -319,6 +319,14 @@ def test_a_stream_that_fails_says_so() -> None:
     assert [each["sequence_number"] for each in events] == list(range(len(events)))
 
 
+def test_a_stream_that_fails_before_its_first_step_begins_like_any_other() -> None:
+    """openai's client takes no other first event."""
+    events = answer_of(Parser(None, None)).error_events(UnavailableError("no server"))
+    types = [event["type"] for event in events]
+    assert types == ["response.created", "response.in_progress", "error", "response.failed"]
+    assert [each["sequence_number"] for each in events] == list(range(4))
+
+
 def test_what_was_open_when_it_failed_is_incomplete() -> None:
     answer = answer_of(Parser(None, None))
     list(answer.feed(step("abc")))
