@@ -7,11 +7,11 @@ from functools import lru_cache
 import msgspec
 from jitney.errors import ConfigError, show
 
+from jitney_gateway.format_detection import detect
 from jitney_gateway.formats import (
     REASONING_FORMATS,
     TOOL_FORMATS,
     AnswerFormats,
-    detect,
     special_markers,
 )
 from jitney_gateway.model_description import ModelDescription

@@ -2,7 +2,8 @@
 
 An answer is fed every step, and makes the events of a stream of it. At the end it makes the whole
 answer, which says the same as all events together. ``chat_answer.py``, ``completion_answer.py``,
-``responses_answer.py`` and ``messages_answer.py`` have the answer of one API each.
+``responses_answer.py`` and ``messages_answer.py`` have the answer of one API each. The first two
+are choices in an object, which is made here.
 """
 
 import time
@@ -13,6 +14,7 @@ from jitney.errors import JitneyError
 
 from jitney_gateway.model_steps import Step
 from jitney_gateway.reasoning_tokens import ReasoningCounter
+from jitney_gateway.refusals import describe
 from jitney_gateway.wire import ChatRequest, CompletionRequest, JsonObject, StreamOptions
 
 END_OF_STREAM = b"data: [DONE]\n\n"
@@ -92,41 +94,72 @@ def bytes_of(candidate: JsonObject) -> bytes:
     return candidate["decoded_token"].encode()
 
 
-class Envelope:
-    """What stands around the choices of OpenAI's older answers, in chunks and in the whole."""
+class Choices(Protocol):
+    """The choices of an answer in OpenAI's older APIs: each has the text of one sequence."""
+
+    usage: Usage
+
+    def feed(self, step: Step) -> Iterator[JsonObject]:
+        """Take a step. Yields a choice for each sequence that it adds to, with what it adds."""
+
+    def whole(self) -> list[JsonObject]:
+        """All choices, once every step was fed."""
+
+
+class ChoicesAnswer:
+    """An answer in one of OpenAI's older APIs: an object around choices, which a stream sends in
+    chunks."""
+
+    extra_inputs: ClassVar[tuple[str, ...]] = ()
+    end_of_stream: ClassVar[bytes] = END_OF_STREAM
+    sign_of_life: ClassVar[bytes] = COMMENT
 
     def __init__(
         self,
-        id_: str,
+        choices: Choices,
         body: ChatRequest | CompletionRequest,
-        usage: Usage,
+        id_: str,
         *,
         chunk_object: str,
         whole_object: str,
     ) -> None:
+        """``chunk_object``, ``whole_object``: the field ``object`` of a chunk and of the whole
+        answer."""
+        self.usage = choices.usage
+        self._choices = choices
         self._head: JsonObject = {"id": id_, "created": int(time.time()), "model": body.model}
         if isinstance(body, ChatRequest) and body.service_tier is not None:
             self._head["service_tier"] = body.service_tier
-        self._usage = usage
         self._options = body.stream_options or StreamOptions()
         self._chunk_object = chunk_object
         self._whole_object = whole_object
 
-    def chunk(self, choice: JsonObject) -> JsonObject:
-        """A chunk of a stream."""
+    def feed(self, step: Step) -> Iterator[JsonObject]:
+        """Take a step. Yields a chunk for each choice that it adds to."""
+        return map(self._chunk, self._choices.feed(step))
+
+    def _chunk(self, choice: JsonObject) -> JsonObject:
         chunk = {**self._head, "object": self._chunk_object, "choices": [choice]}
         if self._options.continuous_usage_stats:
-            chunk["usage"] = self._usage.as_json()
+            chunk["usage"] = self.usage.as_json()
         return chunk
 
-    def closing_chunks(self) -> list[JsonObject]:
+    def closing_events(self) -> list[JsonObject]:
         """A chunk with the usage alone, if the client asks for one."""
         if not self._options.include_usage:
             return []
-        usage = self._usage.as_json()
+        usage = self.usage.as_json()
         return [{**self._head, "object": self._chunk_object, "choices": [], "usage": usage}]
 
-    def whole(self, choices: list[JsonObject]) -> JsonObject:
-        """The whole answer."""
-        usage = self._usage.as_json()
-        return {**self._head, "object": self._whole_object, "choices": choices, "usage": usage}
+    def error_events(self, error: JitneyError) -> list[JsonObject]:
+        """The last chunk of a stream that ends with an error."""
+        return [describe(error).body]
+
+    def as_json(self) -> JsonObject:
+        """The whole answer, once every step was fed."""
+        return {
+            **self._head,
+            "object": self._whole_object,
+            "choices": self._choices.whole(),
+            "usage": self.usage.as_json(),
+        }

@@ -13,7 +13,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from jitney.tracing import Tracing
 from starlette.exceptions import HTTPException
 
-from jitney_gateway.document import ERRORS, Endpoint, Handler, Schema, body_schemas, operation
+from jitney_gateway.document import ERRORS, Endpoint, Schema, body_schemas, operation
 from jitney_gateway.gateway import IGNORED_HEADER, OPERATIONAL_PATHS, Gateway, describe_error_of
 from jitney_gateway.keys import KeySource
 from jitney_gateway.mounting import MountedService
@@ -95,24 +95,19 @@ def _add_routes(app: FastAPI, gateway: Gateway, endpoints: Sequence[Endpoint]) -
     bodies = [endpoint.body for endpoint in endpoints if endpoint.body is not None]
     schemas = body_schemas(bodies)
     for endpoint in endpoints:
-        if endpoint.body is None:
-            _add_route(app, gateway, endpoint, gateway.without_json(endpoint), None)
-        else:
-            handler = partial(gateway.answer_with_body, endpoint.answer, endpoint.body)
-            _add_route(app, gateway, endpoint, handler, schemas.of_type[endpoint.body])
+        body_schema = None
+        if endpoint.body is not None:
+            body_schema = schemas.of_type[endpoint.body]
+        _add_route(app, gateway, endpoint, body_schema)
     # FastAPI makes the document once and keeps it, so what is added here stays.
     document = app.openapi()
     document["components"] = {"schemas": schemas.components | ERRORS}
 
 
 def _add_route(
-    app: FastAPI,
-    gateway: Gateway,
-    endpoint: Endpoint,
-    handler: Handler,
-    body_schema: Schema | None,
+    app: FastAPI, gateway: Gateway, endpoint: Endpoint, body_schema: Schema | None
 ) -> None:
-    answer = partial(gateway.serve, endpoint.path, handler)
+    answer = partial(gateway.serve, endpoint.path, gateway.handler_of(endpoint))
     app.add_api_route(
         endpoint.path,
         answer,

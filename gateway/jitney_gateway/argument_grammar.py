@@ -78,10 +78,14 @@ def arguments_if_kept(
     except InvalidArgumentError:
         if function.get("strict"):
             raise
-    # In JSON and in Gemma's notation a grammar keeps any object, so the format is one of two.
     if row.body == "python":
+        # Any names, with JSON as the values.
         argument = "/[A-Za-z_][A-Za-z0-9_]*=/ %json {}"
         return Arguments(f"({argument} ({_COMMA} {argument})*)?", [])
+    # For the other formats a tool that is not strict has a schema that allows any object
+    # (`strict_grammar._with_free_arguments`), and a grammar keeps that one.
+    assert row.body == "xml"
+    # Any tags, with any texts between them.
     return Arguments(f'(/<parameter=[^>\\n]+>\\n/ {_TEXT_RULE} "\\n")*', [])
 
 

@@ -225,16 +225,7 @@ class CallBody:
 
     def _find_end_of_gemma(self, text: str) -> int | None:
         """The index behind the last bracket. Strings have no escapes: a marker ends them."""
-        while True:
-            if self._open_quote:
-                end = text.find(self._open_quote, self._scanned)
-                if end < 0:
-                    # The next search begins here: a part of the marker may stand at the end.
-                    longest_part = len(self._open_quote) - 1
-                    self._scanned = max(self._scanned, len(text) - longest_part)
-                    return None
-                self._scanned = end + len(self._open_quote)
-                self._open_quote = ""
+        while self._skip_gemma_string(text):
             mark = _GEMMA_MARK.search(text, self._scanned, partial=True)
             if mark is None:
                 self._scanned = len(text)
@@ -245,13 +236,27 @@ class CallBody:
             self._scanned = mark.end()
             if mark[0] in GEMMA_QUOTES:
                 self._open_quote = mark[0]
-                continue
-            if mark[0] in "[{":
+            elif mark[0] in "[{":
                 self._depth += 1
             else:
                 self._depth -= 1
-            if self._depth == 0:
-                return self._scanned
+                if self._depth == 0:
+                    return self._scanned
+        return None
+
+    def _skip_gemma_string(self, text: str) -> bool:
+        """Go behind the string that is open, if one is. Returns False if its end has not come."""
+        if not self._open_quote:
+            return True
+        end = text.find(self._open_quote, self._scanned)
+        if end < 0:
+            # The next search begins here: a part of the marker may stand at the end.
+            longest_part = len(self._open_quote) - 1
+            self._scanned = max(self._scanned, len(text) - longest_part)
+            return False
+        self._scanned = end + len(self._open_quote)
+        self._open_quote = ""
+        return True
 
     def parse(self, text: str, schemas: Mapping[str, Any]) -> list[ParsedCall]:
         """The calls in ``text``, which is the body alone.
@@ -337,10 +342,16 @@ class _JsonNames(ast.NodeTransformer):
 
 def _parse_python_call(call: ast.expr) -> ParsedCall:
     """A call with keywords whose values are literals."""
-    if not isinstance(call, ast.Call) or call.args:
+    checked = _call_with_keywords(call)
+    arguments = json.dumps(_values_of_keywords(checked), ensure_ascii=False)
+    return ParsedCall(ast.unparse(checked.func), arguments)
+
+
+def _call_with_keywords(expression: ast.expr) -> ast.Call:
+    """The same expression. Raises ValueError if it is no call, or has arguments without names."""
+    if not isinstance(expression, ast.Call) or expression.args:
         raise ValueError("no call with keywords only")
-    arguments = json.dumps(_values_of_keywords(call), ensure_ascii=False)
-    return ParsedCall(ast.unparse(call.func), arguments)
+    return expression
 
 
 def _values_of_keywords(call: ast.Call) -> dict[str, Any]:
@@ -360,10 +371,8 @@ def _values_of_keywords(call: ast.Call) -> dict[str, Any]:
 
 def python_values(text: str) -> dict[str, Any]:
     """The values of the keywords of a call in Python. Raises one of PARSE_ERRORS."""
-    call = ast.parse(text.strip(), mode="eval").body
-    if not isinstance(call, ast.Call) or call.args:
-        raise ValueError("no call with keywords only")
-    return _values_of_keywords(call)
+    expression = ast.parse(text.strip(), mode="eval").body
+    return _values_of_keywords(_call_with_keywords(expression))
 
 
 def _json_of_gemma(part: regex.Match[str]) -> str:

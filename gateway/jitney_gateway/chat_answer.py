@@ -1,47 +1,43 @@
 """The answer of ``/v1/chat/completions`` from a model's steps. Pure."""
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
 
-from jitney.errors import JitneyError
-
-from jitney_gateway.answers import COMMENT, END_OF_STREAM, Envelope, Usage, bytes_of
+from jitney_gateway.answers import ChoicesAnswer, Usage, bytes_of
 from jitney_gateway.content_blocks import BlockEvent, ContentBlock, SequenceContent
 from jitney_gateway.model_steps import Step
 from jitney_gateway.older_functions import in_older_form
-from jitney_gateway.refusals import describe
 from jitney_gateway.wire import ChatRequest, JsonObject
 
 _MESSAGE_FIELDS = {"text": ["content"], "reasoning": ["reasoning", "reasoning_content"]}
 """Kind of a block -> the fields of a message that have its text: vLLM has had two names."""
 
 
-class ChatAnswer:
-    """The answer of ``/v1/chat/completions``."""
+def chat_answer(body: ChatRequest, id_: str, sequences: Sequence[SequenceContent]) -> ChoicesAnswer:
+    """The answer of ``/v1/chat/completions``, with a choice for each sequence."""
+    return ChoicesAnswer(
+        ChatChoices(body, sequences),
+        body,
+        f"chatcmpl-{id_}",
+        chunk_object="chat.completion.chunk",
+        whole_object="chat.completion",
+    )
 
-    extra_inputs: ClassVar[tuple[str, ...]] = ()
-    end_of_stream: ClassVar[bytes] = END_OF_STREAM
-    sign_of_life: ClassVar[bytes] = COMMENT
 
-    def __init__(self, body: ChatRequest, id_: str, sequences: Sequence[SequenceContent]) -> None:
+class ChatChoices:
+    """The choices of a chat: each has a message."""
+
+    def __init__(self, body: ChatRequest, sequences: Sequence[SequenceContent]) -> None:
         self.usage = Usage()
         self._sequences = sequences
-        self._envelope = Envelope(
-            f"chatcmpl-{id_}",
-            body,
-            self.usage,
-            chunk_object="chat.completion.chunk",
-            whole_object="chat.completion",
-        )
         self._has_functions = bool(body.functions)
         """Whether the client expects calls in the older form."""
         self._top_logprobs = body.top_logprobs or 0
         self._logprobs: list[list[JsonObject]] = [[] for _ in sequences]
         self._begun: set[int] = set()
-        """Indices of the choices that have had a chunk."""
+        """Indices of the choices that a stream has begun."""
 
     def feed(self, step: Step) -> Iterator[JsonObject]:
-        """Take a step. Yields a chunk for each choice that it adds to."""
+        """As in Choices."""
         self.usage.add(step)
         for index, text in enumerate(step.texts):
             sequence = self._sequences[index]
@@ -56,9 +52,9 @@ class ChatAnswer:
                 delta = in_older_form(delta)
             has_ended = sequence.finish_reason is not None
             if delta or logprobs or has_ended:
-                yield self._envelope.chunk(self._chunk_choice(index, delta, logprobs))
+                yield self._choice_with_delta(index, delta, logprobs)
 
-    def _chunk_choice(
+    def _choice_with_delta(
         self, index: int, delta: JsonObject, logprobs: list[JsonObject]
     ) -> JsonObject:
         if index not in self._begun:
@@ -78,23 +74,15 @@ class ChatAnswer:
             "finish_reason": reason,
         }
 
-    def closing_events(self) -> list[JsonObject]:
-        """The last chunk of a stream: the usage, if it was asked for."""
-        return self._envelope.closing_chunks()
-
-    def error_events(self, error: JitneyError) -> list[JsonObject]:
-        """The last chunk of a stream that ends with an error."""
-        return [describe(error).body]
-
-    def as_json(self) -> JsonObject:
-        """The whole answer, once every step was fed."""
+    def whole(self) -> list[JsonObject]:
+        """As in Choices."""
         choices = []
         for index, sequence in enumerate(self._sequences):
             message = _message(sequence)
             if self._has_functions:
                 message = in_older_form(message)
             choices.append(self._choice(index, {"message": message}, self._logprobs[index]))
-        return self._envelope.whole(choices)
+        return choices
 
 
 def _push(sequence: SequenceContent, text: str, finish_reason: str | None) -> JsonObject:

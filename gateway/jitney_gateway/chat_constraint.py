@@ -22,7 +22,7 @@ from jitney_gateway.strict_grammar import (
     with_free_calls,
 )
 from jitney_gateway.structured import OutputConstraint, constraint_of_body
-from jitney_gateway.tool_grammar import calls_or, grammar_of_calls
+from jitney_gateway.tool_grammar import grammar_of_calls, grammar_of_calls_or_answer
 from jitney_gateway.wire import ChatRequest
 
 BUDGET = "thinking_token_budget"
@@ -43,12 +43,14 @@ def constraint_of_chat(
             return None
         # Only the reasoning is bounded.
         constraint = OutputConstraint(BUDGET, _any_answer(body, formats, token_ids))
+    # Grammars with calls have a header of their own before each text and each call.
+    has_header = formats.tool is not None
     parameter = after_reasoning(
         constraint.structured_outputs,
         formats.reasoning,
         token_ids,
         budget,
-        has_header=formats.tool is not None,
+        has_header=has_header,
     )
     return OutputConstraint(constraint.field, parameter)
 
@@ -77,13 +79,14 @@ def _any_answer(
         return ANY_TEXT
     if TOOL_FORMATS[formats.tool].preamble is None:
         return with_free_calls(formats.tool, token_ids)
-    # Reasoning, texts and calls are messages: only these kinds may follow the reasoning.
+    # Reasoning, texts and calls are messages, each with a header. So the grammar must name the
+    # kinds of messages that may follow the reasoning.
     return grammar_of_possible_calls(
-        msgspec.to_builtins(body.tools),
-        body.parallel_tool_calls is not False,
-        formats.tool,
-        token_ids,
-        _before_text(formats),
+        tools=msgspec.to_builtins(body.tools),
+        parallel=body.parallel_tool_calls is not False,
+        tool_format=formats.tool,
+        token_ids=token_ids,
+        before_text=_before_text(formats),
     )
 
 
@@ -109,7 +112,13 @@ def _with_calls(
     tools = msgspec.to_builtins(body.tools)
     parallel = body.parallel_tool_calls is not False
     choice = msgspec.to_builtins(body.tool_choice)
-    forced = grammar_of_calls(tools, choice, parallel, formats.tool, token_ids)
+    forced = grammar_of_calls(
+        tools=tools,
+        tool_choice=choice,
+        parallel=parallel,
+        tool_format=formats.tool,
+        token_ids=token_ids,
+    )
     if forced is not None:
         if constraint is not None and constraint.field != "response_format":
             reason = f"tool_choice and {constraint.field} exclude one another"
@@ -117,10 +126,22 @@ def _with_calls(
         return OutputConstraint("tool_choice", forced)
     before_text = _before_text(formats)
     if constraint is not None:
-        parameter = constraint.structured_outputs
-        either = calls_or(parameter, tools, parallel, formats.tool, token_ids, before_text)
+        either = grammar_of_calls_or_answer(
+            constraint=constraint.structured_outputs,
+            tools=tools,
+            parallel=parallel,
+            tool_format=formats.tool,
+            token_ids=token_ids,
+            before_text=before_text,
+        )
         return OutputConstraint(constraint.field, either)
-    strict = grammar_of_strict_tools(tools, parallel, formats.tool, token_ids, before_text)
+    strict = grammar_of_strict_tools(
+        tools=tools,
+        parallel=parallel,
+        tool_format=formats.tool,
+        token_ids=token_ids,
+        before_text=before_text,
+    )
     return None if strict is None else OutputConstraint("tools", strict)
 
 

@@ -19,7 +19,9 @@ def gateway(
     port: Annotated[int, typer.Option(help="0 picks a free one.", min=0, max=65535)] = 9000,
     api_key_file: Annotated[
         Path | None,
-        typer.Option(help="Lines NAME:KEY: clients must send one of the keys. Default: none do."),
+        typer.Option(
+            help="Lines NAME:KEY: clients must send one of the keys. Default: no key is needed."
+        ),
     ] = None,
     otlp_endpoint: Annotated[
         str | None,
@@ -27,7 +29,9 @@ def gateway(
     ] = None,
     metrics_url: Annotated[
         str | None,
-        typer.Option(help="The server's metrics, http://HOST:8002/metrics: to tell its load."),
+        typer.Option(
+            help="The server's metrics, http://HOST:8002/metrics: its load is read there."
+        ),
     ] = None,
     batches: Annotated[
         Path | None, typer.Option(help="Folder of files and batches. Default: there are none.")

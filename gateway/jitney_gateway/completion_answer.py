@@ -3,15 +3,13 @@
 import codecs
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
-from jitney.errors import JitneyError
 
-from jitney_gateway.answers import COMMENT, END_OF_STREAM, Envelope, Usage, bytes_of
+from jitney_gateway.answers import ChoicesAnswer, Usage, bytes_of
 from jitney_gateway.content_blocks import SequenceContent
 from jitney_gateway.model_steps import Step
-from jitney_gateway.refusals import describe
 from jitney_gateway.wire import CompletionRequest, JsonObject
 
 
@@ -24,22 +22,36 @@ class PromptEcho(NamedTuple):
     with their logprobs."""
 
 
-class CompletionAnswer:
-    """The answer of ``/v1/completions``."""
+def completion_answer(
+    body: CompletionRequest,
+    id_: str,
+    sequences: Sequence[SequenceContent],
+    echoes: Sequence[PromptEcho] = (),
+) -> ChoicesAnswer:
+    """The answer of ``/v1/completions``, with a choice for each sequence.
 
-    extra_inputs: ClassVar[tuple[str, ...]] = ()
-    end_of_stream: ClassVar[bytes] = END_OF_STREAM
-    sign_of_life: ClassVar[bytes] = COMMENT
+    ``sequences``: ``n`` for each prompt, in the order of the prompts. ``echoes``: one for each
+    prompt, if the client wants them; each sequence already has the text of its echo.
+    """
+    return ChoicesAnswer(
+        CompletionChoices(body, sequences, echoes),
+        body,
+        f"cmpl-{id_}",
+        chunk_object="text_completion",
+        whole_object="text_completion",
+    )
+
+
+class CompletionChoices:
+    """The choices of completions: each has a text."""
 
     def __init__(
         self,
         body: CompletionRequest,
-        id_: str,
         sequences: Sequence[SequenceContent],
-        echoes: Sequence[PromptEcho] = (),
+        echoes: Sequence[PromptEcho],
     ) -> None:
-        """``sequences``: ``n`` for each prompt, in the order of the prompts. ``echoes``: one for
-        each prompt, if the client wants them; each sequence already has the text of its echo."""
+        """As in :func:`completion_answer`."""
         self.usage = Usage()
         self._sequences = sequences
         self._echoes = echoes
@@ -49,17 +61,10 @@ class CompletionAnswer:
         self._prompt_logprobs: dict[int, list[JsonObject | None]] = {}
         """Index of a prompt -> those of its tokens."""
         self._n = body.n or 1
-        self._envelope = Envelope(
-            f"cmpl-{id_}",
-            body,
-            self.usage,
-            chunk_object="text_completion",
-            whole_object="text_completion",
-        )
         self._logprobs = [_CompletionLogprobs(body.logprobs or 0) for _ in sequences]
 
     def feed(self, step: Step) -> Iterator[JsonObject]:
-        """Take a step. Yields a chunk for each choice that it adds to."""
+        """As in Choices."""
         if not self._has_output:
             step = _without_output(step)
         self.usage.add(step)
@@ -76,8 +81,7 @@ class CompletionAnswer:
             has_ended = sequence.finish_reason is not None
             if added or logprobs or has_ended:
                 has_prompt = step.prompt_logprobs is not None
-                choice = self._choice(index, added, logprobs, with_prompt=has_prompt)
-                yield self._envelope.chunk(choice)
+                yield self._choice(index, added, logprobs, with_prompt=has_prompt)
 
     def _add_logprobs(self, index: int, step: Step, number: int) -> JsonObject | None:
         """Take the logprobs that a step has for the choice ``index``, which is sequence ``number``
@@ -98,21 +102,13 @@ class CompletionAnswer:
             choice["prompt_logprobs"] = self._prompt_logprobs.get(index // self._n)
         return choice
 
-    def closing_events(self) -> list[JsonObject]:
-        """The last chunk of a stream: the usage, if it was asked for."""
-        return self._envelope.closing_chunks()
-
-    def error_events(self, error: JitneyError) -> list[JsonObject]:
-        """The last chunk of a stream that ends with an error."""
-        return [describe(error).body]
-
-    def as_json(self) -> JsonObject:
-        """The whole answer, once every step was fed."""
+    def whole(self) -> list[JsonObject]:
+        """As in Choices."""
         choices = []
         for index, sequence in enumerate(self._sequences):
             text = sequence.joined_text("text")
             choices.append(self._choice(index, text, self._logprobs[index].whole()))
-        return self._envelope.whole(choices)
+        return choices
 
 
 def _without_output(step: Step) -> Step:

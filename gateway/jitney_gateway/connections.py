@@ -19,7 +19,7 @@ _LOG = logging.getLogger(__name__)
 HEAD_S = 15.0
 """Seconds that a client may take to open a connection and send its request's headers."""
 _MOST_CONNECTIONS = 16_384
-"""Where the process may have any number of open files."""
+"""Most connections that may be open, however many files the process may open."""
 
 
 def most_connections() -> int:
@@ -46,7 +46,7 @@ class ConnectionBounds:
         of a body, and an answer may take any time to be read."""
         self._has_warned = False
 
-    def bound(self, config: Config) -> None:
+    def apply_to(self, config: Config) -> None:
         """Make the server of ``config`` keep these bounds."""
         config.http = partial(BoundedProtocol, self)  # type: ignore[assignment]
 

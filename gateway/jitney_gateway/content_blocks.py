@@ -6,13 +6,12 @@ blocks. Pure.
 """
 
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import msgspec
 
 from jitney_gateway.pieces import AnswerParser, Piece, PieceKind
-from jitney_gateway.wire import Call, Message
 
 
 class ContentBlock(msgspec.Struct, kw_only=True):
@@ -55,6 +54,7 @@ class SequenceContent:
         self.blocks: list[ContentBlock] = []
         self.finish_reason: str | None = None
         self._leaves_call_out = False
+        """Whether the last call is one too many."""
 
     def calls(self) -> list[ContentBlock]:
         """The blocks that are calls."""
@@ -72,7 +72,8 @@ class SequenceContent:
         """Take the next text of the sequence; a ``finish_reason`` ends the sequence.
 
         Yields what that changes. A caller must take all events, because the sequence changes with
-        each. So an event must be used before the next one is taken: its block grows.
+        each. It must use an event before it takes the next one: the event's block may have grown by
+        then.
         """
         pieces = self._parser.push(self._echo + text)
         self._echo = ""
@@ -80,7 +81,8 @@ class SequenceContent:
             pieces += self._parser.finish()
         for piece in pieces:
             if piece.name is not None:  # a call begins
-                self._leaves_call_out = len(self.calls()) == self._most_calls
+                num_calls = len(self.calls())
+                self._leaves_call_out = num_calls == self._most_calls
             if piece.kind == "call" and self._leaves_call_out:
                 continue
             if self._begins_block(piece):
@@ -115,46 +117,3 @@ class SequenceContent:
         if block.state == "open":
             block.state = "incomplete" if block.kind == "call" else state
         yield BlockEvent("stop", block)
-
-
-class AssistantPart(NamedTuple):
-    """A part of what the model said earlier in a chat. One of the fields is set."""
-
-    reasoning: str | None = None
-    text: str | None = None
-    call: Call | None = None
-
-
-def join_assistant_parts(history: Iterable[Message | AssistantPart]) -> Iterator[Message]:
-    """The messages of a chat: parts that follow one another become one message of the
-    assistant."""
-    parts: list[AssistantPart] = []
-    for entry in history:
-        if isinstance(entry, AssistantPart):
-            parts.append(entry)
-            continue
-        if parts:
-            yield _assistant_message(parts)
-            parts = []
-        yield entry
-    if parts:
-        yield _assistant_message(parts)
-
-
-def _assistant_message(parts: Iterable[AssistantPart]) -> Message:
-    reasoning: list[str] = []
-    texts: list[str] = []
-    calls: list[Call] = []
-    for part in parts:
-        if part.reasoning is not None:
-            reasoning.append(part.reasoning)
-        if part.text is not None:
-            texts.append(part.text)
-        if part.call is not None:
-            calls.append(part.call)
-    return Message(
-        role="assistant",
-        content="\n".join(texts),
-        reasoning_content="\n".join(reasoning) or None,
-        tool_calls=calls or None,
-    )

@@ -4,9 +4,9 @@ When a client leaves, the requests to the model must end at once. Each generator
 that it reads: ``server_sent_events`` closes ``events_of_steps``, which closes the steps of
 ``ServerClient.generate``, and that cancels the requests. The outermost one is closed
 
-- before the headers of a stream by ``first_or_late``;
+- before the headers of a stream by ``wait_for_first``;
 - during a stream and after it by ``EventStream``;
-- for an answer that is no stream by ``unless_gone``, which cancels what reads it.
+- for an answer that is no stream by ``while_connected``, which cancels what reads it.
 """
 
 import asyncio
@@ -53,11 +53,12 @@ async def events_of_steps(
 
 
 async def exhaust(events: AsyncGenerator[list[JsonObject]]) -> None:
+    """Take all events: at the end the answer has been fed every step."""
     async for _ in events:
         pass
 
 
-async def first_or_late(receive: Receive, events: AsyncGenerator[list[JsonObject]]) -> NextEvents:
+async def wait_for_first(receive: Receive, events: AsyncGenerator[list[JsonObject]]) -> NextEvents:
     """Wait for the first events of a stream, at most ``HEADERS_S`` seconds: then its headers are
     sent.
 
@@ -66,7 +67,7 @@ async def first_or_late(receive: Receive, events: AsyncGenerator[list[JsonObject
     """
     first: NextEvents = asyncio.ensure_future(anext(events, None))
     try:
-        await unless_gone(receive, _done_or_late(first))
+        await while_connected(receive, _done_or_late(first))
         if first.done():
             first.result()  # this raises the error, if there was one
     except BaseException:
@@ -150,13 +151,14 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             await self._stream.aclose()
-            # If the client left with the headers, `stream` has not begun, and so closes nothing.
+            # If the client left before the first byte, `stream` has not begun. Then closing it does
+            # not close what it would have read.
             await _abandon(self._first, self._events)
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``. If the client leaves first, ``work`` is cancelled, and CancelledError
-    is raised."""
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Do ``work`` and return its result. If the client leaves first, ``work`` is cancelled, and
+    CancelledError is raised."""
 
     async def wait_for_disconnect() -> None:
         message = await receive()

@@ -26,8 +26,8 @@ _MOST_NAMES = 32
 _LONGEST_NAME = 64
 _UNKNOWN = "is unknown or not supported"
 _SILENT = frozenset(["cache_control"])
-"""Fields that any object may have, and that the header does not name: the prefix cache needs no
-marks."""
+"""Fields that any object may have, and that the header does not name. ``cache_control`` marks what
+a prefix cache should keep: ours needs no marks."""
 _UNLESS_PARAMS: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "logprobs": (False,),
@@ -65,8 +65,8 @@ class FieldRules(NamedTuple):
     """The values of the object's field ``type`` that the record takes. In a list, objects of other
     types are ignored. None: the record takes any type."""
     ignored_types: frozenset[str] | None = None
-    """The other types that are ignored. The record gets objects of all further types, and refuses
-    them. None: all other types are ignored."""
+    """If it is set, only objects of these types are ignored, and those that are neither here nor in
+    ``types`` are refused. None: all that are not in ``types`` are ignored."""
     comes_back: bool = False
     """Whether clients send such objects as they got them in an answer, of this server or another.
     Then even a strict gateway ignores unknown fields."""
@@ -95,14 +95,16 @@ class IgnoredFields:
         *,
         fault: str = _UNKNOWN,
         at: str | None = None,
-        always: bool = False,
+        even_if_strict: bool = False,
     ) -> None:
-        """Note that a field is ignored. A strict gateway raises FieldError instead, unless
-        ``always``. Its text is the name of the field and ``fault``.
+        """Note that a field is ignored. A strict gateway raises FieldError instead, whose text is
+        the name of the field and ``fault``.
 
-        ``field``: the path, as the header names it. ``at``: the path for the error, if it differs.
+        - ``field``: the path, as the header names it.
+        - ``at``: the path for the error, if it differs.
+        - ``even_if_strict``: a strict gateway ignores the field, too.
         """
-        if self._strict and not always:
+        if self._strict and not even_if_strict:
             faulty = at or field
             raise FieldError(faulty, f"{faulty} {fault}")
         self._names[re.sub(r"\[\d+\]", "[]", field)] = None
@@ -112,7 +114,9 @@ class IgnoredFields:
         names = []
         for name in list(self._names)[:_MOST_NAMES]:
             plain = re.sub(r"[^\w.\[\]:/-]", "?", name, flags=re.ASCII)
-            names.append(plain[:_LONGEST_NAME] or "?")  # no header may end with a space
+            # An empty name would leave the space of the separator at the end of the header, where
+            # no header may have one.
+            names.append(plain[:_LONGEST_NAME] or "?")
         if len(self._names) > _MOST_NAMES:
             names.append(f"and {len(self._names) - _MOST_NAMES} more")
         return ", ".join(names)
@@ -162,9 +166,16 @@ class _Reader:
         kept = {}
         for name, value in fields.items():
             field = f"{path}.{name}" if path else name
-            if self._is_silent(type_, name, value, field, is_known=name in known):
+            is_known = name in known
+            if value is None and not is_known:
+                continue  # null stands for an absent field
+            refused = _refusal_of(type_, name)
+            if refused is not None:
+                _check_changes_nothing(value, refused, field)
                 continue
-            if self._is_ignored(type_.rules, name, value, field, is_known=name in known):
+            if name in _SILENT or name in type_.rules.silent:
+                continue
+            if self._ignore(type_.rules, name, value, field, is_known=is_known):
                 continue
             if name in type_.rules.items and isinstance(value, list):
                 value = self._honoured_items(value, type_.rules.items[name], field)
@@ -187,27 +198,12 @@ class _Reader:
             )
         return kept
 
-    def _is_silent(
-        self, type_: type[RuledRecord], name: str, value: Any, field: str, *, is_known: bool
-    ) -> bool:
-        """Whether a field is left out, and not named. Raises FieldError for one that is refused."""
-        if value is None and not is_known:
-            return True  # null stands for an absent field
-        if name in type_.refused_params:
-            refused: Refused | None = Refused(_UNLESS_PARAMS.get(name, ()))
-        else:
-            refused = type_.rules.refused.get(name)
-        if refused is None:
-            return name in _SILENT or name in type_.rules.silent
-        if value not in refused.unless:
-            raise FieldError(field, f"{field} is {show(value)}, but {refused.because}")
-        return True
-
-    def _is_ignored(
+    def _ignore(
         self, rules: FieldRules, name: str, value: Any, field: str, *, is_known: bool
     ) -> bool:
-        """Whether a field is left out. It is named, unless its value changes nothing. Raises
-        FieldError in a strict gateway."""
+        """Add a field to what is ignored, if it is not honoured. Returns whether to leave it out:
+        also if its value changes nothing, and the record does not know it. Raises FieldError in a
+        strict gateway."""
         if name in rules.only:
             changes_nothing = value is None or value in rules.only[name]
             if changes_nothing:
@@ -215,7 +211,7 @@ class _Reader:
             self._ignored.add(field, fault=f"is {show(value)}, but this is not supported")
             return True
         if not is_known:
-            self._ignored.add(field, always=rules.comes_back)
+            self._ignored.add(field, even_if_strict=rules.comes_back)
             return True
         return False
 
@@ -232,13 +228,14 @@ class _Reader:
         kept = []
         for index, value in enumerate(values):
             item_path = f"{path}[{index}]"
-            if not self._is_of_another_type(value, item_type, item_path):
-                kept.append(self._value(value, item_type, item_path))
+            if self._ignore_by_type(value, item_type, item_path):
+                continue
+            kept.append(self._value(value, item_type, item_path))
         return kept
 
-    def _is_of_another_type(self, value: Any, item_type: inspect.Type, path: str) -> bool:
-        """Whether an object of a list is ignored because of its ``type``. Raises FieldError in a
-        strict gateway."""
+    def _ignore_by_type(self, value: Any, item_type: inspect.Type, path: str) -> bool:
+        """Add an object of a list to what is ignored, if its ``type`` says so. Returns whether it
+        does. Raises FieldError in a strict gateway."""
         given = value.get("type") if isinstance(value, dict) else None
         rules = _rules_of_items(item_type)
         if not isinstance(given, str) or rules is None:
@@ -252,9 +249,22 @@ class _Reader:
             f"{path}:{given}",
             at=f"{path}.type",
             fault=f"is {show(given)}, but must be {bound}",
-            always=rules.comes_back,
+            even_if_strict=rules.comes_back,
         )
         return True
+
+
+def _refusal_of(type_: type[RuledRecord], name: str) -> Refused | None:
+    """How a field is refused in a record of ``type_``; None if it is not."""
+    if name in type_.refused_params:
+        return Refused(_UNLESS_PARAMS.get(name, ()))
+    return type_.rules.refused.get(name)
+
+
+def _check_changes_nothing(value: Any, refused: Refused, field: str) -> None:
+    """Raises FieldError for a value with which the refused field would change the answer."""
+    if value not in refused.unless:
+        raise FieldError(field, f"{field} is {show(value)}, but {refused.because}")
 
 
 def _rules_of_items(item_type: inspect.Type) -> FieldRules | None:

@@ -6,10 +6,7 @@ special tokens.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
-
-from jitney.errors import InvalidArgumentError
-from jitney.text.chat_template import ChatTemplate
+from typing import NamedTuple
 
 
 class CallSyntax(NamedTuple):
@@ -87,7 +84,7 @@ class AnswerFormats(NamedTuple):
 _NAME = r"(?P<name>[\w.:/-]{1,128})"
 _SPACE = r"\s{0,64}+"
 """It has a bound, because a head is matched anew with each piece of text, and a model may write
-space without end."""
+space without end. The ``+`` at its end makes it possessive: it never tries a shorter match."""
 _PYTHON_CALLS_FOLLOW = rf"(?=\[{_SPACE}[A-Za-z_][\w.]{{0,127}}{_SPACE}\()"
 _JSON_CALL = '{"name": "NAME", "arguments": '
 
@@ -165,7 +162,6 @@ _MISTRAL_ARGS = _MISTRAL._replace(
         between_calls="",
         after_all="",
     ),
-    markers=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
     hints=("[TOOL_CALLS]", "[ARGS]"),
 )
 _QWEN_XML = ToolFormat(
@@ -328,13 +324,15 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
 """By the names that the option ``tool_format`` takes. The first format whose hints all stand in a
 chat template is the model's: so one with more hints comes before one with some of the same."""
 
-_REASONING = {
+MARKED_REASONING = {
     "think": Reasoning("<think>", "</think>"),
     "mistral": Reasoning("[THINK]", "[/THINK]"),
     "seed_oss": Reasoning("<seed:think>", "</seed:think>"),
     "cohere": Reasoning("<|START_THINKING|>", "<|END_THINKING|>"),
     "gemma": Reasoning("<|channel>thought\n", "<channel|>", markers=("<|channel>", "<channel|>")),
 }
+"""The formats whose markers stand around reasoning alone. Each of them also has a form for a prompt
+that ends with the begin marker (``is_open``)."""
 _HARMONY_REASONING = Reasoning(
     begin="<|channel|>analysis<|message|>",
     end="<|end|><|start|>assistant",
@@ -343,16 +341,16 @@ _HARMONY_REASONING = Reasoning(
 )
 
 
-def _name_if_open(reasoning_format: str) -> str:
+def name_if_open(reasoning_format: str) -> str:
     """The name of a format whose reasoning is open, such as ``think_opened`` for ``think``."""
     return f"{reasoning_format}_opened"
 
 
 def _reasoning_formats() -> dict[str, Reasoning | None]:
-    formats: dict[str, Reasoning | None] = {"none": None, **_REASONING}
+    formats: dict[str, Reasoning | None] = {"none": None, **MARKED_REASONING}
     formats["harmony"] = _HARMONY_REASONING
-    for name, reasoning in _REASONING.items():
-        formats[_name_if_open(name)] = reasoning._replace(is_open=True)
+    for name, reasoning in MARKED_REASONING.items():
+        formats[name_if_open(name)] = reasoning._replace(is_open=True)
     return formats
 
 
@@ -374,48 +372,3 @@ def special_markers(formats: AnswerFormats) -> list[str]:
     if formats.tool is not None:
         markers += TOOL_FORMATS[formats.tool].markers
     return sorted(set(markers))
-
-
-def detect(
-    chat_template: str, template_parameters: Mapping[str, Any] | None = None
-) -> AnswerFormats:
-    """The formats of a model, by its chat template.
-
-    ``template_parameters`` are the request's ``chat_template_kwargs``: they can decide whether the
-    prompt ends with the begin marker of reasoning.
-    """
-    # Templates write the same hint with either quotes, and with escapes.
-    plain = chat_template.replace("\\", "").replace("'", '"')
-    reasoning = _detect_reasoning(plain)
-    if reasoning in _REASONING:
-        prompt = _render_prompt(chat_template, template_parameters or {})
-        begin = prompt.rfind(_REASONING[reasoning].begin)
-        end = prompt.rfind(_REASONING[reasoning].end)
-        if begin > end:
-            reasoning = _name_if_open(reasoning)
-    return AnswerFormats(_detect_tool(plain), reasoning)
-
-
-def _detect_tool(template: str) -> str | None:
-    for name, row in TOOL_FORMATS.items():
-        if all(hint in template for hint in row.hints):
-            return name
-    return None
-
-
-def _detect_reasoning(template: str) -> str | None:
-    if _HARMONY_REASONING.begin in template:
-        return "harmony"
-    for name, reasoning in _REASONING.items():
-        if reasoning.end in template:
-            return name
-    return None
-
-
-def _render_prompt(chat_template: str, template_parameters: Mapping[str, Any]) -> str:
-    """The prompt of a small chat; empty if the template refuses a chat as small as that."""
-    chat = [{"role": "user", "content": "."}]
-    try:
-        return ChatTemplate(chat_template, {}).render(chat, template_parameters)
-    except InvalidArgumentError:
-        return ""

@@ -17,6 +17,7 @@ from jitney import __version__
 from jitney.errors import CancelledError, InvalidArgumentError, JitneyError, UnavailableError
 from starlette.requests import ClientDisconnect
 
+from jitney_gateway.client_fields import name_clients_field
 from jitney_gateway.document import TEXT, Endpoint, Handler
 from jitney_gateway.field_rules import IgnoredFields
 from jitney_gateway.gateway_metrics import GatewayMetrics
@@ -44,7 +45,6 @@ from jitney_gateway.refusals import (
     describe,
     describe_for_messages,
     error_response,
-    name_clients_field,
     unforeseen_error,
 )
 from jitney_gateway.request_body import (
@@ -66,7 +66,7 @@ OPERATIONAL_PATHS = ("/health", "/health/ready", "/ping", "/metrics")
 _MAX_ID_LENGTH = 40
 """Longest id that a client may give its request."""
 _MOST_LOGGED = 1000
-"""The log tells of ignored fields once for each path and set of fields, and of so many at most."""
+"""Most lines in the log about ignored fields. There is one for each path and set of fields."""
 
 
 class PoolingEndpoint(NamedTuple):
@@ -190,8 +190,7 @@ class Gateway:
         """Answer a request with ``handler``, if it has a key. Every error becomes a response."""
         describe_error = describe_error_of(path)
         state = request.state
-        _set_state(request, path)
-        state.ignored = IgnoredFields(strict=self._strict)
+        self._set_state(request, path)
         try:
             if path not in OPERATIONAL_PATHS:
                 state.owner = self._owner_of_key(request.headers)
@@ -220,6 +219,18 @@ class Gateway:
             response.body = b""  # the headers stay, with the length that it had
         return response
 
+    def _set_state(self, request: Request, path: str) -> None:
+        """Set what handlers, metrics and spans read in ``request.state``."""
+        state = request.state
+        state.path = path
+        state.id = _id_of(request.headers)
+        state.ignored = IgnoredFields(strict=self._strict)
+        # The next three become known later, or never: a refusal is counted with what is known by
+        # then.
+        state.model = ""
+        state.owner = ""  # the name of the key's owner
+        state.limits = ""  # the limits of that owner, as text
+
     def _log_ignored(self, path: str, request_id: str, ignored: str) -> None:
         """Log what had no effect, once for all requests that are alike in that."""
         kind = (path, ignored)
@@ -228,10 +239,16 @@ class Gateway:
         self._logged.add(kind)
         _LOG.warning("request %s to %s: these fields were ignored: %s", request_id, path, ignored)
 
-    async def answer_with_body(
+    def handler_of(self, endpoint: Endpoint) -> Handler:
+        """What answers the requests to an endpoint, once their key is known."""
+        if endpoint.body is None:
+            return partial(self._answer_without_body, endpoint)
+        return partial(self._answer_with_body, endpoint.answer, endpoint.body)
+
+    async def _answer_with_body(
         self, answer: Handler, type_: type[WireRecord], request: Request
     ) -> Response:
-        """Read the body of a request and answer it. A refusal names the body's own field."""
+        """Read the JSON body of a request and answer it. A refusal names the body's own field."""
         if self._allowed_origins:
             check_content_type(request.headers)
         body = decode(await read_body(request), type_, request.state.ignored)
@@ -240,16 +257,12 @@ class Gateway:
         except InvalidArgumentError as error:
             raise name_clients_field(error, body) from None
 
-    def without_json(self, endpoint: Endpoint) -> Handler:
-        """The handler of an endpoint that takes no JSON."""
-
-        async def answer(request: Request) -> Response:
-            if endpoint.method != "GET":
-                check_not_encoded(request.headers)
-                check_origin(request.headers, self._allowed_origins)
-            return await endpoint.answer(request)
-
-        return answer
+    async def _answer_without_body(self, endpoint: Endpoint, request: Request) -> Response:
+        """Answer a request that has no JSON: it has a form or nothing."""
+        if endpoint.method != "GET":
+            check_not_encoded(request.headers)
+            check_origin(request.headers, self._allowed_origins)
+        return await endpoint.answer(request)
 
     def _owner_of_key(self, headers: Mapping[str, str]) -> str:
         """The owner of the key that a request has; empty if no key is needed. Raises
@@ -337,17 +350,6 @@ class Gateway:
         return Response(text, media_type="text/plain; version=0.0.4")
 
 
-def _set_state(request: Request, path: str) -> None:
-    """Set what handlers, metrics and spans read in ``request.state``."""
-    state = request.state
-    state.path = path
-    state.id = _id_of(request.headers)
-    # The next three become known later, or never: a refusal is counted with what is known by then.
-    state.model = ""
-    state.owner = ""  # the name of the key's owner
-    state.limits = ""  # the limits of that owner, as text
-
-
 def _id_of(headers: Mapping[str, str]) -> str:
     """The id of a request: the client's, or one of our own if that cannot be used."""
     given = headers.get("x-request-id", "")
@@ -357,8 +359,11 @@ def _id_of(headers: Mapping[str, str]) -> str:
 
 
 def _entry(model: ServedModel, created: int) -> dict[str, Any] | None:
-    """A model's entry in the list of models; None if it serves none of the endpoints. ``created``
-    is a time in seconds since 1970: for all models, when this gateway was started."""
+    """A model's entry in the list of models; None if it serves none of the endpoints.
+
+    ``created``: when this gateway was started, in seconds since 1970. Triton does not tell when a
+    model was made, and clients expect a time.
+    """
     if model.description is None and not model.endpoint:
         return None
     entry: dict[str, Any] = {

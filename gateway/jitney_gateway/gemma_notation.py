@@ -15,6 +15,7 @@ from jitney_gateway.json_syntax import SPACE, Expected, inside_quotes, make_toke
 
 GEMMA_QUOTES = ("<escape>", '<|"|>')
 """The markers around strings: each model knows one of them."""
+_QUOTES = {quote: regex.compile(regex.escape(quote)) for quote in GEMMA_QUOTES}
 _ANY_QUOTE = "|".join(map(regex.escape, GEMMA_QUOTES))
 _CUT_SCALAR = regex.compile(rf"{SPACE}[\w.+-]+")
 """A value that is no string, or the beginning of one."""
@@ -51,14 +52,11 @@ class GemmaNotation:
         return InsideOfString(match.start(), None if match.partial else quote)
 
     def json_of_cut_token(self, text: str, expected: Expected) -> str:
-        """A number or a name such as ``true``, as far as it is there. The rest of a marker, or of a
-        property's name, would be no JSON."""
+        """A number, or a word such as ``true``, as far as it is there. The beginning of a marker or
+        of a property's name is left out: it would be no JSON."""
         is_scalar = expected in ("value", "first item") and _CUT_SCALAR.fullmatch(text) is not None
         return text if is_scalar else ""
 
     def without_quotes(self, markers: Sequence[str]) -> list[str]:
         """Those of the markers that do not stand around strings."""
         return [marker for marker in markers if marker not in GEMMA_QUOTES]
-
-
-_QUOTES = {quote: regex.compile(regex.escape(quote)) for quote in GEMMA_QUOTES}

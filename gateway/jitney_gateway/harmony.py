@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 import regex
 
 from jitney_gateway.call_body import CallBody, MalformedCallError
-from jitney_gateway.formats import TOOL_FORMATS, AnswerFormats
+from jitney_gateway.formats import TOOL_FORMATS
 from jitney_gateway.json_arguments import ArgumentsLikeJson, PlainJson
-from jitney_gateway.parsers import Parser
-from jitney_gateway.pieces import AnswerParser, Piece, PieceBuffer, PieceKind
+from jitney_gateway.pieces import Piece, PieceBuffer, PieceKind
 
 _RECIPIENT = r"to=(?P<recipient>[\w.:/-]{1,256})"
 _HEADER = regex.compile(
@@ -47,13 +46,6 @@ _START = "<|start|>"
 _FUNCTIONS = "functions."
 _BETWEEN_MESSAGES = "\n"
 """Between the texts of two messages that are content, or reasoning."""
-
-
-def make_parser(formats: AnswerFormats, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
-    """The parser of a sequence whose model writes in these formats. ``tools``: the request's."""
-    if "harmony" in (formats.tool, formats.reasoning):
-        return HarmonyParser(None if formats.tool is None else tools)
-    return Parser(formats.tool, formats.reasoning, tools)
 
 
 class _InHeader(NamedTuple):
@@ -117,6 +109,8 @@ class HarmonyParser:
         rest = self._buffer.held
         match self._state:
             case _InHeader():
+                # Every header has a marker. What is held here without one is the beginning of a
+                # text, such as the word `assistant`.
                 is_part_of_header = "<" in rest
                 if rest.strip() and not is_part_of_header:
                     self._send("text", rest)
@@ -139,7 +133,7 @@ class HarmonyParser:
             case _InHeader():
                 return self._read_header()
             case _InBody(kind=kind):
-                return self._read_body(kind)
+                return self._read_body(send_as=kind)
             case _InUnknownCall(body=body):
                 return self._complete_call(body)
             case _BeforeArguments():
@@ -147,7 +141,7 @@ class HarmonyParser:
             case _InArguments():
                 return self._read_arguments(self._state)
             case _BehindCall():
-                return self._read_body(None)
+                return self._read_body(send_as=None)
 
     def _read_header(self) -> bool:
         buffer = self._buffer
@@ -174,13 +168,14 @@ class HarmonyParser:
         self._state = _InBody("reasoning" if is_reasoning else "text")
         return True
 
-    def _read_body(self, kind: PieceKind | None) -> bool:
-        """Read to the end of a message. ``kind``: what its text is; None if it is dropped."""
+    def _read_body(self, send_as: PieceKind | None) -> bool:
+        """Read to the end of a message. Its text is sent as pieces of the kind ``send_as``; it is
+        dropped if that is None."""
         held = self._buffer.held
         match = _END.search(held, partial=True)
         text = self._buffer.take(len(held) if match is None else match.start())
-        if kind is not None:
-            self._send(kind, text)
+        if send_as is not None:
+            self._send(send_as, text)
         if match is None or match.partial:
             return False
         self._buffer.take(len(match[0]))

@@ -18,6 +18,8 @@ from jitney_gateway.json_syntax import (
 )
 
 _ANY_SPACE = regex.compile(SPACE)
+_ESCAPE = regex.compile(ESCAPE, regex.VERBOSE)
+_IN_STRING = regex.compile(IN_STRING, regex.VERBOSE)
 _NEVER = r"(?!)"
 """A regular expression that matches nothing."""
 
@@ -158,8 +160,10 @@ class ArgumentsLikeJson:
     def _convert_string(self, text: str, end: int) -> None:
         """Convert the inside of a string up to ``end``, or up to what may be a marker there."""
         if self._marker_at is None:
-            is_last = end == len(text)
-            marker = self._marker.search(text, self._converted, end, partial=is_last)
+            # Only what stands at the end of the text can go on as a marker: behind the string comes
+            # its quote.
+            may_go_on = end == len(text)
+            marker = self._marker.search(text, self._converted, end, partial=may_go_on)
             if marker is not None:
                 before = text[self._converted : marker.start()]
                 self._add(self._notation.json_in_string(before), marker.start())
@@ -210,7 +214,3 @@ class PlainJson:
     def json_of_cut_token(self, text: str, expected: Expected) -> str:
         """As in Notation."""
         return text
-
-
-_ESCAPE = regex.compile(ESCAPE, regex.VERBOSE)
-_IN_STRING = regex.compile(IN_STRING, regex.VERBOSE)

@@ -78,7 +78,7 @@ def make_tokens(
 
 
 class JsonSyntax:
-    """Where a text stands in the grammar of JSON, after the tokens that it was told of."""
+    """Where a text stands in the grammar of JSON. :meth:`take` is given its tokens, in order."""
 
     def __init__(self) -> None:
         self.expected: Expected = "value"

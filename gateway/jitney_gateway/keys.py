@@ -160,5 +160,5 @@ def _add_line(known: KeyFile, line: str) -> None:
     limits = " ".join(match["limits"].split())
     parse_limits(limits)  # to refuse what it cannot read
     if known.limits.setdefault(owner, limits) != limits:
-        raise InvalidArgumentError(f"{owner} has a key of other limits above")
+        raise InvalidArgumentError(f"an earlier line of {owner} has other limits")
     known.owners[match["key"]] = owner

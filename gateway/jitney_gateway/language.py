@@ -11,25 +11,25 @@ from typing import Any, NamedTuple
 import msgspec
 from fastapi import Request, Response
 from jitney.sampling_params import LIMITS_HEADER, parse_limits
-from jitney.tracing import HEADERS
+from jitney.tracing import HEADERS as TRACE_HEADERS
 
 from jitney_gateway.answer_formats import formats_of_answer
+from jitney_gateway.answer_parser import make_parser
 from jitney_gateway.answers import ModelAnswer
-from jitney_gateway.chat_answer import ChatAnswer
-from jitney_gateway.completion_answer import CompletionAnswer, PromptEcho
+from jitney_gateway.chat_answer import chat_answer
+from jitney_gateway.completion_answer import PromptEcho, completion_answer
 from jitney_gateway.content_blocks import SequenceContent
 from jitney_gateway.document import Endpoint, Handler
 from jitney_gateway.event_stream import (
     EventStream,
     events_of_steps,
     exhaust,
-    first_or_late,
     server_sent_events,
-    unless_gone,
+    wait_for_first,
+    while_connected,
 )
 from jitney_gateway.field_rules import IgnoredFields
 from jitney_gateway.gateway_metrics import AnswerTimer, GatewayMetrics
-from jitney_gateway.harmony import make_parser
 from jitney_gateway.messages_answer import MessageAnswer
 from jitney_gateway.messages_request import (
     NAMES_OF_MESSAGE,
@@ -106,7 +106,7 @@ _CHAT_APIS = {
         body=ChatRequest,
         chat_of_body=_chat_of_chat,
         names={},
-        answer=ChatAnswer,
+        answer=chat_answer,
         fields=_FIELDS_WITH_CHOICES,
     ),
     "/v1/responses": ChatApi(
@@ -200,7 +200,7 @@ class LanguageEndpoints:
             for _ in range(body.n or 1):
                 parser = Parser(None, None)
                 sequences.append(SequenceContent(parser, echo=echo.text))
-        answer = CompletionAnswer(body, request_id, sequences, echoes)
+        answer = completion_answer(body, request_id, sequences, echoes)
         return await self._generate(request, body, answer, server_requests)
 
     async def _generate(
@@ -212,17 +212,20 @@ class LanguageEndpoints:
     ) -> Response:
         """Generate the answer. Returns the response: the whole of it, or its stream."""
         state = request.state
-        headers = {name: request.headers[name] for name in HEADERS if name in request.headers}
+        headers = {}
+        for name in TRACE_HEADERS:
+            if name in request.headers:
+                headers[name] = request.headers[name]
         if state.limits:
             headers[LIMITS_HEADER] = state.limits
         timer = AnswerTimer(self._metrics, body.model, state.owner, bool(body.stream))
         steps = self._server.generate(server_requests, headers)
         events = events_of_steps(steps, answer, timer, state.id)
         if body.stream:
-            first = await first_or_late(request.receive, events)
+            first = await wait_for_first(request.receive, events)
             stream = server_sent_events(first, events, answer)
             return EventStream(stream, first, events)
-        await unless_gone(request.receive, exhaust(events))
+        await while_connected(request.receive, exhaust(events))
         return as_json(answer.as_json())
 
     async def tokenize(self, request: Request, body: TokenizeRequest) -> Response:
@@ -257,23 +260,31 @@ class LanguageEndpoints:
     async def _echo(self, server_request: ServerRequest, *, with_first_token: bool) -> PromptEcho:
         """The prompt of a request as text."""
         model = server_request.model
+        text = await self._text_of_prompt(server_request)
+        if not with_first_token:
+            return PromptEcho(text)
+        ids = await self._ids_of_prompt(server_request)
+        first_token = await self._text_of_ids(model, ids[:1])
+        return PromptEcho(text, first_token)
+
+    async def _text_of_prompt(self, server_request: ServerRequest) -> str:
         inputs = server_request.inputs
-        first_token = ""
+        if "input_ids" in inputs:
+            return await self._text_of_ids(server_request.model, inputs["input_ids"])
+        text = inputs["text_input"]
+        assert isinstance(text, bytes)
+        return text.decode()
+
+    async def _ids_of_prompt(self, server_request: ServerRequest) -> list[int]:
+        inputs = server_request.inputs
         if "input_ids" in inputs:
             ids = inputs["input_ids"]
-            text = await self._text_of_ids(model, ids)
-        else:
-            given = inputs["text_input"]
-            assert isinstance(given, bytes)
-            text = given.decode()
-            ids = []
-            if with_first_token:
-                outputs = await self._infer_task(model, "tokenize", text_input=given)
-                ids = outputs["output_ids"].tolist()
-        assert isinstance(ids, list)
-        if with_first_token:
-            first_token = await self._text_of_ids(model, ids[:1])
-        return PromptEcho(text, first_token)
+            assert isinstance(ids, list)
+            return ids
+        text = inputs["text_input"]
+        outputs = await self._infer_task(server_request.model, "tokenize", text_input=text)
+        new_ids: list[int] = outputs["output_ids"].tolist()
+        return new_ids
 
     async def _text_of_ids(self, model: str, ids: InputValue) -> str:
         outputs = await self._infer_task(model, "detokenize", input_ids=ids)

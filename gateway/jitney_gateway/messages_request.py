@@ -10,11 +10,12 @@ from jitney.errors import show
 from msgspec import Meta
 
 from jitney_gateway.answer_formats import formats_of_answer
-from jitney_gateway.content_blocks import AssistantPart, join_assistant_parts
+from jitney_gateway.earlier_turns import AssistantPart, join_assistant_parts, joined_text
 from jitney_gateway.field_rules import FieldRules, IgnoredFields, Refused
 from jitney_gateway.formats import find_reasoning
 from jitney_gateway.model_description import ModelDescription
 from jitney_gateway.refusals import FieldError
+from jitney_gateway.typed_fields import FieldsOfType, check_fields
 from jitney_gateway.wire import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -22,7 +23,6 @@ from jitney_gateway.wire import (
     Call,
     Called,
     ChatRequest,
-    FieldsOfType,
     Function,
     FunctionName,
     Message,
@@ -31,8 +31,6 @@ from jitney_gateway.wire import (
     Tool,
     ToolChoice,
     WireRecord,
-    check_fields,
-    joined_text,
 )
 
 NAMES_OF_MESSAGE = {

@@ -38,9 +38,13 @@ class MountedService(Protocol):
 
 
 OpenService = Callable[[Path | None], MountedService]
-"""What an entry point is. It takes the service's folder; without one, the service's endpoints say
-how to give it one. Raises ConfigError for a folder that cannot be used, and InstallationError if a
-package that the service needs is missing."""
+"""What an entry point is: it opens the service with its folder.
+
+The folder is None if the gateway's option is not given. Then the service still has its endpoints,
+but each of them refuses, and names the option.
+
+Raises ConfigError for a folder that cannot be used, and InstallationError if a package that the
+service needs is missing."""
 
 
 def open_service(name: str, folder: Path | None) -> MountedService:

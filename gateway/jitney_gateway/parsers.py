@@ -21,23 +21,20 @@ marker, with two exceptions:
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-# Unlike `re`, it finds a match of which the text has only the beginning, and it allows a pattern to
-# have several groups with one name.
+# Unlike `re`, it finds a match of which the text has only the beginning.
 import regex
 
+from jitney_gateway.argument_readers import make_reader
 from jitney_gateway.call_arguments import ArgumentsReader, Progress
 from jitney_gateway.call_body import CallBody, MalformedCallError
-from jitney_gateway.formats import TOOL_FORMATS, Reasoning, ToolFormat, find_reasoning
-from jitney_gateway.gemma_notation import GemmaNotation
-from jitney_gateway.json_arguments import ArgumentsLikeJson, PlainJson
+from jitney_gateway.call_heads import (
+    SPACE_AROUND_MARKER,
+    head_pattern,
+    head_pattern_at_beginning,
+)
+from jitney_gateway.formats import TOOL_FORMATS, find_reasoning
 from jitney_gateway.pieces import Piece, PieceBuffer
-from jitney_gateway.python_arguments import PythonArguments
-from jitney_gateway.tagged_arguments import TaggedArguments
 
-_SPACE = r"\s{0,4}"
-"""Chat templates put one or two ends of lines around markers. More space is the model's own."""
-_NEVER = r"(?!)"
-"""A regular expression that matches nothing."""
 _END_OF_OBJECT = regex.compile(r'(?:\s*+,\s*+"\w+"\s*+:\s*+"[^"\\]*")*\s*+\}')
 """The end of a call's JSON object, behind the arguments: a model may write an id there."""
 _NEXT_IN_LIST = {
@@ -118,11 +115,11 @@ class Parser:
         self._schemas = {function["name"]: function.get("parameters") for function in functions}
         self._format = None if tool_format is None else TOOL_FORMATS[tool_format]
         reasoning = find_reasoning(reasoning_format)
-        self._head = _head_pattern(self._format)
-        self._head_at_beginning = _head_pattern_at_beginning(self._format, reasoning)
+        self._head = head_pattern(self._format)
+        self._head_at_beginning = head_pattern_at_beginning(self._format, reasoning)
         self._has_heads = self._format is not None or reasoning is not None
         end = "" if reasoning is None else reasoning.end
-        self._reasoning_end = regex.compile(_SPACE + regex.escape(end))
+        self._reasoning_end = regex.compile(SPACE_AROUND_MARKER + regex.escape(end))
         self._buffer = PieceBuffer()
         self._has_content = False
         """Content has come, at any time."""
@@ -222,12 +219,13 @@ class Parser:
         self._send_content(match.start())
         if match.partial:
             return False
-        size = len(match[0])
+        size = len(match[0])  # the text that is held begins with the match now
         groups = match.groupdict()
         if groups.get("think"):
             self._buffer.take(size)
             self._state = _Skipping((), following=_InReasoning())
             return True
+        # The head of a call is held, too: it becomes content if the body is malformed.
         assert self._format is not None
         body = CallBody(
             self._format.body,
@@ -278,27 +276,14 @@ class Parser:
         call = body.find_certain_call(self._buffer.held, self._schemas)
         if call is None:
             return False
+        assert self._format is not None
         self._state = _BeforeArguments(
             name=call.name,
             head=self._buffer.take(call.start),
-            reader=self._make_reader(call.name),
+            reader=make_reader(self._format, self._schemas[call.name]),
             following=_BehindArguments(in_object=call.in_object, in_list=call.in_list),
         )
         return True
-
-    def _make_reader(self, name: str) -> ArgumentsReader:
-        """What reads the arguments of the function ``name``."""
-        assert self._format is not None
-        match self._format.body:
-            case "json":
-                return ArgumentsLikeJson(PlainJson(), self._format.markers)
-            case "gemma":
-                notation = GemmaNotation()
-                return ArgumentsLikeJson(notation, notation.without_quotes(self._format.markers))
-            case "xml":
-                return TaggedArguments(self._schemas[name])
-            case _:
-                return PythonArguments()
 
     def _begin_arguments(self, state: _BeforeArguments) -> bool:
         """Make the first piece of a call, once its arguments have begun."""
@@ -352,26 +337,37 @@ class Parser:
 
     def _end_call(self, state: _BehindArguments) -> bool:
         """Drop what follows the arguments."""
-        assert self._format is not None
         if state.in_object:
-            pattern = _END_OF_OBJECT
-        elif state.in_list:
-            pattern = _NEXT_IN_LIST[self._format.body]
-        else:
-            self._skip_closing_markers()
-            return True
-        match = pattern.match(self._buffer.held, partial=True)
+            return self._end_object(state)
+        if state.in_list:
+            return self._end_list_or_go_on()
+        self._skip_closing_markers()
+        return True
+
+    def _end_object(self, state: _BehindArguments) -> bool:
+        """Drop the end of the JSON object that the arguments stand in."""
+        match = _END_OF_OBJECT.match(self._buffer.held, partial=True)
         if match is None:
             # The call itself is complete: that its end is malformed does no harm.
             self._skip_closing_markers()
             return True
         if match.partial:
             return False
+        self._buffer.take(len(match[0]))
+        self._state = state._replace(in_object=False)
+        return True
+
+    def _end_list_or_go_on(self) -> bool:
+        """Drop the end of a list of calls, or go on with its next call."""
+        assert self._format is not None
+        match = _NEXT_IN_LIST[self._format.body].match(self._buffer.held, partial=True)
+        if match is None:
+            self._skip_closing_markers()  # as above
+            return True
+        if match.partial:
+            return False
         size = len(match[0])
-        if state.in_object:
-            self._buffer.take(size)
-            self._state = state._replace(in_object=False)
-        elif match["end"] is not None:
+        if match["end"] is not None:
             self._buffer.take(size)
             self._skip_closing_markers()
         else:
@@ -405,30 +401,3 @@ class Parser:
     def _skip_closing_markers(self) -> None:
         assert self._format is not None
         self._state = _Skipping(self._format.closing, following=_InContent(at_beginning=True))
-
-
-def _head_pattern(tool_format: ToolFormat | None) -> regex.Pattern[str]:
-    """The head of a call, wherever it stands."""
-    if tool_format is None:
-        return regex.compile(_NEVER)
-    return regex.compile(_SPACE + tool_format.head)
-
-
-def _head_pattern_at_beginning(
-    tool_format: ToolFormat | None, reasoning: Reasoning | None
-) -> regex.Pattern[str]:
-    """What can begin a call or reasoning where no content has come yet:
-
-    - at the very beginning, after any space: the begin marker of reasoning, a head, or a head
-      without a marker;
-    - anywhere: a head.
-    """
-    alternatives = []
-    if reasoning is not None:
-        alternatives.append(rf"\A\s*+(?P<think>{regex.escape(reasoning.begin)})")
-    if tool_format is not None:
-        alternatives.append(rf"\A\s*+{tool_format.head}")
-        if tool_format.bare_head is not None:
-            alternatives.append(rf"\A\s*+(?P<bare>{tool_format.bare_head})")
-        alternatives.append(_SPACE + tool_format.head)
-    return regex.compile("|".join(alternatives) or _NEVER)

@@ -27,8 +27,8 @@ def complete_members(text: str) -> dict[str, Any]:
 
 
 def _complete_part(text: str) -> str:
-    """The longest part of a text, from its beginning, that brackets alone make JSON; with those
-    brackets."""
+    """The longest beginning of a text that becomes JSON if its open brackets are closed. It is
+    returned with the brackets that close them."""
     syntax = JsonSyntax()
     end = 0
     closing = ""
@@ -49,6 +49,8 @@ def _complete_part(text: str) -> str:
             syntax.take(kind, match[kind])
         except NotJsonError:
             break
+        # Where a bracket may close, all values before it are complete. It may not close behind a
+        # key, a colon or a comma.
         if syntax.expected in ("next", "first item", "first key"):
             end = index
             closing = syntax.closing_brackets()

@@ -37,6 +37,7 @@ from jitney_gateway.pooling_bodies import (
 )
 from jitney_gateway.refusals import FieldError
 from jitney_gateway.server_client import ServedModel, ServerClient
+from jitney_gateway.texts_or_ids import texts_or_ids
 from jitney_gateway.wire import JsonObject
 
 PoolingFunction = Callable[[ServerClient, ServedModel, Any], Awaitable[JsonObject]]
@@ -49,14 +50,16 @@ class Answered(NamedTuple):
     """What a model has answered to texts."""
 
     arrays: list[np.ndarray]
-    """The model's output, for each text. Where scores are asked for: for each request."""
+    """Vectors: one for each text. Scores: an array for each request, with one for each document."""
     num_tokens: int
     """Of all texts; 0 if the model does not tell."""
 
 
 async def embed(server: ServerClient, model: ServedModel, body: EmbeddingRequest) -> JsonObject:
     """The answer of ``/v1/embeddings``."""
-    given = _texts_or_ids(body.input)
+    given = texts_or_ids("input", body.input)
+    if len(given) > MAX_TEXTS:
+        raise FieldError("input", f"input has {len(given)} texts, but at most {MAX_TEXTS}")
     if isinstance(given[0], str):
         found = await _vectors(server, model, given)
     else:
@@ -74,7 +77,7 @@ async def embed(server: ServerClient, model: ServedModel, body: EmbeddingRequest
 async def classify(server: ServerClient, model: ServedModel, body: ClassifyRequest) -> JsonObject:
     """The answer of ``/v1/classify``. The model's parameter ``openai_labels`` names the classes,
     with commas between them. Without it a class is called by its index."""
-    names = _parameter(model.config, "openai_labels")
+    names = model.parameter("openai_labels")
     labels = names.split(",") if names else []
     texts = [body.input] if isinstance(body.input, str) else body.input
     found = await _vectors(server, model, texts)
@@ -188,27 +191,12 @@ async def _scores(
 # ------------------------------------------------------------------------------- vectors
 
 
-def _texts_or_ids(given: Any) -> list[Any]:
-    """At least one text, or at least one list of token ids. Raises FieldError."""
-    inputs = [given] if isinstance(given, str) else list(given)
-    if {type(each) for each in inputs} == {int}:
-        inputs = [inputs]
-    kinds = {type(each) for each in inputs}
-    is_of_one_kind = kinds in ({str}, {list})
-    if not is_of_one_kind or [] in inputs:
-        bound = "a text, a list of texts, token ids, or a list of lists of token ids"
-        raise FieldError("input", f"input must be {bound}, and not empty")
-    if len(inputs) > MAX_TEXTS:
-        raise FieldError("input", f"input has {len(inputs)} texts, but at most {MAX_TEXTS}")
-    return inputs
-
-
 def _of_dimensions(vector: np.ndarray, dimensions: int | None, model: ServedModel) -> np.ndarray:
     """The vector, cut to so many dimensions and scaled to the length 1. Raises FieldError if the
     model was not trained for that."""
     if dimensions is None or dimensions == len(vector):
         return vector
-    sizes = _parameter(model.config, "openai_dimensions").replace(" ", "").split(",")
+    sizes = model.parameter("openai_dimensions").replace(" ", "").split(",")
     if str(dimensions) not in sizes or dimensions > len(vector):
         bound = " or ".join([*filter(None, sizes), str(len(vector))])
         raise FieldError("dimensions", f"dimensions is {dimensions}, but must be {bound}")
@@ -221,29 +209,30 @@ async def _vectors_of_ids(
     server: ServerClient, model: ServedModel, inputs: Sequence[list[int]]
 ) -> Answered:
     """The vector of each list of token ids. Raises FieldError."""
-    name = _parameter(model.config, "openai_ids_model")
+    name = model.parameter("openai_ids_model")
     if not name:
         reason = f"input has token ids, but model {model.name!r} takes only texts"
         raise FieldError("input", reason)
-    vocab_size = int(_parameter(model.config, "openai_vocab_size"))
-    max_ids = int(_parameter(model.config, "openai_max_ids"))
+    vocab_size = int(model.parameter("openai_vocab_size"))
+    max_ids = int(model.parameter("openai_max_ids"))
     largest = max(map(max, inputs))
     if largest >= vocab_size:
         bound = f"must be below {vocab_size}, of the model's own tokenizer"
         raise FieldError("input", f"input has the token id {largest}, but ids {bound}")
-    of_ids = await server.find_model(name)
-    arrays = []
-    is_batched = int(of_ids.config.get("max_batch_size", 0)) > 0
-    for ids in inputs:
-        array = np.array(ids[:max_ids], np.int64)
-        arrays.append(array.reshape(1, -1) if is_batched else array)
+    ids_model = await server.find_model(name)
+    is_batched = int(ids_model.config.get("max_batch_size", 0)) > 0
+    num_tokens = 0
     requests = []
-    for array in arrays:
-        tensors = {"input_ids": array, "attention_mask": np.ones_like(array)}
+    for ids in inputs:
+        used_ids = np.array(ids[:max_ids], np.int64)
+        num_tokens += used_ids.size
+        if is_batched:
+            used_ids = used_ids.reshape(1, -1)
+        tensors = {"input_ids": used_ids, "attention_mask": np.ones_like(used_ids)}
         requests.append(server.infer(name, tensors))
     found = _answered(await asyncio.gather(*requests))
     vectors = [array.reshape(-1) for array in found.arrays]
-    return Answered(vectors, sum(array.size for array in arrays))
+    return Answered(vectors, num_tokens)
 
 
 async def _vectors(server: ServerClient, model: ServedModel, given: Sequence[str]) -> Answered:
@@ -311,8 +300,3 @@ def _encoded_texts(field: str, texts: Sequence[str]) -> np.ndarray:
         return np.array([text.encode() for text in texts], np.object_)
     except UnicodeEncodeError:
         raise FieldError(field, f"{field} has an unpaired surrogate") from None
-
-
-def _parameter(config: Mapping[str, Any], name: str) -> str:
-    """A parameter of config.pbtxt; empty if it is not there."""
-    return config.get("parameters", {}).get(name, {}).get("string_value", "")

@@ -48,7 +48,8 @@ class RerankRequest(WireRecord):
 
 
 class ScoreRequest(WireRecord):
-    """The body of ``/score``, in vLLM's form: a text with each of others, or two lists in pairs."""
+    """The body of ``/score``, in vLLM's form. One ``text_1`` is scored with each ``text_2``. Two
+    lists of the same length are scored in pairs."""
 
     model: str
     text_1: str | Texts

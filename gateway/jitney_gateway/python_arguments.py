@@ -1,4 +1,9 @@
-"""Reads the arguments of a call that are keywords in Python, such as ``city="Rome", days=[1])``."""
+"""Reads the arguments of a call that are keywords in Python.
+
+    city="Rome", days=[1])
+
+The bracket that ends the call is read, too.
+"""
 
 import json
 from typing import Literal

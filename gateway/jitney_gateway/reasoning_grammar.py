@@ -73,7 +73,8 @@ def _reasoning_part(reasoning: Reasoning, token_ids: Mapping[str, int], budget: 
         return part
     part = f"{spelt(reasoning.begin, token_ids)} {part}"
     if reasoning.before_answer and budget is not None:
-        # Reasoning and answer begin with the same token, in which llguidance finds only the one
-        # that has a budget. So there must be reasoning, or none.
+        # Here the reasoning and the answer begin with the same token. If both may follow,
+        # llguidance takes that token for the beginning of the reasoning, because that has a budget.
+        # So the choice is made here: a budget demands reasoning, and the budget 0 forbids it.
         return part if budget > 0 else '""'
     return f"({part})?"

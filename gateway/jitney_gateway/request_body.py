@@ -34,11 +34,13 @@ def check_content_type(headers: Mapping[str, str]) -> None:
 
 
 def check_origin(headers: Mapping[str, str], allowed: Sequence[str]) -> None:
-    """Raises StatusError for a request of a web page whose origin is not ``allowed``. Nothing is
-    checked if no origin is allowed.
+    """Raises StatusError for a request of a web page whose origin is not ``allowed``.
 
     This is for forms, and for requests without a body: a browser sends those for any page. Clients
     that are no browsers name no origin.
+
+    Nothing is checked if ``allowed`` is empty: then the gateway was started without the option
+    ``--allow-origin``, and only keys protect it.
     """
     origin = headers.get("origin")
     if not allowed or origin is None or "*" in allowed or origin in allowed:
@@ -86,8 +88,9 @@ def _encoding(headers: Mapping[str, str]) -> str:
 
 
 async def _decompressed(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The decompressed body, in pieces. None has more than one byte more than a body may have: a
-    few compressed bytes may hold gigabytes."""
+    """The decompressed body, in pieces."""
+    # A few compressed bytes may hold gigabytes. So a piece ends one byte after what a body may
+    # have: with that byte, `read_body` refuses it.
     most = MAX_BODY_BYTES + 1
     # gzip may have several members, one behind the other.
     member = zlib.decompressobj(_GZIP)

@@ -83,9 +83,7 @@ class ResponseAnswer:
     def feed(self, step: Step) -> Iterator[JsonObject]:
         """Take a step. Yields the events that it makes."""
         self.usage.add(step)
-        if self._num_events == 0:
-            yield self._event("created", response=self._response("in_progress"))
-            yield self._event("in_progress", response=self._response("in_progress"))
+        yield from self._opening_events()
         if self._sequence.finish_reason is not None:
             return
         for position in step.logprobs_of(0):
@@ -95,40 +93,53 @@ class ResponseAnswer:
         for event in self._sequence.push(step.texts[0], step.finish_reasons[0]):
             yield from self._events_of_block(event)
 
+    def _opening_events(self) -> Iterator[JsonObject]:
+        """The first events of a stream, if they have not been sent."""
+        if self._num_events == 0:
+            yield self._event("created", response=self._response("in_progress"))
+            yield self._event("in_progress", response=self._response("in_progress"))
+
     def _events_of_block(self, event: BlockEvent) -> Iterator[JsonObject]:
         block = event.block
-        form = _ITEM_FORMS[block.kind]
-        has_part = form.part_type is not None  # parts have events of their own
-        item_fields: JsonObject = {"output_index": block.index}
-        text_fields: JsonObject = {**item_fields, "item_id": _id_of_item(block)}
-        if has_part:
-            text_fields["content_index"] = 0
+        match event.what:
+            case "start":
+                yield self._item_event("added", block)
+                if _has_part(block):
+                    yield self._part_event("added", block)
+            case "delta":
+                yield self._delta_event(block, event.text)
+            case "stop":
+                if self._unsent_logprobs:
+                    # The last tokens may add no text, such as the one that ends a sequence.
+                    yield self._delta_event(block, "")
+                yield self._done_event(block)
+                if _has_part(block):
+                    yield self._part_event("done", block)
+                yield self._item_event("done", block)
 
-        if event.what == "start":
-            yield self._event("output_item.added", **item_fields, item=self._item(block))
-            if has_part:
-                yield self._event("content_part.added", **text_fields, part=self._part(block))
-        elif event.what == "delta":
-            yield self._delta_event(block, text_fields, event.text)
-        else:
-            if self._unsent_logprobs:
-                # The last tokens may add no text, such as the one that ends a sequence.
-                yield self._delta_event(block, text_fields, "")
-            whole: JsonObject = {form.whole_field: block.text}
-            if block.kind == "text":
-                whole = {"logprobs": self._logprobs, **whole}
-            yield self._event(f"{form.event_prefix}.done", **text_fields, **whole)
-            if has_part:
-                yield self._event("content_part.done", **text_fields, part=self._part(block))
-            yield self._event("output_item.done", **item_fields, item=self._item(block))
+    def _item_event(self, what: str, block: ContentBlock) -> JsonObject:
+        item = self._item(block)
+        return self._event(f"output_item.{what}", output_index=block.index, item=item)
 
-    def _delta_event(self, block: ContentBlock, text_fields: JsonObject, text: str) -> JsonObject:
-        logprobs: JsonObject = {}
+    def _part_event(self, what: str, block: ContentBlock) -> JsonObject:
+        return self._event(f"content_part.{what}", **_place_of(block), part=self._part(block))
+
+    def _delta_event(self, block: ContentBlock, text: str) -> JsonObject:
+        """More text of a block."""
+        fields: JsonObject = {"delta": text}
         if block.kind == "text":
-            logprobs["logprobs"] = self._unsent_logprobs
+            fields["logprobs"] = self._unsent_logprobs
         self._unsent_logprobs = []
-        name = f"{_ITEM_FORMS[block.kind].event_prefix}.delta"
-        return self._event(name, **text_fields, **logprobs, delta=text)
+        prefix = _ITEM_FORMS[block.kind].event_prefix
+        return self._event(f"{prefix}.delta", **_place_of(block), **fields)
+
+    def _done_event(self, block: ContentBlock) -> JsonObject:
+        """The whole text of a block."""
+        form = _ITEM_FORMS[block.kind]
+        fields: JsonObject = {form.whole_field: block.text}
+        if block.kind == "text":
+            fields["logprobs"] = self._logprobs
+        return self._event(f"{form.event_prefix}.done", **_place_of(block), **fields)
 
     def _event(self, type_: str, **fields: Any) -> JsonObject:
         """An event whose type has ``response.`` before it."""
@@ -175,6 +186,8 @@ class ResponseAnswer:
 
     def error_events(self, error: JitneyError) -> list[JsonObject]:
         """The last events of a stream that ends with an error."""
+        # Clients expect the first events, too, if the error comes before the model's first step.
+        opening = list(self._opening_events())
         described = describe(error).body["error"]
         fields = {name: described[name] for name in ("code", "message", "param")}
         error_event = self._numbered_event("error", **fields)
@@ -183,7 +196,7 @@ class ResponseAnswer:
             blocks[-1].state = "incomplete"
         fault = {"code": "server_error", "message": described["message"]}
         response = self._response("failed", error=fault)
-        return [error_event, self._event("failed", response=response)]
+        return [*opening, error_event, self._event("failed", response=response)]
 
     def as_json(self) -> JsonObject:
         """The whole answer, once every step was fed."""
@@ -214,14 +227,27 @@ class ResponseAnswer:
 
 def _head(body: ResponseRequest, id_: str) -> JsonObject:
     """The fields of an answer that are known from the request."""
-    head = dict(_DEFAULTS)
-    for name, value in {**body.params, **msgspec.to_builtins(body)}.items():
-        if name not in ("input", "params", "stream"):
-            head[name] = value
+    fields = msgspec.to_builtins(body)
+    for name in ("input", "params", "stream"):
+        fields.pop(name, None)
+    head = {**_DEFAULTS, **body.params, **fields}
     head["id"] = f"resp_{id_}"
     head["object"] = "response"
     head["created_at"] = int(time.time())
     return head
+
+
+def _has_part(block: ContentBlock) -> bool:
+    """Whether the item of a block has its text in a part, which has events of its own."""
+    return _ITEM_FORMS[block.kind].part_type is not None
+
+
+def _place_of(block: ContentBlock) -> JsonObject:
+    """The fields of an event that say to what its text belongs."""
+    place: JsonObject = {"output_index": block.index, "item_id": _id_of_item(block)}
+    if _has_part(block):
+        place["content_index"] = 0
+    return place
 
 
 def _id_of_item(block: ContentBlock) -> str:

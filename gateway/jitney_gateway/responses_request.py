@@ -12,12 +12,13 @@ from msgspec import Meta
 
 from jitney_gateway.answer_formats import formats_of_answer
 from jitney_gateway.chat import ARGUMENTS
-from jitney_gateway.content_blocks import AssistantPart, join_assistant_parts
+from jitney_gateway.earlier_turns import AssistantPart, join_assistant_parts, joined_text
 from jitney_gateway.field_rules import FieldRules, Refused
 from jitney_gateway.formats import find_reasoning
 from jitney_gateway.model_description import ModelDescription
 from jitney_gateway.refusals import FieldError
 from jitney_gateway.tool_choice import choose_allowed_tools
+from jitney_gateway.typed_fields import FieldsOfType, check_fields
 from jitney_gateway.wire import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -26,7 +27,6 @@ from jitney_gateway.wire import (
     Call,
     Called,
     ChatRequest,
-    FieldsOfType,
     Function,
     Message,
     StructuredChoice,
@@ -35,8 +35,6 @@ from jitney_gateway.wire import (
     Tool,
     ToolChoice,
     WireRecord,
-    check_fields,
-    joined_text,
 )
 
 NAMES_OF_RESPONSE = {
@@ -235,9 +233,9 @@ def _messages(body: ResponseRequest) -> list[Message]:
 def _messages_or_parts(path: str, item: InputItem) -> Sequence[Message | AssistantPart]:
     """What an item of the input stands for: a message, or a part of one of the assistant. Empty for
     an item without content. ``path`` leads to the item in the body."""
-    item.type = item.type or "message"
+    item = msgspec.structs.replace(item, type=item.type or "message")
     if item.role == "assistant" and item.content is None:
-        item.content = ""
+        item = msgspec.structs.replace(item, content="")
     check_fields(path, item, _FIELDS_OF_ITEMS)
     if item.type == "function_call":
         return [_call(item, str(item.arguments))]

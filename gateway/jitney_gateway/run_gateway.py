@@ -80,7 +80,8 @@ def run_gateway(
         log_level="warning",
         timeout_graceful_shutdown=grace_s,
     )
-    ConnectionBounds(most_connections()).bound(config)
+    bounds = ConnectionBounds(most_connections())
+    bounds.apply_to(config)
     server = uvicorn.Server(config)
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -75,8 +75,11 @@ def alternatives_of(schema: Any, whole: Any) -> list[Alternative]:
 
 
 def listed_texts(alternatives: Sequence[Alternative]) -> list[str] | None:
-    """The strings that a value may be, for a schema that lists them and allows other values beside
-    strings and ``null``. None for any other schema."""
+    """The strings that a value may be, if the schema lists them, and if it also allows values that
+    are neither strings nor ``null``. None for any other schema.
+
+    For such a schema the text ``1`` may be the string or the number: only the list tells.
+    """
     texts: list[str] = []
     for alternative in alternatives:
         if not alternative.allows_string():

@@ -24,9 +24,8 @@ from jitney_gateway.server_request import ServerRequest
 _LOG = logging.getLogger(__name__)
 
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-"""The endpoints that :meth:`ServerClient.find_model_for` accepts for a language model. Only batches
-ask it for one of these, and a batch cannot be for ``/v1/messages``. ``language.py`` serves all of
-them without asking."""
+"""The endpoints that :meth:`ServerClient.find_model_for` accepts for a language model: those that a
+batch can be for."""
 MAX_WAITING = 4096
 """Steps of one answer that may wait for a slow client."""
 _FRESH_S = 30.0
@@ -53,6 +52,10 @@ class ServedModel(msgspec.Struct):
     base: str | None = None
     """Of an adapter: the model that it belongs to."""
 
+    def parameter(self, name: str) -> str:
+        """A parameter of its config.pbtxt; empty if it is not there."""
+        return _parameter(self.config, name)
+
     def has_adapter(self, name: str) -> bool:
         """Whether one of its adapters has that name."""
         return self.description is not None and name in self.description.adapters
@@ -64,6 +67,13 @@ class ServedModel(msgspec.Struct):
     def alias(self, name: str) -> "ServedModel":
         """The same model under another name."""
         return msgspec.structs.replace(self, name=name)
+
+
+def _parameter(config: Mapping[str, Any], name: str) -> str:
+    """A parameter of a config.pbtxt; empty if it is not there."""
+    parameter = config.get("parameters", {}).get(name, {})
+    text: str = parameter.get("string_value", "")
+    return text
 
 
 class ServerClient:
@@ -130,7 +140,8 @@ class ServerClient:
         return await self._connection.ready_models()
 
     def _is_expected(self, name: str) -> bool:
-        """Whether the model is ready, or was so a while ago: a model that dies is loaded again."""
+        """Whether the model was ready within the last ``_RELOAD_S`` seconds: a model that dies is
+        loaded again."""
         ready_at = self._ready_at.get(name)
         return ready_at is not None and time.monotonic() - ready_at <= _RELOAD_S
 
@@ -148,8 +159,8 @@ class ServerClient:
     # ------------------------------------------------------------------ one model
 
     def known_model(self, name: str) -> ServedModel | None:
-        """What is known of a model or adapter, without asking the server. None if that is nothing,
-        or if the model is neither ready nor expected back."""
+        """What is known of a model or adapter, without asking the server. None if the gateway has
+        never seen it, or if it is neither ready nor expected back."""
         known = self._models.get(self._own_name(name))
         if known is None or not self._is_expected(known.base or known.name):
             return None
@@ -202,10 +213,9 @@ class ServerClient:
         UnknownModelError if it is not."""
         with self._unavailable_if_expected(name):
             config = await self._connection.model_config(name)
-        endpoint = config.get("parameters", {}).get("openai_endpoint", {})
         model = ServedModel(
             name=name,
-            endpoint=endpoint.get("string_value", ""),
+            endpoint=_parameter(config, "openai_endpoint"),
             config=config,
             description=None,
             fetched_at=time.monotonic(),
@@ -258,8 +268,10 @@ class ServerClient:
         """
         known = self._models.get(name)
         if known is not None:
-            may_get_it = known.description is not None and not known.has_adapter(adapter)
-            fresh_s = _ADAPTERS_FRESH_S if may_get_it else _FRESH_S
+            fresh_s = _FRESH_S
+            is_language_model = known.description is not None
+            if is_language_model and not known.has_adapter(adapter):
+                fresh_s = _ADAPTERS_FRESH_S  # the adapter may have been added since
             if time.monotonic() - known.fetched_at <= fresh_s:
                 return known
         model = await self._fetch_model(name)

@@ -25,6 +25,7 @@ from jitney_gateway.server_request import InputValue, ServerRequest
 _READY_S = 5.0
 """Seconds for the server to say that it is ready."""
 _CODES = ("INVALID_ARGUMENT", "UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "INTERNAL")
+"""With one of these the text of an error of our backend begins."""
 _CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
@@ -120,7 +121,8 @@ class ServerConnection:
 
 
 def _is_last(outputs: Mapping[str, Any]) -> bool:
-    """Whether a response is the last one of its request. Without one, an answer was cut off."""
+    """Whether a response is the last one of its request. An answer that ends before it was cut
+    off."""
     if "finish_reason" not in outputs:
         return True  # a task has one response
     have_all_ended = b"None" not in outputs["finish_reason"]
@@ -153,10 +155,10 @@ def translated(model: str, status: str, text: str) -> JitneyError:
     The text of an error of our backend begins with a code, because a stream's error has no status
     of its own.
     """
-    code, _, message = text.partition(": ")
-    if code in _CODES:
-        return from_code(code, message)
-    code = status.rpartition(".")[2]  # "StatusCode.UNAVAILABLE"
+    code_in_text, _, message = text.partition(": ")
+    if code_in_text in _CODES:
+        return from_code(code_in_text, message)
+    code = status.rpartition(".")[2]  # of "StatusCode.UNAVAILABLE"
     if "is not healthy" in text:  # its process has died, and the server has not been told so yet
         return UnavailableError(f"model {model!r} is not ready; it may be loading")
     # For an unknown model the server has texts and no status of its own.

@@ -7,6 +7,7 @@ Extension reads by default.
 """
 
 import asyncio
+import math
 import re
 import time
 import urllib.request
@@ -34,7 +35,8 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 class ModelLoad(msgspec.Struct, frozen=True):
-    """How busy a model is, all its instances together. A header has these names."""
+    """How busy a model is, all its instances together. The response header has the names of these
+    fields."""
 
     kv_cache_utilization: float
     """From 0 to 1."""
@@ -57,7 +59,8 @@ class ServerLoad:
         # No proxy, whatever the environment says: the server is near.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         self._lock = asyncio.Lock()
-        self._read_at = -FRESH_S
+        self._read_at = -math.inf
+        """When the load was last read; monotonic seconds."""
         self._models: dict[str, ModelLoad] = {}
 
     async def header(self, form: str, model: str) -> dict[str, str]:

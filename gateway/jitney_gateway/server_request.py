@@ -20,6 +20,7 @@ from jitney_gateway.formats import find_reasoning
 from jitney_gateway.model_description import ModelDescription
 from jitney_gateway.refusals import FieldError
 from jitney_gateway.structured import OutputConstraint, constraint_of_body
+from jitney_gateway.texts_or_ids import texts_or_ids
 from jitney_gateway.wire import (
     MAX_PROMPTS,
     ChatRequest,
@@ -134,26 +135,12 @@ def requests_of_completions(
 
 def _inputs_of_prompts(body: CompletionRequest) -> list[dict[str, InputValue]]:
     """The inputs for each prompt, which is a text or a list of token ids."""
-    prompts = _list_of_prompts(body.prompt)
+    prompts = texts_or_ids("prompt", body.prompt)
     if len(prompts) > MAX_PROMPTS:
         raise FieldError("prompt", f"prompt has {len(prompts)} prompts, but at most {MAX_PROMPTS}")
     if isinstance(prompts[0], str):
         return [{"text_input": encoded("prompt", text)} for text in prompts]
     return [{"input_ids": ids} for ids in prompts]
-
-
-def _list_of_prompts(prompt: Any) -> list[Any]:
-    """At least one text, or at least one list of token ids. Raises FieldError."""
-    if isinstance(prompt, str):
-        return [prompt]
-    kinds = {type(item) for item in prompt}
-    if kinds == {int}:
-        return [prompt]
-    has_empty_list = [] in prompt
-    if kinds not in ({str}, {list}) or has_empty_list:
-        bound = "a text, a list of texts, token ids, or a list of lists of token ids"
-        raise FieldError("prompt", f"prompt must be {bound}, and not empty")
-    return list(prompt)
 
 
 # ------------------------------------------------------------------------------- both
@@ -220,15 +207,9 @@ def _complete_request(
     constraint: OutputConstraint | None,
 ) -> ServerRequest:
     """The request, with what chats and completions have in common. Raises FieldError."""
-    if body.stream_options is not None and not body.stream:
-        raise FieldError("stream_options", "stream_options goes with stream true")
+    _check_common_fields(body, model)
     params = dict(params)
-    if body.best_of is not None and body.best_of > (body.n or 1):
-        reason = f"best_of is {body.best_of}, but must be at most n, which is {body.n or 1}"
-        raise FieldError("best_of", reason)
     if body.n is not None:
-        if body.n > model.max_n:
-            raise FieldError("n", f"n is {body.n}, but must be at most {model.max_n}")
         params["n"] = body.n
     if constraint is not None:
         params["structured_outputs"] = constraint.structured_outputs
@@ -254,6 +235,17 @@ def _complete_request(
     return ServerRequest(model=body.model, inputs=inputs, request_id=request_id)
 
 
+def _check_common_fields(body: Generation, model: ModelDescription) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise FieldError("stream_options", "stream_options goes with stream true")
+    n = body.n or 1
+    if n > model.max_n:
+        raise FieldError("n", f"n is {n}, but must be at most {model.max_n}")
+    if body.best_of is not None and body.best_of > n:
+        reason = f"best_of is {body.best_of}, but must be at most n, which is {n}"
+        raise FieldError("best_of", reason)
+
+
 def _joined_id(*names: str | None) -> str:
     """The request's id in the server's log and traces: the gateway's, and the end user that the
     client names."""
@@ -265,13 +257,15 @@ def _joined_id(*names: str | None) -> str:
 
 def request_of_token_ids(body: TokenizeRequest) -> ServerRequest:
     """The request for the token ids of a prompt or of a chat. Raises FieldError."""
-    if (body.prompt is None) == (body.messages is None):
+    has_prompt = body.prompt is not None
+    has_messages = body.messages is not None
+    if has_prompt == has_messages:  # both or neither
         raise FieldError("prompt", "either prompt or messages must be given")
     # A prompt gets the tokenizer's special tokens. Those of a chat are in its template.
-    adds_special_tokens = body.prompt is not None
-    if body.add_special_tokens not in (None, adds_special_tokens):
-        what = "a prompt" if adds_special_tokens else "messages"
-        reason = f"is {show(body.add_special_tokens)}, but this is not supported with {what}"
+    wanted = body.add_special_tokens
+    if wanted is not None and wanted != has_prompt:
+        what = "a prompt" if has_prompt else "messages"
+        reason = f"is {show(wanted)}, but this is not supported with {what}"
         raise FieldError("add_special_tokens", f"add_special_tokens {reason}")
     inputs: dict[str, InputValue] = {"task": b"tokenize"}
     if body.messages is not None:
@@ -283,6 +277,7 @@ def request_of_token_ids(body: TokenizeRequest) -> ServerRequest:
         )
         return ServerRequest(model=body.model, inputs=inputs)
     if body.tools or body.chat_template_kwargs or body.add_generation_prompt is not None:
-        raise FieldError("prompt", "prompt goes without what belongs to messages")
+        others = "tools, chat_template_kwargs and add_generation_prompt"
+        raise FieldError("prompt", f"prompt goes without {others}, which belong to messages")
     inputs["text_input"] = encoded("prompt", body.prompt)
     return ServerRequest(model=body.model, inputs=inputs)

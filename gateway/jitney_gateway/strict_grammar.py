@@ -42,7 +42,8 @@ def grammar_of_possible_calls(
     token_ids: Mapping[str, int] | None = None,
     before_text: str = "",
 ) -> dict[str, str]:
-    """The same, whether or not one of the tools is strict."""
+    """The grammar of an answer that may call, whether or not one of the tools is strict. The
+    parameters are those of :func:`grammar_of_strict_tools`. Raises InvalidArgumentError."""
     row = TOOL_FORMATS[tool_format]
     ids = token_ids or {}
     writer = CallWriter(row, partial(spelt, token_ids=ids), arguments_if_kept)
@@ -62,7 +63,8 @@ def grammar_of_possible_calls(
         # The marker is a word that may stand in a text, such as `functools` in `functools[{`. With
         # the first bracket behind it, it begins a call.
         before_first = f"{row.syntax.before_all}{row.syntax.before_call}"
-        word = before_first[: 1 + before_first.index("{")]
+        before_bracket, bracket, _ = before_first.partition("{")
+        word = before_bracket + bracket
         grammar = _text_and_calls(functions, writer, word, parallel=parallel, is_word=True)
     else:
         grammar = _calls_at_beginning(functions, writer, parallel=parallel)
@@ -138,12 +140,14 @@ def _calls_at_beginning(
     does not begin like a call."""
     syntax = writer.row.syntax
     before_first = f"{syntax.before_all}{syntax.before_call}"
-    # The lexer takes the longest text that any rule allows. So the beginning of the first call is
-    # one string up to the function's name, and a text stops being `OTHER_TEXT` where that ends.
+    # The lexer takes the longest text that any rule allows. So `OTHER_TEXT` leaves out every text
+    # that begins like a call: with what the format has before the name, the name of a function, and
+    # the first sign behind it.
     begin, _, behind_name = before_first.partition("NAME")
+    sign = behind_name[0]
     names = "|".join(re.escape(function["name"]) for function in functions)
     # A model may put space where the format has none.
-    like_a_call = rf"\s*{_freely_spaced(begin)}\s*({names})\s*{_freely_spaced(behind_name[0])}"
+    like_a_call = rf"\s*{_freely_spaced(begin)}\s*({names})\s*{_freely_spaced(sign)}"
     other_text = f"{ANY_TEXT_IN_LARK} & ~{between_slashes(f'{like_a_call}(?s:.*)')}"
     more_calls = writer.more_calls(parallel=parallel)
     rules = [

@@ -32,7 +32,8 @@ def why_not_kept(
             if _LOOKS_AROUND.search(pattern):
                 return f"pattern {pattern[:64]!r} looks around, which is not supported"
         if row.body in ("json", "python"):
-            # There llguidance reads the schema. The engine refuses what it would not enforce.
+            # In these formats llguidance itself reads the schema. The engine refuses a schema that
+            # llguidance would not enforce.
             prepare_schema(copy.deepcopy(schema), "parameters")
     except InvalidArgumentError as error:
         return str(error)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from jitney_gateway.refusals import FieldError
-from jitney_gateway.wire import Generation, ResponseFormat, StructuredChoice
+from jitney_gateway.wire import Generation, JsonSchema, ResponseFormat, StructuredChoice
 
 
 class OutputConstraint(NamedTuple):
@@ -42,38 +42,47 @@ def constraint_of_body(body: Generation) -> OutputConstraint | None:
         if value is not None:
             found.append(OutputConstraint(f"guided_{kind}", {kind: value}))
 
-    # Clients of vLLM may say the same in its old and its new field: each version knows one.
-    others = [each for each in found[1:] if each.structured_outputs != found[0].structured_outputs]
-    if others:
-        names = " and ".join(constraint.field for constraint in found)
-        raise FieldError(others[0].field, f"{names} exclude one another")
-    return found[0] if found else None
+    if not found:
+        return None
+    first = found[0]
+    for other in found[1:]:
+        # Clients of vLLM may say the same in its old and its new field: each version knows one.
+        if other.structured_outputs != first.structured_outputs:
+            names = " and ".join(constraint.field for constraint in found)
+            raise FieldError(other.field, f"{names} exclude one another")
+    return first
 
 
 def _parameter_of_response_format(response_format: ResponseFormat) -> dict[str, Any] | None:
-    """None for the type ``text``, which allows any answer."""
+    """None for the type ``text``, which allows any answer. Raises FieldError."""
+    type_ = response_format.type
     json_schema = response_format.json_schema
-    needs_schema = response_format.type == "json_schema"
+    needs_schema = type_ == "json_schema"
     has_schema = json_schema is not None
     if needs_schema != has_schema:
         raise FieldError(
             "response_format.json_schema",
             "response_format.json_schema must be given with the type json_schema, and no other",
         )
+    if response_format.schema is not None and type_ != "json_object":
+        field = "response_format.schema"
+        raise FieldError(field, f"{field} goes with the type json_object only")
+
+    if json_schema is not None:
+        return {"json": _schema_with_title(json_schema)}
     if response_format.schema is not None:
-        if response_format.type != "json_object":
-            field = "response_format.schema"
-            raise FieldError(field, f"{field} goes with the type json_object only")
         return {"json": response_format.schema}
-    if response_format.type == "json_object":
+    if type_ == "json_object":
         return {"json_object": True}
-    if json_schema is None:
-        return None
+    return None
+
+
+def _schema_with_title(json_schema: JsonSchema) -> dict[str, Any]:
+    """The schema, with the name and the description that stand beside it."""
     schema: dict[str, Any] = {"title": json_schema.name}
     if json_schema.description is not None:
         schema["description"] = json_schema.description
-    schema |= json_schema.schema or {}
-    return {"json": schema}
+    return schema | (json_schema.schema or {})
 
 
 def _parameter_of_choice(choice: StructuredChoice) -> dict[str, Any]:

@@ -98,19 +98,16 @@ class TaggedArguments:
             return Progress(end.end(), self._finish_value(value, text[: end.start()]))
         size = len(text) if end is None else end.start()
         more = text[:size]
-        if value.has_begun and not more:
+        if value.has_begun:
+            value.searched = 0
+            return Progress(size, inside_quotes(more)) if more else None
+        could_be_null = value.may_be_null and "null".startswith(more)
+        if could_be_null or not value.is_text:
+            value.searched = size
             return None
-        if not value.has_begun:
-            could_be_null = value.may_be_null and "null".startswith(more)
-            if could_be_null or not value.is_text:
-                value.searched = size
-                return None
-        json = inside_quotes(more)
-        if not value.has_begun:
-            json = f'{self._key(value.name)}"{json}'
         value.has_begun = True
         value.searched = 0
-        return Progress(size, json)
+        return Progress(size, f'{self._key(value.name)}"{inside_quotes(more)}')
 
     def _finish_value(self, value: _Value, rest: str) -> str:
         """The JSON that ``rest`` adds, with which the value is complete."""
@@ -137,9 +134,10 @@ class TaggedArguments:
             return Progress(len(text), "", "cut")
         end = _END_OF_VALUE.search(text, partial=True)
         rest = text if end is None else text[: end.start()]
+        has_last_tag = end is not None and _LAST_TAG in end[0]
         arguments = ""
-        # `read` still waits for the tag that follows it.
-        if end is not None and _LAST_TAG in end[0]:
+        if has_last_tag:
+            # `read` has not finished this value, because it waits for the tag behind the last one.
             arguments = self._finish_value(value, rest)
         elif value.has_begun:
             arguments = inside_quotes(rest)

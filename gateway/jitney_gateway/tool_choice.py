@@ -23,7 +23,7 @@ def check_tool_choice(choice: ToolChoice) -> None:
 
 
 def choose_allowed_tools(chat: ChatRequest) -> None:
-    """Leave the chat with its allowed tools alone, if its ``tool_choice`` names some. Raises
+    """If the chat's ``tool_choice`` names allowed tools, take all others out of the chat. Raises
     FieldError for a tool that the chat does not have."""
     choice = chat.tool_choice
     if not isinstance(choice, ToolChoice):

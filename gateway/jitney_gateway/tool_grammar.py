@@ -99,7 +99,7 @@ def calls_of_functions(
     return "\n".join(rules)
 
 
-def calls_or(
+def grammar_of_calls_or_answer(
     constraint: Mapping[str, Any],
     tools: Sequence[Mapping[str, Any]],
     parallel: bool,
@@ -114,9 +114,9 @@ def calls_or(
     answer_is_json = "json" in constraint or "json_object" in constraint
     call_is_json = row.syntax.before_call.startswith("{") and not row.syntax.before_all
     if answer_is_json and call_is_json:
-        # The lexer takes the longest text that any rule allows, so the fixed beginning of a call,
-        # such as `{"name": "find", `, would hide an answer in JSON. As JSON's own parts, the
-        # beginnings of both are the same texts.
+        # The lexer takes the longest text that any rule allows. So the fixed beginning of a call,
+        # such as `{"name": "find", `, would hide an answer in JSON. Spelt in the parts in which
+        # `%json` writes JSON, a call begins with the same texts as such an answer.
         spell = spelt_as_json
     writer = CallWriter(row, spell, checked_arguments)
     functions = [tool["function"] for tool in tools]

@@ -12,14 +12,14 @@ _ATTRIBUTES = {
     "id": "jitney.request_id",
     "owner": "jitney.key",
 }
-"""Field of the request's state, which ``app.py`` sets -> attribute of the span."""
+"""Field of the request's state, which ``gateway.py`` sets -> attribute of the span."""
 
 
 class TracingMiddleware:
     """ASGI middleware that makes the spans.
 
-    It replaces the headers that carry a trace: the application finds its own span in them, and
-    hands them on to the server.
+    It replaces the headers that carry a trace: the client's give way to those of the new span. The
+    application hands them on to the server, whose span becomes a child of the new one.
     """
 
     def __init__(self, app: ASGIApp, tracing: Tracing, without: Collection[str]) -> None:

@@ -72,7 +72,7 @@ class ValueRules:
         self._schemas.append(schema)
         options: list[str] = []
         for alternative in alternatives_of(schema, self._whole):
-            options += self._options(alternative, f"{name}_{len(options)}")
+            options += self._options_of(alternative, f"{name}_{len(options)}")
         if not options:
             raise InvalidArgumentError("no value fits")
         self.rules.append(f"{name}: {' | '.join(dict.fromkeys(options))}")
@@ -85,13 +85,14 @@ class ValueRules:
             return self.value(True)
         if len(schemas) == 1:
             return self.value(schemas[0])
-        # The joined schema is made once. Else one that refers to itself would have no end of rules.
+        # The joined schema is made once, so that its rule is found again (by id()). Else a schema
+        # that refers to itself would get rule after rule, without end.
         key = tuple(map(id, schemas))
         if key not in self._joined:
             self._joined[key] = {"allOf": schemas}
         return self.value(self._joined[key])
 
-    def _options(self, alternative: Alternative, name: str) -> list[str]:
+    def _options_of(self, alternative: Alternative, name: str) -> list[str]:
         """What a value of an alternative may be: a listed value, or any value of a type."""
         for rule in alternative.rules:
             for keyword in _NOT_KEPT:
@@ -100,7 +101,7 @@ class ValueRules:
         types = _types_of(alternative)
         listed = alternative.values()
         if listed is None:
-            return [self._option(type_, alternative, name) for type_ in types]
+            return [self._value_of_type(type_, alternative, name) for type_ in types]
         options = []
         for value in listed:
             if not isinstance(value, str) and _is_of(value, types):
@@ -109,7 +110,7 @@ class ValueRules:
             options.append(self._string(alternative, name))
         return options
 
-    def _option(self, type_: str, alternative: Alternative, name: str) -> str:
+    def _value_of_type(self, type_: str, alternative: Alternative, name: str) -> str:
         """Any value of one type that fits the alternative."""
         match type_:
             case "string":
@@ -161,16 +162,12 @@ class ValueRules:
 
     def _object(self, alternative: Alternative, prefix: str) -> str:
         """The names of its rules begin with ``prefix``."""
-        properties: dict[str, list[Any]] = {}
-        """Name of a property -> the schemas that all must fit."""
         required: list[str] = []
-        others: list[Any] = []
-        """Schemas of the properties that are not named."""
         for rule in alternative.rules:
-            for name, schema in rule.get("properties", {}).items():
-                properties.setdefault(name, []).append(schema)
             required += rule.get("required", ())
-            others.append(rule.get("additionalProperties", True))
+        others = [rule.get("additionalProperties", True) for rule in alternative.rules]
+        """Schemas of the properties that are not named."""
+        properties = _schemas_of_properties(alternative)
         for name in required:
             if name not in properties:  # required, and nowhere described
                 properties[name] = others
@@ -202,6 +199,15 @@ class ValueRules:
             pairs = [f"{self._name(name)}:{self._written(part)}" for name, part in value.items()]
             return f"{{{','.join(pairs)}}}"
         return json.dumps(value)
+
+
+def _schemas_of_properties(alternative: Alternative) -> dict[str, list[Any]]:
+    """Name of a property -> the schemas that its value must fit, all of them."""
+    schemas: dict[str, list[Any]] = {}
+    for rule in alternative.rules:
+        for name, schema in rule.get("properties", {}).items():
+            schemas.setdefault(name, []).append(schema)
+    return schemas
 
 
 class ArgumentList(NamedTuple):

@@ -44,6 +44,7 @@ def leave_out_of_chat(
     _leave_out_budget(body, model, ignored, names)
     _loosen_tools(body, model, ignored)
     _leave_out_older_limit(body, ignored)
+    # Some clients always send this 0. It asks for nothing, so it needs no ``logprobs`` beside it.
     if body.top_logprobs == 0 and not body.logprobs:
         body.top_logprobs = None
 
@@ -54,10 +55,10 @@ def _note_cut_calls(body: ChatRequest, ignored: IgnoredFields, names: NamesOfFie
     for message in body.messages:
         for call in message.tool_calls or ():
             if not has_whole_arguments(call.function.arguments):
-                ignored.add(names.get(ARGUMENTS, ARGUMENTS), always=True)
+                ignored.add(names.get(ARGUMENTS, ARGUMENTS), even_if_strict=True)
         older_call = message.function_call
         if older_call is not None and not has_whole_arguments(older_call.arguments):
-            ignored.add(OLDER_ARGUMENTS, always=True)
+            ignored.add(OLDER_ARGUMENTS, even_if_strict=True)
 
 
 def _leave_out_guides(
@@ -145,7 +146,7 @@ def takes_parameter(model: ModelDescription, name: str) -> bool:
 def _guides(model: ModelDescription, name: str) -> bool:
     """Whether the parameter has an effect on the prompt, or may have one."""
     if model.chat_template_parameters is None:
-        return True
+        return True  # the model does not tell: it refuses the parameter itself, or takes it
     return takes_parameter(model, name) and _reads(model, name)
 
 
@@ -159,8 +160,12 @@ def _reads(model: ModelDescription, name: str) -> bool:
 def known_kwargs(
     kwargs: dict[str, Any] | None, model: ModelDescription, ignored: IgnoredFields
 ) -> dict[str, Any] | None:
-    """``chat_template_kwargs`` without those that the chat template never reads. One that it reads
-    would change the prompt. So that one is kept, even if the model will refuse it."""
+    """``chat_template_kwargs`` without those that have no effect: the model does not take them, and
+    its chat template does not read them.
+
+    One that the template reads would change the prompt. So it is kept, even if the model will
+    refuse it.
+    """
     if kwargs is None:
         return None
     kept = {}

@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from jitney_gateway.answer_parser import make_parser
 from jitney_gateway.formats import AnswerFormats
-from jitney_gateway.harmony import make_parser
 from jitney_gateway.pieces import Piece
 
 TOOLS = [

@@ -6,8 +6,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from jitney_gateway.chat_answer import ChatAnswer
-from jitney_gateway.completion_answer import CompletionAnswer, PromptEcho
+from jitney_gateway.answers import ChoicesAnswer
+from jitney_gateway.chat_answer import chat_answer
+from jitney_gateway.completion_answer import PromptEcho, completion_answer
 from jitney_gateway.content_blocks import SequenceContent
 from jitney_gateway.formats import TOOL_FORMATS
 from jitney_gateway.model_steps import Step
@@ -33,18 +34,18 @@ def step(*texts: str, prompt: int = 0, end: str | None = None, logprobs: Any = N
     )
 
 
-def chat(parsers: list[Parser], **more: Any) -> ChatAnswer:
+def chat(parsers: list[Parser], **more: Any) -> ChoicesAnswer:
     messages = [{"role": "user", "content": "a"}]
     data = json.dumps({"model": "m", "messages": messages, "n": len(parsers), **more}).encode()
     body = decode(data, ChatRequest)
     most = 1 if body.parallel_tool_calls is False else None
-    return ChatAnswer(body, "id", [SequenceContent(parser, most) for parser in parsers])
+    return chat_answer(body, "id", [SequenceContent(parser, most) for parser in parsers])
 
 
-def completion(prompts: int, echo: str = "", **more: Any) -> CompletionAnswer:
+def completion(prompts: int, echo: str = "", **more: Any) -> ChoicesAnswer:
     body = decode(json.dumps({"model": "m", "prompt": "a", **more}).encode(), CompletionRequest)
     number = prompts * (body.n or 1)
-    return CompletionAnswer(
+    return completion_answer(
         body, "id", [SequenceContent(Parser(None, None), echo=echo) for _ in range(number)]
     )
 
@@ -227,13 +228,13 @@ PROMPT = [None, *parts("hé")[1:], position((7, " bus", -3.0, 4), (8, " car", -0
 """The logprobs of the prompt "hé bus", whose first token is "h"."""
 
 
-def echoing(**more: Any) -> CompletionAnswer:
+def echoing(**more: Any) -> ChoicesAnswer:
     body = decode(
         json.dumps({"model": "m", "prompt": "hé bus", "echo": True, **more}).encode(),
         CompletionRequest,
     )
     sequences = [SequenceContent(Parser(None, None), echo="hé bus") for _ in range(body.n or 1)]
-    return CompletionAnswer(body, "id", sequences, [PromptEcho("hé bus", "h")])
+    return completion_answer(body, "id", sequences, [PromptEcho("hé bus", "h")])
 
 
 def first_step(*texts: str, end: str | None = None) -> Step:
@@ -268,7 +269,7 @@ def test_an_echo_may_come_alone() -> None:
 
 def test_a_token_before_the_text_has_no_room_in_it() -> None:
     body = {"model": "m", "prompt": "a", "echo": True, "logprobs": 0}
-    answer = CompletionAnswer(
+    answer = completion_answer(
         decode(json.dumps(body).encode(), CompletionRequest),
         "id",
         [SequenceContent(Parser(None, None), echo="a")],

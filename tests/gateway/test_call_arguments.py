@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 from jitney_gateway import tagged_value
+from jitney_gateway.answer_parser import make_parser
 from jitney_gateway.formats import TOOL_FORMATS, AnswerFormats
-from jitney_gateway.harmony import make_parser
 from jitney_gateway.parsers import Parser
 from jitney_gateway.pieces import Piece
 

@@ -8,10 +8,11 @@ import msgspec
 import pytest
 from jitney.errors import ConfigError, InvalidArgumentError
 from jitney_gateway.answer_formats import _cached_formats
+from jitney_gateway.client_fields import name_clients_field
 from jitney_gateway.field_rules import IgnoredFields
 from jitney_gateway.formats import TOOL_FORMATS
 from jitney_gateway.model_description import ModelDescription
-from jitney_gateway.refusals import FieldError, describe, name_clients_field
+from jitney_gateway.refusals import FieldError, describe
 from jitney_gateway.server_request import (
     request_of_chat,
 )

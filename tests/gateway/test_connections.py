@@ -40,7 +40,7 @@ def gateway(
         await send({"type": "http.response.body", "body": large + b"two"})
 
     config = uvicorn.Config(answer, log_level="warning", lifespan="off", timeout_keep_alive=60)
-    ConnectionBounds(most, head_s).bound(config)
+    ConnectionBounds(most, head_s).apply_to(config)
     server = uvicorn.Server(config)
     opened: list[socket.socket] = []
 

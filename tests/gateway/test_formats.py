@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from jitney_gateway.formats import REASONING_FORMATS, TOOL_FORMATS, detect
+from jitney_gateway.format_detection import detect
+from jitney_gateway.formats import REASONING_FORMATS, TOOL_FORMATS
 
 TURN = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 from jitney.errors import InvalidArgumentError, UnavailableError
+from jitney_gateway.client_fields import name_clients_field
 from jitney_gateway.content_blocks import SequenceContent
 from jitney_gateway.field_rules import IgnoredFields
 from jitney_gateway.messages_answer import MessageAnswer
@@ -18,7 +19,7 @@ from jitney_gateway.messages_request import (
 )
 from jitney_gateway.model_description import ModelDescription
 from jitney_gateway.parsers import Parser
-from jitney_gateway.refusals import FieldError, StatusError, describe, name_clients_field
+from jitney_gateway.refusals import FieldError, StatusError, describe
 from jitney_gateway.refusals import describe_for_messages as told
 from jitney_gateway.server_request import ServerRequest, request_of_chat
 from jitney_gateway.wire import JsonObject, decode

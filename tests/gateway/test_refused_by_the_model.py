@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 from jitney.errors import InvalidArgumentError
-from jitney_gateway.refusals import describe, name_clients_field
+from jitney_gateway.client_fields import name_clients_field
+from jitney_gateway.refusals import describe
 from jitney_gateway.wire import (
     ChatRequest,
     decode,

@@ -6,11 +6,12 @@ from typing import Any
 import msgspec
 import pytest
 from jitney.errors import InvalidArgumentError, UnavailableError
+from jitney_gateway.client_fields import name_clients_field
 from jitney_gateway.content_blocks import SequenceContent
 from jitney_gateway.field_rules import IgnoredFields
 from jitney_gateway.parsers import Parser
 from jitney_gateway.reasoning_tokens import reasoning_counter
-from jitney_gateway.refusals import FieldError, describe, name_clients_field
+from jitney_gateway.refusals import FieldError, describe
 from jitney_gateway.responses_answer import ResponseAnswer
 from jitney_gateway.responses_request import ResponseRequest, chat_of_response
 from jitney_gateway.server_request import ServerRequest, request_of_chat
@@ -316,6 +317,14 @@ def test_a_stream_that_fails_says_so() -> None:
     assert failed["response"]["error"] == {"code": "server_error", "message": "no server"}
     assert failed["response"]["output"][0]["content"][0]["text"] == "ab"
     assert [each["sequence_number"] for each in events] == list(range(len(events)))
+
+
+def test_a_stream_that_fails_before_its_first_step_begins_like_any_other() -> None:
+    """openai's client takes no other first event."""
+    events = answer_of(Parser(None, None)).error_events(UnavailableError("no server"))
+    types = [event["type"] for event in events]
+    assert types == ["response.created", "response.in_progress", "error", "response.failed"]
+    assert [each["sequence_number"] for each in events] == list(range(4))
 
 
 def test_what_was_open_when_it_failed_is_incomplete() -> None:

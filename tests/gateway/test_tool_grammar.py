@@ -8,9 +8,9 @@ import jsonschema
 import llguidance
 import pytest
 from jitney.errors import InvalidArgumentError
+from jitney_gateway.answer_parser import make_parser
 from jitney_gateway.formats import TOOL_FORMATS, AnswerFormats, special_markers
-from jitney_gateway.harmony import make_parser
-from jitney_gateway.tool_grammar import calls_or, grammar_of_calls
+from jitney_gateway.tool_grammar import grammar_of_calls, grammar_of_calls_or_answer
 from tokenizers import Tokenizer
 
 from tests.gateway.written_calls import (
@@ -124,7 +124,7 @@ def test_with_a_constraint_an_answer_is_calls_or_what_it_says(
     schema |= {"required": ["answer"], "additionalProperties": False}
     before = BEFORE_TEXT.get(tool_format, "")
     for constraint in ({"json": schema}, {"regex": r"\{.answer.: .a b.\}"}):
-        both = calls_or(constraint, TOOLS, True, tool_format, ids, before)
+        both = grammar_of_calls_or_answer(constraint, TOOLS, True, tool_format, ids, before)
         assert accepts(both, tokens, before + '{"answer": "a b"}')
         assert accepts(both, tokens, written(tool_format, "1"))
         assert not accepts(both, tokens, written(tool_format, '"x"'))
@@ -135,7 +135,7 @@ def test_with_a_constraint_an_answer_is_calls_or_what_it_says(
 @pytest.mark.parametrize("tool_format", TOOL_FORMATS)
 def test_any_object_is_an_answer_beside_calls(tool_format: str) -> None:
     before = BEFORE_TEXT.get(tool_format, "")
-    both = calls_or({"json_object": True}, TOOLS, True, tool_format, None, before)
+    both = grammar_of_calls_or_answer({"json_object": True}, TOOLS, True, tool_format, None, before)
     for text in ('{"name": "Ann", "a": [1]}', '{"name": "g", "arguments": 5}', "{}"):
         assert accepts(both, tokenizer([]), before + text), text
     assert accepts(both, tokenizer([]), written(tool_format, "1"))
