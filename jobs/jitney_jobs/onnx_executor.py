@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jitney.errors import CheckpointError
-from jitney_server.standins.batch import Batcher, ModelRequest
+from jitney_server.standins.batch import BatchArrays, Batcher, ModelRequest
 from jitney_server.standins.exchange import model_path
 from jitney_server.standins.signature import Signature, TensorInfo
 
@@ -130,7 +130,7 @@ class OnnxExecutor:
 
     def _request_of(self, row: Arrays) -> ModelRequest:
         """A batch of this one row."""
-        inputs = {name: array[None] for name, array in row.items()}
+        inputs: BatchArrays = {name: array[None] for name, array in row.items()}
         return ModelRequest(inputs, (self._output,))
 
     def close(self) -> None:

@@ -329,7 +329,7 @@ def _check_patterns(field: str, patterns: Mapping[str, float], paths: Collection
     """Raise InvalidArgumentError for patterns that could take very long to match. Nothing ends a
     match, and the engine stands still meanwhile."""
     longest = max(map(len, paths))
-    in_all = 0
+    in_all = 0.0
     for pattern in patterns:
         ways = _most_ways(pattern, longest)
         if ways > _MOST_WAYS:
