@@ -12,6 +12,7 @@ from jitney_gateway.formats import (
     REASONING_FORMATS,
     TOOL_FORMATS,
     AnswerFormats,
+    find_reasoning,
     special_markers,
 )
 from jitney_gateway.model_description import ModelDescription
@@ -35,6 +36,9 @@ def formats_of_answer(body: ChatRequest, model: ModelDescription) -> AnswerForma
     detected = _detected_formats(model.chat_template or "", kwargs)
     reasoning_format = model.reasoning_format or detected.reasoning
     tool_format = model.tool_format or detected.tool
+    if body.continue_final_message:
+        _check_continued(body.model, reasoning_format, tool_format)
+        reasoning_format = None  # what is continued is the text behind the reasoning
 
     may_call = bool(body.tools) and body.tool_choice != "none"
     if not may_call:
@@ -45,6 +49,16 @@ def formats_of_answer(body: ChatRequest, model: ModelDescription) -> AnswerForma
         reason = "its chat template tells no format of calls, nor does its option tool_format"
         raise FieldError("tools", f"tools cannot be used with model {body.model!r}: {reason}")
     return AnswerFormats(tool_format, reasoning_format)
+
+
+def _check_continued(model: str, reasoning_format: str | None, tool_format: str | None) -> None:
+    """Raises FieldError if an answer of the model cannot begin in the middle of a text."""
+    reasoning = find_reasoning(reasoning_format)
+    has_header = reasoning is not None and bool(reasoning.before_answer)
+    if has_header or (tool_format and TOOL_FORMATS[tool_format].preamble):
+        field = "continue_final_message"
+        reason = f"in the format of model {model!r}, a text cannot be continued"
+        raise FieldError(field, f"{field}: {reason}")
 
 
 def ids_of_markers(formats: AnswerFormats, model: ModelDescription) -> dict[str, int]:

@@ -44,6 +44,7 @@ _TEMPLATE_PARAMETER = re.compile(r"chat_template_parameters(?: has '([^']*)'|\.(
 but …`` or ``chat_template_parameters.a is …``."""
 _CLIENT_FIELDS_OF_CHAT: dict[str, tuple[str, ...]] = {
     "messages": ("input",),
+    "continue_final_message": ("continue_final_message", "messages"),
     "response_format": ("text", "output_config"),
     "thinking_token_budget": ("thinking",),
 }

@@ -61,6 +61,8 @@ class FieldRules(NamedTuple):
     silent: frozenset[str] = frozenset()
     """Fields that are left out, and not named. They repeat what another field says, or come from an
     earlier answer of some server."""
+    texts: frozenset[str] = frozenset()
+    """Fields that are ignored if they hold something else than a text."""
     types: frozenset[str] | None = None
     """The values of the object's field ``type`` that the record takes. In a list, objects of other
     types are ignored. None: the record takes any type."""
@@ -151,6 +153,26 @@ def _alternatives(info: inspect.Type) -> tuple[inspect.Type, ...]:
     return (info,)
 
 
+def allowed_texts(type_: type[RuledRecord], path: str) -> list[str]:
+    """The texts that a field may hold to which ``path`` leads in a body of ``type_``."""
+    types: list[inspect.Type] = [inspect.type_info(type_)]
+    for step in re.findall(r"\w+|\[[^]]*\]", path):
+        inner: list[inspect.Type] = []
+        for info in types:
+            if isinstance(info, inspect.StructType):
+                named = [field.type for field in info.fields if field.encode_name == step]
+                for field_type in named:
+                    inner += _alternatives(field_type)
+            elif isinstance(info, inspect.ListType) and step.startswith("["):
+                inner += _alternatives(info.item_type)
+        types = inner
+    texts = []
+    for info in types:
+        if isinstance(info, inspect.LiteralType):
+            texts += [value for value in info.values if isinstance(value, str)]
+    return texts
+
+
 class _Reader:
     """Walks through a body and the types of its records together. Values of a wrong type are kept:
     the record refuses them."""
@@ -210,7 +232,8 @@ class _Reader:
                 return not is_known  # a record may want to see it
             self._ignored.add(field, fault=f"is {show(value)}, but this is not supported")
             return True
-        if not is_known:
+        is_no_text = name in rules.texts and not isinstance(value, str | None)
+        if not is_known or is_no_text:
             self._ignored.add(field, even_if_strict=rules.comes_back)
             return True
         return False

@@ -314,6 +314,8 @@ class Gateway:
     async def model(self, request: Request) -> Response:
         """One of the models."""
         name = request.path_params["name"]
+        if not name:
+            return await self.models(request)
         model = await self._find_listed(name)
         entry = _entry(model.alias(name), self._started_at)
         if entry is None:

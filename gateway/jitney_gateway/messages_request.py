@@ -10,6 +10,7 @@ from jitney.errors import show
 from msgspec import Meta
 
 from jitney_gateway.answer_formats import formats_of_answer
+from jitney_gateway.chat import ARGUMENTS
 from jitney_gateway.earlier_turns import AssistantPart, join_assistant_parts, joined_text
 from jitney_gateway.field_rules import FieldRules, IgnoredFields, Refused
 from jitney_gateway.formats import find_reasoning
@@ -17,8 +18,10 @@ from jitney_gateway.model_description import ModelDescription
 from jitney_gateway.refusals import FieldError
 from jitney_gateway.typed_fields import FieldsOfType, check_fields
 from jitney_gateway.wire import (
+    CONSTRAINTS_OF_CHATS,
     MAX_MESSAGES,
     MAX_TOOLS,
+    OTHER_CONSTRAINTS,
     REFUSED_OF_SAMPLING,
     Call,
     Called,
@@ -36,13 +39,14 @@ from jitney_gateway.wire import (
 NAMES_OF_MESSAGE = {
     "reasoning_effort": "output_config.effort",
     "thinking_token_budget": "thinking.budget_tokens",
+    ARGUMENTS: "messages[].content[].input",
 }
 """Field of the chat -> its path in the body."""
 
 _FIELDS_OF_BLOCKS = {
     "text": FieldsOfType(required=("text",)),
-    "thinking": FieldsOfType(required=("thinking",), optional=("signature",)),
-    "tool_use": FieldsOfType(required=("id", "name", "input")),
+    "thinking": FieldsOfType(optional=("thinking", "signature")),
+    "tool_use": FieldsOfType(required=("id", "name"), optional=("input",)),
     "tool_result": FieldsOfType(required=("tool_use_id",), optional=("content", "is_error")),
 }
 """Type of a block of a turn -> its fields."""
@@ -70,6 +74,14 @@ _FIELDS_OF_CHOICES = {
 """Type of ``tool_choice`` -> its fields."""
 
 
+_FORMAT = "output_config.format stands for it"
+_CONSTRAINTS = {
+    "response_format": Refused(unless=({"type": "text"},), because=_FORMAT),
+    **{name: rule._replace(because=_FORMAT) for name, rule in OTHER_CONSTRAINTS.items()},
+    **{name: rule._replace(because=_FORMAT) for name, rule in CONSTRAINTS_OF_CHATS.items()},
+}
+
+
 # ------------------------------------------------------------------------------- what clients send
 
 
@@ -94,7 +106,7 @@ class InputBlock(WireRecord, kw_only=True):
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
-    input: dict[str, Any] | None = None
+    input: dict[str, Any] | str | None = None
     tool_use_id: str | None = None
     content: str | list[ResultPart] | None = None
     is_error: bool | None = None
@@ -177,7 +189,7 @@ class MessageRequest(PromptFields, kw_only=True):
     """The body of ``/v1/messages``."""
 
     rules: ClassVar = FieldRules(
-        refused={"best_of": Refused(unless=(1,)), **REFUSED_OF_SAMPLING},
+        refused={"best_of": Refused(unless=(1,)), **REFUSED_OF_SAMPLING, **_CONSTRAINTS},
         only={"service_tier": ("auto", "standard_only")},
     )
     refused_params: ClassVar[tuple[str, ...]] = (
@@ -216,9 +228,6 @@ def chat_of_prompt(
     What has no effect is added to ``ignored``. Raises FieldError."""
     if ignored is None:
         ignored = IgnoredFields()
-    if body.messages[-1].role == "assistant":
-        reason = "its text cannot be continued here, so the last message must be the user's"
-        raise FieldError("messages", f"messages ends with a message of the assistant: {reason}")
     output = body.output_config or OutputConfig()
     response_format = None
     if output.format is not None:
@@ -239,9 +248,26 @@ def chat_of_prompt(
         reasoning_effort=output.effort,
         chat_template_kwargs=body.chat_template_kwargs,
     )
+    if body.messages[-1].role == "assistant":
+        _continue_last(chat)
     if body.thinking is not None:
         _set_thinking(chat, body.thinking, model, ignored)
     return chat
+
+
+def _continue_last(chat: ChatRequest) -> None:
+    """Let the answer continue the chat's last message, if that is the assistant's and has a text.
+    An empty one is left out. Raises FieldError."""
+    last = chat.messages[-1] if chat.messages else None
+    if last is None or last.role != "assistant":
+        return  # it had no blocks
+    if last.tool_calls or (last.reasoning_content and not last.content):
+        reason = "only its text can be continued: not a call, nor reasoning"
+        raise FieldError("messages", f"messages ends with a message of the assistant: {reason}")
+    if last.content:
+        chat.continue_final_message = True
+    else:
+        chat.messages.pop()
 
 
 def _messages(body: PromptFields) -> list[Message]:
@@ -278,6 +304,10 @@ def _set_thinking(
     wish is ignored if it differs from that.
     """
     is_wanted = thinking.type != "disabled"
+    if is_wanted and chat.continue_final_message:
+        reason = "a text that is continued has no reasoning"
+        ignored.add("thinking", fault=f"is {thinking.type!r}, but {reason}")
+        return
     chat.thinking_token_budget = thinking.budget_tokens
     if "enable_thinking" in (model.chat_template or ""):
         kwargs = chat.chat_template_kwargs or {}
@@ -305,6 +335,8 @@ def _checked_blocks(path: str, turn: InputTurn) -> list[InputBlock]:
         block_path = f"{path}.content[{index}]"
         if block.type == "redacted_thinking":
             continue  # only its maker can read it
+        if block.type == "text" and turn.role == "assistant":
+            block.text = block.text or ""
         if block.type not in types:
             field = f"{block_path}.type"
             reason = f"must be {' or '.join(types)} in a turn of the {turn.role}"
@@ -321,8 +353,7 @@ def _parts_of_assistant(blocks: Iterable[InputBlock]) -> Iterator[AssistantPart]
             if block.thinking:  # a server may keep its text to itself
                 yield AssistantPart(reasoning=block.thinking)
         elif block.type == "tool_use":
-            arguments = msgspec.json.encode(block.input).decode()
-            called = Called(name=str(block.name), arguments=arguments)
+            called = Called(name=str(block.name), arguments=block.input)
             yield AssistantPart(call=Call(type="function", id=block.id, function=called))
         else:
             yield AssistantPart(text=block.text)

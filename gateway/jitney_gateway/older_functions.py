@@ -29,7 +29,7 @@ def set_tools_of_functions(chat: ChatRequest) -> None:
         if isinstance(chat.function_call, NamedFunction):
             raise FieldError("function_call", "function_call goes with functions")
         return
-    if chat.tools is not None or chat.tool_choice is not None:
+    if chat.tools or chat.tool_choice is not None:
         raise FieldError("functions", "functions and tools exclude one another")
     chat.tools = [Tool("function", function) for function in chat.functions]
     chat.parallel_tool_calls = False

@@ -20,6 +20,7 @@ from jitney_gateway.refusals import FieldError
 from jitney_gateway.tool_choice import choose_allowed_tools
 from jitney_gateway.typed_fields import FieldsOfType, check_fields
 from jitney_gateway.wire import (
+    CONSTRAINTS_OF_CHATS,
     MAX_MESSAGES,
     MAX_TOOLS,
     REFUSED_OF_SAMPLING,
@@ -51,8 +52,8 @@ _SHARED_WITH_CHATS = (
 _FIELDS_OF_ITEMS = {
     "message": FieldsOfType(required=("role", "content")),
     "reasoning": FieldsOfType(optional=("content", "summary")),
-    "function_call": FieldsOfType(required=("call_id", "name", "arguments")),
-    "function_call_output": FieldsOfType(required=("call_id", "output")),
+    "function_call": FieldsOfType(required=("call_id", "name"), optional=("arguments",)),
+    "function_call_output": FieldsOfType(required=("call_id",), optional=("output",)),
     "custom_tool_call": FieldsOfType(required=("call_id", "name", "input")),
     "custom_tool_call_output": FieldsOfType(required=("call_id", "output")),
 }
@@ -88,7 +89,7 @@ class InputItem(WireRecord, kw_only=True):
     content: str | list[TextPart] | None = None
     call_id: str | None = None
     name: str | None = None
-    arguments: str | None = None
+    arguments: str | dict[str, Any] | None = None
     input: str | None = None
     output: str | list[TextPart] | None = None
     id: str | None = None
@@ -130,11 +131,16 @@ class ResponseRequest(WireRecord, kw_only=True):
     rules: ClassVar = FieldRules(
         refused={
             **REFUSED_OF_SAMPLING,
+            **CONSTRAINTS_OF_CHATS,
+            "response_format": Refused(
+                unless=({"type": "text"},), because="text.format stands for it"
+            ),
             "best_of": Refused(unless=(1,)),
             "previous_response_id": Refused(because=_NO_STORE),
             "conversation": Refused(because=_NO_STORE),
             "prompt": Refused(because="the prompt must stand in input"),
             "background": Refused(unless=(False,)),
+            "continue_final_message": Refused(unless=(False,)),
         },
         only={"store": (False,), "truncation": ("disabled",)},
         items={"include": ("message.output_text.logprobs",)},
@@ -181,8 +187,8 @@ def chat_of_response(body: ResponseRequest, model: ModelDescription) -> ChatRequ
     chat = ChatRequest(
         messages=_messages(body),
         max_completion_tokens=body.max_output_tokens,
-        logprobs=bool(body.include) or body.top_logprobs is not None,
-        top_logprobs=body.top_logprobs,
+        logprobs=bool(body.include) or bool(body.top_logprobs),
+        top_logprobs=body.top_logprobs or None,
         tools=[_tool(tool) for tool in body.tools or ()],
         tool_choice=tool_choice,
         response_format=response_format,
@@ -238,7 +244,7 @@ def _messages_or_parts(path: str, item: InputItem) -> Sequence[Message | Assista
         item = msgspec.structs.replace(item, content="")
     check_fields(path, item, _FIELDS_OF_ITEMS)
     if item.type == "function_call":
-        return [_call(item, str(item.arguments))]
+        return [_call(item, item.arguments)]
     if item.type == "custom_tool_call":
         return [_call(item, msgspec.json.encode({"input": item.input}).decode())]
     if item.type in ("function_call_output", "custom_tool_call_output"):
@@ -255,8 +261,8 @@ def _messages_or_parts(path: str, item: InputItem) -> Sequence[Message | Assista
     return [Message(role=item.role, content=text)]
 
 
-def _call(item: InputItem, arguments: str) -> AssistantPart:
-    """A call that the model made. ``arguments``: JSON of an object."""
+def _call(item: InputItem, arguments: str | dict[str, Any] | None) -> AssistantPart:
+    """A call that the model made. ``arguments``: an object, or its JSON."""
     called = Called(name=str(item.name), arguments=arguments)
     return AssistantPart(call=Call(type="function", id=item.call_id, function=called))
 

@@ -72,6 +72,10 @@ def request_of_chat(
 def _inputs_of_chat(body: ChatRequest) -> dict[str, InputValue]:
     """The prompt: messages, or the token ids that the client has made of them."""
     if body.prompt_token_ids:
+        if body.continue_final_message:
+            raise FieldError(
+                "continue_final_message", "continue_final_message goes without prompt_token_ids"
+            )
         return {"input_ids": body.prompt_token_ids}
     if not body.messages:
         raise FieldError("messages", "messages: Expected `array` of length >= 1")
@@ -80,6 +84,7 @@ def _inputs_of_chat(body: ChatRequest) -> dict[str, InputValue]:
         body.messages,
         tools,
         body.chat_template_kwargs,
+        continues=body.continue_final_message,
         add_generation_prompt=body.add_generation_prompt,
         reasoning_effort=body.reasoning_effort,
         verbosity=body.verbosity,
@@ -273,11 +278,12 @@ def request_of_token_ids(body: TokenizeRequest) -> ServerRequest:
             body.messages,
             body.tools,
             body.chat_template_kwargs,
+            continues=body.continue_final_message,
             add_generation_prompt=body.add_generation_prompt,
         )
         return ServerRequest(model=body.model, inputs=inputs)
-    if body.tools or body.chat_template_kwargs or body.add_generation_prompt is not None:
-        others = "tools, chat_template_kwargs and add_generation_prompt"
-        raise FieldError("prompt", f"prompt goes without {others}, which belong to messages")
+    of_chats = (body.add_generation_prompt, body.continue_final_message)
+    if body.tools or body.chat_template_kwargs or of_chats != (None, None):
+        raise FieldError("prompt", "prompt goes without what belongs to messages")
     inputs["text_input"] = encoded("prompt", body.prompt)
     return ServerRequest(model=body.model, inputs=inputs)

@@ -18,6 +18,7 @@ from jitney_gateway.field_rules import (
     IgnoredFields,
     Refused,
     RuledRecord,
+    allowed_texts,
     honoured_part,
 )
 from jitney_gateway.refusals import FieldError
@@ -38,13 +39,14 @@ Ids = list[TokenId]
 
 
 _CONSTRAINT = Refused(unless=(False, {}, ""), because="structured_outputs stands for it")
-REFUSED_OF_SAMPLING: Mapping[str, Refused] = {
-    "use_beam_search": Refused(unless=(False,)),
-    "logits_processors": Refused(unless=([],)),
-    "max_new_tokens": Refused(because="max_tokens stands for it"),
-    "truncate_prompt_tokens": Refused(),
-    "nvext": Refused(unless=({},)),
-    # Constraints, in other servers' words.
+CONSTRAINTS_OF_CHATS: Mapping[str, Refused] = {
+    "guided_json": _CONSTRAINT,
+    "guided_regex": _CONSTRAINT,
+    "guided_choice": Refused(unless=([],), because=_CONSTRAINT.because),
+    "guided_grammar": _CONSTRAINT,
+}
+"""Constraints on the answer that only chats and completions take. The other APIs refuse them."""
+OTHER_CONSTRAINTS: Mapping[str, Refused] = {
     "ebnf": _CONSTRAINT,
     "grammar": _CONSTRAINT,
     "guided_decoding": _CONSTRAINT,
@@ -52,6 +54,15 @@ REFUSED_OF_SAMPLING: Mapping[str, Refused] = {
     "json_schema": _CONSTRAINT,
     "regex": _CONSTRAINT,
     "structural_tag": _CONSTRAINT,
+}
+"""Constraints on the answer in other servers' words. All APIs refuse them."""
+REFUSED_OF_SAMPLING: Mapping[str, Refused] = {
+    "use_beam_search": Refused(unless=(False,)),
+    "logits_processors": Refused(unless=([],)),
+    "max_new_tokens": Refused(because="max_tokens stands for it"),
+    "truncate_prompt_tokens": Refused(),
+    "nvext": Refused(unless=({},)),
+    **OTHER_CONSTRAINTS,
 }
 """Sampling parameters of other servers that would change the answer."""
 
@@ -84,8 +95,8 @@ class Called(WireRecord):
 
     rules: ClassVar = FieldRules(silent=frozenset(["parsed_arguments"]), comes_back=True)
     name: str
-    arguments: str | None = None
-    """JSON."""
+    arguments: str | dict[str, Any] | None = None
+    """JSON. Some clients have decoded it."""
 
 
 class Call(WireRecord):
@@ -105,11 +116,12 @@ class Message(WireRecord):
 
     rules: ClassVar = FieldRules(
         silent=frozenset(["parsed", "annotations", "audio"]),
+        texts=frozenset(["reasoning", "reasoning_content"]),
         comes_back=True,
     )
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     """``function`` is the older name of ``tool``."""
-    content: str | list[ContentPart] | None = None
+    content: str | list[ContentPart | str] | None = None
     name: str | None = None
     tool_calls: list[Call] | None = None
     tool_call_id: str | None = None
@@ -266,7 +278,6 @@ class ChatRequest(Generation, kw_only=True):
             **REFUSED_OF_SAMPLING,
             "chat_template": Refused(because="the model's own is used"),
             "documents": Refused(unless=([],)),
-            "continue_final_message": Refused(unless=(False,)),
             "add_special_tokens": Refused(unless=(False,)),
             "echo": Refused(unless=(False,)),
             "suffix": Refused(unless=("",)),
@@ -289,6 +300,8 @@ class ChatRequest(Generation, kw_only=True):
     function_call: Literal["none", "auto"] | NamedFunction | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    """Whether the answer continues the text of the last message, which is the assistant's."""
     reasoning_effort: str | None = None
     verbosity: str | None = None
     thinking_token_budget: Annotated[int, Meta(ge=0, le=1 << 20)] | None = None
@@ -328,6 +341,7 @@ class TokenizeRequest(WireRecord):
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
 
 
@@ -352,7 +366,7 @@ def decode(data: bytes, type_: type[T], ignored: IgnoredFields | None = None) ->
             fields["params"] = params
         return msgspec.convert(fields, type_)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise _field_error(str(error)) from None
+        raise _field_error(str(error), type_) from None
 
 
 def _take_params(
@@ -375,16 +389,21 @@ def _names_of_params(type_: type[WireRecord]) -> set[str]:
     return set(NAMES) - {*type_.__struct_fields__, *type_.refused_params}
 
 
-def _field_error(text: str) -> FieldError:
-    """The error for what msgspec says about a body."""
+def _field_error(text: str, type_: type[WireRecord]) -> FieldError:
+    """The error for what msgspec says about a body of ``type_``."""
     # Examples of its texts. Without a path at the end, the body itself is meant.
     #     Expected `int`, got `str` - at `$.messages[0].name`
     #     Object contains unknown field `x` - at `$.messages[0]`
     #     Object missing required field `model`
+    #     Invalid enum value 'x' - at `$.messages[0].role`
     match = re.fullmatch(r"(.*?)(?: - at `\$\.?(.*)`)?", text, re.DOTALL)
     assert match is not None
     fault = match[1]
     path = match[2] or ""
+    _, is_enum, value = fault.partition("Invalid enum value ")
+    if is_enum:
+        bound = " or ".join(allowed_texts(type_, path))
+        return FieldError(path, f"{path} is {value}, but must be {bound}")
     named = re.fullmatch(r"(?s)Object (contains unknown|missing required) field `(.*)`", fault)
     if named is None:
         return FieldError(path, f"{path or 'the body'}: {fault}")

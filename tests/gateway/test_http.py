@@ -109,6 +109,21 @@ def test_without_the_option_no_page_is_told_anything() -> None:
     assert not any("access-control" in name for name in answer.headers)
 
 
+def test_a_page_may_ask_for_headers_alone() -> None:
+    client = client_of({"a-key": "alice"}, allowed_origins=[PAGE])
+    asked = {
+        "origin": PAGE,
+        "access-control-request-method": "HEAD",
+        "access-control-request-headers": "authorization",
+    }
+    assert client.options("/v1/models", headers=asked).status_code == 200
+
+
+def test_the_list_of_models_may_be_asked_for_with_a_slash() -> None:
+    client = client_of()
+    assert client.get("/v1/models/").json() == client.get("/v1/models").json()
+
+
 @pytest.mark.parametrize("allowed", [PAGE, "*"])
 def test_pages_of_allowed_origins_may_ask(allowed: str) -> None:
     client = client_of({"a-key": "alice"}, allowed_origins=[allowed])

@@ -126,7 +126,6 @@ def block(**fields: Any) -> dict[str, Any]:
     ("more", "field"),
     [
         ({"messages": []}, "messages"),
-        ({"messages": [USER, {"role": "assistant", "content": "So"}]}, "messages"),
         (block(type="image", source={}), "messages[0].content[0].type"),
         (block(type="document"), "messages[0].content[0].type"),
         (block(type="tool_use", id="1", name="stop", input={}), "messages[0].content[0].type"),

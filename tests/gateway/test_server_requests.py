@@ -53,6 +53,7 @@ ONLY_CHAT: dict[str, Any] = {
     "tools": [TOOL, TOOL], "tool_choice": "none", "chat_template_kwargs": {"a": 1},
     "add_generation_prompt": False, "reasoning_effort": "low", "verbosity": "low",
     "safety_identifier": "someone", "prompt_cache_key": "k", "prompt_token_ids": [5, 6],
+    "continue_final_message": True,
 }  # fmt: skip
 # Fields whose effect is on the answer (tests/real_server/test_openai.py, test_answers.py), that go
 # with another one, or whose only value is what is done anyway.

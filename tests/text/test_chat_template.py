@@ -58,6 +58,38 @@ def test_renders_as_transformers_does(tmp_path: Path, name: str, prompts: bool) 
         assert template.render(CHAT, {"add_generation_prompt": prompts}, tools) == wanted
 
 
+SPACED = {
+    "kept": "{% for m in messages %}[{{ m.content }}]{% endfor %}",
+    "trimmed": "{% for m in messages %}[{{ m.content | trim }}]{% endfor %}",
+    "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}",
+}
+
+
+@pytest.mark.parametrize("name", SPACED)
+@pytest.mark.parametrize("content", ["So: ", "So:", " CONTINUE_FINAL_MESSAGE_TAG x"])
+def test_a_message_is_continued_as_transformers_does(
+    tmp_path: Path, name: str, content: str
+) -> None:
+    folder = save("byte_level", tmp_path, chat_template=SPACED[name])
+    oracle = AutoTokenizer.from_pretrained(str(folder))
+    chat = [*CHAT, {"role": "assistant", "content": content}]
+    wanted = oracle.apply_chat_template(chat, tokenize=False, continue_final_message=True)
+    template = ChatTemplate(SPACED[name], {})
+    assert template.render(chat, {}, continues=True) == wanted
+    assert wanted.endswith(content.strip() if name == "trimmed" else content)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{{ messages[0].content }}", "{% for m in messages %}{{ m.content[-30:] }}{% endfor %}"],
+)
+def test_a_message_that_a_template_leaves_out_is_not_continued(source: str) -> None:
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "So it is. Or not?"}]
+    with pytest.raises(InvalidArgumentError, match="leaves a part of it out"):
+        ChatTemplate(source, {}).render(chat, {}, continues=True)
+
+
 def test_reasoning_stands_under_each_key_even_if_one_is_null() -> None:
     template = ChatTemplate(TEMPLATES["reasoning"], {})
     message = {"role": "assistant", "content": "a", "reasoning": "x"}

@@ -299,6 +299,14 @@ def test_both_forms_of_a_chat(tokenizer: Tokenizer) -> None:
 
 
 USER = {"role": "user", "content": "a"}
+SAID = {"role": "assistant", "content": "So"}
+
+
+def test_a_chat_may_end_with_a_text_to_continue(tokenizer: Tokenizer) -> None:
+    for continues, end in ((True, "assistant:So"), (False, "assistant:So;")):
+        value = {"messages": [USER, SAID], "continue_final_message": continues}
+        ids = encode_chat(parse_chat(json.dumps(value), CONFIG), tokenizer, CONFIG, INFO)
+        assert ids == tokenizer.encode(f"user:a;{end}", add_special_tokens=False)
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
@@ -332,6 +340,26 @@ def test_a_message_with_nothing_but_reasoning_needs_no_content(key: str) -> None
             "chat_template_parameters.add_generation_prompt is 'yes', but must be true or false",
         ),
         ({"messages": [USER], "chat_template_parameters": [1]}, "must be an object"),
+        (
+            {"messages": [SAID], "continue_final_message": 1},
+            "messages.continue_final_message is 1, but must be true or false",
+        ),
+        (
+            {"messages": [SAID, USER], "continue_final_message": True},
+            "messages[1] cannot be continued: the last message must be a text of the assistant",
+        ),
+        (
+            {"messages": [{**SAID, "tool_calls": [{}]}], "continue_final_message": True},
+            "messages[0] cannot be continued",
+        ),
+        (
+            {
+                "messages": [SAID],
+                "continue_final_message": True,
+                "chat_template_parameters": {"add_generation_prompt": True},
+            },
+            "continue_final_message, which excludes add_generation_prompt",
+        ),
         (
             {"messages": [USER], "chat_template_parameters": {}, "chat_template_kwargs": {}},
             "which are the same",

@@ -18,7 +18,8 @@ _MAX_DEPTH = 32
 
 _PARAMETERS_KEYS = ("chat_template_parameters", "chat_template_kwargs")
 """Two names of the same: ours and vLLM's."""
-_KEYS = ("messages", "tools", *_PARAMETERS_KEYS)
+_CONTINUE = "continue_final_message"
+_KEYS = ("messages", "tools", _CONTINUE, *_PARAMETERS_KEYS)
 _INSTEAD_OF_CONTENT = ("tool_calls", *REASONING_KEYS)
 """A message that has one of these needs no content."""
 
@@ -31,11 +32,14 @@ class Chat(msgspec.Struct, frozen=True):
     """Variables for the chat template, all on the allow-list."""
     tools: list[dict[str, Any]] = []
     """Functions that the model may call, as the chat template shows them."""
+    continues: bool = False
+    """Whether the model continues the text of the last message, which is the assistant's."""
 
 
 def parse_chat(text: str, config: EngineConfig) -> Chat:
-    """Read JSON: a list of messages, or an object with ``messages`` and optionally ``tools`` and
-    ``chat_template_parameters``, which may also be called ``chat_template_kwargs``, as in vLLM.
+    """Read JSON: a list of messages, or an object with ``messages`` and optionally ``tools``,
+    ``continue_final_message`` and ``chat_template_parameters``, which may also be called
+    ``chat_template_kwargs``, as in vLLM.
 
     Raises InvalidArgumentError for anything else.
     """
@@ -61,7 +65,15 @@ def parse_chat(text: str, config: EngineConfig) -> Chat:
     for key in _PARAMETERS_KEYS:
         if value.get(key) is not None:
             parameters = value[key]
-    return make_chat(value["messages"], parameters, config, tools=value.get("tools"))
+    chat = make_chat(value["messages"], parameters, config, tools=value.get("tools"))
+    continues = value.get(_CONTINUE)
+    if continues is None:
+        return chat
+    if not isinstance(continues, bool):
+        raise InvalidArgumentError.of(f"messages.{_CONTINUE}", continues, "true or false")
+    if continues:
+        _check_continued(chat)
+    return msgspec.structs.replace(chat, continues=continues)
 
 
 def make_chat(
@@ -77,6 +89,21 @@ def make_chat(
         parameters=_parameters(parameters, config),
         tools=_tools(tools),
     )
+
+
+def _check_continued(chat: Chat) -> None:
+    """Check that the last message is one that the model can continue."""
+    last = chat.messages[-1]
+    is_text = bool(last.get("content")) and not last.get("tool_calls")
+    if last["role"] != "assistant" or not is_text:
+        raise InvalidArgumentError(
+            f"messages[{len(chat.messages) - 1}] cannot be continued: the last message must be a "
+            "text of the assistant, without calls"
+        )
+    if chat.parameters.get("add_generation_prompt"):
+        raise InvalidArgumentError(
+            f"messages has {_CONTINUE}, which excludes add_generation_prompt"
+        )
 
 
 def _message(field: str, message: object) -> dict[str, Any]:

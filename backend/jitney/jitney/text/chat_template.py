@@ -26,6 +26,10 @@ REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys under which a message may carry its reasoning. Templates read the first or the second."""
 
 
+_CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Marks where a message ends that the model continues; transformers has the same mark."""
+
+
 class ChatTemplate:
     """A template, which is compiled for the first chat. Any thread may render."""
 
@@ -41,10 +45,18 @@ class ChatTemplate:
         parameters: Mapping[str, object],
         tools: Sequence[Mapping[str, Any]] = (),
         most: int = sys.maxsize,
+        *,
+        continues: bool = False,
     ) -> str:
         """The text of a checked chat. ``parameters`` are further variables of the template, and
-        ``add_generation_prompt`` is true unless they say otherwise. Raises InvalidArgumentError if
-        the template fails, or as soon as the text has more than ``most`` characters."""
+        ``add_generation_prompt`` is true unless they say otherwise. ``continues``: the text ends
+        with the content of the last message, so that the model continues it. Raises
+        InvalidArgumentError if the template fails, or as soon as the text has more than ``most``
+        characters."""
+        if continues:
+            last = messages[-1]
+            messages = [*messages[:-1], {**last, "content": last["content"] + _CONTINUED}]
+            parameters = {**parameters, "add_generation_prompt": False}
         # Where two have the same name, the later one counts.
         variables = {**self._special_tokens, "add_generation_prompt": True, **parameters}
         try:
@@ -56,7 +68,8 @@ class ChatTemplate:
                 documents=None,
                 **variables,
             )
-            return _joined(parts, most)
+            text = _joined(parts, most)
+            return _up_to_mark(text, messages[-1]["content"]) if continues else text
         except InvalidArgumentError:
             raise
         except Exception as error:  # a template may raise anything on a chat that does not fit it
@@ -79,6 +92,19 @@ def _joined(parts: Iterable[str], most: int) -> str:
                 "(max_prompt_bytes)"
             )
     return "".join(joined)
+
+
+def _up_to_mark(text: str, marked: str) -> str:
+    """The text before the mark of a continued message, whose content is ``marked``. A template may
+    have removed the space at the end of each message: then it is removed here, too. Raises
+    InvalidArgumentError if a part of the message is not in the text."""
+    end = text.rfind(_CONTINUED.rstrip())
+    if end < 0 or marked.removesuffix(_CONTINUED).strip() not in text:
+        raise InvalidArgumentError(
+            "messages: the last one cannot be continued: the chat template leaves a part of it out"
+        )
+    before = text[:end]
+    return before if text.startswith(_CONTINUED, end) else before.rstrip()
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -104,7 +104,9 @@ def encode_chat(
     # As characters, so that too long a text is not rendered to its end. The bytes of the text,
     # which may be more, are checked below.
     most = max_prompt_bytes(config, info)
-    rendered = tokenizer.render_chat(chat.messages, chat.parameters, chat.tools, most)
+    rendered = tokenizer.render_chat(
+        chat.messages, chat.parameters, chat.tools, most, continues=chat.continues
+    )
     check_prompt_size("messages", len(rendered.encode()), config, info)
     ids = tokenizer.encode(rendered, add_special_tokens=False)
     if not ids:

@@ -132,13 +132,15 @@ class Tokenizer:
         parameters: Mapping[str, object],
         tools: JsonObjects = (),
         most: int = sys.maxsize,
+        *,
+        continues: bool = False,
     ) -> str:
         """The text that the model's chat template makes of a chat; see :class:`ChatTemplate`.
         Raises InvalidArgumentError if there is no template, if it refuses the chat or fails, or if
         the text has more than ``most`` characters."""
         if self._template is None:
             raise InvalidArgumentError("messages cannot be used: this model has no chat template")
-        return self._template.render(messages, parameters, tools, most)
+        return self._template.render(messages, parameters, tools, most, continues=continues)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The whole text of ``ids``; unknown ones decode to nothing."""
