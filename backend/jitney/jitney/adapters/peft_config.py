@@ -102,7 +102,7 @@ def _stated_for(path: str, patterns: Mapping[str, float] | None, default: float)
     for key, value in patterns.items():
         try:
             matches = re.match(rf"(.*\.)?({key})$", path)
-        except re.error:
+        except (re.error, OverflowError, RecursionError):  # such as a repetition of 10**10 times
             raise InvalidArgumentError.of("a pattern", key, "a regular expression") from None
         if matches:
             return value
