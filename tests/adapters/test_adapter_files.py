@@ -195,6 +195,7 @@ def test_factors_stay_when_a_file_is_written_in_place(tmp_path: Path) -> None:
             {},
             "alpha_pattern has patterns that take too long",
         ),
+        ({"alpha_pattern": {"a{9999999999}": 1}}, {}, "a regular expression"),
         ({"r": 9}, {}, "r of model.layers.0.self_attn.q_proj is 9, but must be from 1 to 8"),
         ({"r": 3}, {}, "q_proj.lora_A.weight is (2, 8), but must be (3, 8)"),
         ({}, {f"{QUERY}.lora_B.weight": torch.ones(5, 2)}, "is (5, 2), but must be (6, 2)"),

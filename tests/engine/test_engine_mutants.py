@@ -31,14 +31,14 @@ FAULTS: dict[str, tuple[str, ...]] = {
         "self._open if engine_is_silent else self._unsent_requests", "self._unsent_requests",
     ),
     "one sample proves a sequence innocent": (
-        "engine/journal.py", BLAME, "PROOF_SAMPLES = 2", "PROOF_SAMPLES = 1",
+        "engine/blame.py", BLAME, "PROOF_SAMPLES = 2", "PROOF_SAMPLES = 1",
     ),
     "samples of earlier engines are proof": (
         "engine/journal.py", BLAME, "sequence.samples_by_engine = 0", "pass",
     ),
     "one sequence proves all innocent": (
-        "engine/journal.py", BLAME,
-        "self.unproved.discard(tokens.index)", "self.unproved.clear()",
+        "engine/blame.py", BLAME,
+        "self.unproved.discard(index)", "self.unproved.clear()",
     ),
     "ended sequences are blamed": (
         "engine/journal.py", BLAME,
@@ -46,30 +46,30 @@ FAULTS: dict[str, tuple[str, ...]] = {
         "if entry is not None:",
     ),
     "kills count as crashes": (
-        "engine/journal.py", BLAME,
+        "engine/blame.py", BLAME,
         "self.was_only_killed = self.was_only_killed and from_elsewhere",
         "self.was_only_killed = False",
     ),
     "a crash among kills is forgotten": (
-        "engine/journal.py", BLAME,
+        "engine/blame.py", BLAME,
         "self.was_only_killed = self.was_only_killed and from_elsewhere",
         "self.was_only_killed = from_elsewhere",
     ),
     "who is beside others counts as alone": (
-        "engine/journal.py", BLAME, "alone=len(at_work) == 1", "alone=True",
+        "engine/journal.py", BLAME, "alone = len(at_work) == 1", "alone = True",
     ),
     "what is made is nobody's work": (
         "engine/journal.py", BLAME,
-        "at_work.setdefault(key, _Work()).kinds.add(made.kind)", "pass",
+        "at_work.setdefault(key, Work()).kinds.add(each.kind)", "pass",
     ),
     "a token does not prove resources innocent": (
-        "engine/journal.py", BLAME, "self.unproved_kinds.clear()", "pass",
+        "engine/blame.py", BLAME, "self.unproved_kinds.clear()", "pass",
     ),
     "others with the same resource stay": (
-        "engine/journal.py", BLAME, "        if entry.kinds_alone:\n", "        if False:\n",
+        "engine/journal.py", BLAME, "        if blame.kinds_alone:\n", "        if False:\n",
     ),
     "others fail for a resource that was at fault once": (
-        "engine/journal.py", BLAME,
+        "engine/blame.py", BLAME,
         "self.kinds_alone &= work.kinds", "self.kinds_alone |= work.kinds",
     ),
     "others join a suspect": (

@@ -13,13 +13,12 @@ import psutil
 import pytest
 from jitney.engine import supervisor
 from jitney.engine.supervisor import SupervisedEngine
-from jitney.engine.wire import Ready, RowOwner, Start, StepBegun
+from jitney.engine.wire import Ready, Start
 from jitney.errors import UnavailableError
 from jitney.messages import (
     Cancel,
     Cancelled,
     Failed,
-    StepReport,
     StepStats,
 )
 from jitney.read_config import make_config
@@ -31,7 +30,7 @@ from tests.engine.deadly_runner import (
     KILLS,
     LOSES_THE_DEVICE,
 )
-from tests.engine.front import LOADER, PATIENCE_S, Front, fork_server_of
+from tests.engine.front import PATIENCE_S, Front, fork_server_of
 
 
 def test_streams_go_on_after_kills(
@@ -266,18 +265,3 @@ def test_stop_while_the_engine_is_down(make_front: Callable[..., Front]) -> None
     front.close()
     front.read_until(lambda: key in front.ends)
     assert isinstance(front.ends[key], Failed)
-
-
-def test_rows_are_blamed_while_their_step_is_in_flight() -> None:
-    engine = SupervisedEngine(make_config({"model": "fine"}), LOADER)
-    first = RowOwner(0, 0)
-    second = RowOwner(1, 0)
-    engine._take(StepBegun(in_flight=[], new=[first]))
-    assert engine._rows == [first]
-    engine._take(StepBegun(in_flight=[first], new=[second]))
-    assert engine._rows == [first, second]
-    engine._take(StepReport([], StepStats(steps_in_flight=1)))
-    assert engine._rows == [second]
-    engine._take(StepReport([], StepStats()))
-    assert engine._rows == []
-    engine.kill()

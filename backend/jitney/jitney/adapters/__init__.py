@@ -5,8 +5,8 @@ The way of a request that names an adapter:
 1. In front, ``text/intake.py`` checks that the folder of ``lora_name`` is there.
 2. In the engine, the request waits (``engine/pending.py``) until its adapter is in memory. ``pool``
    keeps a bounded set of adapters, by their names and the state of their files.
-3. A thread reads the files of an adapter that is not in memory (``peft_files``). The runner makes
-   a ``LowRank`` of what was read.
+3. A thread reads the files of an adapter that is not in memory (``peft_files`` and
+   ``peft_config``). The runner makes a ``LowRank`` of what was read.
 4. The request's rows carry that ``LowRank`` in every step.
 
 The tokens of a step that have adapters form spans, each of one adapter. For each span, the

@@ -18,6 +18,7 @@ class AdapterId(NamedTuple):
 
     name: str
     stamp: tuple[int, ...]
+    """Numbers that differ once its files are written anew."""
 
 
 class CheckId(NamedTuple):

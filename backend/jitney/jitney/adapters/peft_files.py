@@ -1,8 +1,8 @@
 """Reads and checks an adapter's files in PEFT's format, and makes factors of them. Called by
 ``pool``.
 
-A folder holds ``adapter_config.json`` and ``adapter_model.safetensors``. A field that changes the
-result in a way that Jitney does not compute is refused by name. PEFT itself is not needed.
+A folder holds ``adapter_config.json``, whose fields ``peft_config`` judges, and
+``adapter_model.safetensors``. PEFT itself is not needed.
 
 The header of the weights' file is checked before the weights are read. So a file that is no adapter
 of this model costs little, however large it is.
@@ -13,9 +13,9 @@ import hashlib
 import math
 import re
 import stat
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
+from jitney.adapters.peft_config import alpha_of, check_config, check_patterns, rank_of
 from jitney.errors import (
     CheckpointError,
     InvalidArgumentError,
@@ -55,45 +56,6 @@ _LASTING = frozenset(
 )
 """Errors of the file system that say something of the files: they are missing or not readable. Any
 other one may pass, for example EIO, EMFILE or ESTALE."""
-_LARGEST = 1e308
-"""A number of the configuration is at most this. JSON has larger integers: for one of these,
-``alpha / rank`` would raise OverflowError."""
-_MOST_WAYS = 10_000_000
-"""Of matching one pattern with one path, by :func:`_most_ways`. They take less than a second. The
-engine stands still meanwhile."""
-_MOST_WAYS_IN_ALL = 1_000_000_000
-"""The same for all patterns and paths together."""
-_MOST_PARTS = 20
-"""Most repetitions, and most groups, of a pattern whose ways are counted. More are too many."""
-_POSITIVE = f"a number above 0 and at most {_LARGEST:g}"
-_WHOLE = f"a whole number above 0 and at most {_LARGEST:g}"
-
-
-class _Field(NamedTuple):
-    """What a field of the configuration may be."""
-
-    default: object
-    """Its value if it is absent. Adapters with this value can be computed."""
-    others: tuple[object, ...] = ()
-    """Other values that can be computed."""
-
-
-# PEFT's other fields matter for training alone, or say what the tensors' names and shapes say.
-_FIELDS = {
-    "peft_type": _Field("LORA"),
-    "bias": _Field("none"),
-    "use_dora": _Field(False),
-    "lora_bias": _Field(False),
-    "use_qalora": _Field(False),
-    "use_bdlora": _Field(None, (False,)),
-    "modules_to_save": _Field(None, ([],)),
-    "target_parameters": _Field(None, ([],)),
-    "trainable_token_indices": _Field(None, ([], {})),
-    "alora_invocation_tokens": _Field(None, ([],)),
-    "layer_replication": _Field(None, ([],)),
-    # PEFT's other ways to initialise an adapter change the weights of the model itself.
-    "init_lora_weights": _Field(True, (False, "gaussian", "eva", "orthogonal")),
-}
 
 
 class _Pair(NamedTuple):
@@ -106,6 +68,23 @@ class _Pair(NamedTuple):
 
 
 T = TypeVar("T")
+
+
+class _Expected(NamedTuple, Generic[T]):
+    """One of a layer's two tensors: what was found, and what it must be."""
+
+    name: str
+    found: T | None
+    """As in :class:`_FoundPair`."""
+    shape: tuple[int, int]
+    """That it must have."""
+
+
+class _ExpectedPair(NamedTuple, Generic[T]):
+    """Both tensors of a layer."""
+
+    a: _Expected[T]
+    b: _Expected[T]
 
 
 class _FoundPair(NamedTuple, Generic[T]):
@@ -163,7 +142,7 @@ def read_adapter(folder: Path, sites: Mapping[str, Site], max_rank: int) -> Adap
 
     factors = {}
     for path, found in _pairs_of_layers(tensors, sites).items():
-        rank = _rank_of(path, config, max_rank)
+        rank = rank_of(path, config, max_rank)
         pair = _check_pair(path, found, rank, sites[path])
         factors[path] = _make_factors(path, pair, rank, config)
     return AdapterFiles(digest.hexdigest(), factors)
@@ -182,7 +161,7 @@ def _parse_config(data: bytes, folder: Path) -> Mapping[str, Any]:
         config = parse_json(data, CONFIG)
     except CheckpointError as error:
         raise InvalidArgumentError(first_line(error, folder)) from None
-    _check_config(config)
+    check_config(config)
     return config
 
 
@@ -190,16 +169,16 @@ def _check_header(
     folder: Path, config: Mapping[str, Any], sites: Mapping[str, Site], max_rank: int
 ) -> int:
     """Check names and shapes of the weights, reading the header alone. Returns the file's size in
-    bytes. Raises InvalidArgumentError."""
+    bytes. Raises InvalidArgumentError, and what :func:`_error_of` says."""
     size = _check_regular(folder, WEIGHTS)
     shapes = _read_shapes(folder, size)
     pairs = _pairs_of_layers(shapes, sites)
     for field in ("rank_pattern", "alpha_pattern"):
-        _check_patterns(field, config.get(field) or {}, pairs)
+        check_patterns(field, config.get(field) or {}, pairs)
     for path, found in pairs.items():
-        rank = _rank_of(path, config, max_rank)
-        for name, shape, expected in _expected_shapes(path, found, rank, sites[path]):
-            _check_shape(name, shape, expected)
+        rank = rank_of(path, config, max_rank)
+        for each in _expected_pair(path, found, rank, sites[path]):
+            _check_shape(each.name, each.found, each.shape)
     return size
 
 
@@ -246,7 +225,7 @@ def _read_header(folder: Path) -> _Header:
 
 def _check_regular(folder: Path, name: str) -> int:
     """The size of a file in bytes. Raises InvalidArgumentError if it is missing, or of a kind that
-    may never end, such as a pipe."""
+    may never end, such as a pipe, and what :func:`_error_of` says."""
     try:
         status = (folder / name).stat()
     except FileNotFoundError:
@@ -259,7 +238,8 @@ def _check_regular(folder: Path, name: str) -> int:
 
 
 def _read(folder: Path, name: str, most: int) -> bytes:
-    """A file of at most so many bytes. Raises InvalidArgumentError."""
+    """A file of at most so many bytes. Raises InvalidArgumentError if it is larger, and what
+    :func:`_check_regular` and :func:`_error_of` say."""
     size = _check_regular(folder, name)
     if size > most:
         raise InvalidArgumentError.of(f"the size of {name}", size, f"at most {most:,} bytes")
@@ -284,90 +264,6 @@ def _parse_weights(data: bytes, folder: Path) -> dict[str, Tensor]:
         raise InvalidArgumentError(first_line(error, folder)) from None
     except KeyError as error:  # safetensors looks up the dtype's name in a table
         raise InvalidArgumentError(f"{WEIGHTS} has a tensor of dtype {error}") from None
-
-
-# ------------------------------------------------------------------ the configuration
-
-
-def _check_config(config: Mapping[str, Any]) -> None:
-    """Raise InvalidArgumentError for a field with a value that is not computed."""
-    for name, field in _FIELDS.items():
-        allowed = (field.default, *field.others)
-        value = config.get(name, field.default)
-        if not any(_is_same(value, each) for each in allowed):
-            bound = " or ".join(repr(each) for each in allowed)
-            raise InvalidArgumentError.of(name, value, bound)
-    if not _is_rank(config.get("r")):
-        raise InvalidArgumentError.of("r", config.get("r"), _WHOLE)
-    if not _is_positive(config.get("lora_alpha")):
-        raise InvalidArgumentError.of("lora_alpha", config.get("lora_alpha"), _POSITIVE)
-    ranks = config.get("rank_pattern") or {}
-    if not isinstance(ranks, dict) or not all(map(_is_rank, ranks.values())):
-        raise InvalidArgumentError.of("rank_pattern", ranks, f"an object, each value {_WHOLE}")
-    alphas = config.get("alpha_pattern") or {}
-    if not isinstance(alphas, dict) or not all(map(_is_positive, alphas.values())):
-        raise InvalidArgumentError.of("alpha_pattern", alphas, f"an object, each value {_POSITIVE}")
-
-
-def _is_same(value: object, allowed: object) -> bool:
-    """Whether both are equal and of one type. ``==`` alone takes 0 for False."""
-    return type(value) is type(allowed) and value == allowed
-
-
-def _is_positive(value: object) -> TypeGuard[float]:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    return 0 < value <= _LARGEST
-
-
-def _is_rank(value: object) -> bool:
-    """Whether it is a whole number above 0. A float may be one, such as 8.0."""
-    return _is_positive(value) and value % 1 == 0
-
-
-def _check_patterns(field: str, patterns: Mapping[str, float], paths: Collection[str]) -> None:
-    """Raise InvalidArgumentError for patterns that could take very long to match. Nothing ends a
-    match, and the engine stands still meanwhile."""
-    longest = max(map(len, paths))
-    in_all = 0.0
-    for pattern in patterns:
-        ways = _most_ways(pattern, longest)
-        if ways > _MOST_WAYS:
-            bound = "one with fewer repetitions and alternatives, and no repeated group"
-            raise InvalidArgumentError.of("a pattern", pattern, bound)
-        in_all += ways * len(paths)
-    if in_all > _MOST_WAYS_IN_ALL:
-        raise InvalidArgumentError(f"{field} has patterns that take too long to match")
-
-
-def _most_ways(pattern: str, length: int) -> float:
-    """How many ways there are at most to match a pattern with a path of that length: those to share
-    the path out among the repetitions (one is ``(.*\\.)?``), times those to choose an alternative
-    in each group. A repeated group may have far more."""
-    plain = re.sub(r"\\.", "x", pattern)
-    if re.search(r"\)[*+{]", plain):
-        return math.inf
-    repetitions = 1 + len(re.findall(r"[*+{]|(?<!\()\?", plain))
-    groups = plain.count("(") + 1
-    if repetitions > _MOST_PARTS or groups > _MOST_PARTS:
-        return math.inf
-    alternatives = (1 + plain.count("|") / groups) ** groups
-    return math.comb(length + repetitions, repetitions) * alternatives
-
-
-def _stated_for(path: str, patterns: Mapping[str, float] | None, default: float) -> float:
-    """The value of the first pattern that matches the end of ``path``, or ``default`` if none does.
-    As in PEFT, a pattern is a regular expression for one or more whole parts of the path."""
-    if not patterns:  # the field may be absent or null
-        return default
-    for key, value in patterns.items():
-        try:
-            matches = re.match(rf"(.*\.)?({key})$", path)
-        except (re.error, OverflowError):  # the latter for a number of repetitions
-            raise InvalidArgumentError.of("a pattern", key, "a regular expression") from None
-        if matches:
-            return value
-    return default
 
 
 # ------------------------------------------------------------------ the tensors
@@ -407,41 +303,29 @@ def _no_site(path: str, sites: Mapping[str, Site]) -> InvalidArgumentError:
     return InvalidArgumentError(f"{show(path)} cannot have an adapter{hint}")
 
 
-def _rank_of(path: str, config: Mapping[str, Any], max_rank: int) -> int:
-    """The rank that the configuration states for a layer. Raises InvalidArgumentError if it is out
-    of bounds."""
-    rank = int(_stated_for(path, config.get("rank_pattern"), default=config["r"]))
-    if not 1 <= rank <= max_rank:
-        raise InvalidArgumentError.of(f"r of {path}", rank, f"from 1 to {max_rank}")
-    return rank
-
-
-def _expected_shapes(
-    path: str, found: _FoundPair[T], rank: int, site: Site
-) -> list[tuple[str, T | None, tuple[int, int]]]:
-    """The name of each of a layer's two tensors, what was found of it, and the shape it must
-    have."""
-    return [
-        (f"{path}.lora_A.weight", found.a, (rank, site.inputs)),
-        (f"{path}.lora_B.weight", found.b, (site.outputs, rank)),
-    ]
+def _expected_pair(path: str, found: _FoundPair[T], rank: int, site: Site) -> _ExpectedPair[T]:
+    """What was found of a layer's two tensors, with the shapes that an adapter of this rank has."""
+    return _ExpectedPair(
+        a=_Expected(f"{path}.lora_A.weight", found.a, shape=(rank, site.inputs)),
+        b=_Expected(f"{path}.lora_B.weight", found.b, shape=(site.outputs, rank)),
+    )
 
 
 def _check_pair(path: str, found: _FoundPair[Tensor], rank: int, site: Site) -> _Pair:
     """The pair, checked. Raises InvalidArgumentError if it does not have that rank."""
-    expected_a, expected_b = _expected_shapes(path, found, rank, site)
-    a = _check_tensor(*expected_a)
-    b = _check_tensor(*expected_b)
-    return _Pair(a, b)
+    expected = _expected_pair(path, found, rank, site)
+    return _Pair(a=_check_tensor(expected.a), b=_check_tensor(expected.b))
 
 
-def _check_tensor(name: str, tensor: Tensor | None, shape: tuple[int, int]) -> Tensor:
+def _check_tensor(expected: _Expected[Tensor]) -> Tensor:
     """The tensor, checked. Raises InvalidArgumentError for one that is missing, or has another
     shape or values that are not finite."""
-    _check_shape(name, None if tensor is None else tuple(tensor.shape), shape)
+    tensor = expected.found
+    shape = None if tensor is None else tuple(tensor.shape)
+    _check_shape(expected.name, shape, expected.shape)
     assert tensor is not None
     if not tensor.is_floating_point() or not bool(torch.isfinite(tensor.float()).all()):
-        raise InvalidArgumentError(f"{name} must hold finite numbers of floating point")
+        raise InvalidArgumentError(f"{expected.name} must hold finite numbers of floating point")
     return tensor
 
 
@@ -454,7 +338,7 @@ def _check_shape(name: str, shape: tuple[int, ...] | None, expected: tuple[int, 
 def _make_factors(path: str, pair: _Pair, rank: int, config: Mapping[str, Any]) -> Factors:
     """The factors of a pair. B is multiplied by the adapter's scale, and transposed as
     :class:`Factors` has it. Raises InvalidArgumentError if that makes a value infinite."""
-    alpha = _stated_for(path, config.get("alpha_pattern"), default=config["lora_alpha"])
+    alpha = alpha_of(path, config)
     # Rank-stabilized LoRA (Kalajdzievski 2023) divides by the root of the rank.
     divisor = math.sqrt(rank) if config.get("use_rslora") else rank
     scaled_b = pair.b.float() * (alpha / divisor)

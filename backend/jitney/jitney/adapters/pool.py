@@ -30,12 +30,14 @@ from jitney.rank import Blocked, MakeQueue, Order, Rank, RankedQueue
 _log = logging.getLogger(__name__)
 
 ReadAdapter = Callable[[str], LowRank]
-"""Reads the adapter of a name. Raises InvalidArgumentError."""
+"""Reads the adapter of a name. Raises InvalidArgumentError if it is missing or bad, and
+UnavailableError for a fault that may pass."""
 CheckAdapter = Callable[[str], None]
 """Raises InvalidArgumentError if the adapter of a name is missing, or if its configuration or the
-header of its weights is bad. Costs little, however large the adapter is."""
+header of its weights is bad, and UnavailableError for a fault that may pass. Costs little, however
+large the adapter is."""
 Stamp = Callable[[str], tuple[int, ...]]
-"""Name of an adapter -> numbers that differ once its files are written anew."""
+"""Name of an adapter -> ``AdapterId.stamp``."""
 
 
 @dataclass(eq=False, slots=True)
@@ -85,7 +87,7 @@ class AdapterPool:
         While there is no room for their adapters, requests wait in a queue. As a rule, a new
         request whose adapter is in memory passes the queue. But popular adapters would then never
         be evicted. So it must queue, too, if the first request in the queue comes before it by rank
-        and has waited for ``aging_s`` seconds.
+        and arrived more than ``aging_s`` seconds ago.
         """
         self._load = load
         self._check = check
@@ -100,7 +102,8 @@ class AdapterPool:
         self._requests: dict[int, _Request] = {}
         # Those that wait for room.
         self._queue = RankedQueue()
-        # The others: they use an adapter, or wait for its load.
+        # The others: they use an adapter, or wait for its load. Here this is no queue: it finds the
+        # first user of a tier by rank.
         self._users = RankedQueue()
         # Ids of adapters to be loaded, and of checks to be made.
         self._to_make = MakeQueue()
@@ -198,6 +201,8 @@ class AdapterPool:
         if not failed:
             return []
         assert isinstance(result, JitneyError)
+        # These requests get the error from an entry, as after a failed load. The pool does not keep
+        # it either.
         entry = _Entry(id.adapter, result)
         for key in failed:
             self._leave_queue(key)
@@ -276,23 +281,24 @@ class AdapterPool:
 
     # ------------------------------------------------------------------ order
 
-    # Of the requests of one lower tier that have aged, one at a time counts as one of the first
-    # tier. It is the first of them by rank that uses an adapter. If none of them uses one, it is
-    # the first one in the queue.
+    # Of each lower tier, one aged request at a time may count as one of the first tier. As long as
+    # an aged request of the tier uses an adapter, that is the tier's first user by rank. Else it is
+    # the tier's first request in the queue.
 
     def _first(self, now: float) -> Rank:
         """The first request in the queue; there is one."""
         return min(self._queue.firsts(), key=lambda rank: self._order(rank, now))
 
     def _order(self, rank: Rank, now: float) -> Order:
-        """The order of a request that does not use an adapter yet."""
+        """The order of a request that does not use an adapter yet: a new one, or the first of its
+        tier in the queue. It does not count as aged while a user of its tier does."""
         user = self._users.first_of_tier(rank.tier)
         if user is not None and user.has_aged(now):
             return rank.order_in_tier()
         return rank.order(now)
 
     def _order_of_user(self, key: int, now: float) -> Order:
-        """The order of a user of an adapter."""
+        """The order of a user of an adapter. Only the first user of its tier may count as aged."""
         rank = self._requests[key].rank
         if self._users.first_of_tier(rank.tier) == rank:
             return rank.order(now)
@@ -376,11 +382,11 @@ class AdapterPool:
             # Its load has not begun, and nobody else waits for it.
             del self._entries[entry.id]
             return
-        if entry.users:
-            return
-        # If the adapter could not be loaded, the pool has forgotten this entry. Then it has none
-        # for this id, or that of a later attempt, which is not moved.
-        if self._entries.get(entry.id) is entry:
+        # Its last user ends, so it is the unused adapter that was used last. An entry that the pool
+        # has forgotten, because the adapter could not be loaded, is not moved. Neither is the entry
+        # that a later attempt to load it has put under the same id.
+        is_kept = self._entries.get(entry.id) is entry
+        if is_kept and not entry.users:
             self._entries.move_to_end(entry.id)
 
     def _end_wait(self, key: int, now: float) -> None:

@@ -2,19 +2,38 @@
 
 In the order in which they are read:
 
-- ``engine``: the loop. It owns scheduler and runner.
-- ``inbox``, ``steps``: what other threads send to the loop; how a step is made.
-- ``pending``, ``grammars``: where a request waits for a grammar or an adapter.
+The loop:
+
+- ``engine``: the loop itself. It owns scheduler and runner.
+- ``inbox``: what other threads send to the loop.
+- ``steps``: how a step is made.
+
+Where a request waits for a grammar or an adapter:
+
+- ``pending``: the requests that wait.
+- ``source``: what is asked of a kind of resource. ``grammars`` is one, ``adapters.pool`` another.
+- ``making``: the threads that make resources.
+- ``make_way``: requests that are taken back, so that another one gets its adapter.
+
+The process that the engine lives in:
+
 - ``handle``: what a front asks of an engine, here or in a process of its own.
-- ``wire``, ``process``: what passes between the two processes; what runs in the engine's process.
-- ``journal``, ``supervisor``: what is open, and how an engine that died is replaced.
+- ``supervisor``: the handle that replaces an engine that died.
+- ``journal``: the open requests. ``blame``: which of them ends engines. ``at_work``: for which of
+  them the engine works now.
+- ``start_engine``: how an engine is started. ``load_watch``: whether its load makes progress.
 - ``fork_server``: the process from which engines are forked. It has imported torch and transformers
   already, so only the model is loaded anew. It never touches the device.
-- ``start_engine``, ``load_watch``: how an engine is started; whether its load makes progress.
-- ``child_process``, ``grammar_check``, ``quiet``: what a child process needs; a check in a process
-  that may be killed; imports without noise.
-- ``loading``, ``assemble``: what loading a model gives; the one file that joins execution, kernels,
-  quantization and adapters.
+- ``wire``: what passes between the two processes.
+- ``process``: what runs in the fork server and in the engine's process.
+
+Beside these:
+
+- ``loading``: what loading a model gives.
+- ``assemble``: the one file that joins execution, kernels, quantization and adapters.
+- ``grammar_check``: checks of grammars, in processes that may be killed.
+- ``child_process``: what every child process needs.
+- ``quiet``: imports without noise.
 
 The engine lives in a process of its own, so that a fault of the device or of a native library takes
 no stream with it. The supervisor submits every open request to the next engine with what it has

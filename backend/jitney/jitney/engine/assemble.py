@@ -67,7 +67,7 @@ def prepare() -> LoadModel:
 def _load_parts(config: EngineConfig, tokenizer: bytes) -> EngineParts:
     """A :data:`~jitney.engine.loading.LoadModel`, for a front that imports no transformers and so
     cannot read the tokenizer itself."""
-    if tokenizer:
+    if tokenizer:  # the front has it already, from the first engine
         data = msgspec.msgpack.decode(tokenizer, type=TokenizerData)
         for_front = b""
     else:
@@ -176,6 +176,7 @@ def _load_kind(point: EntryPoint) -> AcceleratorKind | None:
 
 
 def _is_not_installed(module: str, error: ModuleNotFoundError) -> bool:
-    """Whether ``module`` itself, or a package that it is in, was not found; not what it imports."""
+    """Whether ``error`` says that ``module``, or a package that it is in, was not found. An error
+    may also say that of something that ``module`` imports: then this is False."""
     missing = str(error.name)
     return module == missing or module.startswith(f"{missing}.")

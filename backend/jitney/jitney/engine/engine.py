@@ -149,8 +149,8 @@ class Engine:
         reached, but not for long; then the report is empty.
 
         With overlap the events are those of the step before, so the first step has none.
-        ``step_seconds`` is the time of this call. In steady state it equals the time of one step on
-        the device, because each call waits for one step to end.
+        ``step_seconds`` is the time of this call, from when it has read the inbox. In steady state
+        it equals the time of one step on the device, because each call waits for one step to end.
         """
         self.scheduler.reset_counts()
         self._steps.reset_counts()
@@ -237,10 +237,10 @@ class Engine:
         for message in messages:
             self._apply(message, now)
         for held in self.pending.take_ready():
-            self._events += self._begin(held, now)
-        # Now all messages are known, and one of them may be a request of the first tier. So what
-        # these requests wait for is chosen only now. (Something may have been begun before: if a
-        # message ended a request, ``Pending.release`` gave its place to another one.)
+            self._events += self._submit_or_fail(held, now)
+        # What is made next depends on who is first, and one of these messages may be a request of
+        # the first tier. So it is chosen only now, when all of them are known. (There is one
+        # exception: if a message ended a request, ``Pending.release`` has begun something already.)
         self.pending.start_making(now)
         return has_received or bool(messages)
 
@@ -274,7 +274,7 @@ class Engine:
         held.later.append(message)
         if held.is_finished:
             # Only a live request can finish. So it is submitted, which makes it live. The messages
-            # that were kept end it at once, before it could run.
+            # that were kept end it at once. It never runs, so it needs no resources.
             self._end(self._submit(held, Resources(None, None), now), now)
 
     def _end(self, events: list[Event], now: float) -> None:
@@ -307,6 +307,7 @@ class Engine:
           (``Pending.hold_for_retry``)."""
         if not self.scheduler.may_take_back:
             return
+        # First, so that requests that have just ended release their adapters.
         self._note_ended(_ended_by(self._events), now)
         if not note_changes_and_find_who_makes_way(self.scheduler, self.pending, now):
             return
@@ -321,7 +322,7 @@ class Engine:
         if found:
             take_back(found, self.scheduler, self.pending, now)
 
-    def _begin(self, held: Held, now: float) -> list[Event]:
+    def _submit_or_fail(self, held: Held, now: float) -> list[Event]:
         """Submit a request whose resources are there. If one could not be made, fail the request,
         or hold it until that is tried again."""
         try:

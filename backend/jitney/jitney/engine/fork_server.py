@@ -229,8 +229,8 @@ def _do_nothing() -> None:
 
 
 class EngineConnection:
-    """An engine's process, the socket to it, and a thread that writes to it, so that the one that
-    sends does not wait for a process that hangs."""
+    """An engine's process, and the socket to it. A thread writes to the socket. So no caller of
+    :meth:`send` waits for a process that hangs."""
 
     def __init__(self, fork_server: ForkServer, start: Start, tick: Callable[[], None]) -> None:
         """``tick`` is as in :meth:`ForkServer.fork`."""

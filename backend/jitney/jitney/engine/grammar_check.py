@@ -70,7 +70,8 @@ class GrammarChecker:
         self._idle = self._processes.copy()
 
     def knows(self, structured: StructuredOutputs) -> bool:
-        """Whether :meth:`check` would return at once."""
+        """Whether :meth:`check` would return at once. Without the lock: each of the two look-ups is
+        one operation of a dictionary, and the answer may be old as soon as it is given."""
         return self._is_known(msgspec.json.encode(structured))
 
     def _is_known(self, asked: bytes) -> bool:
@@ -121,8 +122,8 @@ class GrammarChecker:
         return None
 
     def _check_in(self, process: "_Process", asked: bytes) -> str | InvalidArgumentError:
-        """Have a process check it, and keep the verdict. Raises what says nothing about the
-        grammar."""
+        """Have a process check it, and keep the verdict. An error that is no verdict, because it
+        says nothing about the grammar, is raised and not kept."""
         verdict: str | InvalidArgumentError | None = None
         try:
             verdict = process.check(asked)
@@ -171,28 +172,36 @@ class _Process:
             self._end()
 
     def _ask(self, asked: bytes) -> str | InvalidArgumentError:
-        # Once more if somebody has killed the process: that says nothing about the grammar.
-        for _ in range(2):
-            process = self._process
-            if process is None or process.poll() is not None:
-                process = self._start()
-            try:
-                answer = _exchange(process, asked + b"\n", self._timeout_s)
-            except _StuckError as stuck:
-                self._end()
-                if self._is_closed:  # close() has killed it
-                    raise UnavailableError(UNLOADED) from None
-                if stuck.is_too_complex:
-                    return InvalidArgumentError(
-                        "structured_outputs is too complex: its check took more than "
-                        f"{self._timeout_s:g} s (grammar_timeout_s), or too much memory"
-                    )
-                continue
-            answered = msgspec.json.decode(answer, type=_Answer)
-            if answered.refusal:
-                return InvalidArgumentError(answered.refusal)
-            return answered.grammar
-        raise UnavailableError("structured_outputs cannot be checked now: its check was stopped")
+        verdict = self._ask_once(asked)
+        if verdict is None:
+            verdict = self._ask_once(asked)
+        if verdict is None:
+            text = "structured_outputs cannot be checked now: its check was stopped"
+            raise UnavailableError(text)
+        return verdict
+
+    def _ask_once(self, asked: bytes) -> str | InvalidArgumentError | None:
+        """The grammar, or why it is refused. None if somebody has stopped or killed the process:
+        that says nothing about the grammar."""
+        process = self._process
+        if process is None or process.poll() is not None:
+            process = self._start()
+        try:
+            answer = _exchange(process, asked + b"\n", self._timeout_s)
+        except _StuckError as stuck:
+            self._end()
+            if self._is_closed:  # close() has killed it
+                raise UnavailableError(UNLOADED) from None
+            if not stuck.is_too_complex:
+                return None
+            return InvalidArgumentError(
+                "structured_outputs is too complex: its check took more than "
+                f"{self._timeout_s:g} s (grammar_timeout_s), or too much memory"
+            )
+        answered = msgspec.json.decode(answer, type=_Answer)
+        if answered.refusal:
+            return InvalidArgumentError(answered.refusal)
+        return answered.grammar
 
     def _end(self) -> None:
         with self._lock:

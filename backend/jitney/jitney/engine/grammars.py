@@ -31,7 +31,8 @@ class Grammars:
         """At most ``most`` are kept."""
         self._compile = compile_grammar
         self._most = most
-        # For ``source.Source`` a resource has a name and an id. Here both are the grammar's text.
+        # A resource of ``source.Source`` has a name and an id. Those of a grammar are its text.
+
         # Text -> result; the one that was used longest ago comes first.
         self._kept: OrderedDict[str, _Result] = OrderedDict()
         # Texts of the grammars that are to be compiled next.
@@ -103,12 +104,13 @@ class Grammars:
         for key in keys:
             self._results.pop(key, None)
             text = self._text_of.pop(key, None)
-            if text is not None:
-                del self._waiting[text][key]
-                is_dropped = self._to_make.leave(key)
-                if is_dropped:
-                    del self._waiting[text]
-                # Else others wait for it, or it is being compiled, and will be kept.
+            if text is None:
+                continue
+            del self._waiting[text][key]
+            # The grammar is dropped, unless others wait for it or its compilation has begun.
+            is_dropped = self._to_make.leave(key)
+            if is_dropped:
+                del self._waiting[text]
         return ()
 
     def blocked(self, now: float) -> Blocked | None:

@@ -3,14 +3,9 @@
 It is what a new engine needs in place of one that has died: :meth:`Journal.take_unsent` gives the
 messages that bring it to where the old one was.
 
-It also finds the request that ends engines. A request is *at work* if a step computes a row of it,
-or if something is made for it (a grammar, an adapter). It is a suspect once it was at work when two
-engines in a row ended. The next engine then gets this request alone; all others wait here until the
-suspect is proved innocent or has ended. If two engines end while it is alone, it is failed. If
-somebody else has killed all engines that ended while it was alone, by SIGKILL or SIGTERM, it is
-failed at the tenth only. Such kills are usually not due to a request. But they may be: the kernel
-kills a process that needs too much memory. A grammar that has ended engines otherwise ends no more
-of them: the next requests that need it fail without an engine.
+It also finds the request that ends engines (``blame``). While a suspect is tried alone, all other
+requests wait here until the suspect is proved innocent or has ended. A grammar that has ended
+engines ends no more of them: the next requests that need it are failed without an engine.
 
 Pure and without threads: the supervisor calls it under a lock.
 """
@@ -23,6 +18,7 @@ import msgspec
 
 from jitney.core.deadlines import Deadlines
 from jitney.core.outcome import final_event
+from jitney.engine.blame import PROOF_SAMPLES, Blame, Work
 from jitney.engine.wire import Making, RowOwner
 from jitney.errors import DeadlineExceededError, InternalError, JitneyError
 from jitney.messages import (
@@ -41,18 +37,8 @@ from jitney.messages import (
     Tokens,
 )
 
-SUSPECT_DEATHS = 2
-"""Ends in a row of engines that had a request at work, after which it is tried alone."""
-FATAL_DEATHS_ALONE = 2
-"""Further ends, with nothing but this request at work, after which it is failed."""
-FATAL_KILLS_ALONE = 10
-"""The same if all of these were kills from elsewhere."""
 MOST_GUILTY_GRAMMARS = 64
 """Most grammars that are remembered because they have ended engines: those found last."""
-PROOF_SAMPLES = 2
-"""So many samples of a sequence by one engine prove that this engine has got past what those before
-it were doing for the sequence when they ended. One is not enough: the first token of a resumed
-sequence comes from its prefill, so a fault that only decoding has would not have struck yet."""
 
 
 @dataclass(slots=True)
@@ -72,16 +58,6 @@ class _Sequence:
 
 
 @dataclass(slots=True)
-class _Work:
-    """What of one request was at work when an engine ended."""
-
-    sequences: set[int] = field(default_factory=set)
-    """Indices of those of which rows were computed."""
-    kinds: set[str] = field(default_factory=set)
-    """Kinds of the resources that were being made for it."""
-
-
-@dataclass(slots=True)
 class _Entry:
     """An open request."""
 
@@ -91,21 +67,8 @@ class _Entry:
     """When it emitted its first token, if it has."""
     later: list[Finish | Cancel] = field(default_factory=list)
     """The messages that followed its Submit. Every new engine gets them again."""
-    deaths: int = 0
-    """Ends of engines that had it at work. 0 again once it is proved innocent of them: once
-    ``unproved`` and ``unproved_kinds`` are empty."""
-    unproved: set[int] = field(default_factory=set)
-    """Indices of the sequences that the last of these engines computed rows of, without those that
-    have got past it since."""
-    unproved_kinds: set[str] = field(default_factory=set)
-    """Kinds of the resources that the last of these engines was making for it. Empty again once it
-    gets a token from a later engine: by then that one has made them."""
-    deaths_alone: int = 0
-    """Those of ``deaths`` at which it was a suspect, and nothing else was at work."""
-    was_only_killed: bool = True
-    """Whether all of ``deaths_alone`` were kills from elsewhere."""
-    kinds_alone: set[str] = field(default_factory=set)
-    """Kinds of resources that were being made for it at each of ``deaths_alone``."""
+    blame: Blame = field(default_factory=Blame)
+    """Whether it ends engines."""
     is_cancelled: bool = False
     """Whether ``later`` has a Cancel."""
     was_sent: bool = False
@@ -134,43 +97,12 @@ class _Entry:
             if self.first_token is None:
                 self.first_token = now
             sequence.samples_by_engine += 1
-            self.unproved_kinds.clear()
-        if sequence.has_got_past:
-            # This proves nothing for another sequence, which may still be in its prefill.
-            self.unproved.discard(tokens.index)
-        if self.deaths and not self.unproved and not self.unproved_kinds:
-            self._forget_deaths()
-
-    def _forget_deaths(self) -> None:
-        """It is proved innocent of them."""
-        self.deaths = 0
-        self.deaths_alone = 0
-        self.was_only_killed = True
-        self.kinds_alone.clear()
-
-    def note_death(self, work: "_Work", *, alone: bool, from_elsewhere: bool) -> None:
-        """An engine ended that had this work of it."""
-        if alone and self.is_suspect:
-            if self.deaths_alone:
-                self.kinds_alone &= work.kinds
-            else:
-                self.kinds_alone = work.kinds.copy()
-            self.deaths_alone += 1
-            self.was_only_killed = self.was_only_killed and from_elsewhere
-        self.deaths += 1
-        self.unproved = work.sequences
-        self.unproved_kinds = work.kinds
-
-    @property
-    def is_suspect(self) -> bool:
-        """Whether it is to be tried alone."""
-        return self.deaths >= SUSPECT_DEATHS
-
-    @property
-    def is_guilty(self) -> bool:
-        """Whether it is to be failed."""
-        most = FATAL_KILLS_ALONE if self.was_only_killed else FATAL_DEATHS_ALONE
-        return self.deaths_alone >= most
+        if self.blame.deaths:  # else there is nothing to disprove
+            self.blame.note_progress(
+                tokens.index,
+                is_sampled=bool(tokens.ids),
+                has_got_past=sequence.has_got_past,
+            )
 
 
 class Journal:
@@ -242,8 +174,8 @@ class Journal:
                 self._close(event.key)
             elif isinstance(event, Tokens):
                 entry.emit(event, now)
-                is_innocent = not entry.deaths
-                if is_innocent and event.key == self._alone:
+                if event.key == self._alone and not entry.blame.deaths:
+                    # The suspect is proved innocent.
                     self._alone = self._next_suspect()
         return events
 
@@ -261,44 +193,49 @@ class Journal:
         ``from_elsewhere``: somebody else has killed it. Returns the events of the requests that
         fail for it."""
         at_work = self._at_work(rows, making)
+        alone = len(at_work) == 1
         for key, work in at_work.items():
-            self._open[key].note_death(work, alone=len(at_work) == 1, from_elsewhere=from_elsewhere)
+            blame = self._open[key].blame
+            blame.note_death(work, alone=alone, from_elsewhere=from_elsewhere)
         failed: list[Failed] = []
         for key in at_work:
-            if key in self._open and self._open[key].is_guilty:
+            # At most one of them is: only a request that was alone becomes guilty.
+            if self._open[key].blame.is_guilty:
                 failed += self._fail_guilty(key)
         self._expect_new_engine()
         return failed
 
-    def _at_work(self, rows: Iterable[RowOwner], making: Iterable[Making]) -> dict[int, _Work]:
+    def _at_work(self, rows: Iterable[RowOwner], making: Iterable[Making]) -> dict[int, Work]:
         """What is at work, by the key of its request."""
-        at_work: dict[int, _Work] = {}
+        at_work: dict[int, Work] = {}
         for row in rows:
             entry = self._open.get(row.key)
             # With overlap, a step may have a row of a sequence that the step before it has ended.
             if entry is not None and not entry.sequences[row.index].emitted.ended:
-                at_work.setdefault(row.key, _Work()).sequences.add(row.index)
-        for made in making:
-            for key in made.keys:
+                at_work.setdefault(row.key, Work()).sequences.add(row.index)
+        for each in making:
+            for key in each.keys:
                 if key in self._open:
-                    at_work.setdefault(key, _Work()).kinds.add(made.kind)
+                    at_work.setdefault(key, Work()).kinds.add(each.kind)
         return at_work
 
     def _fail_guilty(self, key: int) -> list[Failed]:
         """Fail this request and, if something was being made for it whenever it was tried alone,
         all others that need the same: each of them would end further engines."""
         entry = self._open[key]
-        times = f"{entry.deaths} times, {entry.deaths_alone} of them with nothing else at work"
+        blame = entry.blame
+        times = f"{blame.deaths} times, {blame.deaths_alone} of them with nothing else at work"
         keys = [key]
         guilty = "this request"
-        if entry.kinds_alone == {"grammar"} and not entry.was_only_killed:
+        if blame.kinds_alone == {"grammar"} and not blame.was_only_killed:
             self._remember_guilty(entry.submit.grammar)
-        if entry.kinds_alone:
-            keys = self._that_need_the_same(entry.submit, entry.kinds_alone)
-            guilty = f"the {' and the '.join(sorted(entry.kinds_alone))} of this request"
+        if blame.kinds_alone:
+            keys = self._that_need_the_same(entry.submit, blame.kinds_alone)
+            guilty = f"the {' and the '.join(sorted(blame.kinds_alone))} of this request"
         error = f"{guilty} ended the engine {times}"
         failed = [Failed(each, InternalError.code, error) for each in keys]
         for each in failed:
+            # Not _close(): what is unsent, and who is alone, is found anew after a death.
             self._remove(each.key)
         return failed
 
@@ -332,7 +269,7 @@ class Journal:
     def _next_suspect(self) -> int | None:
         """The request to try alone next. None: all requests can be sent."""
         for key in self._unsent_requests:
-            if self._open[key].is_suspect:
+            if self._open[key].blame.is_suspect:
                 return key
         return None
 

@@ -1,5 +1,7 @@
-"""Requests that use an adapter make way for one that waits for room. The engine calls this, and
-completes the steps in flight in between.
+"""Requests that use an adapter make way for one that waits for room.
+
+The engine asks who makes way, completes the steps in flight, asks again, and takes these requests
+back (``Engine._let_make_way``).
 """
 
 from collections.abc import Iterable

@@ -23,6 +23,7 @@ _PATIENCE_S = 5.0
 _MOST_THREADS = 8
 """Most threads that make resources of one kind, those that were given up included."""
 _numbers = itertools.count()
+"""The first arguments of all :data:`NoteMaking` calls of this process. Any thread may take one."""
 
 NoteMaking = Callable[[int, str, list[int]], None]
 """Notes that work for some requests begins, or is over: a resource is looked for or made. If the

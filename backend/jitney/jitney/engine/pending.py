@@ -54,13 +54,13 @@ class Held:
     failed_since: float | None = None
     """If it was taken back and its adapter could not be loaded again: when that failed first."""
     retry_at: float | None = None
-    """If that failed: when its adapter is claimed again. None while the adapter is claimed."""
+    """During the pause before a retry: when the adapter is claimed again."""
 
     @property
     def is_finished(self) -> bool:
         """Whether each of its sequences has ended, or ends by a message that came for it."""
         if self.message.first_token is None:
-            return False
+            return False  # no sequence has output, and `emitted` may be empty
         finished = {finish.index for finish in self.later}
         for index, emitted in enumerate(self.message.emitted):
             # A sequence without output has no stop string: its Finish is ignored.
@@ -97,7 +97,8 @@ class Pending:
         self._note_making = note_making
         self._makers = [Maker(source, post, note_making) for source in self._sources]
         self.threads = [NewThreads() for _ in self._sources]
-        """For each of the sources, in their order, where its resources are made."""
+        """For each of the sources, in their order, where its resources are made. Tests put others
+        here, which make a resource at once, or when they are told to."""
         self.waiting: dict[int, Held] = {}
         """By key."""
         self._ready: dict[int, Held] = {}  # by key: those that wait for nothing any more
@@ -117,9 +118,9 @@ class Pending:
     def hold(self, message: Submit, rank: Rank, now: float) -> None:
         """Keep a request until its resources are there; :meth:`take_ready` gives it then. To be
         followed by :meth:`start_making`."""
-        self._hold(Held(message, rank), now)
+        self._claim_all(Held(message, rank), now)
 
-    def _hold(self, held: Held, now: float) -> None:
+    def _claim_all(self, held: Held, now: float) -> None:
         """Claim what a request needs. It waits if anything is not there."""
         held.num_missing = 0
         key = held.rank.key
@@ -167,8 +168,10 @@ class Pending:
         return any(source.note_changes(keys) for source in self._sources)
 
     def hold_again(self, again: Iterable[Held], now: float) -> None:
-        """These requests make way: they release what they use, and wait for it again. If one of
-        them waits here already, its :class:`Held` is kept, and the new one is dropped."""
+        """These requests make way: they release what they use, and wait for it again.
+
+        One of them may be here already: it has its adapter, and still waits for its grammar. Then
+        the :class:`Held` that is here is kept, and the new one is dropped."""
         releasing = []
         for held in again:
             key = held.rank.key
@@ -181,7 +184,7 @@ class Pending:
         for source in self._sources:
             self._end_waits(source.release(keys, now))
         for held in releasing:
-            self._hold(held, now)
+            self._claim_all(held, now)
         self.start_making(now)
 
     # ------------------------------------------------------------------ resources come
@@ -240,9 +243,10 @@ class Pending:
         return Resources(grammar, adapter)
 
     def release(self, keys: Collection[int], now: float) -> None:
-        """These requests have ended. Whether they wait here or run, they release what they use. If
-        that makes room, it is begun at once to make what others wait for: nothing need follow this
-        call."""
+        """These requests have ended. Whether they wait here or run, they release what they use.
+
+        That may make room for others. Then this call also begins to make what they wait for, so no
+        :meth:`start_making` need follow."""
         for key in keys:
             self._forget(key)
         for source in self._sources:
@@ -288,10 +292,10 @@ class Pending:
             self._retries.popleft()
             held.retry_at = None
             key = held.rank.key
-            has_ended = self.waiting.get(key) is not held
+            has_ended = key not in self.waiting
             if not has_ended:
                 del self.waiting[key]
-                self._hold(held, now)
+                self._claim_all(held, now)
 
     # ------------------------------------------------------------------ reports
 

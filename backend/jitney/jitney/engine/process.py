@@ -138,7 +138,7 @@ def _run_engine_and_exit(descriptor: int, load: LoadModel, parent: int) -> NoRet
         # Else a process that the engine starts would keep the socket open after the engine's end.
         os.set_inheritable(descriptor, False)
         _end_only_with_parent()
-        if os.getppid() != parent:  # it has ended before the kernel was asked to tell
+        if os.getppid() != parent:  # it ended before the call above, so no signal will come
             os._exit(1)
         status = run_engine(descriptor, load)
     except BaseException:
@@ -151,8 +151,8 @@ def _run_engine_and_exit(descriptor: int, load: LoadModel, parent: int) -> NoRet
 
 
 class _Reports:
-    """The engine's outbox: sends its reports. Before the engine works for requests, it sends for
-    which."""
+    """The engine's outbox: sends its reports to the front. It also sends, before the engine begins
+    any work for requests, which requests these are."""
 
     def __init__(self, frames: Frames[ToEngine]) -> None:
         self._frames = frames

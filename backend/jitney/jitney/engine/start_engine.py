@@ -92,8 +92,8 @@ class EngineStart:
         if not self._watch.look(pids, self._clock()):
             seconds = self._start.config.load_watchdog_s
             raise LoadError(
-                f"the engine's process does not get on with loading the model for {seconds:g} s "
-                "(load_watchdog_s)"
+                "the engine's process has made no progress in loading the model for "
+                f"{seconds:g} s (load_watchdog_s)"
             )
 
 

@@ -233,6 +233,7 @@ class Steps:
             if self._launch(batch):
                 output = self._wait_for_oldest()
             if output is not None:
+                # Without its seconds: a part of a step does not show what a step costs.
                 self._events += self._scheduler.update(batch, output, self._clock())
                 continue
             self._scheduler.revert(batch)

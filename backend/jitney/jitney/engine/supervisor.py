@@ -24,6 +24,7 @@ from dataclasses import replace
 import msgspec
 
 from jitney.config import EngineConfig
+from jitney.engine.at_work import AtWork
 from jitney.engine.engine import Outbox
 from jitney.engine.fork_server import (
     TICK_S,
@@ -37,7 +38,7 @@ from jitney.engine.handle import Death, Health
 from jitney.engine.inbox import UNLOADED
 from jitney.engine.journal import Journal
 from jitney.engine.start_engine import EngineStart, KilledError
-from jitney.engine.wire import Logged, Making, Ready, RowOwner, Start, StepBegun, Stop, ToFront
+from jitney.engine.wire import Logged, Making, Ready, Start, StepBegun, Stop, ToFront
 from jitney.errors import UnavailableError
 from jitney.messages import Cancel, Event, FrontMessage, ModelInfo, StepReport, StepStats, Submit
 
@@ -87,10 +88,7 @@ class SupervisedEngine:
         self._kill_at = math.inf
         # The caller's, from run() on.
         self._outbox: Outbox = queue.SimpleQueue()
-        # Of the steps in flight: if the engine dies now, they were being computed.
-        self._rows: list[RowOwner] = []
-        self._latest_rows: list[RowOwner] = []  # those of the step that was launched last
-        self._making: dict[int, Making] = {}  # what is being made, by number
+        self._at_work = AtWork()
         # Stats of the last report. Until an engine's first one: those of an empty cache.
         self._stats = StepStats()
         # Since when the engine is silent: since its last message, but not while no request is open,
@@ -183,7 +181,7 @@ class SupervisedEngine:
         return self._reports.get()
 
     def reset(self) -> None:
-        """Drop the reports that wait. What is open has been cancelled."""
+        """Drop the reports that wait. The caller has cancelled all open requests."""
         while not self._reports.empty():
             self._reports.get()
 
@@ -261,13 +259,9 @@ class SupervisedEngine:
     def _take(self, message: ToFront | None) -> None:
         """Do what a message asks for."""
         if isinstance(message, StepBegun):
-            self._rows = message.in_flight + message.new
-            self._latest_rows = message.new
+            self._at_work.note_step(message)
         elif isinstance(message, Making):
-            if message.keys:
-                self._making[message.number] = message
-            else:
-                self._making.pop(message.number, None)
+            self._at_work.note_making(message)
         elif isinstance(message, StepReport):
             self._take_report(message)
 
@@ -281,8 +275,10 @@ class SupervisedEngine:
         return None
 
     def _receive(self, connection: EngineConnection) -> ToFront | None:
-        """The next message; None if none comes within ``TICK_S``. Raises EOFError. Also does what
-        is due between two messages, also while a model is still loading."""
+        """The next message; None if none comes within ``TICK_S``. Raises EOFError.
+
+        Does what is due between two messages: it ends requests, and logs what the engine logs.
+        Called while a model is still loading, too."""
         message = connection.frames.receive(TICK_S)
         now = self._clock()
         if message is not None or not self._journal:
@@ -319,9 +315,7 @@ class SupervisedEngine:
         """Note a report in the journal and hand it on."""
         if report.stats.batch_sequences:
             self._deaths_without_step.clear()
-        # A step may be in flight after a report: at most one, the one launched last (see
-        # `Steps.make`).
-        self._rows = self._latest_rows if report.stats.steps_in_flight else []
+        self._at_work.note_report(report)
         self._stats = report.stats
         with self._lock:
             events = self._journal.note_report(report, self._clock())
@@ -347,7 +341,7 @@ class SupervisedEngine:
         if len(self._deaths_without_step) >= _MOST_DEATHS:
             self._give_up(_DOES_NOT_STAY_UP)
             self._pause(next(pauses))
-        # The first attempt is usually made at once. It usually succeeds, and no client notices.
+        # Unless there was a pause above, the first attempt is made at once: as a rule it succeeds.
         while not self._stopped.is_set():
             try:
                 self._connect(Start(self.config, self._tokenizer))
@@ -370,23 +364,23 @@ class SupervisedEngine:
                 return
 
     def _note_death(self, end: End, at: float) -> None:
-        """Count the death, and fail the requests that are proved to have caused it."""
+        """Tell the journal of the death, which fails the requests that are guilty of it. Count it
+        for the front, and for the decision to give up (:meth:`_replace`)."""
         with self._lock:
             if end.is_of_fork_server:
                 failed = self._journal.note_death([])  # no request runs in it
             else:
                 failed = self._journal.note_death(
-                    self._rows,
-                    list(self._making.values()),
+                    self._at_work.rows,
+                    self._at_work.making,
                     from_elsewhere=end.is_from_elsewhere,
                 )
-        self._rows = []
-        self._latest_rows = []
-        self._making.clear()
+        self._at_work.clear()
         self._stats = StepStats(blocks_total=self.info.num_blocks)
         self.health.restarts[end.cause] += 1
         self.health.deaths.append(Death(at, end.cause))
         self._report(failed)
+
         if failed:
             self._deaths_without_step.clear()  # the request that caused them is gone
         elif not end.is_from_elsewhere:

@@ -148,6 +148,8 @@ class Frames(Generic[T]):
         end = _LENGTH.size + size
         if len(self._received) < end:
             return None
+        # A view, so that a large message is not copied. It must be released before the deletion
+        # below: a bytearray that has a view cannot shrink.
         with memoryview(self._received) as view:
             message = self._decoder.decode(view[_LENGTH.size : end])
         del self._received[:end]

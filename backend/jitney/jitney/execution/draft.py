@@ -51,7 +51,7 @@ from jitney.execution.interface import LayerCache, LoadedModel, PagedStep
 from jitney.execution.logits_processors import counts_of, is_penalized
 from jitney.execution.machine import to_device
 from jitney.execution.row_samples import end_of_output
-from jitney.execution.sampler import sample
+from jitney.execution.sampler import SampledToken, sample
 
 
 class DraftInputs(Protocol):
@@ -127,6 +127,21 @@ class _Proposal:
     """The output of the model's row: its ``proposal`` grows."""
     length: int
     """How many tokens are asked for."""
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether more tokens are asked for."""
+        return len(self.output.proposal) < self.length
+
+    def extend(self, token_id: int) -> None:
+        """Add a token. If more are asked for, the next pass computes its entry."""
+        self.output.proposal.append(token_id)
+        if self.is_unfinished:
+            self.run = _EntryRun(
+                newest=row_of_next_token(self.run.newest, token_id),
+                first_entry=self.run.end_entry,
+                token_ids=[token_id],
+            )
 
 
 class _Pass(NamedTuple):
@@ -246,27 +261,15 @@ class DraftModel:
         if not complete:
             return None
 
-        # The sampler gets the row of the newest token, with the position that this token has in the
-        # model. Random numbers depend on the position. So the draft model draws with the numbers
-        # that the model will use for the same position, and from similar distributions both draw
-        # the same id. A row that asks for a proposal samples for one sequence: ``sample`` has one
-        # index.
-        newest = [runs[r].newest for r in complete]
-        samples = sample(logits, [(row, row.sample[0]) for row in newest]).wait()
+        samples = _sample_next([runs[r].newest for r in complete], logits)
         unfinished: list[_Proposal] = []
         indices_of_unfinished: list[int] = []
         for r, sampled, last_index in zip(complete, samples, last_indices.tolist(), strict=True):
             if sampled.error is not None:
                 continue  # the proposal ends here
             proposal = this_pass.proposals[r]
-            tokens = proposal.output.proposal
-            tokens.append(sampled.token_id)
-            if len(tokens) < proposal.length:
-                proposal.run = _EntryRun(
-                    newest=row_of_next_token(proposal.run.newest, sampled.token_id),
-                    first_entry=proposal.run.end_entry,
-                    token_ids=[sampled.token_id],
-                )
+            proposal.extend(sampled.token_id)
+            if proposal.is_unfinished:
                 unfinished.append(proposal)
                 indices_of_unfinished.append(last_index)
         if not unfinished:
@@ -324,6 +327,19 @@ class DraftModel:
             self._valid[block] = min(end - number * size, size)
 
 
+def _sample_next(newest: list[Row], logits: Tensor) -> list[SampledToken]:
+    """Sample the token that follows each of some sequences. ``newest`` are the rows of their newest
+    tokens, parallel to ``logits``.
+
+    The rows have the positions that the tokens have in the model, and random numbers depend on the
+    position. So the draft model draws with the numbers that the model will use for the same
+    position. From similar distributions both then draw the same id.
+    """
+    # A row that asks for a proposal samples for one sequence: ``sample`` has one index.
+    pairs = [(row, row.sample[0]) for row in newest]
+    return sample(logits, pairs).wait()
+
+
 def row_of_newest_token(row: Row, output: RowOutput) -> Row:
     """The row of a sequence's newest token alone, after ``row`` gave this ``output``.
 
@@ -375,11 +391,13 @@ def _added_tokens(row: Row, output: RowOutput) -> list[int]:
 def _tokens(row: Row, output: RowOutput, start: int, end: int) -> list[int]:
     """The tokens of a sequence at the positions [start, end), once ``row`` gave this ``output``.
     Only these are copied."""
-    prompt_size = len(row.prompt)
     tokens = row.prompt[start:end]
-    tokens += row.output[max(start - prompt_size, 0) : max(end - prompt_size, 0)]
+    end_of_prompt = len(row.prompt)
+    if end > end_of_prompt:
+        first = max(start - end_of_prompt, 0)
+        tokens += row.output[first : end - end_of_prompt]
     end_of_known = _end_of_known(row)
     if end > end_of_known:
-        added = _added_tokens(row, output)
-        tokens += added[max(start - end_of_known, 0) : end - end_of_known]
+        first = max(start - end_of_known, 0)
+        tokens += _added_tokens(row, output)[first : end - end_of_known]
     return tokens

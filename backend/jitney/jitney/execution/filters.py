@@ -141,13 +141,10 @@ def _count_largest(top_k: list[int], top_p: list[float], vocab: int, *, on_cpu: 
     """How many of each row's largest logits are needed, at first, to apply top_k and top_p: the
     same number for every row; 0 if no row has either."""
     count = max(top_k)
-    for k, p in zip(top_k, top_p, strict=True):
-        # With top_k the nucleus lies within the k largest. Without, it may have any size.
-        if p < 1.0 and k == 0:
-            # On a GPU all are sorted: to learn whether fewer are enough, the host would have to
-            # wait.
-            count = max(count, _FIRST_LOOK if on_cpu else vocab)
-            break
+    # With top_k the nucleus lies within the k largest. Without, it may have any size.
+    if any(p < 1.0 and k == 0 for k, p in zip(top_k, top_p, strict=True)):
+        # On a GPU all are sorted: to learn whether fewer are enough, the host would have to wait.
+        count = max(count, _FIRST_LOOK if on_cpu else vocab)
     return min(count, vocab)
 
 
@@ -220,8 +217,8 @@ def _pick(weights: Tensor, numbers: Tensor) -> Tensor:
     """Draw from the weights [S, chunks, _CHUNK]: ids [S], none of weight 0. Each row has two
     numbers in [0, 1): ``numbers`` [S, 2] f64.
 
-    The first draws a chunk by the chunks' sums, the second a token in the chunk. In both, that is
-    the first whose cumulative weight exceeds number × total.
+    The first number draws a chunk, whose weight is the sum of its tokens'. The second one draws a
+    token in that chunk. What is drawn is the first whose cumulative weight exceeds number × total.
 
     Two draws, because weights may differ in their last bits from one time to the next: a resumption
     computes in one prefill what decodes had computed. All cumulative weights then move a little,

@@ -142,13 +142,14 @@ class GgufFile:
             self._check_type(tensor)
             if tensor.name in name_in_module:
                 stored[name_in_module[tensor.name]] = tensor
-            elif tensor.name != _ROPE_DIVISORS:
+            elif tensor.name == _ROPE_DIVISORS:
+                if not has_separate_config:  # a config.json would say itself how to rotate
+                    rope_divisors = torch.from_numpy(np.array(tensor.data, np.float32))
+            else:
                 raise UnsupportedModelError(
                     f"{self.name} has a tensor {show(tensor.name)}, which a {self._architecture} "
                     "of transformers has no place for"
                 )
-            elif not has_separate_config:  # a config.json would say itself how to rotate
-                rope_divisors = torch.from_numpy(np.array(tensor.data, np.float32))
         return _FoundTensors(processor, stored, rope_divisors)
 
     # ------------------------------------------------------------------ checks

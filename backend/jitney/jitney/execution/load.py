@@ -155,10 +155,8 @@ def speed_up(
     finish = setup.before_rearranging(model)
     if accelerator is not None:
         model = _rearrange(config, model, accelerator)
-    # `model.sites` are the linear layers that adapters may change: an adapter's product is added to
-    # such a layer's result. Kernels may join layers, whose results are then columns of one result.
-    # A model that is fused as a whole knows the columns of each layer (`low_rank.Part`). Any other
-    # model does not, so there none of these layers may be joined.
+    # A model that is fused as a whole can change a layer that was joined with others: it knows
+    # which columns of the joined result are the layer's (`low_rank.Part`). Others do not.
     if not model.fused:
         _check_sites(model)
     return PreparedModel(model=finish(model), attention=attention, accelerator=accelerator)
@@ -187,8 +185,9 @@ def _rearrange(config: EngineConfig, model: LoadedModel, accelerator: Accelerato
 
 
 def _check_sites(model: LoadedModel) -> None:
-    """Raise ConfigError if a layer that adapters may change was joined with others. ``model`` is
-    not fused as a whole, so it can no longer change that layer alone."""
+    """Raise ConfigError if kernels have joined a layer that adapters may change with others. An
+    adapter's product is added to the layer's own result, and there is none any more. ``model`` is
+    not fused as a whole."""
     paths = dict(model.module.named_modules())
     for path in model.sites:
         if path not in paths:

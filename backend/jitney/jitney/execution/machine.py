@@ -35,7 +35,8 @@ def resolve_device(name: str) -> torch.device:
         raise ConfigError.of("device", name, "auto, cpu, cuda or cuda:N")
     if name == "cpu":
         return torch.device("cpu")
-    index = int(name.removeprefix("cuda").removeprefix(":") or 0)
+    number = name.removeprefix("cuda").removeprefix(":")
+    index = int(number) if number else 0
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if index >= count:
         raise ConfigError.of("device", name, f"a device of this machine, which has {count} GPUs")

@@ -133,13 +133,14 @@ def _cache_bytes(config: EngineConfig, needs: Needs, available: int) -> int:
     if config.kv_cache_bytes is not None:
         _check_stated_bytes(config.kv_cache_bytes, needs, free)
         return config.kv_cache_bytes
-    most_beside_steps = max(0, free - int(available * _SPARE_SHARE))
+    spare = int(available * _SPARE_SHARE)
+    most_allowed = max(0, free - spare)
     if config.kv_cache_fraction is not None:
         share = int(available * config.kv_cache_fraction)
-        return min(most_beside_steps, share // config.instances)
+        return min(most_allowed, share // config.instances)
     share = _default_share(needs.device, available)
     most_useful = _most_useful_bytes(config, needs)
-    return min(most_beside_steps, share // config.instances, most_useful)
+    return min(most_allowed, share // config.instances, most_useful)
 
 
 def _check_stated_bytes(stated: int, needs: Needs, free: int) -> None:
@@ -204,9 +205,9 @@ def estimate_steps(model: LoadedModel, tokens: int, logits_rows: int) -> StepMem
     # Four rows of the hidden size, the layer's input among them. Three rows of the MLP's width: the
     # gate, the up projection, and their product.
     layer = tokens * (4 * hidden + 3 * widest) * model.dtype.itemsize
-    as_computed = model.dtype.itemsize
-    as_sampled = 4  # a copy in float32
-    logits = min(tokens, logits_rows) * model.vocab_size * (as_computed + as_sampled)
+    # Each logit is there twice: as the model computes it, and in float32 for the sampler.
+    logit_bytes = model.dtype.itemsize + torch.float32.itemsize
+    logits = min(tokens, logits_rows) * model.vocab_size * logit_bytes
     return StepMemory(layer + logits)
 
 

@@ -15,7 +15,7 @@ _ROUNDS = 10
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
 _LOW = np.uint64(0xFFFFFFFF)
-_32 = np.uint64(32)
+_WORD_BITS = np.uint64(32)
 
 
 def philox4x32(counter: Words, key: Words) -> Words:
@@ -27,8 +27,8 @@ def philox4x32(counter: Words, key: Words) -> Words:
         product1 = c2 * _MULTIPLIERS[1]
         # Words 0 and 2 get the high halves, mixed with words 1 and 3 and with the key. Then words 1
         # and 3 get the low halves.
-        c0 = (product1 >> _32) ^ c1 ^ k0
-        c2 = (product0 >> _32) ^ c3 ^ k1
+        c0 = (product1 >> _WORD_BITS) ^ c1 ^ k0
+        c2 = (product0 >> _WORD_BITS) ^ c3 ^ k1
         c1 = product1 & _LOW
         c3 = product0 & _LOW
         k0 = (k0 + _WEYL[0]) & _LOW
@@ -47,7 +47,7 @@ def uniforms(seeds: list[int], indices: list[int], positions: list[int]) -> npt.
     words = philox4x32(counter, key)
     high = words[:, ::2]
     low = words[:, 1::2]
-    bits = (high << _32) | low
+    bits = (high << _WORD_BITS) | low
     # A float64 holds 53 bits exactly: of the 64, the lowest 11 are dropped.
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
@@ -55,4 +55,4 @@ def uniforms(seeds: list[int], indices: list[int], positions: list[int]) -> npt.
 def _split(values: list[int]) -> Words:
     """Integers as (low, high) words of 32 bits: [S, 2]."""
     whole = np.array([value & 0xFFFF_FFFF_FFFF_FFFF for value in values], dtype=np.uint64)
-    return np.stack((whole & _LOW, whole >> _32), axis=1)
+    return np.stack((whole & _LOW, whole >> _WORD_BITS), axis=1)

@@ -12,10 +12,11 @@ steps the larger one.
   or if any logit is a NaN. So a module is refused that takes a token's index in the step for its
   position: in the second step, no token is at the right distance from the keys of the first step,
   and all logits are wrong.
-- It passes if at most half of a step's tokens have wrong logits: the one decode, for example.
+- It passes if in each step at most half of the tokens have wrong logits. So a module passes that
+  computes only the decode wrongly.
 - A module may mix each token with its neighbours in the step, as a short convolution or a token
-  shift does. Only tokens at the edges of chunks then have a wrong neighbour. The module is refused
-  if attention carries the error to enough other tokens.
+  shift does. Then only tokens at the edges of chunks have a wrong neighbour. Such a module is
+  refused only if attention carries the error to more than half of a step's tokens.
 """
 
 import functools
@@ -79,15 +80,18 @@ _SEQUENCES = (
 )
 _NUM_STEPS = 2
 _NUM_TOKENS = sum(sequence.length for sequence in _SEQUENCES)
-_STEP_OF_TOKEN = torch.tensor(
-    [
-        number
-        for sequence in _SEQUENCES
-        for number, chunk in enumerate(sequence.chunks)
-        for _ in range(chunk.num_tokens)
-    ]
-)
-"""[_NUM_TOKENS]: the step that computes each token of the first sequence, then of the second."""
+
+
+def _step_of_token() -> Tensor:
+    """[_NUM_TOKENS]: the step that computes each token. The first sequence's tokens come first."""
+    steps: list[int] = []
+    for sequence in _SEQUENCES:
+        for number, chunk in enumerate(sequence.chunks):
+            steps += [number] * chunk.num_tokens
+    return torch.tensor(steps)
+
+
+_STEP_OF_TOKEN = _step_of_token()
 
 _TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.35, torch.float16: 0.2}
 """The largest distance that is allowed. In 16 bits, one rounding in a deep model, or one token that
@@ -212,9 +216,9 @@ def _kernel_key(layer: QuantizedLinear) -> _KernelKey:
 
 def _distance(got: Tensor, expected: Tensor) -> float:
     """How far these logits [_NUM_TOKENS, vocabulary] are apart, relative to the spread of those
-    expected: the median over the tokens of a step, of the step where it is larger. It is a median
-    because a router may send a token to another expert after a rounding. A NaN in any of them makes
-    it NaN.
+    expected. Each step has a distance, the median over its tokens. The larger of both is returned;
+    it is NaN if any logit is. It is a median because a router may send a token to another expert
+    after a rounding.
 
     A token's spread is the norm of its logits less their mean. If the mean were left in, a large
     number common to all logits would make any difference look small. No mean is taken off the

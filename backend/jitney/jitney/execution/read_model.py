@@ -110,15 +110,6 @@ def _is_quantized_for_kernels(checkpoint: Checkpoint) -> bool:
     return bool(quantization.get("quant_method") != "torchao")
 
 
-# ---------------------------------------------------------------------- once for each process
-
-
-def import_models() -> None:
-    """Import what the modules of all architectures share, by importing one of them. Without this,
-    transformers does it at the first load."""
-    import transformers.models.llama.modeling_llama  # noqa: F401
-
-
 # ---------------------------------------------------------------------- weights
 
 
@@ -283,3 +274,12 @@ def failed_trial(model_type: str, error: Exception) -> MemoryError | Unsupported
         return MemoryError(str(error))
     reason = f"a trial step over a paged cache failed ({first_line(error)})"
     return support.unservable(model_type, reason)
+
+
+# ---------------------------------------------------------------------- once for each process
+
+
+def import_models() -> None:
+    """Import what the modules of all architectures share, by importing one of them. Without this,
+    transformers does it at the first load."""
+    import transformers.models.llama.modeling_llama  # noqa: F401

@@ -273,7 +273,8 @@ def _pad(lists: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
 def _is_set(mask: bytes, token_id: int) -> bool:
     """Whether the mask allows the token: bit 0 of byte 0 is token 0's."""
     byte = mask[token_id // 8]
-    return bool(byte >> (token_id % 8) & 1)
+    bit = 1 << (token_id % 8)
+    return bool(byte & bit)
 
 
 def _allowed_ids(mask: bytes, size: int) -> npt.NDArray[np.int64]:

@@ -97,8 +97,11 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     try:
         return _CHECKPOINT_DTYPES[checkpoint.weights_dtype]
     except KeyError:
-        reason = f"its weights are stored as {checkpoint.weights_dtype}, and only F32, BF16 and F16"
-        raise unservable(str(checkpoint.config["model_type"]), f"{reason} are read") from None
+        reason = (
+            f"its weights are stored as {checkpoint.weights_dtype}, and only F32, BF16 and F16 are "
+            "read"
+        )
+        raise unservable(str(checkpoint.config["model_type"]), reason) from None
 
 
 def _dtype_before_quantization(checkpoint: Checkpoint) -> torch.dtype:

@@ -57,10 +57,10 @@ def read_weights(
     """
     interface.register()
     name = weights_name(checkpoint)
-    options: dict[str, Any] = {}
+    device_map: dict[str, torch.device] | None = None
     if device is not None and device.type != "cpu":
         if is_accelerate_available():
-            options["device_map"] = {"": device}
+            device_map = {"": device}
         else:
             _log.info(
                 "package accelerate is missing or old: weights are read onto the CPU first, where "
@@ -73,7 +73,7 @@ def read_weights(
                 hf_config=hf_config,
                 dtype=dtype,
                 skip=skip,
-                options=options,
+                device_map=device_map,
             )
     except LoadError:
         raise
@@ -94,11 +94,14 @@ def _from_pretrained(
     hf_config: PreTrainedConfig,
     dtype: torch.dtype,
     skip: Collection[str],
-    options: dict[str, Any],
+    device_map: dict[str, torch.device] | None,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The module, and transformers' report of tensors that are missing or do not fit."""
     source: Path | None = checkpoint.folder
     cls: Any = AutoModelForCausalLM
+    options: dict[str, Any] = {}
+    if device_map is not None:
+        options["device_map"] = device_map
     if checkpoint.gguf is not None:
         # AutoModelForCausalLM would look for a folder; the architecture's own class does not.
         source = None
