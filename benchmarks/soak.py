@@ -33,6 +33,9 @@ from benchmarks.chaos.launcher import GRACE_S, Launcher
 from benchmarks.chaos.workload import KINDS, MODEL, VOCABULARY, Request, copy_model
 
 CLIENTS = 24
+LONGEST_S = 900.0
+"""A request that has no end for so long hangs. How fast it is served does not matter here, and a
+busy machine may take minutes."""
 SAMPLE_S = 5.0
 KILL_S = 120.0
 FIRST_S = 2.5
@@ -119,7 +122,7 @@ class Soak:
 
     async def _work(self) -> None:
         async with (
-            aiohttp.ClientSession() as session,
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
             grpc.InferenceServerClient(self.launcher.doors.grpc) as client,
         ):
             while True:
@@ -127,7 +130,10 @@ class Soak:
                 (kind,) = self._chance.choices(list(SHARES), list(SHARES.values()))
                 self._busy += 1
                 try:
-                    failure = await self._one(kind, session, client)
+                    async with asyncio.timeout(LONGEST_S):
+                        failure = await self._one(kind, session, client)
+                except TimeoutError:
+                    failure = f"no end within {LONGEST_S:.0f} s"
                 finally:
                     self._busy -= 1
                 self.ends[kind if not failure else f"{kind}: {failure[:90]}"] += 1
@@ -145,7 +151,8 @@ class Soak:
             return _failure(await _stream(client, Request(prompt, params), leave_after=None))
         if kind == "gateway":
             heard = Heard()
-            await ask(GATEWAY, self.launcher.doors, Request(prompt, params), heard)
+            request = Request(prompt, params)
+            await ask(GATEWAY, self.launcher.doors, request, heard, longest_s=LONGEST_S)
             return _failure(heard)
         if kind == "cancels":
             request = Request(prompt, {"max_tokens": CANCELLED_TOKENS, "ignore_eos": True})

@@ -67,16 +67,18 @@ class Heard:
             self.reasons[index] = "" if reasons[index] == "None" else reasons[index]
 
 
-async def ask(way: str, doors: Doors, request: Request, heard: Heard) -> None:
+async def ask(
+    way: str, doors: Doors, request: Request, heard: Heard, longest_s: float = LONGEST_S
+) -> None:
     """Send one request in one of WAYS, on a connection of its own, and read to its end. Whatever
     goes wrong is noted."""
     heard.texts = [""] * request.n
     heard.reasons = [""] * request.n
     try:
-        async with asyncio.timeout(LONGEST_S):
+        async with asyncio.timeout(longest_s):
             await WAYS[way](doors, request, heard)
     except TimeoutError:
-        heard.error = f"no end within {LONGEST_S:.0f} s"
+        heard.error = f"no end within {longest_s:.0f} s"
     except (aiohttp.ClientError, grpc.RpcError, InferenceServerException, OSError) as error:
         heard.error = repr(error)
     heard.ended_at = time.monotonic()
