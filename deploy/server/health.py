@@ -15,12 +15,15 @@ Standard library only, because it runs every few seconds.
 import argparse
 import http.client
 import re
+import string
 import sys
 import tempfile
 from pathlib import Path
 from urllib.parse import quote
 
 _TIMEOUT_S = 5.0
+_SENT_AS_THEY_ARE = "".join(set(string.punctuation) - set("/?"))
+"""The server (2.51) does not decode a path, and knows a model by its name as it is."""
 _SERVED = Path(tempfile.gettempdir()) / "jitney-served"
 
 
@@ -63,7 +66,7 @@ def not_ready(url: str, models: list[str]) -> list[str]:
     """What does not answer 200: `server`, or names of models."""
     paths = {"server": "/v2/health/ready"}
     for name in models:
-        paths[name] = f"/v2/models/{quote(name, safe='')}/ready"
+        paths[name] = f"/v2/models/{quote(name, safe=_SENT_AS_THEY_ARE)}/ready"
     connection = http.client.HTTPConnection(url, timeout=_TIMEOUT_S)
     missing = []
     try:

@@ -7,6 +7,7 @@ the model.
 
 import http.client
 import re
+import string
 import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ _PORT = r"(:(?P<port>[1-9][0-9]{0,4}))"
 _ADDRESS = _HOST + _PORT
 _METRICS = rf"https?://{_HOST}{_PORT}?(/[^\s@]*)?"
 _MAX_PORT = 65535
+_SENT_AS_THEY_ARE = "".join(set(string.punctuation) - set("/?#"))
+"""In the name of a model. A server (2.51) does not decode a path, and knows no quoted names."""
 
 
 class RefusedError(InvalidArgumentError):
@@ -211,4 +214,4 @@ def _check_address(option: str, text: str, pattern: str, expected: str) -> None:
 
 def model_path(name: str, leaf: str) -> str:
     """The path of ``config``, ``stats``, ``generate`` … of a model."""
-    return f"/v2/models/{quote(name, safe='')}/{leaf}"
+    return f"/v2/models/{quote(name, safe=_SENT_AS_THEY_ARE)}/{leaf}"

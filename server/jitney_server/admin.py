@@ -11,6 +11,7 @@ the server's stop. A call that fails raises one of these::
 import contextlib
 import http.client
 import json
+import string
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -21,6 +22,8 @@ from jitney_server.ports import ServerPorts
 from jitney_server.start_failure import without_frames_and_repetitions
 
 TIMEOUT_S = 10.0
+
+_SENT_AS_THEY_ARE = "".join(set(string.punctuation) - set("/?"))
 
 
 class CallError(InternalError):
@@ -138,8 +141,9 @@ class Admin:
 def _quoted(name: str) -> str:
     """A model's name as a part of a path.
 
-    A model without a stub may have any name, with spaces and letters like ü. A path with these
-    could not be sent. This server (2.51) does not know the model by the quoted name either, but it
-    says so: the call ends as a RefusedCallError.
+    This server (2.51) does not decode paths, and knows a model by its name as it is. So only what
+    cannot be sent, or would end the name, is quoted: a model without a stub may have any name, with
+    spaces and letters like ü. The server does not know such a model by its quoted name, but it says
+    so: the call ends as a RefusedCallError.
     """
-    return quote(name, safe="")
+    return quote(name, safe=_SENT_AS_THEY_ARE)

@@ -178,8 +178,9 @@ class TritonServer:
             raise
 
     def restart(self, timeout_s: float = LOAD_S) -> None:
-        """Start again after the process has ended, on the same ports, with the same key and log.
-        First the other processes of its group are killed. Raises as :meth:`start`."""
+        """Start again, on the same ports, with the same key and log. First what is left of the
+        server's process group is killed: the server too, if it still runs. Raises as :meth:`start`.
+        """
         self._clean_up()
         self._start_on(self.admin.ports, timeout_s, append_to_log=True)
 

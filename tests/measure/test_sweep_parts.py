@@ -97,10 +97,10 @@ def test_what_holds_no_prompts_is_named(tmp_path: Path, name: str, said: str) ->
 def test_the_server_is_asked_for_tokens_by_a_quoted_name() -> None:
     class Server(Target):
         def get(self, path: str, body: object = None, kind: object = None) -> dict[str, int]:
-            assert path == "/v2/models/a%2Fb%20c/generate"
+            assert path == "/v2/models/a%2Fb%20c%23+d@e/generate"
             return {"num_input_tokens": 400}
 
-    model = Model((), "a/b c", 8)
+    model = Model((), "a/b c#+d@e", 8)
     assert inputs.words_per_token(Server("here:1", "here:2", None), model) == 0.5
 
 

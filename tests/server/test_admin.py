@@ -16,6 +16,7 @@ ODD_NAME = "m\u00fc pipe"
 INDEX = f'[{{"name": "{ODD_NAME}", "state": "READY"}}, {{"name": "speaks", "state": "READY"}}]'
 ANSWERS = {
     "/v2/repository/index": INDEX,
+    "/v2/models/a+b,c:d@e%f=g": '{"inputs": []}',
     "/v2/models/speaks": '{"inputs": [{"name": "text_input"}]}',
 }
 
@@ -48,6 +49,15 @@ def test_a_call_for_a_name_with_odd_letters_is_refused_by_the_server() -> None:
             admin.load(ODD_NAME, 10)
         with pytest.raises(RefusedCallError):
             admin.infer(ODD_NAME, [])
+
+
+def test_a_name_that_can_be_sent_as_it_is_is_not_quoted() -> None:
+    """A stub's model may have one, too, and the server knows it by no other."""
+    with listening(Handler) as address:
+        admin = admin_of(address)
+        assert admin.model_inputs("a+b,c:d@e%f=g") == []
+        with pytest.raises(RefusedCallError, match=r"unknown: .*/a%3Fb$"):
+            admin.model_inputs("a?b")
 
 
 class Served:
