@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,26 @@ def test_factors_carry_the_scale(tmp_path: Path, config: dict[str, Any], scale: 
     (pair,) = factors.values()
     assert torch.equal(pair.a, torch.ones(2, 8))
     assert torch.allclose(pair.b, torch.full((2, 6), scale))
+
+
+def test_each_pattern_is_compiled_once_for_the_header_and_once_for_the_factors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else an adapter that has a pattern for each of many layers takes minutes to load."""
+    patterns = [f"layer_{number}" for number in range(600)]  # ``re`` keeps 512
+    compiled: list[str] = []
+    compile_pattern = re._compiler.compile  # type: ignore[attr-defined]
+
+    def note(pattern: str, flags: int) -> object:
+        compiled.extend(name for name in patterns if f"({name})" in pattern)
+        return compile_pattern(pattern, flags)
+
+    monkeypatch.setattr(re._compiler, "compile", note)  # type: ignore[attr-defined]
+    key = QUERY.replace("q_proj", "k_proj")
+    second = {f"{key}.lora_A.weight": torch.ones(2, 8), f"{key}.lora_B.weight": torch.ones(4, 2)}
+    config = {"rank_pattern": dict.fromkeys(patterns, 2)}
+    read_adapter(write(tmp_path / "a", config, second), SITES, 8)
+    assert len(compiled) == 2 * len(patterns)
 
 
 def test_the_version_tells_files_apart(tmp_path: Path) -> None:

@@ -118,30 +118,44 @@ def _most_ways(pattern: str, length: int) -> float:
     return math.comb(length + repetitions, repetitions) * alternatives
 
 
-def rank_of(path: str, config: Mapping[str, Any], max_rank: int) -> int:
-    """The rank that the configuration states for a layer. Raises InvalidArgumentError if it is out
-    of bounds."""
-    rank = int(_stated_for(path, config.get("rank_pattern"), default=config["r"]))
-    if not 1 <= rank <= max_rank:
-        raise InvalidArgumentError.of(f"r of {path}", rank, f"from 1 to {max_rank}")
-    return rank
+class StatedValues:
+    """What a configuration states for each layer."""
 
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """``config`` has passed :func:`check_config`."""
+        self._config = config
+        # By pattern. Each is compiled once: ``re`` itself keeps only 512, and an adapter may have a
+        # pattern for each of its layers, which are thousands.
+        self._compiled: dict[str, re.Pattern[str]] = {}
 
-def alpha_of(path: str, config: Mapping[str, Any]) -> float:
-    """What the configuration states for a layer: its products are scaled by alpha / rank."""
-    return _stated_for(path, config.get("alpha_pattern"), default=config["lora_alpha"])
+    def rank_of(self, path: str, max_rank: int) -> int:
+        """The rank of a layer. Raises InvalidArgumentError if it is out of bounds."""
+        rank = int(self._stated_for(path, "rank_pattern", default=self._config["r"]))
+        if not 1 <= rank <= max_rank:
+            raise InvalidArgumentError.of(f"r of {path}", rank, f"from 1 to {max_rank}")
+        return rank
 
+    def alpha_of(self, path: str) -> float:
+        """The alpha of a layer: its products are scaled by alpha / rank."""
+        return self._stated_for(path, "alpha_pattern", default=self._config["lora_alpha"])
 
-def _stated_for(path: str, patterns: Mapping[str, float] | None, default: float) -> float:
-    """The value of the first pattern that matches the end of ``path``, or ``default`` if none does.
-    As in PEFT, a pattern is a regular expression for one or more whole parts of the path."""
-    if not patterns:  # the field may be absent or null
+    def _stated_for(self, path: str, field: str, default: float) -> float:
+        """The value of the first pattern that matches the end of ``path``, or ``default`` if none
+        does. As in PEFT, a pattern is a regular expression for one or more whole parts of the
+        path."""
+        patterns: Mapping[str, float] = self._config.get(field) or {}  # may be absent or null
+        for pattern, value in patterns.items():
+            if self._compile(pattern).match(path):
+                return value
         return default
-    for key, value in patterns.items():
-        try:
-            matches = re.match(rf"(.*\.)?({key})$", path)
-        except (re.error, OverflowError, RecursionError):  # such as a repetition of 10**10 times
-            raise InvalidArgumentError.of("a pattern", key, "a regular expression") from None
-        if matches:
-            return value
-    return default
+
+    def _compile(self, pattern: str) -> re.Pattern[str]:
+        compiled = self._compiled.get(pattern)
+        if compiled is None:
+            try:
+                compiled = re.compile(rf"(.*\.)?({pattern})$")
+            except (re.error, OverflowError, RecursionError):  # as of a repetition of 10**10 times
+                bound = "a regular expression"
+                raise InvalidArgumentError.of("a pattern", pattern, bound) from None
+            self._compiled[pattern] = compiled
+        return compiled

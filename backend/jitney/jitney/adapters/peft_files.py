@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from jitney.adapters.peft_config import alpha_of, check_config, check_patterns, rank_of
+from jitney.adapters.peft_config import StatedValues, check_config, check_patterns
 from jitney.errors import (
     CheckpointError,
     InvalidArgumentError,
@@ -140,11 +140,14 @@ def read_adapter(folder: Path, sites: Mapping[str, Site], max_rank: int) -> Adap
     digest = hashlib.sha256(config_bytes)
     digest.update(weights_bytes)
 
+    stated = StatedValues(config)
     factors = {}
     for path, found in _pairs_of_layers(tensors, sites).items():
-        rank = rank_of(path, config, max_rank)
+        rank = stated.rank_of(path, max_rank)
         pair = _check_pair(path, found, rank, sites[path])
-        factors[path] = _make_factors(path, pair, rank, config)
+        # Rank-stabilized LoRA (Kalajdzievski 2023) divides by the root of the rank.
+        divisor = math.sqrt(rank) if config.get("use_rslora") else rank
+        factors[path] = _make_factors(path, pair, stated.alpha_of(path), divisor)
     return AdapterFiles(digest.hexdigest(), factors)
 
 
@@ -175,8 +178,9 @@ def _check_header(
     pairs = _pairs_of_layers(shapes, sites)
     for field in ("rank_pattern", "alpha_pattern"):
         check_patterns(field, config.get(field) or {}, pairs)
+    stated = StatedValues(config)
     for path, found in pairs.items():
-        rank = rank_of(path, config, max_rank)
+        rank = stated.rank_of(path, max_rank)
         for each in _expected_pair(path, found, rank, sites[path]):
             _check_shape(each.name, each.found, each.shape)
     return size
@@ -335,12 +339,10 @@ def _check_shape(name: str, shape: tuple[int, ...] | None, expected: tuple[int, 
         raise InvalidArgumentError.of(f"the shape of {name}", shape, str(expected))
 
 
-def _make_factors(path: str, pair: _Pair, rank: int, config: Mapping[str, Any]) -> Factors:
-    """The factors of a pair. B is multiplied by the adapter's scale, and transposed as
-    :class:`Factors` has it. Raises InvalidArgumentError if that makes a value infinite."""
-    alpha = alpha_of(path, config)
-    # Rank-stabilized LoRA (Kalajdzievski 2023) divides by the root of the rank.
-    divisor = math.sqrt(rank) if config.get("use_rslora") else rank
+def _make_factors(path: str, pair: _Pair, alpha: float, divisor: float) -> Factors:
+    """The factors of a pair. B is multiplied by the adapter's scale, alpha / divisor, and
+    transposed as :class:`Factors` has it. Raises InvalidArgumentError if that makes a value
+    infinite."""
     scaled_b = pair.b.float() * (alpha / divisor)
     if not bool(torch.isfinite(scaled_b).all()):
         bound = "so small that lora_B times it stays finite in float32"

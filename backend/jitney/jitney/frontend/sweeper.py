@@ -15,8 +15,8 @@ SWEEP_SHARE = 0.05
 """Share of the time that sweeps take. A sweep asks the server about every open request, through the
 queue that responses take too. So the more requests are open, the rarer sweeps become."""
 RARE_SWEEP_S = 1.0
-"""But one sweep begins at most so many seconds after the one before. If that is too often for
-``SWEEP_SHARE``, sweeps take a larger share of the time."""
+"""But for the sake of ``SWEEP_SHARE``, no more than so many seconds lie between the begins of two
+sweeps. If that is too often for it, sweeps take a larger share of the time."""
 MOST_SWEEP_SHARE = 0.25
 """The largest share that sweeps ever take. If one in ``RARE_SWEEP_S`` seconds would take more, they
 do become rarer than that."""
