@@ -1,6 +1,6 @@
 """What the front knows of the work of an engine's process, by the messages that came last."""
 
-from jitney.engine.at_work import AtWork
+from jitney.engine.journal import AtWork
 from jitney.engine.wire import Making, RowOwner, StepBegun
 from jitney.messages import StepReport, StepStats
 

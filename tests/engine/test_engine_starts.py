@@ -91,7 +91,7 @@ def test_a_load_that_hangs_is_given_up_and_tried_again(make_front: Callable[...,
 def test_a_first_load_that_hangs_fails(hangs: str) -> None:
     loader = LOADER if hangs == "the engine" else "tests.engine.deadly_runner:hanging_loader"
     config = make_config({"model": "hangs", "load_watchdog_s": 1.0})
-    with pytest.raises(LoadError, match=r"does not get on .* for 1 s \(load_watchdog_s\)"):
+    with pytest.raises(LoadError, match=r"no progress in loading .* for 1 s \(load_watchdog_s\)"):
         SupervisedEngine(config, loader).start()
     assert not [command for command in child_commands() if loader in command]
 

@@ -12,6 +12,7 @@ from jitney.frontend import model
 from jitney.frontend.channel import Channel
 from jitney.frontend.metrics import ModelMetrics
 from jitney.frontend.service import Service
+from jitney.frontend.sweeper import Sweeper
 
 from tests.survival.arithmetic_runner import GATE, LOADER
 
@@ -20,7 +21,7 @@ FAULTS: dict[str, tuple[type, str]] = {
     "encode": (Service, "_make_reply"),
     "metrics": (ModelMetrics, "flush"),
     "responder": (ModelMetrics, "add_step"),
-    "sweeper": (Service, "_sweep"),
+    "sweeper": (Sweeper, "turn"),
 }
 """By thread, what raises once if a file of the thread's name lies there; the file goes."""
 

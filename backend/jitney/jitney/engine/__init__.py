@@ -19,8 +19,8 @@ The process that the engine lives in:
 
 - ``handle``: what a front asks of an engine, here or in a process of its own.
 - ``supervisor``: the handle that replaces an engine that died.
-- ``journal``: the open requests. ``blame``: which of them ends engines. ``at_work``: for which of
-  them the engine works now.
+- ``journal``: the open requests, and for which of them the engine works now. ``blame``: which of
+  them ends engines.
 - ``start_engine``: how an engine is started. ``load_watch``: whether its load makes progress.
 - ``fork_server``: the process from which engines are forked. It has imported torch and transformers
   already, so only the model is loaded anew. It never touches the device.

@@ -19,7 +19,7 @@ import msgspec
 from jitney.core.deadlines import Deadlines
 from jitney.core.outcome import final_event
 from jitney.engine.blame import PROOF_SAMPLES, Blame, Work
-from jitney.engine.wire import Making, RowOwner
+from jitney.engine.wire import Making, RowOwner, StepBegun
 from jitney.errors import DeadlineExceededError, InternalError, JitneyError
 from jitney.messages import (
     TERMINAL,
@@ -39,6 +39,48 @@ from jitney.messages import (
 
 MOST_GUILTY_GRAMMARS = 64
 """Most grammars that are remembered because they have ended engines: those found last."""
+
+
+class AtWork:
+    """What an engine's process is at work for, as far as its messages tell.
+
+    The supervisor owns one. If the process dies, the journal blames these requests for it. Unlike
+    the journal, it is used by the supervisor's thread alone, without a lock.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[RowOwner] = []
+        """Of the steps in flight, and of the step that is about to be launched."""
+        self._latest_rows: list[RowOwner] = []  # those of the step that was launched last
+        self._making: dict[int, Making] = {}  # by number
+
+    @property
+    def making(self) -> list[Making]:
+        """The resources that are being made, or looked for."""
+        return list(self._making.values())
+
+    def note_step(self, step: StepBegun) -> None:
+        """A step is about to be launched."""
+        self.rows = step.in_flight + step.new
+        self._latest_rows = step.new
+
+    def note_making(self, making: Making) -> None:
+        """A resource is about to be made, or this is over."""
+        if making.keys:
+            self._making[making.number] = making
+        else:
+            self._making.pop(making.number, None)
+
+    def note_report(self, report: StepReport) -> None:
+        """A call of ``Engine.step`` has ended. A step may be in flight after it: at most one, the
+        one that was launched last (see ``Steps.make``)."""
+        self.rows = self._latest_rows if report.stats.steps_in_flight else []
+
+    def clear(self) -> None:
+        """The process has ended."""
+        self.rows = []
+        self._latest_rows = []
+        self._making.clear()
 
 
 @dataclass(slots=True)

@@ -24,7 +24,6 @@ from dataclasses import replace
 import msgspec
 
 from jitney.config import EngineConfig
-from jitney.engine.at_work import AtWork
 from jitney.engine.engine import Outbox
 from jitney.engine.fork_server import (
     TICK_S,
@@ -36,7 +35,7 @@ from jitney.engine.fork_server import (
 )
 from jitney.engine.handle import Death, Health
 from jitney.engine.inbox import UNLOADED
-from jitney.engine.journal import Journal
+from jitney.engine.journal import AtWork, Journal
 from jitney.engine.start_engine import EngineStart, KilledError
 from jitney.engine.wire import Logged, Making, Ready, Start, StepBegun, Stop, ToFront
 from jitney.errors import UnavailableError
