@@ -6,9 +6,10 @@ from typing import Any
 import msgspec
 import pytest
 from jitney_gateway.answer_formats import formats_of_answer
+from jitney_gateway.client_fields import name_clients_field
 from jitney_gateway.formats import AnswerFormats
 from jitney_gateway.language import _CHAT_APIS
-from jitney_gateway.refusals import FieldError, name_clients_field
+from jitney_gateway.refusals import FieldError
 from jitney_gateway.server_request import request_of_token_ids
 from jitney_gateway.wire import ChatRequest, TokenizeRequest, decode
 

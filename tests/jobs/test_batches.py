@@ -108,7 +108,7 @@ BAD: list[tuple[Any, str | None, str]] = [
     (line("d", model="other"), "body.model", "body.model is 'other', but this batch is for 'm'"),
     (line("e", url="/v1/embeddings"), "url",
      "url is '/v1/embeddings', but this batch is for '/v1/completions'"),
-    (line("f", method="GET"), "method", "method: Invalid enum value 'GET'"),
+    (line("f", method="GET"), "method", "method is 'GET', but must be POST"),
     ({"custom_id": "g"}, "method", "method is missing"),
     (b"no JSON", None, "the body: JSON is malformed: invalid character"),
     (b'{"body": ' + b"[" * 3000 + b"]" * 3000 + b"}", None, "the body: maximum recursion depth"),
