@@ -46,6 +46,8 @@ def chat_input(
     parameters |= template_parameters or {}
     if continues:
         chat["continue_final_message"] = True
+        if parameters.get("add_generation_prompt") is False:
+            del parameters["add_generation_prompt"]  # it says the same, and may not be allowed
     if parameters:
         chat["chat_template_parameters"] = parameters
     return encoded("messages", chat)

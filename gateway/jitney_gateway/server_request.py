@@ -282,8 +282,8 @@ def request_of_token_ids(body: TokenizeRequest) -> ServerRequest:
             add_generation_prompt=body.add_generation_prompt,
         )
         return ServerRequest(model=body.model, inputs=inputs)
-    of_chats = (body.add_generation_prompt, body.continue_final_message)
-    if body.tools or body.chat_template_kwargs or of_chats != (None, None):
+    has_field_of_chats = body.add_generation_prompt is not None or body.continue_final_message
+    if body.tools or body.chat_template_kwargs or has_field_of_chats:
         others = "tools, chat_template_kwargs, add_generation_prompt and continue_final_message"
         raise FieldError("prompt", f"prompt goes without {others}, which belong to messages")
     inputs["text_input"] = encoded("prompt", body.prompt)

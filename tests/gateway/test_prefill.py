@@ -36,8 +36,7 @@ def chat_of(path: str, more: dict[str, Any], **options: Any) -> Any:
 )
 def test_the_last_message_is_continued(path: str, more: dict[str, Any]) -> None:
     chat = chat_of(path, more)
-    assert chat["messages"] == [USER, SAID]
-    assert chat["continue_final_message"] is True
+    assert chat == {"messages": [USER, SAID], "continue_final_message": True}
 
 
 def test_without_the_field_a_chat_gets_a_new_message() -> None:

@@ -274,7 +274,8 @@ def test_tokenize_takes_a_prompt_or_a_chat() -> None:
             decode(json.dumps({"model": "m", **body}).encode(), TokenizeRequest)
         )
 
-    assert asked(prompt="a").inputs == {"text_input": b"a", "task": b"tokenize"}
+    for more in ({}, {"continue_final_message": False}):
+        assert asked(prompt="a", **more).inputs == {"text_input": b"a", "task": b"tokenize"}
     chat = asked(messages=[USER], tools=[TOOL], add_generation_prompt=False)
     assert json.loads(chat.inputs["messages"])["tools"] == [TOOL]  # type: ignore[arg-type]
     for body in ({}, {"prompt": "a", "messages": [USER]}, {"prompt": "a", "tools": [TOOL]}):

@@ -80,6 +80,13 @@ def test_a_message_is_continued_as_transformers_does(
     assert wanted.endswith(content.strip() if name == "trimmed" else content)
 
 
+def test_a_template_that_trims_a_message_of_space_keeps_the_space_before_it() -> None:
+    source = "{% for m in messages %}{{ m.role }}:\n {{ m.content | trim }};{% endfor %}"
+    for content, end in ((" \n", ""), (" So: \n", "So:")):
+        chat = [{"role": "assistant", "content": content}]
+        assert ChatTemplate(source, {}).render(chat, {}, continues=True) == f"assistant:\n {end}"
+
+
 @pytest.mark.parametrize(
     "source",
     ["{{ messages[0].content }}", "{% for m in messages %}{{ m.content[-30:] }}{% endfor %}"],

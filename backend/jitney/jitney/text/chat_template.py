@@ -99,12 +99,16 @@ def _up_to_mark(text: str, marked: str) -> str:
     have removed the space at the end of each message: then it is removed here, too. Raises
     InvalidArgumentError if a part of the message is not in the text."""
     end = text.rfind(_CONTINUED.rstrip())
-    if end < 0 or marked.removesuffix(_CONTINUED).strip() not in text:
+    words = marked.removesuffix(_CONTINUED).strip()
+    if end < 0 or words not in text:
         raise InvalidArgumentError(
             "messages: the last one cannot be continued: the chat template leaves a part of it out"
         )
     before = text[:end]
-    return before if text.startswith(_CONTINUED, end) else before.rstrip()
+    is_kept = text.startswith(_CONTINUED, end)
+    if is_kept or not words:  # without words, the space before the mark is the template's own
+        return before
+    return before.rstrip()
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
