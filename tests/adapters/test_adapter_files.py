@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 SITES = {f"model.layers.0.self_attn.{n}_proj": Site(8, 6 if n == "q" else 4) for n in "qkv"}
 QUERY = "base_model.model.model.layers.0.self_attn.q_proj"
+LAYERS = "|".join(map(str, range(80)))
 GOOD = {"peft_type": "LORA", "r": 2, "lora_alpha": 3, "bias": "none", "use_dora": False}
 
 
@@ -39,6 +40,7 @@ def write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]
         ({"alpha_pattern": {"k_proj": 8, r"layers\.\d\.self_attn\.q_proj": 6}}, 3.0),
         ({"r": 9, "rank_pattern": {"q_proj": 2}}, 1.5),
         ({"r": 9, "rank_pattern": {r".*layers\.(0|1|2)\..*_attn.*(q|v)_proj": 2}}, 1.5),
+        ({"r": 9, "rank_pattern": {rf".*layers\.({LAYERS})\..*_attn.*(?:q|v)_proj": 2}}, 1.5),
     ],
 )
 def test_factors_carry_the_scale(tmp_path: Path, config: dict[str, Any], scale: float) -> None:

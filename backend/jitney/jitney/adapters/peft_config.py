@@ -6,7 +6,7 @@ A field that changes the result in a way that Jitney does not compute is refused
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 from jitney.errors import InvalidArgumentError
@@ -21,6 +21,8 @@ _MOST_WAYS_IN_ALL = 1_000_000_000
 """The same for all patterns and paths together."""
 _MOST_PARTS = 20
 """Most repetitions, and most groups, of a pattern whose ways are counted. More are too many."""
+_WORDS = re.compile(r"\((?:\?:)?([\w|-]+)\)")
+"""A group whose alternatives are plain words, such as ``(q|v)``."""
 _POSITIVE = f"a number above 0 and at most {_LARGEST:g}"
 _WHOLE = f"a whole number above 0 and at most {_LARGEST:g}"
 
@@ -107,15 +109,39 @@ def _most_ways(pattern: str, length: int) -> float:
     """How many ways there are at most to match a pattern with a path of that length: those to share
     the path out among the repetitions (one is ``(.*\\.)?``), times those to choose an alternative
     in each group. A repeated group may have far more."""
-    plain = re.sub(r"\\.", "x", pattern)
+    plain = re.sub(r"\\.", ".", pattern)  # an escaped character is one that is no letter here
+    plain = re.sub(r"\[\^?\]?[^]]*\]", ".", plain)  # and so is a class
     if re.search(r"\)[*+{]", plain):
         return math.inf
     repetitions = 1 + len(re.findall(r"[*+{]|(?<!\()\?", plain))
-    groups = plain.count("(") + 1
-    if repetitions > _MOST_PARTS or groups > _MOST_PARTS:
+    if repetitions > _MOST_PARTS or plain.count("(") > _MOST_PARTS:
         return math.inf
-    alternatives = (1 + plain.count("|") / groups) ** groups
+    alternatives = 1
+    for words in _WORDS.findall(plain):
+        alternatives *= _most_at_one_place(words.split("|"))
+    alternatives *= _most_choices(_WORDS.sub(".", plain))
     return math.comb(length + repetitions, repetitions) * alternatives
+
+
+def _most_at_one_place(words: Sequence[str]) -> int:
+    """How many of these words can stand at the same place of a path: they begin one another, such
+    as ``1`` and ``12``."""
+    return max(sum(word.startswith(other) for other in words) for word in words)
+
+
+def _most_choices(plain: str) -> int:
+    """In how many ways the alternatives of all groups can be chosen at most, and those of the
+    pattern itself. Brackets that do not match count as if they did."""
+    choices = 1
+    open_groups = [1]
+    for character in plain:
+        if character == "|":
+            open_groups[-1] += 1
+        elif character == "(":
+            open_groups.append(1)
+        elif character == ")" and len(open_groups) > 1:
+            choices *= open_groups.pop()
+    return choices * math.prod(open_groups)
 
 
 class StatedValues:
