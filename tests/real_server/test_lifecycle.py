@@ -119,6 +119,19 @@ def cut(server: TritonServer, supervisor: Supervisor, victim: psutil.Process) ->
     return reading.result()
 
 
+MODEL_AGAIN = "model good is loaded again"
+SERVER_AGAIN = "the server is ready again"
+
+
+def is_served_again(said: list[str]) -> bool:
+    """Whether the supervisor has repaired what a killed stub left.
+
+    As a rule that is the model alone. But this server (2.51) ends now and then with the stub: if
+    the stub held a lock in the memory that they share, ``boost::interprocess::lock_exception`` ends
+    the server."""
+    return any(MODEL_AGAIN in line or SERVER_AGAIN in line for line in said)
+
+
 def answers(server: TritonServer) -> bool:
     """Over HTTP, on a connection of its own."""
     try:
@@ -136,20 +149,20 @@ def test_a_killed_stub_and_a_killed_server(
     shutil.rmtree(repository / "missing")  # else each start imports what it needs, for nothing
     said: list[str] = []
     supervisor = Supervisor(server, said.append)
-
-    def wait_until_said(text: str) -> None:
-        wait_until(lambda: supervisor.turn() or any(text in line for line in said), START_S)
-        wait_until(lambda: answers(server), START_S)
-
     process = psutil.Process(server.pid)
     (stub,) = [each for each in process.children() if model_of(each) == "good"]
     assert cut(server, supervisor, stub) < 30
-    wait_until_said("model good is loaded again")
-    assert server.pid == process.pid, "only the model was loaded"
+    wait_until(lambda: supervisor.turn() or is_served_again(said), START_S)
+    wait_until(lambda: answers(server), START_S)
+    if not any(SERVER_AGAIN in line for line in said):
+        assert server.pid == process.pid, "only the model was loaded"
+    said.clear()
+    process = psutil.Process(server.pid)
     assert metric(server.metrics_url, "jitney_engine_up") == 1
     (name,) = re.findall(r"shm-region-prefix-name=(\S+)", " ".join(process.cmdline()))
     assert cut(server, supervisor, process) < 30
-    wait_until_said("the server is ready again")
+    wait_until(lambda: supervisor.turn() or any(SERVER_AGAIN in line for line in said), START_S)
+    wait_until(lambda: answers(server), START_S)
     assert not list(Path("/dev/shm").glob(f"{name}*"))
 
 
@@ -159,7 +172,12 @@ def test_nobody_waits_over_http_for_a_killed_stub(
     """Whether a response has come or not. The server itself would never end these requests, nor
     read that their clients have gone. What was cut off does not look whole."""
     said: list[str] = []
-    supervisor = Supervisor(server, said.append)
+
+    def say(text: str) -> None:
+        print(text)  # pytest shows it if the test fails
+        said.append(text)
+
+    supervisor = Supervisor(server, say)
     process = psutil.Process(server.pid)
     (stub,) = [each for each in process.children() if model_of(each) == "good"]
     begun = threading.Event()
@@ -174,8 +192,10 @@ def test_nobody_waits_over_http_for_a_killed_stub(
     assert max(end.at - killed for end in ends) < 30  # within 5 s on a machine that is not busy
     assert [end.last for end in ends if b'"finish_reason":"length"' in end.last] == []
     assert any(b'"finish_reason":"None"' in end.last for end in ends)
-    assert psutil.CONN_CLOSE_WAIT not in [each.status for each in process.net_connections("tcp")]
-    wait_until(lambda: supervisor.turn() or "good is loaded again" in " ".join(said), START_S)
+    with contextlib.suppress(psutil.NoSuchProcess):  # see is_served_again()
+        connections = process.net_connections("tcp")
+        assert psutil.CONN_CLOSE_WAIT not in [each.status for each in connections]
+    wait_until(lambda: supervisor.turn() or is_served_again(said), START_S)
     wait_until(lambda: answers(server), START_S)
 
 
