@@ -189,6 +189,7 @@ def test_a_head(tmp_path, monkeypatch, more: dict[str, object]) -> None:
     asked, compiled = submits(), compiled_by(compiler)
     off = Run(config, runner, compiled.__getitem__, asked)
     follow, proposals = runner._draft.follow, []
+    elsewhere = []  # asserted at the end: an exception here would only cost the step its drafts
 
     def watch(batch, meta, outputs) -> None:
         drawn_at.clear()
@@ -199,10 +200,12 @@ def test_a_head(tmp_path, monkeypatch, more: dict[str, object]) -> None:
                 known = row.prompt + row.output + _added_tokens(row, output)
                 proposals.append((row.params, known, output.proposal))
                 places.extend(range(len(known), len(known) + len(output.proposal)))
-        assert sorted(drawn_at) == sorted(places), "drawn as for another position"
+        if sorted(drawn_at) != sorted(places):
+            elsewhere.append((sorted(drawn_at), sorted(places)))
 
     runner._draft.follow = watch
     on = Run(speculates, runner, compiled.__getitem__, asked, eager=True)
+    assert elsewhere == [], "drawn as for another position"
     assert on.drafted > 300
     if not more:
         assert on.bits == off.bits
