@@ -9,7 +9,7 @@ Before the fork nothing of ours may start a thread or touch a device. (NumPy's O
 by then. It takes care of them in a fork.)
 
 The fork server ends when the other end of FD closes, an engine when the other end of its socket
-does. So whoever kills the front ends them too.
+does. So a kill of the front ends them too.
 """
 
 import contextlib
