@@ -5,7 +5,7 @@
 
 import json
 import keyword
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jitney.errors import InvalidArgumentError
@@ -30,7 +30,7 @@ from jitney_gateway.schema_alternatives import (
 )
 from jitney_gateway.string_rules import lark_of_string, with_known_formats
 from jitney_gateway.tagged_arguments import END_OF_VALUE
-from jitney_gateway.tagged_value import is_surely_text, may_be_null
+from jitney_gateway.tagged_value import is_surely_text, lists_without_type, may_be_null
 from jitney_gateway.value_grammar import ValueRules, argument_list
 
 _COMMA = json.dumps(", ")
@@ -283,11 +283,20 @@ def _tagged_value(name: str, schema: Any, whole: Mapping[str, Any]) -> _TaggedVa
             return _TaggedValue(rule=_TEXT_RULE)
         texts.append(text)
     terminal = f"({' | '.join(texts)}) {_LAST_TAG}"
-    if listed_texts(alternatives) is None:
-        # The parser reads every value as text, so there is no JSON beside it.
+    others = _read_as_json(schema, alternatives)
+    if not others:
         return _TaggedValue(terminal=terminal)
-    others = {"anyOf": others_than_strings(alternatives)}
     return _TaggedValue(
-        rule=f"{json_part(others, whole)} {_LAST_TAG}",
+        rule=f"{json_part({'anyOf': others}, whole)} {_LAST_TAG}",
         terminal=terminal,
     )
+
+
+def _read_as_json(schema: Any, alternatives: Sequence[Alternative]) -> list[Any]:
+    """Schemas of the values that the parser reads as JSON, where it reads others as text."""
+    if lists_without_type(schema):
+        values = [each for each in schema["enum"] if not isinstance(each, str | None)]
+        return [{"enum": values}] if values else []
+    if listed_texts(alternatives) is None:
+        return []  # every value is text
+    return others_than_strings(alternatives)

@@ -54,6 +54,11 @@ VALUES = {
     ),
     "types": ({"type": ["string", "null"], "maxLength": 2}, ["ab", "null"], ["abc"]),
     "an enum of several types": ({"enum": ["a", 'é/"😀', None]}, ["a", 'é/"😀', "null"], ["b"]),
+    "an enum of words and numbers": (
+        {"enum": ["auto", 5, True, [1]]},
+        ["auto", "5", "true", "[1]"],
+        ["6", '"auto"', "null", "false"],
+    ),
     "const": ({"const": "a"}, ["a"], ["b", "null", '"a"']),
     "const that is no string": ({"const": 5}, ["5"], ["6"]),
     "pattern": (
