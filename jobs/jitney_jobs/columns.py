@@ -119,7 +119,14 @@ def taken(batch: pa.RecordBatch, rows: Sequence[int]) -> pa.RecordBatch:
     """Some rows. All of them, in their order, are the batch itself."""
     if len(rows) == len(batch) and all(map(int.__eq__, rows, range(len(rows)))):
         return batch
+    if not batch.num_columns:
+        return without_columns(len(rows))
     return batch.take(pa.array(rows, pa.int64()))
+
+
+def without_columns(row_count: int) -> pa.RecordBatch:
+    """Rows that have no columns."""
+    return pa.RecordBatch.from_struct_array(pa.array([{}] * row_count, pa.struct([])))
 
 
 # ------------------------------------------------------------------ to Python
@@ -175,8 +182,8 @@ def of_values(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> Columns:
 
 
 def _batch_of(arrays: list[pa.Array], schema: pa.Schema, row_count: int) -> pa.RecordBatch:
-    if not arrays:  # a batch without columns has no rows
-        return pa.RecordBatch.from_struct_array(pa.array([{}] * row_count, pa.struct([])))
+    if not arrays:  # `from_arrays` would make a batch without rows
+        return without_columns(row_count)
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 

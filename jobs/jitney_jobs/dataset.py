@@ -18,7 +18,7 @@ from typing import Any
 from jitney.errors import InvalidArgumentError, JitneyError
 
 from jitney_jobs.arrow import pa, pafs
-from jitney_jobs.columns import in_schema, taken
+from jitney_jobs.columns import in_schema, taken, without_columns
 from jitney_jobs.file_batches import (
     READ_ERRORS,
     Batch,
@@ -30,7 +30,6 @@ from jitney_jobs.file_batches import (
     parquet_batches,
     parquet_schema,
     path_batches,
-    rows_without_columns,
 )
 from jitney_jobs.input_files import FolderColumns, common_format, find_files, format_of
 from jitney_jobs.job import Job
@@ -228,7 +227,7 @@ class Dataset:
             data = self._in_schema(data, further, unreadable)
             further = {}
         if len(left) < count:
-            data = taken(data, left) if data.num_columns else rows_without_columns(len(left))
+            data = taken(data, left)
         places = {i: number for number, i in enumerate(left)}
         return Chunk(
             file=index,
@@ -254,7 +253,7 @@ class Dataset:
             chosen = [field for field in schema if field.name in self._columns]
             schema = pa.schema(chosen, schema.metadata)
         if not schema.names:
-            return rows_without_columns(data.num_rows)
+            return without_columns(data.num_rows)
         for name, value in further.items():
             kind = self._folders.schema.field(name).type
             array = pa.repeat(pa.scalar(value, kind), data.num_rows)

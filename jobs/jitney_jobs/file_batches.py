@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 from jitney.errors import InvalidArgumentError
 
 from jitney_jobs.arrow import pa, pq
-from jitney_jobs.columns import compact, without_views
+from jitney_jobs.columns import compact, without_columns, without_views
 from jitney_jobs.csv_records import CsvRecord, csv_records
 from jitney_jobs.input_files import compression_of
 from jitney_jobs.journal import InputFile, Ranges
@@ -79,7 +79,7 @@ def parquet_batches(
             first = end_of_group
             continue
         if not chosen:
-            yield from _rows_without_columns(first, end_of_group, total, size)
+            yield from _without_columns(first, end_of_group, total, size)
             first = end_of_group
             continue
         batch_size = _batch_rows(size, row_count, _bytes_of_group(parquet, group, chosen))
@@ -90,15 +90,11 @@ def parquet_batches(
             first = end
 
 
-def _rows_without_columns(first: int, end: int, total: int, size: int) -> Iterator[Batch]:
+def _without_columns(first: int, end: int, total: int, size: int) -> Iterator[Batch]:
     """For a job that reads no column of this file."""
     for start in range(first, end, size):
         stop = min(end, start + size)
-        yield Batch(start, stop, rows_without_columns(stop - start), stop / total)
-
-
-def rows_without_columns(count: int) -> pa.RecordBatch:
-    return pa.RecordBatch.from_struct_array(pa.array([{}] * count, pa.struct([])))
+        yield Batch(start, stop, without_columns(stop - start), stop / total)
 
 
 def _bytes_of_group(parquet: pq.ParquetFile, group: int, columns: Sequence[str]) -> int:
@@ -144,7 +140,7 @@ def arrow_batches(
     first = 0
     for whole in _record_batches(reader):
         share = raw.tell() / max(1, file.size)
-        of_columns = whole.select(chosen) if chosen else rows_without_columns(len(whole))
+        of_columns = whole.select(chosen) if chosen else without_columns(len(whole))
         batch_size = _batch_rows(size, len(whole), of_columns.nbytes)
         for start in range(0, len(whole), batch_size):
             data = without_views(of_columns.slice(start, batch_size))

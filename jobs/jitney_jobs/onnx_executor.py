@@ -194,7 +194,7 @@ class OnnxExecutor:
         ended = []
         for piece, block, answer in zip(pieces, blocks, answers, strict=True):
             if not isinstance(answer, JitneyError):
-                ended.append(piece._replace(arrays=answer))
+                ended.append(piece._replace(arrays=_on_host(answer)))
             elif piece.row_count == 1:
                 ended.append(piece._replace(arrays=None, error=answer))
             else:
@@ -210,7 +210,7 @@ class OnnxExecutor:
             if isinstance(answer, JitneyError):
                 rows.append(_Slice(piece.held, 1, None, answer))
             else:
-                rows.append(_Slice(piece.held, 1, answer))
+                rows.append(_Slice(piece.held, 1, _on_host(answer)))
         return rows
 
     def _request_of(self, block: Arrays) -> ModelRequest:
@@ -278,6 +278,11 @@ def _result_of(pieces: list[_Slice]) -> BlockResult:
     if len(good) == 1:
         return BlockResult(good[0], errors)
     return BlockResult(_joined_results(good), errors)
+
+
+def _on_host(answer: BatchArrays) -> Arrays:
+    """An answer of arrays: inputs on the host have outputs there."""
+    return {name: array for name, array in answer.items() if isinstance(array, np.ndarray)}
 
 
 def _joined_results(parts: list[Arrays]) -> Arrays:

@@ -250,7 +250,9 @@ class Output:
         of the input, however long they take, so that the columns do not depend on the time."""
         if self._known is not None:
             return True
-        return len(_sample(part)) >= _SAMPLE_ROWS or _result_bytes(part) >= _SAMPLE_BYTES
+        row_count = sum(len(ended.results) for ended in part)
+        nbytes = sum(ended.result_bytes for ended in part)
+        return row_count >= _SAMPLE_ROWS or nbytes >= _SAMPLE_BYTES
 
     def _learn_columns(self, part: Sequence[Ended]) -> None:
         """Have the first results of ``map`` set the types of its columns."""
@@ -377,10 +379,6 @@ def _sample(part: Sequence[Ended]) -> list[RowValues]:
             else:
                 rows.append(result)
     return rows
-
-
-def _result_bytes(part: Sequence[Ended]) -> int:
-    return sum(ended.result_bytes for ended in part)
 
 
 def _blocks(part: Sequence[Ended]) -> Iterator[Block]:

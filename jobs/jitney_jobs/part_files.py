@@ -68,7 +68,7 @@ class LinesWriter:
     def __init__(self, keep: Sequence[str] | None, non_finite: NonFinite) -> None:
         self._keep = keep
         self._non_finite = non_finite
-        self._lines: list[bytes] = []
+        self._sink = pa.BufferOutputStream()
 
     def add(self, block: Block) -> Errors:
         errors: Errors = {}
@@ -78,7 +78,9 @@ class LinesWriter:
             try:
                 row = self._object(given[index])
                 result = self._object(results[index])
-                self._lines.append(joined(row, result) + b"\n")
+                line = joined(row, result)
+                self._sink.write(line)
+                self._sink.write(b"\n")
             except Exception as error:  # a value may be anything
                 errors[index] = reason(error)
         return errors
@@ -146,7 +148,8 @@ class LinesWriter:
             return error
 
     def files(self) -> dict[str, bytes | pa.Buffer]:
-        return {"part-{}.jsonl": b"".join(self._lines)} if self._lines else {}
+        data = self._sink.getvalue()
+        return {"part-{}.jsonl": data} if data.size else {}
 
 
 def _exact_times(array: pa.Array) -> pa.Array:
@@ -178,8 +181,12 @@ def _exact_times(array: pa.Array) -> pa.Array:
 # ------------------------------------------------------------------ tables
 
 
-class _File(Protocol):
+class TableFile(Protocol):
     """A file that is written batch by batch."""
+
+    suffix: str
+
+    def __init__(self, schema: pa.Schema) -> None: ...
 
     def write(self, batch: pa.RecordBatch) -> None: ...
 
@@ -190,11 +197,11 @@ class TableWriter:
     """Parquet or CSV, with the columns of ``schema``; a file for each value of the columns
     ``partition_by``, which are not in the file."""
 
-    def __init__(self, schema: pa.Schema, file_type: "type[_File]", partition_by: Sequence[str]):
+    def __init__(self, schema: pa.Schema, file_type: type[TableFile], partition_by: Sequence[str]):
         self._schema = schema
         self._file_type = file_type
         self._partition_by = partition_by
-        self._files: dict[str, _File] = {}
+        self._files: dict[str, TableFile] = {}
         """By their folder, which is the part's own without ``partition_by``."""
 
     def add(self, block: Block) -> Errors:

@@ -11,8 +11,11 @@ Each stage is ahead of the next one within a bound, so memory does not depend on
 """
 
 import os
+import queue
+import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -25,11 +28,24 @@ from jitney_jobs.gathering import Gathering
 from jitney_jobs.job import Job
 from jitney_jobs.journal import FileRows, JobJournal
 from jitney_jobs.output import Ended, Output
-from jitney_jobs.prepare import MADE_BYTES, Item, Prepared, Workers, in_background, make_task
+from jitney_jobs.prepare import (
+    MADE_BYTES,
+    Item,
+    Prepared,
+    Task,
+    Workers,
+    make_task,
+    settle,
+)
 from jitney_jobs.rows import Chunk, RowId
+from jitney_jobs.tensors import Tensors
 
 _POLL_S = 0.2
 """Longest wait for a chunk, in seconds: then the job's thread looks at signals again."""
+_ROWS = 256
+"""Most rows of a chunk."""
+_ROWS_OF_COLUMNS = 1024
+"""The same for rows that are not looked at one by one, but taken as columns."""
 _IN_FLIGHT_BYTES = 128 << 20
 """The bound of :class:`Budget`."""
 _FIRST_CHUNKS = 2
@@ -129,6 +145,53 @@ class _Read(NamedTuple):
     seconds: float
 
 
+def _chunk_rows(job: Job, task: Task, dataset: Dataset) -> int:
+    """Rows that are read and prepared together, if they are small."""
+    are_columns = isinstance(task, Tensors) and task.takes_columns(dataset.schema)
+    most = _ROWS_OF_COLUMNS if are_columns else _ROWS
+    return max(1, min(most, job.in_flight // 8))
+
+
+def _worker_count(task: Task, dataset: Dataset) -> int:
+    """Half of the cores. But columns of numbers are only cast, which a thread of this process does
+    in less time than it takes to send them to another."""
+    if isinstance(task, Tensors) and task.takes_columns(dataset.schema):
+        return 0
+    return max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+class _Reader:
+    """A thread that reads chunks, one each time it is asked. It lives as long as the process: if a
+    read hangs, the process can end nevertheless."""
+
+    def __init__(self, chunks: Iterator[Chunk | FileRows]) -> None:
+        self._chunks = chunks
+        self._calls: queue.SimpleQueue[Future[_Read] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def read(self) -> Future[_Read]:
+        """The next chunk, or the number of rows of a file that has ended."""
+        future: Future[_Read] = Future()
+        self._calls.put(future)
+        return future
+
+    def close(self) -> None:
+        """End the thread once it has read what it was asked for."""
+        self._calls.put(None)
+
+    def _work(self) -> None:
+        while True:
+            future = self._calls.get()
+            if future is None:
+                return
+            settle(future, self._read_next)
+
+    def _read_next(self) -> _Read:
+        began = time.monotonic()
+        entry = next(self._chunks, None)
+        return _Read(entry, time.monotonic() - began)
+
+
 class Pipeline(Gathering):
     """A run on this machine. Owns every row between the input and the journal."""
 
@@ -147,8 +210,9 @@ class Pipeline(Gathering):
         task = make_task(context)
         super().__init__(job, journal, output, task)
         dataset.set_schema(dataset.schema, output.columns_to_read(task.columns))
-        cores = len(os.sched_getaffinity(0))
-        workers = max(1, cores // 2) if job.workers is None else job.workers
+        workers = job.workers
+        if workers is None:
+            workers = _worker_count(task, dataset)
         self._workers = Workers(context, workers, task.columns)
         closing.callback(self._workers.close)
         self._workers_cpu_s = 0.0
@@ -156,9 +220,10 @@ class Pipeline(Gathering):
         self._feeder = Feeder(self._executor, job.retries)
         self._next_item = 0
         """The key of the next item."""
-        chunk_rows = max(1, min(256, job.in_flight // 8))
+        chunk_rows = _chunk_rows(job, task, dataset)
         self._budget = Budget(job.in_flight, chunk_rows)
-        self._chunks = dataset.chunks(journal.record, chunk_rows)
+        self._reader = _Reader(dataset.chunks(journal.record, chunk_rows))
+        closing.callback(self._reader.close)
         self._reading: Future[_Read] | None = None
         self._input_ended = False
         self._preparing: deque[Future[Prepared]] = deque()
@@ -197,7 +262,7 @@ class Pipeline(Gathering):
             if self._reading is None:
                 if not self._budget.may_read(len(self._preparing)):
                     return
-                self._reading = in_background(self._read_next)
+                self._reading = self._reader.read()
             if not self._reading.done():
                 return
             read = self._reading.result()
@@ -212,12 +277,6 @@ class Pipeline(Gathering):
                 self._note(read.entry)
             else:
                 self._input_ended = True
-
-    def _read_next(self) -> _Read:
-        """In the reader's thread."""
-        began = time.monotonic()
-        entry = next(self._chunks, None)
-        return _Read(entry, time.monotonic() - began)
 
     def _feed_prepared(self) -> None:
         """Give the feeder what is prepared, until half of ``in_flight`` rows wait there, or until

@@ -110,10 +110,13 @@ class Context(msgspec.Struct, frozen=True):
 class Task(Protocol):
     """What is done with each row."""
 
-    fields: pa.Schema | None
-    """The result's columns. None if they are known only once there are rows."""
-    columns: Sequence[str] | None
-    """The columns of the input that it reads. None: all."""
+    @property
+    def fields(self) -> pa.Schema | None:
+        """The result's columns. None if they are known only once there are rows."""
+
+    @property
+    def columns(self) -> Sequence[str] | None:
+        """The columns of the input that it reads. None: all."""
 
     def prepare(self, row: RowValues) -> Any:
         """What the executor takes. Raises for a bad row, UnavailableError if the storage fails."""

@@ -181,6 +181,10 @@ def status_of(record: Record, job: Job) -> str:
         f"rows    {written + failed:,}{total}: {written:,} written, {failed:,} bad",
         f"parts   {len(record.parts):,}",
     ]
+    non_finite = int(_total(record, "non_finite"))
+    if non_finite:
+        became = "texts" if job.non_finite == "text" else "null"
+        lines.append(f"values  {non_finite:,} were NaN or infinite: they are {became} in JSON")
     if figures:
         lines.append(f"last    {clock_text(figures['at'])}")
         lines.append(f"cost    {_rate(record)}; {_cost(record)}")

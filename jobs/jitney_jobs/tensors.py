@@ -88,6 +88,16 @@ class Tensors:
             arrays[info.name] = shaped.astype(NUMPY_TYPES[info.data_type], copy=False)
         return arrays
 
+    def takes_columns(self, schema: pa.Schema | None) -> bool:
+        """Whether rows of these columns are numbers as :meth:`prepare_columns` takes them."""
+        if schema is None or self._tokenizer is not None:
+            return False
+        for info in self._inputs:
+            name = self._job.column if len(self._inputs) == 1 else info.name
+            if name not in schema.names or not _is_of_numbers(schema.field(name).type):
+                return False
+        return True
+
     def _tokens(self, text: Any) -> Arrays:
         if not isinstance(text, str):
             raise InvalidArgumentError.of(self._job.column, text, "a text")
@@ -196,6 +206,12 @@ class Tensors:
         return self._labels[index]
 
 
+def _is_of_numbers(kind: pa.DataType) -> bool:
+    if is_list(kind):
+        return _is_of_numbers(kind.value_type)
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind)
+
+
 def _numbers(column: pa.Array, count: int) -> np.ndarray | None:
     """Rows of so many numbers each. None if a row has not so many, or a null."""
     types = pa.types
@@ -208,8 +224,7 @@ def _numbers(column: pa.Array, count: int) -> np.ndarray | None:
             if len(column) and (pc.min(lengths).as_py(), pc.max(lengths).as_py()) != (count, count):
                 return None
         column = column.flatten()
-    is_number = types.is_integer(column.type) or types.is_floating(column.type)
-    if not is_number or column.null_count or len(column) != row_count * count:
+    if not _is_of_numbers(column.type) or column.null_count or len(column) != row_count * count:
         return None
     return column.to_numpy(zero_copy_only=False)
 
