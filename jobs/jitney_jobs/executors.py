@@ -205,7 +205,8 @@ def load(job: Job) -> tuple[Executor, Context]:
         return EngineExecutor(llm), Context(job, language_model)
     executor = OnnxExecutor(job)
     tokenizer = job.tokenizer or _tokenizer_of(model)
-    return executor, Context(job, signature=executor.signature, tokenizer=tokenizer)
+    signature = executor.signature
+    return executor, Context(job, signature=signature, tokenizer=tokenizer, takes_blocks=True)
 
 
 def _load_triton_model(job: Job) -> tuple[Executor, Context]:

@@ -6,6 +6,7 @@ column. The same tasks serve an exported model here and a model on a server.
 
 import io
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from jitney_server.standins.batch import NUMPY_TYPES
 from jitney_server.standins.signature import Signature, TensorInfo
 from tokenizers import Tokenizer
 
-from jitney_jobs.arrow import pa
+from jitney_jobs.arrow import pa, pc
+from jitney_jobs.columns import Columns
 from jitney_jobs.job import Job
-from jitney_jobs.rows import RowValues, column_of
+from jitney_jobs.rows import RowValues, column_of, columns_named
+from jitney_jobs.schemas import is_list
 from jitney_jobs.storage import Storage
 
 Arrays = dict[str, np.ndarray]
@@ -49,6 +52,10 @@ class Tensors:
             "score": {"score": pa.float64()},
         }
         self.fields = pa.schema(kinds[job.task])
+        named = [job.column, "path"]
+        if len(self._inputs) > 1 and self._tokenizer is None:
+            named = [info.name for info in self._inputs]
+        self.columns = columns_named(named)
 
     # ------------------------------------------------------------------ row to tensors
 
@@ -63,6 +70,33 @@ class Tensors:
             return {info.name: self._array(info, column_of(row, column))}
         # Each input has a column of its name.
         return {info.name: self._array(info, column_of(row, info.name)) for info in self._inputs}
+
+    def prepare_columns(self, data: pa.RecordBatch) -> Arrays | None:
+        """Rows whose columns are numbers, all of them together: arrays whose first dimension is the
+        rows. None if a row has to be looked at by itself."""
+        if self._tokenizer is not None:
+            return None
+        arrays: Arrays = {}
+        for info in self._inputs:
+            name = self._job.column if len(self._inputs) == 1 else info.name
+            if name not in data.schema.names or min(info.dims, default=1) < 1:
+                return None
+            array = _numbers(data.column(name), math.prod(info.dims))
+            if array is None or info.data_type == "TYPE_STRING":
+                return None
+            shaped = array.reshape(len(data), *info.dims)
+            arrays[info.name] = shaped.astype(NUMPY_TYPES[info.data_type], copy=False)
+        return arrays
+
+    def takes_columns(self, schema: pa.Schema | None) -> bool:
+        """Whether rows of these columns are numbers as :meth:`prepare_columns` takes them."""
+        if schema is None or self._tokenizer is not None:
+            return False
+        for info in self._inputs:
+            name = self._job.column if len(self._inputs) == 1 else info.name
+            if name not in schema.names or not _is_of_numbers(schema.field(name).type):
+                return False
+        return True
 
     def _tokens(self, text: Any) -> Arrays:
         if not isinstance(text, str):
@@ -117,20 +151,50 @@ class Tensors:
     # ------------------------------------------------------------------ tensors to columns
 
     def finish(self, row: RowValues, result: Arrays) -> RowValues:
-        values = result[self._output].ravel()
+        """Of one row."""
+        of_rows = {name: array[None] for name, array in result.items()}
+        found = self.finish_columns(of_rows)
+        for error in found.errors.values():
+            raise InvalidArgumentError(error)
+        (columns,) = found.data.to_pylist()
+        return columns
+
+    def finish_columns(self, result: Arrays) -> Columns:
+        """The result's columns of many rows. ``result``: arrays whose first dimension is the
+        rows."""
+        values = result[self._output]
+        row_count = len(values)
+        values = values.reshape(row_count, -1)
         if self._job.task == "embed":
-            return {"embedding": values.astype(np.float32, copy=False)}
+            offsets = pa.array(np.arange(row_count + 1) * values.shape[1], pa.int32())
+            numbers = pa.array(values.astype(np.float32, copy=False).ravel())
+            vectors = pa.ListArray.from_arrays(offsets, numbers)
+            return Columns(pa.RecordBatch.from_arrays([vectors], schema=self.fields), {})
         if self._job.task == "score":
-            if values.size != 1:
+            if values.shape[1] != 1:
                 bound = "1: score needs a model of one number"
-                raise InvalidArgumentError.of(f"the size of {self._output}", values.size, bound)
-            return {"score": float(values[0])}
-        shares = values.astype(np.float64)
-        if shares.min() < 0 or abs(shares.sum() - 1) > 1e-3:  # they are logits
-            shares = np.exp(shares - shares.max())
-            shares /= shares.sum()
-        best = int(shares.argmax())
-        return {"label": self._label_of(best), "score": float(shares[best])}
+                error = InvalidArgumentError.of(
+                    f"the size of {self._output}", values.shape[1], bound
+                )
+                nulls = pa.RecordBatch.from_pylist([{}] * row_count, self.fields)
+                return Columns(nulls, dict.fromkeys(range(row_count), str(error)))
+            scores = pa.array(values[:, 0].astype(np.float64))
+            return Columns(pa.RecordBatch.from_arrays([scores], schema=self.fields), {})
+        shares = _as_shares(values.astype(np.float64))
+        best = shares.argmax(axis=1)
+        errors: dict[int, str] = {}
+        labels: list[str | int | None] = []
+        for row, index in enumerate(best.tolist()):
+            try:
+                labels.append(self._label_of(index))
+            except InvalidArgumentError as error:
+                errors[row] = str(error)
+                labels.append(None)
+        columns = [
+            pa.array(labels, self.fields.field("label").type),
+            pa.array(shares[np.arange(row_count), best]),
+        ]
+        return Columns(pa.RecordBatch.from_arrays(columns, schema=self.fields), errors)
 
     def _label_of(self, index: int) -> str | int:
         """Raises InvalidArgumentError if the file of labels is too short."""
@@ -140,6 +204,38 @@ class Tensors:
             bound = f"more than {index} lines: the model gave class {index}"
             raise InvalidArgumentError.of("labels", f"{len(self._labels)} lines", bound)
         return self._labels[index]
+
+
+def _is_of_numbers(kind: pa.DataType) -> bool:
+    if is_list(kind):
+        return _is_of_numbers(kind.value_type)
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind)
+
+
+def _numbers(column: pa.Array, count: int) -> np.ndarray | None:
+    """Rows of so many numbers each. None if a row has not so many, or a null."""
+    types = pa.types
+    row_count = len(column)
+    if column.null_count:
+        return None
+    if is_list(column.type):
+        if not types.is_fixed_size_list(column.type):
+            lengths = column.value_lengths()
+            if len(column) and (pc.min(lengths).as_py(), pc.max(lengths).as_py()) != (count, count):
+                return None
+        column = column.flatten()
+    if not _is_of_numbers(column.type) or column.null_count or len(column) != row_count * count:
+        return None
+    return column.to_numpy(zero_copy_only=False)
+
+
+def _as_shares(values: np.ndarray) -> np.ndarray:
+    """Of each row. Those that are no shares are logits."""
+    are_logits = (values.min(axis=1) < 0) | (abs(values.sum(axis=1) - 1) > 1e-3)
+    logits = values[are_logits]
+    shares = np.exp(logits - logits.max(axis=1, keepdims=True))
+    values[are_logits] = shares / shares.sum(axis=1, keepdims=True)
+    return values
 
 
 def chosen_output(job: Job, signature: Signature) -> str:
