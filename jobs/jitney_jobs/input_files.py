@@ -19,7 +19,8 @@ _SUFFIXES: dict[str, InputFormat] = {
     **dict.fromkeys((".csv", ".tsv"), "csv"),
     **dict.fromkeys((".arrow", ".feather", ".ipc"), "arrow"),
     **dict.fromkeys((".txt", ".md"), "text"),
-    **dict.fromkeys((".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"), "image"),
+    **dict.fromkeys((".png", ".jpg", ".jpeg", ".jfif", ".jp2", ".webp", ".bmp", ".gif"), "image"),
+    **dict.fromkeys((".tif", ".tiff", ".avif", ".heic", ".heif", ".pgm", ".ppm"), "image"),
 }
 _COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
 _PARTITION = re.compile(r"([^=]+)=(.*)")

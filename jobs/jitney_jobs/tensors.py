@@ -4,13 +4,12 @@ What a row becomes follows from the model's inputs: token ids, an image, a text,
 column. The same tasks serve an exported model here and a model on a server.
 """
 
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jitney.errors import InstallationError, InvalidArgumentError, install_extra
+from jitney.errors import InvalidArgumentError
 from jitney_server.standins.batch import NUMPY_TYPES
 from jitney_server.standins.signature import Signature, TensorInfo
 from tokenizers import Tokenizer
@@ -93,10 +92,8 @@ class Tensors:
 
     def _image(self, info: TensorInfo, value: str | bytes) -> np.ndarray:
         """Decoded, resized to the model's input, and normalized: channels first or last."""
-        try:
-            from PIL import Image
-        except ImportError:
-            raise InstallationError(f"images need pillow: {install_extra('jobs')}") from None
+        from jitney_jobs.pictures import pixels_of  # Pillow may be missing
+
         if len(info.dims) != 3 or min(info.dims) < 1:
             bound = "an image's: three dimensions of fixed size"
             raise InvalidArgumentError.of(f"the shape of input {info.name}", info.dims, bound)
@@ -105,11 +102,12 @@ class Tensors:
             channels, height, width = info.dims
         else:
             height, width, channels = info.dims
+        if channels not in (1, 3):
+            bound = "an image's: with 1 channel (grey) or 3 (RGB), which are first or last"
+            raise InvalidArgumentError.of(f"the shape of input {info.name}", info.dims, bound)
         data = value if isinstance(value, bytes) else self._storage.read(value)
-        with Image.open(io.BytesIO(data)) as image:
-            pixels = image.convert("L" if channels == 1 else "RGB").resize((width, height))
-        array = np.asarray(pixels, np.float32).reshape(height, width, channels) / 255
-        array = (array - self._job.mean) / self._job.std
+        pixels = pixels_of(data, width=width, height=height, channels=channels)
+        array = (pixels.astype(np.float32) / 255 - self._job.mean) / self._job.std
         if channels_first:
             array = array.transpose(2, 0, 1)
         return np.ascontiguousarray(array, NUMPY_TYPES[info.data_type])
