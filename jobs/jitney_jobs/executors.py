@@ -12,12 +12,15 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 from jitney.errors import InvalidArgumentError
 from jitney.llm import LLM, Running
+from jitney_server.standins.signature import Signature
 
 from jitney_jobs.asking import OpenAiServer, ServerExecutor
+from jitney_jobs.chunk_executor import ChunkExecutor
 from jitney_jobs.generate import JobPrompt, LanguageModel
 from jitney_jobs.job import Job
 from jitney_jobs.onnx_executor import OnnxExecutor, newest_version
 from jitney_jobs.prepare import Context
+from jitney_jobs.tensors import takes_token_ids
 
 Outcome = tuple[int, Any]
 """The row's key, and its result or a JitneyError."""
@@ -203,9 +206,15 @@ def load(job: Job) -> tuple[Executor, Context]:
         llm = LLM(model, **job.engine)
         language_model = LanguageModel(llm.tokenizer.data, llm.config, llm.info)
         return EngineExecutor(llm), Context(job, language_model)
-    executor = OnnxExecutor(job)
+    onnx = OnnxExecutor(job)
     tokenizer = job.tokenizer or _tokenizer_of(model)
-    return executor, Context(job, signature=executor.signature, tokenizer=tokenizer)
+    context = Context(job, signature=onnx.signature, tokenizer=tokenizer)
+    return _of_texts(onnx, onnx.signature), context
+
+
+def _of_texts(executor: Executor, signature: Signature) -> Executor:
+    """For a model that takes token ids, an executor that takes the chunks of texts."""
+    return ChunkExecutor(executor) if takes_token_ids(signature) else executor
 
 
 def _load_triton_model(job: Job) -> tuple[Executor, Context]:
@@ -217,4 +226,5 @@ def _load_triton_model(job: Job) -> tuple[Executor, Context]:
         bound = "generate for a language model, and another task for any other model"
         raise InvalidArgumentError.of("task", job.task, bound)
     context = Context(job, signature=model.signature, tokenizer=job.tokenizer)
-    return ServerExecutor(model.ask, job.at_once), context
+    executor = ServerExecutor(model.ask, job.at_once)
+    return _of_texts(executor, model.signature), context

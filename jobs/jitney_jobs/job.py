@@ -31,6 +31,7 @@ Numbers = tuple[float, ...]
 TaskName = Literal["generate", "embed", "classify", "score", "map"]
 InputFormat = Literal["auto", "parquet", "jsonl", "csv", "arrow", "text", "image", "openai"]
 OutputFormat = Literal["auto", "parquet", "jsonl"]
+Truncate = Literal["end", "error", "chunk-mean"]
 CHANGEABLE = frozenset(
     (
         "output",
@@ -95,6 +96,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     tokenizer: Annotated[str | None, "tokenizer.json of an exported model. Default: beside it."] = (
         None
     )
+    truncate: Annotated[
+        Truncate, "Of texts longer than an encoder takes: end cuts them, error makes bad rows."
+    ] = "end"
     result: Annotated[str | None, "Name of the model's output to take, if it has several."] = None
     labels: Annotated[str | None, "File of the classes' names, one a line."] = None
     mean: Annotated[Numbers, "Taken off an image's channels, 0 to 1; an option for each."] = (0.0,)
@@ -269,6 +273,9 @@ def _check_together(job: Job) -> None:
         raise InvalidArgumentError(f"task {job.task} needs the setting model")
     if f"{job.output}/".startswith(f"{job.input}/"):
         raise InvalidArgumentError.of("output", job.output, "outside of the input")
+    if job.truncate == "chunk-mean" and job.task != "embed":
+        bound = f"end or error for task {job.task}: only the vectors of embed have a mean"
+        raise InvalidArgumentError.of("truncate", job.truncate, bound)
     is_openai = job.input_format == "openai"
     if job.output_format == "parquet" and is_openai:
         raise InvalidArgumentError.of("output_format", "parquet", "jsonl for openai lines")

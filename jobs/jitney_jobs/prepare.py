@@ -36,6 +36,7 @@ from jitney_jobs.job import Job
 from jitney_jobs.rows import Chunk, RowId, RowValues, reason
 from jitney_jobs.storage import Storage
 from jitney_jobs.tensors import Tensors
+from jitney_jobs.texts import TokenizedText
 
 
 @dataclass
@@ -161,6 +162,8 @@ def make_preparer(context: Context) -> Preparer:
 
 
 def _array_bytes(prepared: Any) -> int:
+    if isinstance(prepared, TokenizedText):
+        return prepared.nbytes
     if not isinstance(prepared, dict):
         return 0
     return sum(value.nbytes for value in prepared.values() if isinstance(value, np.ndarray))

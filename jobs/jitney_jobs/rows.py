@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 from jitney.errors import InvalidArgumentError, JitneyError
 
 from jitney_jobs.arrow import pa
@@ -18,6 +19,8 @@ from jitney_jobs.storage import Storage
 
 RowValues = dict[str, Any]
 """Column -> value."""
+Arrays = dict[str, np.ndarray]
+"""A row of a model's tensors, by their names: without the dimension of the batch."""
 LINES = ("jsonl", "openai")
 """Formats in which a row is a line of JSON."""
 

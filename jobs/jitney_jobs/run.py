@@ -35,6 +35,10 @@ _STAGES = {
 """Figures of a run -> their names in the report."""
 
 
+_LONG_TEXTS = {"end": "cut", "chunk-mean": "run in chunks"}
+"""What setting ``truncate`` does with them."""
+
+
 def run_job(
     job: Job, models: Models | None = None, wanted: Callable[[], bool] = lambda: True
 ) -> bool:
@@ -161,6 +165,10 @@ def status_of(record: Record, job: Job) -> str:
         f"rows    {written + failed:,}{total}: {written:,} written, {failed:,} bad",
         f"parts   {len(record.parts):,}",
     ]
+    long_texts = _total(record, "long_texts")
+    if long_texts:
+        done_with = _LONG_TEXTS[job.truncate]
+        lines.append(f"texts   {long_texts:,.0f} longer than the encoder takes: {done_with}")
     if figures:
         lines.append(f"last    {clock_text(figures['at'])}")
         lines.append(f"cost    {_rate(record)}; {_cost(record)}")

@@ -4,25 +4,18 @@ What a row becomes follows from the model's inputs: token ids, an image, a text,
 column. The same tasks serve an exported model here and a model on a server.
 """
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jitney.errors import InvalidArgumentError
 from jitney_server.standins.batch import NUMPY_TYPES
 from jitney_server.standins.signature import Signature, TensorInfo
-from tokenizers import Tokenizer
 
 from jitney_jobs.arrow import pa
 from jitney_jobs.job import Job
-from jitney_jobs.rows import RowValues, column_of
+from jitney_jobs.rows import Arrays, RowValues, column_of
 from jitney_jobs.storage import Storage
-
-Arrays = dict[str, np.ndarray]
-"""Of one row: without the dimension of the batch."""
-_TOKEN_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
-"""Inputs of a model that takes token ids."""
+from jitney_jobs.texts import TextEncoder, TextResult, TokenizedText, merged_output
 
 
 class Tensors:
@@ -32,28 +25,29 @@ class Tensors:
         self._job = job
         self._inputs = signature.inputs
         self._storage = Storage(job)
-        self._tokenizer = None
-        if any(info.name == "input_ids" for info in self._inputs):
-            self._tokenizer = _load_tokenizer(tokenizer)
-            for info in self._inputs:
-                if info.name not in _TOKEN_INPUTS:
-                    bound = f"one of {', '.join(_TOKEN_INPUTS)}"
-                    raise InvalidArgumentError.of("an input of the model", info.name, bound)
+        self._texts: TextEncoder | None = None
+        """Only for a model that takes token ids."""
+        if takes_token_ids(signature):
+            self._texts = TextEncoder(job, self._inputs, tokenizer)
+        elif job.truncate != "end":
+            bound = "end: the model takes no token ids, so that nothing is cut here"
+            raise InvalidArgumentError.of("truncate", job.truncate, bound)
         self._output = chosen_output(job, signature)
         self._labels = (job.labels or "").splitlines()
         label = pa.string() if self._labels else pa.int64()
+        of_texts = {} if self._texts is None else self._texts.fields
         kinds = {
             "embed": {"embedding": pa.list_(pa.float32())},
             "classify": {"label": label, "score": pa.float64()},
             "score": {"score": pa.float64()},
         }
-        self.fields = pa.schema(kinds[job.task])
+        self.fields = pa.schema({**kinds[job.task], **of_texts})
 
     # ------------------------------------------------------------------ row to tensors
 
-    def prepare(self, row: RowValues) -> Arrays:
-        if self._tokenizer is not None:
-            return self._tokens(column_of(row, self._job.column))
+    def prepare(self, row: RowValues) -> Arrays | TokenizedText:
+        if self._texts is not None:
+            return self._texts.encode(column_of(row, self._job.column))
         if len(self._inputs) == 1:
             (info,) = self._inputs
             column = self._job.column
@@ -62,21 +56,6 @@ class Tensors:
             return {info.name: self._array(info, column_of(row, column))}
         # Each input has a column of its name.
         return {info.name: self._array(info, column_of(row, info.name)) for info in self._inputs}
-
-    def _tokens(self, text: Any) -> Arrays:
-        if not isinstance(text, str):
-            raise InvalidArgumentError.of(self._job.column, text, "a text")
-        assert self._tokenizer is not None
-        encoded = self._tokenizer.encode_batch_fast([text])[0]
-        parts = {
-            "input_ids": encoded.ids,
-            "attention_mask": encoded.attention_mask,
-            "token_type_ids": encoded.type_ids,
-        }
-        return {
-            info.name: np.array(parts[info.name], NUMPY_TYPES[info.data_type])
-            for info in self._inputs
-        }
 
     def _array(self, info: TensorInfo, value: Any) -> np.ndarray:
         """A row of an input: a text, an image, or numbers."""
@@ -114,8 +93,15 @@ class Tensors:
 
     # ------------------------------------------------------------------ tensors to columns
 
-    def finish(self, row: RowValues, result: Arrays) -> RowValues:
-        values = result[self._output].ravel()
+    def finish(self, row: RowValues, result: Arrays | TextResult) -> RowValues:
+        if isinstance(result, TextResult):
+            assert self._texts is not None, "a model that takes token ids has texts"
+            columns = self._columns_of(merged_output(result, self._output))
+            return {**columns, **self._texts.columns_of(result)}
+        return self._columns_of(result[self._output])
+
+    def _columns_of(self, output: np.ndarray) -> RowValues:
+        values = output.ravel()
         if self._job.task == "embed":
             return {"embedding": values.astype(np.float32, copy=False)}
         if self._job.task == "score":
@@ -140,6 +126,11 @@ class Tensors:
         return self._labels[index]
 
 
+def takes_token_ids(signature: Signature) -> bool:
+    """If so, an executor gets texts (``texts.py``)."""
+    return any(info.name == "input_ids" for info in signature.inputs)
+
+
 def chosen_output(job: Job, signature: Signature) -> str:
     """The model's output that is taken: the one named, else probabilities, else the first. Raises
     InvalidArgumentError."""
@@ -149,20 +140,3 @@ def chosen_output(job: Job, signature: Signature) -> str:
     if job.result is None and job.task == "classify" and "probabilities" in names:
         return "probabilities"
     return job.result or names[0]
-
-
-def _load_tokenizer(path: str | None) -> Tokenizer:
-    if path is None:
-        raise InvalidArgumentError(
-            "the model takes token ids: name its tokenizer.json as tokenizer"
-        )
-    try:
-        tokenizer = Tokenizer.from_str(Path(path).read_text(encoding="utf-8"))
-    except Exception as error:  # a broken file can raise anything
-        raise InvalidArgumentError(f"tokenizer {path} cannot be read: {error}") from None
-    tokenizer.no_padding()
-    # sentence-transformers cuts a text to the length that stands in this file. So do we.
-    limits = Path(path).with_name("sentence_bert_config.json")
-    if limits.is_file():
-        tokenizer.enable_truncation(json.loads(limits.read_text("utf-8"))["max_seq_length"])
-    return tokenizer
