@@ -15,6 +15,7 @@ from jitney.errors import InvalidArgumentError, JitneyError
 
 from jitney_jobs.arrow import pa
 from jitney_jobs.job import InputFormat
+from jitney_jobs.nested import value_at
 from jitney_jobs.storage import Storage
 
 RowValues = dict[str, Any]
@@ -102,11 +103,9 @@ def line_bytes(line: Any) -> int:
 
 
 def column_of(row: RowValues, name: str) -> Any:
-    """A value of the row. Raises InvalidArgumentError if there is none."""
-    if row.get(name) is None:
-        state = "is empty" if name in row else "is missing"
-        raise InvalidArgumentError(f"column {name!r} {state}")
-    return row[name]
+    """A value of the row, or inside of one: ``doc.text``. Raises InvalidArgumentError if there is
+    none."""
+    return value_at(row, name)
 
 
 def reason(error: BaseException) -> str:
