@@ -173,6 +173,18 @@ def bytes_of(table: pa.Table, **options: Any) -> bytes:
     return sink.getvalue()
 
 
+def changed(data: bytes, at: int, to: bytes) -> bytes:
+    return data[:at] + to + data[at + len(to) :]
+
+
+def with_wrong_checksum() -> bytes:
+    """A bit of a value has changed since the file was written."""
+    options = {"use_dictionary": False, "compression": "none", "write_page_checksum": True}
+    data = bytes_of(NUMBERS, **options)
+    values = b"".join(number.to_bytes(8, "little") for number in (1, 2, 3))
+    return changed(data, at=data.index(values), to=b"\x09")
+
+
 class _Keys(pe.KmsClient):
     """Keeps no secret at all."""
 
@@ -232,10 +244,11 @@ TABLES: dict[str, Kind] = {
     "parquet: encrypted": Kind(encrypted, error=r"a\.parquet cannot be read: .*ncrypt"),
     "parquet: cut": of_bytes("a.parquet", bytes_of(NUMBERS)[:-20], error=DAMAGED_PARQUET),
     "parquet: text": of_bytes("a.parquet", b"n\n1\n2\n", error=DAMAGED_PARQUET),
-    "parquet: a page is damaged": of_bytes(
-        "a.parquet",
-        bytes_of(NUMBERS, use_dictionary=False).replace((2).to_bytes(8, "little"), b"\xff" * 3, 1),
-        error=DAMAGED_PARQUET,
+    "parquet: a page's header is damaged": of_bytes(
+        "a.parquet", changed(bytes_of(NUMBERS), at=4, to=b"\xff" * 16), error=DAMAGED_PARQUET
+    ),
+    "parquet: a page's checksum is another": of_bytes(
+        "a.parquet", with_wrong_checksum(), error=DAMAGED_PARQUET
     ),
     "parquet: two columns of one name": Kind(
         parquet_of("a.parquet", pa.Table.from_arrays([[1], [2]], names=["n", "n"])),
@@ -476,11 +489,11 @@ def texts(folder: Path) -> None:
 
 
 def pictures(folder: Path) -> None:
-    """One of each mode, and one that is none."""
+    """One of each mode: its lowest values, or what is transparent or has no ink."""
     for mode in ("1", "L", "P", "LA", "RGB", "RGBA", "I;16"):
         name = mode.replace(";", "-")
         (folder / f"{name}.png").write_bytes(encoded(Image.new(mode, (4, 4)), "PNG"))
-    for mode in ("CMYK", "F", "I", "LAB"):
+    for mode in ("CMYK", "F", "I"):
         (folder / f"{mode}.tif").write_bytes(encoded(Image.new(mode, (4, 4)), "TIFF"))
 
 
@@ -536,7 +549,7 @@ FOLDERS: dict[str, Kind] = {
     ),
     "pictures": Kind(
         pictures,
-        good=pa.table({"grey": [255, 0, 0, 0, 0, 255, 0, 0, 0, 255, 0]}),
+        good=pa.table({"grey": [0, 255, 0, 0, 0, 0, 255, 0, 0, 255]}),
         settings={"map": "tests.jobs.zoo:grey_of", "keep": []},
     ),
     "folders that are columns": Kind(
