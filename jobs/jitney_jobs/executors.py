@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 from jitney.errors import InvalidArgumentError
 from jitney.llm import LLM, Running
-from jitney_server.standins.signature import Signature
 
 from jitney_jobs.asking import OpenAiServer, ServerExecutor
 from jitney_jobs.chunk_executor import ChunkExecutor
@@ -208,13 +207,11 @@ def load(job: Job) -> tuple[Executor, Context]:
         return EngineExecutor(llm), Context(job, language_model)
     onnx = OnnxExecutor(job)
     tokenizer = job.tokenizer or _tokenizer_of(model)
-    context = Context(job, signature=onnx.signature, tokenizer=tokenizer)
-    return _of_texts(onnx, onnx.signature), context
-
-
-def _of_texts(executor: Executor, signature: Signature) -> Executor:
-    """For a model that takes token ids, an executor that takes the chunks of texts."""
-    return ChunkExecutor(executor) if takes_token_ids(signature) else executor
+    are_texts = takes_token_ids(onnx.signature)
+    context = Context(
+        job, signature=onnx.signature, tokenizer=tokenizer, takes_blocks=not are_texts
+    )
+    return ChunkExecutor(onnx, in_blocks=True) if are_texts else onnx, context
 
 
 def _load_triton_model(job: Job) -> tuple[Executor, Context]:
@@ -226,5 +223,7 @@ def _load_triton_model(job: Job) -> tuple[Executor, Context]:
         bound = "generate for a language model, and another task for any other model"
         raise InvalidArgumentError.of("task", job.task, bound)
     context = Context(job, signature=model.signature, tokenizer=job.tokenizer)
-    executor = ServerExecutor(model.ask, job.at_once)
-    return _of_texts(executor, model.signature), context
+    executor: Executor = ServerExecutor(model.ask, job.at_once)
+    if takes_token_ids(model.signature):
+        executor = ChunkExecutor(executor, in_blocks=False)
+    return executor, context

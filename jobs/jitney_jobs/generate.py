@@ -13,6 +13,8 @@ from functools import partial
 from typing import Any
 
 import jinja2
+import jinja2.meta
+import jinja2.nodes
 import msgspec
 import numpy as np
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -31,7 +33,7 @@ from jitney_jobs.dataset import Dataset
 from jitney_jobs.job import Job, make_job
 from jitney_jobs.journal import Record
 from jitney_jobs.logprobs import COLUMNS, Positions, column_value, logprob_columns
-from jitney_jobs.rows import Chunk, RowValues, column_of
+from jitney_jobs.rows import Chunk, RowValues, column_of, columns_named, reason
 from jitney_jobs.storage import Storage
 from jitney_jobs.tensors import Arrays
 
@@ -113,6 +115,7 @@ class Generate:
         self.fields = _fields_of(job)
         self._positions = encoder.positions
         self._encode = encoder.chat if job.chat else encoder.text
+        self.columns = columns_of_prompt(job)
         self._prompt_of = _make_prompt(job)
         self._params_of = _make_params(job)
 
@@ -148,10 +151,14 @@ def prompt_lengths(source: str, column: str, model: str) -> list[int]:
     tokenizer = Tokenizer.load(resolve_model(model))
     storage = Storage(job)
     lengths = []
-    for chunk in Dataset(job).chunks(Record.empty(), 1024):
+    dataset = Dataset(job)
+    dataset.set_schema(None, columns_of_prompt(job))
+    for chunk in dataset.chunks(Record.empty(), 1024):
         if isinstance(chunk, Chunk):
-            for raw in chunk.raw_rows():
-                text = _text(column_of(chunk.row(raw, storage), column))
+            for row in chunk.rows(storage):
+                if isinstance(row, Exception):
+                    raise InvalidArgumentError(f"input {source}: {reason(row)}")
+                text = _text(column_of(row, column))
                 lengths.append(len(tokenizer.encode(text)))
     return lengths
 
@@ -162,6 +169,7 @@ class GenerateOnServer:
     def __init__(self, job: Job) -> None:
         self.fields = _fields_of(job)
         self._is_chat = job.chat
+        self.columns = columns_of_prompt(job)
         self._prompt_of = _make_prompt(job)
         self._params_of = _make_params(job)
 
@@ -206,6 +214,7 @@ class OpenAiLines:
     result, with ``response`` in place of the request."""
 
     fields = None
+    columns = None
 
     def __init__(self, job: Job, encoder: Encoder) -> None:
         self._fixed = _fixed_params(job)
@@ -260,6 +269,7 @@ class OpenAiLinesOnServer:
     job's model replaces that of a line. The job's parameters are used where a line has none."""
 
     fields = None
+    columns = None
 
     def __init__(self, job: Job) -> None:
         self._fixed = _fixed_params(job)
@@ -323,6 +333,26 @@ def _make_params(job: Job) -> Callable[[RowValues], SamplingParams]:
         return parse_sampling_params({**fixed, **own})
 
     return params_of
+
+
+def columns_of_prompt(job: Job) -> list[str]:
+    """The columns of the input that prompts and parameters are made of. Raises InvalidArgumentError
+    for a template that cannot be used."""
+    names = list(job.sampling_column)
+    if job.template is not None:
+        names += jinja2.meta.find_undeclared_variables(_parsed(job.template))
+    elif job.prompt is not None:
+        names += [match[1] for match in _FIELD.finditer(job.prompt) if match[1] is not None]
+    else:
+        names.append(job.column)
+    return columns_named(names)
+
+
+def _parsed(template: str) -> jinja2.nodes.Template:
+    try:
+        return jinja2.Environment().parse(template)
+    except jinja2.TemplateError as error:
+        raise InvalidArgumentError(f"template cannot be used: {error}") from None
 
 
 def _make_prompt(job: Job) -> Callable[[RowValues], Any]:

@@ -30,7 +30,8 @@ Seconds = Annotated[float, Meta(gt=0, le=1e9)]
 Numbers = tuple[float, ...]
 TaskName = Literal["generate", "embed", "classify", "score", "map"]
 InputFormat = Literal["auto", "parquet", "jsonl", "csv", "arrow", "text", "image", "openai"]
-OutputFormat = Literal["auto", "parquet", "jsonl"]
+OutputFormat = Literal["auto", "parquet", "jsonl", "csv"]
+NonFinite = Literal["null", "text", "error"]
 Truncate = Literal["end", "error", "chunk-mean"]
 CHANGEABLE = frozenset(
     (
@@ -85,6 +86,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     input_format: Annotated[InputFormat, "auto goes by the files' names."] = "auto"
     output_format: Annotated[OutputFormat, "auto: jsonl for input in lines, else parquet."] = "auto"
     keep: Annotated[list[str] | None, "Write only this column of the input; several times."] = None
+    partition_by: Annotated[
+        list[str], "Divide Parquet into folders by this column; several times."
+    ] = []
+    non_finite: Annotated[NonFinite, "What NaN and infinities become in JSON lines."] = "null"
+    schema: Annotated[
+        str | None, 'Types of columns: JSON, {"id": "int64"}, or its file. Default: look ahead.'
+    ] = None
     prompt: Annotated[str | None, "With columns in braces: 'Summarize: {text}'."] = None
     template: Annotated[str | None, "A jinja template of the prompt, or its file."] = None
     column: Annotated[str, "Column of the prompt, without --prompt and --template."] = "text"
@@ -105,6 +113,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     std: Annotated[Numbers, "What the channels are divided by then; an option for each."] = (1.0,)
     batch_size: Annotated[Count | None, "Rows in a batch of an exported model."] = None
     map: Annotated[str | None, "MODULE:FUNCTION from a row to new columns."] = None
+    map_column: Annotated[list[str], "Give map only this column; several times."] = []
     journal: Annotated[str | None, "Local folder of the journal. Default: _job in the output."] = (
         None
     )
@@ -244,10 +253,12 @@ def _absolute_paths(job: Job) -> dict[str, str]:
 def _contents_of_files(job: Job) -> dict[str, str]:
     """Of the settings that name a file whose text belongs to the job."""
     changes: dict[str, str] = {}
-    for name in ("template", "labels"):
+    for name in ("template", "labels", "schema"):
         text = getattr(job, name)
         if text is None:
             continue
+        if name == "schema" and text.lstrip().startswith("{"):
+            continue  # the setting is the schema itself
         if os.path.isfile(text):
             try:
                 changes[name] = Path(text).read_text(encoding="utf-8")

@@ -4,6 +4,7 @@ What a row becomes follows from the model's inputs: token ids, an image, a text,
 column. The same tasks serve an exported model here and a model on a server.
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,11 @@ from jitney.errors import InvalidArgumentError
 from jitney_server.standins.batch import NUMPY_TYPES
 from jitney_server.standins.signature import Signature, TensorInfo
 
-from jitney_jobs.arrow import pa
+from jitney_jobs.arrow import pa, pc
+from jitney_jobs.columns import Columns
 from jitney_jobs.job import Job
-from jitney_jobs.rows import Arrays, RowValues, column_of
+from jitney_jobs.rows import Arrays, RowValues, column_of, columns_named
+from jitney_jobs.schemas import is_list
 from jitney_jobs.storage import Storage
 from jitney_jobs.texts import TextEncoder, TextResult, TokenizedText, merged_output
 
@@ -41,7 +44,13 @@ class Tensors:
             "classify": {"label": label, "score": pa.float64()},
             "score": {"score": pa.float64()},
         }
-        self.fields = pa.schema({**kinds[job.task], **of_texts})
+        self._columns_of_output = pa.schema(kinds[job.task])
+        """Those that are made of the model's output."""
+        self.fields = pa.schema([*self._columns_of_output, *pa.schema(of_texts)])
+        named = [job.column, "path"]
+        if len(self._inputs) > 1 and self._texts is None:
+            named = [info.name for info in self._inputs]
+        self.columns = columns_named(named)
 
     # ------------------------------------------------------------------ row to tensors
 
@@ -56,6 +65,23 @@ class Tensors:
             return {info.name: self._array(info, column_of(row, column))}
         # Each input has a column of its name.
         return {info.name: self._array(info, column_of(row, info.name)) for info in self._inputs}
+
+    def prepare_columns(self, data: pa.RecordBatch) -> Arrays | None:
+        """Rows whose columns are numbers, all of them together: arrays whose first dimension is the
+        rows. None if a row has to be looked at by itself."""
+        if self._texts is not None:
+            return None
+        arrays: Arrays = {}
+        for info in self._inputs:
+            name = self._job.column if len(self._inputs) == 1 else info.name
+            if name not in data.schema.names or min(info.dims, default=1) < 1:
+                return None
+            array = _numbers(data.column(name), math.prod(info.dims))
+            if array is None or info.data_type == "TYPE_STRING":
+                return None
+            shaped = array.reshape(len(data), *info.dims)
+            arrays[info.name] = shaped.astype(NUMPY_TYPES[info.data_type], copy=False)
+        return arrays
 
     def _array(self, info: TensorInfo, value: Any) -> np.ndarray:
         """A row of an input: a text, an image, or numbers."""
@@ -94,27 +120,57 @@ class Tensors:
     # ------------------------------------------------------------------ tensors to columns
 
     def finish(self, row: RowValues, result: Arrays | TextResult) -> RowValues:
+        """Of one row."""
         if isinstance(result, TextResult):
             assert self._texts is not None, "a model that takes token ids has texts"
-            columns = self._columns_of(merged_output(result, self._output))
+            columns = self._columns_of_row(merged_output(result, self._output))
             return {**columns, **self._texts.columns_of(result)}
-        return self._columns_of(result[self._output])
+        return self._columns_of_row(result[self._output])
 
-    def _columns_of(self, output: np.ndarray) -> RowValues:
-        values = output.ravel()
+    def _columns_of_row(self, output: np.ndarray) -> RowValues:
+        found = self.finish_columns({self._output: output[None]})
+        for error in found.errors.values():
+            raise InvalidArgumentError(error)
+        (columns,) = found.data.to_pylist()
+        return columns
+
+    def finish_columns(self, result: Arrays) -> Columns:
+        """The columns that are made of the output of many rows. ``result``: arrays whose first
+        dimension is the rows."""
+        values = result[self._output]
+        row_count = len(values)
+        values = values.reshape(row_count, -1)
         if self._job.task == "embed":
-            return {"embedding": values.astype(np.float32, copy=False)}
+            offsets = pa.array(np.arange(row_count + 1) * values.shape[1], pa.int32())
+            numbers = pa.array(values.astype(np.float32, copy=False).ravel())
+            vectors = pa.ListArray.from_arrays(offsets, numbers)
+            data = pa.RecordBatch.from_arrays([vectors], schema=self._columns_of_output)
+            return Columns(data, {})
         if self._job.task == "score":
-            if values.size != 1:
+            if values.shape[1] != 1:
                 bound = "1: score needs a model of one number"
-                raise InvalidArgumentError.of(f"the size of {self._output}", values.size, bound)
-            return {"score": float(values[0])}
-        shares = values.astype(np.float64)
-        if shares.min() < 0 or abs(shares.sum() - 1) > 1e-3:  # they are logits
-            shares = np.exp(shares - shares.max())
-            shares /= shares.sum()
-        best = int(shares.argmax())
-        return {"label": self._label_of(best), "score": float(shares[best])}
+                error = InvalidArgumentError.of(
+                    f"the size of {self._output}", values.shape[1], bound
+                )
+                nulls = pa.RecordBatch.from_pylist([{}] * row_count, self._columns_of_output)
+                return Columns(nulls, dict.fromkeys(range(row_count), str(error)))
+            scores = pa.array(values[:, 0].astype(np.float64))
+            return Columns(pa.RecordBatch.from_arrays([scores], schema=self._columns_of_output), {})
+        shares = _as_shares(values.astype(np.float64))
+        best = shares.argmax(axis=1)
+        errors: dict[int, str] = {}
+        labels: list[str | int | None] = []
+        for row, index in enumerate(best.tolist()):
+            try:
+                labels.append(self._label_of(index))
+            except InvalidArgumentError as error:
+                errors[row] = str(error)
+                labels.append(None)
+        columns = [
+            pa.array(labels, self._columns_of_output.field("label").type),
+            pa.array(shares[np.arange(row_count), best]),
+        ]
+        return Columns(pa.RecordBatch.from_arrays(columns, schema=self._columns_of_output), errors)
 
     def _label_of(self, index: int) -> str | int:
         """Raises InvalidArgumentError if the file of labels is too short."""
@@ -129,6 +185,33 @@ class Tensors:
 def takes_token_ids(signature: Signature) -> bool:
     """If so, an executor gets texts (``texts.py``)."""
     return any(info.name == "input_ids" for info in signature.inputs)
+
+
+def _numbers(column: pa.Array, count: int) -> np.ndarray | None:
+    """Rows of so many numbers each. None if a row has not so many, or a null."""
+    types = pa.types
+    row_count = len(column)
+    if column.null_count:
+        return None
+    if is_list(column.type):
+        if not types.is_fixed_size_list(column.type):
+            lengths = column.value_lengths()
+            if len(column) and (pc.min(lengths).as_py(), pc.max(lengths).as_py()) != (count, count):
+                return None
+        column = column.flatten()
+    is_number = types.is_integer(column.type) or types.is_floating(column.type)
+    if not is_number or column.null_count or len(column) != row_count * count:
+        return None
+    return column.to_numpy(zero_copy_only=False)
+
+
+def _as_shares(values: np.ndarray) -> np.ndarray:
+    """Of each row. Those that are no shares are logits."""
+    are_logits = (values.min(axis=1) < 0) | (abs(values.sum(axis=1) - 1) > 1e-3)
+    logits = values[are_logits]
+    shares = np.exp(logits - logits.max(axis=1, keepdims=True))
+    values[are_logits] = shares / shares.sum(axis=1, keepdims=True)
+    return values
 
 
 def chosen_output(job: Job, signature: Signature) -> str:
