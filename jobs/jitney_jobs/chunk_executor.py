@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jitney.errors import JitneyError
 
+from jitney_jobs.onnx_executor import BlockResult
 from jitney_jobs.rows import Arrays
 from jitney_jobs.texts import TextResult, TokenizedText
 
@@ -41,8 +42,11 @@ class _Chunk:
 class ChunkExecutor:
     """Takes a TokenizedText for each row, and gives a TextResult."""
 
-    def __init__(self, inner: "Executor") -> None:
+    def __init__(self, inner: "Executor", in_blocks: bool) -> None:
+        """``in_blocks``: the other executor takes blocks of rows (``onnx_executor.py``), of which a
+        chunk is one of a single row. It does not join chunks: their lengths differ."""
         self._inner = inner
+        self._in_blocks = in_blocks
         self.figures = inner.figures
         """Those of the other executor, whose rows are chunks here, and ``long_texts``: texts with
         more tokens than the encoder takes at once."""
@@ -61,7 +65,13 @@ class ChunkExecutor:
         return self._num_texts + max(0, self._inner.capacity - chunks)
 
     def rank(self, prepared: TokenizedText, is_last: bool) -> Any:
-        return self._inner.rank(prepared.chunks[0], is_last)
+        return self._inner.rank(self._given(prepared.chunks[0]), is_last)
+
+    def _given(self, chunk: Arrays) -> Arrays:
+        """As the other executor takes it."""
+        if not self._in_blocks:
+            return chunk
+        return {name: array[None] for name, array in chunk.items()}
 
     def submit(self, key: int, prepared: TokenizedText) -> None:
         count = len(prepared.chunks)
@@ -74,7 +84,7 @@ class ChunkExecutor:
         """Executors of tensors take every row: what cannot be run is an error among the results."""
         while self._waiting and len(self._running) < self._inner.capacity:
             chunk = self._waiting.popleft()
-            arrays: Arrays = chunk.text.text.chunks[chunk.index]
+            arrays = self._given(chunk.text.text.chunks[chunk.index])
             self._inner.submit(self._next_key, arrays)
             self._running[self._next_key] = chunk
             self._next_key += 1
@@ -84,7 +94,7 @@ class ChunkExecutor:
         for key, result in self._inner.step():
             chunk = self._running.pop(key)
             text = chunk.text
-            text.results[chunk.index] = result
+            text.results[chunk.index] = _of_only_row(result)
             text.missing -= 1
             if text.missing == 0:
                 self._num_texts -= 1
@@ -106,3 +116,13 @@ class ChunkExecutor:
         self._running.clear()
         self._num_texts = 0
         self._inner.close()
+
+
+def _of_only_row(result: Any) -> Any:
+    """Of a block of one row, that row's arrays or its error."""
+    if not isinstance(result, BlockResult):
+        return result
+    for error in result.errors.values():
+        return error
+    assert result.arrays is not None, "a row without an error has arrays"
+    return {name: array[0] for name, array in result.arrays.items()}

@@ -30,8 +30,7 @@ def delimiter_of(path: str, sample: bytes) -> str:
     if ".tsv" in posixpath.basename(path).lower():
         return "\t"
     text = sample.decode("utf-8", "replace").removeprefix("\ufeff")
-    if len(sample) >= SAMPLE_BYTES:
-        text = text[: text.rfind("\n") + 1] or text  # the last record may be cut
+    text = text[: text.rfind("\n") + 1] or text  # the last record may be cut
     best = ","
     most_fields = 1
     for delimiter in _CANDIDATES:

@@ -8,7 +8,6 @@ replace`` become U+FFFD, each of which is counted.
 import codecs
 import io
 import re
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from jitney.errors import InvalidArgumentError
@@ -21,15 +20,18 @@ _MARKS = (
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
 _READ_BYTES = 1 << 18
-_ESCAPED = re.compile("[\ud800-\udfff]")
-"""What stands for a byte that is no text. Text itself has none of these characters."""
+_ESCAPED = re.compile("[\udc00-\udcff]")
+"""A character that stands for a byte that is no text. Text itself has none of these."""
+_ESCAPED_BYTES = re.compile(rb"\xed[\xb0-\xb3][\x80-\xbf]")
+"""The same in bytes that are UTF-8 otherwise."""
+_REPLACEMENT = "\ufffd"
 
 
-@dataclass
-class Replacements:
-    """How many characters U+FFFD were put in place of what is no text."""
+class Replaced(NamedTuple):
+    """A text, and how many U+FFFD were put in place of what is none."""
 
-    count: int = 0
+    text: str
+    count: int
 
 
 class Encoding(NamedTuple):
@@ -47,26 +49,33 @@ class Encoding(NamedTuple):
             bound = "a text encoding, such as utf-8, cp1252, utf-16 or shift_jis"
             raise InvalidArgumentError.of("encoding", self.name, bound) from None
 
-    def open(self, source: io.BufferedReader, replaced: Replacements) -> io.BufferedReader:
-        """A file's bytes as UTF-8. Those that are no text are replaced and counted, or come as
-        bytes that are no UTF-8 either. Raises InvalidArgumentError for what looks like UTF-16, but
-        does not say so."""
+    def open(self, source: io.BufferedReader) -> io.BufferedReader:
+        """A file's bytes as UTF-8, with a byte order mark if it has one. Bytes that are no text
+        come as bytes that are no UTF-8: :meth:`replace` finds them. Raises InvalidArgumentError for
+        what looks like UTF-16, but does not say so."""
         name = self.name or _encoding_of(source.peek(4)[:4]) or "utf-8"
         if codecs.lookup(name).name == "utf-8" and self.errors == "error":
             return source
-        return io.BufferedReader(_Utf8(source, name, self.errors, replaced), _READ_BYTES)
+        return io.BufferedReader(_Utf8(source, name), _READ_BYTES)
 
-    def decode(self, data: bytes, replaced: Replacements) -> str:
+    def replace(self, line: bytes) -> tuple[bytes, int]:
+        """A line of what :meth:`open` gives, and how many U+FFFD were put into it: none with
+        ``decode_errors: error``."""
+        if self.errors == "error" or b"\xed" not in line:
+            return line, 0
+        return _ESCAPED_BYTES.subn(_REPLACEMENT.encode(), line)
+
+    def decode(self, data: bytes) -> Replaced:
         """The text of a file, without its byte order mark. Raises InvalidArgumentError."""
         name = self.name or _encoding_of(data[:4]) or "utf-8"
-        text = data.decode(name, _escape_handler())
+        text = data.decode(name, _escape_handler()).removeprefix("\ufeff")
         found = _ESCAPED.search(text)
-        if found is not None:
-            if self.errors == "error":
-                at = len(text[: found.start()].encode(name))
-                raise InvalidArgumentError(f"it is no text in {name}: byte {at:,} or near it")
-            text = _replace(text, replaced)
-        return text.removeprefix("\ufeff")
+        if found is None:
+            return Replaced(text, 0)
+        if self.errors == "error":
+            before = text[: found.start()].encode(name)
+            raise InvalidArgumentError(f"it is no text in {name}: byte {len(before):,} or near it")
+        return Replaced(*_ESCAPED.subn(_REPLACEMENT, text))
 
 
 def _encoding_of(head: bytes) -> str | None:
@@ -84,17 +93,9 @@ def _encoding_of(head: bytes) -> str | None:
 class _Utf8(io.RawIOBase):
     """Decodes what it reads, and encodes it again."""
 
-    def __init__(
-        self,
-        source: io.BufferedReader,
-        name: str,
-        errors: DecodeErrors,
-        replaced: Replacements,
-    ) -> None:
+    def __init__(self, source: io.BufferedReader, name: str) -> None:
         self._source = source
         self._decoder = codecs.getincrementaldecoder(name)(_escape_handler())
-        self._errors = errors
-        self._replaced = replaced
         self._ready = b""
         self._has_ended = False
 
@@ -106,19 +107,11 @@ class _Utf8(io.RawIOBase):
             data = self._source.read1(_READ_BYTES)
             self._has_ended = not data
             text = self._decoder.decode(data, final=self._has_ended)
-            if self._errors == "replace":
-                text = _replace(text, self._replaced)
             self._ready = text.encode("utf-8", "surrogatepass")
         size = min(len(buffer), len(self._ready))
         buffer[:size] = self._ready[:size]
         self._ready = self._ready[size:]
         return size
-
-
-def _replace(text: str, replaced: Replacements) -> str:
-    text, count = _ESCAPED.subn("\ufffd", text)
-    replaced.count += count
-    return text
 
 
 def _escape_handler() -> str:

@@ -69,6 +69,8 @@ class Chunk:
     """Size of the rows as they were read; of files that are rows, the files' sizes."""
     position: float = 0.0
     """The share of the whole input that has been read with this chunk, 0 to 1."""
+    replaced: int = 0
+    """Only for lines and CSV: how many U+FFFD were put in place of what is no text."""
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -158,8 +160,8 @@ class Chunk:
 def _text_row(storage: Storage, path: str) -> RowValues | Exception:
     """Raises UnavailableError if the storage fails."""
     try:
-        return {PATH: path, "text": storage.read(path).decode()}
-    except (InvalidArgumentError, UnicodeDecodeError) as error:
+        return {PATH: path, "text": storage.read_text(path)}
+    except InvalidArgumentError as error:
         return error
 
 

@@ -186,6 +186,9 @@ def status_of(record: Record, job: Job) -> str:
         f"parts   {len(record.parts):,}",
     ]
     long_texts = _total(record, "long_texts")
+    replaced = _total(record, "replaced")
+    if replaced:
+        lines.append(f"replaced {replaced:,.0f} characters that are no text in the file's encoding")
     if long_texts:
         done_with = _LONG_TEXTS[job.truncate]
         lines.append(f"texts   {long_texts:,.0f} longer than the encoder takes: {done_with}")

@@ -5,33 +5,32 @@ import io
 
 import pytest
 from jitney.errors import InvalidArgumentError
-from jitney_jobs.encodings import DecodeErrors, Encoding, Replacements
+from jitney_jobs.encodings import DecodeErrors, Encoding
 
 TEXT = '{"name": "Zürich"}\n{"name": "Łódź"}\n'
 
 
 def opened(data: bytes, encoding: Encoding) -> tuple[bytes, int]:
     """The UTF-8, and how many characters were replaced."""
-    replaced = Replacements()
     source = io.BufferedReader(io.BytesIO(data))  # type: ignore[arg-type]
-    return encoding.open(source, replaced).read(), replaced.count
+    return encoding.replace(encoding.open(source).read())
 
 
 @pytest.mark.parametrize("name", ["utf-8", "utf-16", "utf-32"])
 def test_an_encoding_that_the_file_states(name: str) -> None:
     assert opened(TEXT.encode(name), Encoding()) == (TEXT.encode(), 0)
-    assert Encoding().decode(TEXT.encode(name), Replacements()) == TEXT
+    assert Encoding().decode(TEXT.encode(name)) == (TEXT, 0)
 
 
 @pytest.mark.parametrize("name", ["cp1250", "iso8859-2", "utf-16-le", "utf-16-be", "gb18030"])
 def test_an_encoding_that_the_job_states(name: str) -> None:
     assert opened(TEXT.encode(name), Encoding(name)) == (TEXT.encode(), 0)
-    assert Encoding(name).decode(TEXT.encode(name), Replacements()) == TEXT
+    assert Encoding(name).decode(TEXT.encode(name)) == (TEXT, 0)
 
 
 def test_the_byte_order_mark_of_utf_8_is_no_text() -> None:
     marked = codecs.BOM_UTF8 + TEXT.encode()
-    assert Encoding().decode(marked, Replacements()) == TEXT
+    assert Encoding().decode(marked) == (TEXT, 0)
     assert opened(marked, Encoding())[0].removeprefix(codecs.BOM_UTF8) == TEXT.encode()
 
 
@@ -47,17 +46,15 @@ def test_a_character_on_the_border_of_two_reads(monkeypatch: pytest.MonkeyPatch)
 def test_what_is_no_text(data: bytes, name: str | None, errors: DecodeErrors) -> None:
     encoding = Encoding(name, errors)
     utf8, count = opened(data, encoding)
-    replaced = Replacements()
     if errors == "error":
         with pytest.raises(UnicodeDecodeError):
             utf8.decode()
         with pytest.raises(InvalidArgumentError, match=r"no text in .*: byte [12] or near it"):
-            encoding.decode(data, replaced)
+            encoding.decode(data)
     else:
         assert utf8.decode().replace("\ufffd", "") == "ab"
         assert count == utf8.decode().count("\ufffd") > 0
-        assert encoding.decode(data, replaced) == utf8.decode()
-        assert replaced.count == count
+        assert encoding.decode(data) == (utf8.decode(), count)
 
 
 def test_utf_16_that_does_not_say_so() -> None:

@@ -170,7 +170,7 @@ def text_of(*numbers: int) -> TokenizedText:
 
 
 def test_chunks_are_handed_over_as_there_is_room() -> None:
-    executor = ChunkExecutor(InTwos())
+    executor = ChunkExecutor(InTwos(), in_blocks=False)
     texts = {7: text_of(1, 2, 3, 4, 5), 8: text_of(6), 9: text_of(7, -8, 9)}
     waiting = list(texts)
     ended: dict[int, Any] = {}
