@@ -189,7 +189,7 @@ class _TextFile:
         codec = compression_of(path)
         text = self._source
         if codec is not None:
-            text = io.BufferedReader(pa.CompressedInputStream(self._source, codec), SAMPLE_BYTES)
+            text = io.BufferedReader(pa.CompressedInputStream(self._source, codec))
         try:
             self.text = form.encoding.open(text)
         except InvalidArgumentError as error:
