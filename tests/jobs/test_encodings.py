@@ -2,10 +2,14 @@
 
 import codecs
 import io
+from pathlib import Path
 
 import pytest
 from jitney.errors import InvalidArgumentError
 from jitney_jobs.encodings import DecodeErrors, Encoding
+from jitney_jobs.run import read_record, status_of
+
+from tests.jobs.job_rows import read, run
 
 TEXT = '{"name": "Zürich"}\n{"name": "Łódź"}\n'
 
@@ -67,3 +71,19 @@ def test_utf_16_that_does_not_say_so() -> None:
 def test_an_encoding_that_is_none(name: str) -> None:
     with pytest.raises(InvalidArgumentError, match=f"encoding is '{name}', but must be a text enc"):
         Encoding(name).check()
+
+
+@pytest.mark.parametrize("format", ["jsonl", "csv", "txt"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_characters_that_were_replaced_are_counted(
+    tmp_path: Path, format: str, workers: int
+) -> None:
+    data = {"jsonl": b'{"text": "a\xff\xffb"}\n{"text": "c"}\n', "csv": b"text\na\xff\xffb\nc\n"}
+    (tmp_path / f"in.{format}").write_bytes(data.get(format, b"a\xff\xffb"))
+    settings = {"map": "tests.jobs.job_rows:marked", "workers": workers, "ordered": True}
+    assert run(tmp_path / f"in.{format}", tmp_path / "out", decode_errors="replace", **settings)
+    assert read(tmp_path / "out")[0]["text"] == "a\ufffd\ufffdb"
+    record = read_record(str(tmp_path / "out"), None)
+    assert record.begin is not None
+    told = "replaced 2 characters that are no text in the file's encoding"
+    assert told in status_of(record, record.begin.job)
