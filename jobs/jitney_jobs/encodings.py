@@ -31,7 +31,7 @@ class Replaced(NamedTuple):
     """A text, and how many U+FFFD were put in place of what is none."""
 
     text: str
-    count: int
+    num_replaced: int
 
 
 class Encoding(NamedTuple):

@@ -87,7 +87,7 @@ class Storage:
     def read_text(self, path: str) -> str:
         """Raises what :meth:`read` raises, and InvalidArgumentError for bytes that are no text."""
         replaced = self._encoding.decode(self.read(path))
-        self.replaced += replaced.count
+        self.replaced += replaced.num_replaced
         return replaced.text
 
     def read(self, path: str) -> bytes:

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 from jitney.errors import InvalidArgumentError
-from jitney_jobs.job import Job, make_job
+from jitney_jobs.job import Job, make_job, read_job
 from jitney_jobs.storage import open_inputs
+from jitney_jobs.worker import submit
 
 from tests.jobs.job_rows import ids, read, run, write_lines
 
@@ -56,6 +57,16 @@ def test_inputs_on_several_storages() -> None:
 def test_an_output_inside_of_one_of_the_inputs() -> None:
     with pytest.raises(InvalidArgumentError, match="must be outside of the input"):
         make_job({"input": ["/a", "/b"], "output": "/b/c", "model": "m"})
+
+
+def test_a_job_file_of_several_inputs_is_submitted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.yaml").write_text("input: [a, '@l']\nmore_inputs: [c]\noutput: o\nmodel: m\n")
+    submit(tmp_path / "queue", tmp_path / "job.yaml")
+    job = make_job(read_job(tmp_path / "queue" / "job.yaml"))
+    assert [job.input, *job.more_inputs] == [f"{tmp_path}/a", f"@{tmp_path}/l", f"{tmp_path}/c"]
 
 
 @pytest.mark.parametrize("form", ["list", "setting", "file"])
