@@ -6,10 +6,13 @@ goes on with the line behind it. ``pyarrow.csv`` cannot do that: it knows no off
 record that it cannot parse.
 """
 
+import codecs
 import csv
 from collections import deque
 from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
+
+from jitney_jobs.encodings import Encoding
 
 _MOST_BYTES = 32 << 20
 """Of a record. A quote that is not closed is noticed then, at the latest."""
@@ -24,20 +27,25 @@ class CsvRecord(NamedTuple):
     raw: bytes
     """The line that cannot be read. Empty for a record."""
     offset: int
-    """Where it begins, in bytes of the file as it is without compression."""
+    """Where it begins, in bytes of the file as it is without compression, in UTF-8."""
+    replaced: int = 0
+    """How many U+FFFD were put in place of what is no text."""
 
 
 class _Lines:
     """The lines of a file for ``csv.reader``, which are kept until their record is known."""
 
-    def __init__(self, source: BinaryIO) -> None:
+    def __init__(self, source: BinaryIO, encoding: Encoding) -> None:
         self._source = source
+        self._encoding = encoding
         self._again: deque[bytes] = deque()
         """Lines behind one that was bad: they come once more."""
         self.of_record: list[bytes] = []
         self.offset = 0
         """Where the record begins."""
         self._bytes = 0
+        self.replaced = 0
+        """How many U+FFFD the record has in place of what is no text."""
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -48,14 +56,20 @@ class _Lines:
         line = self._again.popleft() if self._again else self._source.readline()
         if not line:
             raise StopIteration
+        is_first = self.offset + self._bytes == 0
         self.of_record.append(line)
         self._bytes += len(line)
+        if is_first:
+            line = line.removeprefix(codecs.BOM_UTF8)
+        line, replaced = self._encoding.replace(line)
+        self.replaced += replaced
         return line.decode("utf-8", "surrogateescape")
 
     def end_record(self) -> None:
         self.offset += self._bytes
         self.of_record = []
         self._bytes = 0
+        self.replaced = 0
 
     def reject(self) -> bytes:
         """The record's first line, which is bad; the others come again."""
@@ -64,14 +78,15 @@ class _Lines:
         self.of_record = []
         self.offset += len(first)
         self._bytes = 0
+        self.replaced = 0
         return first
 
 
-def csv_records(source: BinaryIO, delimiter: str) -> Iterator[CsvRecord]:
+def csv_records(source: BinaryIO, delimiter: str, encoding: Encoding) -> Iterator[CsvRecord]:
     """The header, and the records under it. Empty lines are none. A record is bad if it has not as
     many fields as the header. Raises csv.Error for a header that cannot be read."""
     csv.field_size_limit(1 << 30)
-    lines = _Lines(source)
+    lines = _Lines(source, encoding)
     header: list[str] | None = None
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     while True:
@@ -88,13 +103,13 @@ def csv_records(source: BinaryIO, delimiter: str) -> Iterator[CsvRecord]:
         offset = lines.offset
         if error is None:
             assert fields is not None, "a record without an error has fields"
+            replaced = lines.replaced
             lines.end_record()
             if not fields:
                 continue  # an empty line
             if header is None:
                 header = fields
-                header[0] = header[0].removeprefix("\ufeff")
-            yield CsvRecord(fields, None, b"", offset)
+            yield CsvRecord(fields, None, b"", offset, replaced)
             continue
         if header is None:
             raise csv.Error(f"its header: {error}")
@@ -114,5 +129,5 @@ def _fault(fields: list[str], header: list[str] | None) -> str | None:
     try:
         "".join(fields).encode()
     except UnicodeEncodeError:
-        return "it has bytes that are no UTF-8"
+        return "it has bytes that are no text in the file's encoding (UTF-8, if none is named)"
     return None

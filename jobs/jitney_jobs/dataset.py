@@ -19,9 +19,12 @@ from jitney.errors import InvalidArgumentError, JitneyError
 
 from jitney_jobs.arrow import pa, pafs
 from jitney_jobs.columns import in_schema, taken, without_columns
+from jitney_jobs.delimiters import check_delimiter
+from jitney_jobs.encodings import Encoding
 from jitney_jobs.file_batches import (
     READ_ERRORS,
     Batch,
+    TextForm,
     arrow_batches,
     arrow_schema,
     csv_batches,
@@ -37,7 +40,7 @@ from jitney_jobs.journal import FileRows, InputFile, Ranges, Record
 from jitney_jobs.json_lines import decoded
 from jitney_jobs.rows import LINE, LINES, Chunk, RowId, Unreadable
 from jitney_jobs.schemas import SeenTypes, plain, unified, written_schema
-from jitney_jobs.storage import file_system, read_error, wait_for_retry
+from jitney_jobs.storage import file_system, open_inputs, read_error, wait_for_retry
 
 _FOOTERS_AT_ONCE = 16
 _LOOK_AHEAD_BYTES = 16 << 20
@@ -53,14 +56,23 @@ class Dataset:
     def __init__(self, job: Job) -> None:
         """Find the files of a file, a folder or a glob, but for those in the output. Raises
         InvalidArgumentError, and UnavailableError if the storage fails."""
-        self._fs, path = file_system(job.input)
+        self._fs, paths = open_inputs(job)
         self._retries = job.retries
+        self._form = TextForm(
+            encoding=Encoding(job.encoding, job.decode_errors),
+            delimiter=None if job.delimiter is None else check_delimiter(job.delimiter),
+        )
         _, output = file_system(job.output)
-        try:
-            base, found = find_files(self._fs, path)
-        except OSError as error:
-            raise read_error(job.input, error) from error
-        found = [info for info in found if not info.path.startswith(f"{output}/")]
+        bases = []
+        by_path: dict[str, pafs.FileInfo] = {}
+        for path in paths:
+            try:
+                base, infos = find_files(self._fs, path)
+            except OSError as error:
+                raise read_error(path, error) from error
+            bases.append(base)
+            by_path |= {info.path: info for info in infos}
+        found = [info for info in by_path.values() if not info.path.startswith(f"{output}/")]
         self.format = job.input_format
         if self.format == "auto":
             self.format = common_format(job.input, found)
@@ -72,7 +84,7 @@ class Dataset:
         self.files_are_rows = self.format in ("text", "image")
         """Whether each file is a row. If so, all of them count as one file, whose index is 0, and
         the index of a row in it is an index of ``files``."""
-        self._folders = FolderColumns(base, [] if self.files_are_rows else found)
+        self._folders = FolderColumns(bases, [] if self.files_are_rows else found)
         self.written_schema = written_schema(job.schema or "{}")
         """The types that the job names."""
         self._columns: Sequence[str] | None = None
@@ -144,7 +156,7 @@ class Dataset:
                         return parquet_schema(raw)
                     if self.format == "arrow":
                         return arrow_schema(raw)
-                    return csv_header(raw, file.path)
+                    return csv_header(raw, file.path, self._form)
             except InvalidArgumentError as error:
                 return error
             except READ_ERRORS as error:
@@ -239,6 +251,7 @@ class Dataset:
             unreadable={places[i]: row for i, row in unreadable.items() if i in places},
             read_bytes=(max(batch.nbytes, data.nbytes) * len(left)) // count,
             position=position,
+            replaced=batch.replaced,
         )
 
     def _in_schema(
@@ -293,9 +306,9 @@ class Dataset:
             elif self.format == "arrow":
                 yield from arrow_batches(raw, file, size, self._columns)
             elif self.format == "csv":
-                yield from csv_batches(raw, file, size)
+                yield from csv_batches(raw, file, size, self._form)
             else:
-                yield from line_batches(raw, file, size)
+                yield from line_batches(raw, file, size, self._form)
 
 
 def _decodable(lines: list[bytes]) -> list[dict[str, Any]]:

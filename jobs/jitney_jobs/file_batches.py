@@ -6,16 +6,17 @@ those that it has had.
 
 import csv
 import io
-import posixpath
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from dataclasses import dataclass, field, replace
+from typing import Any, BinaryIO, NamedTuple
 
 from jitney.errors import InvalidArgumentError
 
 from jitney_jobs.arrow import pa, pq
 from jitney_jobs.columns import compact, without_columns, without_views
 from jitney_jobs.csv_records import CsvRecord, csv_records
+from jitney_jobs.delimiters import SAMPLE_BYTES, delimiter_of
+from jitney_jobs.encodings import Encoding
 from jitney_jobs.input_files import compression_of
 from jitney_jobs.journal import InputFile, Ranges
 from jitney_jobs.rows import LINE, PATH, Unreadable
@@ -45,6 +46,7 @@ class Batch:
     offsets: Sequence[int] = ()
     """As in :class:`~jitney_jobs.rows.Chunk`; ``unreadable`` too."""
     unreadable: dict[int, Unreadable] = field(default_factory=dict)
+    replaced: int = 0
 
 
 # ------------------------------------------------------------------ formats with types
@@ -65,7 +67,9 @@ def parquet_batches(
     """A row group whose rows are all committed is not read. It is one batch, whatever ``size``.
     Only these ``columns`` are read."""
     # Page by page: otherwise the whole of a row group would be held.
-    parquet = pq.ParquetFile(raw, pre_buffer=False, buffer_size=_BUFFER_BYTES)
+    parquet = pq.ParquetFile(
+        raw, pre_buffer=False, buffer_size=_BUFFER_BYTES, page_checksum_verification=True
+    )
     names = parquet.schema_arrow.names
     check_names(names, file.path)
     chosen = names if columns is None else [name for name in names if name in columns]
@@ -162,52 +166,80 @@ def _record_batches(reader: Any) -> Iterator[pa.RecordBatch]:
 # ------------------------------------------------------------------ lines, CSV and files
 
 
-class _TextFile:
-    """A file's bytes without compression."""
+class TextForm(NamedTuple):
+    """How the job says that lines and CSV are written."""
 
-    def __init__(self, raw: BinaryIO, path: str) -> None:
+    encoding: Encoding
+    delimiter: str | None
+    """None: as the beginning of each file shows."""
+
+
+class _TextFile:
+    """A file's bytes without compression, as UTF-8."""
+
+    def __init__(self, raw: BinaryIO, path: str, form: TextForm) -> None:
+        """Raises InvalidArgumentError for an encoding that must be named."""
+        self._path = path
+        self._form = form
         self._source: Any = io.BufferedReader(raw, _BUFFER_BYTES)
-        self._codec = compression_of(path)
-        self.text = self._source
-        if self._codec is not None:
-            self.text = io.BufferedReader(pa.CompressedInputStream(self._source, self._codec))
+        codec = compression_of(path)
+        text = self._source
+        if codec is not None:
+            text = io.BufferedReader(pa.CompressedInputStream(self._source, codec))
+        try:
+            self.text = form.encoding.open(text)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"input {path}: {error}") from None
+        self._is_as_stored = self.text is self._source
+
+    @property
+    def delimiter(self) -> str:
+        """Of CSV. Ask before anything is read."""
+        if self._form.delimiter is not None:
+            return self._form.delimiter
+        return delimiter_of(self._path, self.text.peek(SAMPLE_BYTES)[:SAMPLE_BYTES])
+
+    def records(self) -> Iterator[CsvRecord]:
+        """Of CSV, with the header."""
+        return csv_records(self.text, self.delimiter, self._form.encoding)
 
     def share_read(self, file: InputFile, offset: int) -> float:
-        """Of the file: by the offset, or if it is compressed, by what the codec has read."""
-        read = offset if self._codec is None else self._source.tell()
+        """Of the file: by the offset, or if it is decoded, by what that has read."""
+        read = offset if self._is_as_stored else self._source.tell()
         return min(1.0, read / max(1, file.size))
 
 
-def delimiter_of(path: str) -> str:
-    """Tabs if the file's name has ``.tsv``."""
-    return "\t" if ".tsv" in posixpath.basename(path) else ","
-
-
-def line_batches(raw: BinaryIO, file: InputFile, size: int) -> Iterator[Batch]:
+def line_batches(raw: BinaryIO, file: InputFile, size: int, form: TextForm) -> Iterator[Batch]:
     """Lines, in the column ``line``. A line of nothing but space is no row."""
-    source = _TextFile(raw, file.path)
+    source = _TextFile(raw, file.path, form)
     taken: list[bytes] = []
     offsets: list[int] = []
     first = 0
     offset = 0
     nbytes = 0
+    replaced = 0
     for line in source.text:
         begin = offset
         offset += len(line)
         if not line.strip():
             continue
+        line, count = form.encoding.replace(line)
+        replaced += count
         taken.append(line)
         offsets.append(begin)
         nbytes += len(line)
         if len(taken) == size or nbytes >= _BATCH_BYTES:
             share = source.share_read(file, offset)
-            yield _batch_of_lines(first, taken, offsets, nbytes, share)
+            batch = _batch_of_lines(first, taken, offsets, nbytes, share)
+            yield replace(batch, replaced=replaced)
             first += len(taken)
             taken = []
             offsets = []
             nbytes = 0
+            replaced = 0
     if taken:
-        yield _batch_of_lines(first, taken, offsets, nbytes, 1.0)
+        batch = _batch_of_lines(first, taken, offsets, nbytes, 1.0)
+        yield replace(batch, replaced=replaced)
 
 
 def _batch_of_lines(
@@ -217,18 +249,18 @@ def _batch_of_lines(
     return Batch(first, first + len(lines), data, share, nbytes, offsets)
 
 
-def csv_header(raw: BinaryIO, path: str) -> pa.Schema:
+def csv_header(raw: BinaryIO, path: str, form: TextForm) -> pa.Schema:
     """The columns of a CSV file, which are texts."""
-    record = next(csv_records(_TextFile(raw, path).text, delimiter_of(path)), None)
+    record = next(_TextFile(raw, path, form).records(), None)
     names = [] if record is None or record.fields is None else record.fields
     check_names(names, path)
     return pa.schema([(name, pa.string()) for name in names])
 
 
-def csv_batches(raw: BinaryIO, file: InputFile, size: int) -> Iterator[Batch]:
+def csv_batches(raw: BinaryIO, file: InputFile, size: int, form: TextForm) -> Iterator[Batch]:
     """Records under their header. A row that cannot be read has nulls."""
-    source = _TextFile(raw, file.path)
-    records = csv_records(source.text, delimiter_of(file.path))
+    source = _TextFile(raw, file.path, form)
+    records = source.records()
     head = next(records, None)
     if head is None or head.fields is None:
         return
@@ -262,7 +294,8 @@ def _batch_of_records(
     arrays = [pa.array(values, pa.string()) for values in zip(*rows, strict=True)]
     data = pa.RecordBatch.from_arrays(arrays, names=names)
     offsets = [record.offset for record in records]
-    return Batch(first, first + len(records), data, share, nbytes, offsets, unreadable)
+    replaced = sum(record.replaced for record in records)
+    return Batch(first, first + len(records), data, share, nbytes, offsets, unreadable, replaced)
 
 
 def path_batches(files: list[InputFile], size: int) -> Iterator[Batch]:

@@ -17,9 +17,10 @@ _SUFFIXES: dict[str, InputFormat] = {
     **dict.fromkeys((".parquet", ".pq"), "parquet"),
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl"),
     **dict.fromkeys((".csv", ".tsv"), "csv"),
-    **dict.fromkeys((".arrow", ".feather", ".ipc"), "arrow"),
+    **dict.fromkeys((".arrow", ".arrows", ".feather", ".ipc"), "arrow"),
     **dict.fromkeys((".txt", ".md"), "text"),
-    **dict.fromkeys((".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"), "image"),
+    **dict.fromkeys((".png", ".jpg", ".jpeg", ".jfif", ".jp2", ".webp", ".bmp", ".gif"), "image"),
+    **dict.fromkeys((".tif", ".tiff", ".avif", ".heic", ".heif", ".pgm", ".ppm"), "image"),
 }
 _COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
 
@@ -97,18 +98,19 @@ def compression_of(path: str) -> str | None:
 
 
 class FolderColumns:
-    """The columns that the names of the files' folders below ``base`` state, such as ``year=2026``:
-    numbers if all values are, else texts. ``__HIVE_DEFAULT_PARTITION__`` is null."""
+    """The columns that the names of the files' folders below one of ``bases`` state, such as
+    ``year=2026``: numbers if all values are, else texts. ``__HIVE_DEFAULT_PARTITION__`` is null."""
 
-    def __init__(self, base: str, found: Sequence[pafs.FileInfo]) -> None:
-        self._base = base
+    def __init__(self, bases: Sequence[str], found: Sequence[pafs.FileInfo]) -> None:
+        self._bases = bases
         folders = sorted({self._folder_of(info.path) for info in found})
         self.schema = pa.schema([])
         if any("=" in folder for folder in folders):
             self.schema = _schema_of_paths([f"/{folder}file" for folder in folders])
 
     def _folder_of(self, path: str) -> str:
-        folder = posixpath.dirname(path.removeprefix(self._base)).strip("/")
+        base = next(base for base in self._bases if _is_below(path, base))
+        folder = posixpath.dirname(path.removeprefix(base)).strip("/")
         return f"{folder}/" if folder else ""
 
     def values_of(self, path: str) -> dict[str, Any]:
@@ -119,6 +121,11 @@ class FolderColumns:
             stated = partitioning.parse(f"/{self._folder_of(path)}")
             values |= ds.get_partition_keys(stated)
         return values
+
+
+def _is_below(path: str, base: str) -> bool:
+    """Whether the path is that of ``base``, or of something in it."""
+    return path == base or path.startswith(f"{base.rstrip('/')}/")
 
 
 def _schema_of_paths(paths: Sequence[str]) -> pa.Schema:

@@ -270,6 +270,7 @@ class Pipeline(Gathering):
             self._figures.read_s += read.seconds
             if isinstance(read.entry, Chunk):
                 self._budget.add(read.entry)
+                self._figures.replaced += read.entry.replaced
                 most = max(self._figures.most_in_flight, self._budget.rows)
                 self._figures.most_in_flight = most
                 self._preparing.append(self._workers.submit(read.entry))
@@ -293,6 +294,7 @@ class Pipeline(Gathering):
             if prepared.rest is not None:  # it comes before all other chunks
                 self._preparing.appendleft(self._workers.submit(prepared.rest))
             self._figures.prepare_s += prepared.seconds
+            self._figures.replaced += prepared.replaced
             self._workers_cpu_s += prepared.cpu_s
             self._figures.position = prepared.chunk.position
             self._budget.add_prepared(prepared)

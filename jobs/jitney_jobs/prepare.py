@@ -40,6 +40,7 @@ from jitney_jobs.json_lines import check_no_common_name, columns_of_lines, encod
 from jitney_jobs.rows import LINES, Chunk, RowValues, reason
 from jitney_jobs.storage import Storage
 from jitney_jobs.tensors import Tensors
+from jitney_jobs.texts import TokenizedText
 
 
 @dataclass
@@ -80,6 +81,8 @@ class Prepared(NamedTuple):
     """A chunk of these rows, with the columns. None on the way from a worker process."""
     rest: Chunk | None = None
     """The rows that are left to prepare."""
+    replaced: int = 0
+    """How many U+FFFD were put into files that are texts."""
 
 
 Preparer = Callable[[Chunk], Prepared]
@@ -200,6 +203,7 @@ def make_preparer(context: Context) -> Preparer:
     def prepare(chunk: Chunk) -> Prepared:
         began = time.perf_counter()
         cpu_began = time.process_time()
+        replaced = storage.replaced
         block = None
         if context.takes_blocks and isinstance(task, Tensors):
             block = _whole_block(task, chunk)
@@ -214,7 +218,14 @@ def make_preparer(context: Context) -> Preparer:
             columns = making.columns
             row_count = making.row_count
         seconds = time.perf_counter() - began
-        return Prepared(items, columns, row_count, seconds, time.process_time() - cpu_began)
+        return Prepared(
+            items=items,
+            columns=columns,
+            row_count=row_count,
+            seconds=seconds,
+            cpu_s=time.process_time() - cpu_began,
+            replaced=storage.replaced - replaced,
+        )
 
     return prepare
 
@@ -350,6 +361,8 @@ def size_of(prepared: Any) -> int:
         return _BYTES_OF_TOKEN * len(prepared.ids)
     if isinstance(prepared, MapResult):
         return len(prepared.data)
+    if isinstance(prepared, TokenizedText):
+        return prepared.nbytes
     if isinstance(prepared, dict):
         return sum(map(_array_bytes, prepared.values()))
     if isinstance(prepared, tuple):
@@ -444,6 +457,7 @@ def _prepare_row_by_row(prepare: Preparer, chunk: Chunk) -> Prepared:
     columns: list[pa.RecordBatch | None] = []
     seconds = 0.0
     cpu_s = 0.0
+    replaced = 0
     for index in range(len(chunk)):
         of_row = None
         try:
@@ -457,12 +471,20 @@ def _prepare_row_by_row(prepare: Preparer, chunk: Chunk) -> Prepared:
                 item.rows = (index,)
             items += prepared.items
             of_row = prepared.columns
+            replaced += prepared.replaced
             seconds += prepared.seconds
             cpu_s += prepared.cpu_s
         columns.append(of_row)
         if sum(item.nbytes for item in items) >= MADE_BYTES:
             break
-    return Prepared(items, _rows_as_columns(columns), len(columns), seconds, cpu_s)
+    return Prepared(
+        items=items,
+        columns=_rows_as_columns(columns),
+        row_count=len(columns),
+        seconds=seconds,
+        cpu_s=cpu_s,
+        replaced=replaced,
+    )
 
 
 def _rows_as_columns(rows: list[pa.RecordBatch | None]) -> pa.RecordBatch | None:

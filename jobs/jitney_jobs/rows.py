@@ -9,16 +9,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 from jitney.errors import InvalidArgumentError, JitneyError
 
 from jitney_jobs.arrow import pa
 from jitney_jobs.columns import from_bytes, rows_of, shown_row, to_bytes
 from jitney_jobs.job import InputFormat
 from jitney_jobs.json_lines import decoded
+from jitney_jobs.nested import value_at
 from jitney_jobs.storage import Storage
 
 RowValues = dict[str, Any]
 """Column -> value."""
+Arrays = dict[str, np.ndarray]
+"""A row of a model's tensors, by their names: without the dimension of the batch."""
 LINES = ("jsonl", "openai")
 """Formats in which a row is a line of JSON."""
 LINE = "line"
@@ -65,6 +69,8 @@ class Chunk:
     """Size of the rows as they were read; of files that are rows, the files' sizes."""
     position: float = 0.0
     """The share of the whole input that has been read with this chunk, 0 to 1."""
+    replaced: int = 0
+    """Only for lines and CSV: how many U+FFFD were put in place of what is no text."""
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -154,8 +160,8 @@ class Chunk:
 def _text_row(storage: Storage, path: str) -> RowValues | Exception:
     """Raises UnavailableError if the storage fails."""
     try:
-        return {PATH: path, "text": storage.read(path).decode()}
-    except (InvalidArgumentError, UnicodeDecodeError) as error:
+        return {PATH: path, "text": storage.read_text(path)}
+    except InvalidArgumentError as error:
         return error
 
 
@@ -170,34 +176,16 @@ def shown_bytes(raw: bytes) -> Any:
 def column_of(row: Mapping[str, Any], name: str) -> Any:
     """A value of the row: of the column of that name, or else a field of a column, ``doc.text``; of
     a list by its index, ``pages.0``. Raises InvalidArgumentError if there is none."""
-    value: Any = row.get(name)
-    is_there = name in row
-    if not is_there and "." in name:
-        value = row
-        for step in name.split("."):
-            value = _field_of(value, step)
-        is_there = value is not None
-    if value is None:
-        state = "is empty" if is_there else "is missing"
-        raise InvalidArgumentError(f"column {name!r} {state}")
-    return value
-
-
-def _field_of(value: Any, step: str) -> Any:
-    """None if there is none."""
-    if isinstance(value, Mapping):
-        return value.get(step)
-    if isinstance(value, list) and step.isdecimal() and int(step) < len(value):
-        return value[int(step)]
-    return None
+    return value_at(row, name)
 
 
 def columns_named(names: Sequence[str]) -> list[str]:
     """The columns that may be meant by names for :func:`column_of`."""
     columns: dict[str, None] = {}
     for name in names:
-        columns[name] = None
-        columns[name.split(".")[0]] = None
+        steps = name.split(".")
+        for count in range(len(steps), 0, -1):
+            columns[".".join(steps[:count])] = None
     return list(columns)
 
 

@@ -37,6 +37,10 @@ _STAGES = {
 """Figures of a run -> their names in the report."""
 
 
+_LONG_TEXTS = {"end": "cut", "chunk-mean": "run in chunks"}
+"""What setting ``truncate`` does with them."""
+
+
 def run_job(
     job: Job, models: Models | None = None, wanted: Callable[[], bool] = lambda: True
 ) -> bool:
@@ -185,6 +189,13 @@ def status_of(record: Record, job: Job) -> str:
     if non_finite:
         became = "texts" if job.non_finite == "text" else "null"
         lines.append(f"values  {non_finite:,} were NaN or infinite: they are {became} in JSON")
+    long_texts = _total(record, "long_texts")
+    replaced = _total(record, "replaced")
+    if replaced:
+        lines.append(f"replaced {replaced:,.0f} characters that are no text in the file's encoding")
+    if long_texts:
+        done_with = _LONG_TEXTS[job.truncate]
+        lines.append(f"texts   {long_texts:,.0f} longer than the encoder takes: {done_with}")
     if figures:
         lines.append(f"last    {clock_text(figures['at'])}")
         lines.append(f"cost    {_rate(record)}; {_cost(record)}")
