@@ -310,19 +310,13 @@ def has_non_finite(array: pa.Array) -> bool:
     if pa.types.is_floating(kind):
         finite = pc.all(pc.is_finite(array), min_count=0).as_py()
         return not finite
-    if pa.types.is_struct(kind) or is_list(kind) or pa.types.is_map(kind):
-        return (
-            any(map(has_non_finite, array.flatten()))
-            if pa.types.is_struct(kind)
-            else (_list_has_non_finite(array))
-        )
-    return False
-
-
-def _list_has_non_finite(array: pa.Array) -> bool:
-    if pa.types.is_map(array.type):
+    if pa.types.is_struct(kind):
+        return any(map(has_non_finite, array.flatten()))
+    if is_list(kind):
+        return has_non_finite(array.flatten())
+    if pa.types.is_map(kind):
         return has_non_finite(array.items)
-    return has_non_finite(array.flatten())
+    return False
 
 
 _NAMES = {math.inf: "Infinity", -math.inf: "-Infinity"}

@@ -123,14 +123,7 @@ class LinesWriter:
     def _values(self, data: pa.RecordBatch) -> list[RowValues | Exception]:
         """Rows of Python's values; of one that Python does not have, why."""
         try:
-            exact = (
-                pa.RecordBatch.from_arrays(
-                    [_exact_times(array) for array in data.columns], data.schema.names
-                )
-                if data.num_columns
-                else data
-            )
-            rows: list[RowValues | Exception] = [*rows_of(exact)]
+            rows: list[RowValues | Exception] = [*rows_of(_with_exact_times(data))]
         except Exception as error:  # such as a date after the year 9999
             if len(data) == 1:
                 return [error]
@@ -150,6 +143,13 @@ class LinesWriter:
     def files(self) -> dict[str, bytes | pa.Buffer]:
         data = self._sink.getvalue()
         return {"part-{}.jsonl": data} if data.size else {}
+
+
+def _with_exact_times(data: pa.RecordBatch) -> pa.RecordBatch:
+    if not data.num_columns:
+        return data
+    arrays = [_exact_times(array) for array in data.columns]
+    return pa.RecordBatch.from_arrays(arrays, data.schema.names)
 
 
 def _exact_times(array: pa.Array) -> pa.Array:

@@ -11,6 +11,7 @@ import pytest
 from jitney.errors import InvalidArgumentError, UnavailableError
 from jitney_jobs import executors, file_batches, gathering, pipeline
 from jitney_jobs.command import resume, status
+from jitney_jobs.generate import GenerateOnServer, columns_of_prompt
 from jitney_jobs.job import make_job
 from jitney_jobs.run import read_record, write_report
 
@@ -101,6 +102,21 @@ def test_a_column_to_keep_that_is_not_there(tmp_path: Path) -> None:
     source = write_table(tmp_path / "in.parquet", id=[1])
     with pytest.raises(InvalidArgumentError, match="keep is 'idd', but must be one of id"):
         run(source, tmp_path / "out", map=MARKED, keep=["idd"])
+
+
+def test_fields_of_columns_in_a_prompt() -> None:
+    """A column whose name has a dot goes before a field."""
+    prompt = "{doc.text} {doc.pages.0}: {a.b} {{x}}"
+    job = make_job({"input": "in", "output": "out", "model": "m", "prompt": prompt})
+    columns = ["doc.text", "doc", "doc.pages.0", "a.b", "a"]
+    assert columns_of_prompt(job) == columns
+    row = {"doc": {"text": "T", "pages": ["P"]}, "a.b": "exact", "a": {"b": "field"}}
+    assert GenerateOnServer(job).prepare(row)["text_input"].tolist() == [b"T P: exact {x}"]
+    with pytest.raises(InvalidArgumentError, match=r"column 'doc\.text' is missing"):
+        GenerateOnServer(job).prepare({"doc": {"txt": "T"}})
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ name }}"
+    job = make_job({"input": "in", "output": "out", "model": "m", "template": template})
+    assert sorted(columns_of_prompt(job)) == ["messages", "name"]
 
 
 def test_a_template_longer_than_a_files_name() -> None:

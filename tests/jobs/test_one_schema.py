@@ -104,7 +104,8 @@ def test_results_of_map_have_one_schema(tmp_path: Path) -> None:
     (tmp_path / "values.json").write_text(json.dumps(values))
     rows = [{"id": i, "values": str(tmp_path / "values.json")} for i in range(len(values))]
     source = write_lines(tmp_path / "in.jsonl", rows)
-    settings = {"map": "tests.jobs.job_rows:of_id", "output_format": "parquet", "keep": ["id"]}
+    settings: dict[str, Any] = {"map": "tests.jobs.job_rows:of_id", "keep": ["id"]}
+    settings["output_format"] = "parquet"
     settings["part_seconds"] = 0.001
     assert run(source, tmp_path / "out", **settings)
     (bad_row,) = bad(tmp_path / "out")
