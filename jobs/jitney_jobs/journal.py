@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -54,6 +54,9 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     """Whether each file is a row. All files together then count as one file, whose index is 0."""
     at: float = 0.0
     """When the job began, in seconds since 1970."""
+    schema: bytes | None = None
+    """The input's columns with the types that all of its files get, as Arrow serializes them. None
+    if its lines are written as they came, and in journals of earlier versions."""
 
 
 class FileRows(msgspec.Struct, frozen=True, tag="file"):
@@ -265,14 +268,20 @@ class JobJournal:
         except OSError:
             raise UnavailableError(f"another run writes to {owner}") from None
 
-    def begin_or_resume(self, job: Job, files: list[InputFile], files_are_rows: bool) -> None:
+    def begin_or_resume(
+        self,
+        job: Job,
+        files: list[InputFile],
+        files_are_rows: bool,
+        look_ahead: Callable[[], bytes | None] = lambda: None,
+    ) -> None:
         """Write the first line, or check that the one that is there has the same job and files.
         Raises InvalidArgumentError that says what differs, if any row is committed. If none is, the
-        journal begins anew."""
+        journal begins anew. ``look_ahead`` gives the input's schema; it is called for a new line
+        alone, and may raise."""
         begin = self.record.begin
-        new_begin = Begin(VERSION, job, files, files_are_rows, time.time())
         if begin is None:
-            self.append(new_begin)
+            self._append_begin(job, files, files_are_rows, look_ahead)
             return
         changes = differences(begin.job, job) + _changed(begin.files, files)
         if not changes:
@@ -283,7 +292,17 @@ class JobJournal:
             raise InvalidArgumentError(f"{self._owner} holds another job: {'; '.join(changes[:5])}")
         os.ftruncate(self._file, 0)
         self.record = Record(self._path.parent)
-        self.append(new_begin)
+        self._append_begin(job, files, files_are_rows, look_ahead)
+
+    def _append_begin(
+        self,
+        job: Job,
+        files: list[InputFile],
+        files_are_rows: bool,
+        look_ahead: Callable[[], bytes | None],
+    ) -> None:
+        schema = look_ahead()
+        self.append(Begin(VERSION, job, files, files_are_rows, time.time(), schema))
 
     def append(self, entry: Entry) -> None:
         """For any thread. Returns when the line is on the disk. After an OSError nothing of it is

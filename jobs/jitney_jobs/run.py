@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,6 +13,7 @@ import msgspec
 from jitney.errors import InvalidArgumentError
 from jitney.progress import Deadline, Progress, State, clock_text
 
+from jitney_jobs.arrow import pa
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.executors import Models
 from jitney_jobs.gathering import Gathering
@@ -35,6 +37,10 @@ _STAGES = {
 """Figures of a run -> their names in the report."""
 
 
+_LONG_TEXTS = {"end": "cut", "chunk-mean": "run in chunks"}
+"""What setting ``truncate`` does with them."""
+
+
 def run_job(
     job: Job, models: Models | None = None, wanted: Callable[[], bool] = lambda: True
 ) -> bool:
@@ -54,10 +60,13 @@ def run_job(
                 # The journal may begin anew. Until its first line is written, no part may be there:
                 # after a kill it would be one without a journal.
                 output.recover()
-            journal.begin_or_resume(job, dataset.files, dataset.files_are_rows)
+            journal.begin_or_resume(
+                job, dataset.files, dataset.files_are_rows, partial(_look_ahead, dataset, output)
+            )
             output.recover()
         if journal.record.end is not None:
             return True
+        _set_schema(dataset, output, journal.record)
         # This run has no part yet, so its figures lack ``run``, and ``_state`` takes every part in
         # the journal for one of an earlier run. The metrics need ``moved_at``.
         figures = {"moved_at": time.time()}
@@ -74,6 +83,21 @@ def run_job(
             pipeline = Pipeline(job, dataset, journal, output, closing, models)
         observer.begin_display()
         return pipeline.run(observer.show, wanted)
+
+
+def _look_ahead(dataset: Dataset, output: Output) -> bytes | None:
+    """The input's schema, as Arrow serializes it."""
+    schema = dataset.look_ahead(output.is_table)
+    return None if schema is None else schema.serialize().to_pybytes()
+
+
+def _set_schema(dataset: Dataset, output: Output, record: Record) -> None:
+    """The one with which the job began, whatever the files have now."""
+    assert record.begin is not None, "the job has begun"
+    stated = record.begin.schema
+    if stated is None:  # lines that are written as they came, or a journal of an earlier version
+        stated = _look_ahead(dataset, output)
+    dataset.set_schema(None if stated is None else pa.ipc.read_schema(pa.py_buffer(stated)))
 
 
 class _Observer:
@@ -161,6 +185,17 @@ def status_of(record: Record, job: Job) -> str:
         f"rows    {written + failed:,}{total}: {written:,} written, {failed:,} bad",
         f"parts   {len(record.parts):,}",
     ]
+    non_finite = int(_total(record, "non_finite"))
+    if non_finite:
+        became = "texts" if job.non_finite == "text" else "null"
+        lines.append(f"values  {non_finite:,} were NaN or infinite: they are {became} in JSON")
+    long_texts = _total(record, "long_texts")
+    replaced = _total(record, "replaced")
+    if replaced:
+        lines.append(f"replaced {replaced:,.0f} characters that are no text in the file's encoding")
+    if long_texts:
+        done_with = _LONG_TEXTS[job.truncate]
+        lines.append(f"texts   {long_texts:,.0f} longer than the encoder takes: {done_with}")
     if figures:
         lines.append(f"last    {clock_text(figures['at'])}")
         lines.append(f"cost    {_rate(record)}; {_cost(record)}")
