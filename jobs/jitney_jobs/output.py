@@ -23,11 +23,11 @@ from jitney_jobs.job import Job
 from jitney_jobs.journal import Interval, JobJournal, OutputPart, Ranges, sync
 from jitney_jobs.json_lines import check_no_common_name, encoded
 from jitney_jobs.part_files import (
-    RowBlock,
     CsvPart,
     LinesWriter,
     ParquetPart,
     PartWriter,
+    RowBlock,
     TableWriter,
     runs_of,
 )
