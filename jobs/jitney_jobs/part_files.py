@@ -6,6 +6,7 @@ told by its index, and left out.
 """
 
 import base64
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -68,7 +69,7 @@ class LinesWriter:
     def __init__(self, keep: Sequence[str] | None, non_finite: NonFinite) -> None:
         self._keep = keep
         self._non_finite = non_finite
-        self._sink = pa.BufferOutputStream()
+        self._sink = io.BytesIO()
 
     def add(self, block: RowBlock) -> Errors:
         errors: Errors = {}
@@ -142,7 +143,7 @@ class LinesWriter:
 
     def files(self) -> dict[str, bytes | pa.Buffer]:
         data = self._sink.getvalue()
-        return {"part-{}.jsonl": data} if data.size else {}
+        return {"part-{}.jsonl": data} if data else {}
 
 
 def _with_exact_times(data: pa.RecordBatch) -> pa.RecordBatch:
