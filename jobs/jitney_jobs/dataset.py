@@ -22,6 +22,12 @@ from jitney_jobs.file_batches import (
     path_batches,
     take_rows,
 )
+from jitney_jobs.input_changes import (
+    InputChange,
+    input_changes,
+    up_to_listed_end,
+    with_digests,
+)
 from jitney_jobs.input_files import columns_of_folders, common_format, find_files, format_of
 from jitney_jobs.job import Job
 from jitney_jobs.journal import FileRows, InputFile, Ranges, Record
@@ -32,28 +38,53 @@ from jitney_jobs.storage import file_system, read_error, wait_for_retry
 class Dataset:
     """The input of one job."""
 
-    def __init__(self, job: Job) -> None:
-        """Find the files of a file, a folder or a glob, but for those in the output. Raises
+    def __init__(self, job: Job, listed: list[InputFile] | None = None) -> None:
+        """Find the files of a file, a folder or a glob, but for those in the output. ``listed``:
+        those that a journal has, which are read whatever else is there now. Raises
         InvalidArgumentError, and UnavailableError if the storage fails."""
-        self._fs, path = file_system(job.input)
+        self._fs, _ = file_system(job.input)
+        self.job = job
         self._retries = job.retries
-        _, output = file_system(job.output)
-        try:
-            self._base, found = find_files(self._fs, path)
-        except OSError as error:
-            raise read_error(job.input, error) from error
-        found = [info for info in found if not info.path.startswith(f"{output}/")]
         self.format = job.input_format
-        if self.format == "auto":
-            self.format = common_format(job.input, found)
-            found = [info for info in found if format_of(info.path) == self.format]
-        if not found:
-            raise InvalidArgumentError(f"input {job.input} has no files")
-        self.files = [InputFile(info.path, info.size, info.mtime_ns or 0) for info in found]
-        self.files.sort(key=lambda file: file.path)
+        self.found = self._find(listed)
+        """The files that are there now."""
+        self.files = listed or with_digests(self._fs, self.found)
+        """The files that are read."""
         self.files_are_rows = self.format in ("text", "image")
         """Whether each file is a row. If so, all of them count as one file, whose index is 0, and
         the index of a row in it is an index of ``files``."""
+
+    def _find(self, listed: list[InputFile] | None) -> list[InputFile]:
+        """The files of the input, sorted. Sets the format, by the files that are read."""
+        _, path = file_system(self.job.input)
+        _, output = file_system(self.job.output)
+        try:
+            self._base, found = find_files(self._fs, path)
+        except OSError as error:
+            raise read_error(self.job.input, error) from error
+        found = [info for info in found if not info.path.startswith(f"{output}/")]
+        if self.format == "auto":
+            self.format = common_format(self.job.input, listed or found)
+        if self.job.input_format == "auto":
+            found = [info for info in found if format_of(info.path) == self.format]
+        if not found and not listed:
+            raise InvalidArgumentError(f"input {self.job.input} has no files")
+        files = [InputFile(info.path, info.size, info.mtime_ns or 0) for info in found]
+        return sorted(files, key=lambda file: file.path)
+
+    def changes(self) -> list[InputChange]:
+        """How the input differs from the files that are read. Raises InvalidArgumentError if
+        nothing of it is there, and UnavailableError if the storage fails."""
+        are_lines = self.format in ("jsonl", "csv", "openai")
+        try:
+            return input_changes(self._fs, self.files, self.found, are_lines)
+        except OSError as error:
+            raise read_error(self.job.input, error) from error
+
+    def changes_meanwhile(self) -> list[InputChange]:
+        """As :meth:`changes`, after another look at the input."""
+        self.found = self._find(self.files)
+        return self.changes()
 
     def read_schema(self) -> pa.Schema | None:
         """The columns' types, as the first file states them; None for formats whose files state
@@ -161,4 +192,5 @@ class Dataset:
             elif self.format == "arrow":
                 yield from arrow_batches(raw, file, size)
             else:
-                yield from line_batches(raw, file, self.format, size)
+                lines = up_to_listed_end(raw, file)
+                yield from line_batches(lines, file, self.format, size)

@@ -5,7 +5,8 @@ that the names of their folders state.
 import fnmatch
 import posixpath
 import re
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 from urllib.parse import unquote
 
 from jitney.errors import InvalidArgumentError
@@ -72,7 +73,14 @@ def _matches(path: str, glob: str) -> bool:
     return fnmatch.fnmatchcase(path, glob)
 
 
-def common_format(source: str, found: list[pafs.FileInfo]) -> InputFormat:
+class HasPath(Protocol):
+    """A file, found or listed."""
+
+    @property
+    def path(self) -> str: ...
+
+
+def common_format(source: str, found: Sequence[HasPath]) -> InputFormat:
     """By the files' names. Raises InvalidArgumentError if they have several formats, or none."""
     formats = {format_of(info.path) for info in found} - {None}
     if len(formats) == 1:

@@ -16,12 +16,13 @@ import msgspec
 import numpy as np
 from jitney.errors import InvalidArgumentError, UnavailableError
 
+from jitney_jobs.addresses import without_keys
 from jitney_jobs.arrow import pa, pafs, pq
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.job import Job
 from jitney_jobs.journal import Interval, JobJournal, OutputPart, Ranges, sync
 from jitney_jobs.rows import LINES, RowId, RowValues, reason
-from jitney_jobs.storage import file_system
+from jitney_jobs.storage import file_system, objects_of
 
 _BLOCK = 512
 """Rows that are encoded together."""
@@ -56,8 +57,8 @@ def write_errors(job: Job) -> Iterator[None]:
         yield
     except OSError as error:
         raise UnavailableError(
-            f"output {job.output} cannot be written: {error}; when it can be, `jitney "
-            "batch resume` goes on"
+            f"output {without_keys(job.output)} cannot be written: {error}; when it can be, "
+            "`jitney batch resume` goes on"
         ) from error
 
 
@@ -82,6 +83,8 @@ class Output:
         self.last_bad: BadRow | None = None
         """For the error of a job that has too many."""
         self._fs, self._folder = file_system(job.output)
+        self._objects = objects_of(job)
+        """Parts go there, each in one request. None: they go to the file system."""
         self._fs.create_dir(f"{self._folder}/{ERRORS}", recursive=True)
         there = self._parts()
         if there and journal.record.begin is None:
@@ -91,17 +94,27 @@ class Output:
     def recover(self) -> None:
         """Remove what the journal does not name, and check that what it names is there. Raises
         InvalidArgumentError."""
-        there = self._parts()
-        parts = self._journal.record.parts
-        committed = {name: size for part in parts for name, size in part.files.items()}
-        for name in there.keys() - committed.keys():
-            self._fs.delete_file(f"{self._folder}/{name}")
-        for name, size in committed.items():
+        there = self.remove_strays()
+        for name, size in self._committed().items():
             if there.get(name) != size:
                 raise InvalidArgumentError(
                     f"the committed part {name} of {self._folder} has {there.get(name, 0):,} "
                     f"bytes, but had {size:,}"
                 )
+
+    def remove_strays(self) -> dict[str, int]:
+        """Remove parts that the journal does not name, of runs that can commit no more. Returns
+        names and bytes of all that were there."""
+        there = self._parts()
+        for name in there.keys() - self._committed().keys():
+            if self._journal.may_remove(name):
+                self._fs.delete_file(f"{self._folder}/{name}")
+        return there
+
+    def _committed(self) -> dict[str, int]:
+        """Names and bytes of all parts that the journal names."""
+        parts = self._journal.record.parts
+        return {name: size for part in parts for name, size in part.files.items()}
 
     def _parts(self) -> dict[str, int]:
         """Names and bytes of all parts, finished or not."""
@@ -154,7 +167,7 @@ class Output:
     def write(self, part: list[EndedRow], figures: dict[str, float]) -> None:
         """Write a part and commit it. Rows that do not fit become bad ones. ``part`` is emptied
         while it is encoded, so that the next part can have its memory."""
-        number = self._journal.record.next_number
+        number, mark = self._journal.next_part()
         total = len(part)
         ids = [ended.id for ended in part]
         intervals = Ranges(Interval(id_.file, id_.row, id_.row + 1) for id_ in ids).intervals
@@ -167,9 +180,9 @@ class Output:
             bad += [ended.value for ended in block if isinstance(ended.value, BadRow)]
             good_rows = [ended for ended in block if not isinstance(ended.value, BadRow)]
             self._encode(good_rows, good, bad)
-        files = self._files_of_part(number, good, bad)
+        files = self._files_of_part(f"part-{number:05}{mark}", good, bad)
         for name, data in files.items():
-            self._write_file(f"{self._folder}/{name}", data)
+            self._write_file(name, data)
         committed = OutputPart(
             number=number,
             files={name: len(data) for name, data in files.items()},
@@ -179,21 +192,27 @@ class Output:
             figures=figures,
             schema=new_schema,
         )
-        self._journal.append(committed)
+        try:
+            self._journal.append(committed)
+        except UnavailableError:  # another run has taken over: it does these rows
+            for name in files:
+                with contextlib.suppress(OSError):
+                    self._fs.delete_file(f"{self._folder}/{name}")
+            raise
         # Each part is written in a new thread: give back what Arrow's pool keeps of its memory.
         pa.default_memory_pool().release_unused()
 
     def _files_of_part(
-        self, number: int, good: list[Any], bad: list[BadRow]
+        self, part: str, good: list[Any], bad: list[BadRow]
     ) -> dict[str, bytes | pa.Buffer]:
-        """Name -> data. A part has one file of good rows, which are encoded, and one of bad rows.
-        Without such rows there is no such file."""
+        """Name -> data, for a part of that name. A part has one file of good rows, which are
+        encoded, and one of bad rows. Without such rows there is no such file."""
         files: dict[str, bytes | pa.Buffer] = {}
         if good:
             suffix = "parquet" if self._parquet else "jsonl"
-            files[f"part-{number:05}.{suffix}"] = self._joined(good)
+            files[f"{part}.{suffix}"] = self._joined(good)
         if bad:
-            files[f"{ERRORS}/part-{number:05}.jsonl"] = b"".join(map(_bad_line, bad))
+            files[f"{ERRORS}/{part}.jsonl"] = b"".join(map(_bad_line, bad))
         return files
 
     def _set_schema(self, part: list[EndedRow]) -> bytes | None:
@@ -259,7 +278,11 @@ class Output:
         pq.write_table(table, sink, compression="zstd")
         return sink.getvalue()
 
-    def _write_file(self, path: str, data: bytes | pa.Buffer) -> None:
+    def _write_file(self, name: str, data: bytes | pa.Buffer) -> None:
+        if self._objects is not None:
+            self._objects.put(name, data)
+            return
+        path = f"{self._folder}/{name}"
         folder, name = posixpath.split(path)
         local = isinstance(self._fs, pafs.LocalFileSystem)
         temporary = f"{folder}/.{name}" if local else path

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 from jitney.errors import InvalidArgumentError, JitneyError
 
+from jitney_jobs.addresses import text_without_keys
 from jitney_jobs.arrow import pa
 from jitney_jobs.job import InputFormat
 from jitney_jobs.storage import Storage
@@ -108,4 +109,5 @@ def column_of(row: RowValues, name: str) -> Any:
 
 def reason(error: BaseException) -> str:
     """Why a row is bad, for its line in the error file."""
-    return str(error) if isinstance(error, JitneyError) else f"{type(error).__name__}: {error}"
+    text = str(error) if isinstance(error, JitneyError) else f"{type(error).__name__}: {error}"
+    return text_without_keys(text)
