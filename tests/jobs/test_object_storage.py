@@ -184,6 +184,22 @@ def test_a_run_that_was_taken_over_can_commit_nothing(
     assert named == set(bucket.names("out")) - {".folder"}
 
 
+def test_a_run_removes_no_part_of_a_later_one(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may not know yet that it was taken over. What it has left itself may be removed."""
+    job = job_of(lines_in(bucket, 60), bucket.place("out"))
+    killed_elsewhere(monkeypatch)
+    with contextlib.closing(JobJournal(job)) as first:
+        of_first = f"part-00000{first.next_part()[1]}.jsonl"
+        with contextlib.closing(JobJournal(job)) as later:
+            of_later = f"_errors/part-00000{later.next_part()[1]}.jsonl"
+            assert first.may_remove(of_first)
+            assert not first.may_remove(of_later)
+            assert later.may_remove(of_first)
+            assert later.may_remove(of_later)
+
+
 def test_a_lost_answer_is_no_collision(bucket: Bucket) -> None:
     """The client asks again, and finds its own object there."""
     bucket.loses_answer_to = "journal/3"
