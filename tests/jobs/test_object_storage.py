@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from jitney.errors import InvalidArgumentError, JitneyError, UnavailableError
-from jitney_jobs import journal_objects
+from jitney_jobs import command, journal_objects
 from jitney_jobs.journal import InputFile, JobJournal, OutputPart
 from jitney_jobs.journal_objects import TakenOverError
 from jitney_jobs.run import read_record, status_of, write_report
@@ -342,6 +342,20 @@ def test_keys_in_addresses_are_neither_stored_nor_shown(
     assert begin["job"]["input"] == bucket.place("in")
 
 
-def test_a_storage_of_another_kind_needs_a_local_journal() -> None:
-    with pytest.raises(InvalidArgumentError, match="only s3:// can have the journal"):
-        JobJournal(job_of("in", "gs://anonymous@bucket/out"))
+def test_the_commands_find_the_journal_beside_the_output(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a lost node leaves is all in the bucket."""
+    source, output = lines_in(bucket, 60), bucket.place("out")
+    with monkeypatch.context() as patched:
+        fail_at_part(patched, 2)
+        with pytest.raises(UnavailableError):
+            run(source, output, part_rows=10)
+    command.status(output)
+    assert re.search(r"^s3://bucket/out.*: not complete", capsys.readouterr().out)
+    command.resume(output)
+    assert ids_of(bucket.folder / "out") == list(range(20, 80))
+    command.report(output)
+    assert (bucket.folder / "out/_job/report.html").stat().st_size > 1000
+    with pytest.raises(InvalidArgumentError, match=r"s3://bucket/none.* has no journal of a job"):
+        command.status(bucket.place("none"))
