@@ -16,11 +16,12 @@ import regex
 from jitney_gateway.call_arguments import ReadResult
 from jitney_gateway.call_body import PARSE_ERRORS
 from jitney_gateway.json_syntax import inside_quotes
+from jitney_gateway.schema_alternatives import schema_of_member
 from jitney_gateway.tagged_value import is_surely_text, may_be_null, typed_value
 
 _HEAD_OF_PARAMETER = regex.compile(r"\s*+<parameter=(?P<name>[^>\n]+)>(?:\n|(?=[^\n]))")
 _LAST_TAG = "</parameter>"
-_END_OF_VALUE = regex.compile(rf"\n?{_LAST_TAG}(?=\s*+(?:<parameter=|</function>))")
+END_OF_VALUE = regex.compile(rf"\n?{_LAST_TAG}(?=\s*+(?:<parameter=|</function>))")
 """A value may hold the tag that ends values. The real one is followed by another tag."""
 _END_OF_FUNCTION = regex.compile(r"\s*+</function>")
 
@@ -81,8 +82,7 @@ class TaggedArguments:
     def _value_of(self, name: str) -> _Value:
         """A value to read. What it may be is found out here, once: its schema may be long."""
         try:
-            properties = self._schema.get("properties") or {}
-            schema = properties.get(name) or {}
+            schema = schema_of_member(name, self._schema)
             return _Value(
                 name=name,
                 schema=schema,
@@ -93,7 +93,7 @@ class TaggedArguments:
             return _Value(name=name, schema={}, is_text=True, may_be_null=False)
 
     def _read_value(self, text: str, value: _Value) -> ReadResult | None:
-        end = _END_OF_VALUE.search(text, value.searched, partial=True)
+        end = END_OF_VALUE.search(text, value.searched, partial=True)
         if end is not None and not end.partial:
             return ReadResult(end.end(), self._finish_value(value, text[: end.start()]))
         size = len(text) if end is None else end.start()
@@ -132,7 +132,7 @@ class TaggedArguments:
         value = self._value
         if value is None:
             return ReadResult(len(text), "", "cut")
-        end = _END_OF_VALUE.search(text, partial=True)
+        end = END_OF_VALUE.search(text, partial=True)
         rest = text if end is None else text[: end.start()]
         has_last_tag = end is not None and _LAST_TAG in end[0]
         arguments = ""

@@ -32,7 +32,7 @@ _NOT_ENFORCED = {
 }  # fmt: skip
 """Keywords that a grammar cannot enforce -> the draft that they came with. In a schema of an older
 draft they are unknown, and so annotations."""
-_ALLOWS_ALL: dict[str, tuple[Any, ...]] = {
+ALLOWS_ALL: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "propertyNames": (True, {}),
     "unevaluatedItems": (True, {}),
@@ -130,7 +130,7 @@ class _Checker:
         if keyword in _NEEDS_ONE_OF:
             allows_all = not any(name in schema for name in _NEEDS_ONE_OF[keyword])
         else:
-            allows_all = schema[keyword] in _ALLOWS_ALL.get(keyword, ())
+            allows_all = schema[keyword] in ALLOWS_ALL.get(keyword, ())
         if not allows_all:
             raise self._refusal(at, "is not supported")
         del schema[keyword]

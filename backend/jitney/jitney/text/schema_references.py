@@ -74,6 +74,10 @@ class References:
         ``schema`` is a part of the root, or was found by a reference."""
         return self._scopes[id(schema)].draft
 
+    def knows(self, schema: dict[str, Any]) -> bool:
+        """Whether ``schema`` is the root or a part of it."""
+        return id(schema) in self._scopes
+
     def find(self, schema: dict[str, Any], reference: str) -> Any:
         """What a reference in ``schema`` points to; None if that is nothing in the root."""
         uri, fragment = self._divided(schema, reference)
