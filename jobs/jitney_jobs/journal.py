@@ -32,7 +32,7 @@ from jitney_jobs.journal_entries import (
     OutputPart,
 )
 from jitney_jobs.journal_file import JournalFile, sync
-from jitney_jobs.journal_record import Ranges, Record
+from jitney_jobs.journal_record import REPLACE, Ranges, Record
 
 __all__ = [
     "Begin",
@@ -163,7 +163,12 @@ class JobJournal:
     def append(self, entry: Entry) -> None:
         """For any thread. Returns when the entry is there for good. After an OSError nothing of it
         counts, or it is told by what is appended next. Raises UnavailableError if another run has
-        taken the job over."""
+        taken the job over, and InvalidArgumentError if a file turns out to be shorter than the
+        journal says."""
+        if isinstance(entry, FileRows):
+            why = self.record.beyond_end(entry)
+            if why is not None:
+                raise InvalidArgumentError(f"{self.record.where} is damaged: {why}; {REPLACE}")
         with self._writing:
             self._store.append(entry)
 

@@ -40,7 +40,7 @@ _REPAIR = (
     "again, once"
 )
 
-_REPLACE = "put back a copy of the journal; without one, do the job anew with another output"
+REPLACE = "put back a copy of the journal; without one, do the job anew with another output"
 """What to do if it is not known what the job was."""
 
 
@@ -75,6 +75,13 @@ class Ranges:
             return False
         before = self.intervals[index]
         return before.file == file and before.end >= end
+
+    def last_of(self, file: int) -> Interval | None:
+        """The last rows of a file that are here."""
+        index = bisect_right(self.intervals, (file, sys.maxsize, sys.maxsize)) - 1
+        if index < 0 or self.intervals[index].file != file:
+            return None
+        return self.intervals[index]
 
     def touches(self, file: int) -> bool:
         """Whether any row of the file is here."""
@@ -171,6 +178,20 @@ class Record:
             return False
         return self.done.covers(file, 0, self.row_counts[file])
 
+    def beyond_end(self, entry: FileRows) -> str | None:
+        """What is wrong if a part has rows that the file has not. None: it has none."""
+        last = self.done.last_of(entry.file)
+        if last is None or last.end <= entry.row_count:
+            return None
+        rows = f"rows {last.first:,} to {last.end - 1:,} of {self.path_of(entry.file)}"
+        return f"it has {rows}, which has {entry.row_count:,} rows"
+
+    def path_of(self, file: int) -> str:
+        """For errors."""
+        if self.begin is None or self.begin.files_are_rows:
+            return "the input"
+        return self.begin.files[file].path
+
     @property
     def total(self) -> int | None:
         """Rows of the input. None until all of it has been read."""
@@ -233,20 +254,17 @@ class RecordReader:
             # The line of a part was deleted since: its rows are to be done again.
             if row_count is not None and row_count != record.written + record.failed:
                 record.end = None
-        for file, first, end in self._record.done.intervals:
-            row_count = self._record.row_counts.get(file)
-            if row_count is not None and end > row_count:
-                rows = f"rows {first:,} to {end - 1:,} of {self._path_of(file)}"
-                raise self._damaged(
-                    self._record.where, f"it has {rows}, which has {row_count:,} rows"
-                )
+        for entry in record.row_counts.items():
+            why = record.beyond_end(FileRows(*entry))
+            if why is not None:
+                raise self._damaged(record.where, why)
 
     def _joined(self) -> Ranges:
         """Raises InvalidArgumentError if a row is in two parts."""
         ranges = Ranges(self._intervals)
         if ranges.twice is not None:
             file, first, end = ranges.twice
-            rows = f"rows {first:,} to {end - 1:,} of {self._path_of(file)}"
+            rows = f"rows {first:,} to {end - 1:,} of {self._record.path_of(file)}"
             raise self._damaged(self._record.where, f"{rows} are in two parts")
         return ranges
 
@@ -290,14 +308,8 @@ class RecordReader:
         if not 0 <= file < self._record.file_count:
             raise ValueError(f"there is no file {file}")
 
-    def _path_of(self, file: int) -> str:
-        begin = self._record.begin
-        if begin is None or begin.files_are_rows:
-            return "the input"
-        return begin.files[file].path
-
     def _damaged(self, where: str, why: str) -> InvalidArgumentError:
-        repair = _REPLACE if self._record.begin is None else self._repair
+        repair = REPLACE if self._record.begin is None else self._repair
         return InvalidArgumentError(f"{where} is damaged: {why}; {repair}")
 
 

@@ -2,6 +2,7 @@
 code, and the input.
 """
 
+import codecs
 import os
 import time
 from pathlib import Path
@@ -203,25 +204,45 @@ def test_the_job_goes_on_with_its_list_of_files(
     assert run(folder, output), "a job that is complete stays so"
 
 
+@pytest.mark.parametrize(
+    ("encoding", "settings", "cut"),
+    [
+        ("utf-8", {}, 8),
+        ("utf-16", {}, 17),
+        ("utf-16-be", {"encoding": "utf-16-be"}, 22),
+        ("utf-32-le", {"encoding": "utf-32-le"}, 3),
+    ],
+)
 def test_a_file_that_grows_while_the_job_runs_is_read_as_far_as_it_went(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    encoding: str,
+    settings: dict[str, Any],
+    cut: int,
 ) -> None:
+    """The last line is not yet written to its end, nor is its last character. The text has bytes of
+    a line's end in the midst of characters."""
     source, output = tmp_path / "in.jsonl", tmp_path / "out"
-    # The last line is not yet written to its end.
-    source.write_text("".join(f'{{"id": {i}}}\n' for i in range(20, 50)) + '{"id": 5')
+    text = "".join(f'{{"id": {i}}}\n' for i in range(20, 50))
+    whole = (text + '{"id": 50, "x": "\u0a0a\u0a00\u0d0a"}\n').encode(encoding)
+    listed = len(text.encode(encoding)) + cut
+    source.write_bytes(whole[:listed])
     from jitney_jobs.journal import JobJournal
 
     begin = JobJournal.begin_or_resume
 
     def growing(self: JobJournal, *arguments: Any) -> None:
         begin(self, *arguments)
-        with source.open("a") as file:
-            file.write('0}\n{"id": 51}\n')
+        with source.open("ab") as file:
+            file.write(whole[listed:])
+            file.write('{"id": 51}\n'.encode(encoding).removeprefix(codecs.BOM_UTF16_LE))
 
     monkeypatch.setattr(JobJournal, "begin_or_resume", growing)
-    assert run(source, output)
+    assert run(source, output, **settings)
     assert sorted(row["id"] for row in read(output)) == list(range(20, 51))
-    assert "in.jsonl was 338 bytes, is 352: rows beyond" in capsys.readouterr().err
+    said = f"in.jsonl was {listed:,} bytes, is {source.stat().st_size:,}: rows beyond"
+    assert said in capsys.readouterr().err
 
 
 def test_a_file_that_was_replaced_is_refused_once_some_of_its_rows_are_done(

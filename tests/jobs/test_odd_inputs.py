@@ -108,7 +108,7 @@ def test_fields_of_columns_in_a_prompt() -> None:
     """A column whose name has a dot goes before a field."""
     prompt = "{doc.text} {doc.pages.0}: {a.b} {{x}}"
     job = make_job({"input": "in", "output": "out", "model": "m", "prompt": prompt})
-    columns = ["doc.text", "doc", "doc.pages.0", "a.b", "a"]
+    columns = ["doc.text", "doc", "doc.pages.0", "doc.pages", "a.b", "a"]
     assert columns_of_prompt(job) == columns
     row = {"doc": {"text": "T", "pages": ["P"]}, "a.b": "exact", "a": {"b": "field"}}
     assert GenerateOnServer(job).prepare(row)["text_input"].tolist() == [b"T P: exact {x}"]
