@@ -10,10 +10,12 @@ A job over files is a pipeline whose every queue is bounded:
 - another thread writes the parts (``output``).
 
 ``job`` holds the settings, ``run`` puts all of it together, ``worker`` runs the job files of a
-folder, and ``ray_data`` runs a job on a cluster.
+folder, and ``ray_data`` runs a job on a cluster. ``fingerprints`` and ``input_changes`` tell what
+has changed between two runs of a job.
 
-A row is known by its file and its index there. The journal is written before the model is loaded.
-A part is written, synced, renamed, and then noted in the journal with its rows; only then does it
-count. So whatever ends the process, the next one removes what the journal does not name, and reads
-the rows that it lacks.
+A row is known by its file and its index there. The journal is written before the model is loaded
+(``journal``, with ``journal_entries``, ``journal_record``, ``journal_file`` and
+``journal_objects``). A part is written, synced, renamed (on object storage: put), and then noted in
+the journal with its rows; only then does it count. So whatever ends the process, the next one
+removes what the journal does not name, and reads the rows that it lacks.
 """

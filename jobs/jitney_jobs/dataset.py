@@ -34,7 +34,19 @@ from jitney_jobs.file_batches import (
     parquet_schema,
     path_batches,
 )
-from jitney_jobs.input_files import FolderColumns, common_format, find_files, format_of
+from jitney_jobs.input_changes import (
+    InputChange,
+    input_changes,
+    up_to_listed_end,
+    with_digests,
+)
+from jitney_jobs.input_files import (
+    FolderColumns,
+    common_format,
+    find_files,
+    folder_of_glob,
+    format_of,
+)
 from jitney_jobs.job import Job
 from jitney_jobs.journal import FileRows, InputFile, Ranges, Record
 from jitney_jobs.json_lines import decoded
@@ -53,44 +65,81 @@ _LOOK_AHEAD_ROWS = 1024
 class Dataset:
     """The input of one job."""
 
-    def __init__(self, job: Job) -> None:
-        """Find the files of a file, a folder or a glob, but for those in the output. Raises
+    def __init__(self, job: Job, listed: list[InputFile] | None = None) -> None:
+        """Find the files of a file, a folder or a glob, but for those in the output. ``listed``:
+        those that a journal has, which are read whatever else is there now. Raises
         InvalidArgumentError, and UnavailableError if the storage fails."""
-        self._fs, paths = open_inputs(job)
+        self._fs, self._paths = open_inputs(job)
+        self.job = job
         self._retries = job.retries
         self._form = TextForm(
             encoding=Encoding(job.encoding, job.decode_errors),
             delimiter=None if job.delimiter is None else check_delimiter(job.delimiter),
         )
-        _, output = file_system(job.output)
-        bases = []
-        by_path: dict[str, pafs.FileInfo] = {}
-        for path in paths:
-            try:
-                base, infos = find_files(self._fs, path)
-            except OSError as error:
-                raise read_error(path, error) from error
-            bases.append(base)
-            by_path |= {info.path: info for info in infos}
-        found = [info for info in by_path.values() if not info.path.startswith(f"{output}/")]
         self.format = job.input_format
-        if self.format == "auto":
-            self.format = common_format(job.input, found)
-            found = [info for info in found if format_of(info.path) == self.format]
-        if not found:
-            raise InvalidArgumentError(f"input {job.input} has no files")
-        self.files = [InputFile(info.path, info.size, info.mtime_ns or 0) for info in found]
-        self.files.sort(key=lambda file: file.path)
+        self._bases: list[str] = []
+        self.found = self._find(listed)
+        """The files that are there now."""
+        self.files = listed or with_digests(self._fs, self.found)
+        """The files that are read."""
         self.files_are_rows = self.format in ("text", "image")
         """Whether each file is a row. If so, all of them count as one file, whose index is 0, and
         the index of a row in it is an index of ``files``."""
-        self._folders = FolderColumns(bases, [] if self.files_are_rows else found)
+        self._folders = FolderColumns(self._bases, [] if self.files_are_rows else self.files)
         self.written_schema = written_schema(job.schema or "{}")
         """The types that the job names."""
         self._columns: Sequence[str] | None = None
         self.schema: pa.Schema | None = None
         """The columns of all files. None until :meth:`set_schema`, and for lines of JSON whose
         values are written as they came."""
+
+    # ------------------------------------------------------------------ the files
+
+    def _find(self, listed: list[InputFile] | None) -> list[InputFile]:
+        """The files of the input, sorted. Sets the format, by the files that are read."""
+        _, output = file_system(self.job.output)
+        bases: list[str] = []
+        by_path: dict[str, pafs.FileInfo] = {}
+        missing: InvalidArgumentError | None = None
+        for path in self._paths:
+            try:
+                base, infos = find_files(self._fs, path)
+            except OSError as error:
+                raise read_error(path, error) from error
+            except InvalidArgumentError as error:
+                if listed is None:
+                    raise
+                missing = missing or error
+                base = folder_of_glob(path)
+                infos = []
+            bases.append(base)
+            by_path |= {info.path: info for info in infos}
+        if missing is not None and not by_path:
+            raise missing
+        self._bases = bases
+        found = [info for info in by_path.values() if not info.path.startswith(f"{output}/")]
+        if self.format == "auto":
+            self.format = common_format(self.job.input, listed or found)
+        if self.job.input_format == "auto":
+            found = [info for info in found if format_of(info.path) == self.format]
+        if not found and not listed:
+            raise InvalidArgumentError(f"input {self.job.input} has no files")
+        files = [InputFile(info.path, info.size, info.mtime_ns or 0) for info in found]
+        return sorted(files, key=lambda file: file.path)
+
+    def changes(self) -> list[InputChange]:
+        """How the input differs from the files that are read. Raises InvalidArgumentError if
+        nothing of it is there, and UnavailableError if the storage fails."""
+        are_lines = self.format in ("jsonl", "csv", "openai")
+        try:
+            return input_changes(self._fs, self.files, self.found, are_lines)
+        except OSError as error:
+            raise read_error(self.job.input, error) from error
+
+    def changes_meanwhile(self) -> list[InputChange]:
+        """As :meth:`changes`, after another look at the input."""
+        self.found = self._find(self.files)
+        return self.changes()
 
     # ------------------------------------------------------------------ the schema
 
@@ -306,9 +355,11 @@ class Dataset:
             elif self.format == "arrow":
                 yield from arrow_batches(raw, file, size, self._columns)
             elif self.format == "csv":
-                yield from csv_batches(raw, file, size, self._form)
+                listed = up_to_listed_end(raw, file, self._form.encoding)
+                yield from csv_batches(listed, file, size, self._form)
             else:
-                yield from line_batches(raw, file, size, self._form)
+                listed = up_to_listed_end(raw, file, self._form.encoding)
+                yield from line_batches(listed, file, size, self._form)
 
 
 def _decodable(lines: list[bytes]) -> list[dict[str, Any]]:

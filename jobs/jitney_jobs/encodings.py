@@ -58,6 +58,16 @@ class Encoding(NamedTuple):
             return source
         return io.BufferedReader(_Utf8(source, name), _READ_BYTES)
 
+    def newline(self, head: bytes) -> bytes:
+        """The end of a line in a file that begins so, as its bytes have it."""
+        name = self.name or _encoding_of(head) or "utf-8"
+        for mark, of_mark in _MARKS:
+            if head.startswith(mark) and codecs.lookup(name).name == of_mark:
+                little = mark in (codecs.BOM_UTF16_LE, codecs.BOM_UTF32_LE)
+                name = f"{of_mark}-{'le' if little else 'be'}"
+                break
+        return "\n".encode(name).removeprefix(codecs.BOM_UTF8)
+
     def replace(self, line: bytes) -> tuple[bytes, int]:
         """A line of what :meth:`open` gives, and how many U+FFFD were put into it: none with
         ``decode_errors: error``."""

@@ -132,11 +132,15 @@ class Gathering(ABC):
         """Whether a part could not be written."""
 
     def run(
-        self, on_progress: Callable[[dict[str, float]], None], wanted: Callable[[], bool]
+        self,
+        on_progress: Callable[[dict[str, float]], None],
+        wanted: Callable[[], bool],
+        check_input: Callable[[], list[str]],
     ) -> bool:
         """Work until every row is in a committed part, or until SIGINT or SIGTERM; what is finished
         by then is committed. Returns whether the job is complete. ``on_progress`` is called with
-        the figures often, and at the end. Raises InvalidArgumentError if too many rows are bad,
+        the figures often, and at the end. ``check_input`` is asked at the end how the input differs
+        from what was read. Raises InvalidArgumentError if too many rows are bad,
         UnavailableError if input, model or output are away, CancelledError as soon as the job is
         not ``wanted``."""
         with StopSignals() as signals:
@@ -154,7 +158,11 @@ class Gathering(ABC):
         if signals.is_stopped:
             return False
         self._check_bad_rows()
-        self._note(End(time.time()))
+        with write_errors(self._job):
+            self._output.remove_strays()  # of a run that still lived when this one took over
+        record = self._journal.record
+        rows = record.written + record.failed
+        self._note(End(at=time.time(), rows=rows, input_changes=check_input()))
         on_progress(self._snapshot())
         return True
 

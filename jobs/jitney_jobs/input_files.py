@@ -6,7 +6,7 @@ import fnmatch
 import posixpath
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from jitney.errors import InvalidArgumentError
 
@@ -43,9 +43,8 @@ def find_files(fs: pafs.FileSystem, path: str) -> Found:
     base = path
     glob = None
     if info.type != pafs.FileType.Directory:
-        wild = re.search(r"[*?\[]", path)
-        if wild is not None:
-            base = path[: wild.start()].rpartition("/")[0]
+        base = folder_of_glob(path)
+        if base != path:
             glob = path
     try:
         infos = fs.get_file_info(pafs.FileSelector(base, recursive=True))
@@ -60,6 +59,12 @@ def find_files(fs: pafs.FileSystem, path: str) -> Found:
     return Found(base, found)
 
 
+def folder_of_glob(path: str) -> str:
+    """The folder that a glob is looked for in. The path itself if it is none."""
+    wild = re.search(r"[*?\[]", path)
+    return path if wild is None else path[: wild.start()].rpartition("/")[0]
+
+
 def _is_hidden(path: str) -> bool:
     return any(name[:1] in ("_", ".") for name in path.split("/"))
 
@@ -71,7 +76,14 @@ def _matches(path: str, glob: str) -> bool:
     return fnmatch.fnmatchcase(path, glob)
 
 
-def common_format(source: str, found: list[pafs.FileInfo]) -> InputFormat:
+class HasPath(Protocol):
+    """A file, found or listed."""
+
+    @property
+    def path(self) -> str: ...
+
+
+def common_format(source: str, found: Sequence[HasPath]) -> InputFormat:
     """By the files' names. Raises InvalidArgumentError if they have several formats, or none."""
     formats = {format_of(info.path) for info in found} - {None}
     if len(formats) == 1:
@@ -101,7 +113,7 @@ class FolderColumns:
     """The columns that the names of the files' folders below one of ``bases`` state, such as
     ``year=2026``: numbers if all values are, else texts. ``__HIVE_DEFAULT_PARTITION__`` is null."""
 
-    def __init__(self, bases: Sequence[str], found: Sequence[pafs.FileInfo]) -> None:
+    def __init__(self, bases: Sequence[str], found: Sequence[HasPath]) -> None:
         self._bases = bases
         folders = sorted({self._folder_of(info.path) for info in found})
         self.schema = pa.schema([])
@@ -109,7 +121,8 @@ class FolderColumns:
             self.schema = _schema_of_paths([f"/{folder}file" for folder in folders])
 
     def _folder_of(self, path: str) -> str:
-        base = next(base for base in self._bases if _is_below(path, base))
+        # A file of the journal's list may be below none of them: a list of inputs was changed.
+        base = next((base for base in self._bases if _is_below(path, base)), "")
         folder = posixpath.dirname(path.removeprefix(base)).strip("/")
         return f"{folder}/" if folder else ""
 

@@ -15,6 +15,7 @@ from jitney.errors import InstallationError, InvalidArgumentError, install_extra
 from jitney.field_types import field_at_fault
 from msgspec import Meta
 
+from jitney_jobs.addresses import errors_without_keys, without_keys
 from jitney_jobs.delimiters import check_delimiter
 from jitney_jobs.encodings import DecodeErrors, Encoding
 
@@ -61,9 +62,24 @@ CHANGEABLE = frozenset(
         "metrics_port",
         "metrics_host",
         "push_gateway",
+        "accept_changes",
     )
 )
 """Fields that may change between two runs of a job: they do not change what is in its output."""
+CHANGEABLE_IN_ENGINE = frozenset(
+    (
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "kv_cache_bytes",
+        "kv_cache_fraction",
+        "grammar_cache",
+        "threads",
+        "eviction",
+        "watermark",
+    )
+)
+"""The same of the engine's options, which are the field ``engine``: those of memory and speed."""
+_ADDRESSES = ("input", "output", "server", "ray", "push_gateway")
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -132,9 +148,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     batch_size: Annotated[Count | None, "Rows in a batch of an exported model."] = None
     map: Annotated[str | None, "MODULE:FUNCTION from a row to new columns."] = None
     map_column: Annotated[list[str], "Give map only this column; several times."] = []
-    journal: Annotated[str | None, "Local folder of the journal. Default: _job in the output."] = (
-        None
-    )
+    journal: Annotated[
+        str | None, "Local folder of the journal. Default: _job in the output, local or s3://."
+    ] = None
+    accept_changes: Annotated[
+        bool, "Go on although the model's files or map's code have changed since the job began."
+    ] = False
     ordered: Annotated[bool, "Keep the rows' order."] = False
     part_rows: Annotated[Count, "Most rows of an output file."] = 10_000
     part_seconds: Annotated[Seconds, "Commit after so long, even if a part is small."] = 60.0
@@ -161,15 +180,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         """Once a row is committed, none of them may change."""
         fields = msgspec.to_builtins(self)
         return {name: value for name, value in fields.items() if name not in CHANGEABLE}
-
-    @property
-    def journal_folder(self) -> Path:
-        """Raises InvalidArgumentError if the output is not local and no folder is named."""
-        if self.journal is not None:
-            return Path(self.journal)
-        if "://" in self.output:
-            raise InvalidArgumentError("output is not local: name a local folder for the journal")
-        return Path(self.output, "_job")
 
 
 @dataclass(frozen=True)
@@ -207,6 +217,7 @@ def error_limit(max_errors: str | float) -> ErrorLimit:
     return limit
 
 
+@errors_without_keys()
 def make_job(settings: dict[str, Any]) -> Job:
     """Check settings. Raises InvalidArgumentError that names the field, the value and the bound."""
     settings = _with_one_input(settings)
@@ -397,10 +408,38 @@ def differences(before: Job, now: Job) -> list[str]:
     """The settings that shape the output and differ: ``prompt was 'a', is 'b'``."""
     # Journals of earlier versions have the tokenizer's path as it was given.
     before = msgspec.structs.replace(before, **_absolute_paths(before))
-    old = before.fields_that_shape_output
-    new = now.fields_that_shape_output
+    old = _flat(before)
+    new = _flat(now)
     return [
-        f"{name} was {show(old[name])}, is {show(new[name])}"
-        for name in old
-        if old[name] != new[name]
+        f"{name} was {show(old.get(name))}, is {show(new.get(name))}"
+        for name in {**old, **new}
+        if old.get(name) != new.get(name)
     ]
+
+
+def _flat(job: Job) -> dict[str, Any]:
+    """The settings that shape the output, with each of the engine's options by itself:
+    ``engine.dtype``."""
+    fields = job.fields_that_shape_output
+    for name, value in fields.pop("engine").items():
+        if name not in CHANGEABLE_IN_ENGINE:
+            fields[f"engine.{name}"] = value
+    return fields
+
+
+def job_without_keys(job: Job) -> Job:
+    """As it is stored and shown: no address has its keys."""
+    changes: dict[str, Any] = {}
+    for name in _ADDRESSES:
+        address = getattr(job, name)
+        if address is not None:
+            changes[name] = _without_keys(address)
+    changes["more_inputs"] = [_without_keys(address) for address in job.more_inputs]
+    return msgspec.structs.replace(job, **changes)
+
+
+def _without_keys(address: str) -> str:
+    """Of an address, a path, or a list of them: ``@s3://…``."""
+    if address.startswith(LIST):
+        return LIST + without_keys(address.removeprefix(LIST))
+    return without_keys(address)

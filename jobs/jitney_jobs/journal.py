@@ -1,349 +1,227 @@
 """The journal of a job: what it reads, how it is set, and which rows are in which committed part.
 
-A file of JSON lines, appended and synced, in the folder ``_job`` of the output. A part counts if
-and only if it is here: it is written first, then renamed, then noted. So after ``kill -9`` at any
-moment the journal says which rows are done; parts that it does not name are removed by whoever
-goes on. A last line without its end was torn, and is ignored. Locks exclude two runs; they end
-with their process.
+A part counts if and only if it is here: it is written first, then noted. So after ``kill -9`` at
+any moment the journal says which rows are done; parts that it does not name are removed by whoever
+goes on. It is a file in the folder ``_job`` of the output, or in a folder that the job names
+(``journal_file.py``); beside an output on S3 it is objects (``journal_objects.py``).
 """
 
-import fcntl
-import os
-import sys
+import secrets
 import threading
 import time
-from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Protocol
 
 import msgspec
-from jitney.errors import InvalidArgumentError, UnavailableError
+from jitney.errors import InvalidArgumentError
 
-from jitney_jobs.job import Job, differences, due_at
+from jitney_jobs.addresses import without_keys
+from jitney_jobs.fingerprints import print_differences
+from jitney_jobs.job import Job, differences, job_without_keys
+from jitney_jobs.journal_entries import (
+    VERSION,
+    Again,
+    Begin,
+    End,
+    Entry,
+    FileRows,
+    InputFile,
+    InputNow,
+    Interval,
+    OutputPart,
+)
+from jitney_jobs.journal_file import JournalFile, sync
+from jitney_jobs.journal_record import REPLACE, Ranges, Record
 
-VERSION = 2
-_MANY = 1 << 17
-"""While a journal is read, its intervals of rows are gathered in a list. Whenever the list has so
-many, those that touch are joined, so that it stays small."""
-
-
-class Interval(NamedTuple):
-    """The rows [first, end) of a file, which is known by its index."""
-
-    file: int
-    first: int
-    end: int
-
-
-class InputFile(msgspec.Struct, frozen=True, array_like=True):
-    """One file of the input, as it was when the job began. ``changed`` is in ns since 1970."""
-
-    path: str
-    size: int
-    changed: int
-
-
-class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """The first line: the job that the journal belongs to."""
-
-    version: int
-    job: Job
-    files: list[InputFile]
-    files_are_rows: bool = msgspec.field(name="whole")
-    """Whether each file is a row. All files together then count as one file, whose index is 0."""
-    at: float = 0.0
-    """When the job began, in seconds since 1970."""
-    schema: bytes | None = None
-    """The input's columns with the types that all of its files get, as Arrow serializes them. None
-    if its lines are written as they came, and in journals of earlier versions."""
-
-
-class FileRows(msgspec.Struct, frozen=True, tag="file"):
-    """A file of the input was read to its end. ``file`` is its index."""
-
-    file: int
-    row_count: int = msgspec.field(name="rows")
+__all__ = [
+    "Begin",
+    "End",
+    "Entry",
+    "FileRows",
+    "InputFile",
+    "InputNow",
+    "Interval",
+    "JobJournal",
+    "OutputPart",
+    "Ranges",
+    "Record",
+    "read_journal",
+    "sync",
+]
+_MOST_SHOWN = 5
+"""Differences that an error names."""
+_RETRIES = 3
+"""Of requests that only read a journal."""
 
 
-class OutputPart(msgspec.Struct, frozen=True, tag="part"):
-    """A committed part: names and bytes of its files, and its rows."""
+class _Store(Protocol):
+    """Where the lines are. One run has it open."""
 
-    number: int
-    files: dict[str, int]
-    intervals: list[Interval] = msgspec.field(name="rows")
-    written: int
-    """Good rows."""
-    failed: int
-    """Bad rows."""
-    figures: dict[str, float]
-    """Of this run until this part: ``RunFigures`` in ``gathering.py``."""
-    schema: bytes | None = None
-    """The output's schema, as Arrow serializes it. Only the first part of Parquet has it."""
-
-
-class End(msgspec.Struct, frozen=True, tag="end"):
-    """Every row is in a part. ``at``: in seconds since 1970."""
-
-    at: float = 0.0
-
-
-Entry = Begin | FileRows | OutputPart | End
-"""A line of the journal."""
-
-
-class Ranges:
-    """Rows as disjoint intervals, sorted."""
-
-    def __init__(self, intervals: Iterable[Interval] = ()) -> None:
-        self.intervals: list[Interval] = []
-        for interval in sorted(intervals):
-            self._append(interval)
-
-    def _append(self, interval: Interval) -> None:
-        """Add an interval that begins no earlier than the last one. They are joined if they
-        touch."""
-        last = self.intervals[-1] if self.intervals else None
-        if last is None or last.file != interval.file or last.end < interval.first:
-            self.intervals.append(interval)
-        else:
-            self.intervals[-1] = last._replace(end=max(last.end, interval.end))
-
-    def covers(self, file: int, first: int, end: int) -> bool:
-        """Whether every row of [first, end) is here."""
-        if first >= end:
-            return True
-        # If an interval has all of the rows, it is the last one that begins at `first` or before.
-        index = bisect_right(self.intervals, (file, first, sys.maxsize)) - 1
-        if index < 0:
-            return False
-        before = self.intervals[index]
-        return before.file == file and before.end >= end
-
-
-class Record:
-    """What a journal says."""
-
-    def __init__(self, folder: Path) -> None:
-        """What an empty journal in ``folder`` says: nothing."""
-        self.folder = folder
-        self.size = 0
-        """Bytes of whole lines."""
-        self.begin: Begin | None = None
-        self.row_counts: dict[int, int] = {}
-        """Rows of each file that was read to its end, by the file's index."""
-        self.schema: bytes | None = None
-        self.parts: list[OutputPart] = []
-        """Without their intervals, of which there may be as many as rows."""
-        self.written = 0
-        """Good rows in parts."""
-        self.failed = 0
-        """Bad rows in parts."""
-        self.end: End | None = None
-        self.done = Ranges()
-        """The rows that were committed when the journal was read."""
-
-    @classmethod
-    def empty(cls) -> "Record":
-        """For reading an input without a job."""
-        return cls(Path())
-
-    @classmethod
-    def read(cls, path: Path) -> "Record":
-        """An empty record if the file is not there. Raises InvalidArgumentError for a whole line
-        that is damaged, and for a journal of another version."""
-        record = cls(path.parent)
-        if path.is_file():
-            with path.open("rb") as lines:
-                record._read(lines, path)
-        return record
-
-    def _read(self, lines: BinaryIO, path: Path) -> None:
-        decoder = msgspec.json.Decoder(Entry)
-        intervals: list[Interval] = []
-        for number, line in enumerate(lines, 1):
-            if not line.endswith(b"\n"):
-                break  # the last line, which was torn
-            try:
-                entry = decoder.decode(line)
-            except msgspec.DecodeError as error:
-                damaged = f"line {number} of {path} is damaged: {error}"
-                raise InvalidArgumentError(damaged) from None
-            self.apply(entry, len(line))
-            if isinstance(entry, OutputPart):
-                intervals += entry.intervals
-            if len(intervals) >= _MANY:
-                intervals = Ranges(intervals).intervals
-        self.done = Ranges(intervals)
-
-    def apply(self, entry: Entry, size: int) -> None:
-        """Add an entry, whose line has ``size`` bytes."""
-        self.size += size
-        if isinstance(entry, Begin):
-            if entry.version != VERSION:
-                raise InvalidArgumentError(
-                    f"the journal in {self.folder} is of version {entry.version}, not {VERSION}"
-                )
-            self.begin = entry
-        elif isinstance(entry, FileRows):
-            self.row_counts[entry.file] = entry.row_count
-        elif isinstance(entry, OutputPart):
-            self.parts.append(msgspec.structs.replace(entry, intervals=[]))
-            self.written += entry.written
-            self.failed += entry.failed
-            self.schema = self.schema or entry.schema
-        else:
-            self.end = entry
-
-    def is_done(self, file: int) -> bool:
-        """Whether all rows of a file were committed when the journal was read."""
-        if file not in self.row_counts:
-            return False
-        return self.done.covers(file, 0, self.row_counts[file])
+    record: Record
+    """What is there. :meth:`append` adds to it."""
 
     @property
-    def total(self) -> int | None:
-        """Rows of the input. None until all of it has been read."""
-        assert self.begin is not None, "the job has begun"
-        file_count = 1 if self.begin.files_are_rows else len(self.begin.files)
-        if len(self.row_counts) < file_count:
-            return None
-        return sum(self.row_counts.values())
+    def part_mark(self) -> str:
+        """What the name of the next part ends with."""
 
-    def due(self, job: Job) -> float | None:
-        """The deadline of ``job``, whose ``within`` counts from the first run. ``job`` has the
-        settings of this run; its deadline may differ from that of the run before."""
-        assert self.begin is not None, "the job has begun"
-        return due_at(job.finish_by, job.within, self.begin.at)
+    def may_remove(self, part: str) -> bool:
+        """Whether a file of a part that no entry names is of a run that can commit no more."""
 
-    def is_late(self, job: Job) -> bool:
-        """Whether the job has ended after the deadline of ``job``."""
-        due = self.due(job)
-        return self.end is not None and due is not None and self.end.at > due
+    def restart(self) -> None:
+        """Begin anew: nothing of the job counts any more."""
 
-    @property
-    def next_number(self) -> int:
-        """The number of the next part."""
-        return self.parts[-1].number + 1 if self.parts else 0
+    def append(self, entry: Entry) -> None:
+        """Returns when the entry is there for good. Raises OSError."""
+
+    def settle(self) -> None:
+        """Find out what is not known of the last :meth:`append`. Raises as that."""
+
+    def close(self) -> None:
+        """Let another run have it."""
 
 
 class JobJournal:
     """The journal, open for one run."""
 
     def __init__(self, job: Job) -> None:
-        """Take the locks and read what is there. Raises UnavailableError if another run has a lock
-        of this output, wherever its journal is, or of this journal; InvalidArgumentError for a
-        journal that is damaged."""
-        self._path = job.journal_folder / "journal.jsonl"
-        self._owner = job.output if job.journal is None else job.journal
+        """Exclude other runs, and read what is there. Raises UnavailableError if another run writes
+        to this output or this journal; InvalidArgumentError for a journal that is damaged; OSError
+        if the storage fails."""
+        self._owner = job_without_keys(job).output if job.journal is None else job.journal
         """What the journal is called in errors."""
-        self._descriptors: list[int] = []
-        """Of the locks and of the journal. A lock ends when its descriptor is closed."""
         self._writing = threading.Lock()
-        try:
-            self._lock(job.journal_folder, self._owner)
-            own_folder = Path(job.output, "_job")
-            is_local = "://" not in job.output
-            if is_local and own_folder.resolve() != job.journal_folder.resolve():
-                self._lock(own_folder, job.output)
-            self.record = Record.read(self._path)
-            self._file = self._open(self._path, os.O_APPEND)
-            os.ftruncate(self._file, self.record.size)
-            sync(self._path.parent)
-        except BaseException:
-            self.close()  # the next try, in the same process, can take the locks
-            raise
+        self._folder = _local_folder(job.output, job.journal)
+        self._store: _Store
+        if self._folder is not None:
+            self._store = JournalFile(job, self._folder)
+        else:
+            from jitney_jobs.journal_objects import JournalObjects  # boto3 may be missing
 
-    def _open(self, path: Path, flags: int = 0) -> int:
-        """A descriptor that :meth:`close` closes."""
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o644)
-        self._descriptors.append(descriptor)
-        return descriptor
+            self._store = JournalObjects(job)
 
-    def _lock(self, folder: Path, owner: str) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = self._open(folder / "lock")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UnavailableError(f"another run writes to {owner}") from None
+    @property
+    def record(self) -> Record:
+        """What the journal says now."""
+        return self._store.record
 
     def begin_or_resume(
         self,
         job: Job,
         files: list[InputFile],
         files_are_rows: bool,
+        prints: dict[str, str] | None = None,
         look_ahead: Callable[[], bytes | None] = lambda: None,
     ) -> None:
-        """Write the first line, or check that the one that is there has the same job and files.
-        Raises InvalidArgumentError that says what differs, if any row is committed. If none is, the
-        journal begins anew. ``look_ahead`` gives the input's schema; it is called for a new line
-        alone, and may raise."""
+        """Note the job, or check that the one that is there is the same. Raises
+        InvalidArgumentError that says what differs, if any row is committed. If none is, the
+        journal begins anew. ``prints``: of ``fingerprints.py``. ``look_ahead`` gives the input's
+        schema; it is called where the journal begins, and may raise."""
+        prints = prints or {}
         begin = self.record.begin
-        if begin is None:
-            self._append_begin(job, files, files_are_rows, look_ahead)
-            return
-        changes = differences(begin.job, job) + _changed(begin.files, files)
-        if not changes:
-            # The lists of files are equal: one of them in memory is enough.
-            self.record.begin = msgspec.structs.replace(begin, files=files)
-            return
-        if self.record.parts:
-            raise InvalidArgumentError(f"{self._owner} holds another job: {'; '.join(changes[:5])}")
-        os.ftruncate(self._file, 0)
-        self.record = Record(self._path.parent)
-        self._append_begin(job, files, files_are_rows, look_ahead)
+        id = secrets.token_hex(8) if begin is None else begin.id
+        accepts_changes = job.accept_changes
+        given = job
+        # What was accepted once is not accepted by whoever resumes the job.
+        job = msgspec.structs.replace(job_without_keys(job), accept_changes=False)
+        entry = None
+        if begin is None or not self.record.parts:
+            entry = Begin(VERSION, job, files, files_are_rows, time.time(), prints, id)
+            if begin is None or not _is_same(begin, entry):
+                entry = msgspec.structs.replace(entry, schema=look_ahead())
+        if self._folder is not None and _is_s3(job.output):
+            from jitney_jobs.journal_objects import note_elsewhere  # boto3 may be missing
 
-    def _append_begin(
-        self,
-        job: Job,
-        files: list[InputFile],
-        files_are_rows: bool,
-        look_ahead: Callable[[], bytes | None],
-    ) -> None:
-        schema = look_ahead()
-        self.append(Begin(VERSION, job, files, files_are_rows, time.time(), schema))
+            note_elsewhere(given, id, self._folder)
+        if entry is not None:
+            self._begin(entry)
+            return
+        assert begin is not None, "parts are committed"
+        changes = differences(job_without_keys(begin.job), job)
+        # Journals of version 2 have no fingerprints.
+        changes_of_model = print_differences(begin.prints, prints) if begin.prints else []
+        if not accepts_changes:
+            changes += changes_of_model
+        if changes:
+            text = "; ".join(changes[:_MOST_SHOWN])
+            more = len(changes) - _MOST_SHOWN
+            text += f"; and {more:,} more" if more > 0 else ""
+            raise InvalidArgumentError(f"{self._owner} holds another job: {text}")
+        if self.record.end is None and (job != begin.job or changes_of_model):
+            self.append(Again(job, prints, time.time()))
+
+    def _begin(self, entry: Begin) -> None:
+        before = self.record.begin
+        if before is not None:
+            if _is_same(before, entry):
+                # The lists of files are equal: one of them in memory is enough.
+                self.record.begin = msgspec.structs.replace(before, files=entry.files)
+                return
+            self._store.restart()
+        self.append(entry)
 
     def append(self, entry: Entry) -> None:
-        """For any thread. Returns when the line is on the disk. After an OSError nothing of it is
-        there."""
-        data = msgspec.json.encode(entry) + b"\n"
+        """For any thread. Returns when the entry is there for good. After an OSError nothing of it
+        counts, or it is told by what is appended next. Raises UnavailableError if another run has
+        taken the job over, and InvalidArgumentError if a file turns out to be shorter than the
+        journal says."""
+        if isinstance(entry, FileRows):
+            why = self.record.beyond_end(entry)
+            if why is not None:
+                raise InvalidArgumentError(f"{self.record.where} is damaged: {why}; {REPLACE}")
         with self._writing:
-            try:
-                view = memoryview(data)
-                while view:
-                    view = view[os.write(self._file, view) :]
-                os.fsync(self._file)
-            except OSError:
-                os.ftruncate(self._file, self.record.size)
-                raise
-            self.record.apply(entry, len(data))
+            self._store.append(entry)
+
+    def next_part(self) -> tuple[int, str]:
+        """The number of the next part, and what its name ends with. Raises as :meth:`append`."""
+        with self._writing:
+            self._store.settle()
+            return self.record.next_number, self._store.part_mark
+
+    def may_remove(self, part: str) -> bool:
+        """Whether a file of a part that is not in the journal may be removed."""
+        return self._store.may_remove(part)
 
     def close(self) -> None:
-        """Give the locks back."""
-        for descriptor in self._descriptors:
-            os.close(descriptor)
-        self._descriptors.clear()
+        """Let another run have it."""
+        self._store.close()
 
 
-def sync(path: Path) -> None:
-    """Make a local file, or the names in a folder, survive a loss of power."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _is_same(before: Begin, entry: Begin) -> bool:
+    """Whether the journal can go on with its first line. Its schema is that of the same files."""
+    now = msgspec.structs.replace(entry, at=before.at, schema=before.schema)
+    return before == now
 
 
-def _changed(before: list[InputFile], now: list[InputFile]) -> list[str]:
-    """How the input differs from what it was."""
-    old = {file.path: file for file in before}
-    new = {file.path: file for file in now}
-    changes = [f"input {path} is gone" for path in old if path not in new]
-    changes += [f"input {path} is new" for path in new if path not in old]
-    return changes + [
-        f"input {path} was {was.size:,} bytes, is {new[path].size:,}; changed at "
-        f"{new[path].changed / 1e9:.3f}"
-        for path, was in old.items()
-        if path in new and new[path] != was
-    ]
+def read_journal(output: str, journal: str | None) -> Record:
+    """What the journal of an output says; a run may have it open. An empty record if there is none.
+    Raises InvalidArgumentError for a journal that is damaged, and OSError."""
+    folder = _local_folder(output, journal)
+    if folder is not None:
+        return Record.read(folder / "journal.jsonl")
+    from jitney_jobs.journal_objects import read_objects  # boto3 may be missing
+    from jitney_jobs.object_storage import Objects
+
+    record, _ = read_objects(Objects(output, _RETRIES))
+    if record.elsewhere is not None:
+        raise InvalidArgumentError(f"its journal is {record.elsewhere.place}: name that folder")
+    return record
+
+
+def _local_folder(output: str, journal: str | None) -> Path | None:
+    """The folder of a journal in a file. None for one of objects beside the output. Raises
+    InvalidArgumentError if the output's storage can have neither."""
+    if journal is not None:
+        return Path(journal)
+    if "://" not in output:
+        return Path(output, "_job")
+    if not _is_s3(output):
+        raise InvalidArgumentError(
+            f"output {without_keys(output)} is not local, and only s3:// can have the journal "
+            "beside the output: name a local folder as journal"
+        )
+    return None
+
+
+def _is_s3(address: str) -> bool:
+    return address.startswith("s3://")

@@ -3,12 +3,12 @@
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from jitney.errors import InstallationError, UnavailableError, install_extra
 from jitney.progress import State
 
+from jitney_jobs.addresses import name_of_output, text_without_keys
 from jitney_jobs.job import Job
 
 try:
@@ -48,7 +48,7 @@ class Metrics:
 
     def __init__(self, job: Job, state: State) -> None:
         """Raises UnavailableError if the port cannot be had."""
-        self._name = job.name or Path(job.output).name
+        self._name = job.name or name_of_output(job.output)
         self._state = state
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -105,5 +105,5 @@ class Metrics:
             push_to_gateway(gateway, self._name, self._registry, timeout=_TIMEOUT_S)
         except Exception as error:
             if not self._has_failed:
-                print(f"metrics cannot be pushed: {error}", file=sys.stderr)
+                print(text_without_keys(f"metrics cannot be pushed: {error}"), file=sys.stderr)
             self._has_failed = True

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 from jitney.errors import InvalidArgumentError, UnavailableError
 
+from jitney_jobs.addresses import without_keys
 from jitney_jobs.arrow import pa, pafs
 from jitney_jobs.columns import NonFinite
 from jitney_jobs.dataset import Dataset
@@ -35,7 +36,7 @@ from jitney_jobs.part_files import (
 from jitney_jobs.prepare import Context, MapResult
 from jitney_jobs.rows import LINES, Chunk, RowValues
 from jitney_jobs.schemas import SeenTypes, check_storable
-from jitney_jobs.storage import file_system
+from jitney_jobs.storage import file_system, objects_of
 
 _BLOCK_ROWS = 512
 """Most rows that are encoded together."""
@@ -98,8 +99,8 @@ def write_errors(job: Job) -> Iterator[None]:
         yield
     except OSError as error:
         raise UnavailableError(
-            f"output {job.output} cannot be written: {error}; when it can be, `jitney "
-            "batch resume` goes on"
+            f"output {without_keys(job.output)} cannot be written: {error}; when it can be, "
+            "`jitney batch resume` goes on"
         ) from error
 
 
@@ -132,6 +133,8 @@ class Output:
         self.last_bad: BadRow | None = None
         """For the error of a job that has too many."""
         self._fs, self._folder = file_system(job.output)
+        self._objects = objects_of(job)
+        """Parts go there, each in one request. None: they go to the file system."""
         self._fs.create_dir(f"{self._folder}/{ERRORS}", recursive=True)
         there = self._parts()
         if there and journal.record.begin is None:
@@ -146,17 +149,27 @@ class Output:
     def recover(self) -> None:
         """Remove what the journal does not name, and check that what it names is there. Raises
         InvalidArgumentError."""
-        there = self._parts()
-        parts = self._journal.record.parts
-        committed = {name: size for part in parts for name, size in part.files.items()}
-        for name in there.keys() - committed.keys():
-            self._fs.delete_file(f"{self._folder}/{name}")
-        for name, size in committed.items():
+        there = self.remove_strays()
+        for name, size in self._committed().items():
             if there.get(name) != size:
                 raise InvalidArgumentError(
                     f"the committed part {name} of {self._folder} has {there.get(name, 0):,} "
                     f"bytes, but had {size:,}"
                 )
+
+    def remove_strays(self) -> dict[str, int]:
+        """Remove parts that the journal does not name, of runs that can commit no more. Returns
+        names and bytes of all that were there."""
+        there = self._parts()
+        for name in there.keys() - self._committed().keys():
+            if self._journal.may_remove(name):
+                self._fs.delete_file(f"{self._folder}/{name}")
+        return there
+
+    def _committed(self) -> dict[str, int]:
+        """Names and bytes of all parts that the journal names."""
+        parts = self._journal.record.parts
+        return {name: size for part in parts for name, size in part.files.items()}
 
     def _parts(self) -> dict[str, int]:
         """Names and bytes of all parts, finished or not."""
@@ -300,7 +313,7 @@ class Output:
 
     def write(self, part: Sequence[Ended], figures: dict[str, float]) -> None:
         """Write a part and commit it. Rows that do not fit become bad ones."""
-        number = self._journal.record.next_number
+        number, mark = self._journal.next_part()
         part = sorted(part, key=lambda ended: (ended.chunk.first, ended.rows[0]))
         total = sum(len(ended.rows) for ended in part)
         self._learn_columns(part)
@@ -316,11 +329,12 @@ class Output:
                 self.last_bad = self.bad_row(block.chunk, block.rows[index], why)
                 bad.append(self.last_bad)
                 self.misfits += 1
-        files = {name.format(f"{number:05}"): data for name, data in writer.files().items()}
+        number_in_names = f"{number:05}{mark}"
+        files = {name.format(number_in_names): data for name, data in writer.files().items()}
         if bad:
-            files[f"{ERRORS}/part-{number:05}.jsonl"] = b"".join(map(_bad_line, bad))
+            files[f"{ERRORS}/part-{number_in_names}.jsonl"] = b"".join(map(_bad_line, bad))
         for name, data in files.items():
-            self._write_file(f"{self._folder}/{name}", data)
+            self._write_file(name, data)
         committed = OutputPart(
             number=number,
             files={name: len(data) for name, data in files.items()},
@@ -330,7 +344,13 @@ class Output:
             figures={**figures, "non_finite": float(self.non_finite)},
             schema=self._schema_for_journal(),
         )
-        self._journal.append(committed)
+        try:
+            self._journal.append(committed)
+        except UnavailableError:  # another run has taken over: it does these rows
+            for name in files:
+                with contextlib.suppress(OSError):
+                    self._fs.delete_file(f"{self._folder}/{name}")
+            raise
         # Each part is written in a new thread: give back what Arrow's pool keeps of its memory.
         pa.default_memory_pool().release_unused()
 
@@ -346,7 +366,11 @@ class Output:
         part that set it may have been lost."""
         return None if self._journal.record.schema is not None else self._new_schema
 
-    def _write_file(self, path: str, data: bytes | pa.Buffer) -> None:
+    def _write_file(self, name: str, data: bytes | pa.Buffer) -> None:
+        if self._objects is not None:
+            self._objects.put(name, data)
+            return
+        path = f"{self._folder}/{name}"
         folder, name = posixpath.split(path)
         local = isinstance(self._fs, pafs.LocalFileSystem)
         temporary = f"{folder}/.{name}" if local else path

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jitney.errors import InvalidArgumentError, JitneyError
 
+from jitney_jobs.addresses import text_without_keys
 from jitney_jobs.arrow import pa
 from jitney_jobs.columns import from_bytes, rows_of, shown_row, to_bytes
 from jitney_jobs.job import InputFormat
@@ -191,4 +192,5 @@ def columns_named(names: Sequence[str]) -> list[str]:
 
 def reason(error: BaseException) -> str:
     """Why a row is bad, for its line in the error file."""
-    return str(error) if isinstance(error, JitneyError) else f"{type(error).__name__}: {error}"
+    text = str(error) if isinstance(error, JitneyError) else f"{type(error).__name__}: {error}"
+    return text_without_keys(text)

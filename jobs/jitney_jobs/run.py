@@ -1,6 +1,8 @@
 """A job from its settings to its end, and what is said of it afterwards: status and report."""
 
 import os
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -10,15 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
-from jitney.errors import InvalidArgumentError
+from jitney.errors import InvalidArgumentError, JitneyError, UnavailableError
 from jitney.progress import Deadline, Progress, State, clock_text
 
+from jitney_jobs.addresses import errors_without_keys, name_of_output, without_keys
 from jitney_jobs.arrow import pa
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.executors import Models
+from jitney_jobs.fingerprints import fingerprints_of
 from jitney_jobs.gathering import Gathering
-from jitney_jobs.job import Job
-from jitney_jobs.journal import JobJournal, OutputPart, Record
+from jitney_jobs.input_changes import ChangeKind, texts_of
+from jitney_jobs.job import Job, job_without_keys
+from jitney_jobs.journal import InputNow, JobJournal, OutputPart, Record, read_journal
 from jitney_jobs.output import Output, write_errors
 from jitney_jobs.pipeline import Pipeline
 
@@ -41,6 +46,7 @@ _LONG_TEXTS = {"end": "cut", "chunk-mean": "run in chunks"}
 """What setting ``truncate`` does with them."""
 
 
+@errors_without_keys()
 def run_job(
     job: Job, models: Models | None = None, wanted: Callable[[], bool] = lambda: True
 ) -> bool:
@@ -53,7 +59,8 @@ def run_job(
         with write_errors(job):
             journal = JobJournal(job)
         closing.callback(journal.close)
-        dataset = Dataset(job)
+        dataset = Dataset(job, journal.record.listed_files)
+        prints = fingerprints_of(job)
         with write_errors(job):
             output = Output(job, dataset, journal)
             if not journal.record.parts:
@@ -61,11 +68,16 @@ def run_job(
                 # after a kill it would be one without a journal.
                 output.recover()
             journal.begin_or_resume(
-                job, dataset.files, dataset.files_are_rows, partial(_look_ahead, dataset, output)
+                job,
+                dataset.files,
+                dataset.files_are_rows,
+                prints,
+                partial(_look_ahead, dataset, output),
             )
             output.recover()
         if journal.record.end is not None:
             return True
+        _go_on_with_list(dataset, journal)
         _set_schema(dataset, output, journal.record)
         # This run has no part yet, so its figures lack ``run``, and ``_state`` takes every part in
         # the journal for one of an earlier run. The metrics need ``moved_at``.
@@ -82,7 +94,44 @@ def run_job(
                 closing.callback(models.close)
             pipeline = Pipeline(job, dataset, journal, output, closing, models)
         observer.begin_display()
-        return pipeline.run(observer.show, wanted)
+        return pipeline.run(observer.show, wanted, lambda: _differences_at_end(dataset))
+
+
+def _go_on_with_list(dataset: Dataset, journal: JobJournal) -> None:
+    """Say how the input differs from the journal's list, which is what is read. Raises
+    InvalidArgumentError if a file of which some rows are committed has been replaced."""
+    record = journal.record
+    changes = dataset.changes()
+    for change in changes:
+        if change.kind is not ChangeKind.REPLACED or dataset.files_are_rows:
+            continue
+        assert change.index is not None, "what was replaced is in the list"
+        assert change.now is not None, "what was replaced is there"
+        if record.is_done(change.index):
+            continue
+        if record.done.touches(change.index):
+            raise InvalidArgumentError(
+                f"input {change.text}, and some of its rows are done; put it back, or begin a job "
+                "with another output"
+            )
+        # None of its rows is done: it is read as it is now.
+        with write_errors(dataset.job):
+            journal.append(InputNow(change.index, change.now))
+        dataset.files[change.index] = change.now
+    for text in texts_of(changes):
+        print(f"input: {text}", file=sys.stderr)
+
+
+def _differences_at_end(dataset: Dataset) -> list[str]:
+    """How the input differs, after the last row, from the list of files that were read. It is
+    said."""
+    try:
+        texts = texts_of(dataset.changes_meanwhile())
+    except JitneyError as error:  # every row is done: that counts
+        texts = [f"it cannot be compared with the list of its files: {error}"]
+    for text in texts:
+        print(f"input: {text}", file=sys.stderr)
+    return texts
 
 
 def _look_ahead(dataset: Dataset, output: Output) -> bytes | None:
@@ -135,15 +184,20 @@ class _Observer:
             self._metrics.show(replace(state, late=self._deadline.late))
 
 
+@errors_without_keys()
 def read_record(output: str, journal: str | None) -> Record:
     """The journal of an output. Its job names the output where it is now: the folder may have been
-    moved since the job began. Raises InvalidArgumentError if there is no journal."""
-    folder = Path(output, "_job") if journal is None else Path(journal)
-    record = Record.read(folder / "journal.jsonl")
+    moved since the job began. Raises InvalidArgumentError if there is no journal, and
+    UnavailableError if its storage fails."""
+    try:
+        record = read_journal(output, journal)
+    except OSError as error:
+        raise UnavailableError(f"the journal of {output} cannot be read: {error}") from None
     if record.begin is None:
-        raise InvalidArgumentError(f"{output} has no journal of a job ({folder})")
+        raise InvalidArgumentError(f"{output} has no journal of a job ({record.where})")
     output = output if "://" in output else os.path.abspath(output)
-    job = msgspec.structs.replace(record.begin.job, output=output)
+    # Journals of version 2 may have keys.
+    job = msgspec.structs.replace(job_without_keys(record.begin.job), output=output)
     record.begin = msgspec.structs.replace(record.begin, job=job)
     return record
 
@@ -180,7 +234,7 @@ def status_of(record: Record, job: Job) -> str:
     state = _state(record, job, figures)
     total = "" if record.total is None else f" of {record.total:,}"
     lines = [
-        f"{record.begin.job.output}: {'complete' if state.complete else 'not complete'}",
+        f"{without_keys(job.output)}: {'complete' if state.complete else 'not complete'}",
         f"input   {len(files):,} files, {sum(file.size for file in files):,} bytes",
         f"rows    {written + failed:,}{total}: {written:,} written, {failed:,} bad",
         f"parts   {len(record.parts):,}",
@@ -201,6 +255,8 @@ def status_of(record: Record, job: Job) -> str:
         lines.append(f"cost    {_rate(record)}; {_cost(record)}")
     if state.end_at and not state.complete:
         lines.append(f"end     {clock_text(state.end_at)}, if it goes on at that rate")
+    if record.end is not None:
+        lines += [f"input   {text}" for text in record.end.input_changes]
     if state.due is not None:
         lines.append(f"due     {clock_text(state.due)}{', late' if state.late else ''}")
     return "\n".join(lines)
@@ -232,8 +288,24 @@ def _cost(record: Record) -> str:
     return f"{1000 * _total(record, 'cpu_s') / rows:,.2f} core-seconds a thousand rows"
 
 
-def write_report(record: Record) -> Path:
-    """``report.html`` in the journal's folder: throughput over time, and where the time went."""
+def write_report(record: Record) -> Path | str:
+    """``report.html`` beside the journal: throughput over time, and where the time went. Returns
+    where it is."""
+    assert record.begin is not None
+    if record.folder is not None:
+        return _write_report(record, record.folder)
+    from jitney_jobs.object_storage import Objects  # boto3 may be missing
+
+    job = record.begin.job
+    objects = Objects(job.output, job.retries)
+    with tempfile.TemporaryDirectory() as folder:
+        page = _write_report(record, Path(folder))
+        with write_errors(job):
+            objects.put(f"_job/{page.name}", page.read_bytes())
+    return objects.address_of(f"_job/{page.name}")
+
+
+def _write_report(record: Record, folder: Path) -> Path:
     from jitney_measure.pages.page import Block, Heading, Table, Terms, Text, write_page
     from jitney_measure.pages.plots import over_time  # matplotlib may be missing
 
@@ -261,7 +333,7 @@ def write_report(record: Record) -> Path:
     fields = job.fields_that_shape_output.items()
     settings = {name: str(value) for name, value in fields if value not in (None, [], {}, "")}
     blocks += [Heading("Settings"), Terms(settings)]
-    return write_page(f"Job {Path(job.output).name}", blocks, record.folder)
+    return write_page(f"Job {name_of_output(job.output)}", blocks, folder)
 
 
 def _stage_rows(record: Record) -> "list[TableRow]":

@@ -5,12 +5,17 @@ read from it fails: try again, or say whose fault it is.
 import os
 import posixpath
 import time
+from typing import TYPE_CHECKING
 
 from jitney.errors import InvalidArgumentError, JitneyError, UnavailableError
 
+from jitney_jobs.addresses import text_without_keys
 from jitney_jobs.arrow import pa, pafs
 from jitney_jobs.encodings import Encoding
 from jitney_jobs.job import LIST, Job
+
+if TYPE_CHECKING:
+    from jitney_jobs.object_storage import Objects
 
 _OS_ERRORS_OF_A_FILE = (FileNotFoundError, PermissionError, IsADirectoryError)
 """The file is at fault, not the storage: another try would meet the same error."""
@@ -23,7 +28,17 @@ def file_system(path: str) -> tuple[pafs.FileSystem, str]:
     try:
         return pafs.FileSystem.from_uri(path)
     except (OSError, pa.ArrowInvalid) as error:
-        raise InvalidArgumentError(f"{path} cannot be opened: {error}") from None
+        text = text_without_keys(f"{path} cannot be opened: {error}")
+        raise InvalidArgumentError(text) from None
+
+
+def objects_of(job: Job) -> "Objects | None":
+    """The objects below a job's output on S3. None for an output elsewhere."""
+    if not job.output.startswith("s3://"):
+        return None
+    from jitney_jobs.object_storage import Objects  # boto3 may be missing
+
+    return Objects(job.output, job.retries)
 
 
 def open_inputs(job: Job) -> tuple[pafs.FileSystem, list[str]]:

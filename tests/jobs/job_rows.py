@@ -114,13 +114,13 @@ def large(row: dict[str, Any]) -> dict[str, Any]:
     return {"large": chr(97 + int(row["id"]) % 26) * 1_000_000}
 
 
-def job_of(source: Path, output: Path, **settings: Any) -> Job:
+def job_of(source: Path | str, output: Path | str, **settings: Any) -> Job:
     function = "tests.jobs.job_rows:twice"
     given = {"task": "map", "map": function, "workers": 0, "max_errors": "100%", **settings}
     return make_job({"input": str(source), "output": str(output), **given})
 
 
-def run(source: Path, output: Path, **settings: Any) -> bool:
+def run(source: Path | str, output: Path | str, **settings: Any) -> bool:
     return run_job(job_of(source, output, **settings))
 
 

@@ -164,7 +164,10 @@ def test_a_line_of_progress() -> None:
             {"input": "/a/b", "output": "/a/b/c"},
             "must be outside of the input",
         ),
-        ({"output": "s3://bucket/out"}, "output is not local: name a local folder for the journal"),
+        (
+            {"output": "gs://anonymous@bucket/out"},
+            "not local, and only s3:// can have the journal",
+        ),
         ({"input": "/nowhere/*.jsonl"}, r"input /nowhere/\*.jsonl is not there"),
         ({"input": str(Path(__file__))}, "has files of no known kind: name input_format"),
     ],

@@ -176,15 +176,6 @@ def test_resume_where_the_output_is_now(
     assert "Job moved" in page
 
 
-def test_a_journal_of_another_version(tmp_path: Path) -> None:
-    source, output = write_lines(tmp_path / "in.jsonl", ids(0, 5)), tmp_path / "out"
-    run(source, output, map=MARKED)
-    journal = output / "_job" / "journal.jsonl"
-    journal.write_text(journal.read_text().replace('"version":2', '"version":3'))
-    with pytest.raises(InvalidArgumentError, match="of version 3"):
-        run(source, output, map=MARKED)
-
-
 @pytest.mark.parametrize("suffix", ["parquet", "arrow", "jsonl", "csv"])
 def test_rows_that_are_large_are_few_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str

@@ -1,0 +1,172 @@
+"""What a journal's lines are: entries as JSON, each with a checksum.
+
+A line is an object of JSON whose last member is ``crc``, the CRC-32 of the object without it. Lines
+of version 2 had none.
+"""
+
+import zlib
+from typing import NamedTuple
+
+import msgspec
+
+from jitney_jobs.job import Job
+
+VERSION = 3
+READ_VERSIONS = (2, VERSION)
+_CRC_OPENS = b',"crc":"'
+_CRC_CLOSES = b'"}\n'
+_CRC_BYTES = len(_CRC_OPENS) + 8 + len(_CRC_CLOSES)
+
+
+class Interval(NamedTuple):
+    """The rows [first, end) of a file, which is known by its index."""
+
+    file: int
+    first: int
+    end: int
+
+
+class InputFile(msgspec.Struct, frozen=True, array_like=True):
+    """One file of the input, as it was when the job began. ``changed`` is in ns since 1970."""
+
+    path: str
+    size: int
+    changed: int
+    ends: str = ""
+    """Digest of its first and last bytes. Empty if it was not taken (``input_changes.py``)."""
+
+
+class Begin(msgspec.Struct, frozen=True, tag="begin"):
+    """The job that the journal belongs to. Only claims of runs come before it."""
+
+    version: int
+    job: Job
+    """Its addresses are without their keys."""
+    files: list[InputFile]
+    files_are_rows: bool = msgspec.field(name="whole")
+    """Whether each file is a row. All files together then count as one file, whose index is 0."""
+    at: float = 0.0
+    """When the job began, in seconds since 1970."""
+    prints: dict[str, str] = {}
+    """Fingerprints of the model's files and of map's code (``fingerprints.py``), by name."""
+    id: str = ""
+    """Of this journal. The output on object storage knows a journal that is elsewhere by it."""
+    schema: bytes | None = None
+    """The input's columns with the types that all of its files get, as Arrow serializes them. None
+    if its lines are written as they came, and in journals of earlier versions."""
+
+
+class Again(msgspec.Struct, frozen=True, tag="again"):
+    """A later run has other settings that may change, or its changed model was accepted."""
+
+    job: Job
+    prints: dict[str, str]
+    at: float
+
+
+class InputNow(msgspec.Struct, frozen=True, tag="input"):
+    """A file of the input was replaced before any of its rows was committed. ``index``: its own."""
+
+    index: int
+    file: InputFile
+
+
+class FileRows(msgspec.Struct, frozen=True, tag="file"):
+    """A file of the input was read to its end. ``file`` is its index."""
+
+    file: int
+    row_count: int = msgspec.field(name="rows")
+
+
+class OutputPart(msgspec.Struct, frozen=True, tag="part"):
+    """A committed part: names and bytes of its files, and its rows."""
+
+    number: int
+    files: dict[str, int]
+    intervals: list[Interval] = msgspec.field(name="rows")
+    written: int
+    """Good rows."""
+    failed: int
+    """Bad rows."""
+    figures: dict[str, float]
+    """Of this run until this part: ``RunFigures`` in ``gathering.py``."""
+    schema: bytes | None = None
+    """The output's schema, as Arrow serializes it. Only the first part of Parquet has it."""
+
+
+class End(msgspec.Struct, frozen=True, tag="end"):
+    """Every row is in a part. ``at``: in seconds since 1970."""
+
+    at: float = 0.0
+    rows: int | None = None
+    """Rows of all parts then. None in journals of version 2."""
+    input_changes: list[str] = []
+    """How the input then differed from the list in :class:`Begin`."""
+
+
+class Claim(msgspec.Struct, frozen=True, tag="claim"):
+    """Only on object storage: a run takes the job over. No earlier run can commit from then on."""
+
+    token: str
+    """Random; the run's own."""
+    machine: str
+    """Where the run's process can be looked for."""
+    pid: int
+    process_began: str
+    """Tells the process from a later one of the same number."""
+    host: str
+    """For people."""
+    at: float
+    """In seconds since 1970."""
+
+
+class Released(msgspec.Struct, frozen=True, tag="released"):
+    """Only on object storage: the run with that token has ended, and has said so."""
+
+    token: str
+
+
+class Elsewhere(msgspec.Struct, frozen=True, tag="elsewhere"):
+    """Only on object storage: the output's journal is a local one."""
+
+    id: str
+    """As in :class:`Begin`."""
+    place: str
+    """Its folder and machine, for people."""
+
+
+Entry = Begin | Again | InputNow | FileRows | OutputPart | End | Claim | Released | Elsewhere
+"""A line of the journal."""
+_DECODER = msgspec.json.Decoder(Entry)
+
+
+def encode(entry: Entry) -> bytes:
+    """The line of an entry."""
+    data = msgspec.json.encode(entry)
+    return data[:-1] + _CRC_OPENS + _checksum(data) + _CRC_CLOSES
+
+
+class JournalLine(NamedTuple):
+    """A line that was read."""
+
+    entry: Entry
+    has_checksum: bool
+    """Whether it has one, which was right."""
+
+
+def decode(line: bytes) -> JournalLine:
+    """A whole line. Raises ValueError if it is damaged: the text says how."""
+    crc = line[-_CRC_BYTES:]
+    has_checksum = crc.startswith(_CRC_OPENS) and crc.endswith(_CRC_CLOSES)
+    if has_checksum:
+        data = line[:-_CRC_BYTES] + b"}"
+        if crc[len(_CRC_OPENS) : -len(_CRC_CLOSES)] != _checksum(data):
+            raise ValueError("its checksum differs")
+    try:
+        return JournalLine(_DECODER.decode(line), has_checksum)
+    except msgspec.DecodeError as error:
+        raise ValueError(str(error)) from None
+
+
+def _checksum(data: bytes) -> bytes:
+    return b"%08x" % zlib.crc32(data)
