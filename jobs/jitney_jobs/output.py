@@ -25,7 +25,6 @@ from jitney_jobs.journal import Interval, JobJournal, OutputPart, Ranges, sync
 from jitney_jobs.json_lines import check_no_common_name, encoded
 from jitney_jobs.part_files import (
     CsvPart,
-    GoodRows,
     LinesWriter,
     ParquetPart,
     PartWriter,
