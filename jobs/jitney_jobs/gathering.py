@@ -17,11 +17,12 @@ from typing import Any
 import msgspec
 from jitney.errors import CancelledError, InvalidArgumentError, JitneyError, UnavailableError
 
+from jitney_jobs.failures import JobRefusedError, RequestError
 from jitney_jobs.job import Job, error_limit
 from jitney_jobs.journal import End, Entry, JobJournal
 from jitney_jobs.output import BadRow, EndedRow, Output, write_errors
 from jitney_jobs.prepare import Item, Task, in_background
-from jitney_jobs.rows import RowValues, reason
+from jitney_jobs.rows import RowId, RowValues, reason
 
 _PART_BYTES = 64 << 20
 """A part is written when its rows had so many bytes as they were read."""
@@ -119,6 +120,8 @@ class Gathering(ABC):
         """Of the part before. Gives the seconds that its writing took."""
         self._has_lost_part = False
         """Whether a part could not be written."""
+        self.repeated: frozenset[RowId] = frozenset()
+        """Rows that are bad, because they repeat the ``custom_id`` of an earlier one."""
 
     def run(
         self, on_progress: Callable[[dict[str, float]], None], wanted: Callable[[], bool]
@@ -156,9 +159,18 @@ class Gathering(ABC):
     def _on_row_in_part(self, row: EndedRow) -> None:
         """A row is in flight no more."""
 
+    def _refuse_if_repeated(self, item: Item) -> None:
+        """Before a row is run."""
+        if item.id in self.repeated and item.row is not None:
+            from jitney_jobs.openai_form import line_error  # imports some of the gateway
+
+            bound = "that of no earlier line"
+            given = item.row.get("custom_id")
+            item.error = line_error("duplicate_custom_id", "custom_id", given, bound)
+
     def _finish(self, item: Item, result: Any) -> None:
         """The model is done with a row, for good."""
-        if isinstance(result, UnavailableError):
+        if isinstance(result, UnavailableError | JobRefusedError):
             raise result  # not the row's fault: the job ends, and can be resumed
         row = EndedRow(item.id, self._value_of(item, result), item.read_bytes)
         self._figures.done += 1
@@ -176,12 +188,22 @@ class Gathering(ABC):
     def _value_of(self, item: Item, result: Any) -> RowValues | BadRow:
         """What is written of a row."""
         if isinstance(result, JitneyError):
-            return self._output.record_bad_row(item.id, reason(result), item.row)
+            return self._bad_row(item, result)
         row = item.row or {}
         try:
             return self._output.merged(row, self._task.finish(row, result))
+        except RequestError as error:
+            return self._bad_row(item, error)
         except Exception as error:  # a user's function may raise anything
-            return self._output.record_bad_row(item.id, reason(error), item.row)
+            return self._bad_row(item, InvalidArgumentError(reason(error)))
+
+    def _bad_row(self, item: Item, error: JitneyError) -> BadRow:
+        answer = None
+        if self._job.input_format == "openai":
+            from jitney_jobs.openai_lines import failure_of_line  # imports much of the gateway
+
+            answer = failure_of_line(item.row, error)
+        return self._output.record_bad_row(item.id, reason(error), item.row, answer)
 
     def _add_to_part(self, row: EndedRow) -> None:
         if not self._part:

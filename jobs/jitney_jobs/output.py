@@ -36,6 +36,9 @@ class BadRow(msgspec.Struct, frozen=True):
     row: int
     error: str
     input: Any = None
+    answer: RowValues | None = None
+    """Of a line for OpenAI's API: the service's own line, which stands beside the others then, in
+    place of ``error``."""
 
 
 class EndedRow(NamedTuple):
@@ -146,9 +149,11 @@ class Output:
         _check_no_common_name(kept, result)
         return {**kept, **result}
 
-    def record_bad_row(self, row: RowId, why: str, given: RowValues | None) -> BadRow:
+    def record_bad_row(
+        self, row: RowId, why: str, given: RowValues | None, answer: RowValues | None = None
+    ) -> BadRow:
         """Its line in an error file. ``given``: the row as it was read, if it could be."""
-        self.last_bad = BadRow(self._dataset.path_of(row), row.row, why, given)
+        self.last_bad = BadRow(self._dataset.path_of(row), row.row, why, given, answer)
         return self.last_bad
 
     def write(self, part: list[EndedRow], figures: dict[str, float]) -> None:
@@ -301,10 +306,11 @@ def _line(row: Any) -> bytes:
 
 
 def _bad_line(bad: BadRow) -> bytes:
+    place = {"file": bad.file, "row": bad.row}
     try:
-        return _line(bad)
+        return _line({**place, **(bad.answer or {"error": bad.error}), "input": bad.input})
     except Exception:  # what JSON cannot hold may be why it is bad
-        return _line(BadRow(bad.file, bad.row, ascii(bad.error), ascii(bad.input)))
+        return _line({**place, "error": ascii(bad.error), "input": ascii(bad.input)})
 
 
 # ------------------------------------------------------------------ values and types

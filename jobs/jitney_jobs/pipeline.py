@@ -182,6 +182,7 @@ class Pipeline(Gathering):
             for item in prepared.items:
                 item.key = self._figures.taken
                 self._figures.taken += 1
+                self._refuse_if_repeated(item)
                 self._feeder.add(item)
 
     def _on_row_in_part(self, row: EndedRow) -> None:
@@ -190,6 +191,7 @@ class Pipeline(Gathering):
     def _snapshot(self) -> dict[str, float]:
         self._figures.tries = self._feeder.tries
         figures = {**super()._snapshot(), **self._executor.figures}
+        figures["tries"] = self._feeder.tries + self._executor.figures.get("tries", 0.0)
         if self._workers.are_processes:  # this process' clock does not have their CPU time
             figures["cpu_s"] += self._workers_cpu_s
         return figures

@@ -20,17 +20,16 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
-from jitney.errors import InvalidArgumentError, UnavailableError
+from jitney.errors import InvalidArgumentError, JitneyError, UnavailableError
 from jitney_server.standins.signature import Signature
 
 from jitney_jobs.arrow import pa
+from jitney_jobs.failures import RequestError
 from jitney_jobs.generate import (
     Encoder,
     Generate,
     GenerateOnServer,
     LanguageModel,
-    OpenAiLines,
-    OpenAiLinesOnServer,
 )
 from jitney_jobs.job import Job
 from jitney_jobs.rows import Chunk, RowId, RowValues, reason
@@ -47,7 +46,7 @@ class Item:
     """None if it could not be read."""
     prepared: Any = None
     """What the executor takes."""
-    error: InvalidArgumentError | None = None
+    error: JitneyError | None = None
     """Why it is bad, if it could not be prepared."""
     result: Any = None
     """Only on a cluster: the executor's result, or a JitneyError."""
@@ -123,14 +122,26 @@ def make_task(context: Context) -> Task:
     job = context.job
     if job.task == "map":
         return Map(str(job.map))
-    lines = job.input_format == "openai"
+    if job.input_format == "openai":
+        return _make_line_task(context)
     if job.server is not None and job.task == "generate":
-        return OpenAiLinesOnServer(job) if lines else GenerateOnServer(job)
+        return GenerateOnServer(job)
     if context.signature is not None:
         return Tensors(job, context.signature, context.tokenizer)
     assert context.language_model is not None, "a job that generates has a language model"
-    encoder = Encoder(context.language_model)
-    return OpenAiLines(job, encoder) if lines else Generate(job, encoder)
+    return Generate(job, Encoder(context.language_model))
+
+
+def _make_line_task(context: Context) -> Task:
+    """The task of lines for OpenAI's API."""
+    from jitney_jobs import openai_lines  # imports much of the gateway
+
+    if context.job.server is not None:
+        return openai_lines.OpenAiLinesOnServer(context.job)
+    if context.signature is not None:
+        return openai_lines.OpenAiEmbeddings(context.job, context.signature, context.tokenizer)
+    assert context.language_model is not None, "a job that generates has a language model"
+    return openai_lines.OpenAiLines(context.job, context.language_model)
 
 
 def make_preparer(context: Context) -> Preparer:
@@ -152,6 +163,8 @@ def make_preparer(context: Context) -> Preparer:
                 item.prepared_bytes = _array_bytes(item.prepared)
             except UnavailableError:
                 raise
+            except RequestError as error:
+                item.error = error.detached()
             except (Exception, SystemExit) as error:  # of a user's function or template
                 item.error = InvalidArgumentError(reason(error))
         seconds = time.perf_counter() - began

@@ -153,7 +153,8 @@ class RayPipeline(Gathering):
         seen[index] = 1
         item.key = self._figures.taken
         self._figures.taken += 1
-        self._finish(item, item.result)
+        self._refuse_if_repeated(item)
+        self._finish(item, item.error or item.result)
 
     def _on_row_in_part(self, row: EndedRow) -> None:
         """Nothing: Ray bounds what is in flight."""
