@@ -26,8 +26,9 @@ def common_options(
 ) -> list[str]:
     """The options that every server of ours gets."""
     options = [
-        # Models are loaded and unloaded one by one, by whoever has the server's random key: a stop
-        # unloads them, and a repair loads one again. Without this option the server refuses that.
+        # Models are loaded and unloaded one by one, by a process that has the server's random key:
+        # a stop unloads them, and a repair loads one again. Without this option the server refuses
+        # that.
         "--model-control-mode=explicit",
         # After the start, the server calls itself ready while one of its models is loaded again:
         # its other models serve. The readiness of each model is asked for by the model's name.

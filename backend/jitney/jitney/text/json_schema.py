@@ -18,7 +18,7 @@ from jitney.text.schema_references import (
     References,
     escaped,
     find_dialect,
-    parts_of,
+    inner_schemas,
 )
 
 _NOT_ENFORCED = {
@@ -119,10 +119,10 @@ class _Checker:
                 self._leave_out(schema, keyword, at)
             else:
                 self._check_keyword(schema, keyword, value, at)
-        for part in parts_of(schema):
-            if part.keyword in DEFINITIONS:
+        for inner in inner_schemas(schema):
+            if inner.keyword in DEFINITIONS:
                 continue  # a definition counts where a reference points to it
-            self._check(part.schema, f"{path}/{part.pointer}")
+            self._check(inner.schema, f"{path}/{inner.pointer}")
         self._settle_one_of(schema)
 
     def _leave_out(self, schema: dict[str, Any], keyword: str, at: str) -> None:
