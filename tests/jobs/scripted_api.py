@@ -1,6 +1,7 @@
 """A server of OpenAI's API on kept connections. What it answers to a prompt, a test says."""
 
 import json
+import socket
 import ssl
 import threading
 import time
@@ -47,7 +48,7 @@ def scripted_api(
     most_bytes: int = 1 << 30,
 ) -> Iterator[ScriptedApi]:
     """``models``: what it lists; it lists none if they are None. ``context``: of TLS.
-    ``most_bytes``: a longer body is not read."""
+    ``most_bytes``: a longer body is answered before it is read."""
     api = ScriptedApi(script or {}, models or [])
     lock = threading.Lock()
 
@@ -69,6 +70,9 @@ def scripted_api(
             if length > most_bytes:
                 self.close_connection = True
                 self.answer(Reply(413))
+                self.connection.shutdown(socket.SHUT_WR)
+                while self.connection.recv(1 << 20):
+                    pass  # as servers do: else the client would lose the answer
                 return
             body = json.loads(self.rfile.read(length))
             word = str(body.get("prompt"))[:100]
