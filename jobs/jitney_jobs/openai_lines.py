@@ -261,7 +261,7 @@ class OpenAiEmbeddings:
         vectors = []
         for part in result.results:
             given = part if self._takes_token_ids else part.chunks[0]
-            vector = self._tensors.finish({}, given)["embedding"]
+            vector = np.array(self._tensors.finish({}, given)["embedding"], np.float32)
             if body.dimensions not in (None, len(vector)):
                 bound = f"{len(vector)}, those of this model"
                 raise refused(InvalidArgumentError.of("dimensions", body.dimensions, bound))
