@@ -4,11 +4,13 @@ It asks the models of a Triton server over gRPC. A request for a language model 
 in this order; those in brackets are what they use:
 
 1. ``run_gateway`` starts the process, ``app`` makes the routes, and ``gateway`` answers every
-   request (``keys``, ``request_body``, ``refusals``, ``client_fields``, ``gateway_metrics``).
+   request (``keys``, ``request_body``, ``refusals``, ``http_answers``, ``client_fields``,
+   ``gateway_metrics``).
 2. ``wire`` decodes the body into a record (``field_rules``). ``responses_request`` and
    ``messages_request`` have the bodies of their APIs, and make a chat of them (``earlier_turns``,
    ``typed_fields``).
-3. ``language`` has the endpoints. ``without_effect`` leaves out what the model cannot honour.
+3. ``language`` has the endpoints, and ``generation`` what they have in common with jobs that run
+   such bodies without a server. ``without_effect`` leaves out what the model cannot honour.
    ``answer_formats`` finds how the model writes calls and reasoning (``formats``,
    ``format_detection``).
 4. ``server_request`` makes the model's inputs and sampling parameters (``chat``,
@@ -23,8 +25,9 @@ in this order; those in brackets are what they use:
 7. ``chat_answer``, ``completion_answer``, ``responses_answer`` and ``messages_answer`` write the
    blocks in the form of their API (``answers``), and ``event_stream`` sends them.
 
-Beside them stand ``pooling`` (models that embed, classify or rank), ``document`` (what an endpoint
-is), ``mounting`` (endpoints of other packages), ``server_load`` and ``tracing_middleware``.
+Beside them stand ``pooling`` (models that embed, classify or rank; ``embedding_answer``),
+``document`` (what an endpoint is), ``mounting`` (endpoints of other packages), ``server_load`` and
+``tracing_middleware``.
 
 Words for parts of a chat, in the order in which a request meets them:
 

@@ -15,9 +15,10 @@ from starlette.exceptions import HTTPException
 
 from jitney_gateway.document import ERRORS, Endpoint, Schema, body_schemas, operation
 from jitney_gateway.gateway import IGNORED_HEADER, OPERATIONAL_PATHS, Gateway, describe_error_of
+from jitney_gateway.http_answers import as_json, error_response
 from jitney_gateway.keys import KeySource
 from jitney_gateway.mounting import MountedService
-from jitney_gateway.refusals import StatusError, as_json, error_response
+from jitney_gateway.refusals import StatusError
 from jitney_gateway.server_client import ServerClient
 from jitney_gateway.server_load import RESPONSE_HEADER, ServerLoad
 from jitney_gateway.tracing_middleware import TracingMiddleware

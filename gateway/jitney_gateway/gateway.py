@@ -21,6 +21,7 @@ from jitney_gateway.client_fields import name_clients_field
 from jitney_gateway.document import TEXT, Endpoint, Handler
 from jitney_gateway.field_rules import IgnoredFields
 from jitney_gateway.gateway_metrics import GatewayMetrics
+from jitney_gateway.http_answers import as_json, error_response
 from jitney_gateway.keys import KeySource
 from jitney_gateway.language import LanguageEndpoints
 from jitney_gateway.pooling import (
@@ -41,10 +42,8 @@ from jitney_gateway.refusals import (
     DescribeError,
     StatusError,
     UnknownModelError,
-    as_json,
     describe,
     describe_for_messages,
-    error_response,
     unforeseen_error,
 )
 from jitney_gateway.request_body import (

@@ -4,21 +4,15 @@ Each makes one or several requests to the model, and an answer from its steps: w
 of server-sent events.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import msgspec
 from fastapi import Request, Response
 from jitney.sampling_params import LIMITS_HEADER, parse_limits
 from jitney.tracing import HEADERS as TRACE_HEADERS
 
-from jitney_gateway.answer_formats import formats_of_answer
-from jitney_gateway.answer_parser import make_parser
-from jitney_gateway.answers import ModelAnswer
-from jitney_gateway.chat_answer import chat_answer
-from jitney_gateway.completion_answer import PromptEcho, completion_answer
-from jitney_gateway.content_blocks import SequenceContent
+from jitney_gateway.completion_answer import PromptEcho
 from jitney_gateway.document import Endpoint, Handler
 from jitney_gateway.event_stream import (
     EventStream,
@@ -28,27 +22,22 @@ from jitney_gateway.event_stream import (
     wait_for_first,
     while_connected,
 )
-from jitney_gateway.field_rules import IgnoredFields
 from jitney_gateway.gateway_metrics import AnswerTimer, GatewayMetrics
-from jitney_gateway.messages_answer import MessageAnswer
+from jitney_gateway.generation import (
+    CHAT_APIS,
+    FIELDS_WITH_CHOICES,
+    ChatApi,
+    GenerationPlan,
+    plan_chat,
+    plan_completions,
+)
+from jitney_gateway.http_answers import as_json
 from jitney_gateway.messages_request import (
     NAMES_OF_MESSAGE,
     CountTokensRequest,
-    MessageRequest,
-    chat_of_message,
     chat_of_prompt,
 )
 from jitney_gateway.model_description import ModelDescription
-from jitney_gateway.older_functions import set_tools_of_functions
-from jitney_gateway.parsers import Parser
-from jitney_gateway.reasoning_tokens import reasoning_counter
-from jitney_gateway.refusals import as_json
-from jitney_gateway.responses_answer import ResponseAnswer
-from jitney_gateway.responses_request import (
-    NAMES_OF_RESPONSE,
-    ResponseRequest,
-    chat_of_response,
-)
 from jitney_gateway.server_client import ServerClient
 from jitney_gateway.server_request import (
     InputValue,
@@ -57,73 +46,13 @@ from jitney_gateway.server_request import (
     request_of_token_ids,
     requests_of_completions,
 )
-from jitney_gateway.tool_choice import choose_allowed_tools
 from jitney_gateway.wire import (
-    ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
     WireRecord,
 )
-from jitney_gateway.without_effect import (
-    NamesOfFields,
-    known_kwargs,
-    leave_out,
-    leave_out_of_chat,
-)
-
-
-class ChatApi(NamedTuple):
-    """An API in which clients send chats: its body, what makes a chat of a body, and its answer."""
-
-    body: type[WireRecord]
-    chat_of_body: Callable[[Any, ModelDescription, IgnoredFields], ChatRequest]
-    """Makes the chat that a body stands for. It notes the fields that have no effect."""
-    names: NamesOfFields
-    answer: Callable[[Any, str, Sequence[SequenceContent]], ModelAnswer]
-    """Makes the answer from the body, the request's id and its sequences."""
-    fields: tuple[str, ...]
-    """The fields that every answer has."""
-
-
-def _chat_of_chat(
-    body: ChatRequest, model: ModelDescription, ignored: IgnoredFields
-) -> ChatRequest:
-    set_tools_of_functions(body)
-    choose_allowed_tools(body)
-    return body
-
-
-def _chat_of_response(
-    body: ResponseRequest, model: ModelDescription, ignored: IgnoredFields
-) -> ChatRequest:
-    return chat_of_response(body, model)
-
-
-_FIELDS_WITH_CHOICES = ("id", "object", "created", "model", "choices", "usage")
-_CHAT_APIS = {
-    "/v1/chat/completions": ChatApi(
-        body=ChatRequest,
-        chat_of_body=_chat_of_chat,
-        names={},
-        answer=chat_answer,
-        fields=_FIELDS_WITH_CHOICES,
-    ),
-    "/v1/responses": ChatApi(
-        body=ResponseRequest,
-        chat_of_body=_chat_of_response,
-        names=NAMES_OF_RESPONSE,
-        answer=ResponseAnswer,
-        fields=("id", "object", "created_at", "model", "status", "output", "usage"),
-    ),
-    "/v1/messages": ChatApi(
-        body=MessageRequest,
-        chat_of_body=chat_of_message,
-        names=NAMES_OF_MESSAGE,
-        answer=MessageAnswer,
-        fields=("id", "type", "role", "model", "content", "stop_reason", "usage"),
-    ),
-}
+from jitney_gateway.without_effect import known_kwargs, leave_out, leave_out_of_chat
 
 
 class LanguageEndpoints:
@@ -136,14 +65,14 @@ class LanguageEndpoints:
     def endpoints(self) -> list[Endpoint]:
         """All of them."""
         endpoints = []
-        for path, api in _CHAT_APIS.items():
+        for path, api in CHAT_APIS.items():
             handler = partial(self.chat, api)
             endpoints.append(_endpoint(path, handler, api.body, api.fields, streams=True))
         completions = _endpoint(
             "/v1/completions",
             self.completions,
             CompletionRequest,
-            _FIELDS_WITH_CHOICES,
+            FIELDS_WITH_CHOICES,
             streams=True,
         )
         count_tokens = _endpoint(
@@ -159,28 +88,11 @@ class LanguageEndpoints:
         """Continue a chat."""
         request_id = request.state.id
         model = await self._find_model(request, body.model)
-        ignored = request.state.ignored
-        chat = api.chat_of_body(body, model, ignored)
-        leave_out_of_chat(chat, model, ignored, api.names)
         limits = parse_limits(request.state.limits)
-        server_request = request_of_chat(chat, model, request_id, limits)
-
-        formats = formats_of_answer(chat, model)
-        tools = msgspec.to_builtins(chat.tools or [])
-        most_calls = 1 if chat.parallel_tool_calls is False else None
-        sequences = []
-        for _ in range(chat.n or 1):
-            parser = make_parser(formats, tools)
-            sequences.append(SequenceContent(parser, most_calls))
-        answer = api.answer(body, request_id, sequences)
-        if len(sequences) == 1:  # a model tells token ids of one sequence only
-            answer.usage.reasoning = reasoning_counter(formats.reasoning, model.added_tokens)
-        extra_inputs = list(answer.extra_inputs)
-        if answer.usage.reasoning is not None:
-            extra_inputs.append("return_output_ids")
-        for name in extra_inputs:
-            server_request.inputs[name] = True
-        return await self._generate(request, chat, answer, [server_request])
+        plan = plan_chat(
+            api, body, model, request_id=request_id, ignored=request.state.ignored, limits=limits
+        )
+        return await self._generate(request, plan)
 
     async def completions(self, request: Request, body: CompletionRequest) -> Response:
         """Continue texts."""
@@ -189,29 +101,19 @@ class LanguageEndpoints:
         leave_out(body, model, request.state.ignored)
         limits = parse_limits(request.state.limits)
         server_requests = requests_of_completions(body, model, request_id, limits)
-        sequences = []
         echoes = []
-        for server_request in server_requests:
-            echo = PromptEcho()
-            if body.echo:
-                wants_logprobs = body.logprobs is not None
-                echo = await self._echo(server_request, with_first_token=wants_logprobs)
-                echoes.append(echo)
-            for _ in range(body.n or 1):
-                parser = Parser(None, None)
-                sequences.append(SequenceContent(parser, echo=echo.text))
-        answer = completion_answer(body, request_id, sequences, echoes)
-        return await self._generate(request, body, answer, server_requests)
+        if body.echo:
+            wants_logprobs = body.logprobs is not None
+            for server_request in server_requests:
+                echoes.append(await self._echo(server_request, with_first_token=wants_logprobs))
+        plan = plan_completions(body, server_requests, echoes, request_id=request_id)
+        return await self._generate(request, plan)
 
-    async def _generate(
-        self,
-        request: Request,
-        body: ChatRequest | CompletionRequest,
-        answer: ModelAnswer,
-        server_requests: Sequence[ServerRequest],
-    ) -> Response:
+    async def _generate(self, request: Request, plan: GenerationPlan) -> Response:
         """Generate the answer. Returns the response: the whole of it, or its stream."""
         state = request.state
+        body = plan.body
+        answer = plan.answer
         headers = {}
         for name in TRACE_HEADERS:
             if name in request.headers:
@@ -219,7 +121,7 @@ class LanguageEndpoints:
         if state.limits:
             headers[LIMITS_HEADER] = state.limits
         timer = AnswerTimer(self._metrics, body.model, state.owner, bool(body.stream))
-        steps = self._server.generate(server_requests, headers)
+        steps = self._server.generate(plan.server_requests, headers)
         events = events_of_steps(steps, answer, timer, state.id)
         if body.stream:
             first = await wait_for_first(request.receive, events)

@@ -19,7 +19,6 @@ A model for ``embeddings`` may have further parameters:
 """
 
 import asyncio
-import base64
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -28,8 +27,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jitney.errors import InternalError
 
+from jitney_gateway.embedding_answer import embedding_answer, inputs_of
 from jitney_gateway.pooling_bodies import (
-    MAX_TEXTS,
     ClassifyRequest,
     EmbeddingRequest,
     RerankRequest,
@@ -37,7 +36,6 @@ from jitney_gateway.pooling_bodies import (
 )
 from jitney_gateway.refusals import FieldError
 from jitney_gateway.server_client import ServedModel, ServerClient
-from jitney_gateway.texts_or_ids import texts_or_ids
 from jitney_gateway.wire import JsonObject
 
 PoolingFunction = Callable[[ServerClient, ServedModel, Any], Awaitable[JsonObject]]
@@ -57,21 +55,13 @@ class Answered(NamedTuple):
 
 async def embed(server: ServerClient, model: ServedModel, body: EmbeddingRequest) -> JsonObject:
     """The answer of ``/v1/embeddings``."""
-    given = texts_or_ids("input", body.input)
-    if len(given) > MAX_TEXTS:
-        raise FieldError("input", f"input has {len(given)} texts, but at most {MAX_TEXTS}")
+    given = inputs_of(body)
     if isinstance(given[0], str):
         found = await _vectors(server, model, given)
     else:
         found = await _vectors_of_ids(server, model, given)
-    data = []
-    for index, whole in enumerate(found.arrays):
-        vector = _of_dimensions(whole, body.dimensions, model)
-        embedding: Any = vector.tolist()
-        if body.encoding_format == "base64":
-            embedding = base64.b64encode(vector.astype("<f4").tobytes()).decode()
-        data.append({"object": "embedding", "index": index, "embedding": embedding})
-    return {"object": "list", "data": data, "model": body.model, "usage": _usage(found)}
+    vectors = [_of_dimensions(whole, body.dimensions, model) for whole in found.arrays]
+    return embedding_answer(body, vectors, found.num_tokens)
 
 
 async def classify(server: ServerClient, model: ServedModel, body: ClassifyRequest) -> JsonObject:

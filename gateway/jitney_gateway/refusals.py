@@ -1,4 +1,5 @@
-"""The gateway's own errors, and every error as the response that a client gets.
+"""The gateway's own errors, and every error as the status and the body that a client gets. Pure;
+``http_answers.py`` makes the response.
 
 OpenAI's APIs and Anthropic's have error objects of different forms: ``describe`` and
 ``describe_for_messages`` make them.
@@ -6,11 +7,9 @@ OpenAI's APIs and Anthropic's have error objects of different forms: ``describe`
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import msgspec
-from fastapi import Response
 from jitney.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -20,8 +19,6 @@ from jitney.errors import (
 )
 
 _LOG = logging.getLogger(__name__)
-
-RETRY_AFTER_S = 1
 
 
 class FieldError(InvalidArgumentError):
@@ -141,17 +138,3 @@ def unforeseen_error(request_id: str) -> JitneyError:
     """What a client is told of the exception that is being handled, which is logged in full."""
     _LOG.exception("request %s could not be answered", request_id)
     return JitneyError(f"request {request_id} could not be answered")
-
-
-def error_response(error: JitneyError, describe_error: DescribeError = describe) -> Response:
-    """The response for an error, in the form that ``describe_error`` writes."""
-    answer = describe_error(error)
-    headers = None
-    if answer.status in (429, 503):
-        headers = {"retry-after": str(RETRY_AFTER_S)}
-    return as_json(answer.body, answer.status, headers)
-
-
-def as_json(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A response whose body is ``body`` as JSON."""
-    return Response(msgspec.json.encode(body), status, headers, "application/json")

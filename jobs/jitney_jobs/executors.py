@@ -7,24 +7,24 @@ capacity, which keeps the engine's queue filled; a step gives the results that a
 
 import math
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 from jitney.errors import InvalidArgumentError
 from jitney.llm import LLM, Running
 
-from jitney_jobs.asking import OpenAiServer, ServerExecutor
+from jitney_jobs.asking import ServerExecutor
 from jitney_jobs.chunk_executor import ChunkExecutor
+from jitney_jobs.executor_protocol import Executor, Outcome
 from jitney_jobs.generate import JobPrompt, LanguageModel
 from jitney_jobs.job import Job
 from jitney_jobs.onnx_executor import OnnxExecutor, newest_version
 from jitney_jobs.prepare import Context
 from jitney_jobs.tensors import takes_token_ids
 
-Outcome = tuple[int, Any]
-"""The row's key, and its result or a JitneyError."""
 _SETTINGS_OF_MODEL = (
     "task",
+    "input_format",
     "model",
     "engine",
     "result",
@@ -37,38 +37,6 @@ _SETTINGS_OF_MODEL = (
     "at_once",
 )
 """Jobs that differ in one of them cannot share a loaded model."""
-
-
-class Executor(Protocol):
-    """For one thread."""
-
-    figures: dict[str, float]
-    """What was done in this job. An executor may lack any of them:
-
-    - ``steps``: its steps;
-    - ``rows_in_steps``: the rows in all of them;
-    - ``tokens``: tokens that were generated;
-    - ``most_rows``: how many rows fit into a step. If that differs from step to step, the mean.
-    """
-
-    @property
-    def capacity(self) -> int:
-        """How many rows it may hold now, counting those that it holds already."""
-
-    def rank(self, prepared: Any, is_last: bool) -> Any:
-        """The key by which a :class:`~jitney_jobs.feeder.Feeder` sorts rows. It sorts one batch of
-        rows at a time, a *generation*, ascending or descending. ``is_last``: the row's generation
-        is the last one, which always ascends."""
-
-    def submit(self, key: int, prepared: Any) -> None:
-        """Take a row. Raises InvalidArgumentError for one that cannot be run."""
-
-    def step(self) -> list[Outcome]:
-        """Work for a while. Returns the rows that have ended. It is called while rows are held;
-        each of them ends after some steps."""
-
-    def close(self) -> None:
-        """Give memory and connections back. Rows that are held are dropped."""
 
 
 class PassThrough:
@@ -162,9 +130,10 @@ class Models:
         self._loaded: tuple[Executor, Context] | None = None
 
     def load(self, job: Job) -> tuple[Executor, Context]:
-        """As :func:`load`. A model whose files have changed is loaded again."""
+        """As :func:`load`. A model whose files have changed is loaded again, and so is one on a
+        server: its executor knows what has become of the job before."""
         key = _key_of(job)
-        if self._loaded is None or key != self._key:
+        if self._loaded is None or key != self._key or job.server is not None:
             self.close()
             self._key = key
             self._loaded = load(job)
@@ -196,10 +165,20 @@ def load(job: Job) -> tuple[Executor, Context]:
     if job.task == "map":
         return PassThrough(), Context(job)
     if job.server is not None and job.input_format == "openai":
-        api = OpenAiServer(job)
-        return ServerExecutor(api.ask, job.at_once, api.abort), Context(job)
+        from jitney_jobs.openai_server import OpenAiServer  # openai may be missing
+
+        return ServerExecutor(OpenAiServer(job), job), Context(job)
     if job.server is not None:
         return _load_triton_model(job)
+    executor, context = _load_here(job)
+    if job.input_format == "openai":
+        from jitney_jobs.line_executor import LineExecutor  # imports much of the gateway
+
+        executor = LineExecutor(executor)
+    return executor, context
+
+
+def _load_here(job: Job) -> tuple[Executor, Context]:
     model = str(job.model)
     if job.task == "generate":
         llm = LLM(model, **job.engine)
@@ -207,7 +186,8 @@ def load(job: Job) -> tuple[Executor, Context]:
         return EngineExecutor(llm), Context(job, language_model)
     onnx = OnnxExecutor(job)
     tokenizer = job.tokenizer or _tokenizer_of(model)
-    are_texts = takes_token_ids(onnx.signature)
+    # Each part of a line is a text, whatever the model takes (``openai_lines.py``).
+    are_texts = takes_token_ids(onnx.signature) or job.input_format == "openai"
     context = Context(
         job, signature=onnx.signature, tokenizer=tokenizer, takes_blocks=not are_texts
     )
@@ -218,12 +198,13 @@ def _load_triton_model(job: Job) -> tuple[Executor, Context]:
     from jitney_jobs.remote import TritonModel  # tritonclient may be missing
 
     model = TritonModel(job)
+    executor = ServerExecutor(model, job)
     wants_language_model = job.task == "generate"
     if model.is_language_model != wants_language_model:
+        executor.close()
         bound = "generate for a language model, and another task for any other model"
         raise InvalidArgumentError.of("task", job.task, bound)
     context = Context(job, signature=model.signature, tokenizer=job.tokenizer)
-    executor: Executor = ServerExecutor(model.ask, job.at_once)
     if takes_token_ids(model.signature):
-        executor = ChunkExecutor(executor, in_blocks=False)
+        return ChunkExecutor(executor, in_blocks=False), context
     return executor, context

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jitney.errors import InvalidArgumentError, JitneyError
 
-from jitney_jobs.executors import Executor
+from jitney_jobs.executor_protocol import Executor
 from jitney_jobs.prepare import Item
 from jitney_jobs.storage import pause
 

@@ -19,12 +19,13 @@ import numpy as np
 from jitney.errors import CancelledError, InvalidArgumentError, JitneyError, UnavailableError
 
 from jitney_jobs.columns import taken
+from jitney_jobs.failures import JobRefusedError, RequestError
 from jitney_jobs.job import Job, error_limit
 from jitney_jobs.journal import End, Entry, JobJournal
 from jitney_jobs.onnx_executor import BlockResult
 from jitney_jobs.output import Ended, Output, write_errors
 from jitney_jobs.prepare import Item, MapResult, Task, in_background
-from jitney_jobs.rows import Chunk, reason
+from jitney_jobs.rows import Chunk, RowId, reason
 from jitney_jobs.tensors import Tensors
 
 _PART_BYTES = 48 << 20
@@ -130,6 +131,8 @@ class Gathering(ABC):
         self._last_bad: Ended | None = None
         self._has_lost_part = False
         """Whether a part could not be written."""
+        self.repeated: frozenset[RowId] = frozenset()
+        """Rows that are bad, because they repeat the ``custom_id`` of an earlier one."""
 
     def run(
         self,
@@ -179,9 +182,26 @@ class Gathering(ABC):
     def _on_part_committed(self, part: list[Ended]) -> None:
         """The rows of a part need not be held any more."""
 
+    def _refuse_if_repeated(self, item: Item) -> None:
+        """Before an item is run. Each line is one."""
+        if not self.repeated:
+            return
+        chunk = item.chunk
+        assert chunk is not None, "the chunk was put back"
+        row = item.rows[0]
+        if chunk.id_of(row) not in self.repeated:
+            return
+        values = chunk.line_values(row)
+        if values is not None:
+            from jitney_jobs.openai_form import line_error  # imports some of the gateway
+
+            bound = "that of no earlier line"
+            given = values.get("custom_id")
+            item.error = line_error("duplicate_custom_id", "custom_id", given, bound)
+
     def _finish(self, item: Item, result: Any) -> None:
         """The model is done with rows, for good."""
-        if isinstance(result, UnavailableError):
+        if isinstance(result, UnavailableError | JobRefusedError):
             raise result  # not the row's fault: the job ends, and can be resumed
         ended = self._ended(item, result)
         self._figures.done += len(item.rows)
@@ -203,7 +223,7 @@ class Gathering(ABC):
         chunk = item.chunk
         assert chunk is not None, "the chunk was put back"
         if isinstance(result, JitneyError):
-            return [Ended(chunk, [row], error=reason(result)) for row in item.rows]
+            return [self._bad(chunk, row, result) for row in item.rows]
         if isinstance(result, BlockResult):
             return _ended_of_block(chunk, item.rows, result, self._task)
         rows = list(item.rows)
@@ -212,9 +232,20 @@ class Gathering(ABC):
         try:
             given = chunk.given(rows[0]) if chunk.format == "openai" else {}
             values = self._task.finish(given, result)
+        except RequestError as error:
+            return [self._bad(chunk, rows[0], error)]
         except Exception as error:  # a result may be anything
-            return [Ended(chunk, rows, error=reason(error))]
+            return [self._bad(chunk, rows[0], InvalidArgumentError(reason(error)))]
         return [Ended(chunk, rows, results=[values], result_bytes=_size_of(values))]
+
+    def _bad(self, chunk: Chunk, row: int, error: JitneyError) -> Ended:
+        """``row``: its index in the chunk."""
+        answer = None
+        if chunk.format == "openai":
+            from jitney_jobs.openai_lines import failure_of_line  # imports much of the gateway
+
+            answer = failure_of_line(chunk.line_values(row), error)
+        return Ended(chunk, [row], error=reason(error), answer=answer)
 
     def _add_all_to_part(self, ended: list[Ended]) -> None:
         for rows in ended:

@@ -1,13 +1,11 @@
 """Tasks of language models: from a row to a prompt, and from what is generated to columns.
 
-A row becomes a prompt in one of four ways: by a template; by a text with names of columns in
-braces; by taking one column as it is; or the row is a line of OpenAI's batch service, a request
-with parameters of its own.
+A row becomes a prompt in one of three ways: by a template; by a text with names of columns in
+braces; or by taking one column as it is. ``openai_lines.py`` has rows that are requests.
 """
 
 import os
 import re
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,11 +22,10 @@ from jitney.llm import Completed
 from jitney.messages import ModelInfo
 from jitney.sampling_params import SamplingParams, parse_sampling_params
 from jitney.text.chat import make_chat
-from jitney.text.intake import encode_chat, encode_prompt
+from jitney.text.intake import encode_chat, encode_client_bytes, encode_prompt
 from jitney.text.tokenizer import Tokenizer, TokenizerData
 
 from jitney_jobs.arrow import pa
-from jitney_jobs.asking import OpenAiRequest, request_digest
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.job import Job, make_job
 from jitney_jobs.journal import Record
@@ -39,14 +36,6 @@ from jitney_jobs.tensors import Arrays
 
 _FIELD = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
 """In a prompt's text: a doubled brace, which stands for one, or a column's name in braces."""
-_URL = re.compile("[!-~]+")
-"""What HTTP allows as the path of a request: printable ASCII without spaces."""
-_CHAT = "/v1/chat/completions"
-_COMPLETION = "/v1/completions"
-_IGNORED = ("model", "user", "metadata", "store", "service_tier", "stream")
-"""Keys of a line's body that the service knows, and that change nothing here."""
-_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-"""The names that OpenAI's endpoints have for the most tokens of an answer."""
 
 
 class LanguageModel(msgspec.Struct, frozen=True):
@@ -68,20 +57,26 @@ class Encoder:
     """Texts and chats to token ids. They are checked as those of a request to the server are."""
 
     def __init__(self, model: LanguageModel) -> None:
-        self._tokenizer = Tokenizer(model.tokenizer)
-        self.positions = Positions(self._tokenizer)
+        self.tokenizer = Tokenizer(model.tokenizer)
+        self.positions = Positions(self.tokenizer)
         self._config = model.config
         self._info = model.info
-        self.context = model.info.max_model_len
 
     def text(self, prompt: Any) -> list[int]:
         """Raises InvalidArgumentError."""
-        return encode_prompt(_text(prompt), self._tokenizer, self._config, self._info)
+        return encode_prompt(_text(prompt), self.tokenizer, self._config, self._info)
+
+    def input(self, name: str, value: bytes | list[int]) -> list[int]:
+        """An input of docs/contract.md: ``text_input``, ``messages`` or ``input_ids``. Raises
+        InvalidArgumentError."""
+        if isinstance(value, list):
+            return value
+        return encode_client_bytes(name, value, self.tokenizer, self._config, self._info).ids
 
     def chat(self, messages: Any) -> list[int]:
         """A text stands for one message of the user. Raises InvalidArgumentError."""
         chat = make_chat(_messages(messages), {}, self._config)
-        return encode_chat(chat, self._tokenizer, self._config, self._info)
+        return encode_chat(chat, self.tokenizer, self._config, self._info)
 
 
 def _text(prompt: Any) -> str:
@@ -209,110 +204,7 @@ def _text_array(text: bytes) -> np.ndarray:
     return np.array([text], np.object_)
 
 
-class OpenAiLines:
-    """Each row is a line ``{"custom_id": …, "method": "POST", "url": …, "body": {…}}``; so is each
-    result, with ``response`` in place of the request."""
-
-    fields = None
-    columns = None
-
-    def __init__(self, job: Job, encoder: Encoder) -> None:
-        self._fixed = _fixed_params(job)
-        self._encoder = encoder
-
-    def prepare(self, row: RowValues) -> JobPrompt:
-        _check_line(row)
-        if row["url"] not in (_CHAT, _COMPLETION):
-            raise InvalidArgumentError.of("url", row["url"], f"{_CHAT} or {_COMPLETION}")
-        given = {name: value for name, value in row["body"].items() if name not in _IGNORED}
-        if "max_completion_tokens" in given:
-            given["max_tokens"] = given.pop("max_completion_tokens")
-        params = dict(self._fixed)
-        if row["url"] == _COMPLETION:
-            ids = self._encoder.text(given.pop("prompt", None))
-        else:
-            ids = self._encoder.chat(given.pop("messages", None))
-            # As the service does: an answer may fill the context.
-            params.setdefault("max_tokens", max(1, self._encoder.context - len(ids)))
-        return JobPrompt(ids, parse_sampling_params(params | given))
-
-    def finish(self, row: RowValues, result: Completed) -> RowValues:
-        is_chat = row["url"] == _CHAT
-        choices: list[RowValues] = []
-        for sequence in result.sequences:
-            choice: RowValues = {"index": sequence.index}
-            if is_chat:
-                choice["message"] = {"role": "assistant", "content": sequence.text}
-            else:
-                choice["text"] = sequence.text
-            choice["finish_reason"] = sequence.finish_reason
-            choices.append(choice)
-        prompt_tokens = len(result.prompt_ids)
-        completion_tokens = sum(len(sequence.ids) for sequence in result.sequences)
-        body = {
-            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{request_digest(row['custom_id'])}",
-            "object": "chat.completion" if is_chat else "text_completion",
-            "created": int(time.time()),
-            "model": row["body"].get("model"),
-            "choices": choices,
-            "usage": {
-                "prompt_tokens": prompt_tokens,
-                "completion_tokens": completion_tokens,
-                "total_tokens": prompt_tokens + completion_tokens,
-            },
-        }
-        return _result_line(row, body)
-
-
-class OpenAiLinesOnServer:
-    """As :class:`OpenAiLines`, by a server of OpenAI's API. Its answers are taken as they are. The
-    job's model replaces that of a line. The job's parameters are used where a line has none."""
-
-    fields = None
-    columns = None
-
-    def __init__(self, job: Job) -> None:
-        self._fixed = _fixed_params(job)
-        self._model = job.model
-
-    def prepare(self, row: RowValues) -> OpenAiRequest:
-        _check_line(row)
-        own = row["body"]
-        fixed = self._fixed
-        # A limit of the line replaces the job's, also by another name.
-        if any(name in own for name in _LIMITS):
-            fixed = {name: value for name, value in fixed.items() if name not in _LIMITS}
-        body = {**fixed, **own, "model": self._model}
-        body.pop("stream", None)
-        return OpenAiRequest(row["url"], msgspec.json.encode(body))
-
-    def finish(self, row: RowValues, result: RowValues) -> RowValues:
-        return _result_line(row, result)
-
-
-def _check_line(row: RowValues) -> None:
-    for name in ("custom_id", "url"):
-        if not isinstance(row.get(name), str):
-            raise InvalidArgumentError.of(name, row.get(name), "a string")
-    if not isinstance(row.get("body"), dict):
-        raise InvalidArgumentError.of("body", row.get("body"), "an object")
-    if _URL.fullmatch(row["url"]) is None:
-        raise InvalidArgumentError.of("url", row["url"], "of printable ASCII without spaces")
-    if row.get("method") != "POST":
-        raise InvalidArgumentError.of("method", row.get("method"), "POST")
-
-
-def _result_line(row: RowValues, body: RowValues) -> RowValues:
-    digest = request_digest(row["custom_id"])
-    return {
-        "id": f"batch_req_{digest}",
-        "custom_id": row["custom_id"],
-        "response": {"status_code": 200, "request_id": digest, "body": body},
-        "error": None,
-    }
-
-
-def _fixed_params(job: Job) -> dict[str, Any]:
+def fixed_params(job: Job) -> dict[str, Any]:
     """The parameters of all rows."""
     if job.max_tokens is None:
         return job.sampling
@@ -321,7 +213,7 @@ def _fixed_params(job: Job) -> dict[str, Any]:
 
 def _make_params(job: Job) -> Callable[[RowValues], SamplingParams]:
     """A function from a row to its parameters: those of the job, and those of its columns."""
-    fixed = _fixed_params(job)
+    fixed = fixed_params(job)
     params = parse_sampling_params(fixed)
     if params.n != 1:
         raise InvalidArgumentError.of("sampling.n", params.n, "1: a row has one answer")

@@ -48,6 +48,7 @@ CHANGEABLE = frozenset(
         "in_flight",
         "workers",
         "retries",
+        "patience",
         "max_errors",
         "batch_size",
         "server",
@@ -160,6 +161,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     in_flight: Annotated[Count, "Most rows between reading and writing."] = 8192
     workers: Annotated[NonNegative | None, "Worker processes. Default: half the cores."] = None
     retries: Annotated[NonNegative, "How often a transient error is tried again."] = 3
+    patience: Annotated[str, "How long a server that is away or busy is asked again: 10m."] = "10m"
     max_errors: Annotated[str | int | float, "Bad rows that end the job: a number or share."] = (
         "10%"
     )
@@ -230,6 +232,7 @@ def make_job(settings: dict[str, Any]) -> Job:
     if isinstance(job.finish_by, int):
         raise InvalidArgumentError.of("finish_by", job.finish_by, _CLOCK_TIME)
     due_at(job.finish_by, job.within, 0.0)
+    seconds_of("patience", job.patience)
     _check_together(job)
     return job
 
@@ -329,7 +332,8 @@ def _check_together(job: Job) -> None:
         raise InvalidArgumentError("settings prompt and template exclude each other")
     if job.task == "map" and job.map is None:
         raise InvalidArgumentError("task map needs the setting map: MODULE:FUNCTION")
-    if job.task != "map" and job.model is None:
+    is_openai = job.input_format == "openai"
+    if job.task != "map" and job.model is None and not is_openai:
         raise InvalidArgumentError(f"task {job.task} needs the setting model")
     for path in (job.input, *job.more_inputs):
         if f"{job.output}/".startswith(f"{path}/"):
@@ -340,18 +344,25 @@ def _check_together(job: Job) -> None:
     if job.truncate == "chunk-mean" and job.task != "embed":
         bound = f"end or error for task {job.task}: only the vectors of embed have a mean"
         raise InvalidArgumentError.of("truncate", job.truncate, bound)
-    is_openai = job.input_format == "openai"
     if job.output_format == "parquet" and is_openai:
         raise InvalidArgumentError.of("output_format", "parquet", "jsonl for openai lines")
+    if is_openai and job.task not in ("generate", "embed", "map"):
+        raise InvalidArgumentError.of("task", job.task, "generate or embed, for openai lines")
     if job.server is not None:
         is_url = re.fullmatch("https?://[^/]+", job.server) is not None
         needs_url = is_openai
         if is_url != needs_url:
             bound = "HOST:PORT, or http://HOST:PORT for openai lines and no others"
             raise InvalidArgumentError.of("server", job.server, bound)
-        if is_openai and job.task not in ("generate", "map"):
-            bound = "generate, for openai lines that a server answers"
-            raise InvalidArgumentError.of("task", job.task, bound)
+
+
+def seconds_of(name: str, text: str) -> float:
+    """The time that a setting states, such as 90m. Raises InvalidArgumentError."""
+    pieces = re.findall(r"(\d+(?:\.\d+)?)([dhms])", text)
+    seconds = sum(float(number) * _UNITS[unit] for number, unit in pieces)
+    if "".join(number + unit for number, unit in pieces) != text or not 0 < seconds <= 1e9:
+        raise InvalidArgumentError.of(name, text, "a time such as 4h, 90m or 1h30m")
+    return seconds
 
 
 def due_at(finish_by: str | int | None, within: str | None, now: float) -> float | None:
@@ -362,11 +373,7 @@ def due_at(finish_by: str | int | None, within: str | None, now: float) -> float
     960, which :func:`read_job` prevents.
     """
     if within is not None:
-        pieces = re.findall(r"(\d+(?:\.\d+)?)([dhms])", within)
-        seconds = sum(float(number) * _UNITS[unit] for number, unit in pieces)
-        if "".join(number + unit for number, unit in pieces) != within or not 0 < seconds <= 1e9:
-            raise InvalidArgumentError.of("within", within, "a time such as 4h, 90m or 1h30m")
-        return now + seconds
+        return now + seconds_of("within", within)
     if finish_by is None:
         return None
     if isinstance(finish_by, int):

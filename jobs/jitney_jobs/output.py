@@ -56,7 +56,10 @@ class BadRow(msgspec.Struct, frozen=True, omit_defaults=True):
     row: int
     error: str
     offset: int | None = None
-    input: Any = msgspec.UNSET
+    input: Any = None
+    answer: RowValues | None = None
+    """Of a line for OpenAI's API: the service's own line, which stands beside the others then, in
+    place of ``error``."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,8 @@ class Ended:
     """Otherwise what it gave for each row."""
     error: str | None = None
     """Why they are bad. Then there are no results."""
+    answer: RowValues | None = None
+    """Only of a bad line for OpenAI's API, which is alone then: the line that the service has."""
     result_bytes: int = 0
     """Size of the results in memory, about."""
 
@@ -304,11 +309,13 @@ class Output:
             nbytes = data.select([n for n in data.schema.names if n in self._job.keep]).nbytes
         return nbytes * len(ended.rows) // len(chunk)
 
-    def bad_row(self, chunk: Chunk, index: int, why: str) -> BadRow:
+    def bad_row(
+        self, chunk: Chunk, index: int, why: str, answer: RowValues | None = None
+    ) -> BadRow:
         """Its line in an error file."""
         row = chunk.id_of(index)
         path = self._dataset.path_of(row)
-        return BadRow(path, row.row, why, chunk.offset_of(index), chunk.given(index))
+        return BadRow(path, row.row, why, chunk.offset_of(index), chunk.given(index), answer)
 
     def write(self, part: Sequence[Ended], figures: dict[str, float]) -> None:
         """Write a part and commit it. Rows that do not fit become bad ones."""
@@ -317,7 +324,7 @@ class Output:
         total = sum(len(ended.rows) for ended in part)
         self._learn_columns(part)
         bad = [
-            self.bad_row(ended.chunk, index, ended.error)
+            self.bad_row(ended.chunk, index, ended.error, ended.answer)
             for ended in part
             if ended.error is not None
             for index in ended.rows
@@ -446,7 +453,12 @@ def _intervals(part: Sequence[Ended]) -> list[Interval]:
 
 def _bad_line(bad: BadRow) -> bytes:
     try:
-        return encoded(bad) + b"\n"
+        return encoded(_shown(bad, bad.error, bad.answer, bad.input)) + b"\n"
     except Exception:  # what JSON cannot hold may be why it is bad
-        error = ascii(bad.error)
-        return encoded(msgspec.structs.replace(bad, error=error, input=ascii(bad.input))) + b"\n"
+        return encoded(_shown(bad, ascii(bad.error), None, ascii(bad.input))) + b"\n"
+
+
+def _shown(bad: BadRow, error: str, answer: RowValues | None, given: Any) -> RowValues:
+    offset = {} if bad.offset is None else {"offset": bad.offset}
+    place = {"file": bad.file, "row": bad.row}
+    return {**place, **(answer or {"error": error}), **offset, "input": given}

@@ -302,6 +302,7 @@ class Pipeline(Gathering):
                 item.key = self._next_item
                 self._next_item += 1
                 self._figures.taken += len(item.rows)
+                self._refuse_if_repeated(item)
                 self._feeder.add(item)
 
     def _on_rows_in_part(self, ended: Ended) -> None:
@@ -314,6 +315,7 @@ class Pipeline(Gathering):
     def _snapshot(self) -> dict[str, float]:
         self._figures.tries = self._feeder.tries
         figures = {**super()._snapshot(), **self._executor.figures}
+        figures["tries"] = self._feeder.tries + self._executor.figures.get("tries", 0.0)
         if self._workers.are_processes:  # this process' clock does not have their CPU time
             figures["cpu_s"] += self._workers_cpu_s
         return figures

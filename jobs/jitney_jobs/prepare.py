@@ -21,19 +21,18 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
-from jitney.errors import InvalidArgumentError, UnavailableError
+from jitney.errors import InvalidArgumentError, JitneyError, UnavailableError
 from jitney_server.standins.signature import Signature
 
 from jitney_jobs.arrow import pa
 from jitney_jobs.columns import NonFinite, of_values
+from jitney_jobs.failures import RequestError
 from jitney_jobs.generate import (
     Encoder,
     Generate,
     GenerateOnServer,
     JobPrompt,
     LanguageModel,
-    OpenAiLines,
-    OpenAiLinesOnServer,
 )
 from jitney_jobs.job import Job
 from jitney_jobs.json_lines import check_no_common_name, columns_of_lines, encoded
@@ -54,7 +53,7 @@ class Item:
     """None on the way from a worker process, which need not send it back."""
     prepared: Any = None
     """What the executor takes. Of a block it is arrays whose first dimension is the rows."""
-    error: InvalidArgumentError | None = None
+    error: JitneyError | None = None
     """Why it is bad, if it could not be prepared. Such an item has one row."""
     result: Any = None
     """Only on a cluster: the executor's result, or a JitneyError."""
@@ -184,14 +183,26 @@ def make_task(context: Context) -> Task:
     job = context.job
     if job.task == "map":
         return Map(context)
-    lines = job.input_format == "openai"
+    if job.input_format == "openai":
+        return _make_line_task(context)
     if job.server is not None and job.task == "generate":
-        return OpenAiLinesOnServer(job) if lines else GenerateOnServer(job)
+        return GenerateOnServer(job)
     if context.signature is not None:
         return Tensors(job, context.signature, context.tokenizer)
     assert context.language_model is not None, "a job that generates has a language model"
-    encoder = Encoder(context.language_model)
-    return OpenAiLines(job, encoder) if lines else Generate(job, encoder)
+    return Generate(job, Encoder(context.language_model))
+
+
+def _make_line_task(context: Context) -> Task:
+    """The task of lines for OpenAI's API."""
+    from jitney_jobs import openai_lines  # imports much of the gateway
+
+    if context.job.server is not None:
+        return openai_lines.OpenAiLinesOnServer(context.job)
+    if context.signature is not None:
+        return openai_lines.OpenAiEmbeddings(context.job, context.signature, context.tokenizer)
+    assert context.language_model is not None, "a job that generates has a language model"
+    return openai_lines.OpenAiLines(context.job, context.language_model)
 
 
 def make_preparer(context: Context) -> Preparer:
@@ -284,6 +295,8 @@ class _Making:
             item.nbytes = size_of(item.prepared)
         except UnavailableError:
             raise
+        except RequestError as error:
+            item.error = error.detached()
         except (Exception, SystemExit) as error:  # of a user's function or template
             item.error = InvalidArgumentError(reason(error))
         return item
@@ -365,8 +378,10 @@ def size_of(prepared: Any) -> int:
         return prepared.nbytes
     if isinstance(prepared, dict):
         return sum(map(_array_bytes, prepared.values()))
-    if isinstance(prepared, tuple):
-        return sum(len(part) for part in prepared if isinstance(part, bytes))
+    if isinstance(prepared, bytes):
+        return len(prepared)
+    if isinstance(prepared, tuple | list):  # a request, or the parts of a line
+        return sum(map(size_of, prepared))
     return 0
 
 

@@ -160,7 +160,8 @@ class RayPipeline(Gathering):
         item.key = self._next_item
         self._next_item += 1
         self._figures.taken += len(item.rows)
-        self._finish(item, item.result)
+        self._refuse_if_repeated(item)
+        self._finish(item, item.error or item.result)
 
     def _on_rows_in_part(self, ended: Ended) -> None:
         """Nothing: Ray bounds what is in flight."""

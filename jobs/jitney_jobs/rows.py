@@ -141,6 +141,13 @@ class Chunk:
             return shown_bytes(line) if isinstance(row, Exception) else row
         return shown_row(self.data, index)
 
+    def line_values(self, index: int) -> RowValues | None:
+        """Of a row of a chunk of lines. None if it could not be read."""
+        if index in self.unreadable:
+            return None
+        row = self._decoded(self.data.column(LINE)[index].as_py())
+        return None if isinstance(row, Exception) else row
+
     def offset_of(self, index: int) -> int | None:
         """None for formats that have none."""
         return self.offsets[index] if self.offsets else None

@@ -24,8 +24,10 @@ from jitney_jobs.gathering import Gathering
 from jitney_jobs.input_changes import ChangeKind, texts_of
 from jitney_jobs.job import Job, job_without_keys
 from jitney_jobs.journal import InputNow, JobJournal, OutputPart, Record, read_journal
+from jitney_jobs.line_survey import model_of_lines, survey_lines
 from jitney_jobs.output import Output, write_errors
 from jitney_jobs.pipeline import Pipeline
+from jitney_jobs.rows import RowId
 
 if TYPE_CHECKING:
     from jitney_measure.pages.page import TableRow
@@ -60,6 +62,12 @@ def run_job(
             journal = JobJournal(job)
         closing.callback(journal.close)
         dataset = Dataset(job, journal.record.listed_files)
+        repeated: frozenset[RowId] = frozenset()
+        if job.input_format == "openai" and job.task != "map":
+            survey = survey_lines(dataset)
+            repeated = survey.repeated
+            if job.model is None and job.server is None:
+                job = msgspec.structs.replace(job, model=model_of_lines(survey.models))
         prints = fingerprints_of(job)
         with write_errors(job):
             output = Output(job, dataset, journal)
@@ -93,6 +101,7 @@ def run_job(
                 models = Models()
                 closing.callback(models.close)
             pipeline = Pipeline(job, dataset, journal, output, closing, models)
+        pipeline.repeated = repeated
         observer.begin_display()
         return pipeline.run(observer.show, wanted, lambda: _differences_at_end(dataset))
 

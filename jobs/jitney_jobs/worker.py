@@ -113,8 +113,7 @@ def worker(
         "metrics_host": metrics_host,
         "push_gateway": push_gateway,
     }
-    # Closing aborts requests for openai lines: otherwise a process that is stopped would wait for
-    # their answers. (Those to a Triton server cannot be aborted: it waits for them.)
+    # Closing cancels requests to a server: a process that is stopped does not wait for answers.
     with contextlib.closing(Models()) as models:
         queue = _Queue(folder, defaults, tries, backoff, models)
         failed = queue.run(until_empty)

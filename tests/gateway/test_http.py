@@ -14,10 +14,11 @@ from jitney.errors import UnavailableError
 from jitney_gateway.app import make_app
 from jitney_gateway.commands import read_aliases
 from jitney_gateway.document import Endpoint
+from jitney_gateway.http_answers import as_json
 from jitney_gateway.keys import FixedKeys
 from jitney_gateway.model_description import ModelDescription
 from jitney_gateway.model_steps import Step
-from jitney_gateway.refusals import as_json, describe
+from jitney_gateway.refusals import describe
 from jitney_gateway.server_client import ServedModel
 from jitney_gateway.server_request import ServerRequest
 from jitney_gateway.wire import MAX_BODY_BYTES

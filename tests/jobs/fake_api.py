@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 
 KEY = "a-key-that-nobody-may-read-0123456789"
-STATUS = {"refused": 400, "fault": 500, "late": 504, "busy": 429, "gone": 404}
+STATUS = {"refused": 400, "fault": 500, "late": 504, "busy": 429, "gone": 404, "unpaid": 402}
 PASSES = ("busy",)
 
 

@@ -15,13 +15,13 @@ from jitney.errors import UnavailableError
 from jitney_gateway.app import make_app
 from jitney_gateway.keys import FixedKeys
 from jitney_gateway.refusals import UnknownModelError
-from jitney_jobs.asking import request_digest
 from jitney_jobs.batches import form, records
 from jitney_jobs.batches import lines as batch_lines
 from jitney_jobs.batches import work as batch_work
 from jitney_jobs.batches.records import BatchRecord, Folder
 from jitney_jobs.batches.service import BatchService
 from jitney_jobs.batches.work import BatchWork
+from jitney_jobs.openai_form import request_digest
 from jitney_jobs.worker import worker
 from starlette.testclient import TestClient
 
@@ -209,18 +209,17 @@ def test_batches_that_fail(place: Place, monkeypatch: pytest.MonkeyPatch) -> Non
     assert refused.headers["retry-after"]
 
 
-def test_a_job_that_fails_says_why(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(batch_work._JOB, "retries", 0)
-    id_ = place.make([line("a"), line("gone")])
+def test_a_job_that_fails_says_why(place: Place) -> None:
+    id_ = place.make([line("a"), line("unpaid")])
     place.work.advance(id_)
     place.run_jobs()
     place.work.advance(id_)
     failed = place.see(id_)
     assert failed["status"] == "failed"
-    assert "404" in failed["errors"]["data"][0]["message"]
+    assert "402" in failed["errors"]["data"][0]["message"]
     assert {*place.lines(failed["output_file_id"]), *place.lines(failed["error_file_id"])} == {
         "a",
-        "gone",
+        "unpaid",
     }
 
 

@@ -147,6 +147,7 @@ def test_a_line_of_progress() -> None:
         ({"part_seconds": "inf"}, r"part_seconds is 'inf': expected `float` <= 1000000000.0"),
         ({"labels": "lables.txt"}, "labels is 'lables.txt', but must be a file that is there"),
         ({"template": "tmpl.j2"}, "template is 'tmpl.j2', but must be a file that is there"),
+        ({"patience": "long"}, "patience is 'long', but must be a time such as 4h"),
         ({"in_flight": "many"}, r"in_flight is 'many': expected `int`"),
         ({"max_errors": "200%"}, r"max_errors is '200%', but must be a number, or a share"),
         ({"map": None}, "task map needs the setting map"),
@@ -157,8 +158,8 @@ def test_a_line_of_progress() -> None:
             "server is 'h:1', but",
         ),
         (
-            {"task": "embed", "server": "http://h:1", "model": "m", "input_format": "openai"},
-            "task is 'embed', but must be generate, for openai lines",
+            {"task": "score", "server": "http://h:1", "model": "m", "input_format": "openai"},
+            "task is 'score', but must be generate or embed, for openai lines",
         ),
         (
             {"input": "/a/b", "output": "/a/b/c"},

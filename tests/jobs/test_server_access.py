@@ -1,5 +1,6 @@
 """Jobs on a server behind TLS and a key: over both kinds of call, and what is said without them."""
 
+import asyncio
 import json
 import shutil
 import subprocess
@@ -12,7 +13,9 @@ import grpc
 import numpy as np
 import pytest
 from google.protobuf.json_format import ParseDict
-from jitney.errors import InvalidArgumentError, JitneyError, UnavailableError
+from jitney.errors import InvalidArgumentError
+from jitney_jobs import patience
+from jitney_jobs.failures import JobRefusedError, Meaning, RequestError, ServerAwayError
 from jitney_jobs.journal import Record
 from jitney_jobs.remote import TritonModel
 from jitney_jobs.worker import submit
@@ -20,11 +23,15 @@ from tritonclient.grpc import service_pb2 as messages
 from tritonclient.grpc import service_pb2_grpc
 from tritonclient.utils import serialize_byte_tensor
 
-from tests.jobs.job_rows import job_of, read, run, write_lines
+from tests.jobs.job_rows import bad, job_of, read, run, write_lines
 
 KEY = "a-key-that-nobody-may-read-0123456789"
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the key")
 Config = dict[str, Any]
+PEERS: set[str] = set()
+"""Addresses of the connections that were used."""
+POISON = 1313.0
+"""No answer to a row of it."""
 CONFIGS: dict[str, Config] = {
     "halves": {
         "max_batch_size": 8,
@@ -37,10 +44,12 @@ CONFIGS: dict[str, Config] = {
 
 class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):
     """Two models: ``halves`` halves numbers, ``says`` answers "yes". To a prompt with "cut" its
-    answer has no finish reason."""
+    answer has no finish reason, and to "nothing" there is none."""
 
     def ModelConfig(self, request: Any, context: Any) -> Any:
         _check(context)
+        if request.name not in CONFIGS:
+            context.abort(grpc.StatusCode.NOT_FOUND, f"model {request.name} is not found")
         answer = messages.ModelConfigResponse()
         ParseDict(CONFIGS[request.name], answer.config)
         return answer
@@ -48,12 +57,20 @@ class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):
     def ModelInfer(self, request: Any, context: Any) -> Any:
         _check(context)
         halves = np.frombuffer(request.raw_input_contents[0], np.float32) / 2
+        if halves[0] == POISON / 2:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "the model has died")
         return _response(y=halves[None])
 
     def ModelStreamInfer(self, requests: Any, context: Any) -> Iterator[Any]:
         _check(context)
         for request in requests:
             is_cut = any(b"cut" in data for data in request.raw_input_contents)
+            if any(b"nothing" in data for data in request.raw_input_contents):
+                return
+            if any(b"poison" in data for data in request.raw_input_contents):
+                said = "UNAVAILABLE: the engine has died"
+                yield messages.ModelStreamInferResponse(error_message=said)
+                continue
             words = {"text_output": b"yes", "finish_reason": b"None" if is_cut else b"stop"}
             texts = {name: np.array([word], np.object_) for name, word in words.items()}
             counts = {f"num_{name}_tokens": np.ones(1, np.uint32) for name in ("input", "output")}
@@ -61,6 +78,7 @@ class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):
 
 
 def _check(context: Any) -> None:
+    PEERS.add(context.peer())
     if ("authorization", f"Bearer {KEY}") not in context.invocation_metadata():
         context.abort(grpc.StatusCode.UNAUTHENTICATED, f"not {context.invocation_metadata()}")
 
@@ -115,12 +133,18 @@ def test_every_call_is_let_through(front: dict[str, Any], tmp_path: Path, model:
 def test_an_answer_without_a_finish_reason_is_none(front: dict[str, Any], tmp_path: Path) -> None:
     settings = {**front, "task": "generate", "prompt": "{text}", "model": "says"}
     model = TritonModel(job_of(tmp_path / "in", tmp_path / "out", **settings))
-    whole = model.ask({"text_input": np.array([b"def"], np.object_)})
-    assert not isinstance(whole, JitneyError)
-    assert whole["finish_reason"].tolist() == [b"stop"]
-    cut = model.ask({"text_input": np.array([b"cut"], np.object_)})
-    assert isinstance(cut, UnavailableError)
-    assert str(cut) == "the answer broke off"
+
+    async def main() -> None:
+        await model.open()
+        whole = await model.ask({"text_input": np.array([b"def"], np.object_)})
+        assert whole["finish_reason"].tolist() == [b"stop"]
+        for text in (b"cut", b"nothing"):
+            with pytest.raises(RequestError, match="the answer broke off") as caught:
+                await model.ask({"text_input": np.array([text], np.object_)})
+            assert caught.value.meaning is Meaning.PASSING
+        await model.close()
+
+    asyncio.run(main())
 
 
 def test_who_has_none_is_told_so(front: dict[str, Any], tmp_path: Path) -> None:
@@ -128,22 +152,51 @@ def test_who_has_none_is_told_so(front: dict[str, Any], tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in.jsonl", [{"text": [1, 1]}])
     wrong = tmp_path / "wrong"
     wrong.write_text(f"{KEY}-no-more\n", encoding="utf-8")
-    for changed, said in (
-        ({"api_key_file": None}, "model halves on localhost:.*: not"),
+    for changed, kind, said in (
+        ({"api_key_file": None}, JobRefusedError, "model halves on localhost:.*: not"),
         (
             {"api_key_file": str(wrong)},
+            JobRefusedError,
             "model halves on localhost:.*: not .*'authorization', value='…'",
         ),
-        ({"ca_file": None}, "model halves on localhost"),
-        ({"ca_file": None, "tls": True}, "model halves on localhost"),
+        ({"ca_file": None, "patience": "1s"}, ServerAwayError, "model halves on localhost"),
+        ({"ca_file": None, "tls": True}, JobRefusedError, "model halves on localhost.*CERTIF"),
+        ({"model": "nobody"}, InvalidArgumentError, "model nobody on localhost"),
     ):
         settings = {**front, "task": "embed", "model": "halves", **changed}
-        with pytest.raises(UnavailableError, match=said) as caught:
+        with pytest.raises(kind, match=said) as caught:
             run(source, tmp_path / "out", **settings)
         assert KEY not in str(caught.value)
     settings = {**front, "task": "embed", "model": "halves", "api_key_file": str(tmp_path / "no")}
     with pytest.raises(InvalidArgumentError, match="cannot read api_key_file"):
         run(source, tmp_path / "out", **settings)
+
+
+def test_one_connection_serves_all_rows(front: dict[str, Any], tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [{"text": [i, 1]} for i in range(50)])
+    PEERS.clear()
+    assert run(source, tmp_path / "out", task="embed", model="halves", **front)
+    assert run(source, tmp_path / "out2", prompt="{text}", task="generate", model="says", **front)
+    assert len(PEERS) == 2, "one for each job"
+
+
+@pytest.mark.parametrize("model", ["halves", "says"])
+def test_a_row_that_a_model_cannot_stand_is_bad(
+    front: dict[str, Any], tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its tries gets UNAVAILABLE, while others get through."""
+    monkeypatch.setattr(patience, "_FIRST_PAUSE_S", 0.02)
+    texts: list[Any] = [[i, 1] for i in range(100, 120)]
+    settings: dict[str, Any] = {"task": "embed"}
+    poison: Any = [POISON, 1]
+    if model == "says":
+        settings = {"task": "generate", "prompt": "{text}"}
+        poison = "poison"
+    source = write_lines(tmp_path / "in.jsonl", [{"text": text} for text in [*texts, poison]])
+    assert run(source, tmp_path / "out", model=model, **settings, **front)
+    assert len(read(tmp_path / "out")) == 20
+    (failure,) = bad(tmp_path / "out")
+    assert failure["input"]["text"] == poison
 
 
 def test_a_submitted_job_finds_its_files(

@@ -19,7 +19,8 @@ from fastapi.responses import FileResponse
 from jitney.errors import InvalidArgumentError, JitneyError, UnavailableError, show
 from jitney_gateway.document import TEXT, Endpoint, Handler, Schema
 from jitney_gateway.document import record as record_schema
-from jitney_gateway.refusals import FieldError, StatusError, as_json
+from jitney_gateway.http_answers import as_json
+from jitney_gateway.refusals import FieldError, StatusError
 from jitney_gateway.server_client import ServerClient
 from jitney_gateway.wire import WireRecord
 from msgspec import Meta

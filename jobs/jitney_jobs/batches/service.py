@@ -13,7 +13,7 @@ from jitney_jobs.batches.endpoints import Batches
 from jitney_jobs.batches.records import Folder
 from jitney_jobs.batches.work import working
 
-_NEEDED = ("pyarrow", "yaml")
+_NEEDED = ("pyarrow", "yaml", "openai")
 """Packages of the extra ``jobs``, which the gateway's own does not bring along."""
 
 

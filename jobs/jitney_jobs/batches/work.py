@@ -11,7 +11,6 @@ import contextlib
 import fcntl
 import hashlib
 import logging
-import re
 import shutil
 import subprocess
 import sys
@@ -27,7 +26,6 @@ from jitney.errors import InvalidArgumentError
 from jitney_gateway.refusals import StatusError
 from jitney_gateway.server_client import GENERATING
 
-from jitney_jobs.asking import request_digest
 from jitney_jobs.batches.records import (
     OPEN,
     BatchRecord,
@@ -37,6 +35,7 @@ from jitney_jobs.batches.records import (
     write_whole,
 )
 from jitney_jobs.journal import Record
+from jitney_jobs.openai_form import request_digest
 from jitney_jobs.worker import JobState, cancel
 
 _LOG = logging.getLogger(__name__)
@@ -51,6 +50,7 @@ _JOB = {
     "input_format": "openai",
     "workers": 0,
     "retries": 8,
+    "patience": "255s",
     "max_errors": "100%",
     "part_seconds": 2.0,
 }
@@ -69,8 +69,6 @@ _FINAL_STATUSES: dict[JobState, FinalStatus] = {
 }
 """State of a job that has ended -> status of its batch. `BatchWork.advance` asks first whether the
 client cancelled the batch. If not, the job was cancelled because the batch has expired."""
-_ANSWERED = re.compile(r"(\d{3}) (\{.*\})")
-"""The reason of a bad row that the gateway answered, with its JSON: ``asking.py``."""
 
 
 def start_batch(folder: Folder, batch: BatchRecord, lines: Path) -> None:
@@ -266,28 +264,45 @@ def _error_lines(
 ) -> Iterator[bytes]:
     """A line for each request that is in no part, or among the ``bad`` rows of one, in the order of
     the requests."""
-    reasons = {}
+    failures: dict[int, _BadLine] = {}
     for line in bad:
-        bad_row = msgspec.json.decode(line, type=_BadRow)
-        reasons[bad_row.row] = bad_row.error
+        bad_line = msgspec.json.decode(line, type=_BadLine)
+        failures[bad_line.row] = bad_line
     for row, line in enumerate(filter(bytes.strip, _lines([given]))):
-        if row in reasons or not record.done.covers(0, row, row + 1):
-            yield _error_line(line, reasons.get(row), status)
+        failure = failures.get(row)
+        if failure is not None and failure.custom_id is not None:
+            yield failure.as_service_has_it()
+        elif failure is not None:  # the line could not be read, or its answer not be written
+            message = failure.error
+            if isinstance(message, dict):
+                message = message["message"]
+            yield _error_line(line, "request_failed", str(message))
+        elif not record.done.covers(0, row, row + 1):
+            message = f"the batch was {status} before this request was done"
+            yield _error_line(line, f"batch_{status}", message)
 
 
-class _BadRow(msgspec.Struct):
-    """What is read of a line in a job's error file."""
+class _BadLine(msgspec.Struct):
+    """What is read of a line in a job's error file: its row, and the service's own line."""
 
     row: int
-    error: str
+    id: str | None = None
+    custom_id: str | None = None
+    response: Any = None
+    error: Any = None
+
+    def as_service_has_it(self) -> bytes:
+        line = msgspec.to_builtins(self)
+        del line["row"]
+        return msgspec.json.encode(line) + b"\n"
 
 
 class _CustomId(msgspec.Struct):
     custom_id: str
 
 
-def _error_line(given: bytes, why: str | None, status: FinalStatus) -> bytes:
-    """``why``: the reason of a bad row. None: the batch ended before the request was done."""
+def _error_line(given: bytes, code: str, message: str) -> bytes:
+    """For a request that has no answer."""
     custom_id: str | None = None
     digest = hashlib.sha256(given).hexdigest()[:24]
     # The stack may be deeper here than when the line was checked. Then a nesting that was just
@@ -295,25 +310,13 @@ def _error_line(given: bytes, why: str | None, status: FinalStatus) -> bytes:
     with contextlib.suppress(RecursionError):
         custom_id = msgspec.json.decode(given, type=_CustomId).custom_id
         digest = request_digest(custom_id)
-    answer: dict[str, Any] = {
+    line = {
         "id": f"batch_req_{digest}",
         "custom_id": custom_id,
         "response": None,
-        "error": None,
+        "error": {"code": code, "message": message},
     }
-    answered = _ANSWERED.fullmatch(why or "")
-    if answered is not None:
-        answer["response"] = {
-            "status_code": int(answered[1]),
-            "request_id": digest,
-            "body": msgspec.Raw(answered[2].encode()),
-        }
-    elif why is not None:
-        answer["error"] = {"code": "request_failed", "message": why}
-    else:
-        message = f"the batch was {status} before this request was done"
-        answer["error"] = {"code": f"batch_{status}", "message": message}
-    return msgspec.json.encode(answer) + b"\n"
+    return msgspec.json.encode(line) + b"\n"
 
 
 def _lines(paths: Iterable[Path]) -> Iterator[bytes]:

@@ -13,8 +13,9 @@ from jitney.config import EngineConfig
 from jitney.frontend.channel import NamedArray
 from jitney.frontend.protocol import ClientRequest, string_array
 from jitney.messages import ModelInfo
-from jitney.sampling_params import NAMES, check_token_ids
-from jitney.text.intake import adapter_names, encode_client_bytes
+from jitney.sampling_params import check_token_ids
+from jitney.text.description import describe_model
+from jitney.text.intake import encode_client_bytes
 from jitney.text.tokenizer import Tokenizer
 
 
@@ -28,7 +29,8 @@ def perform(
     that the model does not have.
     """
     if request.task == "describe":
-        return [("text_output", string_array([_describe(tokenizer, config, info)]))]
+        description = msgspec.json.encode(describe_model(tokenizer, config, info))
+        return [("text_output", string_array([description]))]
     if isinstance(request.prompt, bytes):
         assert request.task == "tokenize"  # a text or a chat
         prompt = encode_client_bytes(
@@ -43,23 +45,3 @@ def perform(
     ids = request.prompt.tolist()
     check_token_ids("input_ids", ids, info.vocab_size)
     return [("text_output", string_array([tokenizer.decode(ids, skip_special_tokens=False)]))]
-
-
-def _describe(tokenizer: Tokenizer, config: EngineConfig, info: ModelInfo) -> bytes:
-    """JSON of what a client may ask of this model, and of how to read what it writes."""
-    description: dict[str, object] = {
-        "max_model_len": info.max_model_len,
-        "vocab_size": info.vocab_size,
-        "max_n": config.max_n,
-        "max_logprobs": config.max_logprobs,
-        "max_queued": config.max_queued,
-        "chat_template": tokenizer.data.chat_template,
-        "sampling_parameters": NAMES,
-        "chat_template_parameters": config.chat_template_parameters,
-        "tool_format": config.tool_format,
-        "reasoning_format": config.reasoning_format,
-        "adapters": adapter_names(config),
-        "tiers": [tier.name for tier in config.tiers],
-        "added_tokens": tokenizer.added_tokens,
-    }
-    return msgspec.json.encode(description)
