@@ -35,8 +35,9 @@ T = TypeVar("T")
 class Server(Protocol):
     """Who is asked. All calls come from one event loop."""
 
-    async def open(self) -> None:
-        """Connect, and check that the job can be done there. Raises JitneyError."""
+    async def open(self) -> bool:
+        """Connect, and check that the job can be done there. Returns whether the server has
+        answered. Raises JitneyError."""
 
     async def ask(self, prepared: Any) -> Any:
         """The result of a row. Raises RequestError."""
@@ -119,7 +120,7 @@ class ServerExecutor:
         while True:
             tries.sent_at = time.monotonic()
             try:
-                await self._server.open()
+                self._patience.has_answered = await self._server.open()
                 return
             except RequestError as error:
                 await asyncio.sleep(self._seconds_to_wait(-1, tries, error))

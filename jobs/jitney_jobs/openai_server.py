@@ -52,7 +52,7 @@ class OpenAiServer:
             **dict(self._access.headers),
         }
 
-    async def open(self) -> None:
+    async def open(self) -> bool:
         """Raises InvalidArgumentError if the server lists its models, and lacks the job's. Whatever
         else it says is left to the rows."""
         context = self._access.context or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -68,10 +68,12 @@ class OpenAiServer:
             ),
             _enforce_credentials=False,
         )
-        if self._model is not None:
-            await self._check_model(self._model)
+        if self._model is None:
+            return False
+        return await self._check_model(self._model)
 
-    async def _check_model(self, model: str) -> None:
+    async def _check_model(self, model: str) -> bool:
+        """Returns whether the server has answered."""
         assert self._client is not None
         try:
             response = await self._client.get(
@@ -81,14 +83,17 @@ class OpenAiServer:
             )
             listed = msgspec.json.decode(response.content)
             names = [entry["id"] for entry in listed["data"]]
+        except openai.APIConnectionError:
+            return False
         except (openai.OpenAIError, msgspec.DecodeError, KeyError, TypeError):
-            return
+            return True
         if names and model not in names:
             shown = ", ".join(names[:_MOST_MODELS_NAMED])
             if len(names) > _MOST_MODELS_NAMED:
                 shown = f"{shown} and {len(names) - _MOST_MODELS_NAMED} more"
             bound = f"a model of {self._host}{nearest(model, names)}: it has {shown}"
             raise InvalidArgumentError.of("model", model, bound)
+        return True
 
     async def close(self) -> None:
         """Close the connections. The server drops the requests of these connections."""

@@ -15,6 +15,8 @@ from jitney_jobs.failures import JobRefusedError, Meaning, RequestError, ServerA
 _FIRST_PAUSE_S = 1.0
 """Each further pause is twice as long, up to the longest."""
 _LONGEST_PAUSE_S = 30.0
+_BEGINNING_S = 30.0
+"""So long, at most, a server is waited for that has never answered: its address may be wrong."""
 _TRIES_OF_A_ROW = 6
 """A row that the server cannot stand is given up after so many tries, about half a minute."""
 _FEW_ROWS = 4
@@ -57,11 +59,14 @@ class Patience:
         """How often that was set since a row got through."""
         self._passed_at: float | None = None
         """When a row last got through. None: none has, so far."""
+        self.has_answered = False
+        """Whether the server has answered in any way."""
         self._failing: set[int] = set()
         """Keys of the rows that failed since then."""
 
     def note_passed(self, now: float) -> None:
         """A row got through: with a result, or with an answer that tells its fault."""
+        self.has_answered = True
         self._passed_at = now
         self._closings = 0
         self._failing.clear()
@@ -70,6 +75,8 @@ class Patience:
         """What comes after a failure: a pause, or what the row ends with. ServerAwayError and
         JobRefusedError are for the job to end with."""
         meaning = error.meaning
+        if meaning is not Meaning.AWAY:
+            self.has_answered = True
         if meaning is Meaning.BEGINNING:
             meaning = Meaning.JOB if self._passed_at is None else Meaning.ROW
         if meaning is Meaning.JOB:
@@ -101,7 +108,10 @@ class Patience:
     ) -> Pause | JitneyError:
         """The time until the next try, or what the row ends with if that is too long."""
         assert tries.failed_at is not None
-        left_s = self._patience_s - (now - tries.failed_at)
+        patience_s = self._patience_s
+        if not self.has_answered:
+            patience_s = min(patience_s, _BEGINNING_S)
+        left_s = patience_s - (now - tries.failed_at)
         own_s = _pause_after(tries.failed)
         pause_s = max(own_s, error.retry_after_s or 0.0)
         if pause_s > left_s:
@@ -125,6 +135,8 @@ class Patience:
         self.closed_until = max(self.closed_until, now + max(own_s, told_s or 0.0))
 
     def _text_of_end(self, error: RequestError, waited_s: float) -> str:
+        if not self.has_answered:
+            return f"{error}: nothing has answered there for {waited_s:,.0f} s"
         told = ""
         if error.retry_after_s is not None:
             told = f", and asks to wait for {error.retry_after_s:,.0f} s"

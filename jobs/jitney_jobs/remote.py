@@ -67,7 +67,7 @@ class TritonModel:
         """They read ended streams to their end. The event loop does not keep them from being
         collected."""
 
-    async def open(self) -> None:
+    async def open(self) -> bool:
         """Ask what the model takes and gives. Raises RequestError, JobRefusedError for a key that
         is not let through, and InvalidArgumentError for a model that the server does not have."""
         if self._client is None:
@@ -90,6 +90,7 @@ class TritonModel:
         inputs = _tensors(config.get("input", []))
         outputs = _tensors(config.get("output", []))
         self.signature = Signature(inputs, outputs)
+        return True
 
     def _error_of_opening(self, error: Any) -> Exception:
         failed = self._error(error)

@@ -194,8 +194,9 @@ def test_paths_are_known_from_everywhere(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_server_that_is_not_there(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in.jsonl", ids(20, 22))
+    settings = {"task": "generate", "map": None, "model": "m", "patience": "1s"}
     with pytest.raises(UnavailableError, match="model m on localhost:9: "):
-        run(source, tmp_path / "out", task="generate", map=None, model="m", server="localhost:9")
+        run(source, tmp_path / "out", server="localhost:9", **settings)
 
 
 def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,7 @@ def test_a_server_that_is_away_ends_the_job_and_it_goes_on(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
     source = write_lines(tmp_path / "in.jsonl", [line("a", prompt="a")])
-    with pytest.raises(ServerAwayError, match=r"127.0.0.1:1 does not answer.*patience"):
+    with pytest.raises(ServerAwayError, match=r"127.0.0.1:1 does not answer.*nothing has answered"):
         run(source, tmp_path / "out", **{**settings, "server": "http://127.0.0.1:1"})
     wrong = tmp_path / "wrong"
     wrong.write_text(f"{KEY}-no-more\n", encoding="utf-8")

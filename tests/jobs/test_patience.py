@@ -60,11 +60,20 @@ def test_a_server_that_lets_nobody_through_ends_the_job_after_its_patience(
     meaning: Meaning,
 ) -> None:
     row = Row(Patience(retries=3, patience_s=600.0))
+    row.patience.has_answered = True
     end, after_s = run(row, failure(meaning))
     assert isinstance(end, ServerAwayError)
     assert "patience allows 600 s" in str(end)
     assert 560 < after_s <= 600
     assert row.pauses[:7] == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+
+
+def test_a_server_that_has_never_answered_is_given_up_sooner() -> None:
+    """Its address may be wrong."""
+    end, after_s = run(Row(Patience(retries=3, patience_s=600.0)), failure(Meaning.AWAY))
+    assert isinstance(end, ServerAwayError)
+    assert "nothing has answered there" in str(end)
+    assert 15 <= after_s <= 30
 
 
 def test_a_row_that_fails_while_others_pass_is_bad() -> None:
