@@ -3,7 +3,7 @@
 import pytest
 from jitney.errors import InvalidArgumentError
 from jitney_jobs.addresses import name_of_output, text_without_keys, without_keys
-from jitney_jobs.job import make_job
+from jitney_jobs.job import job_without_keys, make_job
 from jitney_jobs.rows import reason
 from jitney_jobs.storage import file_system
 
@@ -57,3 +57,16 @@ def test_errors_of_settings_and_storage_have_no_keys() -> None:
 def test_the_name_of_an_output_is_its_last_word() -> None:
     assert name_of_output("s3://K:S@bucket/nightly/?endpoint_override=h:1") == "nightly"
     assert name_of_output("/data/out") == "out"
+
+
+def test_a_job_is_stored_without_the_keys_of_any_input() -> None:
+    job = make_job(
+        {
+            "input": ["s3://KEY:SECRET@bucket/a", "@s3://KEY:SECRET@bucket/l.txt", "/b"],
+            "output": "s3://KEY:SECRET@bucket/out",
+            "model": "m",
+        }
+    )
+    stored = job_without_keys(job)
+    assert [stored.input, *stored.more_inputs] == ["s3://bucket/a", "@s3://bucket/l.txt", "/b"]
+    assert stored.output == "s3://bucket/out"

@@ -204,6 +204,26 @@ def test_the_job_goes_on_with_its_list_of_files(
     assert run(folder, output), "a job that is complete stays so"
 
 
+def test_one_of_several_inputs_is_gone_once_its_rows_are_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = tmp_path / "a=1" / "a.jsonl"
+    left = tmp_path / "b.jsonl"
+    done.parent.mkdir()
+    write_lines(done, ids(20, 40))
+    write_lines(left, ids(40, 80))
+    more = [str(done.parent)]
+    with monkeypatch.context() as patched:
+        fail_at_part(patched, 3)
+        with pytest.raises(UnavailableError):
+            run(left, tmp_path / "out", part_rows=10, more_inputs=more)
+    done.unlink()
+    done.parent.rmdir()
+    assert run(left, tmp_path / "out", part_rows=10, more_inputs=more)
+    assert sorted(row["id"] for row in read(tmp_path / "out")) == list(range(20, 80))
+    assert "a.jsonl is gone" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("encoding", "settings", "cut"),
     [
