@@ -28,7 +28,7 @@ from jitney_jobs.prepare import Item, MapResult, Task, in_background
 from jitney_jobs.rows import Chunk, RowId, reason
 from jitney_jobs.tensors import Tensors
 
-_PART_BYTES = 48 << 20
+_PART_BYTES = 32 << 20
 """A part is written when its rows have so many bytes in memory: columns of the input that are
 written, and the result's."""
 

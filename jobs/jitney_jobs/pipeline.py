@@ -46,7 +46,7 @@ _ROWS = 256
 """Most rows of a chunk."""
 _ROWS_OF_COLUMNS = 1024
 """The same for rows that are not looked at one by one, but taken as columns."""
-_IN_FLIGHT_BYTES = 128 << 20
+_IN_FLIGHT_BYTES = 96 << 20
 """The bound of :class:`Budget`."""
 _FIRST_CHUNKS = 2
 """So many chunks are prepared before it is known how large a row becomes."""
@@ -64,7 +64,7 @@ class Budget:
     """How much may be in flight.
 
     A chunk is read if at most ``most_rows`` rows are between reading and a part with it, and if
-    less than 128 MiB are in memory: chunks as they were read, what was prepared of them, and
+    less than 96 MiB are in memory: chunks as they were read, what was prepared of them, and
     results, until the part that has them is committed. Chunks that are being prepared count as much
     as the last ones that were. Until one has been prepared, two are read.
     """

@@ -111,7 +111,10 @@ def scripted_api(
 
     with Server(("localhost", port), Handler) as server:
         if context is not None:
-            server.socket = context.wrap_socket(server.socket, server_side=True)
+            # A handshake is its connection's thread's: one that never ends would hold up `shutdown`.
+            server.socket = context.wrap_socket(
+                server.socket, server_side=True, do_handshake_on_connect=False
+            )
         threading.Thread(target=server.serve_forever, daemon=True).start()
         scheme = "http" if context is None else "https"
         api.url = f"{scheme}://localhost:{server.server_port}"
