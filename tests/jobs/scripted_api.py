@@ -111,7 +111,7 @@ def scripted_api(
 
     with Server(("localhost", port), Handler) as server:
         if context is not None:
-            # A handshake is its connection's thread's: one that never ends would hold up `shutdown`.
+            # Each connection shakes hands in its own thread: one that never does holds up nobody.
             server.socket = context.wrap_socket(
                 server.socket, server_side=True, do_handshake_on_connect=False
             )
