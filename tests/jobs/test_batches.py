@@ -126,7 +126,8 @@ def test_each_request_is_in_one_of_two_files(place: Place) -> None:
     assert done["status"] == "completed"
     assert done["request_counts"] == {"total": 4, "completed": 3, "failed": 1}
     assert done["metadata"] == {"night": "1"}
-    good, bad = place.lines(done["output_file_id"]), place.lines(done["error_file_id"])
+    good = place.lines(done["output_file_id"])
+    bad = place.lines(done["error_file_id"])
     assert good.keys() == {*"abc"}
     asked = {"model": "m", "prompt": "b", "service_tier": "flex"}
     assert good["b"]["response"]["body"]["body"] == asked
@@ -225,7 +226,8 @@ def test_a_job_that_fails_says_why(place: Place) -> None:
 
 def test_every_step_may_be_cut_off(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """At each of its changes of the disk in turn."""
-    write, rename = Folder.save, Path.rename
+    write = Folder.save
+    rename = Path.rename
     left = 0
 
     def limited(change: Any) -> Any:
@@ -244,11 +246,13 @@ def test_every_step_may_be_cut_off(place: Place, monkeypatch: pytest.MonkeyPatch
     while left <= 0:
         left = 1_000_000
         id_ = place.make([line("a"), line("refused")])
-        left, cuts = cuts + 1, cuts + 1
+        left = cuts + 1
+        cuts = cuts + 1
         while place.folder.work.joinpath(id_).exists():
             with contextlib.suppress(OSError):
                 place.work.advance(id_)
-            before, left = left, 1_000_000
+            before = left
+            left = 1_000_000
             place.run_jobs()
             left = before
         done = place.see(id_)

@@ -86,7 +86,8 @@ def test_code_of_map_that_changed_is_refused(
     (package / "functions.py").write_text(function)
     (package / "beside.py").write_text("def times(x):\n    return 2 * x\n")
     (package / "other.py").write_text("")
-    source, output = write_lines(tmp_path / "in.jsonl", ids(20, 60)), tmp_path / "out"
+    source = write_lines(tmp_path / "in.jsonl", ids(20, 60))
+    output = tmp_path / "out"
     settings = {"map": "the_users.functions:twice"}
     stop(monkeypatch, source, output, **settings)
     (package / "other.py").write_text("# changed\n")
@@ -183,7 +184,8 @@ def test_the_job_goes_on_with_its_list_of_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Files came, were touched and have grown while it was down."""
-    folder, output = tmp_path / "in", tmp_path / "out"
+    folder = tmp_path / "in"
+    output = tmp_path / "out"
     folder.mkdir()
     write_lines(folder / "b.jsonl", ids(20, 50))
     write_lines(folder / "c.jsonl", ids(50, 60))
@@ -243,7 +245,8 @@ def test_a_file_that_grows_while_the_job_runs_is_read_as_far_as_it_went(
 ) -> None:
     """The last line is not yet written to its end, nor is its last character. The text has bytes of
     a line's end in the midst of characters."""
-    source, output = tmp_path / "in.jsonl", tmp_path / "out"
+    source = tmp_path / "in.jsonl"
+    output = tmp_path / "out"
     text = "".join(f'{{"id": {i}}}\n' for i in range(20, 50))
     whole = (text + '{"id": 50, "x": "\u0a0a\u0a00\u0d0a"}\n').encode(encoding)
     listed = len(text.encode(encoding)) + cut
@@ -268,7 +271,8 @@ def test_a_file_that_grows_while_the_job_runs_is_read_as_far_as_it_went(
 def test_a_file_that_was_replaced_is_refused_once_some_of_its_rows_are_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, output = tmp_path / "in", tmp_path / "out"
+    folder = tmp_path / "in"
+    output = tmp_path / "out"
     folder.mkdir()
     write_lines(folder / "a.jsonl", ids(20, 45))
     write_lines(folder / "b.jsonl", ids(45, 60))
@@ -307,7 +311,8 @@ def test_a_table_of_another_size_was_replaced(
 
 def test_a_file_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But not missed, if all of it is done."""
-    folder, output = tmp_path / "in", tmp_path / "out"
+    folder = tmp_path / "in"
+    output = tmp_path / "out"
     folder.mkdir()
     write_lines(folder / "a.jsonl", ids(20, 30))
     write_lines(folder / "b.jsonl", ids(30, 60))

@@ -84,7 +84,8 @@ def test_a_running_job_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture[st
         return True
 
     assert run_job(job, wanted=look)
-    first, last = seen[0], seen[-1]
+    first = seen[0]
+    last = seen[-1]
     assert first["rows_total"] == first["bad_rows_total"] == first["complete"] == first["late"] == 0
     assert abs(first["progress_timestamp_seconds"] - time.time()) < 3600
     assert first["due_timestamp_seconds"] > time.time()
@@ -166,7 +167,8 @@ def test_a_gateway_that_fails_is_named_once(
 
 def test_a_worker_tells_of_its_jobs(tmp_path: Path) -> None:
     """Each under its own name, and where its file says so to another gateway."""
-    queue, source = tmp_path / "queue", write_lines(tmp_path / "in.jsonl", ids(20, 40))
+    queue = tmp_path / "queue"
+    source = write_lines(tmp_path / "in.jsonl", ids(20, 40))
     queue.mkdir()
     with gateway() as (url, got), gateway() as (other, elsewhere):
         for name in "ab":

@@ -62,7 +62,8 @@ def test_kill_at_random_moments(tmp_path: Path) -> None:
     source.mkdir()
     for i in range(3):
         write_lines(source / f"{i}.jsonl", ids(200 * i, 200 * (i + 1)))
-    output, moment = tmp_path / "out", random.Random(5)
+    output = tmp_path / "out"
+    moment = random.Random(5)
     journal = output / "_job" / "journal.jsonl"
     codes = []
     for kill in (True, True, False):
@@ -253,7 +254,8 @@ def test_what_is_known_of_parts_does_not_grow_with_their_rows(
 
 
 def test_two_runs_exclude_each_other(tmp_path: Path) -> None:
-    source, output = write_lines(tmp_path / "in.jsonl", ids(20, 30)), tmp_path / "out"
+    source = write_lines(tmp_path / "in.jsonl", ids(20, 30))
+    output = tmp_path / "out"
     first = JobJournal(job_of(source, output))
     with pytest.raises(UnavailableError, match="another run writes to"):
         run(source, output)
@@ -264,7 +266,8 @@ def test_two_runs_exclude_each_other(tmp_path: Path) -> None:
 
 
 def test_two_journals_of_one_output_exclude_each_other(tmp_path: Path) -> None:
-    source, output = write_lines(tmp_path / "in.jsonl", ids(20, 30)), tmp_path / "out"
+    source = write_lines(tmp_path / "in.jsonl", ids(20, 30))
+    output = tmp_path / "out"
     first = JobJournal(job_of(source, output, journal=str(tmp_path / "a")))
     with pytest.raises(UnavailableError, match="another run writes to"):
         run(source, output, journal=str(tmp_path / "b"))

@@ -152,7 +152,8 @@ class Storage:
 
     def open_input_file(self, path: str) -> Any:
         """Fails at the end of a file."""
-        source, outer = io.BytesIO(Path(path).read_bytes()), self
+        source = io.BytesIO(Path(path).read_bytes())
+        outer = self
 
         class File(io.RawIOBase):
             def read(self, size: int = -1) -> bytes:
@@ -242,7 +243,8 @@ def test_memory_of_what_is_read_is_bounded(tmp_path: Path) -> None:
     before = pa.total_allocated_bytes()
     for name in ("a.parquet", "a.arrow"):
         found = dataset.Dataset(job_of(tmp_path / name, tmp_path / "out"))
-        rows, most = 0, 0
+        rows = 0
+        most = 0
         for chunk in found.chunks(Record.empty(), 1000):
             if isinstance(chunk, Chunk):
                 rows += len(chunk.indices)

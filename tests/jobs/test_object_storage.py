@@ -62,7 +62,8 @@ def test_a_job_on_object_storage_goes_on(
     settings: dict[str, Any] = {"part_rows": 50, "in_flight": 100}
     if is_journal_local:
         settings["journal"] = str(tmp_path / "journal")
-    source, output = bucket.place("in"), bucket.place("out")
+    source = bucket.place("in")
+    output = bucket.place("out")
     with pytest.raises(JitneyError, match="bad"):
         run(source, output, max_errors=0, **settings)
     (bucket.folder / "out/part-77777.parquet").write_bytes(b"of a run that was killed")
@@ -93,7 +94,8 @@ def start(source: str, output: str) -> Any:
 
 
 def kill_at_random_moments(bucket: Bucket, rows: int, kills: int) -> None:
-    source, output = lines_in(bucket, rows), bucket.place("out")
+    source = lines_in(bucket, rows)
+    output = bucket.place("out")
     moment = random.Random(5)
     codes = []
     for _ in range(kills):
@@ -125,7 +127,8 @@ def test_fourteen_kills_leave_nothing(bucket: Bucket) -> None:
 
 
 def test_of_two_runs_that_begin_together_one_does_the_job(bucket: Bucket) -> None:
-    source, output = lines_in(bucket, 500), bucket.place("out")
+    source = lines_in(bucket, 500)
+    output = bucket.place("out")
     runs = [start(source, output) for _ in range(3)]
     ends = [run.communicate(timeout=300) for run in runs]
     assert sorted(run.returncode for run in runs) == [0, 1, 1], ends
@@ -139,7 +142,8 @@ def test_of_two_runs_that_begin_together_one_does_the_job(bucket: Bucket) -> Non
 
 def test_a_run_that_lives_keeps_the_job(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a run on another machine, the object that it writes anew tells that it lives."""
-    source, output = lines_in(bucket, 50), bucket.place("out")
+    source = lines_in(bucket, 50)
+    output = bucket.place("out")
     monkeypatch.setattr(journal_objects, "_BEAT_S", 0.05)
     monkeypatch.setattr(journal_objects, "_POLL_S", 0.1)
     first = JobJournal(job_of(source, output))
@@ -162,7 +166,8 @@ def test_a_run_that_was_taken_over_can_commit_nothing(
 ) -> None:
     """It stood still for longer than the next run waits, and goes on in the midst of a part. It
     removes nothing of the run that took over, and takes its own part back."""
-    source, output = lines_in(bucket, 60), bucket.place("out")
+    source = lines_in(bucket, 60)
+    output = bucket.place("out")
     killed_elsewhere(monkeypatch)
     append = JobJournal.append
     others = iter([0])
@@ -210,7 +215,8 @@ def test_a_commit_whose_answer_never_came_counts_if_it_is_there(bucket: Bucket) 
     """The job ends, but first it commits the rows that it has: the journal has found out by then
     that the part before is committed, and names the next one otherwise."""
     bucket.loses_answer_to = "journal/3"
-    source, output = lines_in(bucket, 60), bucket.place("out")
+    source = lines_in(bucket, 60)
+    output = bucket.place("out")
     with pytest.raises(UnavailableError, match="cannot be written"):
         run(source, output, part_rows=10, retries=0)
     assert len(ids_of(bucket.folder / "out")) < 60
@@ -221,7 +227,8 @@ def test_a_commit_whose_answer_never_came_counts_if_it_is_there(bucket: Bucket) 
 def test_a_journal_without_one_of_its_objects_is_refused(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, output = lines_in(bucket, 60), bucket.place("out")
+    source = lines_in(bucket, 60)
+    output = bucket.place("out")
     killed_elsewhere(monkeypatch)
     with monkeypatch.context() as patched:
         fail_at_part(patched, 4)
@@ -244,7 +251,8 @@ def test_a_journal_without_one_of_its_objects_is_refused(
 
 def test_many_commits_are_read_in_their_order(bucket: Bucket) -> None:
     """A bucket lists 10 before 2, and a thousand names at a time."""
-    source, output = lines_in(bucket, 1100), bucket.place("out")
+    source = lines_in(bucket, 1100)
+    output = bucket.place("out")
     assert run(source, output, part_rows=1)
     record = read_record(output, None)
     assert [part.number for part in record.parts] == list(range(1100))
@@ -256,7 +264,8 @@ def test_a_storage_without_conditions_needs_a_local_journal(
     tmp_path: Path, bucket: Bucket, fault: str
 ) -> None:
     setattr(bucket, fault, False)
-    source, output = lines_in(bucket, 30), bucket.place("out")
+    source = lines_in(bucket, 30)
+    output = bucket.place("out")
     for _ in range(2):
         with pytest.raises(
             InvalidArgumentError, match=r"does not heed If-None-Match: .* local folder"
@@ -274,7 +283,8 @@ def test_a_bucket_that_cannot_be_written_is_named(bucket: Bucket) -> None:
 
 
 def test_an_output_has_one_journal(tmp_path: Path, bucket: Bucket) -> None:
-    source, output = lines_in(bucket, 30), bucket.place("out")
+    source = lines_in(bucket, 30)
+    output = bucket.place("out")
     assert run(source, output, journal=str(tmp_path / "a"))
     with pytest.raises(
         InvalidArgumentError, match=r"the journal of s3://bucket/out.* is in .*/a on"
@@ -287,7 +297,8 @@ def test_an_output_has_one_journal(tmp_path: Path, bucket: Bucket) -> None:
 
 
 def test_of_two_runs_with_local_journals_one_does_the_job(tmp_path: Path, bucket: Bucket) -> None:
-    source, output = lines_in(bucket, 30), bucket.place("out")
+    source = lines_in(bucket, 30)
+    output = bucket.place("out")
     one = job_of(source, output, journal=str(tmp_path / "a"))
     files = [InputFile("bucket/in/a.jsonl", 9, 0)]
     with contextlib.closing(JobJournal(one)) as journal:
@@ -303,7 +314,8 @@ def test_of_two_runs_with_local_journals_one_does_the_job(tmp_path: Path, bucket
 def test_a_job_that_has_written_nothing_can_be_changed(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, output = lines_in(bucket, 30), bucket.place("out")
+    source = lines_in(bucket, 30)
+    output = bucket.place("out")
     with monkeypatch.context() as patched:
         fail_at_part(patched, 0)
         with pytest.raises(UnavailableError):
@@ -320,7 +332,8 @@ def test_keys_in_addresses_are_neither_stored_nor_shown(
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     keys = "AKIAKEY:se%2Fcret@"
-    source, output = bucket.place("in", keys), bucket.place("out", keys)
+    source = bucket.place("in", keys)
+    output = bucket.place("out", keys)
     with monkeypatch.context() as patched:
         fail_at_part(patched, 1)
         with pytest.raises(UnavailableError) as failed:
@@ -344,7 +357,8 @@ def test_the_commands_find_the_journal_beside_the_output(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What a lost node leaves is all in the bucket."""
-    source, output = lines_in(bucket, 60), bucket.place("out")
+    source = lines_in(bucket, 60)
+    output = bucket.place("out")
     with monkeypatch.context() as patched:
         fail_at_part(patched, 2)
         with pytest.raises(UnavailableError):

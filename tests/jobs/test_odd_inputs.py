@@ -89,7 +89,8 @@ def test_nothing_is_rounded_or_dropped(tmp_path: Path) -> None:
         {"of": {"a": 1, "b": 2}},
     ]
     rows = [{"id": i, **row} for i, row in enumerate(values)]
-    source, output = write_lines(tmp_path / "in.jsonl", rows), tmp_path / "out"
+    source = write_lines(tmp_path / "in.jsonl", rows)
+    output = tmp_path / "out"
     assert run(source, output, map=MARKED, output_format="parquet", part_rows=1, ordered=True)
     found = read(output)
     assert [row["n"] for row in found] == [1, 2, 1.5, None, None, None]
@@ -140,7 +141,8 @@ def test_an_output_inside_of_the_input_by_another_way() -> None:
 
 
 def test_settings_may_be_put_right_before_anything_is_committed(tmp_path: Path) -> None:
-    source, output = write_lines(tmp_path / "in.jsonl", ids(0, 5)), tmp_path / "out"
+    source = write_lines(tmp_path / "in.jsonl", ids(0, 5))
+    output = tmp_path / "out"
     with pytest.raises(InvalidArgumentError, match="cannot be imported"):
         run(source, output, map="tests.jobs.job_rows:marks")
     assert len(read_job_of(source, output)) == 5
@@ -186,7 +188,8 @@ def test_rows_that_are_large_are_few_at_a_time(
     monkeypatch.setattr(pipeline, "_IN_FLIGHT_BYTES", 100_000)
     monkeypatch.setattr(gathering, "_PART_BYTES", 200_000)
     rows = [{"id": i, "text": chr(97 + i % 26) * 10_000} for i in range(100)]
-    source, table = tmp_path / f"in.{suffix}", pa.Table.from_pylist(rows)
+    source = tmp_path / f"in.{suffix}"
+    table = pa.Table.from_pylist(rows)
     if suffix == "jsonl":
         write_lines(source, rows)
     elif suffix == "csv":

@@ -54,7 +54,8 @@ def test_a_node_is_killed(cluster: Cluster, inputs: Path, tmp_path: Path) -> Non
     """In mid-job, with actors on it: every row is there once, the bad one among the bad."""
     import ray
 
-    output, node = tmp_path / "out", cluster.add_node(num_cpus=2, object_store_memory=MEMORY)
+    output = tmp_path / "out"
+    node = cluster.add_node(num_cpus=2, object_store_memory=MEMORY)
     lost: list[int] = []
 
     def kill() -> None:

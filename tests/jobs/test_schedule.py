@@ -127,10 +127,8 @@ def test_a_run_within_a_longer_time_is_not_late(tmp_path: Path) -> None:
 
 
 def test_the_time_counts_from_the_first_run(tmp_path: Path, monkeypatch: Any) -> None:
-    source, output = (
-        write_lines(tmp_path / "in.jsonl", [*ids(20, 40), {"id": 13}]),
-        tmp_path / "out",
-    )
+    source = write_lines(tmp_path / "in.jsonl", [*ids(20, 40), {"id": 13}])
+    output = tmp_path / "out"
     with pytest.raises(InvalidArgumentError, match="more than max_errors"):
         run(source, output, max_errors=0, within="1h")
     record = read_record(str(output), None)
@@ -171,7 +169,8 @@ def states(folder: Path) -> list[str]:
 def test_a_worker_runs_what_is_there_and_sets_aside_what_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, source = tmp_path / "jobs", write_lines(tmp_path / "in.jsonl", ids(20, 40))
+    folder = tmp_path / "jobs"
+    source = write_lines(tmp_path / "in.jsonl", ids(20, 40))
     loaded: list[dict[str, Any]] = []
     load = executors.load
     monkeypatch.setattr(executors, "load", lambda job: loaded.append(job.engine) or load(job))
@@ -193,7 +192,8 @@ def test_a_job_lies_where_it_failed_only_with_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else who is killed between leaves one without."""
-    folder, source = tmp_path / "jobs", write_lines(tmp_path / "in.jsonl", ids(20, 40))
+    folder = tmp_path / "jobs"
+    source = write_lines(tmp_path / "in.jsonl", ids(20, 40))
     job_file(folder, "d", source, map="tests.jobs.job_rows:not_there")
     rename = Path.rename
 
@@ -257,7 +257,8 @@ def test_a_model_is_kept_whatever_folder_has_its_name_but_not_one_on_a_server(
         executors, "load", lambda job: (executors.PassThrough(), executors.Context(job))
     )
     monkeypatch.chdir(tmp_path)
-    model, models = options.get("model", "tiny"), executors.Models()
+    model = options.get("model", "tiny")
+    models = executors.Models()
     job = job_of(tmp_path / "in", tmp_path / "out", **{"model": "tiny", **options})
     (tmp_path / str(model)).mkdir()
     first, _ = models.load(job)
@@ -271,7 +272,8 @@ def test_no_two_workers_have_one_job_and_a_killed_ones_is_taken_over(tmp_path: P
     folder = tmp_path / "jobs"
     for name in "ab":
         job_file(folder, name, tmp_path)
-    first, second = worker._claim(folder), worker._claim(folder)
+    first = worker._claim(folder)
+    second = worker._claim(folder)
     assert first is not None
     assert second is not None
     assert [first.path.name, second.path.name] == ["a.yaml", "b.yaml"]
@@ -288,7 +290,8 @@ def test_no_two_workers_have_one_job_and_a_killed_ones_is_taken_over(tmp_path: P
 def test_a_killed_workers_job_is_resumed(tmp_path: Path) -> None:
     """Row 50 ends the worker. Then a part is committed: of the 30 rows before at most 8 are on
     their way, the next two parts begin, and the third waits for the first."""
-    folder, flag = tmp_path / "jobs", str(tmp_path / "flag")
+    folder = tmp_path / "jobs"
+    flag = str(tmp_path / "flag")
     rows = [{**row, "flag": flag} for row in ids(20, 60)]
     source = write_lines(tmp_path / "in.jsonl", rows)
     job_file(folder, "a", source, map="tests.jobs.job_rows:killing", in_flight=8, part_rows=2)

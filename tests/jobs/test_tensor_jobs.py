@@ -23,7 +23,8 @@ from tokenizers import Tokenizer, models
 from tests.jobs.job_rows import bad, read, run, write_lines
 
 MODELS = Path(__file__).resolve().parents[2] / "model_repository"
-EMBEDDER, DIGITS = MODELS / "minilm", MODELS / "digits"
+EMBEDDER = MODELS / "minilm"
+DIGITS = MODELS / "digits"
 built = pytest.mark.skipif(
     not (EMBEDDER / "1/model.onnx").exists() or not (DIGITS / "1/model.onnx").exists(),
     reason="make models",
@@ -84,7 +85,8 @@ def pictures() -> np.ndarray:
 @built
 @pytest.mark.parametrize("form", ["files", "bytes", "numbers"])
 def test_images_are_classified(tmp_path: Path, form: str) -> None:
-    data, folder = [], tmp_path / "in"
+    data = []
+    folder = tmp_path / "in"
     folder.mkdir()
     for i, pixels in enumerate(pictures()):
         image = io.BytesIO()
