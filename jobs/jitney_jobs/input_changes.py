@@ -69,7 +69,7 @@ class InputChange:
 
 def with_digests(fs: pafs.FileSystem, files: list[InputFile]) -> list[InputFile]:
     """The files with digests of their ends, unless there are too many. A file that cannot be read
-    gets none: whoever reads its rows says so."""
+    gets none: the reader of its rows says so."""
     is_local = isinstance(fs, pafs.LocalFileSystem)
     if len(files) > (_MOST_DIGESTS if is_local else _MOST_REMOTE_DIGESTS):
         return files

@@ -1,8 +1,8 @@
 """The journal of a job: what it reads, how it is set, and which rows are in which committed part.
 
 A part counts if and only if it is here: it is written first, then noted. So after ``kill -9`` at
-any moment the journal says which rows are done; parts that it does not name are removed by whoever
-goes on. It is a file in the folder ``_job`` of the output, or in a folder that the job names
+any moment the journal says which rows are done; the next run removes parts that it does not
+name. It is a file in the folder ``_job`` of the output, or in a folder that the job names
 (``journal_file.py``); beside an output on S3 it is objects (``journal_objects.py``).
 """
 
@@ -122,7 +122,7 @@ class JobJournal:
         id = secrets.token_hex(8) if begin is None else begin.id
         accepts_changes = job.accept_changes
         given = job
-        # What was accepted once is not accepted by whoever resumes the job.
+        # What one run accepted, a run that resumes the job has not accepted.
         job = msgspec.structs.replace(job_without_keys(job), accept_changes=False)
         entry = None
         if begin is None or not self.record.parts:

@@ -3,7 +3,7 @@
 Each is put on condition that there is none of that name. So of two runs that commit at the same
 time one collides, and ends:
 
-- a run begins with a claim, an object of its own. Whoever wrote before cannot commit after it;
+- a run begins with a claim, an object of its own. A run that wrote before cannot commit after it;
 - parts have a mark in their names: the number of the claim, and a random word. So no run writes
   over a part of another one, and it removes none but those of runs before it;
 - a run that was killed leaves its claim. The next one looks whether that process is still there; if
