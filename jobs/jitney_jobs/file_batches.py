@@ -7,9 +7,10 @@ those that it has had.
 import csv
 import io
 import posixpath
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, BinaryIO
 
 from jitney.errors import InvalidArgumentError
@@ -18,11 +19,14 @@ from jitney_jobs.arrow import pa, pq
 from jitney_jobs.input_files import compression_of
 from jitney_jobs.job import InputFormat
 from jitney_jobs.journal import InputFile, Ranges
+from jitney_jobs.json_values import lines_or_values
 from jitney_jobs.rows import line_bytes
 
 READ_ERRORS = (OSError, pa.ArrowInvalid, csv.Error)
 """What reading a file may raise, if the file is damaged or the storage fails."""
 _BUFFER_BYTES = 1 << 20
+_OTHER_DELIMITERS = ";\t|"
+"""What divides the fields of CSV files beside commas."""
 _BATCH_BYTES = 8 << 20
 """A batch ends when its rows have so many bytes. It has one row at least."""
 _PLAIN = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
@@ -90,7 +94,10 @@ def line_batches(raw: BinaryIO, file: InputFile, format: InputFormat, size: int)
     if codec is not None:
         text = io.BufferedReader(pa.CompressedInputStream(source, codec))
     # A line of nothing but space is no row.
-    lines = _csv_records(text, file.path) if format == "csv" else filter(bytes.strip, text)
+    make_lines: Callable[[Any, str], Iterator[Any]] = lines_or_values
+    if format == "csv":
+        make_lines = _csv_records
+    lines = make_lines(text, file.path)
     first = 0
     while data := _next_of(lines, size):
         end = first + len(data)
@@ -125,15 +132,26 @@ def _without_views(data: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _csv_records(source: io.BufferedReader, path: str) -> Iterator[tuple[list[str], list[str]]]:
-    """Each record of a CSV file, under its header. Its fields are divided by tabs if the file's
-    name has ``.tsv``."""
+    """Each record of a CSV file, under its header."""
     csv.field_size_limit(1 << 30)
     text = io.TextIOWrapper(source, "utf-8-sig", errors="surrogateescape", newline="")
-    delimiter = "\t" if ".tsv" in posixpath.basename(path) else ","
-    records = csv.reader(text, delimiter=delimiter)
+    first_line = text.readline()
+    delimiter = _delimiter_of(first_line, path)
+    records = csv.reader(chain([first_line], text), delimiter=delimiter)
     head = next(records, [])
     _check_names(head, path)
     return ((head, record) for record in records if record)
+
+
+def _delimiter_of(first_line: str, path: str) -> str:
+    """A comma, if the header has one. Else what divides it; tabs for ``.tsv``."""
+    if ".tsv" in posixpath.basename(path):
+        return "\t"
+    unquoted = re.sub('"[^"]*"', "", first_line)
+    if "," in unquoted:
+        return ","
+    found = [delimiter for delimiter in _OTHER_DELIMITERS if delimiter in unquoted]
+    return found[0] if len(found) == 1 else ","
 
 
 def _batch_rows(size: int, row_count: int, nbytes: int) -> int:

@@ -8,7 +8,7 @@ with parameters of its own.
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from jitney.text.tokenizer import Tokenizer, TokenizerData
 
 from jitney_jobs.arrow import pa
 from jitney_jobs.asking import OpenAiRequest, request_digest
+from jitney_jobs.column_names import FIELD
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.job import Job, make_job
 from jitney_jobs.journal import Record
@@ -34,8 +35,6 @@ from jitney_jobs.rows import Chunk, RowValues, column_of
 from jitney_jobs.storage import Storage
 from jitney_jobs.tensors import Arrays
 
-_FIELD = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
-"""In a prompt's text: a doubled brace, which stands for one, or a column's name in braces."""
 _URL = re.compile("[!-~]+")
 """What HTTP allows as the path of a request: printable ASCII without spaces."""
 _CHAT = "/v1/chat/completions"
@@ -103,6 +102,7 @@ class Generate:
             "output_tokens": pa.int64(),
         }
     )
+    columns: Sequence[str] = ()
 
     def __init__(self, job: Job, encoder: Encoder) -> None:
         self._encode = encoder.chat if job.chat else encoder.text
@@ -128,7 +128,7 @@ def prompt_lengths(source: str, column: str, model: str) -> list[int]:
 
     # Nothing is written, but a job must have an output outside of its input.
     settings = {"input": source, "output": os.devnull, "model": model, "column": column}
-    job = make_job(settings)
+    job = make_job({**settings, "skip_bad_files": False})
     tokenizer = Tokenizer.load(resolve_model(model))
     storage = Storage(job)
     lengths = []
@@ -144,6 +144,7 @@ class GenerateOnServer:
     """As :class:`Generate`, with a model on a server. The server has the tokenizer."""
 
     fields = Generate.fields
+    columns: Sequence[str] = ()
 
     def __init__(self, job: Job) -> None:
         self._is_chat = job.chat
@@ -183,6 +184,7 @@ class OpenAiLines:
     result, with ``response`` in place of the request."""
 
     fields = None
+    columns: Sequence[str] = ()
 
     def __init__(self, job: Job, encoder: Encoder) -> None:
         self._fixed = _fixed_params(job)
@@ -237,6 +239,7 @@ class OpenAiLinesOnServer:
     job's model replaces that of a line. The job's parameters are used where a line has none."""
 
     fields = None
+    columns: Sequence[str] = ()
 
     def __init__(self, job: Job) -> None:
         self._fixed = _fixed_params(job)
@@ -277,6 +280,13 @@ def _result_line(row: RowValues, body: RowValues) -> RowValues:
         "response": {"status_code": 200, "request_id": digest, "body": body},
         "error": None,
     }
+
+
+def check_settings(job: Job) -> None:
+    """The prompt and the parameters that all rows have. Raises InvalidArgumentError."""
+    if job.task == "generate" and job.input_format != "openai":
+        _make_prompt(job)
+        _make_params(job)
 
 
 def _fixed_params(job: Job) -> dict[str, Any]:
@@ -324,4 +334,4 @@ def _filled(text: str, row: RowValues) -> str:
             return match[0][0]  # ``{{`` or ``}}`` is one brace
         return str(column_of(row, column))
 
-    return _FIELD.sub(value, text)
+    return FIELD.sub(value, text)

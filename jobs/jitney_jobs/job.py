@@ -5,8 +5,7 @@ Each field's bound and help stand with it; the command line is made from them (`
 
 import os
 import re
-from dataclasses import dataclass
-from datetime import datetime, timedelta
+import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,14 +14,12 @@ from jitney.errors import InstallationError, InvalidArgumentError, install_extra
 from jitney.field_types import field_at_fault
 from msgspec import Meta
 
-_UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
-STOPPED = 130
-"""The exit status that shells expect of an interrupted command."""
-LATE = 4
-"""The exit status of a job that is complete, but later than it was to be."""
-_ROWS_OF_A_SHARE = 100
-"""Rows that must have ended before a share of bad ones can end the job."""
+from jitney_jobs.outcome import RetryPolicy, error_limit
+from jitney_jobs.times import date_text, due_at, seconds_of, with_zone
+
 _CLOCK_TIME = "a clock time of this machine, such as 06:00"
+_RUN_NAME = re.compile(r"[\w.+:-]+")
+_PATHS_WITH_PLACEHOLDERS = ("input", "output", "journal")
 Count = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -40,7 +37,13 @@ CHANGEABLE = frozenset(
         "in_flight",
         "workers",
         "retries",
+        "patience",
+        "row_timeout",
+        "watchdog",
         "max_errors",
+        "skip_bad_files",
+        "limit",
+        "run",
         "batch_size",
         "server",
         "at_once",
@@ -83,6 +86,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     task: Annotated[TaskName, "What is done with each row."] = "generate"
     input_format: Annotated[InputFormat, "auto goes by the files' names."] = "auto"
     output_format: Annotated[OutputFormat, "auto: jsonl for input in lines, else parquet."] = "auto"
+    output_column: Annotated[
+        str | None, "Name of the result's column; its other columns begin with NAME_."
+    ] = None
     keep: Annotated[list[str] | None, "Write only this column of the input; several times."] = None
     prompt: Annotated[str | None, "With columns in braces: 'Summarize: {text}'."] = None
     template: Annotated[str | None, "A jinja template of the prompt, or its file."] = None
@@ -109,12 +115,26 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     part_seconds: Annotated[Seconds, "Commit after so long, even if a part is small."] = 60.0
     in_flight: Annotated[Count, "Most rows between reading and writing."] = 8192
     workers: Annotated[NonNegative | None, "Worker processes. Default: half the cores."] = None
-    retries: Annotated[NonNegative, "How often a transient error is tried again."] = 3
+    patience: Annotated[str, "How long an error that may pass is tried again: 30s, 10m, 4h."] = (
+        "10m"
+    )
+    retries: Annotated[NonNegative, "How often a fault that may be the row's is tried again."] = 3
+    row_timeout: Annotated[
+        Seconds | None, "Seconds after which a row that does not end is bad."
+    ] = None
+    watchdog: Annotated[str, "End the job if nothing moves for so long: 30m, 4h."] = "1h"
     max_errors: Annotated[str | int | float, "Bad rows that end the job: a number or share."] = (
         "10%"
     )
+    skip_bad_files: Annotated[bool, "Go on without files that cannot be read, and list them."] = (
+        True
+    )
+    limit: Annotated[Count | None, "Do the first rows only. Without it the job goes on."] = None
 
-    finish_by: Annotated[str | int | None, "Clock time, 06:00, after which the job is late."] = None
+    run: Annotated[str | None, "What {run} means in input, output and journal."] = None
+    finish_by: Annotated[
+        str | int | None, "Clock time, 06:00 or 06:00 Europe/Zurich, after which the job is late."
+    ] = None
     within: Annotated[str | None, "Time, 4h or 1h30m, after which the job is late."] = None
     metrics_port: Annotated[Port | None, "Serve metrics there while it runs; 0: any port."] = None
     metrics_host: Annotated[str, "Address for that; 0.0.0.0 for all networks."] = "127.0.0.1"
@@ -132,6 +152,18 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return {name: value for name, value in fields.items() if name not in CHANGEABLE}
 
     @property
+    def patience_s(self) -> float:
+        return seconds_of("patience", self.patience)
+
+    def make_retry_policy(self) -> RetryPolicy:
+        """For the passing errors of one run."""
+        return RetryPolicy(self.patience_s, self.retries)
+
+    @property
+    def watchdog_s(self) -> float:
+        return seconds_of("watchdog", self.watchdog)
+
+    @property
     def journal_folder(self) -> Path:
         """Raises InvalidArgumentError if the output is not local and no folder is named."""
         if self.journal is not None:
@@ -141,45 +173,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return Path(self.output, "_job")
 
 
-@dataclass(frozen=True)
-class ErrorLimit:
-    """How many rows of a job may be bad: a number, or a share of the rows that have ended."""
-
-    rows: int | None = None
-    share: float | None = None
-
-    def is_exceeded(self, bad: int, ended: int) -> bool:
-        """``ended``: rows that have ended, the bad ones among them."""
-        if self.rows is not None:
-            return bad > self.rows
-        assert self.share is not None, "a limit is a number or a share"
-        return ended >= _ROWS_OF_A_SHARE and bad > self.share * ended
-
-
-def error_limit(max_errors: str | float) -> ErrorLimit:
-    """The setting ``max_errors``. Raises InvalidArgumentError."""
-    text = str(max_errors)
-    refusal = InvalidArgumentError.of("max_errors", text, "a number, or a share from 0 to 100%")
-    try:
-        if text.endswith("%"):
-            limit = ErrorLimit(share=float(text.rstrip("%")) / 100)
-        elif "." in text or "e" in text:  # a small share may be written as 1e-05
-            limit = ErrorLimit(share=float(text))
-        else:
-            limit = ErrorLimit(rows=int(text))
-    except ValueError:
-        raise refusal from None
-    if limit.share is not None and not 0 <= limit.share <= 1:
-        raise refusal
-    if limit.rows is not None and limit.rows < 0:
-        raise refusal
-    return limit
-
-
 def make_job(settings: dict[str, Any]) -> Job:
     """Check settings. Raises InvalidArgumentError that names the field, the value and the bound."""
     _check_names(settings)
-    job = _converted(_decoded(settings))
+    job = _converted(_decoded(_with_filled_paths(settings)))
     job = msgspec.structs.replace(job, **_absolute_paths(job), **_contents_of_files(job))
     if job.input_format == "openai":
         job = msgspec.structs.replace(job, keep=[])  # the result is a whole line
@@ -187,8 +184,30 @@ def make_job(settings: dict[str, Any]) -> Job:
     if isinstance(job.finish_by, int):
         raise InvalidArgumentError.of("finish_by", job.finish_by, _CLOCK_TIME)
     due_at(job.finish_by, job.within, 0.0)
+    if job.finish_by is not None:
+        job = msgspec.structs.replace(job, finish_by=with_zone(job.finish_by))
+    seconds_of("patience", job.patience)
+    seconds_of("watchdog", job.watchdog, least_s=1.0)
     _check_together(job)
     return job
+
+
+def _with_filled_paths(settings: dict[str, Any]) -> dict[str, Any]:
+    """With the date of today for ``{date}`` in paths, and the setting ``run`` for ``{run}``. Raises
+    InvalidArgumentError."""
+    run = settings.get("run")
+    if run is not None and _RUN_NAME.fullmatch(str(run)) is None:
+        raise InvalidArgumentError.of("run", run, "a name of letters, digits and any of .+:_-")
+    filled = dict(settings)
+    for name in _PATHS_WITH_PLACEHOLDERS:
+        path = settings.get(name)
+        if not isinstance(path, str):
+            continue
+        if "{run}" in path and run is None:
+            raise InvalidArgumentError(f"{name} has {{run}}: name this run with the setting run")
+        path = path.replace("{run}", str(run))
+        filled[name] = path.replace("{date}", date_text(time.time()))
+    return filled
 
 
 def _check_names(settings: dict[str, Any]) -> None:
@@ -270,6 +289,11 @@ def _check_together(job: Job) -> None:
     if f"{job.output}/".startswith(f"{job.input}/"):
         raise InvalidArgumentError.of("output", job.output, "outside of the input")
     is_openai = job.input_format == "openai"
+    if job.output_column is not None and (job.task == "map" or is_openai):
+        what = "openai lines" if is_openai else "task map"
+        raise InvalidArgumentError(f"setting output_column is not for {what}")
+    if job.limit is not None and job.ray is not None:
+        raise InvalidArgumentError("settings limit and ray exclude each other")
     if job.output_format == "parquet" and is_openai:
         raise InvalidArgumentError.of("output_format", "parquet", "jsonl for openai lines")
     if job.server is not None:
@@ -281,33 +305,6 @@ def _check_together(job: Job) -> None:
         if is_openai and job.task not in ("generate", "map"):
             bound = "generate, for openai lines that a server answers"
             raise InvalidArgumentError.of("task", job.task, bound)
-
-
-def due_at(finish_by: str | int | None, within: str | None, now: float) -> float | None:
-    """When the job is to end; times in seconds since 1970. A clock time that has passed today means
-    tomorrow's. Raises InvalidArgumentError.
-
-    ``finish_by`` is a number of minutes only in journals of earlier versions: YAML took 16:00 for
-    960, which :func:`read_job` prevents.
-    """
-    if within is not None:
-        pieces = re.findall(r"(\d+(?:\.\d+)?)([dhms])", within)
-        seconds = sum(float(number) * _UNITS[unit] for number, unit in pieces)
-        if "".join(number + unit for number, unit in pieces) != within or not 0 < seconds <= 1e9:
-            raise InvalidArgumentError.of("within", within, "a time such as 4h, 90m or 1h30m")
-        return now + seconds
-    if finish_by is None:
-        return None
-    if isinstance(finish_by, int):
-        finish_by = f"{finish_by // 60}:{finish_by % 60:02}"
-    try:
-        clock = datetime.strptime(finish_by, "%H:%M").time()
-    except ValueError:
-        raise InvalidArgumentError.of("finish_by", finish_by, _CLOCK_TIME) from None
-    due = datetime.combine(datetime.fromtimestamp(now).date(), clock)
-    if due.timestamp() <= now:
-        due += timedelta(days=1)
-    return due.timestamp()
 
 
 def read_job(path: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -20,9 +21,12 @@ from typing import BinaryIO, NamedTuple
 import msgspec
 from jitney.errors import InvalidArgumentError, UnavailableError
 
-from jitney_jobs.job import Job, differences, due_at
+from jitney_jobs.job import Job, differences
+from jitney_jobs.times import due_at
 
 VERSION = 2
+ERRORS = "_errors"
+"""Folder of the bad rows: readers of data sets pass over names that begin so."""
 _MANY = 1 << 17
 """While a journal is read, its intervals of rows are gathered in a list. Whenever the list has so
 many, those that touch are joined, so that it stays small."""
@@ -54,13 +58,17 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     """Whether each file is a row. All files together then count as one file, whose index is 0."""
     at: float = 0.0
     """When the job began, in seconds since 1970."""
+    passed_over: dict[str, int] = {}
+    """Kinds of files below the input that are not read, with counts."""
 
 
-class FileRows(msgspec.Struct, frozen=True, tag="file"):
-    """A file of the input was read to its end. ``file`` is its index."""
+class FileRows(msgspec.Struct, frozen=True, tag="file", omit_defaults=True):
+    """A file of the input was read to its end, or as far as it can be. ``file`` is its index."""
 
     file: int
     row_count: int = msgspec.field(name="rows")
+    why_bad: str | None = None
+    """Why it cannot be read any further."""
 
 
 class OutputPart(msgspec.Struct, frozen=True, tag="part"):
@@ -85,7 +93,15 @@ class End(msgspec.Struct, frozen=True, tag="end"):
     at: float = 0.0
 
 
-Entry = Begin | FileRows | OutputPart | End
+class Reopened(msgspec.Struct, frozen=True, tag="reopened"):
+    """The bad rows of all parts so far, and the bad files, are done again. Error files of these
+    parts count no more."""
+
+    intervals: list[Interval] = msgspec.field(name="rows")
+    """The bad rows."""
+
+
+Entry = Begin | FileRows | OutputPart | End | Reopened
 """A line of the journal."""
 
 
@@ -106,6 +122,25 @@ class Ranges:
         else:
             self.intervals[-1] = last._replace(end=max(last.end, interval.end))
 
+    def without(self, taken: Iterable[Interval]) -> "Ranges":
+        """These rows, but for ``taken``, whose intervals are disjoint."""
+        left: list[Interval] = []
+        rest = deque(sorted(taken))
+        for interval in self.intervals:
+            first = interval.first
+            while rest and rest[0] < (interval.file, interval.end, 0):
+                hole = rest[0]
+                if hole.file == interval.file and hole.end > first:
+                    if hole.first > first:
+                        left.append(Interval(interval.file, first, hole.first))
+                    first = hole.end
+                    if hole.end > interval.end:
+                        break  # it goes on in the next interval
+                rest.popleft()
+            if first < interval.end:
+                left.append(Interval(interval.file, first, interval.end))
+        return Ranges(left)
+
     def covers(self, file: int, first: int, end: int) -> bool:
         """Whether every row of [first, end) is here."""
         if first >= end:
@@ -116,6 +151,11 @@ class Ranges:
             return False
         before = self.intervals[index]
         return before.file == file and before.end >= end
+
+
+def _without_errors(part: OutputPart) -> OutputPart:
+    files = {name: size for name, size in part.files.items() if not name.startswith(ERRORS)}
+    return msgspec.structs.replace(part, files=files, failed=0)
 
 
 class Record:
@@ -129,6 +169,8 @@ class Record:
         self.begin: Begin | None = None
         self.row_counts: dict[int, int] = {}
         """Rows of each file that was read to its end, by the file's index."""
+        self.bad_files: dict[int, str] = {}
+        """Why files cannot be read to their end, by the file's index."""
         self.schema: bytes | None = None
         self.parts: list[OutputPart] = []
         """Without their intervals, of which there may be as many as rows."""
@@ -169,6 +211,8 @@ class Record:
             self.apply(entry, len(line))
             if isinstance(entry, OutputPart):
                 intervals += entry.intervals
+            elif isinstance(entry, Reopened):
+                intervals = Ranges(intervals).without(entry.intervals).intervals
             if len(intervals) >= _MANY:
                 intervals = Ranges(intervals).intervals
         self.done = Ranges(intervals)
@@ -184,13 +228,26 @@ class Record:
             self.begin = entry
         elif isinstance(entry, FileRows):
             self.row_counts[entry.file] = entry.row_count
+            if entry.why_bad is not None:
+                self.bad_files[entry.file] = entry.why_bad
         elif isinstance(entry, OutputPart):
             self.parts.append(msgspec.structs.replace(entry, intervals=[]))
             self.written += entry.written
             self.failed += entry.failed
             self.schema = self.schema or entry.schema
+        elif isinstance(entry, Reopened):
+            self._reopen()
         else:
             self.end = entry
+
+    def _reopen(self) -> None:
+        """Forget that rows and files are bad. The rows of a bad file are not all known."""
+        self.end = None
+        self.failed = 0
+        self.parts = [_without_errors(part) for part in self.parts]
+        for file in self.bad_files:
+            del self.row_counts[file]
+        self.bad_files.clear()
 
     def is_done(self, file: int) -> bool:
         """Whether all rows of a file were committed when the journal was read."""
@@ -265,12 +322,18 @@ class JobJournal:
         except OSError:
             raise UnavailableError(f"another run writes to {owner}") from None
 
-    def begin_or_resume(self, job: Job, files: list[InputFile], files_are_rows: bool) -> None:
+    def begin_or_resume(
+        self,
+        job: Job,
+        files: list[InputFile],
+        files_are_rows: bool,
+        passed_over: dict[str, int] | None = None,
+    ) -> None:
         """Write the first line, or check that the one that is there has the same job and files.
-        Raises InvalidArgumentError that says what differs, if any row is committed. If none is, the
-        journal begins anew."""
+        Raises InvalidArgumentError that says what differs, if any good row is committed. If none
+        is, the journal begins anew."""
         begin = self.record.begin
-        new_begin = Begin(VERSION, job, files, files_are_rows, time.time())
+        new_begin = Begin(VERSION, job, files, files_are_rows, time.time(), passed_over or {})
         if begin is None:
             self.append(new_begin)
             return
@@ -279,11 +342,18 @@ class JobJournal:
             # The lists of files are equal: one of them in memory is enough.
             self.record.begin = msgspec.structs.replace(begin, files=files)
             return
-        if self.record.parts:
+        if self.record.written:
             raise InvalidArgumentError(f"{self._owner} holds another job: {'; '.join(changes[:5])}")
         os.ftruncate(self._file, 0)
         self.record = Record(self._path.parent)
         self.append(new_begin)
+
+    def reopen_bad(self, rows: Iterable[Interval]) -> None:
+        """Have the bad rows, and the files that could not be read, done again. ``rows``: those that
+        the error files list. For use before the run begins to read."""
+        entry = Reopened(Ranges(rows).intervals)
+        self.append(entry)
+        self.record.done = self.record.done.without(entry.intervals)
 
     def append(self, entry: Entry) -> None:
         """For any thread. Returns when the line is on the disk. After an OSError nothing of it is

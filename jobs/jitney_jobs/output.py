@@ -8,7 +8,7 @@ their own.
 import contextlib
 import os
 import posixpath
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,16 +17,17 @@ import numpy as np
 from jitney.errors import InvalidArgumentError, UnavailableError
 
 from jitney_jobs.arrow import pa, pafs, pq
+from jitney_jobs.column_names import check_no_common_name
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.job import Job
-from jitney_jobs.journal import Interval, JobJournal, OutputPart, Ranges, sync
+from jitney_jobs.journal import ERRORS, Interval, JobJournal, OutputPart, Ranges, sync
 from jitney_jobs.rows import LINES, RowId, RowValues, reason
 from jitney_jobs.storage import file_system
 
+_BAD_FILES = "files.jsonl"
+"""In the folder of the bad rows: the files that could not be read to their end."""
 _BLOCK = 512
 """Rows that are encoded together."""
-ERRORS = "_errors"
-"""Folder of the bad rows: readers of data sets pass over names that begin so."""
 
 
 class BadRow(msgspec.Struct, frozen=True):
@@ -83,7 +84,7 @@ class Output:
         """For the error of a job that has too many."""
         self._fs, self._folder = file_system(job.output)
         self._fs.create_dir(f"{self._folder}/{ERRORS}", recursive=True)
-        there = self._parts()
+        there = [name for name in self._parts() if not name.startswith(ERRORS)]
         if there and journal.record.begin is None:
             bad = f"output {self._folder} has {min(there)}, but no journal: choose another"
             raise InvalidArgumentError(bad)
@@ -113,6 +114,36 @@ class Output:
                     there[posixpath.relpath(info.path, self._folder)] = info.size
         return there
 
+    def bad_rows(self) -> Iterator[Interval]:
+        """The bad rows in the error files of all parts. Raises InvalidArgumentError for one that is
+        damaged."""
+        files = {file.path: index for index, file in enumerate(self._dataset.files)}
+        decoder = msgspec.json.Decoder(BadRow)
+        for part in self._journal.record.parts:
+            for name in part.files:
+                if not name.startswith(ERRORS):
+                    continue
+                with self._fs.open_input_stream(f"{self._folder}/{name}") as source:
+                    lines = source.read().splitlines()
+                for line in lines:
+                    try:
+                        bad = decoder.decode(line)
+                    except msgspec.DecodeError as error:
+                        raise InvalidArgumentError(f"{name} is damaged: {error}") from None
+                    file = 0 if self._dataset.files_are_rows else files[bad.file]
+                    yield Interval(file, bad.row, bad.row + 1)
+
+    def list_bad_files(self) -> None:
+        """Write their list beside the bad rows, or remove one that was there."""
+        files = self._dataset.files
+        reasons = self._journal.record.bad_files
+        path = f"{self._folder}/{ERRORS}/{_BAD_FILES}"
+        lines = [_line({"file": files[index].path, "error": why}) for index, why in reasons.items()]
+        if lines:
+            self._write_file(path, b"".join(lines))
+        elif self._fs.get_file_info(path).type == pafs.FileType.File:
+            self._fs.delete_file(path)
+
     def set_columns(self, of_result: pa.Schema | None) -> None:
         """The result's columns with their types; None if they are known only once there are rows.
         Call it before the first :meth:`write`. Raises InvalidArgumentError if one of them is a
@@ -126,7 +157,7 @@ class Output:
                     bound = f"one of {', '.join(of_input.names)}"
                     raise InvalidArgumentError.of("keep", name, bound)
         kept = of_input.names if keep is None else keep
-        _check_no_common_name(kept, of_result.names)
+        check_no_common_name(kept, of_result.names)
         columns = [field.with_nullable(True) for field in of_input if field.name in kept]
         self._known = pa.schema([*columns, *of_result])
         if self._parquet:
@@ -143,7 +174,7 @@ class Output:
         InvalidArgumentError if both have one of the same name."""
         keep = self._job.keep
         kept = row if keep is None else {name: row.get(name) for name in keep}
-        _check_no_common_name(kept, result)
+        check_no_common_name(kept, result)
         return {**kept, **result}
 
     def record_bad_row(self, row: RowId, why: str, given: RowValues | None) -> BadRow:
@@ -274,15 +305,6 @@ class Output:
             with contextlib.suppress(OSError):
                 self._fs.delete_file(temporary)
             raise
-
-
-def _check_no_common_name(of_input: Iterable[str], of_result: Iterable[str]) -> None:
-    common = set(of_input) & set(of_result)
-    if common:
-        raise InvalidArgumentError(
-            f"column {min(common)!r} is both of the input and of the result: choose the "
-            "input's columns with keep"
-        )
 
 
 def _for_json(value: Any) -> Any:

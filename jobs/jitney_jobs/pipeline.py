@@ -24,10 +24,12 @@ from jitney_jobs.job import Job
 from jitney_jobs.journal import FileRows, JobJournal
 from jitney_jobs.output import EndedRow, Output
 from jitney_jobs.prepare import Item, Prepared, Workers, in_background, make_task
-from jitney_jobs.rows import Chunk
+from jitney_jobs.rows import Chunk, reason
 
 _POLL_S = 0.2
 """Longest wait for a chunk, in seconds: then the job's thread looks at signals again."""
+_NEWS_S = 60.0
+"""The user is told so often what the run waits for."""
 _IN_FLIGHT_BYTES = 128 << 20
 """The bound of :class:`Budget`."""
 
@@ -102,16 +104,24 @@ class Pipeline(Gathering):
         super().__init__(job, journal, output, make_task(context))
         cores = len(os.sched_getaffinity(0))
         workers = max(1, cores // 2) if job.workers is None else job.workers
+        if job.row_timeout is not None:
+            workers = max(1, workers)  # a process can be ended, a thread cannot
         self._workers = Workers(context, workers)
         closing.callback(self._workers.close)
         self._workers_cpu_s = 0.0
         """CPU seconds of worker processes."""
-        self._feeder = Feeder(self._executor, job.retries)
+        self._feeder = Feeder(self._executor, job.make_retry_policy())
         chunk_rows = max(1, min(256, job.in_flight // 8))
         self._budget = Budget(job.in_flight, chunk_rows)
         self._chunks = dataset.chunks(journal.record, chunk_rows)
+        self._rows_left: int | None = None
+        """Rows that may still be read, because of the setting ``limit``."""
+        if job.limit is not None:
+            self._rows_left = max(0, job.limit - self._done_before)
         self._reading: Future[_Read] | None = None
         self._input_ended = False
+        self._told_at = -_NEWS_S
+        """When the user was last told what the run waits for, in monotonic seconds."""
         self._preparing: deque[tuple[Chunk, Future[Prepared]]] = deque()
 
     def _advance(self) -> bool:
@@ -163,7 +173,13 @@ class Pipeline(Gathering):
     def _read_next(self) -> _Read:
         """In the reader's thread."""
         began = time.monotonic()
-        entry = next(self._chunks, None)
+        entry = None
+        if self._rows_left != 0:
+            entry = next(self._chunks, None)
+        if isinstance(entry, Chunk) and self._rows_left is not None:
+            entry = entry.first(self._rows_left)
+            self._rows_left -= len(entry.indices)
+        self._is_cut = self._rows_left == 0
         return _Read(entry, time.monotonic() - began)
 
     def _feed_prepared(self) -> None:
@@ -183,6 +199,14 @@ class Pipeline(Gathering):
                 item.key = self._figures.taken
                 self._figures.taken += 1
                 self._feeder.add(item)
+
+    def take_news(self) -> str | None:
+        error = self._feeder.waits_for
+        now = time.monotonic()
+        if error is None or now - self._told_at < _NEWS_S:
+            return None
+        self._told_at = now
+        return f"waits, and tries again: {reason(error)}"
 
     def _on_row_in_part(self, row: EndedRow) -> None:
         self._budget.remove(row)

@@ -12,9 +12,9 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -33,9 +33,13 @@ from jitney_jobs.generate import (
     OpenAiLinesOnServer,
 )
 from jitney_jobs.job import Job
+from jitney_jobs.outcome import Trouble
 from jitney_jobs.rows import Chunk, RowId, RowValues, reason
 from jitney_jobs.storage import Storage
 from jitney_jobs.tensors import Tensors
+
+_POLL_S = 0.2
+"""How often the clock of a row is looked at, in seconds."""
 
 
 @dataclass
@@ -53,8 +57,8 @@ class Item:
     """Only on a cluster: the executor's result, or a JitneyError."""
     key: int = 0
     """Rows of a run count from 0, in the order of the input."""
-    tries: int = 0
-    """How often it was tried again."""
+    trouble: Trouble = field(default_factory=Trouble)
+    """Its errors that may pass."""
     read_bytes: int = 0
     """Approximate size of the row as it was read."""
     prepared_bytes: int = 0
@@ -88,6 +92,9 @@ class Task(Protocol):
 
     fields: pa.Schema | None
     """The result's columns. None if they are known only once there are rows."""
+    columns: Sequence[str]
+    """Columns of the input that the model needs. ``column_names.py`` has those that the job
+    names."""
 
     def prepare(self, row: RowValues) -> Any:
         """What the executor takes. Raises for a bad row, UnavailableError if the storage fails."""
@@ -100,12 +107,13 @@ class Map:
     """A function of the user's: the whole of the work is done in the workers."""
 
     fields = None
+    columns: Sequence[str] = ()
 
     def __init__(self, name: str) -> None:
         try:
             self._function: Callable[[RowValues], Any] = pkgutil.resolve_name(name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise InvalidArgumentError(f"map {name!r} cannot be imported: {error}") from None
+        except Exception as error:  # the user's module may raise anything
+            raise InvalidArgumentError(f"map {name!r} cannot be imported: {error}") from error
         if not callable(self._function):
             raise InvalidArgumentError.of("map", name, "a function")
 
@@ -133,17 +141,42 @@ def make_task(context: Context) -> Task:
     return OpenAiLines(job, encoder) if lines else Generate(job, encoder)
 
 
-def make_preparer(context: Context) -> Preparer:
+class RowClock(Protocol):
+    """Tells another process which row is at work, and since when."""
+
+    def __setitem__(self, index: int, value: float) -> None: ...
+
+    def __getitem__(self, index: int) -> float: ...
+
+
+_ROW = 0
+"""Item of a :class:`RowClock`: the number of the row in its chunk."""
+_SINCE = 1
+"""Item of a :class:`RowClock`: when the row began, in monotonic seconds; 0 if none is at work."""
+
+
+class RowTimeoutError(InvalidArgumentError):
+    """A row took longer than the setting ``row_timeout``. ``number``: of the row in its chunk."""
+
+    def __init__(self, number: int, seconds: float) -> None:
+        super().__init__(f"it took longer than row_timeout ({seconds:g} s) to prepare")
+        self.number = number
+
+
+def make_preparer(context: Context, clock: RowClock | None = None) -> Preparer:
     """What prepares a chunk, in the caller's thread. It raises UnavailableError if the storage
     fails, and any error of reading the chunk's data as rows."""
+    row_clock = [0.0, 0.0] if clock is None else clock
     task = make_task(context)
     storage = Storage(context.job)
 
     def prepare(chunk: Chunk) -> Prepared:
         began = time.perf_counter()
         cpu_began = time.process_time()
-        items = []
+        items: list[Item] = []
         for index, raw in zip(chunk.indices, chunk.raw_rows(), strict=True):
+            row_clock[_ROW] = len(items)
+            row_clock[_SINCE] = time.monotonic()
             item = Item(RowId(chunk.file, index))
             items.append(item)
             try:
@@ -154,6 +187,7 @@ def make_preparer(context: Context) -> Preparer:
                 raise
             except (Exception, SystemExit) as error:  # of a user's function or template
                 item.error = InvalidArgumentError(reason(error))
+        row_clock[_SINCE] = 0.0
         seconds = time.perf_counter() - began
         return Prepared(items, seconds, time.process_time() - cpu_began)
 
@@ -224,6 +258,8 @@ def _prepare_chunk(prepare: Preparer, chunk: Chunk) -> Prepared:
         prepared = prepare(chunk)
     except UnavailableError:
         raise
+    except RowTimeoutError as error:
+        prepared = _prepare_row_by_row(prepare, chunk, late=error)
     except (Exception, SystemExit):
         prepared = _prepare_row_by_row(prepare, chunk)
     read_bytes = chunk.row_bytes
@@ -232,12 +268,18 @@ def _prepare_chunk(prepare: Preparer, chunk: Chunk) -> Prepared:
     return prepared
 
 
-def _prepare_row_by_row(prepare: Preparer, chunk: Chunk) -> Prepared:
-    """For a chunk that raised, or ended its process. A row that does so alone is bad."""
+def _prepare_row_by_row(
+    prepare: Preparer, chunk: Chunk, late: RowTimeoutError | None = None
+) -> Prepared:
+    """For a chunk that raised, or ended its process. A row that does so alone is bad; so is the one
+    that is known to be ``late``."""
     items: list[Item] = []
     seconds = 0.0
     cpu_s = 0.0
     for number, index in enumerate(chunk.indices):
+        if late is not None and number == late.number:
+            items.append(Item(RowId(chunk.file, index), error=late))
+            continue
         try:
             prepared = prepare(chunk.only(number))
         except UnavailableError:
@@ -261,13 +303,17 @@ class _Process:
         self._process: Any = None
         self._closed = False
         self._lock = threading.Lock()
+        self._timeout_s = context.job.row_timeout
+        self._clock: RowClock = [0.0, 0.0]
 
     def __call__(self, chunk: Chunk) -> Prepared:
-        """Raises InvalidArgumentError if the process dies. The next call starts another one."""
+        """Raises InvalidArgumentError if the process dies, and RowTimeoutError if it was ended
+        because of one row. The next call starts another one."""
         try:
             if self._process is None:
                 self._start()
             self._pipe.send(chunk)
+            self._wait_for_answer()
             answer: Prepared | Exception = self._pipe.recv()
         except (EOFError, OSError):
             self._process = None
@@ -276,13 +322,27 @@ class _Process:
             raise answer
         return answer
 
+    def _wait_for_answer(self) -> None:
+        """Raises RowTimeoutError, after the end of the process, if one row takes too long."""
+        if self._timeout_s is None:
+            return
+        while not self._pipe.poll(_POLL_S):
+            since = self._clock[_SINCE]
+            if since and time.monotonic() - since > self._timeout_s:
+                number = int(self._clock[_ROW])
+                self._process.kill()
+                self._process.join()
+                self._process = None
+                raise RowTimeoutError(number, self._timeout_s)
+
     def _start(self) -> None:
         spawn = multiprocessing.get_context("spawn")
         with self._lock:
             if self._closed:
                 raise UnavailableError("the job has ended")
             self._pipe, theirs = spawn.Pipe()
-            self._process = spawn.Process(target=_serve, args=(theirs,))
+            self._clock = spawn.RawArray("d", 2)
+            self._process = spawn.Process(target=_serve, args=(theirs, self._clock))
             self._process.start()
             theirs.close()  # so that an end of the process is an end of the pipe
         # Sent now, not given to Process(): `start` would then write it, and wait for ever if the
@@ -298,14 +358,14 @@ class _Process:
                 self._process.join()
 
 
-def _serve(pipe: Any) -> None:
+def _serve(pipe: Any, clock: RowClock) -> None:
     """The life of a worker process: until the job's process kills it, or has ended itself."""
     for number in (signal.SIGINT, signal.SIGTERM):  # they are for the job's process
         signal.signal(number, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_end_with_job, args=(parent.sentinel,), daemon=True).start()
-    prepare = make_preparer(pipe.recv())
+    prepare = make_preparer(pipe.recv(), clock)
     while True:
         chunk = pipe.recv()
         try:

@@ -59,7 +59,13 @@ class Chunk:
 
     def only(self, number: int) -> "Chunk":
         """A chunk of one of the rows: number 0 is the first row here."""
-        part = slice(number, number + 1)
+        return self._part(slice(number, number + 1))
+
+    def first(self, count: int) -> "Chunk":
+        """A chunk of at most so many rows, the first ones."""
+        return self if count >= len(self.indices) else self._part(slice(0, count))
+
+    def _part(self, part: slice) -> "Chunk":
         return replace(self, indices=self.indices[part], data=self.data[part])
 
     def raw_rows(self) -> list[Any]:

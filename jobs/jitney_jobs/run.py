@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,10 +16,13 @@ from jitney.progress import Deadline, Progress, State, clock_text
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.executors import Models
 from jitney_jobs.gathering import Gathering
+from jitney_jobs.input_files import kinds_text
 from jitney_jobs.job import Job
 from jitney_jobs.journal import JobJournal, OutputPart, Record
+from jitney_jobs.outcome import ExitStatus, final_status
 from jitney_jobs.output import Output, write_errors
 from jitney_jobs.pipeline import Pipeline
+from jitney_jobs.preview import Preview
 
 if TYPE_CHECKING:
     from jitney_measure.pages.page import TableRow
@@ -33,30 +37,47 @@ _STAGES = {
     "write_s": "write: parts and journal",
 }
 """Figures of a run -> their names in the report."""
+_SHOWN_FILES = 10
+"""So many bad files the status names."""
 
 
 def run_job(
-    job: Job, models: Models | None = None, wanted: Callable[[], bool] = lambda: True
+    job: Job,
+    models: Models | None = None,
+    wanted: Callable[[], bool] = lambda: True,
+    retry_bad: bool = False,
+    say: Callable[[str], None] = lambda text: None,
 ) -> bool:
-    """Run a job. Rows that are committed in its journal are skipped. Returns whether the job is
-    complete; it is not if a signal ended it. A caller who passes ``models`` closes it. Raises
-    JitneyError for what is wrong with the settings, the input, the model or the output;
-    UnavailableError if the input or the output is away now; CancelledError as soon as the job is
-    not ``wanted``, which is asked often."""
+    """Run a job. Rows that are committed in its journal are skipped; with ``retry_bad`` not those
+    that are bad. Returns whether the job is complete; it is not if a signal ended it. A caller who
+    passes ``models`` closes it. ``say`` gets what the user should know at once.
+
+    Raises JitneyError for what is wrong with the settings, the input, the model or the output;
+    TooManyBadRows; UnavailableError if the input or the output is away now; CancelledError as soon
+    as the job is not ``wanted``, which is asked often."""
     with ExitStack() as closing:
         with write_errors(job):
             journal = JobJournal(job)
         closing.callback(journal.close)
         dataset = Dataset(job)
+        say(f"{job.input}: {dataset.found}")
+        preview = None
+        if journal.record.end is None:
+            preview = Preview(job, dataset)
+            if job.server is None:  # a server is asked first whether it is there: that is quick
+                preview.check_named()
         with write_errors(job):
             output = Output(job, dataset, journal)
-            if not journal.record.parts:
+            if not journal.record.written:
                 # The journal may begin anew. Until its first line is written, no part may be there:
                 # after a kill it would be one without a journal.
                 output.recover()
-            journal.begin_or_resume(job, dataset.files, dataset.files_are_rows)
+            journal.begin_or_resume(job, dataset.files, dataset.files_are_rows, dataset.passed_over)
+            if retry_bad and (journal.record.failed or journal.record.bad_files):
+                journal.reopen_bad(output.bad_rows())
             output.recover()
         if journal.record.end is not None:
+            say(_nothing_to_do(job, journal.record.end.at))
             return True
         # This run has no part yet, so its figures lack ``run``, and ``_state`` takes every part in
         # the journal for one of an earlier run. The metrics need ``moved_at``.
@@ -72,8 +93,37 @@ def run_job(
                 models = Models()
                 closing.callback(models.close)
             pipeline = Pipeline(job, dataset, journal, output, closing, models)
+        if preview is not None:
+            preview.check_named()
+            preview.check_needed(pipeline.columns)
         observer.begin_display()
-        return pipeline.run(observer.show, wanted)
+        is_complete = pipeline.run(partial(_show, pipeline, observer), wanted)
+        with write_errors(job):
+            output.list_bad_files()
+        return is_complete
+
+
+def _show(pipeline: Gathering, observer: "_Observer", figures: dict[str, float]) -> None:
+    """What is new, and how far the run is."""
+    news = pipeline.take_news()
+    if news is not None:
+        observer.say(news)
+    observer.show(figures)
+
+
+def _nothing_to_do(job: Job, ended_at: float) -> str:
+    return (
+        f"{job.output} is complete since {clock_text(ended_at)}: nothing is done. For another run "
+        "name another output, such as one with {date} or {run}"
+    )
+
+
+def preview_of(job: Job) -> str:
+    """What a job would read and write. Nothing is written. Raises as :func:`run_job` does before
+    the model is loaded."""
+    preview = Preview(job, Dataset(job))
+    preview.check_named()
+    return preview.text()
 
 
 class _Observer:
@@ -98,6 +148,10 @@ class _Observer:
         """Show a line from now on: loading the model may have printed some."""
         self._progress = Progress()
         self._closing.callback(self._progress.close)
+
+    def say(self, text: str) -> None:
+        assert self._progress is not None, "the display has begun"
+        self._progress.say(text)
 
     def show(self, figures: dict[str, float]) -> None:
         assert self._progress is not None, "the display has begun"
@@ -158,9 +212,16 @@ def status_of(record: Record, job: Job) -> str:
     lines = [
         f"{record.begin.job.output}: {'complete' if state.complete else 'not complete'}",
         f"input   {len(files):,} files, {sum(file.size for file in files):,} bytes",
+    ]
+    if record.begin.passed_over:
+        lines.append(f"        passed over: {kinds_text(record.begin.passed_over)}")
+    lines += [
         f"rows    {written + failed:,}{total}: {written:,} written, {failed:,} bad",
+        *_lines_of_bad_files(record),
         f"parts   {len(record.parts):,}",
     ]
+    if job.limit is not None and not state.complete:
+        lines.append(f"limit   {job.limit:,} rows; without it the job goes on")
     if figures:
         lines.append(f"last    {clock_text(figures['at'])}")
         lines.append(f"cost    {_rate(record)}; {_cost(record)}")
@@ -169,6 +230,38 @@ def status_of(record: Record, job: Job) -> str:
     if state.due is not None:
         lines.append(f"due     {clock_text(state.due)}{', late' if state.late else ''}")
     return "\n".join(lines)
+
+
+def _lines_of_bad_files(record: Record) -> list[str]:
+    if not record.bad_files:
+        return []
+    assert record.begin is not None, "a file was read"
+    reasons = list(record.bad_files.values())
+    lines = [
+        f"files   {len(reasons):,} of {len(record.begin.files):,} cannot be read to their end:"
+    ]
+    lines += [f"        {reason}" for reason in reasons[:_SHOWN_FILES]]
+    if len(reasons) > _SHOWN_FILES:
+        lines.append(f"        and {len(reasons) - _SHOWN_FILES:,} more: _errors/files.jsonl")
+    return lines
+
+
+def exit_status(record: Record, job: Job) -> ExitStatus:
+    """Of a job that has done all that it was to do."""
+    return final_status(record.failed, len(record.bad_files), record.is_late(job))
+
+
+def note_of(record: Record, began: float) -> str | None:
+    """What to say of a job that is complete: what is bad, and whether it was complete before it was
+    begun this time. None if there is nothing to say."""
+    notes = []
+    if record.end is not None and record.end.at < began:
+        notes.append("it was complete before, and nothing was done")
+    if record.failed:
+        notes.append(f"{record.failed:,} bad rows")
+    if record.bad_files:
+        notes.append(f"{len(record.bad_files):,} bad files")
+    return "; ".join(notes) or None
 
 
 def _runs(record: Record) -> list[dict[str, float]]:

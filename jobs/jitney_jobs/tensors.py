@@ -6,6 +6,7 @@ column. The same tasks serve an exported model here and a model on a server.
 
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,9 @@ class Tensors:
             "score": {"score": pa.float64()},
         }
         self.fields = pa.schema(kinds[job.task])
+        self.columns: Sequence[str] = [info.name for info in self._inputs]
+        if self._tokenizer is not None or len(self._inputs) == 1:
+            self.columns = [job.column]
 
     # ------------------------------------------------------------------ row to tensors
 

@@ -22,7 +22,7 @@ def settings(tmp_path: Path) -> Iterator[dict[str, Any]]:
     with api() as url:
         yield {
             "task": "generate", "map": None, "model": "m", "input_format": "openai", "retries": 1,
-            "server": url, "api_key_file": str(keys),
+            "patience": "2s", "server": url, "api_key_file": str(keys),
         }  # fmt: skip
 
 
@@ -75,10 +75,19 @@ def test_a_lines_own_limit_replaces_the_jobs(settings: dict[str, Any], tmp_path:
     }
 
 
-def test_a_server_that_is_away_ends_the_job_and_it_goes_on(
+def test_a_line_that_fails_while_others_do_not_is_bad(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
     source = write_lines(tmp_path / "in.jsonl", [line("a", prompt="a"), line("g", prompt="gone")])
+    assert run(source, tmp_path / "out", **settings)
+    assert [row["custom_id"] for row in read(tmp_path / "out")] == ["a"]
+    assert bad(tmp_path / "out")[0]["error"].startswith("404 ")
+
+
+def test_a_server_that_is_away_ends_the_job_and_it_goes_on(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [line("g", prompt="gone")])
     with pytest.raises(UnavailableError, match="404"):
         run(source, tmp_path / "out", **settings)
     with pytest.raises(UnavailableError, match=r"127.0.0.1:1 does not answer"):
@@ -93,8 +102,7 @@ def test_a_server_that_is_away_ends_the_job_and_it_goes_on(
         assert run(source, tmp_path / "out", **settings)
     finally:
         STATUS["gone"] = 404
-    assert sorted(row["custom_id"] for row in read(tmp_path / "out")) == ["a", "g"]
-    assert Api.asked["a"] == 1
+    assert [row["custom_id"] for row in read(tmp_path / "out")] == ["g"]
 
 
 def test_addresses_go_with_their_formats(settings: dict[str, Any], tmp_path: Path) -> None:
