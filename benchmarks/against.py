@@ -3,10 +3,16 @@
     git worktree add ../before COMMIT       # and an environment of its own there: make env
     python -m benchmarks.against ../before                      # W1, W2 and W3, in-process
     python -m benchmarks.against ../before --what served scheduler
+    python -m benchmarks.against ../before --side-by-side       # where the machine is noisy
 
 Both run the same benchmark of their own checkout, in turn, each in a process of its own; which one
 goes first changes from pair to pair. A ratio is of one pair, and above 1 where this checkout is
-better. Where a machine is noisy, the CPU seconds for each token tell more than the rate.
+better.
+
+Where a machine is noisy, even the CPU seconds of two turns differ by a tenth and more. With
+``--side-by-side`` both run at once, with a thread each, on one core. The kernel gives each of them
+the core for a few milliseconds at a time, so what disturbs one disturbs the other as much. Only the
+tokens a CPU second mean anything then.
 """
 
 import argparse
@@ -16,9 +22,11 @@ import re
 import statistics
 import subprocess
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks.engines.measure import MARK
+from benchmarks.instructions import INSTRUCTIONS, limited_to
 from benchmarks.workloads import save_m100
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,7 +48,7 @@ def run(tree: Path, module: str, *options: str) -> str:
 
 
 def in_process(tree: Path, arguments: argparse.Namespace) -> Figures:
-    """W1, W2 and W3 by the engine alone."""
+    """The workloads by the engine alone."""
     model = save_m100(arguments.work_dir / "m100")
     output = run(
         tree, "engines.jitney", "--model", str(model.resolve()), "--dtype", arguments.dtype,
@@ -76,6 +84,27 @@ def scheduler(tree: Path, arguments: argparse.Namespace) -> Figures:
 WHAT = {"in-process": in_process, "served": served, "scheduler": scheduler}
 
 
+def in_turn(trees: dict[str, Path], arguments: argparse.Namespace) -> dict[str, Figures]:
+    """All figures of each checkout, one checkout after the other."""
+    figures: dict[str, Figures] = {}
+    for which, tree in trees.items():
+        figures[which] = {}
+        for what in arguments.what:
+            figures[which].update(WHAT[what](tree, arguments))
+    return figures
+
+
+def side_by_side(trees: dict[str, Path], arguments: argparse.Namespace) -> dict[str, Figures]:
+    """The tokens a CPU second of both checkouts, which run at once."""
+    with ThreadPoolExecutor() as pool:
+        runs = {which: pool.submit(in_process, tree, arguments) for which, tree in trees.items()}
+    figures: dict[str, Figures] = {}
+    for which, run_of_one in runs.items():
+        found = run_of_one.result()
+        figures[which] = {name: value for name, value in found.items() if "CPU second" in name}
+    return figures
+
+
 def main() -> None:
     """Run the pairs and print a table: this checkout's median over the other's, and the ratios."""
     parser = argparse.ArgumentParser(
@@ -88,15 +117,28 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto", help="in-process only")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--work-dir", type=Path, default=ROOT / "build" / "benchmarks")
+    parser.add_argument("--instructions", choices=INSTRUCTIONS, default="all")
+    parser.add_argument(
+        "--side-by-side", action="store_true", help="both at once, on one core; in-process only"
+    )
     arguments = parser.parse_args()
     arguments.work_dir.mkdir(parents=True, exist_ok=True)
+    os.environ.update(limited_to(arguments.instructions))
+    measure_pair = side_by_side if arguments.side_by_side else in_turn
+    if arguments.side_by_side:
+        if arguments.what != ["in-process"]:
+            parser.error("--side-by-side measures in-process alone")
+        arguments.threads = 1
+        save_m100(arguments.work_dir / "m100")  # both would make it
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     trees = {"new": ROOT, "old": arguments.other.resolve()}
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: {"new": [], "old": []})
     for pair in range(arguments.pairs):
-        for which in ("new", "old") if pair % 2 else ("old", "new"):
-            for what in arguments.what:
-                for name, value in WHAT[what](trees[which], arguments).items():
-                    found[name][which].append(value)
+        order = ("new", "old") if pair % 2 else ("old", "new")
+        figures = measure_pair({which: trees[which] for which in order}, arguments)
+        for which, figures_of_one in figures.items():
+            for name, value in figures_of_one.items():
+                found[name][which].append(value)
         print(f"pair {pair + 1} of {arguments.pairs} is done", flush=True)
     print("| figure | this checkout | the other | median of the ratios | least and greatest |")
     print("|---|---|---|---|---|")

@@ -37,7 +37,11 @@ def flatten(result: Any) -> list[torch.Tensor]:
     if isinstance(result, Mapping):
         result = list(result.values())
     if isinstance(result, (tuple, list)):
-        return [tensor for each in result if each is not None for tensor in flatten(each)]
+        tensors: list[torch.Tensor] = []
+        for each in result:
+            if each is not None:
+                tensors += flatten(each)
+        return tensors
     raise RecipeError(
         f"the module returned a {type(result).__name__}, but must return tensors: one, or a tuple, "
         "list or dictionary of them"

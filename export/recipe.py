@@ -1,8 +1,8 @@
 """What is exported: one frozen description per model, checked when it is made.
 
-Owned by whoever makes it (``recipes/``, or a user's function by way of ``resolve``) and only read
-by the steps. Everything derived from the sizes of dynamic dimensions is computed here: the inputs
-of a check, the profile of an engine, the example that is traced.
+Owned by the code that makes it (``recipes/``, or a user's function by way of ``resolve``). The
+steps only read it. Everything derived from the sizes of dynamic dimensions is computed here: the
+inputs of a check, the profile of an engine, the example that is traced.
 """
 
 import itertools

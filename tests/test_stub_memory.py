@@ -4,7 +4,6 @@ import logging
 import os
 import resource
 import sys
-import time
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -68,11 +67,31 @@ def test_outside_of_a_stub_there_is_room(monkeypatch: pytest.MonkeyPatch) -> Non
     assert stub_memory.has_room()
 
 
-def test_a_wait_for_room_ends_with_room_or_in_time(pool: Pool) -> None:
-    assert not stub_memory.wait_for_room(time.monotonic() + 0.03)
+class Clock:
+    """In place of the module ``time``: it passes only in a sleep."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_wait_for_room_ends_with_room_or_in_time(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(stub_memory, "time", clock)
+    assert not stub_memory.wait_for_room(until=0.03)
     assert pool.asked > 1
+    assert 0.03 <= clock.now < 0.03 + 2 * stub_memory.WAIT_S
     pool.free = stub_memory.ROOM
-    assert stub_memory.wait_for_room(time.monotonic() + 60)
+    ended_at = clock.now
+    assert stub_memory.wait_for_room(until=60.0)
+    assert clock.now == ended_at, "there is room at once"
 
 
 @pytest.fixture

@@ -111,10 +111,8 @@ class Server:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.key = secrets.token_hex(16)
-        # A server that listens on every IPv6 address is called at the loopback address.
-        host = "::1" if options.host == "::" else options.host
         ports = ServerPorts(options.http_port, options.grpc_port, options.metrics_port)
-        self.admin = Admin(host, ports, {"jitney-key": self.key})
+        self.admin = Admin(options.host, ports, {"jitney-key": self.key})
         self.process: subprocess.Popen[bytes] | None = None
         self.runtime: RunFolder | None = None
         self.was_ready = False

@@ -63,10 +63,15 @@ def remembered(repository: Path) -> list[str]:
 
 
 def not_ready(url: str, models: list[str]) -> list[str]:
-    """What does not answer 200: `server`, or names of models."""
+    """What does not answer 200: `server`, or names of models.
+
+    A model is not asked for if its name cannot stand in a path as it is: the server would not know
+    it. Such a model has no stub that could end, and without it the server would not have started.
+    """
     paths = {"server": "/v2/health/ready"}
     for name in models:
-        paths[name] = f"/v2/models/{quote(name, safe=_SENT_AS_THEY_ARE)}/ready"
+        if quote(name, safe=_SENT_AS_THEY_ARE) == name:
+            paths[name] = f"/v2/models/{name}/ready"
     connection = http.client.HTTPConnection(url, timeout=_TIMEOUT_S)
     missing = []
     try:

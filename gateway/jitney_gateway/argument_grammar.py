@@ -5,30 +5,42 @@
 
 import json
 import keyword
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jitney.errors import InvalidArgumentError
+from jitney.text.json_schema import ALLOWS_ALL
 
 from jitney_gateway.formats import ToolFormat
 from jitney_gateway.lark import (
     ANY_TEXT_IN_LARK,
     WRONG_SCHEMA,
     Spell,
-    json_property,
+    json_part,
     json_value,
 )
 from jitney_gateway.schema_alternatives import (
+    Alternative,
+    Members,
+    all_of,
     alternatives_of,
     listed_texts,
     others_than_strings,
+    schema_of_member,
 )
 from jitney_gateway.string_rules import lark_of_string, with_known_formats
+from jitney_gateway.tagged_arguments import END_OF_VALUE
+from jitney_gateway.tagged_value import is_surely_text, lists_without_type, may_be_null
 from jitney_gateway.value_grammar import ValueRules, argument_list
 
 _COMMA = json.dumps(", ")
 _END_OF_PARAMETER = "</parameter>"
-_END_OF_VALUE = json.dumps(f"\n{_END_OF_PARAMETER}")
+_LAST_TAG = json.dumps(f"\n{_END_OF_PARAMETER}")
+_NOT_KEPT = (
+    "enum", "const", "not", "if", "patternProperties", "propertyNames", "dependencies",
+    "dependentRequired", "dependentSchemas",
+)  # fmt: skip
+"""Keywords of the parameters that arguments which are written one by one cannot keep."""
 _TEXT_RULE = "text"
 """The name of the rule for any text up to the end of a parameter."""
 
@@ -118,11 +130,54 @@ def arguments_of_function(
             return _tagged_arguments(schema, prefix)
 
 
-def _possible_properties(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The properties of an object, without those that it must not have: their schema is
-    ``false``."""
-    properties = schema.get("properties", {})
-    return {name: value for name, value in properties.items() if value is not False}
+# ------------------------------------------------------------------------------- one by one
+
+WriteArgument = Callable[[str, Any], str]
+"""Writes an argument in Lark. Its parameters are the argument's name and its schema."""
+
+
+def _listed_arguments(
+    schema: Mapping[str, Any], prefix: str, *, separator: str, write: WriteArgument
+) -> Arguments:
+    """Arguments that are written one by one, for formats in which they are no JSON object."""
+    ways: list[str] = []
+    rules: list[str] = []
+    for alternative in alternatives_of(schema, schema):
+        if not alternative.allows_object():
+            continue
+        members = alternative.members()
+        _check_kept(alternative, members)
+        # A member whose schema is ``false`` must not be there.
+        possible = {name: of for name, of in members.properties.items() if False not in of}
+        if not possible.keys() >= set(members.required):
+            continue
+        arguments = {name: write(name, all_of(schemas)) for name, schemas in possible.items()}
+        listed = argument_list(
+            arguments,
+            members.required,
+            separator=separator,
+            prefix=f"{prefix}_way{len(ways)}",
+        )
+        ways.append(listed.lark)
+        rules += listed.rules
+    if not ways:
+        raise InvalidArgumentError("no arguments fit the parameters")
+    if len(ways) == 1:
+        return Arguments(ways[0], rules)
+    return Arguments(f"({' | '.join(dict.fromkeys(ways))})", rules)
+
+
+def _check_kept(alternative: Alternative, members: Members) -> None:
+    """Raise InvalidArgumentError for what the schema says of the arguments together, and a list of
+    them cannot keep. Each listed argument is named by the schema."""
+    for rule in alternative.rules:
+        for name in _NOT_KEPT:
+            if name in rule and rule[name] not in ALLOWS_ALL.get(name, ()):
+                raise InvalidArgumentError(f"{name!r} of the parameters is not supported")
+        if rule.get("minProperties", 0) > len(members.required):
+            raise InvalidArgumentError("'minProperties' of the parameters is not supported")
+        if rule.get("maxProperties", len(members.properties)) < len(members.properties):
+            raise InvalidArgumentError("'maxProperties' of the parameters is not supported")
 
 
 # ------------------------------------------------------------------------------- Python
@@ -141,14 +196,12 @@ def check_python_name(name: str) -> None:
 
 def _python_arguments(schema: Mapping[str, Any], prefix: str) -> Arguments:
     """Arguments such as ``city="Rome", days=[1]``."""
-    arguments = {}
-    for name, value in _possible_properties(schema).items():
+
+    def write(name: str, of_value: Any) -> str:
         check_python_name(name)
-        begin = json.dumps(f"{name}=")
-        arguments[name] = f"{begin} {json_property(name, value, schema)}"
-    required = schema.get("required", ())
-    listed = argument_list(arguments, required, separator=_COMMA, prefix=prefix)
-    return Arguments(listed.lark, listed.rules)
+        return f"{json.dumps(f'{name}=')} {json_part(of_value, schema)}"
+
+    return _listed_arguments(schema, prefix, separator=_COMMA, write=write)
 
 
 # ------------------------------------------------------------------------------- tags
@@ -166,22 +219,47 @@ class _TaggedValue(NamedTuple):
 
 def _tagged_arguments(schema: Mapping[str, Any], prefix: str) -> Arguments:
     """Arguments such as ``<parameter=city>\\nRome\\n</parameter>\\n``."""
-    arguments = {}
-    terminals = []
-    for index, (name, schema_of_value) in enumerate(_possible_properties(schema).items()):
-        value = _tagged_value(name, schema_of_value, schema)
+    terminals: list[str] = []
+    has_branches = len(alternatives_of(schema, schema)) > 1
+
+    def write(name: str, of_value: Any) -> str:
+        _check_tag(name)
+        if has_branches:
+            _check_read_alike(name, of_value, schema)
+        value = _tagged_value(name, of_value, schema)
         choices = []
         if value.terminal is not None:
-            name_of_terminal = f"{prefix}_{index}".upper()
+            name_of_terminal = f"{prefix}_{len(terminals)}".upper()
             terminals.append(f"{name_of_terminal}: {value.terminal}")
             choices.append(name_of_terminal)
         if value.rule is not None:
             choices.append(value.rule)
-        begin = json.dumps(f"<parameter={name}>")
-        arguments[name] = f'{begin} "\\n" ({" | ".join(choices)}) "\\n"'
-    required = schema.get("required", ())
-    listed = argument_list(arguments, required, separator="", prefix=prefix)
-    return Arguments(listed.lark, [*terminals, *listed.rules])
+        begin = json.dumps(f"<parameter={name}>", ensure_ascii=False)
+        return f'{begin} "\\n" ({" | ".join(choices)}) "\\n"'
+
+    arguments = _listed_arguments(schema, prefix, separator="", write=write)
+    return Arguments(arguments.lark, [*terminals, *arguments.rules])
+
+
+def _check_tag(name: str) -> None:
+    """Raise InvalidArgumentError for a name that ends its tag."""
+    if not name or ">" in name or "\n" in name:
+        raise InvalidArgumentError(f"parameter {name!r}: a name between tags has no > or newline")
+
+
+def _check_read_alike(name: str, schema: Any, whole: Mapping[str, Any]) -> None:
+    """Raise InvalidArgumentError for an argument that ``schema`` allows in one of several forms of
+    the arguments, if the parser would read it differently because of the other forms."""
+    read_by = schema_of_member(name, whole)
+    if _reading(schema, whole) != _reading(read_by, whole):
+        reason = "its types differ between the branches of the parameters"
+        raise InvalidArgumentError(f"parameter {name!r}: {reason}")
+
+
+def _reading(schema: Any, whole: Mapping[str, Any]) -> tuple[object, ...]:
+    """What decides how the parser reads a value."""
+    listed = listed_texts(alternatives_of(schema, whole))
+    return is_surely_text(schema, whole), may_be_null(schema, whole), listed
 
 
 def _tagged_value(name: str, schema: Any, whole: Mapping[str, Any]) -> _TaggedValue:
@@ -190,7 +268,7 @@ def _tagged_value(name: str, schema: Any, whole: Mapping[str, Any]) -> _TaggedVa
     alternatives = alternatives_of(schema, whole)
     may_be_string = any(each.allows_string() for each in alternatives)
     if not may_be_string:
-        return _TaggedValue(rule=f"{json_property(name, schema, whole)} {_END_OF_VALUE}")
+        return _TaggedValue(rule=f"{json_part(schema, whole)} {_LAST_TAG}")
     texts = []
     for alternative in alternatives:
         if alternative.names_null():
@@ -198,18 +276,27 @@ def _tagged_value(name: str, schema: Any, whole: Mapping[str, Any]) -> _TaggedVa
         if not alternative.allows_string():
             continue
         try:
-            text = lark_of_string(alternative, forbidden=_END_OF_PARAMETER)
+            text = lark_of_string(alternative, _END_OF_PARAMETER, ends_inside=END_OF_VALUE.search)
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"parameter {name!r}: {error}") from None
         if text is None:  # any string
             return _TaggedValue(rule=_TEXT_RULE)
         texts.append(text)
-    terminal = f"({' | '.join(texts)}) {_END_OF_VALUE}"
-    if listed_texts(alternatives) is None:
-        # The parser reads every value as text, so there is no JSON beside it.
+    terminal = f"({' | '.join(texts)}) {_LAST_TAG}"
+    others = _read_as_json(schema, alternatives)
+    if not others:
         return _TaggedValue(terminal=terminal)
-    others = {"anyOf": others_than_strings(alternatives)}
     return _TaggedValue(
-        rule=f"{json_property(name, others, whole)} {_END_OF_VALUE}",
+        rule=f"{json_part({'anyOf': others}, whole)} {_LAST_TAG}",
         terminal=terminal,
     )
+
+
+def _read_as_json(schema: Any, alternatives: Sequence[Alternative]) -> list[Any]:
+    """Schemas of the values that the parser reads as JSON, where it reads others as text."""
+    if lists_without_type(schema):
+        values = [each for each in schema["enum"] if not isinstance(each, str | None)]
+        return [{"enum": values}] if values else []
+    if listed_texts(alternatives) is None:
+        return []  # every value is text
+    return others_than_strings(alternatives)

@@ -11,7 +11,7 @@ There is a reader for each way in which models write arguments: ``json_arguments
 from typing import Literal, NamedTuple, Protocol
 
 
-class Progress(NamedTuple):
+class ReadResult(NamedTuple):
     """What a reader made of a text."""
 
     size: int
@@ -27,10 +27,10 @@ class Progress(NamedTuple):
 class ArgumentsReader(Protocol):
     """Reads the arguments of one call."""
 
-    def read(self, text: str) -> Progress:
-        """Read more. ``text`` is the rest of the last text (from ``Progress.size`` on), and what
+    def read(self, text: str) -> ReadResult:
+        """Read more. ``text`` is the rest of the last text (from ``ReadResult.size`` on), and what
         has come since."""
 
-    def finish(self, text: str) -> Progress:
+    def finish(self, text: str) -> ReadResult:
         """The model has stopped in the middle of the arguments. ``text`` is the rest of the last
         text. The progress ends with ``cut``."""

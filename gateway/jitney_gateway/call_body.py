@@ -15,6 +15,7 @@ import msgspec
 import regex
 
 from jitney_gateway.gemma_notation import GEMMA_QUOTES
+from jitney_gateway.schema_alternatives import schema_of_member
 from jitney_gateway.tagged_value import typed_value
 
 PARSE_ERRORS = (
@@ -386,12 +387,11 @@ def _json_of_gemma(part: regex.Match[str]) -> str:
 
 def _parse_tags(text: str, schema: Mapping[str, Any]) -> str:
     """JSON of the parameters between tags, each read as its schema says."""
-    properties = schema.get("properties", {})
     arguments = {}
     index = 0
     while parameter := _PARAMETER.match(text, index):
         name = parameter["name"]
-        arguments[name] = typed_value(parameter["value"], properties.get(name) or {}, schema)
+        arguments[name] = typed_value(parameter["value"], schema_of_member(name, schema), schema)
         index = parameter.end()
     if text[index:].strip() != _LAST_TAG:
         raise ValueError("text between the parameters")

@@ -23,7 +23,7 @@ from jitney_gateway.strict_grammar import (
 )
 from jitney_gateway.structured import OutputConstraint, constraint_of_body
 from jitney_gateway.tool_grammar import grammar_of_calls, grammar_of_calls_or_answer
-from jitney_gateway.wire import ChatRequest
+from jitney_gateway.wire import ChatRequest, ContentPart, Message
 
 BUDGET = "thinking_token_budget"
 """The field that bounds the reasoning of a chat."""
@@ -35,6 +35,8 @@ def constraint_of_chat(
     """What the answer must be; None if it may be anything. Raises FieldError."""
     token_ids = ids_of_markers(formats, model)
     constraint = constraint_of_body(body)
+    if constraint is not None and body.continue_final_message:
+        _check_continued(constraint, body.messages[-1])
     if formats.tool is not None:
         constraint = _with_calls(constraint, body, formats, token_ids)
     budget = _budget_with_effect(body, formats, is_constrained=constraint is not None)
@@ -53,6 +55,23 @@ def constraint_of_chat(
         has_header=has_header,
     )
     return OutputConstraint(constraint.field, parameter)
+
+
+def _check_continued(constraint: OutputConstraint, last: Message) -> None:
+    """Raise FieldError if the text that is continued is the beginning of JSON, and the answer must
+    be JSON: a constraint is for the answer alone, so the two together would be no JSON."""
+    is_json = not {"json", "json_object"}.isdisjoint(constraint.structured_outputs)
+    parts = last.content or ""
+    text = parts if isinstance(parts, str) else "".join(map(_text_of_part, parts))
+    is_open = text.count("{") > text.count("}") or text.count("[") > text.count("]")
+    if is_json and is_open:
+        field = constraint.field
+        reason = f"the answer alone is whole JSON, but continues {text[-64:]!r}, which begins it"
+        raise FieldError(field, f"{field}: {reason}")
+
+
+def _text_of_part(part: str | ContentPart) -> str:
+    return part if isinstance(part, str) else part.text or ""
 
 
 def _budget_with_effect(

@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 
 import regex
 
-from jitney_gateway.call_arguments import Progress
+from jitney_gateway.call_arguments import ReadResult
 from jitney_gateway.json_syntax import (
     ESCAPE,
     IN_STRING,
@@ -13,7 +13,7 @@ from jitney_gateway.json_syntax import (
     Expected,
     JsonSyntax,
     NotJsonError,
-    Tokens,
+    TokenPatterns,
     make_tokens,
 )
 
@@ -38,7 +38,7 @@ class InsideOfString(NamedTuple):
 class Notation(Protocol):
     """How a format writes a JSON object."""
 
-    tokens: Tokens
+    tokens: TokenPatterns
 
     def json_of_space(self, space: str) -> str:
         """JSON for the space between two tokens."""
@@ -83,7 +83,7 @@ class ArgumentsLikeJson:
         self._marker_at: int | None = None
         """Where the text begins whose JSON is in `_held`."""
 
-    def read(self, text: str) -> Progress:
+    def read(self, text: str) -> ReadResult:
         """As in ArgumentsReader."""
         try:
             has_read = True
@@ -95,14 +95,14 @@ class ArgumentsLikeJson:
             return self._take_ready()._replace(end="complete")
         return self._take_ready()
 
-    def finish(self, text: str) -> Progress:
+    def finish(self, text: str) -> ReadResult:
         """As in ArgumentsReader."""
         if self._marker_at is not None:
-            return Progress(self._marker_at, "", "cut")
+            return ReadResult(self._marker_at, "", "cut")
         arguments = self._notation.json_of_cut_token(text, self._syntax.expected)
-        return Progress(len(text), arguments, "cut")
+        return ReadResult(len(text), arguments, "cut")
 
-    def _take_ready(self) -> Progress:
+    def _take_ready(self) -> ReadResult:
         """What can leave, and how much of the text that is."""
         size = self._converted if self._marker_at is None else self._marker_at
         self._scanned -= size
@@ -111,7 +111,7 @@ class ArgumentsLikeJson:
             self._marker_at = 0
         arguments = "".join(self._ready)
         self._ready = []
-        return Progress(size, arguments)
+        return ReadResult(size, arguments)
 
     def _scan(self, text: str) -> bool:
         """Read a token, or more of a string. Returns False if that needs more text. Raises

@@ -14,7 +14,7 @@ import regex
 
 Expected = Literal["value", "first item", "first key", "key", "colon", "next"]
 """What may come next. ``first item`` and ``first key``: or the bracket that closes."""
-Tokens = Mapping[Expected, regex.Pattern[str]]
+TokenPatterns = Mapping[Expected, regex.Pattern[str]]
 """What is expected -> the tokens that are possible there. The group that matches names the kind of
 token."""
 
@@ -49,7 +49,7 @@ class NotJsonError(ValueError):
 
 def make_tokens(
     *, quote: str = '"', other_key: str | None = None, after_number: str = _AFTER_NUMBER
-) -> Tokens:
+) -> TokenPatterns:
     """The tokens of JSON, or of a notation that differs from it in a few places.
 
     The arguments are verbose regular expressions: ``quote`` for what begins a string, ``other_key``
@@ -90,7 +90,7 @@ class JsonSyntax:
         """What closes all brackets that are open."""
         return "".join(reversed(self._brackets_to_close))
 
-    def find_token(self, tokens: Tokens, text: str, start: int) -> regex.Match[str]:
+    def find_token(self, tokens: TokenPatterns, text: str, start: int) -> regex.Match[str]:
         """The token at the index ``start``: a partial match, if the text may have only its
         beginning. Raises NotJsonError for what is not expected there."""
         match = tokens[self.expected].match(text, start, partial=True)

@@ -15,10 +15,9 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
-from urllib.parse import quote
 
 from jitney.errors import InvalidArgumentError
-from jitney.text.schema_references import DEFINITIONS
+from jitney.text.schema_references import DEFINITIONS, References
 
 ANY_TEXT: Mapping[str, str] = {"regex": "(?s:.*)"}
 """The constraint that allows any answer."""
@@ -89,10 +88,12 @@ def json_value(schema: Mapping[str, Any]) -> str:
     return "%json " + json.dumps({"x-guidance": _SPACING, **schema})
 
 
-def json_property(name: str, schema: Any, whole: Mapping[str, Any]) -> str:
-    """JSON that follows the ``schema`` of the property ``name`` in the schema ``whole``, to whose
-    parts it may refer."""
-    own = schema if isinstance(schema, Mapping) else {}
+def json_part(schema: Any, whole: Mapping[str, Any]) -> str:
+    """JSON that follows ``schema``: a part of the schema ``whole``, or a schema that is made of
+    such parts. It may refer to other parts."""
+    own = dict(schema) if isinstance(schema, Mapping) else {}
+    if "$schema" in whole:
+        own = {"$schema": whole["$schema"], **own}  # it says what the keywords mean
     if not _REFERENCE.search(json.dumps(own)):
         return json_value(own)
     definitions = {key: whole[key] for key in DEFINITIONS if key in whole}
@@ -103,11 +104,31 @@ def json_property(name: str, schema: Any, whole: Mapping[str, Any]) -> str:
     if refers_to_definitions_only:
         return json_value({**definitions, **own})
     # A reference such as "#/properties/other" starts at the root, which must remain ``whole``. So
-    # ``whole`` is a definition with an id, and the value follows a part of it.
-    identifier = whole.get("$id", _IDENTIFIER)
-    pointer = quote(name.replace("~", "~0").replace("/", "~1"), safe="~")
-    reference = f"{identifier}#/properties/{pointer}"
-    return json_value({"$ref": reference, "$defs": {"all": {"$id": identifier, **whole}}})
+    # ``whole`` becomes a definition with an id, and all references begin with that id.
+    named = {"$id": _IDENTIFIER, **whole}
+    part = _with_absolute_references(schema, References(named))
+    if "$schema" in own:
+        part["$schema"] = own["$schema"]
+    return json_value({**part, "$defs": {"all": named}})
+
+
+def _with_absolute_references(schema: Any, references: References) -> Any:
+    """A copy of a part of a schema, in which no reference depends on where the part stands."""
+    if isinstance(schema, list):
+        return [_with_absolute_references(part, references) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    # What is no schema, such as the value of ``properties``, has names in place of keywords.
+    is_schema = references.knows(schema)
+    copied = {}
+    for keyword, value in schema.items():
+        if is_schema and keyword == "$ref" and isinstance(value, str):
+            copied[keyword] = references.absolute(schema, value)
+        elif is_schema and keyword in ("$id", "$anchor"):
+            continue  # what they name is the original
+        else:
+            copied[keyword] = _with_absolute_references(value, references)
+    return copied
 
 
 # ------------------------------------------------------------------------------- whole constraints

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import regex
 
 from jitney_gateway.argument_readers import make_reader
-from jitney_gateway.call_arguments import ArgumentsReader, Progress
+from jitney_gateway.call_arguments import ArgumentsReader, ReadResult
 from jitney_gateway.call_body import CallBody, MalformedCallError
 from jitney_gateway.call_heads import (
     SPACE_AROUND_MARKER,
@@ -313,7 +313,7 @@ class Parser:
             self._buffer.add_to_call(progress.arguments, completes_call=is_complete)
         return self._go_on(state, progress)
 
-    def _go_on(self, state: _BeforeArguments | _InArguments, progress: Progress) -> bool:
+    def _go_on(self, state: _BeforeArguments | _InArguments, progress: ReadResult) -> bool:
         """Set the state after that progress in the arguments of a call."""
         match progress.end:
             case None:

@@ -8,7 +8,7 @@ The bracket that ends the call is read, too.
 import json
 from typing import Literal
 
-from jitney_gateway.call_arguments import Progress
+from jitney_gateway.call_arguments import ReadResult
 from jitney_gateway.call_body import PARSE_ERRORS, python_values
 
 
@@ -24,7 +24,7 @@ class PythonArguments:
         self._open_quote = ""
         self._is_escaped = False
 
-    def read(self, text: str) -> Progress:
+    def read(self, text: str) -> ReadResult:
         """As in ArgumentsReader."""
         size = 0
         pieces = []
@@ -46,7 +46,7 @@ class PythonArguments:
             if is_last:
                 end = "complete"
         self._scanned -= size
-        return Progress(size, "".join(pieces), end)
+        return ReadResult(size, "".join(pieces), end)
 
     def _scan(self, character: str) -> bool:
         """Take the next character. Returns whether it ends an argument."""
@@ -85,6 +85,6 @@ class PythonArguments:
         member = json.dumps(values, ensure_ascii=False)[1:-1]  # without the brackets
         return f"{begin}{member}{end}"
 
-    def finish(self, text: str) -> Progress:
+    def finish(self, text: str) -> ReadResult:
         """As in ArgumentsReader."""
-        return Progress(len(text), "", "cut")
+        return ReadResult(len(text), "", "cut")

@@ -8,6 +8,7 @@ from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
+from jitney.addresses import before_port, family_of
 from jitney.errors import ConfigError
 from jitney.tracing import Tracing
 
@@ -59,7 +60,7 @@ def run_gateway(
     if only_check:
         listener.close()
         return
-    bound_host, bound_port = listener.getsockname()
+    bound_host, bound_port = listener.getsockname()[:2]
 
     def make() -> FastAPI:
         return make_app(
@@ -68,7 +69,7 @@ def run_gateway(
             tracing=tracing,
             load=load,
             services=services,
-            url=f"http://{bound_host}:{bound_port}",
+            url=f"http://{before_port(bound_host)}:{bound_port}",
             strict=strict,
             allowed_origins=allowed_origins,
         )
@@ -93,16 +94,22 @@ def run_gateway(
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
     # The only line on stdout: `jitney serve` waits for it, and reads no further.
-    print(f"OpenAI   http://{host}:{bound_port}/v1", flush=True)
+    print(f"OpenAI   http://{before_port(host)}:{bound_port}/v1", flush=True)
     server.run([listener])
 
 
 def listen(host: str, port: int) -> socket.socket:
     """A listener whose connections send small pieces at once. Raises ConfigError."""
     try:
-        listener = socket.create_server((host, port), backlog=2048)
+        listener = socket.create_server(
+            (host, port),
+            family=family_of(host),
+            backlog=2048,
+            dualstack_ipv6=host == "::",
+        )
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+        address = f"{before_port(host)}:{port}"
+        raise ConfigError(f"cannot listen on {address}: {error.strerror}") from None
     # Connections inherit the option. asyncio would set it on each connection itself, but only if
     # the listener was made with an explicit protocol.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,7 +1,8 @@
 """What a value of a JSON schema may be: the schema's alternatives, without references. Pure.
 
-Needed for formats of calls that write a string without quotes. There the parser asks whether a
-value may be a string, and the grammar of a call asks which strings it may be.
+Needed for formats of calls that are not JSON. The grammar of a call asks here which members the
+arguments may have. In formats that write a string without quotes, the parser asks whether a value
+may be a string, and the grammar asks which strings it may be.
 """
 
 import itertools
@@ -56,10 +57,59 @@ class Alternative(NamedTuple):
             return False
         return all("null" in _types_of(rule) for rule in typed)
 
+    def allows_object(self) -> bool:
+        """Whether a value may be an object."""
+        return all("object" in _types_of(rule) for rule in self.rules if "type" in rule)
+
+    def members(self) -> "Members":
+        """The members of a value that is an object."""
+        required: list[str] = []
+        names: list[str] = []
+        for rule in self.rules:
+            names += rule.get("properties", {})
+            required += rule.get("required", ())
+        properties: dict[str, list[Any]] = {}
+        for name in dict.fromkeys([*names, *required]):
+            properties[name] = self._schemas_of_member(name)
+        return Members(
+            properties,
+            required=list(dict.fromkeys(required)),
+            others=[rule.get("additionalProperties", True) for rule in self.rules],
+        )
+
+    def _schemas_of_member(self, name: str) -> list[Any]:
+        """What the rules say of a member. A rule that does not name it has a schema for others."""
+        schemas = []
+        for rule in self.rules:
+            of_others = rule.get("additionalProperties", True)
+            schema = rule.get("properties", {}).get(name, of_others)
+            if schema is not True:
+                schemas.append(schema)
+        return schemas
+
 
 def _types_of(rule: Mapping[str, Any]) -> list[str]:
     types = rule["type"]
     return [types] if isinstance(types, str) else types
+
+
+class Members(NamedTuple):
+    """The members of an object that fits an alternative."""
+
+    properties: dict[str, list[Any]]
+    """Name -> the schemas that its value must fit, all of them. One that is ``false`` allows no
+    such member."""
+    required: list[str]
+    """Each of them is in ``properties``, too."""
+    others: list[Any]
+    """The schemas that the value of any other member must fit."""
+
+
+def all_of(schemas: Sequence[Any]) -> Any:
+    """The schema of the values that fit each of ``schemas``."""
+    if not schemas:
+        return {}  # any value
+    return schemas[0] if len(schemas) == 1 else {"allOf": list(schemas)}
 
 
 def alternatives_of(schema: Any, whole: Any) -> list[Alternative]:
@@ -72,6 +122,19 @@ def alternatives_of(schema: Any, whole: Any) -> list[Alternative]:
     """
     expansion = _Expansion(References(whole))
     return [Alternative(rules) for rules in expansion.expand(schema, frozenset())]
+
+
+def schema_of_member(name: str, whole: Mapping[str, Any]) -> Any:
+    """The schema of an object's member: it allows what any alternative of ``whole`` allows. Raises
+    as :func:`alternatives_of`."""
+    branches: list[Any] = []
+    for alternative in alternatives_of(whole, whole):
+        properties = alternative.members().properties
+        if name in properties:
+            branches.append(all_of(properties[name]))
+    if not branches:
+        return {}  # any value
+    return branches[0] if len(branches) == 1 else {"anyOf": branches}
 
 
 def listed_texts(alternatives: Sequence[Alternative]) -> list[str] | None:

@@ -6,7 +6,7 @@ cannot be used.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jitney.errors import InvalidArgumentError
@@ -75,19 +75,25 @@ def with_known_formats(schema: Any) -> Any:
     return kept
 
 
-def lark_of_string(alternative: Alternative, forbidden: str) -> str | None:
+def lark_of_string(
+    alternative: Alternative, forbidden: str, ends_inside: Callable[[str], object]
+) -> str | None:
     """The strings that an alternative allows, as the right side of a terminal; None if it allows
     any string.
 
-    ``forbidden`` is what ends a string in the model's format. Strings that hold it are left out,
-    unless the schema lists them. Raises InvalidArgumentError for what no grammar keeps.
+    ``forbidden`` is what ends a string in the model's format. Strings that hold it are left out.
+    Those that the schema lists are left out only if the parser takes a part of them for the end:
+    ``ends_inside`` tells. Raises InvalidArgumentError for what no grammar keeps.
     """
     parts = []
     for rule in alternative.rules:
         parts += _parts_of_rule(rule)
     listed = alternative.values()
     if listed is not None:
-        choices = [json.dumps(each, ensure_ascii=False) for each in listed if isinstance(each, str)]
+        texts = [each for each in listed if isinstance(each, str) and not ends_inside(each)]
+        if not texts:
+            raise InvalidArgumentError(f"none of the listed strings may hold {forbidden!r}")
+        choices = [json.dumps(each, ensure_ascii=False) for each in texts]
         parts.append(f"({' | '.join(choices)})")
     elif parts:
         parts.append(without_text(forbidden))

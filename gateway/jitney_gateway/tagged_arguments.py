@@ -13,14 +13,15 @@ from typing import Any
 import msgspec
 import regex
 
-from jitney_gateway.call_arguments import Progress
+from jitney_gateway.call_arguments import ReadResult
 from jitney_gateway.call_body import PARSE_ERRORS
 from jitney_gateway.json_syntax import inside_quotes
+from jitney_gateway.schema_alternatives import schema_of_member
 from jitney_gateway.tagged_value import is_surely_text, may_be_null, typed_value
 
 _HEAD_OF_PARAMETER = regex.compile(r"\s*+<parameter=(?P<name>[^>\n]+)>(?:\n|(?=[^\n]))")
 _LAST_TAG = "</parameter>"
-_END_OF_VALUE = regex.compile(rf"\n?{_LAST_TAG}(?=\s*+(?:<parameter=|</function>))")
+END_OF_VALUE = regex.compile(rf"\n?{_LAST_TAG}(?=\s*+(?:<parameter=|</function>))")
 """A value may hold the tag that ends values. The real one is followed by another tag."""
 _END_OF_FUNCTION = regex.compile(r"\s*+</function>")
 
@@ -50,39 +51,38 @@ class TaggedArguments:
         self._has_members = False
         """Whether a parameter has left."""
 
-    def read(self, text: str) -> Progress:
+    def read(self, text: str) -> ReadResult:
         """As in ArgumentsReader."""
         size = 0
         pieces: list[str] = []
         while True:
             progress = self._read_next(text[size:])
             if progress is None:
-                return Progress(size, "".join(pieces))
+                return ReadResult(size, "".join(pieces))
             size += progress.size
             pieces.append(progress.arguments)
             if progress.end is not None:
-                return Progress(size, "".join(pieces), progress.end)
+                return ReadResult(size, "".join(pieces), progress.end)
 
-    def _read_next(self, text: str) -> Progress | None:
+    def _read_next(self, text: str) -> ReadResult | None:
         """Read a tag, or more of a value. None if that needs more text."""
         if self._value is not None:
             return self._read_value(text, self._value)
         last = _END_OF_FUNCTION.match(text, partial=True)
         if last is not None and not last.partial:
             closing = "}" if self._has_members else "{}"
-            return Progress(len(last[0]), closing, "complete")
+            return ReadResult(len(last[0]), closing, "complete")
         head = _HEAD_OF_PARAMETER.match(text, partial=True)
         if head is not None and not head.partial:
             self._value = self._value_of(head["name"])
-            return Progress(len(head[0]), "")
+            return ReadResult(len(head[0]), "")
         may_be_tag = last is not None or head is not None
-        return None if may_be_tag else Progress(0, "", "cut")
+        return None if may_be_tag else ReadResult(0, "", "cut")
 
     def _value_of(self, name: str) -> _Value:
         """A value to read. What it may be is found out here, once: its schema may be long."""
         try:
-            properties = self._schema.get("properties") or {}
-            schema = properties.get(name) or {}
+            schema = schema_of_member(name, self._schema)
             return _Value(
                 name=name,
                 schema=schema,
@@ -92,22 +92,22 @@ class TaggedArguments:
         except PARSE_ERRORS:  # it is no JSON schema
             return _Value(name=name, schema={}, is_text=True, may_be_null=False)
 
-    def _read_value(self, text: str, value: _Value) -> Progress | None:
-        end = _END_OF_VALUE.search(text, value.searched, partial=True)
+    def _read_value(self, text: str, value: _Value) -> ReadResult | None:
+        end = END_OF_VALUE.search(text, value.searched, partial=True)
         if end is not None and not end.partial:
-            return Progress(end.end(), self._finish_value(value, text[: end.start()]))
+            return ReadResult(end.end(), self._finish_value(value, text[: end.start()]))
         size = len(text) if end is None else end.start()
         more = text[:size]
         if value.has_begun:
             value.searched = 0
-            return Progress(size, inside_quotes(more)) if more else None
+            return ReadResult(size, inside_quotes(more)) if more else None
         could_be_null = value.may_be_null and "null".startswith(more)
         if could_be_null or not value.is_text:
             value.searched = size
             return None
         value.has_begun = True
         value.searched = 0
-        return Progress(size, f'{self._key(value.name)}"{inside_quotes(more)}')
+        return ReadResult(size, f'{self._key(value.name)}"{inside_quotes(more)}')
 
     def _finish_value(self, value: _Value, rest: str) -> str:
         """The JSON that ``rest`` adds, with which the value is complete."""
@@ -126,13 +126,13 @@ class TaggedArguments:
         self._has_members = True
         return f"{separator}{msgspec.json.encode(name).decode()}:"
 
-    def finish(self, text: str) -> Progress:
+    def finish(self, text: str) -> ReadResult:
         """As in ArgumentsReader. A value that has its last tag is complete. Of a text without that
         tag, the rest leaves too, if its beginning has left."""
         value = self._value
         if value is None:
-            return Progress(len(text), "", "cut")
-        end = _END_OF_VALUE.search(text, partial=True)
+            return ReadResult(len(text), "", "cut")
+        end = END_OF_VALUE.search(text, partial=True)
         rest = text if end is None else text[: end.start()]
         has_last_tag = end is not None and _LAST_TAG in end[0]
         arguments = ""
@@ -141,4 +141,4 @@ class TaggedArguments:
             arguments = self._finish_value(value, rest)
         elif value.has_begun:
             arguments = inside_quotes(rest)
-        return Progress(len(text), arguments, "cut")
+        return ReadResult(len(text), arguments, "cut")

@@ -35,7 +35,7 @@ def typed_value(text: str, schema: Any, whole: Mapping[str, Any]) -> str | msgsp
 def is_surely_text(schema: Any, whole: Mapping[str, Any]) -> bool:
     """Whether every value of ``schema`` is read as text, except for ``null`` if it
     :func:`may_be_null`."""
-    if _lists_without_type(schema):
+    if lists_without_type(schema):
         return False
     alternatives = alternatives_of(schema, whole)
     if listed_texts(alternatives) is not None:
@@ -43,14 +43,14 @@ def is_surely_text(schema: Any, whole: Mapping[str, Any]) -> bool:
     return any(each.allows_string() for each in alternatives)
 
 
-def _lists_without_type(schema: Any) -> bool:
+def lists_without_type(schema: Any) -> bool:
     """Whether ``schema`` lists its values, which may be strings and numbers."""
     return isinstance(schema, Mapping) and "type" not in schema and "enum" in schema
 
 
 def _allows_text(text: str, schema: Any, whole: Mapping[str, Any]) -> bool:
     """Whether a value of ``schema`` may be the string ``text``."""
-    if _lists_without_type(schema):
+    if lists_without_type(schema):
         return text in schema["enum"]
     alternatives = alternatives_of(schema, whole)
     listed = listed_texts(alternatives)

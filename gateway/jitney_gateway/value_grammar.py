@@ -7,11 +7,13 @@ llguidance's own grammar of JSON has no such notation. So here the rules are mad
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jitney.errors import InvalidArgumentError
+from jitney.text.json_schema import ALLOWS_ALL
 
 from jitney_gateway.lark import ANY_TEXT_IN_LARK, Spell, without_text
 from jitney_gateway.schema_alternatives import Alternative, alternatives_of
@@ -23,6 +25,8 @@ _NOT_KEPT = (
     "dependentSchemas", "unevaluatedItems", "unevaluatedProperties",
 )  # fmt: skip
 """Keywords that these rules cannot keep."""
+_ALLOWS_ALL = {**ALLOWS_ALL, "minProperties": (0,)}
+"""Their values that allow everything."""
 _OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _TYPES = ("string", "number", "integer", "boolean", "null", "array", "object")
 _READ_BARE = re.compile(r"[\w.$-]+")
@@ -96,15 +100,19 @@ class ValueRules:
         """What a value of an alternative may be: a listed value, or any value of a type."""
         for rule in alternative.rules:
             for keyword in _NOT_KEPT:
-                if keyword in rule:
+                if keyword in rule and rule[keyword] not in _ALLOWS_ALL.get(keyword, ()):
                     raise InvalidArgumentError(f"{keyword!r} is not supported")
+            if isinstance(rule.get("items"), list):  # as prefixItems was called before 2020-12
+                raise InvalidArgumentError("'items' with a list is not supported")
         types = _types_of(alternative)
         listed = alternative.values()
         if listed is None:
             return [self._value_of_type(type_, alternative, name) for type_ in types]
         options = []
         for value in listed:
-            if not isinstance(value, str) and _is_of(value, types):
+            if isinstance(value, str) or not _is_of(value, types):
+                continue
+            if all(_keeps_bounds(value, rule) for rule in alternative.rules):
                 options.append(self._spell(self._written(value)))
         if "string" in types and alternative.allows_string():
             options.append(self._string(alternative, name))
@@ -129,7 +137,9 @@ class ValueRules:
         return f"%json {json.dumps({'type': type_, 'allOf': bounds})}"
 
     def _string(self, alternative: Alternative, name: str) -> str:
-        text = lark_of_string(alternative, self._quote)
+        text = lark_of_string(
+            alternative, self._quote, ends_inside=lambda listed: self._quote in listed
+        )
         mark = self._spell(self._quote)
         terminal = name.upper()
         if self._quote_is_token:
@@ -156,34 +166,28 @@ class ValueRules:
         least_others = max(least - 1, 0)
         most_others = "" if most is None else most - 1
         items_in_lark = f"{item} ({_COMMA} {item}){{{least_others},{most_others}}}"
+        if most == 1:
+            items_in_lark = item  # Lark has no {0,0}
         if least == 0:
             items_in_lark = f"({items_in_lark})?"
         return f'"[" {items_in_lark} "]"'
 
     def _object(self, alternative: Alternative, prefix: str) -> str:
         """The names of its rules begin with ``prefix``."""
-        required: list[str] = []
-        for rule in alternative.rules:
-            required += rule.get("required", ())
-        others = [rule.get("additionalProperties", True) for rule in alternative.rules]
-        """Schemas of the properties that are not named."""
-        properties = _schemas_of_properties(alternative)
-        for name in required:
-            if name not in properties:  # required, and nowhere described
-                properties[name] = others
-        if not properties and False not in others:
-            pair = f'{_BARE_NAME} ":" {self._value_of_all(others)}'
+        members = alternative.members()
+        if not members.properties and False not in members.others:
+            pair = f'{_BARE_NAME} ":" {self._value_of_all(members.others)}'
             return f'"{{" ({pair} ({_COMMA} {pair})*)? "}}"'
         arguments = {}
-        for name, schemas in properties.items():
+        for name, schemas in members.properties.items():
             is_impossible = False in schemas
-            if is_impossible and name not in required:
+            if is_impossible and name not in members.required:
                 continue
             key = self._spell(f"{self._name(name)}:")
             arguments[name] = f"{key} {self._value_of_all(schemas)}"
-        members = argument_list(arguments, required, separator=_COMMA, prefix=prefix)
-        self.rules += members.rules
-        return f'"{{" {members.lark} "}}"'
+        listed = argument_list(arguments, members.required, separator=_COMMA, prefix=prefix)
+        self.rules += listed.rules
+        return f'"{{" {listed.lark} "}}"'
 
     def _name(self, name: str) -> str:
         """The name of a property: between markers, if the parser could not read it without."""
@@ -199,15 +203,6 @@ class ValueRules:
             pairs = [f"{self._name(name)}:{self._written(part)}" for name, part in value.items()]
             return f"{{{','.join(pairs)}}}"
         return json.dumps(value)
-
-
-def _schemas_of_properties(alternative: Alternative) -> dict[str, list[Any]]:
-    """Name of a property -> the schemas that its value must fit, all of them."""
-    schemas: dict[str, list[Any]] = {}
-    for rule in alternative.rules:
-        for name, schema in rule.get("properties", {}).items():
-            schemas.setdefault(name, []).append(schema)
-    return schemas
 
 
 class ArgumentList(NamedTuple):
@@ -290,3 +285,17 @@ def _is_of(value: Any, types: Sequence[str]) -> bool:
     if isinstance(value, list):
         return "array" in types
     return "object" in types
+
+
+def _keeps_bounds(value: Any, rule: Mapping[str, Any]) -> bool:
+    """Whether a listed value lies within the rule's bounds for numbers."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return True
+    multiple = rule.get("multipleOf")
+    if multiple and value % multiple != 0:
+        return False
+    return (
+        rule.get("minimum", value) <= value <= rule.get("maximum", value)
+        and rule.get("exclusiveMinimum", -math.inf) < value
+        and value < rule.get("exclusiveMaximum", math.inf)
+    )

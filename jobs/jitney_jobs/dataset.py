@@ -1,9 +1,9 @@
 """A job's input: files in a fixed order, read as a stream of chunks of rows.
 
-A row is known by (index of its file, index in that file), whoever reads it and how often. Rows that
-are committed do not come again. A file that is committed as a whole is not opened, and a row group
-of Parquet is not read; in other files committed rows are read and left out. A storage that fails is
-tried again, and then ends the job.
+A row is known by (index of its file, index in that file), whichever process reads it and however
+often. Rows that are committed do not come again. A file that is committed as a whole is not opened,
+and a row group of Parquet is not read; in other files committed rows are read and left out. A
+storage that fails is tried again, and then ends the job.
 
 :class:`Dataset` is used by the reader's thread of ``pipeline``, and by tasks of ``ray_data``.
 """

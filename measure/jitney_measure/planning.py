@@ -12,7 +12,7 @@ from jitney.messages import Footprint
 
 from jitney_measure.lengths import Counts, Lengths, LengthSource
 from jitney_measure.simulation import Observed, simulate
-from jitney_measure.sizing import EngineLimits, Expected, expect
+from jitney_measure.sizing import EngineLimits, SteadyState, expect
 
 _UNLIMITED = 1 << 40
 _GIB = 2**30
@@ -232,7 +232,7 @@ class _Choice:
 class Comparison:
     """What is expected, beside what the simulation does."""
 
-    expected: Expected
+    expected: SteadyState
     observed: Observed
     simulated_running: float
     """Sequences that run by the simulation, with all limits."""

@@ -1,6 +1,6 @@
 """The real scheduler over a runner that computes nothing: what a batch does with given lengths.
 
-A closed loop: whoever ends is followed by the next request at once. It begins in the middle, with
+A closed loop: when a request ends, the next one follows at once. It begins in the middle, with
 sequences of every age, so that what is measured is the steady state.
 """
 

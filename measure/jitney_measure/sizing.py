@@ -59,7 +59,7 @@ def _scaled(limit: int, share: float) -> int:
 
 
 @dataclass(frozen=True)
-class Expected:
+class SteadyState:
     """Means over the steps of the steady state."""
 
     running: float
@@ -76,7 +76,7 @@ class Expected:
     """Prompt tokens to compute for each token of output."""
 
 
-def expect(config: EngineConfig, lengths: Lengths, limits: EngineLimits) -> Expected:
+def expect(config: EngineConfig, lengths: Lengths, limits: EngineLimits) -> SteadyState:
     """The steady state of ``lengths``, none of which exceeds the context, with the block size,
     ``eviction`` and ``watermark`` of ``config``, and nothing found in the prefix cache."""
     mean_prompt = float(lengths.prompt.mean())
@@ -109,7 +109,7 @@ def expect(config: EngineConfig, lengths: Lengths, limits: EngineLimits) -> Expe
         running, chance_cache_limits = _mean_of_smaller(beside_cache.running, in_cache, deviation)
         preemptions = most_preemptions * chance_cache_limits
         damped = (damped + preemptions) / 2
-    return Expected(
+    return SteadyState(
         running=running,
         used=running * blocks.filled / limits.num_blocks,
         preemptions=preemptions,

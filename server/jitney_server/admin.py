@@ -24,6 +24,8 @@ from jitney_server.start_failure import without_frames_and_repetitions
 TIMEOUT_S = 10.0
 
 _SENT_AS_THEY_ARE = "".join(set(string.punctuation) - set("/?"))
+_REACHED_AT = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
+"""An address that stands for every address of this machine -> one of these."""
 
 
 class CallError(InternalError):
@@ -53,8 +55,7 @@ class Admin:
     endpoints."""
 
     def __init__(self, host: str, ports: ServerPorts, headers: Mapping[str, str]) -> None:
-        is_any_address = host in ("0.0.0.0", "")
-        self.host = "127.0.0.1" if is_any_address else host
+        self.host = _REACHED_AT.get(host, host)
         """Where a client on this machine reaches a server that is bound to ``host``."""
         self.ports = ports
         self._headers = {**headers, "Connection": "close"}

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jitney import stop_signals
+from jitney.addresses import before_port, is_ipv6
 
 from jitney_server.leftovers import RunFolder
 from jitney_server.ports import ServerPorts
@@ -26,8 +27,9 @@ def common_options(
 ) -> list[str]:
     """The options that every server of ours gets."""
     options = [
-        # Models are loaded and unloaded one by one, by whoever has the server's random key: a stop
-        # unloads them, and a repair loads one again. Without this option the server refuses that.
+        # Models are loaded and unloaded one by one, by a process that has the server's random key:
+        # a stop unloads them, and a repair loads one again. Without this option the server refuses
+        # that.
         "--model-control-mode=explicit",
         # After the start, the server calls itself ready while one of its models is loaded again:
         # its other models serve. The readiness of each model is asked for by the model's name.
@@ -39,8 +41,11 @@ def common_options(
         # The stubs' shared memory gets names of our own, so that it can be removed after a kill.
         f"--backend-config=python,shm-region-prefix-name={run_folder.name}-",
     ]
+    # The server (2.51) has two libraries that listen, and they write IPv6 in two ways.
+    of_http = f"ipv6:{host}" if is_ipv6(host) else host
+    addresses = {"http": of_http, "grpc": before_port(host), "metrics": of_http}
     for kind, port in ports._asdict().items():
-        options += [f"--{kind}-address={host}", f"--{kind}-port={port}"]
+        options += [f"--{kind}-address={addresses[kind]}", f"--{kind}-port={port}"]
     return options
 
 

@@ -4,6 +4,7 @@ The modules that do the work are imported when a command runs: `jitney --help` i
 must be fast.
 """
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -89,15 +90,9 @@ def serve(
         "--otlp-endpoint": otlp_endpoint,
         "--batches": batches,
     }
-    given = {name: value for name, value in for_gateway.items() if value is not None}
-    needing_gateway = [*given]
-    if gateway_arg:
-        needing_gateway.append("--gateway-arg")
-    if needing_gateway and openai_port is None:
-        raise InvalidArgumentError(
-            f"{needing_gateway[0]} belongs to the gateway: give --openai-port too"
-        )
-    gateway_options = [f"{name}={value}" for name, value in given.items()]
+    gateway_options = _gateway_options(
+        for_gateway, gateway_arg or [], has_gateway=openai_port is not None
+    )
     server = TritonServer(
         repository,
         models=model or None,
@@ -116,9 +111,24 @@ def serve(
         start_timeout_s=start_timeout,
         grace_s=grace,
         openai_port=openai_port,
-        gateway_options=[*gateway_options, *(gateway_arg or ())],
+        gateway_options=gateway_options,
     )
     raise typer.Exit(status)
+
+
+def _gateway_options(
+    named: Mapping[str, object], others: Sequence[str], *, has_gateway: bool
+) -> list[str]:
+    """The options of the gateway: those of ``named`` that have a value, and ``others``. Raises
+    InvalidArgumentError if there are any although there is no gateway."""
+    given = {name: value for name, value in named.items() if value is not None}
+    names = [*given]
+    if others:
+        names.append("--gateway-arg")
+    if names and not has_gateway:
+        raise InvalidArgumentError(f"{names[0]} belongs to the gateway: give --openai-port too")
+    options = [f"{name}={value}" for name, value in given.items()]
+    return [*options, *others]
 
 
 def doctor(

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from jitney.addresses import before_port, family_of
 from jitney.errors import InstallationError
 
 
@@ -29,15 +30,15 @@ def choose_ports(host: str, requested: Mapping[str, int]) -> list[int]:
     with contextlib.ExitStack() as stack:
         chosen = []
         for port in requested.values():
-            probe = stack.enter_context(socket.socket())
+            probe = stack.enter_context(socket.socket(family_of(host)))
             try:
                 # As the server does: a port in TIME_WAIT is free.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind((host, port))
             except OSError as error:
                 raise InstallationError(
-                    f"cannot listen on {host}:{port} ({error.strerror}); choose another port, "
-                    f"or 0 for a free one"
+                    f"cannot listen on {before_port(host)}:{port} ({error.strerror}); choose "
+                    f"another port, or 0 for a free one"
                 ) from None
             chosen.append(probe.getsockname()[1])
         return chosen

@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from jitney.addresses import before_port
 from jitney.errors import LoadError
 
 from jitney_server.admin import Admin
@@ -102,17 +103,17 @@ class TritonServer:
     @property
     def http_url(self) -> str:
         """``host:port``, as tritonclient's HTTP client takes it."""
-        return f"{self.admin.host}:{self.admin.ports.http}"
+        return f"{before_port(self.admin.host)}:{self.admin.ports.http}"
 
     @property
     def grpc_url(self) -> str:
         """``host:port``, as tritonclient's gRPC client takes it."""
-        return f"{self.admin.host}:{self.admin.ports.grpc}"
+        return f"{before_port(self.admin.host)}:{self.admin.ports.grpc}"
 
     @property
     def metrics_url(self) -> str:
         """The complete address of the Prometheus metrics."""
-        return f"http://{self.admin.host}:{self.admin.ports.metrics}/metrics"
+        return f"http://{before_port(self.admin.host)}:{self.admin.ports.metrics}/metrics"
 
     @property
     def admin_headers(self) -> dict[str, str]:

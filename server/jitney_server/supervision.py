@@ -1,9 +1,9 @@
 """Watches over a server: loads a model again whose process has died, and starts the server again.
 
 If a model's process is gone, this server (2.51) goes on calling itself and the model ready, and
-answers every request to it with "Stub process is not healthy". So whoever started the server must
-look: ``jitney serve`` and the containers' process 1 call :meth:`Supervisor.turn` once or twice a
-second.
+answers every request to it with "Stub process is not healthy". So the process that started the
+server must look: ``jitney serve`` and the containers' process 1 call :meth:`Supervisor.turn` once
+or twice a second.
 """
 
 import contextlib

@@ -17,7 +17,9 @@ from jitney_gateway.tool_grammar import grammar_of_calls
 from benchmarks.json_schema_suite import allows, byte_compiler
 from tests.gateway.written_calls import (
     accepts,
+    known_tokens,
     tokenizer,
+    written_with,
 )
 
 
@@ -52,6 +54,11 @@ VALUES = {
     ),
     "types": ({"type": ["string", "null"], "maxLength": 2}, ["ab", "null"], ["abc"]),
     "an enum of several types": ({"enum": ["a", 'é/"😀', None]}, ["a", 'é/"😀', "null"], ["b"]),
+    "an enum of words and numbers": (
+        {"enum": ["auto", 5, True, [1]]},
+        ["auto", "5", "true", "[1]"],
+        ["6", '"auto"', "null", "false"],
+    ),
     "const": ({"const": "a"}, ["a"], ["b", "null", '"a"']),
     "const that is no string": ({"const": 5}, ["5"], ["6"]),
     "pattern": (
@@ -130,6 +137,21 @@ GEMMA = {
         ["[true]", "[true,false]"],
         ["[]", "[1]", "[true,true,true]"],
     ),
+    "one item at most": (
+        {"type": "array", "items": {"type": "boolean"}, "maxItems": 1},
+        ["[]", "[true]"],
+        ["[true,true]"],
+    ),
+    "one item": (
+        {"type": "array", "items": {"type": "null"}, "minItems": 1, "maxItems": 1},
+        ["[null]"],
+        ["[]", "[null,null]"],
+    ),
+    "constants with bounds": (
+        {"enum": [1, 5, 7, 2.5, True], "allOf": [{"maximum": 6}, {"exclusiveMinimum": 1}]},
+        ["5", "2.5", "true"],
+        ["1", "7"],
+    ),
     "a tree": (
         {"$ref": "#/$defs/Tree"},
         ["{n:1}", "{n:1,kids:[{n:2,kids:[]}]}"],
@@ -180,6 +202,42 @@ def test_a_value_in_gemmas_notation_keeps_its_schema(case: str, single: bool) ->
         parser = Parser("gemma", None, [tool])
         (piece,) = parser.push(call(text)) + parser.finish()
         jsonschema.validate(json.loads(piece.text), schema)
+
+
+LISTED = {
+    "qwen_xml": ["a </parameter> b", "\n</parameter>\n<parameter=b>\n", "</parameter></function>"],
+    "gemma": ["a", 'a<|"|>', '<|"|>'],
+}
+
+
+@pytest.mark.parametrize("single", [False, True], ids=["spelt", "single tokens"])
+@pytest.mark.parametrize("tool_format", LISTED)
+def test_a_listed_text_that_would_be_read_as_its_end_is_left_out(
+    tool_format: str, single: bool
+) -> None:
+    readable, *others = LISTED[tool_format]
+    tokens, ids = known_tokens(tool_format, single)
+
+    def constraint(listed: list[str]) -> dict[str, str] | None:
+        properties = {"a": {"enum": listed}}
+        tool = {"function": {"name": "g", "parameters": {"properties": properties}}}
+        return grammar_of_calls([tool], "required", False, tool_format, ids)
+
+    for text in (readable, *others):
+        call = written_with("qwen_xml", {"a": text})
+        if tool_format == "gemma":
+            call = f'<|tool_call>call:g{{a:<|"|>{text}<|"|>}}<tool_call|>'
+        grammar = constraint([readable, *others])
+        assert accepts(grammar, tokens, call) == (text == readable)
+    with pytest.raises(InvalidArgumentError, match="none of the listed strings may hold"):
+        constraint(others)
+
+
+def test_a_tuple_in_gemmas_notation_is_refused() -> None:
+    value = {"type": "array", "items": [{"type": "integer"}]}
+    tool = {"function": {"name": "g", "parameters": {"properties": {"a": value}}}}
+    with pytest.raises(InvalidArgumentError, match="'items' with a list is not supported"):
+        grammar_of_calls([tool], "required", True, "gemma")
 
 
 def optional(names: str, tool_format: str) -> dict[str, str] | None:
@@ -261,3 +319,119 @@ def test_a_tool_is_strict_as_far_as_a_grammar_can_keep_it(name: str, tool_format
     assert (why_not_kept(function, tool_format, {}) is None) == is_kept
     if is_kept:
         assert grammar_of_calls([{"function": function}], "required", True, tool_format)
+
+
+A_AND_B = {"a": {"type": "integer"}, "b": {"$ref": "#/$defs/Color"}}
+PAIR = {"type": "object", "properties": A_AND_B, "required": ["a"], "additionalProperties": False}
+SHAPES: dict[str, tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]] = {
+    "a reference": (
+        {"$ref": "#/$defs/Pair"},
+        [{"a": 1}, {"a": 1, "b": "red"}],
+        [{}, {"b": "red"}, {"a": "x"}, {"a": 1, "b": "x"}],
+    ),
+    "allOf": (
+        {
+            "allOf": [{"$ref": "#/$defs/Pair"}, {"required": ["b"]}],
+            "properties": {"a": {"maximum": 5}, "b": {}},
+        },
+        [{"a": 1, "b": "red"}],
+        [{"a": 1}, {"a": 6, "b": "red"}],
+    ),
+    "anyOf of what is required": (
+        {"properties": A_AND_B, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        [{"a": 1}, {"b": "red"}, {"a": 1, "b": "red"}],
+        [{}, {"b": "x"}],
+    ),
+    "oneOf with a discriminator": (
+        {
+            "oneOf": [
+                {"properties": {"kind": {"const": "x"}, "n": {"type": "integer"}}},
+                {"properties": {"kind": {"const": "y"}, "s": {"type": "null"}}},
+            ],
+            "required": ["kind"],
+        },
+        [{"kind": "x"}, {"kind": "x", "n": 1}, {"kind": "y", "s": None}],
+        [{}, {"kind": "x", "s": None}, {"kind": "z"}],
+    ),
+    "required and nowhere described": (
+        {"required": ["a"], "additionalProperties": {"type": "integer"}},
+        [{"a": 1}],
+        [{}, {"a": "x"}, {"b": 1}],
+    ),
+    "a branch that forbids a property of another": (
+        {"properties": {"a": {}, "b": {}}, "allOf": [{**PAIR, "properties": {"a": {"const": 1}}}]},
+        [{"a": 1}],
+        [{"a": 1, "b": 1}, {"a": 2}],
+    ),
+}
+
+
+@pytest.mark.parametrize("tool_format", ["qwen_xml", "pythonic", "gemma"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_arguments_keep_what_the_schema_says_of_all_of_them(
+    shape: str, tool_format: str
+) -> None:
+    schema, fits, others = SHAPES[shape]
+    schema = {**schema, "$defs": {"Pair": PAIR, "Color": ENUM}}
+    tool = {"function": {"name": "g", "parameters": schema}}
+    constraint = grammar_of_calls([tool], "required", False, tool_format)
+    compiler = byte_compiler()
+    structured = StructuredOutputs(grammar=constraint["grammar"])
+    grammar = prove_grammar(structured, compiler, max_bytes=100_000, max_depth=64)
+    for arguments in fits:
+        text = written_with(tool_format, arguments)
+        assert allows(compiler, grammar, text), arguments
+        parser = Parser(tool_format, None, [tool])
+        (piece,) = parser.push(text) + parser.finish()
+        assert json.loads(piece.text) == arguments
+    allowed = []
+    for arguments in others:
+        if allows(compiler, grammar, written_with(tool_format, arguments)):
+            allowed.append(arguments)
+    assert allowed == []
+
+
+@pytest.mark.parametrize("tool_format", ["qwen_xml", "pythonic"])
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"not": {"required": ["a"]}}, "'not' of the parameters"),
+        ({"if": {"required": ["a"]}, "then": {"required": ["b"]}}, "'if' of the parameters"),
+        ({"dependentRequired": {"a": ["b"]}}, "'dependentRequired' of the parameters"),
+        ({"minProperties": 1}, "'minProperties' of the parameters"),
+        ({"maxProperties": 1}, "'maxProperties' of the parameters"),
+        ({"patternProperties": {"a": {}}}, "'patternProperties' of the parameters"),
+        ({"allOf": [False]}, "no arguments fit"),
+        ({"properties": {"a": False}, "required": ["a"]}, "no arguments fit"),
+    ],
+)
+def test_what_a_list_of_arguments_cannot_keep_is_refused_by_name(
+    more: dict[str, Any], reason: str, tool_format: str
+) -> None:
+    schema = {"properties": {"a": {}, "b": {}}, **more}
+    tool = {"function": {"name": "g", "parameters": schema}}
+    with pytest.raises(InvalidArgumentError, match=f"^tools: function 'g': {reason}"):
+        grammar_of_calls([tool], "required", True, tool_format)
+
+
+def test_keywords_that_allow_everything_are_kept_by_each_format() -> None:
+    value = {"type": "array", "uniqueItems": False}
+    schema = {"properties": {"a": value}, "propertyNames": {}, "minProperties": 0}
+    tool = {"function": {"name": "g", "parameters": schema}}
+    for tool_format in ("qwen_xml", "pythonic", "gemma"):
+        assert grammar_of_calls([tool], "required", True, tool_format)
+
+
+@pytest.mark.parametrize("name", ["a>b", "a\nb", ""])
+def test_a_name_that_ends_its_tag_is_refused(name: str) -> None:
+    tool = {"function": {"name": "g", "parameters": {"properties": {name: {}}}}}
+    with pytest.raises(InvalidArgumentError, match="a name between tags has no > or newline"):
+        grammar_of_calls([tool], "required", True, "qwen_xml")
+
+
+def test_a_parameter_that_would_be_read_differently_is_refused() -> None:
+    """The text 5 would be read as a string, which the first branch forbids."""
+    branches = [{"properties": {"a": {"type": kind}}} for kind in ("integer", "string")]
+    tool = {"function": {"name": "g", "parameters": {"anyOf": branches}}}
+    with pytest.raises(InvalidArgumentError, match="'a': its types differ between the branches"):
+        grammar_of_calls([tool], "required", True, "qwen_xml")

@@ -142,10 +142,10 @@ def test_a_new_connection_is_cut_off_if_every_other_has_a_request() -> None:
 def test_a_request_must_come_in_time(sent: bytes) -> None:
     """The first, and the next one on the same connection. An answer may take longer."""
     enough = threading.Event()
-    with gateway(100, 0.5, enough) as connect:
+    with gateway(100, 1.0, enough) as connect:
         client = connect(HELD)
         assert client.recv(12) == b"HTTP/1.1 200"
-        time.sleep(1)
+        time.sleep(1.5)
         enough.set()
         assert b"two" in read_answer(client)
         client.sendall(REQUEST)

@@ -101,3 +101,31 @@ def test_its_tokens_can_be_counted() -> None:
     data = json.dumps({"model": "m", **CONTINUED}).encode()
     request = request_of_token_ids(decode(data, TokenizeRequest))
     assert json.loads(request.inputs["messages"])["continue_final_message"] is True  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["{", 'Here it is:\n```json\n{"a": [1, 2], "b": ', '[{"a": 1},'])
+@pytest.mark.parametrize("as_parts", [False, True])
+def test_json_that_has_begun_is_not_followed_by_whole_json(text: str, as_parts: bool) -> None:
+    content: Any = [{"type": "text", "text": text}] if as_parts else text
+    messages = [USER, {"role": "assistant", "content": content}]
+    continued = {"messages": messages, "continue_final_message": True}
+    schema = {"type": "object"}
+    for field, value in (
+        ("response_format", {"type": "json_object"}),
+        ("guided_json", schema),
+        ("structured_outputs", {"json": schema}),
+    ):
+        with pytest.raises(FieldError, match=rf"^{field}: the answer alone is whole JSON"):
+            ask(CHATS, {**continued, field: value})
+    output = {"format": {"type": "json_schema", "schema": schema}}
+    with pytest.raises(FieldError, match=r"^response_format: the answer alone is whole JSON"):
+        ask(MESSAGES, {"messages": messages, "output_config": output})
+    ask(CHATS, {**continued, "guided_regex": "a+"})
+    ask(CHATS, continued)
+
+
+def test_a_text_before_json_is_continued() -> None:
+    for text in ("Here it is:", 'Like {"a": [1]} it is:'):
+        messages = [USER, {"role": "assistant", "content": text}]
+        more = {"messages": messages, "continue_final_message": True, "guided_json": {}}
+        assert ask(CHATS, more)[0]

@@ -5,7 +5,8 @@ import socket
 
 import pytest
 import uvicorn
-from jitney_gateway.run_gateway import run_gateway
+from jitney.errors import ConfigError
+from jitney_gateway.run_gateway import listen, run_gateway
 
 
 def test_a_signal_before_it_serves_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,3 +27,15 @@ def test_a_signal_before_it_serves_is_not_lost(monkeypatch: pytest.MonkeyPatch) 
         for number, handler in before.items():
             signal.signal(number, handler)
     assert wants_to_exit == [True]
+
+
+def test_it_listens_on_an_address_of_ipv6() -> None:
+    try:
+        listener = listen("::1", 0)
+    except ConfigError:
+        pytest.skip("this machine has no IPv6")
+    with listener:
+        host, port = listener.getsockname()[:2]
+        assert host == "::1"
+        with pytest.raises(ConfigError, match=rf"cannot listen on \[::1\]:{port}: .*in use"):
+            listen("::1", port)

@@ -1,5 +1,7 @@
 """What the tests of grammars share: tools, tokenizers, and calls as models write them."""
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
 import llguidance
@@ -85,13 +87,31 @@ def accepts(constraint: Any, tokens: Tokenizer, text: str) -> bool:
 
 
 def written(tool_format: str, value: str, name: str = "g") -> str:
-    """A call with an argument b."""
-    arguments = f'{{"b": {value}}}'
+    """A call with an argument b, whose value is written as JSON."""
+    return _call(tool_format, name, {"b": value})
+
+
+def written_with(tool_format: str, arguments: Mapping[str, Any], name: str = "g") -> str:
+    """A call with these arguments. In Gemma's notation no string of them may have a double
+    quote."""
+    texts = {}
+    for key, value in arguments.items():
+        is_bare = tool_format == "qwen_xml" and isinstance(value, str)
+        texts[key] = value if is_bare else json.dumps(value, ensure_ascii=False)
+    return _call(tool_format, name, texts)
+
+
+def _call(tool_format: str, name: str, texts: Mapping[str, str]) -> str:
+    """A call with arguments whose values are written as these texts."""
     if tool_format == "qwen_xml":
-        arguments = f"<parameter=b>\n{value}\n</parameter>\n"
+        parameters = [f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in texts.items()]
+        arguments = "".join(parameters)
     elif tool_format == "pythonic":
-        arguments = f"b={value}"
+        arguments = ", ".join(f"{key}={text}" for key, text in texts.items())
     elif tool_format in ("gemma", "function_gemma"):
-        quote = TOOL_FORMATS[tool_format].quote
-        arguments = f"{{b:{value}}}".replace('"', quote)
+        members = ",".join(f"{key}:{text}" for key, text in texts.items())
+        arguments = f"{{{members}}}".replace('"', TOOL_FORMATS[tool_format].quote)
+    else:
+        members = ", ".join(f'"{key}": {text}' for key, text in texts.items())
+        arguments = f"{{{members}}}"
     return CALLS[tool_format].replace("NAME", name).replace("ARGUMENTS", arguments)

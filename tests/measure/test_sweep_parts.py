@@ -314,10 +314,10 @@ def test_what_perf_analyzer_does_to_a_load(tmp_path: Path, monkeypatch: pytest.M
     assert (found.state, found.measured) == ("failed", None)
     assert "status 3: thread has error: FULL" in found.remarks[0]
 
-    monkeypatch.setattr(perf_analyzer, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(perf_analyzer, "_PATIENCE_S", 0.5)
     # The warm-up, whose length nobody knows before, gets more time in a second try.
     tries = tmp_path / "tries"
-    slow = f"echo >> {tries}; [ $(wc -l < {tries}) -gt 2 ] || sleep 0.5; {copying}"
+    slow = f"echo >> {tries}; [ $(wc -l < {tries}) -gt 2 ] || sleep 0.8; {copying}"
     found = driver(script(tmp_path, slow)).run(TARGET, MODEL, load)
     assert found.state == "steady", found.remarks
     hanging = driver(script(tmp_path, "exec sleep 600"))

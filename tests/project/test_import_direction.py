@@ -38,6 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "batch": {"messages", "named_tokens", "token_counts"},
     "rank": set(),
     "core": {"batch", "rank"},
+    "addresses": set(),
     "cgroups": set(),
     "execution": {"batch", "cgroups"},
     "text": {"batch"},
@@ -66,8 +67,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "generate": {"llm"},
     "cli": {"engine"},
     # The neighbours. None of the rooms above names one of them.
-    "jitney_server": {"cgroups", "config", "errors", "server_log", "stop_signals"},
-    "jitney_gateway": {"text", "tracing"},
+    "jitney_server": {"addresses", "cgroups", "config", "errors", "server_log", "stop_signals"},
+    "jitney_gateway": {"addresses", "text", "tracing"},
     "jitney_measure": {"jitney_server", "core", "engine", "access", "read_config"},
     "jitney_jobs": {"jitney_gateway", "jitney_measure", "llm"},
     "export": {"jitney_measure"},

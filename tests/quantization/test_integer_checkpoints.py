@@ -170,6 +170,7 @@ def test_gptq_and_awq(tmp_path: Path, config: dict, layer: type) -> None:
     ("config", "message"),
     [
         ({**GPTQ, "bits": 3}, "quantization_config.bits is 3, but must be 4 or 8"),
+        ({**GPTQ, "bits": 4.0}, "quantization_config.bits is 4.0, but must be 4 or 8"),
         ({**AWQ, "bits": 8}, "quantization_config.bits is 8, but must be 4"),
         ({**AWQ, "version": "gemv"}, "quantization_config.version is 'gemv', but must be gemm"),
         (

@@ -281,7 +281,7 @@ def test_a_prompt_of_megabytes_delays_nobody(server: TritonServer) -> None:
     refused(long[0], "the model's context holds")
     # With one thread for all, the first would wait for the whole of it, and there would be no more.
     assert len(waits) > 3
-    assert np.median(waits) < max(0.25, took / 4)
+    assert np.median(waits) < max(1.0, took / 4)
 
 
 # ------------------------------------------------------------------ queue and deadlines

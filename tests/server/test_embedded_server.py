@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+import tritonclient.grpc as grpc
 from jitney.errors import LoadError
 from jitney_server import server as module
 from jitney_server import starting_stubs
@@ -144,6 +145,16 @@ def test_it_listens_on_loopback_only(server: TritonServer) -> None:
         if connection.status == psutil.CONN_LISTEN
     }
     assert listening == {"127.0.0.1", "::ffff:127.0.0.1"}, "the second is gRPC's way to say it"
+
+
+def test_it_serves_on_an_address_of_ipv6(repository: Path) -> None:
+    with TritonServer(repository, host="::1") as server:
+        status, answer = infer(server.http_url, [1])
+        assert status == 200
+        assert answer["outputs"][0]["data"] == [2]
+        with grpc.InferenceServerClient(server.grpc_url) as client:
+            assert client.is_model_ready("plus_one")
+        assert "nv_inference_count" in server.admin.metrics()
 
 
 @pytest.mark.parametrize(

@@ -155,12 +155,17 @@ class FakeAdmin:
 
 
 def outcome_of(
-    server: FakeAdmin, monkeypatch: pytest.MonkeyPatch, grace_s: float = 0.2, unload_s: float = 0.4
+    server: FakeAdmin,
+    monkeypatch: pytest.MonkeyPatch,
+    grace_s: float = 0.2,
+    *,
+    unload_s: float = 0.4,
+    cut_s: float = 0.4,
 ) -> StopOutcome:
     """How the server is unloaded, without the seconds in the texts."""
     monkeypatch.setattr(stopping, "_ASK_AGAIN_S", 0.02)
     monkeypatch.setattr(stopping, "_UNLOAD_S", unload_s)
-    monkeypatch.setattr(stopping, "_CUT_S", 0.4)
+    monkeypatch.setattr(stopping, "_CUT_S", cut_s)
     monkeypatch.setattr(stopping, "_LAG_S", 0.0)
     monkeypatch.setattr(stopping, "_STUCK_S", 0.1)
     monkeypatch.setattr(stopping, "_STUCK_AFTER_GRACE_S", 0.1)
@@ -210,7 +215,7 @@ def test_what_is_open_after_the_grace_is_cut_off_and_counted(
 
     server = Server(stuck=True, requests=3)
     began = time.monotonic()
-    outcome = outcome_of(server, monkeypatch, grace_s=0.5)
+    outcome = outcome_of(server, monkeypatch, grace_s=0.5, cut_s=3600)
     assert time.monotonic() - began > 0.5
     assert server.told_to_end == 1
     text = "3 requests were cut off: chat is UNLOADING with 3 requests in flight"
@@ -245,7 +250,7 @@ def test_a_stop_with_a_stuck_model_tells_what_was_cut_off(monkeypatch: pytest.Mo
                 self.requests = 0
             return super().metrics()
 
-    outcome = outcome_of(Server(stuck=True, requests=2), monkeypatch, unload_s=3600)
+    outcome = outcome_of(Server(stuck=True, requests=2), monkeypatch, unload_s=3600, cut_s=3600)
     assert outcome.cut_requests
     assert outcome.problem == (
         "2 requests were cut off: chat is UNLOADING with 2 requests in flight"

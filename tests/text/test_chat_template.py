@@ -1,10 +1,12 @@
 """Chat templates render as transformers renders them, in a sandbox of their own."""
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jitney.errors import InvalidArgumentError
+from jitney.text import template_budget
 from jitney.text.chat_template import ChatTemplate
 from transformers import AutoTokenizer
 
@@ -144,3 +146,56 @@ def test_a_text_that_grows_too_long_is_given_up_at_once() -> None:
     ):
         template.render(chat, {}, most=5000)
     assert template.render(chat[:50], {}, most=5000) == "ab" * 2500
+
+
+MESSAGE = "{% for m in messages %}[{{ m.content }}{% endfor %}"
+
+
+def test_the_mark_of_a_continued_message_does_not_count_as_text() -> None:
+    chat = [{"role": "assistant", "content": "a" * 99}]
+    template = ChatTemplate(MESSAGE, {})
+    assert len(template.render(chat, {}, most=100, continues=True)) == 100
+    with pytest.raises(InvalidArgumentError, match="more than 100 bytes"):
+        template.render([{"role": "assistant", "content": "a" * 200}], {}, most=100, continues=True)
+
+
+ENDLESS = {
+    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "loops that leave everything out": "{% for a in range(99999) %}"
+    "{% for b in range(99999) if false %}{% endfor %}{% endfor %}",
+    "a recursive loop": "{% for a in range(99999) recursive %}"
+    "{% set _ = loop(range(99999)) if loop.depth < 9 else '' %}{% endfor %}",
+    "a macro": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
+    "{{ f(60) }}",
+    "the caller of a macro": "{% macro f() %}{{ caller() }}{{ caller() }}{% endmacro %}"
+    "{% macro g(n) %}{% if n %}{% call f() %}{{ g(n - 1) }}{% endcall %}{% endif %}{% endmacro %}"
+    "{{ g(60) }}",
+    "a block": "{% set s = namespace(depth=0) %}{% block b %}{% if s.depth < 60 %}"
+    "{% set s.depth = s.depth + 1 %}{{ self.b() }}{{ self.b() }}{% set s.depth = s.depth - 1 %}"
+    "{% endif %}{% endblock %}",
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_template_that_computes_without_end_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(template_budget, "_MOST_CPU_S", 0.2)
+    with pytest.raises(InvalidArgumentError, match="s of CPU time to render them"):
+        ChatTemplate(ENDLESS[name], {}).render(CHAT, {})
+
+
+def test_each_chat_has_the_whole_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_budget, "_MOST_CPU_S", 0.2)
+    template = ChatTemplate("{% for a in range(1000) %}{% endfor %}.", {})
+    end = time.thread_time() + 0.5
+    while time.thread_time() < end:
+        assert template.render(CHAT, {}) == "."
+
+
+def test_powers_have_a_bound() -> None:
+    assert ChatTemplate("{{ 2 ** 10 }} {{ 2 ** -1 }} {{ 0.5 ** 2 }}", {}).render(CHAT, {}) == (
+        "1024 0.5 0.25"
+    )
+    with pytest.raises(InvalidArgumentError, match=r"a power of .* bits, but at most 4,096"):
+        ChatTemplate("{{ 9 ** (9 ** 9) }}", {}).render(CHAT, {})

@@ -15,8 +15,8 @@ The files of this folder, in the order in which they are read:
 - ``llm``, ``open_requests``: the engine without a server, and the requests that it has open.
 - ``progress``, ``generate``, ``cli``: the progress bar, ``jitney generate``, and the ``jitney``
   command.
-- ``access``: TLS and API keys for a client of a server. ``cgroups``: the limits of a container.
-  ``tracing``: spans of requests.
+- ``access``: TLS and API keys for a client of a server. ``addresses``: where a server listens.
+  ``cgroups``: the limits of a container. ``tracing``: spans of requests.
 - ``server_log``, ``server_watch``, ``stop_signals``, ``stub_memory``: what a model needs of its
   server: where log records go, the server's end, how a stop is announced, and whether the shared
   memory has room.

@@ -57,7 +57,7 @@ def default_plan() -> ForkPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class ProcessEnd:
     """How an engine's process has ended."""
 
     status: int
@@ -139,7 +139,7 @@ class ForkServer:
                 ours.close()
                 raise
 
-    def wait(self, tick: Callable[[], None]) -> End:
+    def wait(self, tick: Callable[[], None]) -> ProcessEnd:
         """Wait until the engine that was forked last has ended; if that takes too long, kill the
         fork server instead. ``tick`` is called every ``TICK_S``."""
         give_up_at = time.monotonic() + _MOST_ENDING_S
@@ -155,12 +155,12 @@ class ForkServer:
 
         status = self._receive(tick_until_given_up)  # the second number
         if status is not None:
-            return End(status, with_fork_server=False)
+            return ProcessEnd(status, with_fork_server=False)
         # The fork server has died, and its engine with it.
         assert self._process is not None
         status = self._process.wait()
         killed_for = "hung" if is_given_up else None
-        return End(status, with_fork_server=True, killed_for=killed_for)
+        return ProcessEnd(status, with_fork_server=True, killed_for=killed_for)
 
     def close(self) -> None:
         """End it and wait until it has ended."""
@@ -239,7 +239,7 @@ class EngineConnection:
         self.pid = forked.pid
         self.frames: Frames[ToFront] = Frames(forked.connection, ToFront)
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._end: End | None = None  # once it has ended
+        self._end: ProcessEnd | None = None  # once it has ended
         self.send(start)
         threading.Thread(target=self._write, name="jitney-engine-writer", daemon=True).start()
 
@@ -253,7 +253,7 @@ class EngineConnection:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
-    def close(self, tick: Callable[[], None] = _do_nothing) -> End:
+    def close(self, tick: Callable[[], None] = _do_nothing) -> ProcessEnd:
         """End the process, if it has not ended, and close the socket. Returns how it ended.
         ``tick`` is called every ``TICK_S`` meanwhile."""
         if self._end is None:

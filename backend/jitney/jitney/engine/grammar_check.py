@@ -23,7 +23,7 @@ from jitney.errors import InternalError, InvalidArgumentError, UnavailableError
 from jitney.sampling_params import StructuredOutputs
 
 NUM_PROCESSES = 2
-"""With one, whoever has a check that takes long would delay everybody's."""
+"""With one process, a check that takes long would delay all others."""
 _START_S = 60.0
 """Seconds of processor time that the start of a process may take: it imports what it needs, and
 reads the tokenizer."""

@@ -9,7 +9,7 @@ Before the fork nothing of ours may start a thread or touch a device. (NumPy's O
 by then. It takes care of them in a fork.)
 
 The fork server ends when the other end of FD closes, an engine when the other end of its socket
-does. So whoever kills the front ends them too.
+does. So a kill of the front ends them too.
 """
 
 import contextlib
@@ -33,10 +33,10 @@ from jitney.engine.loading import LoadModel
 from jitney.engine.quiet import lean_imports, quiet_imports
 from jitney.engine.wire import (
     Frames,
+    LoadRefused,
     Logged,
     Making,
     Ready,
-    Refused,
     RowOwner,
     Start,
     StepBegun,
@@ -208,7 +208,7 @@ def run_engine(descriptor: int, load: LoadModel) -> int:
 
 
 def _refuse(frames: Frames[ToEngine], error: JitneyError) -> int:
-    frames.send(Refused(type(error).__name__, str(error)))
+    frames.send(LoadRefused(type(error).__name__, str(error)))
     return 1
 
 

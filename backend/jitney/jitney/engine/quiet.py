@@ -1,9 +1,9 @@
 """Imports of large libraries: without log lines that nobody who serves a model can act on, and, in
 an engine's process, without what serving does not need.
 
-Called by whoever owns the process (the server's model, the commands, the benchmarks, the fork
-server), never by importing the package: a program that uses Jitney as a library decides on its own
-log.
+Called by the code that owns the process: the server's model, the commands, the benchmarks, the fork
+server. An import of the package never calls it, because a program that uses Jitney as a library
+decides on its own log.
 """
 
 import logging

@@ -7,10 +7,10 @@ is a LoadError of ``errors``.
 import threading
 from collections.abc import Callable
 
-from jitney.engine.fork_server import End, EngineConnection, ForkServer
+from jitney.engine.fork_server import EngineConnection, ForkServer, ProcessEnd
 from jitney.engine.inbox import UNLOADED
 from jitney.engine.load_watch import LoadWatch
-from jitney.engine.wire import Ready, Refused, Start, ToFront
+from jitney.engine.wire import LoadRefused, Ready, Start, ToFront
 from jitney.errors import (
     CheckpointError,
     ConfigError,
@@ -24,7 +24,7 @@ _LOAD_ERRORS: dict[str, type[JitneyError]] = {
     kind.__name__: kind
     for kind in (CheckpointError, ConfigError, InstallationError, UnsupportedModelError)
 }
-"""The error that a load raises, by ``Refused.kind``; for any other kind it is a LoadError."""
+"""The error that a load raises, by ``LoadRefused.kind``; for any other kind it is a LoadError."""
 
 
 class KilledError(LoadError):
@@ -79,7 +79,7 @@ class EngineStart:
                 raise _error_of(connection.close(self._tick_while_ending)) from None
             if isinstance(message, Ready):
                 return message
-            if isinstance(message, Refused):
+            if isinstance(message, LoadRefused):
                 raise _LOAD_ERRORS.get(message.kind, LoadError)(message.message)
             if message is not None:
                 self._watch.note_message(self._clock())
@@ -97,7 +97,7 @@ class EngineStart:
             )
 
 
-def _error_of(end: End) -> LoadError:
+def _error_of(end: ProcessEnd) -> LoadError:
     """The error for an engine's process that ended while it loaded the model."""
     how = f"killed by signal {-end.status}" if end.status < 0 else f"exit status {end.status}"
     text = f"the engine's process ended while it loaded the model ({how})"

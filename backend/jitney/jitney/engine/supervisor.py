@@ -27,10 +27,10 @@ from jitney.config import EngineConfig
 from jitney.engine.engine import Outbox
 from jitney.engine.fork_server import (
     TICK_S,
-    End,
     EngineConnection,
     ForkPlan,
     ForkServer,
+    ProcessEnd,
     default_plan,
 )
 from jitney.engine.handle import Death, Health
@@ -211,7 +211,7 @@ class SupervisedEngine:
             finally:
                 self.kill()
 
-    def _read(self, connection: EngineConnection) -> End:
+    def _read(self, connection: EngineConnection) -> ProcessEnd:
         """Hand reports on until the engine ends. Returns how it ended."""
         self._heard = self._clock()
         killed_for: str | None = None
@@ -330,7 +330,7 @@ class SupervisedEngine:
 
     # ------------------------------------------------------------------ another engine
 
-    def _replace(self, end: End) -> None:
+    def _replace(self, end: ProcessEnd) -> None:
         """Start an engine in place of one that has died, and send it all open requests. Returns
         once one is loaded, or when this is stopped."""
         began = self._clock()
@@ -362,7 +362,7 @@ class SupervisedEngine:
             if self._clock() >= end:
                 return
 
-    def _note_death(self, end: End, at: float) -> None:
+    def _note_death(self, end: ProcessEnd, at: float) -> None:
         """Tell the journal of the death, which fails the requests that are guilty of it. Count it
         for the front, and for the decision to give up (:meth:`_replace`)."""
         with self._lock:

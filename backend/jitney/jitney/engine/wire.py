@@ -42,7 +42,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     """For the front. The engine does not look into it."""
 
 
-class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
+class LoadRefused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
     """The model cannot be loaded."""
 
     kind: str
@@ -87,7 +87,7 @@ class Logged(msgspec.Struct, frozen=True, array_like=True, tag="logged"):
 
 
 ToEngine = Start | Submit | Finish | Cancel | Stop
-ToFront = Ready | Refused | StepBegun | Making | StepReport | Logged
+ToFront = Ready | LoadRefused | StepBegun | Making | StepReport | Logged
 
 
 class Frames(Generic[T]):

@@ -13,7 +13,7 @@ from jitney.execution import eagle
 from jitney.execution.draft import DraftBytes, DraftInputs, NoInputs
 from jitney.execution.interface import LoadedModel
 
-Finish = Callable[[LoadedModel], LoadedModel]
+FinishModel = Callable[[LoadedModel], LoadedModel]
 """Called with a model once an accelerator has rearranged it, or if none fits. Returns the model to
 run."""
 
@@ -25,7 +25,7 @@ class DraftSetup(Protocol):
     def check_device(self, device: torch.device) -> None:
         """Raise ConfigError if the draft model does not run there."""
 
-    def before_rearranging(self, model: LoadedModel) -> Finish:
+    def before_rearranging(self, model: LoadedModel) -> FinishModel:
         """Called with the model, then with its draft model, each before an accelerator rearranges
         it. May change the module."""
 
@@ -45,7 +45,7 @@ class OrdinarySetup:
     def check_device(self, device: torch.device) -> None:
         """Runs on any."""
 
-    def before_rearranging(self, model: LoadedModel) -> Finish:
+    def before_rearranging(self, model: LoadedModel) -> FinishModel:
         """Changes nothing."""
         return _unchanged
 

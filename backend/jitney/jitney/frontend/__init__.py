@@ -29,9 +29,9 @@ lock of its own: the supervisor's journal, the sums in ``ModelMetrics``, a ``Cha
 number of reports that wait, the grammars that were checked.
 
 Two further things need no lock, because each is a single reference that is replaced as a whole:
-``Service._final_refusal``, whose last value counts, and the request in ``Inputs``, which is taken
-once or dropped. ``Health``, ``Service._accepted_bytes`` and ``Responder.ended_bytes`` are each
-written by one thread and read by others.
+``Service._final_refusal``, whose last value counts, and the request in ``ClientInputs``, which is
+taken once or dropped. ``Health``, ``Service._accepted_bytes`` and ``Responder.ended_bytes`` are
+each written by one thread and read by others.
 
 The objects of one request, from the server's call to its last response.
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 _LOG = logging.getLogger(__name__)
 
-Call = Callable[[], object]
+_Call = Callable[[], object]
 
 
 class FairPool:
@@ -20,13 +20,13 @@ class FairPool:
     def __init__(self, num_threads: int, name: str) -> None:
         self._changed = threading.Condition()  # its lock guards the next three
         # Owner -> what waits to be run. The owner whose turn is next comes first.
-        self._waiting: OrderedDict[str, deque[Call]] = OrderedDict()
+        self._waiting: OrderedDict[str, deque[_Call]] = OrderedDict()
         self._busy: set[str] = set()  # owners one of whose calls is being run
         self._is_shut_down = False
         for number in range(num_threads):
             threading.Thread(target=self._run, name=f"{name}_{number}", daemon=True).start()
 
-    def submit(self, owner: str, call: Call) -> None:
+    def submit(self, owner: str, call: _Call) -> None:
         """Have a call run once it is its turn. Raises RuntimeError after :meth:`shutdown`."""
         with self._changed:
             if self._is_shut_down:
@@ -67,7 +67,7 @@ class FairPool:
                 return owner
         return None
 
-    def _take(self, owner: str) -> Call:
+    def _take(self, owner: str) -> _Call:
         """The owner's first call. Its further ones wait until it is its turn again."""
         calls = self._waiting.pop(owner)
         call = calls.popleft()

@@ -28,7 +28,7 @@ MAX_WAIT_S = 0.5
 """A stream that has waited for longer than this is sent without a pause."""
 
 
-class Inputs:
+class ClientInputs:
     """What a client sent. Its prompt may have megabytes, so it is let go as soon as possible: when
     a thread begins to encode it, or when the request ends before that."""
 
@@ -65,7 +65,7 @@ class Arrival:
     """The headers of the trace that the request belongs to."""
     tier: str | None = None
     """The name of its tier. None: the model has no tiers."""
-    inputs: Inputs = field(default_factory=Inputs)
+    inputs: ClientInputs = field(default_factory=ClientInputs)
 
 
 @dataclass(slots=True)

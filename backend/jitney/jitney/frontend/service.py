@@ -32,7 +32,7 @@ from jitney.frontend.channel import Channel
 from jitney.frontend.fair_pool import FairPool
 from jitney.frontend.metrics import ModelMetrics
 from jitney.frontend.protocol import ClientRequest, ResponseWriter, parse_request
-from jitney.frontend.replies import Arrival, Inputs, Reply
+from jitney.frontend.replies import Arrival, ClientInputs, Reply
 from jitney.frontend.responder import Responder
 from jitney.frontend.spans import RequestSpans
 from jitney.frontend.sweeper import Sweeper
@@ -212,7 +212,7 @@ class Service:
             request_id=request.request_id,
             trace=request.trace,
             tier=tier,
-            inputs=Inputs(request),
+            inputs=ClientInputs(request),
         )
         self._accepted_bytes += size
         self._responder.add(arrival)

@@ -179,7 +179,8 @@ def _check_gptq_or_awq(
     }
     for field, values in allowed.items():
         found = quantization_config.get(field)
-        if found not in values:
+        # 4.0 equals 4, but nothing can be shifted by it.
+        if found not in values or isinstance(found, float):
             expected = " or ".join(map(str, values))
             reason = f"its quantization_config.{field} is {show(found)}, but must be {expected}"
             raise unservable(model_type, reason)

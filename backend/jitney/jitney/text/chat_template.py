@@ -6,6 +6,7 @@ seconds.
 
 A template comes with a checkpoint, so it is not trusted. It runs in Jinja's immutable sandbox,
 where it reaches no attribute that begins with an underscore and changes nothing that it is given.
+Its text and its CPU time are bounded.
 """
 
 import datetime
@@ -18,9 +19,11 @@ import jinja2
 import jinja2.ext
 from jinja2 import nodes
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from jitney.errors import InvalidArgumentError
+from jitney.text.template_budget import CpuBudget, count_work, power
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys under which a message may carry its reasoning. Templates read the first or the second."""
@@ -28,6 +31,8 @@ REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 _CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
 """Marks where a message ends that the model continues; transformers has the same mark."""
+_BUDGET = "cpu budget"
+"""The variable with the CpuBudget of a chat. No template can write a name with a space."""
 
 
 class ChatTemplate:
@@ -67,8 +72,10 @@ class ChatTemplate:
                 tools=list(tools) or None,
                 documents=None,
                 **variables,
+                **{_BUDGET: CpuBudget()},
             )
-            text = _joined(parts, most)
+            # The mark is no part of the prompt.
+            text = _joined(parts, most, more=len(_CONTINUED) if continues else 0)
             return _up_to_mark(text, messages[-1]["content"]) if continues else text
         except InvalidArgumentError:
             raise
@@ -78,15 +85,16 @@ class ChatTemplate:
             ) from None
 
 
-def _joined(parts: Iterable[str], most: int) -> str:
-    """The text that a template gives in parts. A template may repeat all messages for each of them:
-    then the text of a small chat would not fit into memory."""
+def _joined(parts: Iterable[str], most: int, *, more: int) -> str:
+    """The text that a template gives in parts: at most ``most`` characters, and ``more`` that do
+    not count. A template may repeat all messages for each of them: then the text of a small chat
+    would not fit into memory."""
     joined: list[str] = []
     length = 0
     for part in parts:
         joined.append(part)
         length += len(part)
-        if length > most:
+        if length > most + more:
             raise InvalidArgumentError(
                 f"messages: the chat template renders them to more than {most:,} bytes "
                 "(max_prompt_bytes)"
@@ -111,8 +119,29 @@ def _up_to_mark(text: str, marked: str) -> str:
     return before.rstrip()
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, with a bound on what a template computes."""
+
+    intercepted_binops = frozenset({"**"})
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        template = super()._parse(source, name, filename)
+        count_work(template, counter="count_step")
+        return template
+
+    def count_step(self, context: Context) -> bool:
+        """What a template calls at each of its steps."""
+        budget: CpuBudget = context[_BUDGET]
+        return budget.count()
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Computes the operators of ``intercepted_binops``."""
+        assert operator == "**", operator
+        return power(left, right)
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_Generation, jinja2.ext.loopcontrols],

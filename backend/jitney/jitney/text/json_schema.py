@@ -18,7 +18,7 @@ from jitney.text.schema_references import (
     References,
     escaped,
     find_dialect,
-    parts_of,
+    inner_schemas,
 )
 
 _NOT_ENFORCED = {
@@ -32,7 +32,7 @@ _NOT_ENFORCED = {
 }  # fmt: skip
 """Keywords that a grammar cannot enforce -> the draft that they came with. In a schema of an older
 draft they are unknown, and so annotations."""
-_ALLOWS_ALL: dict[str, tuple[Any, ...]] = {
+ALLOWS_ALL: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "propertyNames": (True, {}),
     "unevaluatedItems": (True, {}),
@@ -119,10 +119,10 @@ class _Checker:
                 self._leave_out(schema, keyword, at)
             else:
                 self._check_keyword(schema, keyword, value, at)
-        for part in parts_of(schema):
-            if part.keyword in DEFINITIONS:
+        for inner in inner_schemas(schema):
+            if inner.keyword in DEFINITIONS:
                 continue  # a definition counts where a reference points to it
-            self._check(part.schema, f"{path}/{part.pointer}")
+            self._check(inner.schema, f"{path}/{inner.pointer}")
         self._settle_one_of(schema)
 
     def _leave_out(self, schema: dict[str, Any], keyword: str, at: str) -> None:
@@ -130,7 +130,7 @@ class _Checker:
         if keyword in _NEEDS_ONE_OF:
             allows_all = not any(name in schema for name in _NEEDS_ONE_OF[keyword])
         else:
-            allows_all = schema[keyword] in _ALLOWS_ALL.get(keyword, ())
+            allows_all = schema[keyword] in ALLOWS_ALL.get(keyword, ())
         if not allows_all:
             raise self._refusal(at, "is not supported")
         del schema[keyword]

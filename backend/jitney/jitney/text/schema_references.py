@@ -30,7 +30,7 @@ _DIALECTS = {
 }
 
 
-class Part(NamedTuple):
+class InnerSchema(NamedTuple):
     """A schema directly inside another one."""
 
     keyword: str
@@ -74,6 +74,10 @@ class References:
         ``schema`` is a part of the root, or was found by a reference."""
         return self._scopes[id(schema)].draft
 
+    def knows(self, schema: dict[str, Any]) -> bool:
+        """Whether ``schema`` is the root or a part of it."""
+        return id(schema) in self._scopes
+
     def find(self, schema: dict[str, Any], reference: str) -> Any:
         """What a reference in ``schema`` points to; None if that is nothing in the root."""
         uri, fragment = self._divided(schema, reference)
@@ -110,8 +114,8 @@ class References:
         scope = self._note_names(schema, outer)
         self._scopes[id(schema)] = scope
         self._noted.append(schema)
-        for part in parts_of(schema):
-            self._note(part.schema, scope)
+        for inner in inner_schemas(schema):
+            self._note(inner.schema, scope)
         for keyword in _ALSO_WITH_SCHEMA:
             self._note(schema.get(keyword), scope)
 
@@ -138,18 +142,18 @@ class References:
         return _Scope(base, draft)
 
 
-def parts_of(schema: dict[str, Any]) -> Iterator[Part]:
+def inner_schemas(schema: dict[str, Any]) -> Iterator[InnerSchema]:
     """The schemas directly inside a schema. Values that are of the wrong type have none."""
     for keyword, value in schema.items():
         is_list = keyword in WITH_LIST or keyword == "items"
         if is_list and isinstance(value, list):
             for index, part in enumerate(value):
-                yield Part(keyword, f"{keyword}/{index}", part)
+                yield InnerSchema(keyword, f"{keyword}/{index}", part)
         elif keyword in WITH_SCHEMA:
-            yield Part(keyword, keyword, value)
+            yield InnerSchema(keyword, keyword, value)
         elif keyword in WITH_OBJECT and isinstance(value, dict):
             for name, part in value.items():
-                yield Part(keyword, f"{keyword}/{escaped(name)}", part)
+                yield InnerSchema(keyword, f"{keyword}/{escaped(name)}", part)
 
 
 def find_dialect(name: Any) -> Dialect | None:

@@ -76,7 +76,7 @@ def call_int(builder, function):
 @emitted(types.int64, types.int64)
 def load_shared(builder, address):
     """An int64 that other threads change. What a thread wrote before it changed the number is seen
-    by whoever has read the number here (acquire)."""
+    by each thread that has read the number here (acquire)."""
     return builder.load_atomic(pointer(builder, address, i64), ordering="acquire", align=8)
 
 

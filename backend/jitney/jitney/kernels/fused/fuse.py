@@ -33,9 +33,9 @@ from jitney.kernels.fused.trial import (
     LAYER_SCALES,
     MODULE_SCALES,
     NORM_SCALES,
-    Arguments,
     Checker,
     MarkedCosSin,
+    ModuleArguments,
     first_positions,
     record_arguments,
     run_model,
@@ -298,7 +298,7 @@ class _Fuser:
         return fused
 
     def _attention_form(
-        self, attention: nn.Module, children: AttentionChildren, arguments: Arguments
+        self, attention: nn.Module, children: AttentionChildren, arguments: ModuleArguments
     ) -> AttentionForm:
         """What the module computes, by what it hands to attention when it is run once."""
         x = self._checker.random(self._config.hidden_size)

@@ -42,7 +42,7 @@ _MISFITS = (TypeError, LookupError, AttributeError, ValueError, AssertionError, 
 """What a module may raise if its arguments or their sizes are not those that it expects. For sizes
 that do not fit, torch raises RuntimeError."""
 
-Arguments = dict[str, Any]
+ModuleArguments = dict[str, Any]
 """The keyword arguments with which transformers calls a module, beside its input. A module that is
 called with its input alone has none."""
 
@@ -108,14 +108,14 @@ class MarkedCosSin(CosSin):
 
 def record_arguments(
     module: PreTrainedModel, positions: Tensor, fits: Callable[[nn.Module], object]
-) -> WeakKeyDictionary[nn.Module, Arguments]:
+) -> WeakKeyDictionary[nn.Module, ModuleArguments]:
     """Run the model once, for tokens at these ``positions`` [T]. For each module that ``fits``,
     record the arguments of its call.
 
     cos and sin are among them, as :class:`MarkedCosSin`. A module is forgotten once it has been
     replaced.
     """
-    recorded: WeakKeyDictionary[nn.Module, Arguments] = WeakKeyDictionary()
+    recorded: WeakKeyDictionary[nn.Module, ModuleArguments] = WeakKeyDictionary()
 
     def record(each: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         recorded[each] = {name: x for name, x in kwargs.items() if name != "hidden_states"}
@@ -148,7 +148,7 @@ def _mark_cos_sin(rotary: nn.Module, args: Any, kwargs: dict[str, Any], output: 
 
 
 def run_module(
-    module: nn.Module, x: Tensor, arguments: Arguments
+    module: nn.Module, x: Tensor, arguments: ModuleArguments
 ) -> tuple[Tensor, list[AttentionCall]]:
     """The result of ``module`` for x, and its calls of attention.
 
@@ -203,7 +203,7 @@ class Checker:
         fused: nn.Module,
         width: int,
         scales: Sequence[float],
-        arguments: Arguments,
+        arguments: ModuleArguments,
     ) -> None:
         """Raise Misfit if both differ by more than rounding, in their results or in what they hand
         to attention. The input is random, [1, T, width], multiplied by each of ``scales``."""
