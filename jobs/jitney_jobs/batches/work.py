@@ -51,6 +51,7 @@ _JOB = {
     "input_format": "openai",
     "workers": 0,
     "retries": 8,
+    "patience": "5m",
     "max_errors": "100%",
     "part_seconds": 2.0,
 }
