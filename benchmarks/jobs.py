@@ -1,7 +1,7 @@
 """What do jobs (``jitney batch``) cost beside the engine alone, a loop by hand and other tools, and
 do they keep what they promise: memory that does not grow, and each row once whatever kills them?
 
-    python -m benchmarks.jobs --what generate embed ray       # rates, each against its bar
+    python -m benchmarks.jobs --what generate embed digits ray  # rates, each against its bar
     python -m benchmarks.jobs --what memory kills             # promises
 
 Each contender runs in a process of its own; they take turns, and a ratio is of one turn. A job's
@@ -32,6 +32,7 @@ from benchmarks.engines.measure import MARK
 from benchmarks.job_contenders import ENGINE, GREEDY, MODELS, STATIC_BATCH, run_contender
 from benchmarks.workloads import VOCAB_SIZE, save_m100, w1
 
+DIGITS_BATCH = 128
 ROOT = Path(__file__).resolve().parent.parent
 PYLM = MODELS / "pylm" / "1" / "checkpoint"
 
@@ -167,6 +168,31 @@ def embed(arguments: argparse.Namespace, folder: Path) -> None:
     })  # fmt: skip
 
 
+def write_images(path: Path, rows: int) -> Path:
+    """Images of digits, 64 numbers each."""
+    pixels = np.random.RandomState(9).randint(0, 17, rows * 64).astype(np.uint8)
+    return _write(path, {"image": pa.FixedSizeListArray.from_arrays(pixels, 64)})
+
+
+def _digits_settings(source: Path, output: Path) -> dict[str, Any]:
+    settings = {"input": str(source), "output": str(output), "model": str(MODELS / "digits")}
+    return settings | {"task": "classify", "column": "image"}
+
+
+def digits(arguments: argparse.Namespace, folder: Path) -> None:
+    """A job of a small model, whose rows cost little but what is around it, and ten lines that do
+    the same at equal batch size. The bar: at least 0.7 of their rate."""
+    source = write_images(folder / "images.parquet", arguments.images)
+    settings = _digits_settings(source, folder / "digits-out") | {"batch_size": DIGITS_BATCH}
+    amount = {"amount": arguments.images}
+    task = {"input": str(source), "output": str(folder / "digits.parquet")}
+    _turns(arguments.repeats, "rows/s", {
+        "job": lambda: measure("job", settings=settings) | amount,
+        "ONNX Runtime, ten lines":
+            lambda: measure("digits_loop", batch_size=DIGITS_BATCH, **task) | amount,
+    })  # fmt: skip
+
+
 def ray(arguments: argparse.Namespace, folder: Path) -> None:
     """A job on a local cluster of Ray's against the same without; less a job of one request."""
     model = words_checkpoint(folder)
@@ -204,14 +230,10 @@ def memory(arguments: argparse.Namespace, folder: Path) -> None:
     print("| rows | peak PSS of all processes, MB | beside the first | s |\n|---|---|---|---|")
     peaks: list[float] = []
     for rows in arguments.rows:
-        pixels = np.random.RandomState(9).randint(0, 17, rows * 64).astype(np.uint8)
-        images = pa.FixedSizeListArray.from_arrays(pixels, 64)
-        source = _write(folder / "images.parquet", {"image": images})
+        source = write_images(folder / "images.parquet", rows)
         output = folder / "memory-out"
-        del pixels, images
         shutil.rmtree(output, ignore_errors=True)
-        settings = {"input": str(source), "output": str(output), "model": str(MODELS / "digits")}
-        settings |= {"task": "classify", "column": "image"}
+        settings = _digits_settings(source, output)
         began = time.monotonic()
         peak = 0.0
         child = start({"contender": "job", "settings": settings})
@@ -329,7 +351,7 @@ def nodes(arguments: argparse.Namespace, folder: Path) -> None:
     print(f"{killed} kills of a node, {jobs} jobs ({took} s): {rows:,} rows in each, each once")
 
 
-WHAT = {each.__name__: each for each in (generate, embed, ray, memory, kills, nodes)}
+WHAT = {each.__name__: each for each in (generate, embed, digits, ray, memory, kills, nodes)}
 
 
 def main() -> None:
@@ -338,10 +360,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--what", nargs="+", choices=WHAT, default=list(WHAT))
-    parser.add_argument("--repeats", type=int, default=3, help="turns of generate, embed and ray")
+    parser.add_argument("--repeats", type=int, default=3, help="turns of rates")
     parser.add_argument("--w1-turns", type=int, default=30, help="W1 so many times: generate, ray")
     parser.add_argument("--static-turns", type=int, default=3, help="the same for transformers")
     parser.add_argument("--texts", type=int, default=20_000, help="of embed")
+    parser.add_argument("--images", type=int, default=300_000, help="rows of digits")
     parser.add_argument("--rows", type=int, nargs="+", default=[10_000, 1_000_000], help="memory")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--kill-rows", type=int, default=10_000)

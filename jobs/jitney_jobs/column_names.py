@@ -2,7 +2,7 @@
 checked before the model is loaded and before anything is written."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import jinja2
 import jinja2.meta
@@ -11,6 +11,8 @@ from jitney.errors import InvalidArgumentError, nearest
 
 from jitney_jobs.arrow import pa
 from jitney_jobs.job import Job
+from jitney_jobs.json_lines import check_no_common_name
+from jitney_jobs.nested import source_column
 
 FIELD = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
 """In a prompt's text: a doubled brace, which stands for one, or a column's name in braces."""
@@ -76,7 +78,7 @@ def check_columns(job: Job, there: Collection[str]) -> None:
     check_there(needed_columns(job), there)
     kept = there if job.keep is None else set(job.keep)
     if job.input_format != "openai":
-        check_no_common_name(kept, _named(job, _RESULTS.get(job.task, [])).values())
+        check_no_common_name(list(kept), list(_named(job, _RESULTS.get(job.task, [])).values()))
 
 
 def check_there(needed: Mapping[str, str], there: Collection[str]) -> None:
@@ -91,16 +93,15 @@ def check_there(needed: Mapping[str, str], there: Collection[str]) -> None:
             )
 
 
+def check_any_there(names: Sequence[str], there: Collection[str]) -> None:
+    """``names``: columns of which the model takes one or several. Raises InvalidArgumentError if
+    none is there."""
+    if not any(_is_there(name, there) for name in names):
+        known = ", ".join(sorted(there)[:_MOST_NAMES])
+        wanted = " or ".join(names)
+        raise InvalidArgumentError(f"the model takes column {wanted}; the input has {known}")
+
+
 def _is_there(name: str, there: Collection[str]) -> bool:
     """Also a value inside of a column: ``doc.text``."""
-    return name in there or name.partition(".")[0] in there
-
-
-def check_no_common_name(of_input: Collection[str], of_result: Collection[str]) -> None:
-    """Raises InvalidArgumentError if a column is of both."""
-    common = set(of_input) & set(of_result)
-    if common:
-        raise InvalidArgumentError(
-            f"column {min(common)!r} is both of the input and of the result: name the result's "
-            "with output_column, or choose the input's columns with keep"
-        )
+    return source_column(name, there) is not None

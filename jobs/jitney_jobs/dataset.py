@@ -1,4 +1,4 @@
-"""A job's input: files in a fixed order, read as a stream of chunks of rows.
+"""A job's input: files in a fixed order, their common schema, and their rows as a stream of chunks.
 
 A row is known by (index of its file, index in that file), whichever process reads it and however
 often. Rows that are committed do not come again. A file that is committed as a whole is not opened,
@@ -6,24 +6,37 @@ and a row group of Parquet is not read; in other files committed rows are read a
 storage that fails is tried again, and then ends the job.
 
 :class:`Dataset` is used by the reader's thread of ``pipeline``, and by tasks of ``ray_data``.
+``pyarrow.dataset`` reads the columns that the folders' names state. It does not read the rows: its
+scanner neither tells which row of which file a row is, nor leaves out row groups that the journal
+has, nor does it try a storage again.
 """
 
-from collections.abc import Iterable, Iterator
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from jitney.errors import InvalidArgumentError, JitneyError
 
-from jitney_jobs.arrow import pa, pafs, pq
+from jitney_jobs.arrow import pa, pafs
+from jitney_jobs.columns import in_schema, taken, without_columns
+from jitney_jobs.delimiters import check_delimiter
+from jitney_jobs.encodings import Encoding
 from jitney_jobs.file_batches import (
     READ_ERRORS,
     Batch,
+    TextForm,
     arrow_batches,
+    arrow_schema,
+    csv_batches,
+    csv_header,
     line_batches,
     parquet_batches,
+    parquet_schema,
     path_batches,
-    take_rows,
 )
 from jitney_jobs.input_files import (
-    columns_of_folders,
+    FolderColumns,
     common_format,
     find_files,
     format_of,
@@ -32,9 +45,18 @@ from jitney_jobs.input_files import (
 )
 from jitney_jobs.job import Job
 from jitney_jobs.journal import FileRows, InputFile, Ranges, Record
-from jitney_jobs.outcome import Trouble, may_pass
-from jitney_jobs.rows import Chunk, RowId
-from jitney_jobs.storage import file_system, read_error
+from jitney_jobs.json_lines import decoded
+from jitney_jobs.outcome import Trouble
+from jitney_jobs.rows import LINE, LINES, Chunk, RowId, Unreadable
+from jitney_jobs.schemas import SeenTypes, plain, unified, written_schema
+from jitney_jobs.storage import file_system, open_inputs, read_error
+
+_FOOTERS_AT_ONCE = 16
+_LOOK_AHEAD_BYTES = 16 << 20
+"""Of lines of JSON on object storage, so much of each file is looked at. Files on this machine are
+looked at as a whole."""
+_LOOK_AHEAD_ROWS = 1024
+"""So many lines are looked at together."""
 
 
 class Dataset:
@@ -43,16 +65,26 @@ class Dataset:
     def __init__(self, job: Job) -> None:
         """Find the files of a file, a folder or a glob, but for those in the output. Raises
         InvalidArgumentError, and UnavailableError if the storage fails."""
-        self._fs, path = file_system(job.input)
+        self._fs, paths = open_inputs(job)
         self._retry_policy = job.make_retry_policy()
         self._skips_bad_files = job.skip_bad_files
+        self._form = TextForm(
+            encoding=Encoding(job.encoding, job.decode_errors),
+            delimiter=None if job.delimiter is None else check_delimiter(job.delimiter),
+        )
         _, output = file_system(job.output)
-        try:
-            search = find_files(self._fs, path)
-        except OSError as error:
-            raise read_error(job.input, error) from error
-        self._base = search.base
-        found = [info for info in search.files if not info.path.startswith(f"{output}/")]
+        bases = []
+        hidden = 0
+        by_path: dict[str, pafs.FileInfo] = {}
+        for path in paths:
+            try:
+                search = find_files(self._fs, path)
+            except OSError as error:
+                raise read_error(path, error) from error
+            bases.append(search.base)
+            by_path |= {info.path: info for info in search.files}
+            hidden += search.hidden
+        found = [info for info in by_path.values() if not info.path.startswith(f"{output}/")]
         unknown: list[pafs.FileInfo] = []
         self.format = job.input_format
         if self.format == "auto":
@@ -63,8 +95,8 @@ class Dataset:
             raise InvalidArgumentError(f"input {job.input} has no files")
         self.passed_over = kinds_of(unknown)
         """Kinds of files below the input that are not read, with counts."""
-        if search.hidden:
-            self.passed_over["hidden (_ or .)"] = search.hidden
+        if hidden:
+            self.passed_over["hidden (_ or .)"] = hidden
         self.kinds = kinds_of(found)
         """Kinds of files that are read, with counts."""
         self.files = [InputFile(info.path, info.size, info.mtime_ns or 0) for info in found]
@@ -72,6 +104,13 @@ class Dataset:
         self.files_are_rows = self.format in ("text", "image")
         """Whether each file is a row. If so, all of them count as one file, whose index is 0, and
         the index of a row in it is an index of ``files``."""
+        self._folders = FolderColumns(bases, [] if self.files_are_rows else found)
+        self.written_schema = written_schema(job.schema or "{}")
+        """The types that the job names."""
+        self._columns: Sequence[str] | None = None
+        self.schema: pa.Schema | None = None
+        """The columns of all files. None until :meth:`set_schema`, and for lines of JSON whose
+        values are written as they came."""
 
     @property
     def found(self) -> str:
@@ -83,33 +122,98 @@ class Dataset:
             text += f"; passed over: {kinds_text(self.passed_over)}"
         return text
 
-    def read_schema(self) -> pa.Schema | None:
-        """The columns' types, as the first file states them that can be read; None for formats
-        whose files state none. Raises InvalidArgumentError if no file can be read, and
-        UnavailableError if the storage fails."""
-        if self.format not in ("parquet", "arrow"):
-            return None
-        path, schema = self._first_schema()
-        types = {field.name: field.type for field in schema}
-        types |= dict.fromkeys(columns_of_folders(path, self._base), pa.string())
-        return pa.schema(types)
+    # ------------------------------------------------------------------ the schema
 
-    def _first_schema(self) -> tuple[str, pa.Schema]:
-        """A file that can be read, and its schema. Errors as of :meth:`read_schema`."""
+    def look_ahead(self, is_typed: bool) -> pa.Schema | None:
+        """The columns that all files have in common, with types that hold the values of all.
+
+        Parquet and Arrow files state their types. Columns of CSV are texts. Lines of JSON are read:
+        all of them, but on object storage only the first 16 MB of each file; they are not if the
+        output is no table (``is_typed``), since it has their values as they came. A file that
+        cannot be read is left out here, and named when its rows are read. Types that the job
+        names replace those found. Raises UnavailableError if the storage fails.
+        """
+        if self.files_are_rows:
+            texts = ("path", "text") if self.format == "text" else ("path",)
+            found = pa.schema([(name, pa.string()) for name in texts])
+        elif self.format not in LINES:
+            found = self._schema_of_files()
+        elif is_typed:
+            found = self._schema_of_lines()
+        else:
+            return None
+        fields = {field.name: field for field in found}
+        for field in self._folders.schema:
+            fields[field.name] = field
+        for field in self.written_schema:
+            if field.name in fields:
+                fields[field.name] = fields[field.name].with_type(field.type)
+            elif self.format in LINES and self._looks_at_heads:
+                fields[field.name] = field
+        return pa.schema(list(fields.values()), found.metadata)
+
+    def set_schema(self, schema: pa.Schema | None, columns: Sequence[str] | None = None) -> None:
+        """Read rows with these types from now on: of these columns, or of all."""
+        self.schema = schema
+        self._columns = columns
+
+    @property
+    def _looks_at_heads(self) -> bool:
+        """Whether only the head of each file of lines is looked at."""
+        return not isinstance(self._fs, pafs.LocalFileSystem)
+
+    def _schema_of_files(self) -> pa.Schema:
+        schemas: list[pa.Schema] = []
         first_error: JitneyError | None = None
-        for file in self.files:
+        with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
+            for schema in pool.map(self._schema_of_file, self.files):
+                if isinstance(schema, JitneyError):
+                    first_error = first_error or schema
+                else:
+                    schemas.append(schema)
+        if not schemas and first_error is not None:
+            raise first_error
+        found = unified(schemas)
+        return pa.schema([field.with_type(plain(field.type)) for field in found], found.metadata)
+
+    def _schema_of_file(self, file: InputFile) -> pa.Schema | JitneyError:
+        """An error if the file is at fault. Raises UnavailableError if the storage is."""
+        trouble = Trouble()
+        while True:
             try:
-                with self._fs.open_input_file(file.path) as source:
+                with self._fs.open_input_file(file.path) as raw:
                     if self.format == "parquet":
-                        return file.path, pq.read_schema(source)
-                    return file.path, pa.ipc.open_file(source).schema
+                        return parquet_schema(raw)
+                    if self.format == "arrow":
+                        return arrow_schema(raw)
+                    return csv_header(raw, file.path, self._form)
+            except InvalidArgumentError as error:
+                return error
             except READ_ERRORS as error:
-                meaning = read_error(file.path, error)
-                if may_pass(meaning) or not self._skips_bad_files:
-                    raise meaning from error
-                first_error = first_error or meaning
-        assert first_error is not None, "an input has files"
-        raise first_error
+                try:
+                    trouble.wait(self._retry_policy, read_error(file.path, error))
+                except InvalidArgumentError as fault:
+                    return fault
+
+    def _schema_of_lines(self) -> pa.Schema:
+        seen = SeenTypes()
+        for index in range(len(self.files)):
+            # A file that cannot be read is named when its rows are.
+            with contextlib.suppress(InvalidArgumentError):
+                self._look_at_lines(index, seen)
+        return seen.schema()
+
+    def _look_at_lines(self, index: int, seen: SeenTypes) -> None:
+        """Of one file. Raises InvalidArgumentError if it is damaged."""
+        nbytes = 0
+        for batch in self._batches_with_retries(index, Ranges(), _LOOK_AHEAD_ROWS):
+            assert batch.data is not None, "no row is committed"
+            seen.add(_decodable(batch.data.column(LINE).to_pylist()))
+            nbytes += batch.nbytes
+            if self._looks_at_heads and nbytes >= _LOOK_AHEAD_BYTES:
+                return
+
+    # ------------------------------------------------------------------ the rows
 
     def path_of(self, row: RowId) -> str:
         """The file that a row is in, or is."""
@@ -162,19 +266,58 @@ class Dataset:
         """The rows of a batch that are not committed. None if there are none."""
         if batch.data is None or done.covers(index, batch.first, batch.end):
             return None
-        rows = range(batch.first, batch.end)
-        left = [row for row in rows if not done.covers(index, row, row + 1)]
-        columns: dict[str, str] = {}
+        count = batch.end - batch.first
+        left = [
+            i for i in range(count) if not done.covers(index, batch.first + i, batch.first + i + 1)
+        ]
+        data = batch.data
+        unreadable = dict(batch.unreadable)
+        further: dict[str, Any] = {}
         if not self.files_are_rows:
-            columns = columns_of_folders(self.files[index].path, self._base)
+            further = self._folders.values_of(self.files[index].path)
+        is_table = self.format not in LINES and not self.files_are_rows
+        if is_table:
+            data = self._in_schema(data, further, unreadable)
+            further = {}
+        if len(left) < count:
+            data = taken(data, left)
+        places = {i: number for number, i in enumerate(left)}
         return Chunk(
             file=index,
-            indices=left,
+            indices=[batch.first + i for i in left],
             format=self.format,
-            data=take_rows(batch.data, [row - batch.first for row in left]),
-            columns=columns,
+            data=data,
+            further=further,
+            offsets=[batch.offsets[i] for i in left] if batch.offsets else (),
+            unreadable={places[i]: row for i, row in unreadable.items() if i in places},
+            read_bytes=(max(batch.nbytes, data.nbytes) * len(left)) // count,
             position=position,
+            replaced=batch.replaced,
         )
+
+    def _in_schema(
+        self, data: pa.RecordBatch, further: dict[str, Any], unreadable: dict[int, Unreadable]
+    ) -> pa.RecordBatch:
+        """With the columns and types of the schema, and those of the folders. Rows whose values
+        cannot have these types are noted."""
+        schema = self.schema
+        if schema is None:  # the job has none: the file's own
+            schema = unified([data.schema, self._folders.schema])
+        if self._columns is not None:
+            chosen = [field for field in schema if field.name in self._columns]
+            schema = pa.schema(chosen, schema.metadata)
+        if not schema.names:
+            return without_columns(data.num_rows)
+        for name, value in further.items():
+            kind = self._folders.schema.field(name).type
+            array = pa.repeat(pa.scalar(value, kind), data.num_rows)
+            if name in data.schema.names:
+                data = data.drop_columns([name])
+            data = data.append_column(name, array)
+        found = in_schema(data, schema)
+        for index, error in found.errors.items():
+            unreadable.setdefault(index, Unreadable(error, b""))
+        return found.data
 
     def _batches_with_retries(self, index: int, done: Ranges, size: int) -> Iterator[Batch]:
         """Each batch of a file once. After a failure of the storage the file is read again from its
@@ -200,8 +343,21 @@ class Dataset:
         file = self.files[index]
         with self._fs.open_input_file(file.path) as raw:
             if self.format == "parquet":
-                yield from parquet_batches(raw, file, index, done, size)
+                yield from parquet_batches(raw, file, index, done, size, self._columns)
             elif self.format == "arrow":
-                yield from arrow_batches(raw, file, size)
+                yield from arrow_batches(raw, file, size, self._columns)
+            elif self.format == "csv":
+                yield from csv_batches(raw, file, size, self._form)
             else:
-                yield from line_batches(raw, file, self.format, size)
+                yield from line_batches(raw, file, size, self._form)
+
+
+def _decodable(lines: list[bytes]) -> list[dict[str, Any]]:
+    """The lines that are objects of JSON. The others will be bad rows."""
+    rows = []
+    for line in lines:
+        try:
+            rows.append(decoded(line))
+        except Exception:  # a line may be anything
+            continue
+    return rows

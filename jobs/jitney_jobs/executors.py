@@ -14,10 +14,12 @@ from jitney.errors import InvalidArgumentError
 from jitney.llm import LLM, Running
 
 from jitney_jobs.asking import OpenAiServer, ServerExecutor
+from jitney_jobs.chunk_executor import ChunkExecutor
 from jitney_jobs.generate import JobPrompt, LanguageModel
 from jitney_jobs.job import Job
 from jitney_jobs.onnx_executor import OnnxExecutor, newest_version
 from jitney_jobs.prepare import Context
+from jitney_jobs.tensors import takes_token_ids
 
 Outcome = tuple[int, Any]
 """The row's key, and its result or a JitneyError."""
@@ -203,9 +205,13 @@ def load(job: Job) -> tuple[Executor, Context]:
         llm = LLM(model, **job.engine)
         language_model = LanguageModel(llm.tokenizer.data, llm.config, llm.info)
         return EngineExecutor(llm), Context(job, language_model)
-    executor = OnnxExecutor(job)
+    onnx = OnnxExecutor(job)
     tokenizer = job.tokenizer or _tokenizer_of(model)
-    return executor, Context(job, signature=executor.signature, tokenizer=tokenizer)
+    are_texts = takes_token_ids(onnx.signature)
+    context = Context(
+        job, signature=onnx.signature, tokenizer=tokenizer, takes_blocks=not are_texts
+    )
+    return ChunkExecutor(onnx, in_blocks=True) if are_texts else onnx, context
 
 
 def _load_triton_model(job: Job) -> tuple[Executor, Context]:
@@ -217,4 +223,7 @@ def _load_triton_model(job: Job) -> tuple[Executor, Context]:
         bound = "generate for a language model, and another task for any other model"
         raise InvalidArgumentError.of("task", job.task, bound)
     context = Context(job, signature=model.signature, tokenizer=job.tokenizer)
-    return ServerExecutor(model.ask, job.at_once), context
+    executor: Executor = ServerExecutor(model.ask, job.at_once)
+    if takes_token_ids(model.signature):
+        executor = ChunkExecutor(executor, in_blocks=False)
+    return executor, context

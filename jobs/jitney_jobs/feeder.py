@@ -25,7 +25,8 @@ class _Retry(NamedTuple):
 
 
 class Feeder:
-    """Hands rows to an executor, and takes their results. For one thread.
+    """Hands rows to an executor, and takes their results. For one thread. Rows come as items: most
+    of one row, some of many, which stay together.
 
     1. Rows that arrive are gathered.
     2. When the executor has been given all rows of a generation, those that arrived meanwhile are
@@ -55,17 +56,21 @@ class Feeder:
         """Whether the next generation descends."""
         self._has_input_ended = False
         self._running: dict[int, Item] = {}
-        """The rows that the executor has, by key."""
+        """What the executor has, by key."""
+        self._waiting_rows = 0
+        """Rows in ``_arrived`` and ``_generation``."""
+        self._running_rows = 0
         self._waiting_retries: list[_Retry] = []
         """A heap."""
 
     def __len__(self) -> int:
-        return self.waiting + len(self._running) + len(self._waiting_retries)
+        """0 if and only if no row is here."""
+        return self._waiting_rows + self._running_rows + len(self._waiting_retries)
 
     @property
     def waiting(self) -> int:
         """Rows in line for the executor. Those that wait for another try do not count."""
-        return len(self._arrived) + len(self._generation)
+        return self._waiting_rows
 
     @property
     def waits_for(self) -> JitneyError | None:
@@ -73,8 +78,9 @@ class Feeder:
         return self._last_trouble if self._waiting_retries else None
 
     def add(self, item: Item) -> None:
-        """No other row here has the same key."""
+        """Nothing else here has the same key."""
         self._arrived.append(item)
+        self._waiting_rows += len(item.rows)
 
     def step(self, has_input_ended: bool) -> list[tuple[Item, Any]]:
         """Fill the executor, and let it work for a while. Returns the rows that have ended, each
@@ -97,15 +103,18 @@ class Feeder:
             pause_s = self._waiting_retries[0].at - time.monotonic()
             time.sleep(max(0.0, min(_POLL_S, pause_s)))
         while self._waiting_retries and self._waiting_retries[0].at <= time.monotonic():
-            self._generation.appendleft(heapq.heappop(self._waiting_retries).item)
+            item = heapq.heappop(self._waiting_retries).item
+            self._generation.appendleft(item)
+            self._waiting_rows += len(item.rows)
 
     def _fill(self) -> list[tuple[Item, Any]]:
         """Returns the rows that cannot be run."""
         refused: list[tuple[Item, Any]] = []
-        while self.waiting and len(self._running) < self._executor.capacity:
+        while self.waiting and self._running_rows < self._executor.capacity:
             if not self._generation:
                 self._begin_generation()
             item = self._generation.popleft()
+            self._waiting_rows -= len(item.rows)
             if item.error is not None:
                 refused.append((item, item.error))
                 continue
@@ -115,6 +124,7 @@ class Feeder:
                 refused.append((item, error))
             else:
                 self._running[item.key] = item
+                self._running_rows += len(item.rows)
         return refused
 
     def _collect(self) -> list[tuple[Item, Any]]:
@@ -124,6 +134,7 @@ class Feeder:
             return ended
         for key, result in self._executor.step():
             item = self._running.pop(key)
+            self._running_rows -= len(item.rows)
             now = time.monotonic()
             if not isinstance(result, JitneyError):
                 self._last_good_at = now

@@ -6,32 +6,30 @@ those that it has had.
 
 import csv
 import io
-import posixpath
-import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import chain, islice
-from typing import Any, BinaryIO
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, BinaryIO, NamedTuple
 
 from jitney.errors import InvalidArgumentError
 
 from jitney_jobs.arrow import pa, pq
+from jitney_jobs.columns import compact, without_columns, without_views
+from jitney_jobs.csv_records import CsvRecord, csv_records
+from jitney_jobs.delimiters import SAMPLE_BYTES, delimiter_of
+from jitney_jobs.encodings import Encoding
 from jitney_jobs.input_files import compression_of
-from jitney_jobs.job import InputFormat
 from jitney_jobs.journal import InputFile, Ranges
 from jitney_jobs.json_values import lines_or_values
-from jitney_jobs.rows import line_bytes
+from jitney_jobs.rows import LINE, PATH, Unreadable
 
 READ_ERRORS = (OSError, pa.ArrowInvalid, csv.Error)
 """What reading a file may raise, if the file is damaged or the storage fails."""
 _BUFFER_BYTES = 1 << 20
-_OTHER_DELIMITERS = ";\t|"
-"""What divides the fields of CSV files beside commas."""
-_BATCH_BYTES = 8 << 20
+_BATCH_BYTES = 2 << 20
 """A batch ends when its rows have so many bytes. It has one row at least."""
-_PLAIN = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
-"""Arrow cannot take single rows from columns of these types. They are read as the types that stand
-beside them."""
+_ARROW_FILE = b"ARROW1"
+"""How Arrow's files begin; its streams do not."""
+_PROBED_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -40,118 +38,277 @@ class Batch:
 
     first: int
     end: int
-    data: Any
-    """As in :class:`~jitney_jobs.rows.Chunk`. None if all rows are committed: then they were not
-    read."""
+    data: pa.RecordBatch | None
+    """None if all rows are committed: then they were not read."""
     share: float
     """The share of the file that has been read with this batch, 0 to 1."""
+    nbytes: int = 0
+    """Size of the rows as they were read."""
+    offsets: Sequence[int] = ()
+    """As in :class:`~jitney_jobs.rows.Chunk`; ``unreadable`` too."""
+    unreadable: dict[int, Unreadable] = field(default_factory=dict)
+    replaced: int = 0
+
+
+# ------------------------------------------------------------------ formats with types
+
+
+def parquet_schema(raw: BinaryIO) -> pa.Schema:
+    return pq.read_schema(raw)
 
 
 def parquet_batches(
-    raw: BinaryIO, file: InputFile, index: int, done: Ranges, size: int
+    raw: BinaryIO,
+    file: InputFile,
+    index: int,
+    done: Ranges,
+    size: int,
+    columns: Sequence[str] | None,
 ) -> Iterator[Batch]:
-    """A row group whose rows are all committed is not read. It is one batch, whatever ``size``."""
+    """A row group whose rows are all committed is not read. It is one batch, whatever ``size``.
+    Only these ``columns`` are read."""
     # Page by page: otherwise the whole of a row group would be held.
-    parquet = pq.ParquetFile(raw, pre_buffer=False, buffer_size=_BUFFER_BYTES)
-    _check_names(parquet.schema_arrow.names, file.path)
+    parquet = pq.ParquetFile(
+        raw, pre_buffer=False, buffer_size=_BUFFER_BYTES, page_checksum_verification=True
+    )
+    names = parquet.schema_arrow.names
+    check_names(names, file.path)
+    chosen = names if columns is None else [name for name in names if name in columns]
     total = max(1, parquet.metadata.num_rows)
     first = 0
     for group in range(parquet.num_row_groups):
-        metadata = parquet.metadata.row_group(group)
-        end_of_group = first + metadata.num_rows
+        row_count = parquet.metadata.row_group(group).num_rows
+        end_of_group = first + row_count
         if done.covers(index, first, end_of_group):
             yield Batch(first, end_of_group, None, end_of_group / total)
             first = end_of_group
             continue
-        batch_size = _batch_rows(size, metadata.num_rows, metadata.total_byte_size)
-        for data in parquet.iter_batches(batch_size, [group]):
+        if not chosen:
+            yield from _without_columns(first, end_of_group, total, size)
+            first = end_of_group
+            continue
+        batch_size = _batch_rows(size, row_count, _bytes_of_group(parquet, group, chosen))
+        for data in parquet.iter_batches(batch_size, [group], chosen):
             end = first + len(data)
-            yield Batch(first, end, _without_views(data), end / total)
+            data = without_views(data)
+            yield Batch(first, end, data, end / total, data.nbytes)
             first = end
 
 
-def arrow_batches(raw: BinaryIO, file: InputFile, size: int) -> Iterator[Batch]:
-    """Slices of the file's record batches."""
-    reader = pa.ipc.open_file(raw)
-    _check_names(reader.schema.names, file.path)
-    count = reader.num_record_batches
+def _without_columns(first: int, end: int, total: int, size: int) -> Iterator[Batch]:
+    """For a job that reads no column of this file."""
+    for start in range(first, end, size):
+        stop = min(end, start + size)
+        yield Batch(start, stop, without_columns(stop - start), stop / total)
+
+
+def _bytes_of_group(parquet: pq.ParquetFile, group: int, columns: Sequence[str]) -> int:
+    """Size of a row group's columns in memory. Parquet states how large they are as they are
+    encoded: a text that many rows have counts once there. So a few rows are read."""
+    metadata = parquet.metadata.row_group(group)
+    stated = 0
+    is_dictionary_of_texts = False
+    for number in range(metadata.num_columns):
+        column = metadata.column(number)
+        if column.path_in_schema.split(".")[0] not in columns:
+            continue
+        stated += column.total_uncompressed_size
+        if column.physical_type == "BYTE_ARRAY" and column.has_dictionary_page:
+            is_dictionary_of_texts = True
+    if not is_dictionary_of_texts:
+        return stated
+    few = next(parquet.iter_batches(_PROBED_ROWS, [group], columns), None)
+    if few is None or not len(few):
+        return stated
+    return max(stated, few.nbytes * metadata.num_rows // len(few))
+
+
+def arrow_schema(raw: BinaryIO) -> pa.Schema:
+    """Of a file or a stream of Arrow's."""
+    return _open_arrow(raw).schema
+
+
+def _open_arrow(raw: BinaryIO) -> Any:
+    is_file = raw.read(len(_ARROW_FILE)) == _ARROW_FILE
+    raw.seek(0)
+    return pa.ipc.open_file(raw) if is_file else pa.ipc.open_stream(raw)
+
+
+def arrow_batches(
+    raw: BinaryIO, file: InputFile, size: int, columns: Sequence[str] | None
+) -> Iterator[Batch]:
+    """Slices of the record batches of a file or a stream."""
+    reader = _open_arrow(raw)
+    names = reader.schema.names
+    check_names(names, file.path)
+    chosen = names if columns is None else [name for name in names if name in columns]
     first = 0
-    for number in range(count):
-        whole = reader.get_batch(number)
-        batch_size = _batch_rows(size, len(whole), whole.nbytes)
+    for whole in _record_batches(reader):
+        share = raw.tell() / max(1, file.size)
+        of_columns = whole.select(chosen) if chosen else without_columns(len(whole))
+        batch_size = _batch_rows(size, len(whole), of_columns.nbytes)
         for start in range(0, len(whole), batch_size):
-            data = whole.slice(start, batch_size)
+            data = without_views(of_columns.slice(start, batch_size))
+            if len(data) < len(whole):
+                data = compact(data)  # else the chunk would hold the whole
             end = first + len(data)
-            yield Batch(first, end, _without_views(data), (number + 1) / count)
+            yield Batch(first, end, data, min(1.0, share), data.nbytes)
             first = end
 
 
-def line_batches(raw: BinaryIO, file: InputFile, format: InputFormat, size: int) -> Iterator[Batch]:
-    """Lines, or CSV records with their header."""
-    source: io.BufferedReader[Any] = io.BufferedReader(raw, _BUFFER_BYTES)
-    codec = compression_of(file.path)
-    text = source
-    if codec is not None:
-        text = io.BufferedReader(pa.CompressedInputStream(source, codec))
-    # A line of nothing but space is no row.
-    make_lines: Callable[[Any, str], Iterator[Any]] = lines_or_values
-    if format == "csv":
-        make_lines = _csv_records
-    lines = make_lines(text, file.path)
+def _record_batches(reader: Any) -> Iterator[pa.RecordBatch]:
+    if isinstance(reader, pa.ipc.RecordBatchFileReader):
+        for number in range(reader.num_record_batches):
+            yield reader.get_batch(number)
+    else:
+        yield from reader
+
+
+# ------------------------------------------------------------------ lines, CSV and files
+
+
+class TextForm(NamedTuple):
+    """How the job says that lines and CSV are written."""
+
+    encoding: Encoding
+    delimiter: str | None
+    """None: as the beginning of each file shows."""
+
+
+class _TextFile:
+    """A file's bytes without compression, as UTF-8."""
+
+    def __init__(self, raw: BinaryIO, path: str, form: TextForm) -> None:
+        """Raises InvalidArgumentError for an encoding that must be named."""
+        self._path = path
+        self._form = form
+        self._source: Any = io.BufferedReader(raw, _BUFFER_BYTES)
+        codec = compression_of(path)
+        text = self._source
+        if codec is not None:
+            text = io.BufferedReader(pa.CompressedInputStream(self._source, codec))
+        try:
+            self.text = form.encoding.open(text)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"input {path}: {error}") from None
+        self._is_as_stored = self.text is self._source
+
+    @property
+    def delimiter(self) -> str:
+        """Of CSV. Ask before anything is read."""
+        if self._form.delimiter is not None:
+            return self._form.delimiter
+        return delimiter_of(self._path, self.text.peek(SAMPLE_BYTES)[:SAMPLE_BYTES])
+
+    def records(self) -> Iterator[CsvRecord]:
+        """Of CSV, with the header."""
+        return csv_records(self.text, self.delimiter, self._form.encoding)
+
+    def share_read(self, file: InputFile, offset: int) -> float:
+        """Of the file: by the offset, or if it is decoded, by what that has read."""
+        read = offset if self._is_as_stored else self._source.tell()
+        return min(1.0, read / max(1, file.size))
+
+
+def line_batches(raw: BinaryIO, file: InputFile, size: int, form: TextForm) -> Iterator[Batch]:
+    """Lines, or values of JSON, in the column ``line``. A line of nothing but space is no row."""
+    source = _TextFile(raw, file.path, form)
+    taken: list[bytes] = []
+    offsets: list[int] = []
     first = 0
-    while data := _next_of(lines, size):
-        end = first + len(data)
-        # When the generator of `_csv_records` is exhausted, its TextIOWrapper is freed and closes
-        # the file: `tell` would then raise.
-        share = 1.0 if raw.closed else source.tell() / file.size
-        yield Batch(first, end, data, share)
-        first = end
+    nbytes = 0
+    replaced = 0
+    for found in lines_or_values(source.text, file.path):
+        line, count = form.encoding.replace(found.text)
+        replaced += count
+        taken.append(line)
+        offsets.append(found.offset)
+        nbytes += len(line)
+        if len(taken) == size or nbytes >= _BATCH_BYTES:
+            share = source.share_read(file, found.offset + len(found.text))
+            batch = _batch_of_lines(first, taken, offsets, nbytes, share)
+            yield replace(batch, replaced=replaced)
+            first += len(taken)
+            taken = []
+            offsets = []
+            nbytes = 0
+            replaced = 0
+    if taken:
+        batch = _batch_of_lines(first, taken, offsets, nbytes, 1.0)
+        yield replace(batch, replaced=replaced)
+
+
+def _batch_of_lines(
+    first: int, lines: list[bytes], offsets: list[int], nbytes: int, share: float
+) -> Batch:
+    data = pa.record_batch({LINE: pa.array(lines, pa.large_binary())})
+    return Batch(first, first + len(lines), data, share, nbytes, offsets)
+
+
+def csv_header(raw: BinaryIO, path: str, form: TextForm) -> pa.Schema:
+    """The columns of a CSV file, which are texts."""
+    record = next(_TextFile(raw, path, form).records(), None)
+    names = [] if record is None or record.fields is None else record.fields
+    check_names(names, path)
+    return pa.schema([(name, pa.string()) for name in names])
+
+
+def csv_batches(raw: BinaryIO, file: InputFile, size: int, form: TextForm) -> Iterator[Batch]:
+    """Records under their header. A row that cannot be read has nulls."""
+    source = _TextFile(raw, file.path, form)
+    records = source.records()
+    head = next(records, None)
+    if head is None or head.fields is None:
+        return
+    check_names(head.fields, file.path)
+    taken: list[CsvRecord] = []
+    first = 0
+    nbytes = 0
+    for record in records:
+        taken.append(record)
+        nbytes += len(record.raw) + sum(map(len, record.fields or ()))
+        if len(taken) == size or nbytes >= _BATCH_BYTES:
+            share = source.share_read(file, record.offset)
+            yield _batch_of_records(first, head.fields, taken, nbytes, share)
+            first += len(taken)
+            taken = []
+            nbytes = 0
+    if taken:
+        yield _batch_of_records(first, head.fields, taken, nbytes, 1.0)
+
+
+def _batch_of_records(
+    first: int, names: list[str], records: list[CsvRecord], nbytes: int, share: float
+) -> Batch:
+    unreadable = {}
+    nothing = [None] * len(names)
+    rows: list[Sequence[str | None]] = []
+    for index, record in enumerate(records):
+        if record.fields is None:
+            unreadable[index] = Unreadable(str(record.error), record.raw)
+        rows.append(nothing if record.fields is None else record.fields)
+    arrays = [pa.array(values, pa.string()) for values in zip(*rows, strict=True)]
+    data = pa.RecordBatch.from_arrays(arrays, names=names)
+    offsets = [record.offset for record in records]
+    replaced = sum(record.replaced for record in records)
+    return Batch(first, first + len(records), data, share, nbytes, offsets, unreadable, replaced)
 
 
 def path_batches(files: list[InputFile], size: int) -> Iterator[Batch]:
-    """For files that are rows. The index of a file is the index of its row."""
+    """For files that are rows, in the column ``path``. The index of a file is the index of its
+    row."""
     count = len(files)
-    for first in range(0, count, size):
-        paths = [file.path for file in files[first : first + size]]
-        end = first + len(paths)
-        yield Batch(first, end, paths, end / count)
-
-
-def take_rows(data: Any, indices: list[int]) -> Any:
-    """Some rows of a batch's data. Of a record batch it is a copy: a slice would be pickled as the
-    whole batch."""
-    if isinstance(data, pa.RecordBatch):
-        return data.take(pa.array(indices, pa.int64()))
-    return [data[index] for index in indices]
-
-
-def _without_views(data: pa.RecordBatch) -> pa.RecordBatch:
-    """With the types of ``_PLAIN``."""
-    types = {field.name: _PLAIN.get(field.type, field.type) for field in data.schema}
-    return data.cast(pa.schema(types))
-
-
-def _csv_records(source: io.BufferedReader, path: str) -> Iterator[tuple[list[str], list[str]]]:
-    """Each record of a CSV file, under its header."""
-    csv.field_size_limit(1 << 30)
-    text = io.TextIOWrapper(source, "utf-8-sig", errors="surrogateescape", newline="")
-    first_line = text.readline()
-    delimiter = _delimiter_of(first_line, path)
-    records = csv.reader(chain([first_line], text), delimiter=delimiter)
-    head = next(records, [])
-    _check_names(head, path)
-    return ((head, record) for record in records if record)
-
-
-def _delimiter_of(first_line: str, path: str) -> str:
-    """A comma, if the header has one. Else what divides it; tabs for ``.tsv``."""
-    if ".tsv" in posixpath.basename(path):
-        return "\t"
-    unquoted = re.sub('"[^"]*"', "", first_line)
-    if "," in unquoted:
-        return ","
-    found = [delimiter for delimiter in _OTHER_DELIMITERS if delimiter in unquoted]
-    return found[0] if len(found) == 1 else ","
+    first = 0
+    while first < count:
+        end = first
+        nbytes = 0
+        while end < count and end - first < size and (end == first or nbytes < _BATCH_BYTES):
+            nbytes += files[end].size
+            end += 1
+        paths = [file.path for file in files[first:end]]
+        data = pa.record_batch({PATH: pa.array(paths, pa.string())})
+        yield Batch(first, end, data, end / count, nbytes)
+        first = end
 
 
 def _batch_rows(size: int, row_count: int, nbytes: int) -> int:
@@ -161,20 +318,10 @@ def _batch_rows(size: int, row_count: int, nbytes: int) -> int:
     return min(size, max(1, rows_of_most_bytes))
 
 
-def _next_of(lines: Iterator[Any], size: int) -> list[Any]:
-    """The next ``size`` lines, or fewer if they are large; none at the end."""
-    taken = []
-    nbytes = 0
-    for line in islice(lines, size):
-        taken.append(line)
-        nbytes += line_bytes(line)
-        if nbytes >= _BATCH_BYTES:
-            break
-    return taken
-
-
-def _check_names(names: list[str], path: str) -> None:
+def check_names(names: Sequence[str], path: str) -> None:
     """A row would have only one of two columns of the same name. Raises InvalidArgumentError."""
+    if len(set(names)) == len(names):
+        return
     for name in names:
-        if names.count(name) > 1:
+        if list(names).count(name) > 1:
             raise InvalidArgumentError(f"input {path} has two columns {name!r}")

@@ -13,24 +13,30 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import msgspec
+import numpy as np
 from jitney.errors import CancelledError, InvalidArgumentError, JitneyError, UnavailableError
 
 from jitney_jobs.arrow import pa
 from jitney_jobs.column_names import result_names
+from jitney_jobs.columns import taken
 from jitney_jobs.job import Job
 from jitney_jobs.journal import End, Entry, JobJournal
+from jitney_jobs.onnx_executor import BlockResult
 from jitney_jobs.outcome import TooManyBadRows, error_limit
-from jitney_jobs.output import BadRow, EndedRow, Output, write_errors
-from jitney_jobs.prepare import Item, Task, in_background
-from jitney_jobs.rows import RowValues, reason
+from jitney_jobs.output import Ended, Output, write_errors
+from jitney_jobs.prepare import Item, MapResult, Task, in_background
+from jitney_jobs.rows import Chunk, reason
+from jitney_jobs.tensors import Tensors
 from jitney_jobs.watchdog import Watchdog
 
-_PART_BYTES = 64 << 20
-"""A part is written when its rows had so many bytes as they were read."""
+_PART_BYTES = 48 << 20
+"""A part is written when its rows have so many bytes in memory: columns of the input that are
+written, and the result's."""
 _RECENT_S = 300.0
 """The rate of the last so many seconds tells when a job will end."""
 _SAMPLE_S = 2.0
@@ -63,6 +69,8 @@ class RunFigures(msgspec.Struct, kw_only=True):
     """The most rows that were between reading and a part at a time."""
     taken: int = 0
     """Rows that were read and prepared."""
+    replaced: int = 0
+    """How many U+FFFD were put in place of what is no text, in the rows that were read."""
     position: float = 0.0
     """The share of the whole input that has been read, 0 to 1."""
     moved_at: float
@@ -117,17 +125,21 @@ class Gathering(ABC):
         """Bad rows of the runs before."""
         self._done_before = journal.record.failed + journal.record.written
         """All rows of the runs before."""
-        self._held: dict[int, EndedRow] = {}
-        """Only if the order is kept: rows that ended before an earlier one, by key."""
+        self._held: dict[int, list[Ended]] = {}
+        """Only if the order is kept: rows that ended before an earlier one, by their item's key."""
         self._next_key = 0
-        """Only if the order is kept: the key of the next row of the part."""
-        self._part: list[EndedRow] = []
+        """Only if the order is kept: the key of the next item of the part."""
+        self._part: list[Ended] = []
         """The part that fills."""
+        self._part_rows = 0
         self._part_bytes = 0
-        """Approximate size of its rows as they were read."""
+        """Approximate size of its rows as they are written."""
         self._part_began = 0.0
         self._writing: Future[float] | None = None
         """Of the part before. Gives the seconds that its writing took."""
+        self._written: list[Ended] = []
+        """The rows of that part."""
+        self._last_bad: Ended | None = None
         self._has_lost_part = False
         """Whether a part could not be written."""
         self._samples: deque[tuple[float, int]] = deque()
@@ -173,8 +185,8 @@ class Gathering(ABC):
         return None
 
     @property
-    def columns(self) -> Sequence[str]:
-        """Columns of the input that the model needs."""
+    def columns(self) -> Sequence[str] | None:
+        """Columns of the input that the task reads. None: all."""
         return self._task.columns
 
     @abstractmethod
@@ -183,57 +195,96 @@ class Gathering(ABC):
         or still unread."""
 
     @abstractmethod
-    def _on_row_in_part(self, row: EndedRow) -> None:
-        """A row is in flight no more."""
+    def _on_rows_in_part(self, ended: Ended) -> None:
+        """Rows are in the part that fills."""
+
+    @abstractmethod
+    def _on_part_committed(self, part: list[Ended]) -> None:
+        """The rows of a part need not be held any more."""
 
     def _finish(self, item: Item, result: Any) -> None:
-        """The model is done with a row, for good."""
+        """The model is done with rows, for good."""
         if isinstance(result, UnavailableError):
             raise result  # not the row's fault: the job ends, and can be resumed
-        row = EndedRow(item.id, self._value_of(item, result), item.read_bytes)
-        self._figures.done += 1
+        ended = self._ended(item, result)
+        self._figures.done += len(item.rows)
         self._figures.moved_at = time.time()
-        if isinstance(row.value, BadRow):
-            self._figures.bad += 1
+        for rows in ended:
+            if rows.error is not None:
+                self._figures.bad += len(rows.rows)
+                self._last_bad = rows
         if not self._job.ordered:
-            self._add_to_part(row)
+            self._add_all_to_part(ended)
             return
-        self._held[item.key] = row
+        self._held[item.key] = ended
         while self._next_key in self._held:
-            self._add_to_part(self._held.pop(self._next_key))
+            self._add_all_to_part(self._held.pop(self._next_key))
             self._next_key += 1
 
-    def _value_of(self, item: Item, result: Any) -> RowValues | BadRow:
-        """What is written of a row."""
+    def _ended(self, item: Item, result: Any) -> list[Ended]:
+        """What is written of an item's rows, in their order."""
+        chunk = item.chunk
+        assert chunk is not None, "the chunk was put back"
         if isinstance(result, JitneyError):
-            return self._output.record_bad_row(item.id, reason(result), item.row)
-        row = item.row or {}
+            return [Ended(chunk, [row], error=reason(result)) for row in item.rows]
+        if isinstance(result, BlockResult):
+            ended = _ended_of_block(chunk, item.rows, result, self._task)
+            return [self._with_names(rows) for rows in ended]
+        rows = list(item.rows)
+        if isinstance(result, MapResult):
+            return [Ended(chunk, rows, results=[result], result_bytes=len(result.data))]
         try:
-            finished = self._task.finish(row, result)
-            names = self._result_names
-            return self._output.merged(row, {names.get(n, n): v for n, v in finished.items()})
-        except Exception as error:  # a user's function may raise anything
-            return self._output.record_bad_row(item.id, reason(error), item.row)
+            given = chunk.given(rows[0]) if chunk.format == "openai" else {}
+            finished = self._task.finish(given, result)
+        except Exception as error:  # a result may be anything
+            return [Ended(chunk, rows, error=reason(error))]
+        names = self._result_names
+        values = {names.get(name, name): value for name, value in finished.items()}
+        return [Ended(chunk, rows, results=[values], result_bytes=_size_of(values))]
 
-    def _add_to_part(self, row: EndedRow) -> None:
+    def _with_names(self, ended: Ended) -> Ended:
+        """With the result's columns called as the job says."""
+        columns = ended.columns
+        if columns is None:
+            return ended
+        renamed = columns.rename_columns([self._result_names[n] for n in columns.schema.names])
+        return replace(ended, columns=renamed)
+
+    def _add_all_to_part(self, ended: list[Ended]) -> None:
+        for rows in ended:
+            while True:
+                room = max(1, self._job.part_rows - self._part_rows)
+                self._add_to_part(rows.slice(0, room))
+                if room >= len(rows.rows):
+                    break
+                rows = rows.slice(room, len(rows.rows))
+
+    def _add_to_part(self, ended: Ended) -> None:
         if not self._part:
             self._part_began = time.monotonic()
-        self._part.append(row)
-        self._part_bytes += row.read_bytes
-        self._on_row_in_part(row)
+        self._part.append(ended)
+        self._part_rows += len(ended.rows)
+        self._part_bytes += ended.result_bytes + self._output.written_bytes(ended)
+        self._on_rows_in_part(ended)
         self._commit_if_due()
 
     def _commit_if_due(self) -> None:
         """Have the part written if it is full or old. Raises what went wrong in writing the part
         before."""
         age = time.monotonic() - self._part_began
-        is_old = age >= self._job.part_seconds
-        is_full = len(self._part) >= self._job.part_rows or self._part_bytes >= _PART_BYTES
+        is_old = age >= self._job.part_seconds and self._output.knows_columns(self._part)
+        is_full = self._part_rows >= self._job.part_rows or self._part_bytes >= _PART_BYTES
         if self._part and (is_old or is_full):
             self._finish_writing()  # one part is written at a time
             self._begin_writing()
         elif self._writing is not None and self._writing.done():
             self._finish_writing()  # so that an error is raised as soon as it is known
+
+    def _make_room(self) -> None:
+        """The run cannot go on while so much is in memory: have it written, or wait until it is."""
+        if self._writing is None and self._part:
+            self._begin_writing()
+        self._finish_writing()
 
     def _commit_rest(self) -> None:
         """Have all rows of the part written, and wait for that. Raises what went wrong."""
@@ -248,10 +299,12 @@ class Gathering(ABC):
     def _begin_writing(self) -> None:
         part = self._part
         self._part = []
+        self._part_rows = 0
         self._part_bytes = 0
+        self._written = part
         self._writing = in_background(partial(self._write, part, self._snapshot()))
 
-    def _write(self, part: list[EndedRow], figures: dict[str, float]) -> float:
+    def _write(self, part: list[Ended], figures: dict[str, float]) -> float:
         """In a thread. Returns the seconds that it took."""
         began = time.monotonic()
         self._output.write(part, figures)
@@ -269,6 +322,8 @@ class Gathering(ABC):
         except BaseException:
             self._has_lost_part = True
             raise
+        self._on_part_committed(self._written)
+        self._written = []
 
     def _note(self, entry: Entry) -> None:
         with write_errors(self._job):
@@ -283,6 +338,9 @@ class Gathering(ABC):
         if not self._error_limit.is_exceeded(bad, known, all_known=total is not None):
             return
         last = self._output.last_bad
+        if last is None and self._last_bad is not None:
+            bad_rows = self._last_bad
+            last = self._output.bad_row(bad_rows.chunk, bad_rows.rows[-1], str(bad_rows.error))
         example = f"; one is row {last.row} of {last.file}: {last.error}" if last else ""
         raise TooManyBadRows(
             f"{bad:,} of {done:,} rows are bad, more than max_errors "
@@ -329,6 +387,7 @@ class Gathering(ABC):
         """
         figures = self._figures.to_dict()
         figures["bad"] += self._output.misfits
+        figures["non_finite"] = self._output.non_finite
         figures["run"] = self._first_part
         figures["cpu_s"] = time.process_time() - self._cpu_began
         figures["seconds"] = time.monotonic() - self._began
@@ -343,3 +402,41 @@ class Gathering(ABC):
 def _renamed(fields: pa.Schema, names: dict[str, str]) -> pa.Schema:
     renamed = [field.with_name(names[field.name]) for field in fields]
     return pa.schema(renamed, fields.metadata)
+
+
+def _ended_of_block(
+    chunk: Chunk, rows: Sequence[int], result: BlockResult, task: Task
+) -> list[Ended]:
+    """``result``: for ``rows`` of the chunk."""
+    assert isinstance(task, Tensors), "only exported models answer blocks"
+    errors = {index: reason(error) for index, error in result.errors.items()}
+    ended = [Ended(chunk, [rows[index]], error=error) for index, error in errors.items()]
+    left = [row for index, row in enumerate(rows) if index not in errors]
+    if result.arrays is None:
+        return ended
+    found = task.finish_columns(result.arrays)
+    for index, error in found.errors.items():
+        ended.append(Ended(chunk, [left[index]], error=error))
+    good = [index for index in range(len(left)) if index not in found.errors]
+    if good:
+        data = taken(found.data, good)
+        good_rows = [left[index] for index in good]
+        ended.append(Ended(chunk, good_rows, columns=data, result_bytes=data.nbytes))
+    return ended
+
+
+_BYTES_OF_VALUE = 32
+"""Of a number in a list or a dict of Python's, about."""
+
+
+def _size_of(value: Any) -> int:
+    """Bytes of a result in memory, about."""
+    if isinstance(value, str | bytes):
+        return _BYTES_OF_VALUE + len(value)
+    if isinstance(value, dict):
+        return sum(map(_size_of, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(_size_of, value))
+    if isinstance(value, np.ndarray):
+        return int(value.nbytes)
+    return _BYTES_OF_VALUE

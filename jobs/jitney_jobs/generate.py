@@ -8,11 +8,13 @@ with parameters of its own.
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jinja2
+import jinja2.meta
+import jinja2.nodes
 import msgspec
 import numpy as np
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -31,7 +33,8 @@ from jitney_jobs.column_names import FIELD
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.job import Job, make_job
 from jitney_jobs.journal import Record
-from jitney_jobs.rows import Chunk, RowValues, column_of
+from jitney_jobs.logprobs import COLUMNS, Positions, column_value, logprob_columns
+from jitney_jobs.rows import Chunk, RowValues, column_of, columns_named, reason
 from jitney_jobs.storage import Storage
 from jitney_jobs.tensors import Arrays
 
@@ -65,6 +68,7 @@ class Encoder:
 
     def __init__(self, model: LanguageModel) -> None:
         self._tokenizer = Tokenizer(model.tokenizer)
+        self.positions = Positions(self._tokenizer)
         self._config = model.config
         self._info = model.info
         self.context = model.info.max_model_len
@@ -91,21 +95,26 @@ def _messages(prompt: Any) -> Any:
     return prompt
 
 
-class Generate:
-    """A completion or a chat's answer for each row."""
-
-    fields = pa.schema(
+def _fields_of(job: Job) -> pa.Schema:
+    return pa.schema(
         {
             "output": pa.string(),
             "finish_reason": pa.string(),
             "prompt_tokens": pa.int64(),
             "output_tokens": pa.int64(),
+            **logprob_columns(job),
         }
     )
-    columns: Sequence[str] = ()
+
+
+class Generate:
+    """A completion or a chat's answer for each row."""
 
     def __init__(self, job: Job, encoder: Encoder) -> None:
+        self.fields = _fields_of(job)
+        self._positions = encoder.positions
         self._encode = encoder.chat if job.chat else encoder.text
+        self.columns = columns_of_prompt(job)
         self._prompt_of = _make_prompt(job)
         self._params_of = _make_params(job)
 
@@ -113,12 +122,21 @@ class Generate:
         return JobPrompt(self._encode(self._prompt_of(row)), self._params_of(row))
 
     def finish(self, row: RowValues, result: Completed) -> RowValues:
-        return {
+        columns: RowValues = {
             "output": result.text,
             "finish_reason": result.finish_reason,
             "prompt_tokens": len(result.prompt_ids),
             "output_tokens": len(result.ids),
         }
+        logprobs = {
+            "logprobs": result.sequences[0].logprobs,
+            "prompt_logprobs": result.prompt_logprobs,
+        }
+        for name, tokens in logprobs.items():
+            if name in self.fields.names:
+                positions = None if tokens is None else self._positions.of(tokens)
+                columns[name] = column_value(positions)
+        return columns
 
 
 def prompt_lengths(source: str, column: str, model: str) -> list[int]:
@@ -132,10 +150,14 @@ def prompt_lengths(source: str, column: str, model: str) -> list[int]:
     tokenizer = Tokenizer.load(resolve_model(model))
     storage = Storage(job)
     lengths = []
-    for chunk in Dataset(job).chunks(Record.empty(), 1024):
+    dataset = Dataset(job)
+    dataset.set_schema(None, columns_of_prompt(job))
+    for chunk in dataset.chunks(Record.empty(), 1024):
         if isinstance(chunk, Chunk):
-            for raw in chunk.raw_rows():
-                text = _text(column_of(chunk.row(raw, storage), column))
+            for row in chunk.rows(storage):
+                if isinstance(row, Exception):
+                    raise InvalidArgumentError(f"input {source}: {reason(row)}")
+                text = _text(column_of(row, column))
                 lengths.append(len(tokenizer.encode(text)))
     return lengths
 
@@ -143,11 +165,10 @@ def prompt_lengths(source: str, column: str, model: str) -> list[int]:
 class GenerateOnServer:
     """As :class:`Generate`, with a model on a server. The server has the tokenizer."""
 
-    fields = Generate.fields
-    columns: Sequence[str] = ()
-
     def __init__(self, job: Job) -> None:
+        self.fields = _fields_of(job)
         self._is_chat = job.chat
+        self.columns = columns_of_prompt(job)
         self._prompt_of = _make_prompt(job)
         self._params_of = _make_params(job)
 
@@ -160,6 +181,8 @@ class GenerateOnServer:
             "return_num_input_tokens": np.array([True]),
             "return_num_output_tokens": np.array([True]),
         }
+        if "logprobs" in self.fields.names:
+            inputs["return_logprobs"] = np.array([True])
         if self._is_chat:
             inputs["messages"] = _text_array(msgspec.json.encode(_messages(prompt)))
         else:
@@ -167,12 +190,18 @@ class GenerateOnServer:
         return inputs
 
     def finish(self, row: RowValues, result: Arrays) -> RowValues:
-        return {
+        columns: RowValues = {
             "output": result["text_output"][0].decode(),
             "finish_reason": result["finish_reason"][0].decode(),
             "prompt_tokens": int(result["num_input_tokens"][0]),
             "output_tokens": int(result["num_output_tokens"][0]),
         }
+        for name in COLUMNS:
+            if name in self.fields.names:
+                columns[name] = None
+                if name in result:
+                    columns[name] = column_value(msgspec.json.decode(result[name][0]))
+        return columns
 
 
 def _text_array(text: bytes) -> np.ndarray:
@@ -184,7 +213,7 @@ class OpenAiLines:
     result, with ``response`` in place of the request."""
 
     fields = None
-    columns: Sequence[str] = ()
+    columns = None
 
     def __init__(self, job: Job, encoder: Encoder) -> None:
         self._fixed = _fixed_params(job)
@@ -239,7 +268,7 @@ class OpenAiLinesOnServer:
     job's model replaces that of a line. The job's parameters are used where a line has none."""
 
     fields = None
-    columns: Sequence[str] = ()
+    columns = None
 
     def __init__(self, job: Job) -> None:
         self._fixed = _fixed_params(job)
@@ -310,6 +339,26 @@ def _make_params(job: Job) -> Callable[[RowValues], SamplingParams]:
         return parse_sampling_params({**fixed, **own})
 
     return params_of
+
+
+def columns_of_prompt(job: Job) -> list[str]:
+    """The columns of the input that prompts and parameters are made of. Raises InvalidArgumentError
+    for a template that cannot be used."""
+    names = list(job.sampling_column)
+    if job.template is not None:
+        names += jinja2.meta.find_undeclared_variables(_parsed(job.template))
+    elif job.prompt is not None:
+        names += [match[1] for match in FIELD.finditer(job.prompt) if match[1] is not None]
+    else:
+        names.append(job.column)
+    return columns_named(names)
+
+
+def _parsed(template: str) -> jinja2.nodes.Template:
+    try:
+        return jinja2.Environment().parse(template)
+    except jinja2.TemplateError as error:
+        raise InvalidArgumentError(f"template cannot be used: {error}") from None
 
 
 def _make_prompt(job: Job) -> Callable[[RowValues], Any]:

@@ -6,26 +6,24 @@ import fnmatch
 import posixpath
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
-from urllib.parse import unquote
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from jitney.errors import InvalidArgumentError
 
-from jitney_jobs.arrow import pafs
+from jitney_jobs.arrow import ds, pa, pafs
 from jitney_jobs.job import InputFormat
 
 _SUFFIXES: dict[str, InputFormat] = {
     **dict.fromkeys((".parquet", ".pq"), "parquet"),
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl"),
     **dict.fromkeys((".csv", ".tsv"), "csv"),
-    **dict.fromkeys((".arrow", ".feather", ".ipc"), "arrow"),
+    **dict.fromkeys((".arrow", ".arrows", ".feather", ".ipc"), "arrow"),
     **dict.fromkeys((".txt", ".md"), "text"),
-    **dict.fromkeys((".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"), "image"),
+    **dict.fromkeys((".png", ".jpg", ".jpeg", ".jfif", ".jp2", ".webp", ".bmp", ".gif"), "image"),
+    **dict.fromkeys((".tif", ".tiff", ".avif", ".heic", ".heif", ".pgm", ".ppm"), "image"),
 }
 _COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
-_PARTITION = re.compile(r"([^=]+)=(.*)")
-"""A folder's name that states a column: ``year=2026``."""
 
 
 class Found(NamedTuple):
@@ -127,12 +125,42 @@ def compression_of(path: str) -> str | None:
     return _COMPRESSED.get(suffix)
 
 
-def columns_of_folders(path: str, base: str) -> dict[str, str]:
-    """The columns that the names of a file's folders below ``base`` state: ``year=2026``."""
-    columns: dict[str, str] = {}
-    for folder in posixpath.dirname(path.removeprefix(base)).split("/"):
-        match = _PARTITION.fullmatch(folder)
-        if match is not None:
-            name = unquote(match[1])
-            columns[name] = unquote(match[2])
-    return columns
+class FolderColumns:
+    """The columns that the names of the files' folders below one of ``bases`` state, such as
+    ``year=2026``: numbers if all values are, else texts. ``__HIVE_DEFAULT_PARTITION__`` is null."""
+
+    def __init__(self, bases: Sequence[str], found: Sequence[pafs.FileInfo]) -> None:
+        self._bases = bases
+        folders = sorted({self._folder_of(info.path) for info in found})
+        self.schema = pa.schema([])
+        if any("=" in folder for folder in folders):
+            self.schema = _schema_of_paths([f"/{folder}file" for folder in folders])
+
+    def _folder_of(self, path: str) -> str:
+        base = next(base for base in self._bases if _is_below(path, base))
+        folder = posixpath.dirname(path.removeprefix(base)).strip("/")
+        return f"{folder}/" if folder else ""
+
+    def values_of(self, path: str) -> dict[str, Any]:
+        """Of a file: column -> value. All columns of the folders are there, some of them None."""
+        values: dict[str, Any] = dict.fromkeys(self.schema.names)
+        if values:
+            partitioning = ds.HivePartitioning(self.schema)
+            stated = partitioning.parse(f"/{self._folder_of(path)}")
+            values |= ds.get_partition_keys(stated)
+        return values
+
+
+def _is_below(path: str, base: str) -> bool:
+    """Whether the path is that of ``base``, or of something in it."""
+    return path == base or path.startswith(f"{base.rstrip('/')}/")
+
+
+def _schema_of_paths(paths: Sequence[str]) -> pa.Schema:
+    """What pyarrow takes the columns for that folders' names state. It opens no file for that; but
+    it wants to know a format and a file system."""
+    hive = ds.HivePartitioning.discover()
+    options = ds.FileSystemFactoryOptions(partition_base_dir="/", partitioning=hive)
+    system = pafs.LocalFileSystem()
+    factory = ds.FileSystemDatasetFactory(system, list(paths), ds.CsvFileFormat(), options)
+    return factory.inspect(fragments=0)

@@ -14,12 +14,14 @@ from jitney.errors import InstallationError, InvalidArgumentError, install_extra
 from jitney.field_types import field_at_fault
 from msgspec import Meta
 
+from jitney_jobs.delimiters import check_delimiter
+from jitney_jobs.encodings import DecodeErrors, Encoding
 from jitney_jobs.outcome import RetryPolicy, error_limit
 from jitney_jobs.times import date_text, due_at, seconds_of, with_zone
 
 _CLOCK_TIME = "a clock time of this machine, such as 06:00"
 _RUN_NAME = re.compile(r"[\w.+:-]+")
-_PATHS_WITH_PLACEHOLDERS = ("input", "output", "journal")
+_PATHS_WITH_PLACEHOLDERS = ("input", "more_inputs", "output", "journal")
 Count = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -27,7 +29,11 @@ Seconds = Annotated[float, Meta(gt=0, le=1e9)]
 Numbers = tuple[float, ...]
 TaskName = Literal["generate", "embed", "classify", "score", "map"]
 InputFormat = Literal["auto", "parquet", "jsonl", "csv", "arrow", "text", "image", "openai"]
-OutputFormat = Literal["auto", "parquet", "jsonl"]
+OutputFormat = Literal["auto", "parquet", "jsonl", "csv"]
+NonFinite = Literal["null", "text", "error"]
+LIST = "@"
+"""How an input begins that is a list of inputs: ``@list.txt``."""
+Truncate = Literal["end", "error", "chunk-mean"]
 CHANGEABLE = frozenset(
     (
         "output",
@@ -67,6 +73,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     input: str
     output: str
+    more_inputs: Annotated[
+        list[str], "Another file, folder, glob or @list of the input; several times."
+    ] = []
     model: Annotated[
         str | None, "Checkpoint (folder, or id in the local hub), or exported model."
     ] = None
@@ -85,11 +94,28 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ray: Annotated[str | None, "Address of a Ray cluster (auto: of this node), or local."] = None
     task: Annotated[TaskName, "What is done with each row."] = "generate"
     input_format: Annotated[InputFormat, "auto goes by the files' names."] = "auto"
+    encoding: Annotated[
+        str | None, "Of texts, lines and CSV. Default: UTF-8, or what a byte order mark says."
+    ] = None
+    decode_errors: Annotated[
+        DecodeErrors,
+        "Bytes that are no text: error makes bad rows, replace puts U+FFFD and counts.",
+    ] = "error"
+    delimiter: Annotated[
+        str | None, "Of CSV: a character, or tab. Default: as the first records show."
+    ] = None
     output_format: Annotated[OutputFormat, "auto: jsonl for input in lines, else parquet."] = "auto"
     output_column: Annotated[
         str | None, "Name of the result's column; its other columns begin with NAME_."
     ] = None
     keep: Annotated[list[str] | None, "Write only this column of the input; several times."] = None
+    partition_by: Annotated[
+        list[str], "Divide Parquet into folders by this column; several times."
+    ] = []
+    non_finite: Annotated[NonFinite, "What NaN and infinities become in JSON lines."] = "null"
+    schema: Annotated[
+        str | None, 'Types of columns: JSON, {"id": "int64"}, or its file. Default: look ahead.'
+    ] = None
     prompt: Annotated[str | None, "With columns in braces: 'Summarize: {text}'."] = None
     template: Annotated[str | None, "A jinja template of the prompt, or its file."] = None
     column: Annotated[str, "Column of the prompt, without --prompt and --template."] = "text"
@@ -101,12 +127,16 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     tokenizer: Annotated[str | None, "tokenizer.json of an exported model. Default: beside it."] = (
         None
     )
+    truncate: Annotated[
+        Truncate, "Of texts longer than an encoder takes: end cuts them, error makes bad rows."
+    ] = "end"
     result: Annotated[str | None, "Name of the model's output to take, if it has several."] = None
     labels: Annotated[str | None, "File of the classes' names, one a line."] = None
     mean: Annotated[Numbers, "Taken off an image's channels, 0 to 1; an option for each."] = (0.0,)
     std: Annotated[Numbers, "What the channels are divided by then; an option for each."] = (1.0,)
     batch_size: Annotated[Count | None, "Rows in a batch of an exported model."] = None
     map: Annotated[str | None, "MODULE:FUNCTION from a row to new columns."] = None
+    map_column: Annotated[list[str], "Give map only this column; several times."] = []
     journal: Annotated[str | None, "Local folder of the journal. Default: _job in the output."] = (
         None
     )
@@ -175,6 +205,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 def make_job(settings: dict[str, Any]) -> Job:
     """Check settings. Raises InvalidArgumentError that names the field, the value and the bound."""
+    settings = _with_one_input(settings)
     _check_names(settings)
     job = _converted(_decoded(_with_filled_paths(settings)))
     job = msgspec.structs.replace(job, **_absolute_paths(job), **_contents_of_files(job))
@@ -200,14 +231,30 @@ def _with_filled_paths(settings: dict[str, Any]) -> dict[str, Any]:
         raise InvalidArgumentError.of("run", run, "a name of letters, digits and any of .+:_-")
     filled = dict(settings)
     for name in _PATHS_WITH_PLACEHOLDERS:
-        path = settings.get(name)
-        if not isinstance(path, str):
-            continue
-        if "{run}" in path and run is None:
-            raise InvalidArgumentError(f"{name} has {{run}}: name this run with the setting run")
-        path = path.replace("{run}", str(run))
-        filled[name] = path.replace("{date}", date_text(time.time()))
+        given = settings.get(name)
+        if isinstance(given, str):
+            filled[name] = _filled(name, given, run)
+        elif isinstance(given, list):
+            filled[name] = [_filled(name, path, run) for path in given]
     return filled
+
+
+def _filled(name: str, path: Any, run: Any) -> Any:
+    if not isinstance(path, str):
+        return path
+    if "{run}" in path and run is None:
+        raise InvalidArgumentError(f"{name} has {{run}}: name this run with the setting run")
+    return path.replace("{run}", str(run)).replace("{date}", date_text(time.time()))
+
+
+def _with_one_input(settings: dict[str, Any]) -> dict[str, Any]:
+    """``input`` may be a list: its first one is ``input`` here, and the others are
+    ``more_inputs``."""
+    given = settings.get("input")
+    if not isinstance(given, list) or not given:
+        return settings
+    first, *others = given
+    return {**settings, "input": first, "more_inputs": [*others, *settings.get("more_inputs", [])]}
 
 
 def _check_names(settings: dict[str, Any]) -> None:
@@ -243,26 +290,37 @@ def _converted(settings: dict[str, Any]) -> Job:
         raise InvalidArgumentError(f"{name} is {show(settings[name])}: {bound}") from None
 
 
-def _absolute_paths(job: Job) -> dict[str, str]:
+def _absolute_paths(job: Job) -> dict[str, Any]:
     """The paths of local files as absolute ones, so that a job can be resumed from elsewhere."""
     names = ["input", "output", "tokenizer", "journal", "ca_file", "api_key_file"]
     if job.model is not None and job.server is None and Path(job.model).exists():
         names.append("model")  # else it is a name: of a checkpoint in the hub, or on the server
-    changes: dict[str, str] = {}
+    changes: dict[str, Any] = {}
     for name in names:
         path = getattr(job, name)
         if path:
-            changes[name] = path if "://" in path else os.path.abspath(path)
+            changes[name] = _absolute(path)
+    changes["more_inputs"] = [_absolute(path) for path in job.more_inputs]
     return changes
+
+
+def _absolute(path: str) -> str:
+    if "://" in path:
+        return path
+    if path.startswith(LIST):
+        return LIST + _absolute(path.removeprefix(LIST))
+    return os.path.abspath(path)
 
 
 def _contents_of_files(job: Job) -> dict[str, str]:
     """Of the settings that name a file whose text belongs to the job."""
     changes: dict[str, str] = {}
-    for name in ("template", "labels"):
+    for name in ("template", "labels", "schema"):
         text = getattr(job, name)
         if text is None:
             continue
+        if name == "schema" and text.lstrip().startswith("{"):
+            continue  # the setting is the schema itself
         if os.path.isfile(text):
             try:
                 changes[name] = Path(text).read_text(encoding="utf-8")
@@ -286,8 +344,15 @@ def _check_together(job: Job) -> None:
         raise InvalidArgumentError("task map needs the setting map: MODULE:FUNCTION")
     if job.task != "map" and job.model is None:
         raise InvalidArgumentError(f"task {job.task} needs the setting model")
-    if f"{job.output}/".startswith(f"{job.input}/"):
-        raise InvalidArgumentError.of("output", job.output, "outside of the input")
+    for path in (job.input, *job.more_inputs):
+        if f"{job.output}/".startswith(f"{path}/"):
+            raise InvalidArgumentError.of("output", job.output, "outside of the input")
+    Encoding(job.encoding, job.decode_errors).check()
+    if job.delimiter is not None:
+        check_delimiter(job.delimiter)
+    if job.truncate == "chunk-mean" and job.task != "embed":
+        bound = f"end or error for task {job.task}: only the vectors of embed have a mean"
+        raise InvalidArgumentError.of("truncate", job.truncate, bound)
     is_openai = job.input_format == "openai"
     if job.output_column is not None and (job.task == "map" or is_openai):
         what = "openai lines" if is_openai else "task map"

@@ -14,7 +14,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -58,6 +58,9 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     """Whether each file is a row. All files together then count as one file, whose index is 0."""
     at: float = 0.0
     """When the job began, in seconds since 1970."""
+    schema: bytes | None = None
+    """The input's columns with the types that all of its files get, as Arrow serializes them. None
+    if its lines are written as they came, and in journals of earlier versions."""
     passed_over: dict[str, int] = {}
     """Kinds of files below the input that are not read, with counts."""
 
@@ -327,15 +330,16 @@ class JobJournal:
         job: Job,
         files: list[InputFile],
         files_are_rows: bool,
+        look_ahead: Callable[[], bytes | None] = lambda: None,
         passed_over: dict[str, int] | None = None,
     ) -> None:
         """Write the first line, or check that the one that is there has the same job and files.
         Raises InvalidArgumentError that says what differs, if any good row is committed. If none
-        is, the journal begins anew."""
+        is, the journal begins anew. ``look_ahead`` gives the input's schema; it is called for a new
+        line alone, and may raise."""
         begin = self.record.begin
-        new_begin = Begin(VERSION, job, files, files_are_rows, time.time(), passed_over or {})
         if begin is None:
-            self.append(new_begin)
+            self._append_begin(job, files, files_are_rows, look_ahead, passed_over or {})
             return
         changes = differences(begin.job, job) + _changed(begin.files, files)
         if not changes:
@@ -346,7 +350,19 @@ class JobJournal:
             raise InvalidArgumentError(f"{self._owner} holds another job: {'; '.join(changes[:5])}")
         os.ftruncate(self._file, 0)
         self.record = Record(self._path.parent)
-        self.append(new_begin)
+        self._append_begin(job, files, files_are_rows, look_ahead, passed_over or {})
+
+    def _append_begin(
+        self,
+        job: Job,
+        files: list[InputFile],
+        files_are_rows: bool,
+        look_ahead: Callable[[], bytes | None],
+        passed_over: dict[str, int],
+    ) -> None:
+        schema = look_ahead()
+        begin = Begin(VERSION, job, files, files_are_rows, time.time(), schema, passed_over)
+        self.append(begin)
 
     def reopen_bad(self, rows: Iterable[Interval]) -> None:
         """Have the bad rows, and the files that could not be read, done again. ``rows``: those that

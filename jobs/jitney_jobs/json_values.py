@@ -5,7 +5,7 @@ import codecs
 import re
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import BinaryIO
+from typing import NamedTuple
 
 import msgspec
 from jitney.errors import InvalidArgumentError
@@ -19,10 +19,18 @@ _OPENING = b"[{"
 _CLOSING = b"]}"
 
 
-def lines_or_values(source: BinaryIO, path: str) -> Iterator[bytes]:
-    """The lines of a file. If it begins with an array, or is called ``.json`` and begins with an
-    object over several lines, its values instead. Raises InvalidArgumentError for a file that
-    breaks off in such a value."""
+class Located(NamedTuple):
+    """A line, or a value of JSON."""
+
+    offset: int
+    """Where it begins, in bytes of the text."""
+    text: bytes
+
+
+def lines_or_values(source: Iterable[bytes], path: str) -> Iterator[Located]:
+    """The lines of a file, but for empty ones. Its values instead, if it begins with
+    an array, or is called ``.json`` and begins with an object over several lines. Raises
+    InvalidArgumentError for a file that breaks off in such a value."""
     lines = iter(source)
     head: list[bytes] = []
     for line in lines:
@@ -32,7 +40,15 @@ def lines_or_values(source: BinaryIO, path: str) -> Iterator[bytes]:
     rest = chain(head, lines)
     if head and _is_no_line(head[-1], _IS_JSON.search(path) is not None):
         return values(rest, path)
-    return filter(bytes.strip, rest)
+    return _lines(rest)
+
+
+def _lines(lines: Iterable[bytes]) -> Iterator[Located]:
+    offset = 0
+    for line in lines:
+        if line.strip():
+            yield Located(offset, line)
+        offset += len(line)
 
 
 def _is_no_line(line: bytes, may_be_object: bool) -> bool:
@@ -52,7 +68,7 @@ def _is_no_line(line: bytes, may_be_object: bool) -> bool:
     return False
 
 
-def values(blocks: Iterable[bytes], path: str) -> Iterator[bytes]:
+def values(blocks: Iterable[bytes], path: str) -> Iterator[Located]:
     """The elements of arrays, and values beside them, in the text that the blocks make."""
     scanner = _Scanner(path)
     gathered: list[bytes] = []
@@ -75,6 +91,8 @@ class _Scanner:
         self._path = path
         self._text = b""
         """What has come and is not yet part of a value that was given."""
+        self._offset = 0
+        """Where that begins in the whole."""
         self._at = 0
         """So much of it was looked at."""
         self._first = 0
@@ -86,8 +104,9 @@ class _Scanner:
         self.next_bytes = _BLOCK_BYTES
         """So many bytes should come next: more, the longer the string that has no end yet."""
 
-    def feed(self, block: bytes) -> Iterator[bytes]:
+    def feed(self, block: bytes) -> Iterator[Located]:
         text = self._text[self._first :] + block
+        self._offset += self._first
         self._at -= self._first
         self._first = 0
         self._text = text
@@ -105,7 +124,7 @@ class _Scanner:
                 yield from self._take(token[0], match.start())
         self.next_bytes = max(_BLOCK_BYTES, len(text) - self._first)
 
-    def _take(self, token: int, position: int) -> Iterator[bytes]:
+    def _take(self, token: int, position: int) -> Iterator[Located]:
         depth = len(self._closers)
         if token in _OPENING:
             if depth == 0:
@@ -124,10 +143,13 @@ class _Scanner:
             yield from self._value(position)
             self._first = position + 1
 
-    def _value(self, end: int) -> Iterator[bytes]:
-        value = self._text[self._first : end].strip()
+    def _value(self, end: int) -> Iterator[Located]:
+        value = self._text[self._first : end].lstrip()
         if value:
-            yield value
+            offset = self._offset + end - len(value)
+            # Line breaks are between its parts: a string of JSON has none. A value is one line.
+            one_line = value.rstrip().replace(b"\n", b" ").replace(b"\r", b" ")
+            yield Located(offset, one_line)
 
     def _check_nothing_before(self, position: int) -> None:
         between = self._text[self._first : position].removeprefix(codecs.BOM_UTF8).strip()

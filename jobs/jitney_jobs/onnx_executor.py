@@ -1,12 +1,14 @@
 """An exported model, run by ONNX Runtime in this process: an executor (``executors.py``)."""
 
 import time
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from jitney.errors import CheckpointError
+from jitney.errors import CheckpointError, JitneyError
 from jitney_server.standins.batch import BatchArrays, Batcher, ModelRequest
 from jitney_server.standins.exchange import model_path
 from jitney_server.standins.signature import Signature, TensorInfo
@@ -24,15 +26,53 @@ _MEASURED = 3
 also allocate."""
 
 
+@dataclass
+class _Held:
+    """A block of rows, as it was submitted. Batches take rows off its front."""
+
+    key: int
+    arrays: Arrays
+    row_count: int
+    begun: int = 0
+    """Rows that are in batches, or were."""
+    ended: list["_Slice"] = field(default_factory=list)
+    """What has become of its rows, in their order."""
+
+    @property
+    def elements_of_row(self) -> int:
+        return _elements(self.arrays) // self.row_count
+
+
+class _Slice(NamedTuple):
+    """Some rows of a block, in a batch; or their results."""
+
+    held: _Held
+    row_count: int
+    arrays: Arrays | None
+    """None if the rows failed: then ``error`` says why, if they are one row."""
+    error: JitneyError | None = None
+
+
 class _Batch(NamedTuple):
     """A batch that runs."""
 
-    keys: list[int]
-    results: Future[list[Any]]
+    row_count: int
+    results: Future[list[_Slice]]
+
+
+@dataclass
+class BlockResult:
+    """What an exported model answers for a block of rows."""
+
+    arrays: Arrays | None
+    """The outputs, with a row for each row that has no error. None if all have one."""
+    errors: dict[int, JitneyError]
+    """Index of a row in the block -> what went wrong."""
 
 
 class OnnxExecutor:
-    """Rows come sorted by length.
+    """Rows come in blocks, arrays whose first dimension is the rows; single rows are blocks of one,
+    sorted by length. A batch has rows of one block or of several.
 
     If padding does not change the model's output, the size of a batch counts elements: a batch of
     short rows has more of them than one of long rows, and little padding. Otherwise nothing is
@@ -60,19 +100,21 @@ class OnnxExecutor:
         if job.batch_size is None and self._may_pad and can_batch:
             self._counts_rows = False
         self._sizes = BatchSizes(_sizes_to_try(job, can_batch, self._counts_rows))
-        self._next: dict[int, Arrays] = {}
-        """The rows of the next batch, by key."""
+        self._waiting: deque[_Held] = deque()
+        """Blocks with rows that are in no batch yet."""
+        self._waiting_rows = 0
+        self._held_rows = 0
+        """Of all blocks that have not ended."""
         self._most_elements = 1
-        """Of a row of the next batch."""
+        """Of a row that waits."""
         self._running: _Batch | None = None
         self._pool = ThreadPoolExecutor(1, "jitney-session")
         self.figures = dict.fromkeys(("steps", "rows_in_steps", "most_rows"), 0.0)
 
     @property
     def capacity(self) -> int:
-        """The rows that run, and a full batch beside them."""
-        running = 0 if self._running is None else len(self._running.keys)
-        return running + self._rows_of_full_batch()
+        """So many that a full batch waits while another one runs."""
+        return self._held_rows - self._waiting_rows + self._rows_of_full_batch()
 
     def _rows_of_full_batch(self) -> int:
         """How many rows the next batch may have. It may have one row, however long that is."""
@@ -81,61 +123,103 @@ class OnnxExecutor:
         return max(1, self._sizes.now // self._most_elements)
 
     def rank(self, prepared: Arrays, is_last: bool) -> int:
-        return _elements(prepared)
+        first = next(iter(prepared.values()))
+        return _elements(prepared) // len(first)
 
     def submit(self, key: int, prepared: Arrays) -> None:
-        self._next[key] = prepared
-        self._most_elements = max(self._most_elements, _elements(prepared))
+        held = _Held(key, prepared, len(next(iter(prepared.values()))))
+        self._waiting.append(held)
+        self._waiting_rows += held.row_count
+        self._held_rows += held.row_count
+        self._most_elements = max(self._most_elements, held.elements_of_row)
 
-    def step(self) -> list[tuple[int, Any]]:
+    def step(self) -> list[tuple[int, BlockResult]]:
         """Begin to run the next batch: together, or each row alone if that fails. Returns the
-        results of the batch that the call before began."""
+        blocks that the batch of the call before has ended."""
         ended = self._running
         self._running = self._begin_batch()
-        self._next = {}
-        self._most_elements = 1
         if ended is None:
             return []
-        return list(zip(ended.keys, ended.results.result(), strict=True))
+        done = []
+        for piece in ended.results.result():
+            held = piece.held
+            held.ended.append(piece)
+            if sum(each.row_count for each in held.ended) == held.row_count:
+                self._held_rows -= held.row_count
+                done.append((held.key, _result_of(held.ended)))
+        return done
 
     def _begin_batch(self) -> _Batch | None:
-        if not self._next:
+        if not self._waiting:
             return None
+        most_rows = self._rows_of_full_batch()
+        pieces: list[_Slice] = []
+        row_count = 0
+        while self._waiting and row_count < most_rows:
+            held = self._waiting[0]
+            end = min(held.row_count, held.begun + most_rows - row_count)
+            arrays = {name: array[held.begun : end] for name, array in held.arrays.items()}
+            pieces.append(_Slice(held, end - held.begun, arrays))
+            row_count += end - held.begun
+            held.begun = end
+            if end == held.row_count:
+                self._waiting.popleft()
+        self._waiting_rows -= row_count
+        self._most_elements = max([1, *(held.elements_of_row for held in self._waiting)])
         results = self._pool.submit(
-            self._run,
-            rows=list(self._next.values()),
-            rows_of_full_batch=self._rows_of_full_batch(),
-            size=self._sizes.now,
+            self._run, pieces=pieces, rows_of_full_batch=most_rows, size=self._sizes.now
         )
-        return _Batch(list(self._next), results)
+        return _Batch(row_count, results)
 
-    def _run(self, rows: list[Arrays], rows_of_full_batch: int, size: int) -> list[Any]:
-        """In the pool's thread. Returns an answer for each row."""
+    def _run(self, pieces: list[_Slice], rows_of_full_batch: int, size: int) -> list[_Slice]:
+        """In the pool's thread. Returns the pieces with their results; those of rows that had to be
+        run alone are single rows."""
         began = time.perf_counter()
-        filled_up = _padded(rows) if self._may_pad else rows
-        requests = [self._request_of(row) for row in filled_up]
-        answers = self._batcher.execute(requests)
+        blocks = [piece.arrays or {} for piece in pieces]
+        if self._may_pad:
+            blocks = _padded(blocks)
+        answers = self._batcher.execute([self._request_of(block) for block in blocks])
+        row_count = sum(piece.row_count for piece in pieces)
         # Only a full batch tells how fast its size is.
-        if len(rows) >= rows_of_full_batch:
-            elements = sum(map(_elements, rows))
+        if row_count >= rows_of_full_batch:
+            elements = sum(map(_elements, blocks))
             self._sizes.note(size, elements / (time.perf_counter() - began))
         figures = self.figures
         # `most_rows` is the mean, over all steps, of how many rows fitted into the step.
         fitting_rows_before = figures["most_rows"] * figures["steps"]
         figures["steps"] += 1
-        figures["rows_in_steps"] += len(rows)
+        figures["rows_in_steps"] += row_count
         # The batch may have more than that, if its last row is longer than those before.
-        fitting_rows = fitting_rows_before + max(rows_of_full_batch, len(rows))
+        fitting_rows = fitting_rows_before + max(rows_of_full_batch, row_count)
         figures["most_rows"] = fitting_rows / figures["steps"]
-        return list(answers)
+        ended = []
+        for piece, block, answer in zip(pieces, blocks, answers, strict=True):
+            if not isinstance(answer, JitneyError):
+                ended.append(piece._replace(arrays=_on_host(answer)))
+            elif piece.row_count == 1:
+                ended.append(piece._replace(arrays=None, error=answer))
+            else:
+                ended += self._run_each_row(piece, block)
+        return ended
 
-    def _request_of(self, row: Arrays) -> ModelRequest:
-        """A batch of this one row."""
-        inputs: BatchArrays = {name: array[None] for name, array in row.items()}
+    def _run_each_row(self, piece: _Slice, block: Arrays) -> list[_Slice]:
+        """For rows that failed together."""
+        rows = []
+        for index in range(piece.row_count):
+            row = {name: array[index : index + 1] for name, array in block.items()}
+            (answer,) = self._batcher.execute([self._request_of(row)])
+            if isinstance(answer, JitneyError):
+                rows.append(_Slice(piece.held, 1, None, answer))
+            else:
+                rows.append(_Slice(piece.held, 1, _on_host(answer)))
+        return rows
+
+    def _request_of(self, block: Arrays) -> ModelRequest:
+        inputs: BatchArrays = dict(block)
         return ModelRequest(inputs, (self._output,))
 
     def close(self) -> None:
-        self._next.clear()
+        self._waiting.clear()
         self._pool.shutdown(cancel_futures=True)
 
 
@@ -179,14 +263,47 @@ def _elements(row: Arrays) -> int:
     return sum(array.size for array in row.values())
 
 
-def _padded(rows: list[Arrays]) -> list[Arrays]:
+def _result_of(pieces: list[_Slice]) -> BlockResult:
+    errors: dict[int, JitneyError] = {}
+    good: list[Arrays] = []
+    row = 0
+    for piece in pieces:
+        if piece.arrays is None:
+            assert piece.error is not None, "rows that failed have an error"
+            errors[row] = piece.error
+        else:
+            good.append(piece.arrays)
+        row += piece.row_count
+    if not good:
+        return BlockResult(None, errors)
+    if len(good) == 1:
+        return BlockResult(good[0], errors)
+    return BlockResult(_joined_results(good), errors)
+
+
+def _on_host(answer: BatchArrays) -> Arrays:
+    """An answer of arrays: inputs on the host have outputs there."""
+    return {name: array for name, array in answer.items() if isinstance(array, np.ndarray)}
+
+
+def _joined_results(parts: list[Arrays]) -> Arrays:
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def _padded(blocks: list[Arrays]) -> list[Arrays]:
     """Filled up with zeros to one length, which the mask excludes."""
-    shapes = {name: np.max([row[name].shape for row in rows], axis=0) for name in rows[0]}
-    return [{name: _filled_up(array, shapes[name]) for name, array in row.items()} for row in rows]
+    shapes = {name: np.max([block[name].shape for block in blocks], axis=0) for name in blocks[0]}
+    return [
+        {name: _filled_up(array, shapes[name][1:]) for name, array in block.items()}
+        for block in blocks
+    ]
 
 
 def _filled_up(array: np.ndarray, shape: np.ndarray) -> np.ndarray:
-    padded = np.zeros(shape, array.dtype)
+    """``shape``: of a row."""
+    if array.shape[1:] == tuple(shape):
+        return array
+    padded = np.zeros((len(array), *shape), array.dtype)
     padded[tuple(map(slice, array.shape))] = array
     return padded
 

@@ -2,51 +2,91 @@
 
 A part is written under a temporary name, synced and renamed; on object storage it appears when it
 is closed. Then it is noted in the journal; until then it does not count. Bad rows are in files of
-their own.
+their own. What is in the files is ``part_files``'.
 """
 
 import contextlib
 import os
 import posixpath
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
-import numpy as np
 from jitney.errors import InvalidArgumentError, UnavailableError
 
-from jitney_jobs.arrow import pa, pafs, pq
-from jitney_jobs.column_names import check_no_common_name
+from jitney_jobs.arrow import pa, pafs
+from jitney_jobs.columns import NonFinite
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.job import Job
 from jitney_jobs.journal import ERRORS, Interval, JobJournal, OutputPart, Ranges, sync
-from jitney_jobs.rows import LINES, RowId, RowValues, reason
+from jitney_jobs.json_lines import check_no_common_name, encoded
+from jitney_jobs.part_files import (
+    Block,
+    CsvPart,
+    LinesWriter,
+    ParquetPart,
+    PartWriter,
+    TableWriter,
+    runs_of,
+)
+from jitney_jobs.prepare import Context, MapResult
+from jitney_jobs.rows import LINES, Chunk, RowValues
+from jitney_jobs.schemas import SeenTypes, check_storable
 from jitney_jobs.storage import file_system
 
+_BLOCK_ROWS = 512
+"""Most rows that are encoded together."""
+_BLOCK_BYTES = 4 << 20
+"""Most bytes of their results."""
+_SAMPLE_ROWS = 256
+"""So many results of ``map`` set the types of the columns that it makes."""
+_SAMPLE_BYTES = 16 << 20
 _BAD_FILES = "files.jsonl"
 """In the folder of the bad rows: the files that could not be read to their end."""
-_BLOCK = 512
-"""Rows that are encoded together."""
 
 
-class BadRow(msgspec.Struct, frozen=True):
-    """A line of an error file. ``row`` is the index in the file."""
+class BadRow(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A line of an error file. ``row`` is the index in the file, ``offset`` where it begins there,
+    in bytes without compression; ``input`` the row's values, or its line if it has none."""
 
     file: str
     row: int
     error: str
-    input: Any = None
+    offset: int | None = None
+    input: Any = msgspec.UNSET
 
 
-class EndedRow(NamedTuple):
-    """A row that the model is done with."""
+@dataclass(frozen=True)
+class Ended:
+    """Rows of one chunk that the model is done with."""
 
-    id: RowId
-    value: RowValues | BadRow
-    """What is written of it."""
-    read_bytes: int
-    """Approximate size of the row as it was read."""
+    chunk: Chunk
+    rows: Sequence[int]
+    """Their indices in the chunk."""
+    columns: pa.RecordBatch | None = None
+    """The result's columns, if the model gave columns."""
+    results: Sequence[RowValues | MapResult] = ()
+    """Otherwise what it gave for each row."""
+    error: str | None = None
+    """Why they are bad. Then there are no results."""
+    result_bytes: int = 0
+    """Size of the results in memory, about."""
+
+    def slice(self, first: int, end: int) -> "Ended":
+        """The rows [first, end) of these."""
+        if first == 0 and end >= len(self.rows):
+            return self
+        rows = self.rows[first:end]
+        columns = None if self.columns is None else self.columns.slice(first, end - first)
+        return replace(
+            self,
+            rows=rows,
+            columns=columns,
+            results=self.results[first:end],
+            result_bytes=self.result_bytes * len(rows) // len(self.rows),
+        )
 
 
 @contextlib.contextmanager
@@ -70,16 +110,24 @@ class Output:
         output_format = job.output_format
         if output_format == "auto":
             output_format = "jsonl" if dataset.format in LINES else "parquet"
-        self._parquet = output_format == "parquet"
+        if job.partition_by and output_format != "parquet":
+            bound = "unset, or output_format must be parquet"
+            raise InvalidArgumentError.of("partition_by", ", ".join(job.partition_by), bound)
+        self._format = output_format
+        self.is_table = output_format != "jsonl"
+        """Whether it has columns with types, and not lines of JSON."""
         self._job = job
         self._dataset = dataset
         self._journal = journal
-        self._known = pa.schema([])
-        """The columns whose types are known before the first row."""
-        self._schema: pa.Schema | None = None
-        """The columns of Parquet, once the first part has set them."""
+        self._known: pa.Schema | None = pa.schema([])
+        """The columns, once they are known. None if ``map`` makes some: the first rows set them."""
+        self._of_input = pa.schema([])
+        """The columns of the input that are written, so far as they are known before its rows."""
+        self._new_schema: bytes | None = None
+        """The columns, until the journal has them."""
+        self._non_finite = NonFinite(job.non_finite)
         self.misfits = 0
-        """Rows that could not be written with the others of their part."""
+        """Rows whose results could not be written."""
         self.last_bad: BadRow | None = None
         """For the error of a job that has too many."""
         self._fs, self._folder = file_system(job.output)
@@ -88,6 +136,11 @@ class Output:
         if there and journal.record.begin is None:
             bad = f"output {self._folder} has {min(there)}, but no journal: choose another"
             raise InvalidArgumentError(bad)
+
+    @property
+    def non_finite(self) -> int:
+        """NaN and infinities that were written as something else."""
+        return self._non_finite.count
 
     def recover(self) -> None:
         """Remove what the journal does not name, and check that what it names is there. Raises
@@ -107,11 +160,10 @@ class Output:
     def _parts(self) -> dict[str, int]:
         """Names and bytes of all parts, finished or not."""
         there = {}
-        for folder in (self._folder, f"{self._folder}/{ERRORS}"):
-            for info in self._fs.get_file_info(pafs.FileSelector(folder)):
-                name = posixpath.basename(info.path)
-                if info.type == pafs.FileType.File and name.startswith(("part-", ".part-")):
-                    there[posixpath.relpath(info.path, self._folder)] = info.size
+        for info in self._fs.get_file_info(pafs.FileSelector(self._folder, recursive=True)):
+            name = posixpath.basename(info.path)
+            if info.type == pafs.FileType.File and name.startswith(("part-", ".part-")):
+                there[posixpath.relpath(info.path, self._folder)] = info.size
         return there
 
     def bad_rows(self) -> Iterator[Interval]:
@@ -138,163 +190,199 @@ class Output:
         files = self._dataset.files
         reasons = self._journal.record.bad_files
         path = f"{self._folder}/{ERRORS}/{_BAD_FILES}"
-        lines = [_line({"file": files[index].path, "error": why}) for index, why in reasons.items()]
-        if lines:
-            self._write_file(path, b"".join(lines))
+        rows = [{"file": files[index].path, "error": why} for index, why in reasons.items()]
+        if rows:
+            self._write_file(path, b"".join(encoded(row) + b"\n" for row in rows))
         elif self._fs.get_file_info(path).type == pafs.FileType.File:
             self._fs.delete_file(path)
+
+    # ------------------------------------------------------------------ the columns
 
     def set_columns(self, of_result: pa.Schema | None) -> None:
         """The result's columns with their types; None if they are known only once there are rows.
         Call it before the first :meth:`write`. Raises InvalidArgumentError if one of them is a
-        column of the input too."""
-        of_result = of_result or pa.schema([])
-        of_input = self._dataset.read_schema() or pa.schema([])
+        column of the input too, and for a column to keep or divide by that is not there."""
+        of_input = self._dataset.schema or pa.schema([])
         keep = self._job.keep
-        if of_input.names and keep is not None:  # else the files do not state their columns
+        if of_input.names and keep is not None:  # else the input does not state its columns
             for name in keep:
                 if name not in of_input.names:
                     bound = f"one of {', '.join(of_input.names)}"
                     raise InvalidArgumentError.of("keep", name, bound)
-        kept = of_input.names if keep is None else keep
-        check_no_common_name(kept, of_result.names)
-        columns = [field.with_nullable(True) for field in of_input if field.name in kept]
-        self._known = pa.schema([*columns, *of_result])
-        if self._parquet:
-            try:
-                pq.write_metadata(self._known, pa.BufferOutputStream())
-            except pa.ArrowException as error:
-                raise InvalidArgumentError(f"Parquet cannot hold the columns: {error}") from None
-        schema = self._journal.record.schema
-        if schema is not None:
-            self._schema = pa.ipc.read_schema(pa.py_buffer(schema))
+        columns = [field for field in of_input if keep is None or field.name in keep]
+        self._of_input = pa.schema(columns, of_input.metadata)
+        fields = [] if of_result is None else list(of_result)
+        self._check_written_schema(is_whole=of_result is not None)
+        check_no_common_name(self._of_input.names, [field.name for field in fields])
+        if self.is_table:
+            self._set_table(fields, is_whole=of_result is not None)
 
-    def merged(self, row: RowValues, result: RowValues) -> RowValues:
-        """A row of the output: the columns of the input that are kept, and the result's. Raises
-        InvalidArgumentError if both have one of the same name."""
+    def _check_written_schema(self, is_whole: bool) -> None:
+        """Whether the types that the job names are of columns that there are."""
+        schema = self._dataset.schema
+        for name in self._dataset.written_schema.names:
+            if schema is None:
+                bound = "unset: values of JSON lines are written as they came"
+                raise InvalidArgumentError.of("schema", name, bound)
+            if is_whole and name not in schema.names:
+                bound = f"of {', '.join(schema.names)}"
+                raise InvalidArgumentError.of("schema", name, bound)
+
+    def _set_table(self, fields: list[pa.Field], is_whole: bool) -> None:
+        """``fields``: of the result, if they are ``is_whole``."""
+        self._known = pa.schema([*self._of_input, *fields], self._of_input.metadata)
+        if self._format == "parquet":
+            check_storable(self._known)
+        journaled = self._journal.record.schema
+        if journaled is not None:
+            self._known = pa.ipc.read_schema(pa.py_buffer(journaled))
+        elif is_whole:
+            self._new_schema = self._known.serialize().to_pybytes()
+        else:
+            self._known = None
+        if self._known is not None:
+            self._check_partition_by(self._known)
+
+    def _check_partition_by(self, schema: pa.Schema) -> None:
+        for name in self._job.partition_by:
+            if name not in schema.names:
+                bound = f"one of {', '.join(schema.names)}"
+                raise InvalidArgumentError.of("partition_by", name, bound)
+
+    def completed(self, context: Context) -> Context:
+        """With what the workers must know of the output. Call it once the input has its schema."""
+        makes_columns = self._dataset.format == "text"
+        if self._dataset.format in LINES and self.is_table:
+            makes_columns = True
+        schema = self._dataset.schema
         keep = self._job.keep
-        kept = row if keep is None else {name: row.get(name) for name in keep}
-        check_no_common_name(kept, result)
-        return {**kept, **result}
+        kept = None
+        if schema is not None:
+            kept = [name for name in schema.names if keep is None or name in keep]
+        columns = None
+        if makes_columns:
+            assert schema is not None, "the input was looked at"
+            columns = pa.schema([schema.field(name) for name in kept or []])
+        return msgspec.structs.replace(
+            context, writes_table=self.is_table, kept=kept, columns=columns
+        )
 
-    def record_bad_row(self, row: RowId, why: str, given: RowValues | None) -> BadRow:
-        """Its line in an error file. ``given``: the row as it was read, if it could be."""
-        self.last_bad = BadRow(self._dataset.path_of(row), row.row, why, given)
-        return self.last_bad
+    def columns_to_read(self, of_task: Sequence[str] | None) -> list[str] | None:
+        """The columns of the input that are needed: those that the task reads, and those that are
+        written. None: all."""
+        keep = self._job.keep
+        if of_task is None or keep is None:
+            return None
+        return list(dict.fromkeys([*keep, *of_task]))
 
-    def write(self, part: list[EndedRow], figures: dict[str, float]) -> None:
-        """Write a part and commit it. Rows that do not fit become bad ones. ``part`` is emptied
-        while it is encoded, so that the next part can have its memory."""
+    def knows_columns(self, part: Sequence[Ended]) -> bool:
+        """Whether the columns are known, or this part has enough rows to set them: the first rows
+        of the input, however long they take, so that the columns do not depend on the time."""
+        if self._known is not None:
+            return True
+        row_count = sum(len(ended.results) for ended in part)
+        nbytes = sum(ended.result_bytes for ended in part)
+        return row_count >= _SAMPLE_ROWS or nbytes >= _SAMPLE_BYTES
+
+    def _learn_columns(self, part: Sequence[Ended]) -> None:
+        """Have the first results of ``map`` set the types of its columns."""
+        if self._known is not None:
+            return
+        rows = _sample(part)
+        if not rows:
+            return
+        seen = SeenTypes()
+        seen.add(rows)
+        written = self._dataset.written_schema
+        fields = []
+        for field in seen.schema():
+            if field.name not in self._of_input.names:
+                kind = written.field(field.name).type if field.name in written.names else field.type
+                fields.append(field.with_type(kind))
+        there = {*self._of_input.names, *seen.schema().names}
+        missing = [field for field in written if field.name not in there]
+        known = pa.schema([*self._of_input, *fields, *missing], self._of_input.metadata)
+        if self._format == "parquet":
+            check_storable(known)
+        self._check_partition_by(known)
+        self._known = known
+        self._new_schema = known.serialize().to_pybytes()
+
+    # ------------------------------------------------------------------ a part
+
+    def written_bytes(self, ended: Ended) -> int:
+        """Size in memory of what is written of these rows' input, about."""
+        chunk = ended.chunk
+        if not ended.rows or self._job.keep == []:
+            return 0
+        nbytes = chunk.read_bytes
+        if self._job.keep is not None and chunk.format not in LINES:
+            data = chunk.data if chunk.columns is None else chunk.columns
+            nbytes = data.select([n for n in data.schema.names if n in self._job.keep]).nbytes
+        return nbytes * len(ended.rows) // len(chunk)
+
+    def bad_row(self, chunk: Chunk, index: int, why: str) -> BadRow:
+        """Its line in an error file."""
+        row = chunk.id_of(index)
+        path = self._dataset.path_of(row)
+        return BadRow(path, row.row, why, chunk.offset_of(index), chunk.given(index))
+
+    def write(self, part: Sequence[Ended], figures: dict[str, float]) -> None:
+        """Write a part and commit it. Rows that do not fit become bad ones."""
         number = self._journal.record.next_number
-        total = len(part)
-        ids = [ended.id for ended in part]
-        intervals = Ranges(Interval(id_.file, id_.row, id_.row + 1) for id_ in ids).intervals
-        new_schema = self._set_schema(part)
-        good: list[Any] = []  # encoded
-        bad: list[BadRow] = []
-        while part:
-            block = part[:_BLOCK]
-            del part[:_BLOCK]
-            bad += [ended.value for ended in block if isinstance(ended.value, BadRow)]
-            good_rows = [ended for ended in block if not isinstance(ended.value, BadRow)]
-            self._encode(good_rows, good, bad)
-        files = self._files_of_part(number, good, bad)
+        part = sorted(part, key=lambda ended: (ended.chunk.first, ended.rows[0]))
+        total = sum(len(ended.rows) for ended in part)
+        self._learn_columns(part)
+        bad = [
+            self.bad_row(ended.chunk, index, ended.error)
+            for ended in part
+            if ended.error is not None
+            for index in ended.rows
+        ]
+        writer = self._writer()
+        for block in _blocks(part):
+            for index, why in writer.add(block).items():
+                self.last_bad = self.bad_row(block.chunk, block.rows[index], why)
+                bad.append(self.last_bad)
+                self.misfits += 1
+        files = {name.format(f"{number:05}"): data for name, data in writer.files().items()}
+        if bad:
+            files[f"{ERRORS}/part-{number:05}.jsonl"] = b"".join(map(_bad_line, bad))
         for name, data in files.items():
             self._write_file(f"{self._folder}/{name}", data)
         committed = OutputPart(
             number=number,
             files={name: len(data) for name, data in files.items()},
-            intervals=intervals,
+            intervals=_intervals(part),
             written=total - len(bad),
             failed=len(bad),
-            figures=figures,
-            schema=new_schema,
+            figures={**figures, "non_finite": float(self.non_finite)},
+            schema=self._schema_for_journal(),
         )
         self._journal.append(committed)
         # Each part is written in a new thread: give back what Arrow's pool keeps of its memory.
         pa.default_memory_pool().release_unused()
 
-    def _files_of_part(
-        self, number: int, good: list[Any], bad: list[BadRow]
-    ) -> dict[str, bytes | pa.Buffer]:
-        """Name -> data. A part has one file of good rows, which are encoded, and one of bad rows.
-        Without such rows there is no such file."""
-        files: dict[str, bytes | pa.Buffer] = {}
-        if good:
-            suffix = "parquet" if self._parquet else "jsonl"
-            files[f"part-{number:05}.{suffix}"] = self._joined(good)
-        if bad:
-            files[f"{ERRORS}/part-{number:05}.jsonl"] = b"".join(map(_bad_line, bad))
-        return files
+    def _writer(self) -> PartWriter:
+        if not self.is_table:
+            return LinesWriter(self._job.keep, self._non_finite)
+        schema = pa.schema([]) if self._known is None else self._known
+        file_type = ParquetPart if self._format == "parquet" else CsvPart
+        return TableWriter(schema, file_type, self._job.partition_by)
 
-    def _set_schema(self, part: list[EndedRow]) -> bytes | None:
-        """Have the first good rows set the columns of Parquet. Returns the schema for the journal;
-        None if there is none, or if the journal has it."""
-        if not self._parquet:
-            return None
-        if self._schema is None:
-            rows = [ended.value for ended in part if not isinstance(ended.value, BadRow)]
-            if not rows:
-                return None
-            self._schema = _infer_schema(rows, self._known)
-        # The journal has the schema once a part with it is committed. Until then each part brings
-        # it: the one that set the columns may have been lost.
-        if self._journal.record.schema is not None:
-            return None
-        return self._schema.serialize().to_pybytes()
-
-    def _encode(self, rows: list[EndedRow], good: list[Any], bad: list[BadRow]) -> None:
-        """Append rows to ``good``, as a record batch or as lines. Those that cannot be encoded go
-        to ``bad``."""
-        if not rows:
-            return
-        try:
-            good.append(self._encoded([ended.value for ended in rows]))
-        except Exception as error:  # a value may be anything
-            if len(rows) > 1:
-                for ended in rows:
-                    self._encode([ended], good, bad)
-                return
-            (ended,) = rows
-            assert not isinstance(ended.value, BadRow), "only good rows are encoded"
-            bad.append(self.record_bad_row(ended.id, reason(error), ended.value))
-            self.misfits += 1
-
-    def _encoded(self, rows: list[Any]) -> pa.RecordBatch | bytes:
-        """Raises whatever the values raise."""
-        schema = self._schema
-        if schema is None:
-            return b"".join(map(_line, rows))
-        known = set(schema.names)
-        for row in rows:
-            unknown = row.keys() - known
-            if unknown:
-                bound = "in the output, whose columns the first part set"
-                name = min(unknown, key=str)
-                raise InvalidArgumentError(f"column {name!r} is not {bound}")
-        for field in schema:
-            if not _can_lose(field.type):
-                continue
-            for row in rows:
-                value = row.get(field.name)
-                if _loses(value, field.type):
-                    raise InvalidArgumentError.of(field.name, value, f"of type {field.type}")
-        return pa.RecordBatch.from_pylist(rows, schema)
-
-    def _joined(self, encoded: list[Any]) -> bytes | pa.Buffer:
-        """The bytes of a part."""
-        if self._schema is None:
-            return b"".join(encoded)
-        sink = pa.BufferOutputStream()
-        table = pa.Table.from_batches(encoded, self._schema)
-        pq.write_table(table, sink, compression="zstd")
-        return sink.getvalue()
+    def _schema_for_journal(self) -> bytes | None:
+        """None if there is none, or if the journal has it. Until it has, each part brings it: the
+        part that set it may have been lost."""
+        return None if self._journal.record.schema is not None else self._new_schema
 
     def _write_file(self, path: str, data: bytes | pa.Buffer) -> None:
         folder, name = posixpath.split(path)
         local = isinstance(self._fs, pafs.LocalFileSystem)
         temporary = f"{folder}/.{name}" if local else path
         try:
+            if local and not os.path.isdir(folder):
+                os.makedirs(folder)
+                sync(Path(folder).parent)
             with self._fs.open_output_stream(temporary) as sink:
                 sink.write(data)
             if local:
@@ -307,120 +395,64 @@ class Output:
             raise
 
 
-def _for_json(value: Any) -> Any:
-    """What is written of a value that JSON does not have."""
-    if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()
-    return str(value)
+def _sample(part: Sequence[Ended]) -> list[RowValues]:
+    """The first results of a part, as values."""
+    rows: list[RowValues] = []
+    nbytes = 0
+    for ended in part:
+        for result in ended.results:
+            if len(rows) == _SAMPLE_ROWS or nbytes >= _SAMPLE_BYTES:
+                return rows
+            if isinstance(result, MapResult):
+                nbytes += len(result.data)
+                rows.append(result.values())
+            else:
+                rows.append(result)
+    return rows
 
 
-_ENCODER = msgspec.json.Encoder(enc_hook=_for_json)
+def _blocks(part: Sequence[Ended]) -> Iterator[Block]:
+    """The good rows of a part, sorted by chunk: those of one chunk together, up to a size."""
+    together: list[Ended] = []
+    rows = 0
+    nbytes = 0
+    for ended in part:
+        if ended.error is not None:
+            continue
+        is_other = bool(together) and together[0].chunk.first != ended.chunk.first
+        is_full = rows + len(ended.rows) > _BLOCK_ROWS or nbytes >= _BLOCK_BYTES
+        if together and (is_other or is_full):
+            yield _joined(together)
+            together = []
+            rows = 0
+            nbytes = 0
+        together.append(ended)
+        rows += len(ended.rows)
+        nbytes += ended.result_bytes
+    if together:
+        yield _joined(together)
 
 
-def _line(row: Any) -> bytes:
-    """As JSON. Raises whatever its values raise."""
-    return _ENCODER.encode(row) + b"\n"
+def _joined(together: list[Ended]) -> Block:
+    chunk = together[0].chunk
+    rows = [row for ended in together for row in ended.rows]
+    columns = [ended.columns for ended in together if ended.columns is not None]
+    results = [result for ended in together for result in ended.results]
+    return Block(chunk, rows, pa.concat_batches(columns) if columns else None, results)
+
+
+def _intervals(part: Sequence[Ended]) -> list[Interval]:
+    """The rows of a part, good and bad."""
+    found = []
+    for ended in part:
+        indices = [ended.chunk.indices[row] for row in ended.rows]
+        found += [Interval(ended.chunk.file, *run) for run in runs_of(indices)]
+    return Ranges(found).intervals
 
 
 def _bad_line(bad: BadRow) -> bytes:
     try:
-        return _line(bad)
+        return encoded(bad) + b"\n"
     except Exception:  # what JSON cannot hold may be why it is bad
-        return _line(BadRow(bad.file, bad.row, ascii(bad.error), ascii(bad.input)))
-
-
-# ------------------------------------------------------------------ values and types
-
-
-def _can_lose(kind: pa.DataType) -> bool:
-    """Whether there are values of which Arrow drops a part, without an error, to make them of this
-    type: a fraction, or a key of a struct."""
-    if _is_list(kind):
-        return _can_lose(kind.value_type)
-    return pa.types.is_integer(kind) or pa.types.is_struct(kind)
-
-
-def _loses(value: Any, kind: pa.DataType) -> bool:
-    """Whether Arrow would drop a part of this value to make it of this type."""
-    if value is None:
-        return False
-    if pa.types.is_integer(kind):
-        # The fraction of a float would be cut.
-        return isinstance(value, float | np.floating) and value != int(value)
-    if pa.types.is_struct(kind):
-        return isinstance(value, Mapping) and _struct_loses(value, kind)
-    if _is_list(kind):
-        return _list_loses(value, kind.value_type)
-    return False
-
-
-def _struct_loses(value: Mapping[str, Any], kind: pa.StructType) -> bool:
-    types = {field.name: field.type for field in kind}
-    for name, item in value.items():
-        if name not in types:
-            return True  # it would be left out
-        if _loses(item, types[name]):
-            return True
-    return False
-
-
-def _list_loses(values: Any, kind: pa.DataType) -> bool:
-    """``kind``: of the elements."""
-    if not _can_lose(kind):
-        return False
-    # Integers alone lose nothing. Lists of token ids are long, so that this is asked first.
-    if set(map(type, values)) == {int}:
-        return False
-    return any(_loses(value, kind) for value in values)
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    types = pa.types
-    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-
-
-def _infer_schema(rows: Sequence[Any], known: pa.Schema) -> pa.Schema:
-    """``known``, and the columns that it lacks, with types that their values have. A name that
-    Arrow cannot take is left out; the rows that have it become bad ones."""
-    names: dict[Any, None] = {}  # in the order in which they come
-    for row in rows:
-        names |= dict.fromkeys(row)
-    schema = known
-    for name in names:
-        if name not in known.names and _is_column_name(name):
-            values = [row[name] for row in rows if row.get(name) is not None]
-            schema = schema.append(pa.field(name, _common_type(values)))
-    return schema
-
-
-def _is_column_name(name: Any) -> bool:
-    try:
-        pa.field(name, pa.string())
-    except Exception:  # it is no text, or none that UTF-8 can hold
-        return False
-    return True
-
-
-def _common_type(values: list[Any]) -> pa.DataType:
-    """The type of all values; if they have none in common, that of the first value that has one;
-    text if none has."""
-    if not values:
-        return pa.string()
-    kind = _type_of(values)
-    if kind is not None:
-        return kind
-    for value in values:
-        kind = _type_of([value])
-        if kind is not None:
-            return kind
-    return pa.string()
-
-
-def _type_of(values: list[Any]) -> pa.DataType | None:
-    """None if Arrow has no type for them, or one that Parquet cannot hold."""
-    try:
-        kind = pa.array(values).type
-        pq.write_metadata(pa.schema({"values": kind}), pa.BufferOutputStream())
-    except Exception:  # a value may be anything
-        return None
-    return kind
+        error = ascii(bad.error)
+        return encoded(msgspec.structs.replace(bad, error=error, input=ascii(bad.input))) + b"\n"

@@ -7,6 +7,7 @@ decoding, templates, tokenizing. A chunk of rows is prepared at a time.
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import pkgutil
 import queue
 import signal
@@ -14,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -24,19 +25,24 @@ from jitney.errors import InvalidArgumentError, UnavailableError
 from jitney_server.standins.signature import Signature
 
 from jitney_jobs.arrow import pa
+from jitney_jobs.column_names import result_names
+from jitney_jobs.columns import NonFinite, of_values
 from jitney_jobs.generate import (
     Encoder,
     Generate,
     GenerateOnServer,
+    JobPrompt,
     LanguageModel,
     OpenAiLines,
     OpenAiLinesOnServer,
 )
 from jitney_jobs.job import Job
+from jitney_jobs.json_lines import check_no_common_name, columns_of_lines, encoded
 from jitney_jobs.outcome import Trouble
-from jitney_jobs.rows import Chunk, RowId, RowValues, reason
+from jitney_jobs.rows import LINES, Chunk, RowValues, reason
 from jitney_jobs.storage import Storage
 from jitney_jobs.tensors import Tensors
+from jitney_jobs.texts import TokenizedText
 
 _POLL_S = 0.2
 """How often the clock of a row is looked at, in seconds."""
@@ -44,38 +50,51 @@ _POLL_S = 0.2
 
 @dataclass
 class Item:
-    """A row in flight."""
+    """Rows of a chunk that go through the executor together: one row, or as many rows as a chunk
+    has if an exported model takes them as they are."""
 
-    id: RowId
-    row: RowValues | None = None
-    """None if it could not be read."""
+    rows: Sequence[int]
+    """Their indices in the chunk, ascending."""
+    chunk: Chunk | None = None
+    """None on the way from a worker process, which need not send it back."""
     prepared: Any = None
-    """What the executor takes."""
+    """What the executor takes. Of a block it is arrays whose first dimension is the rows."""
     error: InvalidArgumentError | None = None
-    """Why it is bad, if it could not be prepared."""
+    """Why it is bad, if it could not be prepared. Such an item has one row."""
     result: Any = None
     """Only on a cluster: the executor's result, or a JitneyError."""
     key: int = 0
-    """Rows of a run count from 0, in the order of the input."""
+    """Items of a run count from 0, in the order of the input."""
     trouble: Trouble = field(default_factory=Trouble)
     """Its errors that may pass."""
-    read_bytes: int = 0
-    """Approximate size of the row as it was read."""
-    prepared_bytes: int = 0
-    """Size of the arrays that were prepared. 0 for a prompt, which is as small as the row."""
+    nbytes: int = 0
+    """Size of what was prepared."""
 
 
 class Prepared(NamedTuple):
-    """The rows of a chunk."""
+    """Rows of a chunk: all of them, or the first ones if what was made of them is large."""
 
     items: list[Item]
+    columns: pa.RecordBatch | None
+    """What is written of these rows, if the worker makes it: of lines and of texts."""
+    row_count: int
     seconds: float
     """How long it took."""
     cpu_s: float
     """CPU seconds that the process had meanwhile."""
+    chunk: Chunk | None = None
+    """A chunk of these rows, with the columns. None on the way from a worker process."""
+    rest: Chunk | None = None
+    """The rows that are left to prepare."""
+    replaced: int = 0
+    """How many U+FFFD were put into files that are texts."""
 
 
 Preparer = Callable[[Chunk], Prepared]
+
+
+MADE_BYTES = 4 << 20
+"""A worker gives back what it has made once that is so large, though rows may be left."""
 
 
 class Context(msgspec.Struct, frozen=True):
@@ -85,31 +104,63 @@ class Context(msgspec.Struct, frozen=True):
     language_model: LanguageModel | None = None
     signature: Signature | None = None
     tokenizer: str | None = None
+    takes_blocks: bool = False
+    """Whether the executor takes arrays of many rows."""
+    writes_table: bool = False
+    """Whether the output has typed columns, and not lines of JSON."""
+    kept: list[str] | None = None
+    """The input's columns that are written, if they are known."""
+    columns: Any = None
+    """A pa.Schema, of what the workers make of lines or texts, to be written. None if they make
+    nothing."""
 
 
 class Task(Protocol):
     """What is done with each row."""
 
-    fields: pa.Schema | None
-    """The result's columns. None if they are known only once there are rows."""
-    columns: Sequence[str]
-    """Columns of the input that the model needs. ``column_names.py`` has those that the job
-    names."""
+    @property
+    def fields(self) -> pa.Schema | None:
+        """The result's columns. None if they are known only once there are rows."""
+
+    @property
+    def columns(self) -> Sequence[str] | None:
+        """The columns of the input that it reads. None: all."""
 
     def prepare(self, row: RowValues) -> Any:
         """What the executor takes. Raises for a bad row, UnavailableError if the storage fails."""
 
     def finish(self, row: RowValues, result: Any) -> RowValues:
-        """The result's columns."""
+        """The result's columns. ``row`` has values only if the input is lines of OpenAI's
+        service."""
+
+
+class MapResult(NamedTuple):
+    """The new columns of a row, as bytes: their size is known, and the job's process makes values
+    of them only when it writes them."""
+
+    data: bytes
+    """JSON if the output is lines, else a pickled dict."""
+    non_finite: int
+    """How many values of JSON were NaN or infinite."""
+
+    def values(self) -> RowValues:
+        """Only if the output is a table."""
+        row: RowValues = pickle.loads(self.data)
+        return row
 
 
 class Map:
     """A function of the user's: the whole of the work is done in the workers."""
 
     fields = None
-    columns: Sequence[str] = ()
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, context: "Context") -> None:
+        job = context.job
+        name = str(job.map)
+        self.columns = job.map_column or None
+        self._is_table = context.writes_table
+        self._kept = context.kept if job.keep is None else job.keep
+        self._non_finite = job.non_finite
         try:
             self._function: Callable[[RowValues], Any] = pkgutil.resolve_name(name)
         except Exception as error:  # the user's module may raise anything
@@ -117,20 +168,27 @@ class Map:
         if not callable(self._function):
             raise InvalidArgumentError.of("map", name, "a function")
 
-    def prepare(self, row: RowValues) -> Any:
-        return self._function(row)
-
-    def finish(self, row: RowValues, result: Any) -> RowValues:
+    def prepare(self, row: RowValues) -> MapResult:
+        names = list(row) if self._kept is None else self._kept
+        result = self._function(row)
         if not isinstance(result, Mapping):
             raise InvalidArgumentError.of("the result of map", result, "a dict of new columns")
-        return dict(result)
+        values = dict(result)
+        check_no_common_name(names, list(values))
+        if self._is_table:
+            return MapResult(pickle.dumps(values, pickle.HIGHEST_PROTOCOL), 0)
+        non_finite = NonFinite(self._non_finite)
+        return MapResult(encoded(non_finite.replaced(values)), non_finite.count)
+
+    def finish(self, row: RowValues, result: Any) -> RowValues:
+        raise AssertionError("results of map are written as they are")
 
 
 def make_task(context: Context) -> Task:
     """Raises InvalidArgumentError for a template, function or parameter that cannot be used."""
     job = context.job
     if job.task == "map":
-        return Map(str(job.map))
+        return Map(context)
     lines = job.input_format == "openai"
     if job.server is not None and job.task == "generate":
         return OpenAiLinesOnServer(job) if lines else GenerateOnServer(job)
@@ -173,31 +231,186 @@ def make_preparer(context: Context, clock: RowClock | None = None) -> Preparer:
     def prepare(chunk: Chunk) -> Prepared:
         began = time.perf_counter()
         cpu_began = time.process_time()
-        items: list[Item] = []
-        for index, raw in zip(chunk.indices, chunk.raw_rows(), strict=True):
-            row_clock[_ROW] = len(items)
-            row_clock[_SINCE] = time.monotonic()
-            item = Item(RowId(chunk.file, index))
-            items.append(item)
-            try:
-                item.row = chunk.row(raw, storage)
-                item.prepared = task.prepare(item.row)
-                item.prepared_bytes = _array_bytes(item.prepared)
-            except UnavailableError:
-                raise
-            except (Exception, SystemExit) as error:  # of a user's function or template
-                item.error = InvalidArgumentError(reason(error))
-        row_clock[_SINCE] = 0.0
+        replaced = storage.replaced
+        block = None
+        if context.takes_blocks and isinstance(task, Tensors):
+            block = _whole_block(task, chunk)
+        if block is not None:
+            items = [block]
+            columns = None
+            row_count = len(chunk)
+        else:
+            making = _Making(context, task, chunk, row_clock)
+            making.prepare_rows(storage)
+            row_clock[_SINCE] = 0.0
+            items = making.items
+            columns = making.columns
+            row_count = making.row_count
         seconds = time.perf_counter() - began
-        return Prepared(items, seconds, time.process_time() - cpu_began)
+        return Prepared(
+            items=items,
+            columns=columns,
+            row_count=row_count,
+            seconds=seconds,
+            cpu_s=time.process_time() - cpu_began,
+            replaced=storage.replaced - replaced,
+        )
 
     return prepare
 
 
-def _array_bytes(prepared: Any) -> int:
-    if not isinstance(prepared, dict):
+def _whole_block(task: Tensors, chunk: Chunk) -> Item | None:
+    """All rows together, if their columns can be taken as they are."""
+    if chunk.format in LINES or chunk.format in ("text", "image") or chunk.unreadable:
+        return None
+    arrays = task.prepare_columns(chunk.data)
+    if arrays is None:
+        return None
+    return Item(range(len(chunk)), prepared=arrays, nbytes=size_of(arrays))
+
+
+class _Making:
+    """Prepares a chunk row by row, until what it has made is large."""
+
+    def __init__(self, context: Context, task: Task, chunk: Chunk, clock: RowClock) -> None:
+        self._context = context
+        self._clock = clock
+        self._names = list(result_names(context.job, task.fields).values())
+        """Of the result's columns, as they are written."""
+        self._task = task
+        self._chunk = chunk
+        self.items: list[Item] = []
+        self.columns: pa.RecordBatch | None = None
+        self.row_count = 0
+        self._rows: list[RowValues] = []
+        """What is written of each row: empty for a bad one. Only if columns are made of them."""
+
+    def prepare_rows(self, storage: Storage) -> None:
+        """Raises UnavailableError if the storage fails, and any exception if Python has not all
+        values of the chunk."""
+        nbytes = 0
+        schema = self._context.columns
+        self._clock[_ROW] = 0
+        self._clock[_SINCE] = time.monotonic()
+        for index, row in enumerate(self._chunk.rows(storage)):
+            item = self._prepared(index, row)
+            self._clock[_ROW] = index + 1
+            self._clock[_SINCE] = time.monotonic()
+            self.items.append(item)
+            nbytes += item.nbytes
+            self.row_count += 1
+            if schema is not None:
+                self._rows.append(self._written(row))
+                if self._chunk.format == "text":
+                    nbytes += len(self._rows[-1].get("text", ""))
+            if nbytes >= MADE_BYTES:
+                break
+        if schema is not None:
+            self._make_columns(schema)
+        if self._context.takes_blocks:
+            self.items = _joined(self.items)
+
+    def _prepared(self, index: int, row: RowValues | Exception) -> Item:
+        item = Item((index,))
+        try:
+            if isinstance(row, Exception):
+                raise row
+            self._check_names(row)
+            item.prepared = self._task.prepare(row)
+            item.nbytes = size_of(item.prepared)
+        except UnavailableError:
+            raise
+        except (Exception, SystemExit) as error:  # of a user's function or template
+            item.error = InvalidArgumentError(reason(error))
+        return item
+
+    def _check_names(self, row: RowValues) -> None:
+        """Of lines, each of which states its columns."""
+        keep = self._context.job.keep
+        if self._names and self._chunk.format in LINES:
+            check_no_common_name(list(row) if keep is None else keep, self._names)
+
+    def _written(self, row: RowValues | Exception) -> RowValues:
+        """The columns of the row that are kept."""
+        if isinstance(row, Exception):
+            return {}
+        keep = self._context.job.keep
+        return row if keep is None else {name: row.get(name) for name in keep}
+
+    def _make_columns(self, schema: pa.Schema) -> None:
+        """Rows that the schema does not hold become bad ones."""
+        rows = self._rows
+        if self._chunk.format == "text":
+            found = of_values(rows, schema)
+        else:
+            are_whole = self._context.job.keep is None and not self._chunk.further
+            lines = self._chunk.lines()[: self.row_count]
+            all_are_rows = not any(item.error is not None for item in self.items)
+            found = columns_of_lines(lines, rows, schema, are_whole and all_are_rows)
+        self.columns = found.data
+        for index, error in found.errors.items():
+            item = self.items[index]
+            if item.error is None:
+                self.items[index] = Item((index,), error=InvalidArgumentError(error))
+
+
+def _joined(items: list[Item]) -> list[Item]:
+    """Blocks of the rows whose arrays have the same shapes, and the bad rows."""
+    joined: list[Item] = []
+    rows: list[Item] = []
+    for item in [*items, None]:
+        ends = item is None or item.error is not None or not _are_alike(rows, item)
+        if rows and ends:
+            joined.append(_block_of(rows))
+            rows = []
+        if item is None:
+            break
+        if item.error is not None:
+            joined.append(item)
+        else:
+            rows.append(item)
+    return joined
+
+
+def _are_alike(rows: list[Item], item: Item) -> bool:
+    if not rows:
+        return True
+    first = rows[0].prepared
+    return all(first[name].shape == array.shape for name, array in item.prepared.items())
+
+
+def _block_of(rows: list[Item]) -> Item:
+    names = rows[0].prepared
+    arrays = {name: np.stack([item.prepared[name] for item in rows]) for name in names}
+    indices = [index for item in rows for index in item.rows]
+    return Item(indices, prepared=arrays, nbytes=sum(item.nbytes for item in rows))
+
+
+_BYTES_OF_TOKEN = 40
+"""Of a token id in a list: the number, and its place."""
+
+
+def size_of(prepared: Any) -> int:
+    """Bytes in memory of what was prepared, about."""
+    if isinstance(prepared, JobPrompt):
+        return _BYTES_OF_TOKEN * len(prepared.ids)
+    if isinstance(prepared, MapResult):
+        return len(prepared.data)
+    if isinstance(prepared, TokenizedText):
+        return prepared.nbytes
+    if isinstance(prepared, dict):
+        return sum(map(_array_bytes, prepared.values()))
+    if isinstance(prepared, tuple):
+        return sum(len(part) for part in prepared if isinstance(part, bytes))
+    return 0
+
+
+def _array_bytes(array: Any) -> int:
+    if not isinstance(array, np.ndarray):
         return 0
-    return sum(value.nbytes for value in prepared.values() if isinstance(value, np.ndarray))
+    if array.dtype == object:
+        return sum(len(text) for text in array.ravel())
+    return array.nbytes
 
 
 def in_background(call: Callable[[], Any]) -> Future[Any]:
@@ -219,8 +432,10 @@ def settle(future: Future[Any], call: Callable[[], Any]) -> None:
 class Workers:
     """Prepare chunks in the background: in ``count`` processes, or with 0 in a thread."""
 
-    def __init__(self, context: Context, count: int) -> None:
+    def __init__(self, context: Context, count: int, columns: Sequence[str] | None = None) -> None:
+        """``columns``: of the chunks, those that the task reads. None: all."""
         self.are_processes = count > 0
+        self._columns = columns
         self._processes = [_Process(context) for _ in range(count)]
         self._calls: queue.SimpleQueue[tuple[Chunk, Future[Prepared]] | None] = queue.SimpleQueue()
         self._preparers: list[Preparer] = [*self._processes] or [make_preparer(context)]
@@ -242,7 +457,7 @@ class Workers:
             if call is None:
                 return
             chunk, future = call
-            settle(future, partial(_prepare_chunk, prepare, chunk))
+            settle(future, partial(_prepare_chunk, prepare, chunk, self._columns))
 
     def close(self) -> None:
         """End the processes, whatever they do, and then the threads."""
@@ -252,20 +467,25 @@ class Workers:
             self._calls.put(None)
 
 
-def _prepare_chunk(prepare: Preparer, chunk: Chunk) -> Prepared:
+def _prepare_chunk(prepare: Preparer, chunk: Chunk, columns: Sequence[str] | None) -> Prepared:
     """Raises UnavailableError if the storage fails."""
+    sent = chunk.with_only(columns)
     try:
-        prepared = prepare(chunk)
+        prepared = prepare(sent)
     except UnavailableError:
         raise
     except RowTimeoutError as error:
-        prepared = _prepare_row_by_row(prepare, chunk, late=error)
+        prepared = _prepare_row_by_row(prepare, sent, late=error)
     except (Exception, SystemExit):
-        prepared = _prepare_row_by_row(prepare, chunk)
-    read_bytes = chunk.row_bytes
+        prepared = _prepare_row_by_row(prepare, sent)
+    rest = None
+    if prepared.row_count < len(chunk):
+        rest = chunk.slice(prepared.row_count, len(chunk))
+        chunk = chunk.slice(0, prepared.row_count)
+    chunk = replace(chunk, columns=prepared.columns)
     for item in prepared.items:
-        item.read_bytes = read_bytes
-    return prepared
+        item.chunk = chunk
+    return prepared._replace(chunk=chunk, rest=rest)
 
 
 def _prepare_row_by_row(
@@ -274,24 +494,50 @@ def _prepare_row_by_row(
     """For a chunk that raised, or ended its process. A row that does so alone is bad; so is the one
     that is known to be ``late``."""
     items: list[Item] = []
+    columns: list[pa.RecordBatch | None] = []
     seconds = 0.0
     cpu_s = 0.0
-    for number, index in enumerate(chunk.indices):
-        if late is not None and number == late.number:
-            items.append(Item(RowId(chunk.file, index), error=late))
+    replaced = 0
+    for index in range(len(chunk)):
+        of_row = None
+        if late is not None and index == late.number:
+            items.append(Item((index,), error=late))
+            columns.append(None)
             continue
         try:
-            prepared = prepare(chunk.only(number))
+            prepared = prepare(chunk.slice(index, index + 1))
         except UnavailableError:
             raise
         except (Exception, SystemExit) as error:
-            bad = InvalidArgumentError(reason(error))
-            items.append(Item(RowId(chunk.file, index), error=bad))
+            items.append(Item((index,), error=InvalidArgumentError(reason(error))))
         else:
+            for item in prepared.items:
+                item.rows = (index,)
             items += prepared.items
+            of_row = prepared.columns
+            replaced += prepared.replaced
             seconds += prepared.seconds
             cpu_s += prepared.cpu_s
-    return Prepared(items, seconds, cpu_s)
+        columns.append(of_row)
+        if sum(item.nbytes for item in items) >= MADE_BYTES:
+            break
+    return Prepared(
+        items=items,
+        columns=_rows_as_columns(columns),
+        row_count=len(columns),
+        seconds=seconds,
+        cpu_s=cpu_s,
+        replaced=replaced,
+    )
+
+
+def _rows_as_columns(rows: list[pa.RecordBatch | None]) -> pa.RecordBatch | None:
+    """Columns of all rows. A row that has none is null."""
+    schemas = [row.schema for row in rows if row is not None]
+    if not schemas:
+        return None
+    nulls = of_values([{}], schemas[0]).data
+    return pa.concat_batches([nulls if row is None else row for row in rows])
 
 
 class _Process:

@@ -30,7 +30,7 @@ from jitney_jobs.feeder import Feeder
 from jitney_jobs.gathering import Gathering
 from jitney_jobs.job import Job
 from jitney_jobs.journal import FileRows, JobJournal, Record
-from jitney_jobs.output import EndedRow, Output
+from jitney_jobs.output import Ended, Output
 from jitney_jobs.prepare import Context, Item, Workers, in_background, make_task
 from jitney_jobs.rows import Chunk
 
@@ -93,7 +93,10 @@ class RayPipeline(Gathering):
             context = ray.get(load_once.remote(job))
         except ray.exceptions.RayTaskError as error:
             raise _cause(error) from None
+        context = output.completed(context)
         super().__init__(job, journal, output, make_task(context))
+        self._next_item = 0
+        """The key of the next item."""
         self._sizes = dataset.sizes
         self._figures.position = self._share_read()
         self._batches = _stream(job, dataset, journal.record, context, gpus)
@@ -143,20 +146,27 @@ class RayPipeline(Gathering):
         return read / max(1, sum(self._sizes))
 
     def _take_row(self, item: Item) -> None:
-        """Unless it has come before."""
-        index = item.id.row
-        seen = self._seen.setdefault(item.id.file, bytearray())
-        if len(seen) <= index:
-            seen.extend(bytes(index + 1 - len(seen)))
-        if seen[index]:
+        """Unless it has come before. Rows that came together come together again."""
+        assert item.chunk is not None, "it came with its row"
+        first = item.chunk.id_of(item.rows[0])
+        last = item.chunk.id_of(item.rows[-1])
+        seen = self._seen.setdefault(first.file, bytearray())
+        if len(seen) <= last.row:
+            seen.extend(bytes(last.row + 1 - len(seen)))
+        if seen[first.row]:
             return
-        seen[index] = 1
-        item.key = self._figures.taken
-        self._figures.taken += 1
+        for index in item.rows:
+            seen[item.chunk.indices[index]] = 1
+        item.key = self._next_item
+        self._next_item += 1
+        self._figures.taken += len(item.rows)
         self._finish(item, item.result)
 
-    def _on_row_in_part(self, row: EndedRow) -> None:
+    def _on_rows_in_part(self, ended: Ended) -> None:
         """Nothing: Ray bounds what is in flight."""
+
+    def _on_part_committed(self, part: list[Ended]) -> None:
+        """Nothing."""
 
     def _check_complete(self) -> None:
         """Raise UnavailableError if a row is missing, which Ray does not promise to notice."""
@@ -247,10 +257,26 @@ class _Preparer:
         messages: list[RayMessage] = []
         for message in batch[_COLUMN]:
             if isinstance(message, Chunk):
-                messages += self._workers.submit(message).result().items
+                messages += self._items_of(message)
             else:
                 messages.append(message)
         return _batch_of(messages)
+
+    def _items_of(self, chunk: Chunk) -> list[Item]:
+        """Each with a chunk of its own rows, which travels with it."""
+        items: list[Item] = []
+        rest: Chunk | None = chunk
+        while rest is not None:
+            prepared = self._workers.submit(rest).result()
+            for item in prepared.items:
+                assert item.chunk is not None, "the chunk was put back"
+                if len(item.rows) == 1:
+                    (row,) = item.rows
+                    item.chunk = item.chunk.slice(row, row + 1)
+                    item.rows = (0,)
+                items.append(item)
+            rest = prepared.rest
+        return items
 
 
 class _Engine:

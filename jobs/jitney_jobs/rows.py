@@ -1,25 +1,34 @@
 """Rows of a job's input: how a row is known, what it holds, and chunks of rows on their way to a
-worker process.
+worker process and into a part.
 
-A chunk travels as it was read: lines, CSV records, paths or Arrow's columns. The worker makes rows
-of it.
+A chunk's rows are columns of Arrow, of which a worker gets those that the job's task reads. Lines
+of JSON are one such column; the worker decodes them.
 """
 
-import codecs
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import msgspec
+import numpy as np
 from jitney.errors import InvalidArgumentError, JitneyError
 
 from jitney_jobs.arrow import pa
+from jitney_jobs.columns import from_bytes, rows_of, shown_row, to_bytes
 from jitney_jobs.job import InputFormat
+from jitney_jobs.json_lines import decoded
+from jitney_jobs.nested import value_at
 from jitney_jobs.storage import Storage
 
 RowValues = dict[str, Any]
 """Column -> value."""
+Arrays = dict[str, np.ndarray]
+"""A row of a model's tensors, by their names: without the dimension of the batch."""
 LINES = ("jsonl", "openai")
 """Formats in which a row is a line of JSON."""
+LINE = "line"
+"""The column of a chunk of lines."""
+PATH = "path"
+"""The column of a chunk of files that are rows."""
 
 
 class RowId(NamedTuple):
@@ -29,87 +38,155 @@ class RowId(NamedTuple):
     row: int
 
 
+class Unreadable(NamedTuple):
+    """A row that the reader could make nothing of."""
+
+    error: str
+    raw: bytes
+
+
 @dataclass(frozen=True)
 class Chunk:
-    """Some rows of one file, as they were read. Picklable."""
+    """Some rows of one file. Picklable, without the rest of a batch that its data is a slice of."""
 
     file: int
-    indices: list[int]
+    indices: Sequence[int]
     """Of the rows in the file, ascending."""
     format: InputFormat
-    data: Any
-    """Lines; CSV records, each with its header; paths of files; or a record batch."""
-    columns: dict[str, str]
-    """Further columns, with a value that all rows have: those that the names of the file's folders
-    state, such as ``year=2026``."""
+    data: pa.RecordBatch
+    """A row for each index. Of lines it has the column ``line``, of files that are rows the column
+    ``path``."""
+    further: dict[str, Any] = field(default_factory=dict)
+    """Only for lines: further columns, with a value that all rows have. The names of the file's
+    folders state them, such as ``year=2026``."""
+    columns: pa.RecordBatch | None = None
+    """Only for lines and files: what is written of the rows, as a worker has made it."""
+    offsets: Sequence[int] = ()
+    """Only for lines and CSV: where each row begins, in bytes of the file without compression."""
+    unreadable: dict[int, Unreadable] = field(default_factory=dict)
+    """Index in this chunk -> why the row is none."""
+    read_bytes: int = 0
+    """Size of the rows as they were read; of files that are rows, the files' sizes."""
     position: float = 0.0
     """The share of the whole input that has been read with this chunk, 0 to 1."""
+    replaced: int = 0
+    """Only for lines and CSV: how many U+FFFD were put in place of what is no text."""
+
+    def __len__(self) -> int:
+        return len(self.indices)
 
     @property
-    def row_bytes(self) -> int:
-        """Approximate size of a row as it was read, in bytes: the mean of the chunk's rows. 0 for
-        paths."""
-        if isinstance(self.data, pa.RecordBatch):
-            nbytes = self.data.nbytes
-        elif self.format in ("text", "image"):
-            nbytes = 0
-        else:
-            nbytes = sum(map(line_bytes, self.data))
-        return nbytes // len(self.indices)
+    def first(self) -> RowId:
+        """Its first row, by which it is known."""
+        return RowId(self.file, self.indices[0])
 
-    def only(self, number: int) -> "Chunk":
-        """A chunk of one of the rows: number 0 is the first row here."""
-        return self._part(slice(number, number + 1))
+    def id_of(self, index: int) -> RowId:
+        """``index``: of a row in this chunk."""
+        return RowId(self.file, self.indices[index])
 
-    def first(self, count: int) -> "Chunk":
-        """A chunk of at most so many rows, the first ones."""
-        return self if count >= len(self.indices) else self._part(slice(0, count))
+    def slice(self, first: int, end: int) -> "Chunk":
+        """A chunk of the rows [first, end) of this one."""
+        unreadable = {
+            index - first: row for index, row in self.unreadable.items() if first <= index < end
+        }
+        return replace(
+            self,
+            indices=self.indices[first:end],
+            data=self.data.slice(first, end - first),
+            columns=None if self.columns is None else self.columns.slice(first, end - first),
+            offsets=self.offsets[first:end],
+            unreadable=unreadable,
+            read_bytes=self.read_bytes * (end - first) // len(self),
+        )
 
-    def _part(self, part: slice) -> "Chunk":
-        return replace(self, indices=self.indices[part], data=self.data[part])
+    def with_only(self, names: Sequence[str] | None) -> "Chunk":
+        """With these columns alone, as far as they are there. Lines and files keep the one that
+        they have."""
+        if names is None or self.format in LINES or self.format in ("text", "image"):
+            return self
+        there = [name for name in self.data.schema.names if name in names]
+        return replace(self, data=self.data.select(there))
 
-    def raw_rows(self) -> list[Any]:
-        """One value a row, of which :meth:`row` makes the row."""
-        if isinstance(self.data, pa.RecordBatch):
-            return self.data.to_pylist()
-        return self.data
+    def lines(self) -> list[bytes]:
+        """Of a chunk of lines."""
+        return self.data.column(LINE).to_pylist()
 
-    def row(self, raw: Any, storage: Storage) -> RowValues:
-        """A row. Raises UnavailableError if the storage fails, and any exception for a bad row."""
+    def rows(self, storage: Storage) -> Iterator[RowValues | Exception]:
+        """Each row's values, or why it has none. Raises UnavailableError if the storage fails, and
+        any exception if Python has not all of the values."""
         if self.format in LINES:
-            row = msgspec.json.decode(raw.removeprefix(codecs.BOM_UTF8), type=dict)
-        elif self.format == "csv":
-            row = _csv_row(*raw)
+            values: Iterator[RowValues | Exception] = map(self._decoded, self.lines())
         elif self.format == "text":
-            row = {"path": raw, "text": storage.read(raw).decode()}
-        elif self.format == "image":
-            row = {"path": raw}
+            values = (_text_row(storage, path) for path in self.data.column(PATH).to_pylist())
         else:
-            row = raw
-        return {**row, **self.columns}
+            values = iter(rows_of(self.data))
+        for index, row in enumerate(values):
+            unreadable = self.unreadable.get(index)
+            yield row if unreadable is None else InvalidArgumentError(unreadable.error)
+
+    def _decoded(self, line: bytes) -> RowValues | Exception:
+        try:
+            return {**decoded(line), **self.further}
+        except Exception as error:  # a line may be anything
+            return error
+
+    def given(self, index: int) -> Any:
+        """A row for an error file: its values, or else its bytes."""
+        if index in self.unreadable:
+            return shown_bytes(self.unreadable[index].raw)
+        if self.format in LINES:
+            line = self.data.column(LINE)[index].as_py()
+            row = self._decoded(line)
+            return shown_bytes(line) if isinstance(row, Exception) else row
+        return shown_row(self.data, index)
+
+    def offset_of(self, index: int) -> int | None:
+        """None for formats that have none."""
+        return self.offsets[index] if self.offsets else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        state["data"] = to_bytes(self.data)
+        state["columns"] = None if self.columns is None else to_bytes(self.columns)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state["data"] = from_bytes(state["data"])
+        if state["columns"] is not None:
+            state["columns"] = from_bytes(state["columns"])
+        self.__dict__.update(state)
 
 
-def _csv_row(head: list[str], record: list[str]) -> RowValues:
-    if len(head) != len(record):
-        raise InvalidArgumentError(f"{len(record)} fields, but the header has {len(head)}")
-    "".join(record).encode()  # raises for bytes that are not UTF-8
-    return dict(zip(head, record, strict=True))
+def _text_row(storage: Storage, path: str) -> RowValues | Exception:
+    """Raises UnavailableError if the storage fails."""
+    try:
+        return {PATH: path, "text": storage.read_text(path)}
+    except InvalidArgumentError as error:
+        return error
 
 
-def line_bytes(line: Any) -> int:
-    """Approximate size in bytes of a line, or of a CSV record, which comes with its header."""
-    if isinstance(line, bytes):
-        return len(line)
-    _, record = line
-    return sum(map(len, record))
+def shown_bytes(raw: bytes) -> Any:
+    """As JSON can hold them: as a text, or in base64 if they are no UTF-8."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return {"base64": raw}  # the encoder makes base64 of bytes
 
 
-def column_of(row: RowValues, name: str) -> Any:
-    """A value of the row. Raises InvalidArgumentError if there is none."""
-    if row.get(name) is None:
-        state = "is empty" if name in row else "is missing"
-        raise InvalidArgumentError(f"column {name!r} {state}")
-    return row[name]
+def column_of(row: Mapping[str, Any], name: str) -> Any:
+    """A value of the row: of the column of that name, or else a field of a column, ``doc.text``; of
+    a list by its index, ``pages.0``. Raises InvalidArgumentError if there is none."""
+    return value_at(row, name)
+
+
+def columns_named(names: Sequence[str]) -> list[str]:
+    """The columns that may be meant by names for :func:`column_of`."""
+    columns: dict[str, None] = {}
+    for name in names:
+        steps = name.split(".")
+        for count in range(len(steps), 0, -1):
+            columns[".".join(steps[:count])] = None
+    return list(columns)
 
 
 def reason(error: BaseException) -> str:

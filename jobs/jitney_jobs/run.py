@@ -13,6 +13,7 @@ import msgspec
 from jitney.errors import InvalidArgumentError
 from jitney.progress import Deadline, Progress, State, clock_text
 
+from jitney_jobs.arrow import pa
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.executors import Models
 from jitney_jobs.gathering import Gathering
@@ -41,6 +42,10 @@ _SHOWN_FILES = 10
 """So many bad files the status names."""
 
 
+_LONG_TEXTS = {"end": "cut", "chunk-mean": "run in chunks"}
+"""What setting ``truncate`` does with them."""
+
+
 def run_job(
     job: Job,
     models: Models | None = None,
@@ -61,24 +66,29 @@ def run_job(
         closing.callback(journal.close)
         dataset = Dataset(job)
         say(f"{job.input}: {dataset.found}")
-        preview = None
-        if journal.record.end is None:
-            preview = Preview(job, dataset)
-            if job.server is None:  # a server is asked first whether it is there: that is quick
-                preview.check_named()
         with write_errors(job):
             output = Output(job, dataset, journal)
             if not journal.record.written:
                 # The journal may begin anew. Until its first line is written, no part may be there:
                 # after a kill it would be one without a journal.
                 output.recover()
-            journal.begin_or_resume(job, dataset.files, dataset.files_are_rows, dataset.passed_over)
+            journal.begin_or_resume(
+                job,
+                dataset.files,
+                dataset.files_are_rows,
+                partial(_look_ahead, dataset, output),
+                dataset.passed_over,
+            )
             if retry_bad and (journal.record.failed or journal.record.bad_files):
                 journal.reopen_bad(output.bad_rows())
             output.recover()
         if journal.record.end is not None:
             say(_nothing_to_do(job, journal.record.end.at))
             return True
+        _set_schema(dataset, output, journal.record)
+        preview = Preview(job, dataset)
+        if job.server is None:  # a server is asked first whether it is there: that is quick
+            preview.check_named()
         # This run has no part yet, so its figures lack ``run``, and ``_state`` takes every part in
         # the journal for one of an earlier run. The metrics need ``moved_at``.
         figures = {"moved_at": time.time()}
@@ -93,9 +103,8 @@ def run_job(
                 models = Models()
                 closing.callback(models.close)
             pipeline = Pipeline(job, dataset, journal, output, closing, models)
-        if preview is not None:
-            preview.check_named()
-            preview.check_needed(pipeline.columns)
+        preview.check_named()
+        preview.check_needed(pipeline.columns)
         observer.begin_display()
         is_complete = pipeline.run(partial(_show, pipeline, observer), wanted)
         with write_errors(job):
@@ -121,9 +130,26 @@ def _nothing_to_do(job: Job, ended_at: float) -> str:
 def preview_of(job: Job) -> str:
     """What a job would read and write. Nothing is written. Raises as :func:`run_job` does before
     the model is loaded."""
-    preview = Preview(job, Dataset(job))
+    dataset = Dataset(job)
+    dataset.set_schema(dataset.look_ahead(is_typed=False))
+    preview = Preview(job, dataset)
     preview.check_named()
     return preview.text()
+
+
+def _look_ahead(dataset: Dataset, output: Output) -> bytes | None:
+    """The input's schema, as Arrow serializes it."""
+    schema = dataset.look_ahead(output.is_table)
+    return None if schema is None else schema.serialize().to_pybytes()
+
+
+def _set_schema(dataset: Dataset, output: Output, record: Record) -> None:
+    """The one with which the job began, whatever the files have now."""
+    assert record.begin is not None, "the job has begun"
+    stated = record.begin.schema
+    if stated is None:  # lines that are written as they came, or a journal of an earlier version
+        stated = _look_ahead(dataset, output)
+    dataset.set_schema(None if stated is None else pa.ipc.read_schema(pa.py_buffer(stated)))
 
 
 class _Observer:
@@ -222,6 +248,17 @@ def status_of(record: Record, job: Job) -> str:
     ]
     if job.limit is not None and not state.complete:
         lines.append(f"limit   {job.limit:,} rows; without it the job goes on")
+    non_finite = int(_total(record, "non_finite"))
+    if non_finite:
+        became = "texts" if job.non_finite == "text" else "null"
+        lines.append(f"values  {non_finite:,} were NaN or infinite: they are {became} in JSON")
+    long_texts = _total(record, "long_texts")
+    replaced = _total(record, "replaced")
+    if replaced:
+        lines.append(f"replaced {replaced:,.0f} characters that are no text in the file's encoding")
+    if long_texts:
+        done_with = _LONG_TEXTS[job.truncate]
+        lines.append(f"texts   {long_texts:,.0f} longer than the encoder takes: {done_with}")
     if figures:
         lines.append(f"last    {clock_text(figures['at'])}")
         lines.append(f"cost    {_rate(record)}; {_cost(record)}")

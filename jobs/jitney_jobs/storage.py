@@ -2,14 +2,16 @@
 read from it fails: try again, or say whose fault it is.
 """
 
+import os
 import posixpath
 import re
 
 from jitney.errors import InvalidArgumentError, JitneyError, UnavailableError
 
 from jitney_jobs.arrow import pa, pafs
+from jitney_jobs.encodings import Encoding
 from jitney_jobs.input_files import compression_of
-from jitney_jobs.job import Job
+from jitney_jobs.job import LIST, Job
 from jitney_jobs.outcome import Trouble
 
 _OS_ERRORS_OF_A_FILE = (FileNotFoundError, PermissionError, IsADirectoryError)
@@ -30,12 +32,69 @@ def file_system(path: str) -> tuple[pafs.FileSystem, str]:
         raise InvalidArgumentError(f"{path} cannot be opened: {error}") from None
 
 
+def open_inputs(job: Job) -> tuple[pafs.FileSystem, list[str]]:
+    """The file system of a job's input, and the paths on it, each once. Raises InvalidArgumentError
+    for a list that cannot be read or is empty, and for paths on different file systems.
+
+    A list is a text file, named as ``@list.txt``, with a path on each line: of a file, a folder or
+    a glob. A relative path in it starts at the list's own folder, so that it means the same from
+    everywhere.
+    """
+    opened: pafs.FileSystem | None = None
+    paths: dict[str, None] = {}
+    first = ""
+    for name in (job.input, *job.more_inputs):
+        for given in _listed(name) if name.startswith(LIST) else [name]:
+            system, path = file_system(given)
+            if opened is None:
+                opened = system
+                first = given
+            elif not opened.equals(system):
+                bound = f"on the same storage as {first}"
+                raise InvalidArgumentError.of("input", given, bound)
+            paths[path] = None
+    if opened is None:
+        raise InvalidArgumentError(f"input {job.input} names no file")
+    return opened, list(paths)
+
+
+def _listed(name: str) -> list[str]:
+    """The paths in a list."""
+    address = name.removeprefix(LIST)
+    system, path = file_system(address)
+    try:
+        with system.open_input_stream(path) as source:
+            text = source.read().decode("utf-8-sig")
+    except OSError as error:
+        raise read_error(address, error) from error
+    except UnicodeDecodeError as error:
+        raise InvalidArgumentError(f"the list {address} is no UTF-8: {error}") from None
+    folder = posixpath.dirname(address)
+    lines = [line.strip() for line in text.splitlines()]
+    return [_absolute(line, folder) for line in lines if line]
+
+
+def _absolute(line: str, folder: str) -> str:
+    if "://" in line or os.path.isabs(line):
+        return line
+    return posixpath.join(folder, line)
+
+
 class Storage:
     """The file system of an input. Files that are rows are read from it as a whole."""
 
     def __init__(self, job: Job) -> None:
-        self._fs, _ = file_system(job.input)
+        self._fs, _ = open_inputs(job)
         self._retry_policy = job.make_retry_policy()
+        self._encoding = Encoding(job.encoding, job.decode_errors)
+        self.replaced = 0
+        """How many U+FFFD were put into texts."""
+
+    def read_text(self, path: str) -> str:
+        """Raises what :meth:`read` raises, and InvalidArgumentError for bytes that are no text."""
+        replaced = self._encoding.decode(self.read(path))
+        self.replaced += replaced.num_replaced
+        return replaced.text
 
     def read(self, path: str) -> bytes:
         """Raises InvalidArgumentError if the file is at fault, and UnavailableError if the storage

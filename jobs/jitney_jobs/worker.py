@@ -56,7 +56,8 @@ def submit(folder: _Folder, file: Annotated[Path, typer.Argument(help="A job fil
             settings[name] = os.path.abspath(str(path))
     if job.model is not None:  # a path, or a name: the job knows which
         settings["model"] = job.model
-    settings["input"] = job.input
+    settings["input"] = [job.input, *job.more_inputs] if job.more_inputs else job.input
+    settings.pop("more_inputs", None)
     settings["output"] = job.output
     if job.journal is not None:  # a folder, which may be made by the job
         settings["journal"] = job.journal

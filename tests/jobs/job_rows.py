@@ -99,6 +99,21 @@ def in_20_ms(row: dict[str, Any]) -> dict[str, Any]:
     return twice(row)
 
 
+def of_id(row: dict[str, Any]) -> dict[str, Any]:
+    """What the test put there: the values of the rows, by their ids."""
+    values = json.loads(Path(row["values"]).read_text())
+    return {"made": values[row["id"]]}
+
+
+def infinite(row: dict[str, Any]) -> dict[str, Any]:
+    return {"score": float(row["x"]), "list": [1.0, float("inf")]}
+
+
+def large(row: dict[str, Any]) -> dict[str, Any]:
+    """1 MB."""
+    return {"large": chr(97 + int(row["id"]) % 26) * 1_000_000}
+
+
 def job_of(source: Path, output: Path, **settings: Any) -> Job:
     function = "tests.jobs.job_rows:twice"
     given = {"task": "map", "map": function, "workers": 0, "max_errors": "100%", **settings}

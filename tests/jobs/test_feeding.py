@@ -11,7 +11,6 @@ from jitney_jobs import executors
 from jitney_jobs.feeder import Feeder
 from jitney_jobs.generate import JobPrompt
 from jitney_jobs.prepare import Item
-from jitney_jobs.rows import RowId
 
 from tests.tiny_models import make_checkpoint
 
@@ -42,7 +41,7 @@ def test_rows_that_come_later_do_not_pass_those_that_wait() -> None:
 
     def add(*lengths: int) -> None:
         for length in lengths:
-            feeder.add(Item(RowId(0, 0), prepared=length, key=next(keys)))
+            feeder.add(Item((0,), prepared=length, key=next(keys)))
 
     add(5, 3, 9, 1)
     feeder.step(False)
@@ -78,7 +77,7 @@ def figures(folder: Path, prompts: list[tuple[list[int], int]], **options: Any) 
         for key, (ids, count) in enumerate(prompts):
             params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
             prompt = JobPrompt(ids, params)
-            feeder.add(Item(RowId(0, key), prepared=prompt, key=key))
+            feeder.add(Item((0,), prepared=prompt, key=key))
         while len(feeder):
             feeder.step(True)
         return llm.figures

@@ -4,10 +4,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from jitney import LLM, SamplingParams
 from jitney.errors import InvalidArgumentError
-from jitney_jobs.generate import prompt_lengths
+from jitney.messages import Logprob
+from jitney_gateway.chat_answer import chat_logprob
+from jitney_jobs.generate import GenerateOnServer, prompt_lengths
+from jitney_jobs.job import make_job
+from jitney_jobs.logprobs import COLUMN_TYPE, Positions
 
 from tests.jobs.job_rows import bad, read, run, write_lines
 from tests.tiny_models import make_checkpoint
@@ -62,6 +69,7 @@ def test_prompts_as_llm_completes_them(folder: Path, llm: LLM, tmp_path: Path) -
     assert rows == [
         {
             **row,
+            "seed": str(row["seed"]),  # a text, as one of them is no number
             "output": one.text,
             "finish_reason": one.finish_reason,
             "prompt_tokens": len(one.prompt_ids),
@@ -125,6 +133,93 @@ def test_refused_before_a_row_runs(
 ) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         generate(folder, tmp_path, ROWS[:1], **settings)
+
+
+def candidate(llm: LLM, logprob: Logprob) -> dict[str, Any]:
+    return {
+        "token_id": logprob.token_id,
+        "token": llm.tokenizer.token_text(logprob.token_id),
+        "logprob": logprob.logprob,
+        "rank": logprob.rank,
+    }
+
+
+def tokens_of(llm: LLM, positions: list[Any]) -> list[Any]:
+    """What the columns have of each token."""
+    tokens: list[Any] = []
+    for logprobs in positions:
+        if logprobs is None:
+            tokens.append(None)
+            continue
+        candidates = [candidate(llm, logprob) for logprob in logprobs]
+        top = sorted(candidates, key=lambda each: each["rank"])
+        tokens.append({**candidates[0], "top": top})
+    return tokens
+
+
+@pytest.mark.parametrize("output_format", ["parquet", "jsonl"])
+def test_logprobs_are_columns(folder: Path, llm: LLM, tmp_path: Path, output_format: str) -> None:
+    sampling = {"temperature": 1.5, "seed": 5, "logprobs": 2, "prompt_logprobs": 1}
+    settings = {"column": "word", "max_tokens": 4, "sampling": sampling}
+    rows = generate(folder, tmp_path, ROWS[:3], output_format=output_format, **settings)
+    params = SamplingParams(max_tokens=4, **sampling)
+    direct = llm.generate([row["word"] for row in ROWS[:3]], params, progress=False)
+    for row, one in zip(rows, direct, strict=True):
+        assert row["logprobs"] == tokens_of(llm, one.sequences[0].logprobs or [])
+        assert row["prompt_logprobs"] == tokens_of(llm, one.prompt_logprobs or [])
+        assert len(row["logprobs"]) == row["output_tokens"]
+        assert row["prompt_logprobs"][0] is None
+    if output_format == "parquet":
+        (part,) = (tmp_path / "out").glob("part-*")
+        assert pq.read_schema(part).field("logprobs").type == COLUMN_TYPE
+
+
+def test_logprobs_of_some_rows(folder: Path, tmp_path: Path) -> None:
+    rows = [{**ROWS[0], "logprobs": 1}, {**ROWS[1], "logprobs": 0}]
+    settings = {"column": "word", "max_tokens": 2, "sampling_column": ["logprobs"]}
+    first, second = generate(folder, tmp_path, rows, keep=["id"], **settings)
+    assert {len(token["top"]) for token in first["logprobs"]} <= {1, 2}
+    assert [len(token["top"]) for token in second["logprobs"]] == [1, 1]
+    assert "prompt_logprobs" not in first
+
+
+def test_logprobs_of_a_server(tmp_path: Path) -> None:
+    """In the form of docs/contract.md."""
+    sampling = {"logprobs": 1, "prompt_logprobs": 0}
+    settings = {"input": "in", "output": "out", "model": "m", "server": "host:8001"}
+    task = GenerateOnServer(make_job({**settings, "sampling": sampling}))
+    assert task.prepare({"text": "a"})["return_logprobs"].tolist() == [True]
+    chosen = {"logprob": -2.0, "rank": 3, "decoded_token": " a"}
+    best = {"logprob": -0.5, "rank": 1, "decoded_token": "b"}
+    texts = {
+        "text_output": b"a",
+        "finish_reason": b"length",
+        "logprobs": msgspec.json.encode([{"17": chosen, "4": best}]),
+        "prompt_logprobs": msgspec.json.encode([None, {"4": best}]),
+    }
+    answer = {name: np.array([text], np.object_) for name, text in texts.items()}
+    counts = {name: np.array([1]) for name in ("num_input_tokens", "num_output_tokens")}
+    columns = task.finish({}, {**answer, **counts})
+    a = {"token_id": 17, "token": " a", "logprob": -2.0, "rank": 3}
+    b = {"token_id": 4, "token": "b", "logprob": -0.5, "rank": 1}
+    assert columns["logprobs"] == [{**a, "top": [b, a]}]
+    assert columns["prompt_logprobs"] == [None, {**b, "top": [b]}]
+
+
+def test_logprobs_in_the_forms_of_openai(llm: LLM) -> None:
+    """What lines of its batch service are answered with is made of positions."""
+    params = SamplingParams(max_tokens=3, temperature=0, logprobs=2)
+    (made,) = llm.generate("the bus", params, progress=False)
+    logprobs = made.sequences[0].logprobs
+    assert logprobs is not None
+    for position, candidates in zip(Positions(llm.tokenizer).of(logprobs), logprobs, strict=True):
+        assert position is not None
+        entry = chat_logprob(dict(position), 2)
+        assert entry["logprob"] == candidates[0].logprob
+        assert entry["token"] == llm.tokenizer.token_text(candidates[0].token_id)
+        assert [each["logprob"] for each in entry["top_logprobs"]] == [
+            each.logprob for each in candidates
+        ]
 
 
 @pytest.mark.parametrize("source", ["data/", "."])

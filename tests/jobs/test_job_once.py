@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pickle
 import random
 import re
 import resource
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,9 @@ from jitney.errors import InvalidArgumentError, UnavailableError
 from jitney_jobs import executors
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.journal import Interval, JobJournal, OutputPart, Ranges, Record
-from jitney_jobs.output import EndedRow, Output
-from jitney_jobs.rows import RowId
+from jitney_jobs.output import Ended, Output
+from jitney_jobs.prepare import MapResult
+from jitney_jobs.rows import Chunk
 from jitney_jobs.run import read_record
 
 from tests.jobs.job_rows import bad, fail_at_part, ids, job_of, read, run, write_lines
@@ -192,9 +195,9 @@ def test_committed_row_groups_are_not_read_again(
     groups: list[int] = []
     real = pq.ParquetFile.iter_batches
 
-    def noted(self: Any, size: int, row_groups: list[int]) -> Any:
+    def noted(self: Any, size: int, row_groups: list[int], columns: list[str]) -> Any:
         groups.extend(row_groups)
-        return real(self, size, row_groups=row_groups)
+        return real(self, size, row_groups=row_groups, columns=columns)
 
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", noted)
     assert run(tmp_path / "in.parquet", tmp_path / "out", part_rows=20)
@@ -360,9 +363,14 @@ def test_the_journal_has_the_columns_although_the_first_part_could_not_be_writte
         dataset = Dataset(job)
         output = Output(job, dataset, journal)
         journal.begin_or_resume(job, dataset.files, dataset.files_are_rows)
+        dataset.set_schema(dataset.look_ahead(is_typed=True))
         output.set_columns(None)
-        lost = EndedRow(RowId(0, 0), {"id": 20}, read_bytes=9)
-        committed = EndedRow(RowId(0, 1), {"id": 21}, read_bytes=9)
+        (chunk, _) = dataset.chunks(journal.record, 2)
+        assert isinstance(chunk, Chunk)
+        columns = pa.record_batch({"id": [20, 21]})
+        rows = replace(chunk, columns=columns)
+        lost = Ended(rows, [0], results=[MapResult(pickle.dumps({"a": 1}), 0)])
+        committed = Ended(rows, [1], results=[MapResult(pickle.dumps({"a": 1}), 0)])
         with monkeypatch.context() as patched:
             fail_at_part(patched, 0)
             with pytest.raises(OSError, match="No space left"):
@@ -370,7 +378,7 @@ def test_the_journal_has_the_columns_although_the_first_part_could_not_be_writte
         output.write([committed], {"run": 0.0})
     schema = read_record(job.output, None).schema
     assert schema is not None
-    assert pa.ipc.read_schema(pa.py_buffer(schema)).names == ["id"]
+    assert pa.ipc.read_schema(pa.py_buffer(schema)).names == ["id", "a"]
 
 
 def test_an_error_of_the_system_that_is_not_of_the_output_is_not_called_so(

@@ -11,6 +11,7 @@ import pytest
 from jitney.errors import InvalidArgumentError, UnavailableError
 from jitney_jobs import executors, file_batches, gathering, pipeline
 from jitney_jobs.command import resume, status
+from jitney_jobs.generate import GenerateOnServer, columns_of_prompt
 from jitney_jobs.job import make_job
 from jitney_jobs.run import read_record, write_report
 
@@ -36,8 +37,8 @@ def test_folders_that_look_like_columns(tmp_path: Path) -> None:
     """A column of the folders is taken for one of the same name in the file; folders above a
     glob are none, and a name may hold what a variable's may not."""
     folder = tmp_path / "run=3" / "in"
-    write_table(folder / "année-1=20%2F26" / "x=1" / "a.parquet", id=[7, 8], x=[1, 1])
-    row = {"x": "1", "année-1": "20/26", "mark": True}
+    write_table(folder / "année-1=20%2F26" / "x=1" / "a.parquet", id=[7, 8], x=["a", "b"])
+    row = {"x": 1, "année-1": "20/26", "mark": True}
     for number, source in enumerate((folder, f"{folder}/**")):
         rows = read_job_of(source, tmp_path / f"out-{number}")
         assert rows == [{"id": 7, **row}, {"id": 8, **row}]
@@ -78,7 +79,7 @@ def test_lines_with_a_byte_order_mark(tmp_path: Path) -> None:
 
 
 def test_nothing_is_rounded_or_dropped(tmp_path: Path) -> None:
-    """The first part has whole numbers, and objects of one field. What does not fit is bad."""
+    """The first row has whole numbers, and an object of one field."""
     values: list[dict[str, Any]] = [
         {"n": 1, "many": [1], "of": {"a": 1}},
         {"n": 2.0, "many": [3, None], "of": {}},
@@ -90,14 +91,32 @@ def test_nothing_is_rounded_or_dropped(tmp_path: Path) -> None:
     rows = [{"id": i, **row} for i, row in enumerate(values)]
     source, output = write_lines(tmp_path / "in.jsonl", rows), tmp_path / "out"
     assert run(source, output, map=MARKED, output_format="parquet", part_rows=1, ordered=True)
-    assert [row["id"] for row in read(output)] == [0, 1]
-    assert [row["row"] for row in bad(output)] == [2, 3, 4, 5]
+    found = read(output)
+    assert [row["n"] for row in found] == [1, 2, 1.5, None, None, None]
+    assert [row["many"] for row in found][:4] == [[1], [3, None], None, [1, 2, 2.5]]
+    of = [row["of"] for row in found]
+    assert of[4:] == [{"a": 0.5, "b": None}, {"a": 1, "b": 2}]
 
 
 def test_a_column_to_keep_that_is_not_there(tmp_path: Path) -> None:
     source = write_table(tmp_path / "in.parquet", id=[1])
     with pytest.raises(InvalidArgumentError, match="keep is 'idd', but must be one of id"):
         run(source, tmp_path / "out", map=MARKED, keep=["idd"])
+
+
+def test_fields_of_columns_in_a_prompt() -> None:
+    """A column whose name has a dot goes before a field."""
+    prompt = "{doc.text} {doc.pages.0}: {a.b} {{x}}"
+    job = make_job({"input": "in", "output": "out", "model": "m", "prompt": prompt})
+    columns = ["doc.text", "doc", "doc.pages.0", "doc.pages", "a.b", "a"]
+    assert columns_of_prompt(job) == columns
+    row = {"doc": {"text": "T", "pages": ["P"]}, "a.b": "exact", "a": {"b": "field"}}
+    assert GenerateOnServer(job).prepare(row)["text_input"].tolist() == [b"T P: exact {x}"]
+    with pytest.raises(InvalidArgumentError, match=r"column 'doc\.text' is missing"):
+        GenerateOnServer(job).prepare({"doc": {"txt": "T"}})
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ name }}"
+    job = make_job({"input": "in", "output": "out", "model": "m", "template": template})
+    assert sorted(columns_of_prompt(job)) == ["messages", "name"]
 
 
 def test_a_template_longer_than_a_files_name() -> None:

@@ -65,7 +65,7 @@ def test_a_batch_has_more_short_rows_than_long_ones() -> None:
     for more, short, long in (({}, 64, 4), ({"batch_size": 5}, 5, 5)):
         session = OnnxExecutor(make_job(settings | more))
         for length, most in ((4, short), (64, long), (256, 1 if not more else 5)):
-            row = dict.fromkeys(("input_ids", "attention_mask"), np.ones(length, np.int64))
+            row = dict.fromkeys(("input_ids", "attention_mask"), np.ones((1, length), np.int64))
             held = 0
             while held == 0 or held < session.capacity:
                 session.submit(held, row)

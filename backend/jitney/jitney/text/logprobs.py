@@ -1,12 +1,12 @@
 """Log-probabilities as the JSON that clients get, position by position.
 
 An answer may hold megabytes of it. It is encoded one position at a time, so that the caller can do
-other work between two of them. Used by the server's front.
+other work between two of them. Used by the server's front; a job needs the objects alone.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -42,18 +42,22 @@ class LogprobsEncoder:
         return fields
 
     def encode(self, candidates: Sequence[Logprob] | None) -> bytes:
-        """The candidates at one position: {token id: {logprob, rank, decoded_token}}; null for
-        None. A token that begins or ends within a character also has its ``bytes``."""
+        """What :meth:`describe` gives, as JSON; null for None."""
         if candidates is None:
             return b"null"
-        encoded: dict[int, dict[str, object]] = {}
+        return msgspec.json.encode(self.describe(candidates))
+
+    def describe(self, candidates: Sequence[Logprob]) -> dict[int, dict[str, Any]]:
+        """The candidates at one position, in their order: {token id: {logprob, rank,
+        decoded_token}}. A token that begins or ends within a character also has its ``bytes``."""
+        described: dict[int, dict[str, Any]] = {}
         for candidate in candidates:
-            encoded[candidate.token_id] = {
+            described[candidate.token_id] = {
                 "logprob": candidate.logprob,
                 "rank": candidate.rank,
                 **self._fields_of_token(candidate.token_id),
             }
-        return msgspec.json.encode(encoded)
+        return described
 
 
 def join(positions: Sequence[bytes]) -> bytes:

@@ -1,0 +1,354 @@
+"""Arrow's columns of rows: cast to the types of a job, made of Python's values, and made values of.
+
+A value that cannot become one of its column's type makes its row a bad one, and no other. No value
+is rounded or cut. A column of text takes any value of JSON: numbers, lists and objects as their
+JSON.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from jitney.errors import InvalidArgumentError
+
+from jitney_jobs.arrow import pa, pc
+from jitney_jobs.schemas import in_microseconds, is_list, is_text, plain
+
+Errors = dict[int, str]
+"""Index of a row in its batch -> why it is bad."""
+
+
+class Columns(NamedTuple):
+    """Rows as columns. A row that has an error has a null in the column at fault."""
+
+    data: pa.RecordBatch
+    errors: Errors
+
+
+# ------------------------------------------------------------------ from Arrow
+
+
+def in_schema(batch: pa.RecordBatch, schema: pa.Schema) -> Columns:
+    """The columns of ``schema``, with its types. A column that the batch lacks is null."""
+    if batch.schema.equals(schema, check_metadata=True):
+        return Columns(batch, {})
+    names = set(batch.schema.names)
+    errors: Errors = {}
+    arrays = []
+    for field in schema:
+        if field.name in names:
+            array = batch.column(field.name)
+            arrays.append(_cast(array, field.name, field.type, errors))
+        else:
+            arrays.append(pa.nulls(len(batch), field.type))
+    return Columns(pa.RecordBatch.from_arrays(arrays, schema=schema), errors)
+
+
+def _cast(array: pa.Array, name: str, kind: pa.DataType, errors: Errors) -> pa.Array:
+    """Row by row if the whole cannot be cast: what fails is in ``errors`` then, and null."""
+    if array.type.equals(kind):
+        return array
+    if pa.types.is_run_end_encoded(array.type):
+        array = pc.run_end_decode(array)
+    try:
+        return array.cast(kind)
+    except pa.ArrowException:
+        pass
+    rows = []
+    for index in range(len(array)):
+        row = array.slice(index, 1)
+        try:
+            rows.append(_cast_one(row, kind))
+        except Exception:  # whatever the value is
+            errors[index] = f"column {name!r}: {_shown(row)} is no value of type {kind}"
+            rows.append(pa.nulls(1, kind))
+    return pa.concat_arrays(rows) if rows else pa.nulls(0, kind)
+
+
+def _cast_one(row: pa.Array, kind: pa.DataType) -> pa.Array:
+    try:
+        return row.cast(kind)
+    except pa.ArrowException:
+        if is_text(row.type) and not is_text(kind) and row[0].as_py() == "":
+            return pa.nulls(1, kind)  # an empty field of CSV
+        if not is_text(kind):
+            raise
+        (value,) = values_of(row)
+        return pa.array([json_text(value)], kind)
+
+
+def _shown(row: pa.Array) -> str:
+    text = str(row[0])
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+def without_views(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """With types that Arrow can take single rows from."""
+    arrays = []
+    fields = []
+    for field, array in zip(batch.schema, batch.columns, strict=True):
+        kind = plain(field.type)
+        if not kind.equals(field.type):
+            array = _cast(array, field.name, kind, {})
+        arrays.append(array)
+        fields.append(field.with_type(kind))
+    schema = pa.schema(fields, batch.schema.metadata)
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def compact(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """A copy that holds nothing of the batch that it is a slice of."""
+    return from_bytes(to_bytes(batch))
+
+
+def to_bytes(batch: pa.RecordBatch) -> pa.Buffer:
+    """A slice without the rest of its batch."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as stream:
+        stream.write_batch(batch)
+    return sink.getvalue()
+
+
+def from_bytes(data: pa.Buffer | bytes) -> pa.RecordBatch:
+    return pa.ipc.open_stream(data).read_next_batch()
+
+
+def taken(batch: pa.RecordBatch, rows: Sequence[int]) -> pa.RecordBatch:
+    """Some rows. All of them, in their order, are the batch itself."""
+    if len(rows) == len(batch) and all(map(int.__eq__, rows, range(len(rows)))):
+        return batch
+    if not batch.num_columns:
+        return without_columns(len(rows))
+    return batch.take(pa.array(rows, pa.int64()))
+
+
+def without_columns(row_count: int) -> pa.RecordBatch:
+    """Rows that have no columns."""
+    return pa.RecordBatch.from_struct_array(pa.array([{}] * row_count, pa.struct([])))
+
+
+# ------------------------------------------------------------------ to Python
+
+
+def values_of(array: pa.Array) -> list[Any]:
+    """As Python's values. Times are cut to microseconds, the finest that Python has."""
+    kind = in_microseconds(array.type)
+    if not kind.equals(array.type):
+        array = array.cast(kind, safe=False)
+    return array.to_pylist()
+
+
+def rows_of(batch: pa.RecordBatch) -> list[dict[str, Any]]:
+    """As :func:`values_of`."""
+    names = batch.schema.names
+    columns = [values_of(array) for array in batch.columns]
+    if not columns:
+        return [{} for _ in range(batch.num_rows)]
+    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def shown_row(batch: pa.RecordBatch, index: int) -> dict[str, Any]:
+    """A row for an error file. A value that Python does not have is a text."""
+    row = {}
+    for name, array in zip(batch.schema.names, batch.columns, strict=True):
+        one = array.slice(index, 1)
+        try:
+            (row[name],) = values_of(one)
+        except Exception:  # such as a date after the year 9999
+            row[name] = str(one)
+    return row
+
+
+# ------------------------------------------------------------------ from Python
+
+
+def of_values(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> Columns:
+    """Rows of Python's values as columns with the types of ``schema``. A row may lack columns; one
+    that has others is bad."""
+    errors: Errors = {}
+    known = set(schema.names)
+    for index, row in enumerate(rows):
+        unknown = row.keys() - known
+        if unknown:
+            name = min(unknown, key=str)
+            errors[index] = f"column {name!r} is not in the output, whose columns are fixed"
+    arrays = []
+    for field in schema:
+        values = [row.get(field.name) for row in rows]
+        arrays.append(_array_of(values, field, errors))
+    return Columns(_batch_of(arrays, schema, len(rows)), errors)
+
+
+def _batch_of(arrays: list[pa.Array], schema: pa.Schema, row_count: int) -> pa.RecordBatch:
+    if not arrays:  # `from_arrays` would make a batch without rows
+        return without_columns(row_count)
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _array_of(values: list[Any], field: pa.Field, errors: Errors) -> pa.Array:
+    fitting = []
+    for index, value in enumerate(values):
+        try:
+            fitting.append(fitted(value, field.type))
+        except Exception as error:  # a value may be anything
+            errors.setdefault(index, f"column {field.name!r}: {error}")
+            fitting.append(None)
+    try:
+        return _made_array(fitting, field.type)
+    except Exception:  # it is one of the values: find it
+        pass
+    rows = []
+    for index, value in enumerate(fitting):
+        try:
+            rows.append(_made_array([value], field.type))
+        except Exception as error:
+            errors.setdefault(index, f"column {field.name!r}: {error}")
+            rows.append(pa.nulls(1, field.type))
+    return pa.concat_arrays(rows)
+
+
+def _made_array(values: list[Any], kind: pa.DataType) -> pa.Array:
+    try:
+        return pa.array(values, kind)
+    except (pa.ArrowException, TypeError):
+        if not all(value is None or isinstance(value, str) for value in values):
+            raise
+        return pa.array(values, pa.string()).cast(kind)  # times and decimals in JSON are texts
+
+
+def fitted(value: Any, kind: pa.DataType) -> Any:
+    """A value that Arrow can make one of that type, without loss. Raises InvalidArgumentError if
+    there is none."""
+    if value is None:
+        return None
+    types = pa.types
+    if is_text(kind):
+        return value if isinstance(value, str) else json_text(value)
+    if types.is_integer(kind):
+        return _integer(value, kind)
+    if types.is_floating(kind):
+        return _float(value, kind)
+    if types.is_boolean(kind) and not isinstance(value, bool | np.bool_):
+        raise _misfit(value, kind)
+    if types.is_struct(kind):
+        return _struct(value, kind)
+    if is_list(kind):
+        return _list(value, kind.value_type)
+    return value  # Arrow checks it
+
+
+def _integer(value: Any, kind: pa.DataType) -> int:
+    is_number = isinstance(value, int | float | np.integer | np.floating)
+    if not is_number or isinstance(value, bool) or value != int(value):
+        raise _misfit(value, kind)
+    return int(value)
+
+
+def _float(value: Any, kind: pa.DataType) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise _misfit(value, kind)
+    if isinstance(value, int) and int(float(value)) != value:
+        raise _misfit(value, kind)
+    return float(value)
+
+
+def _struct(value: Any, kind: pa.StructType) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise _misfit(value, kind)
+    types = {field.name: field.type for field in kind}
+    unknown = value.keys() - types.keys()
+    if unknown:
+        raise _misfit(value, kind)
+    return {name: fitted(item, types[name]) for name, item in value.items()}
+
+
+def _list(value: Any, kind: pa.DataType) -> Any:
+    if isinstance(value, np.ndarray):
+        return value if value.ndim == 1 else _list(list(value), kind)
+    if not isinstance(value, list | tuple):
+        raise _misfit(value, kind)
+    # Lists of numbers are long: one look at their types is enough if they are all alike.
+    alike = set(map(type, value))
+    if alike == {int} and pa.types.is_integer(kind):
+        return value
+    if alike == {float} and pa.types.is_floating(kind):
+        return value
+    return [fitted(item, kind) for item in value]
+
+
+def _misfit(value: Any, kind: pa.DataType) -> InvalidArgumentError:
+    text = repr(value)
+    text = text if len(text) <= 80 else f"{text[:80]}…"
+    return InvalidArgumentError(f"{text} is no value of type {kind}")
+
+
+def json_text(value: Any) -> str:
+    """A value of JSON as its text. Raises InvalidArgumentError for any other."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if not _is_json(value):
+        raise InvalidArgumentError(f"{value!r:.80} is no text, and no value of JSON")
+    return msgspec.json.encode(value).decode()
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(name, str) and _is_json(item) for name, item in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_json, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+# ------------------------------------------------------------------ NaN and infinities
+
+
+def has_non_finite(array: pa.Array) -> bool:
+    """Whether a NaN or an infinity is somewhere in the array."""
+    kind = array.type
+    if pa.types.is_floating(kind):
+        finite = pc.all(pc.is_finite(array), min_count=0).as_py()
+        return not finite
+    if pa.types.is_struct(kind):
+        return any(map(has_non_finite, array.flatten()))
+    if is_list(kind):
+        return has_non_finite(array.flatten())
+    if pa.types.is_map(kind):
+        return has_non_finite(array.items)
+    return False
+
+
+_NAMES = {math.inf: "Infinity", -math.inf: "-Infinity"}
+
+
+class NonFinite:
+    """What becomes of NaN and infinities, which JSON does not have; and how many there were."""
+
+    def __init__(self, what: str) -> None:
+        """``what``: the setting ``non_finite``."""
+        self._what = what
+        self.count = 0
+
+    def replaced(self, value: Any) -> Any:
+        """The value without them. Raises InvalidArgumentError if they are errors."""
+        if isinstance(value, float | np.floating):
+            return value if math.isfinite(value) else self._replacement(float(value))
+        if isinstance(value, Mapping):
+            return {name: self.replaced(item) for name, item in value.items()}
+        if isinstance(value, np.ndarray):
+            if value.dtype.kind != "f" or np.isfinite(value).all():
+                return value
+            return self.replaced(value.tolist())
+        if isinstance(value, list | tuple):
+            if set(map(type, value)) <= {float} and all(map(math.isfinite, value)):
+                return value
+            return [self.replaced(item) for item in value]
+        return value
+
+    def _replacement(self, value: float) -> str | None:
+        name = _NAMES.get(value, "NaN")
+        if self._what == "error":
+            raise InvalidArgumentError(f"JSON has no {name}: see non_finite")
+        self.count += 1
+        return name if self._what == "text" else None

@@ -1,0 +1,100 @@
+"""Rows that are lines of JSON: decoded, made columns, and written with the result's columns behind
+their own.
+
+Lines are found and decoded here rather than by ``pyarrow.json``: a line that is no JSON is one bad
+row, whose bytes and offset are told, and a text that looks like a time stays a text. Where all
+lines of a chunk fit the job's schema, ``pyarrow.json`` makes the columns of them.
+"""
+
+import codecs
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from jitney.errors import InvalidArgumentError
+
+from jitney_jobs.arrow import pa, pa_json
+from jitney_jobs.columns import Columns, of_values
+
+
+def decoded(line: bytes) -> dict[str, Any]:
+    """Raises what msgspec raises for a line that is no object of JSON."""
+    return msgspec.json.decode(line.removeprefix(codecs.BOM_UTF8), type=dict)
+
+
+def columns_of_lines(
+    lines: Sequence[bytes], rows: Sequence[dict[str, Any]], schema: pa.Schema, is_whole: bool
+) -> Columns:
+    """The columns of ``schema``. ``rows``: the decoded lines, with further columns and without
+    those that are not kept. ``is_whole``: there are no such columns."""
+    if is_whole:
+        try:
+            return Columns(_read(b"\n".join(lines), len(lines), schema), {})
+        except pa.ArrowInvalid:
+            pass  # a line does not fit: find out which, and whether it can be made to fit
+    return of_values(rows, schema)
+
+
+def _read(data: bytes, row_count: int, schema: pa.Schema) -> pa.RecordBatch:
+    table = pa_json.read_json(
+        io.BytesIO(data),
+        read_options=pa_json.ReadOptions(use_threads=False, block_size=len(data) + 1),
+        parse_options=pa_json.ParseOptions(
+            explicit_schema=schema, unexpected_field_behavior="error"
+        ),
+    )
+    (batch,) = table.combine_chunks().to_batches()
+    if len(batch) != row_count:
+        raise pa.ArrowInvalid("a line is not one row")
+    return batch.select(schema.names).cast(schema)
+
+
+# ------------------------------------------------------------------ writing
+
+
+def _for_json(value: Any) -> Any:
+    """What is written of a value that JSON does not have."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    return str(value)
+
+
+_ENCODER = msgspec.json.Encoder(enc_hook=_for_json)
+
+
+def encoded(row: Any) -> bytes:
+    """As JSON. Raises whatever its values raise."""
+    return _ENCODER.encode(row)
+
+
+def joined(row: bytes, result: bytes) -> bytes:
+    """One object of JSON with the fields of two, without a look at their values."""
+    head = row[: row.rindex(b"}")].rstrip()
+    tail = result[result.index(b"{") + 1 :].lstrip()
+    comma = b"" if head.endswith(b"{") or tail.startswith(b"}") else b","
+    return head + comma + tail
+
+
+def kept(line: bytes, keep: Sequence[str] | None, further: Mapping[str, Any]) -> bytes:
+    """An object of JSON of the line's fields, or of those that are kept, and of further columns.
+    Values stay as they are written in the line."""
+    line = line.strip().removeprefix(codecs.BOM_UTF8)
+    if keep is None and not further:
+        return line
+    fields = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
+    fields |= {name: msgspec.Raw(encoded(value)) for name, value in further.items()}
+    if keep is None:
+        return encoded(fields)
+    return encoded({name: fields.get(name) for name in keep})
+
+
+def check_no_common_name(of_input: Sequence[str], of_result: Sequence[str]) -> None:
+    """Raises InvalidArgumentError."""
+    common = set(of_input) & set(of_result)
+    if common:
+        raise InvalidArgumentError(
+            f"column {min(common)!r} is both of the input and of the result: name the result's "
+            "with output_column, or choose the input's columns with keep"
+        )

@@ -1,0 +1,365 @@
+"""Arrow types of a job's columns: the schema that many files have in common, the types that lines
+of JSON need, and types that a user writes down.
+
+Types that differ are promoted, so that no value is lost: int64 and double become double, a null
+takes the other's type. If two types have nothing in common, the column is text.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+from jitney.errors import InvalidArgumentError
+
+from jitney_jobs.arrow import pa, pq
+
+_MOST_FIELDS = 1000
+"""An object of JSON with more fields than that is a map rather than a struct. It becomes text."""
+_MOST_EXACT = 1 << 53
+"""A double holds every integer up to this number."""
+_TOKEN = re.compile(r"[A-Za-z_][\w.]*|\"[^\"]*\"|\d+|[^\s]")
+
+
+# ------------------------------------------------------------------ promotion
+
+
+def merged_type(one: pa.DataType, other: pa.DataType) -> pa.DataType:
+    """A type for the values of both. Text if they have none in common."""
+    if one.equals(other):
+        return one
+    if pa.types.is_null(one):
+        return other
+    if pa.types.is_null(other):
+        return one
+    if pa.types.is_struct(one) and pa.types.is_struct(other):
+        return _merged_struct(one, other)
+    if is_list(one) and is_list(other):
+        return pa.list_(merged_type(one.value_type, other.value_type))
+    if pa.types.is_dictionary(one) or pa.types.is_dictionary(other):
+        return merged_type(_values(one), _values(other))
+    schemas = [pa.schema({"column": one}), pa.schema({"column": other})]
+    try:
+        return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+    except pa.ArrowException:  # such as of a number and a text
+        return pa.string()
+
+
+def _merged_struct(one: pa.StructType, other: pa.StructType) -> pa.DataType:
+    fields = {field.name: field.type for field in one}
+    for field in other:
+        known = fields.get(field.name, pa.null())
+        fields[field.name] = merged_type(known, field.type)
+    if len(fields) > _MOST_FIELDS:
+        return pa.string()
+    return pa.struct(list(fields.items()))
+
+
+def _values(kind: pa.DataType) -> pa.DataType:
+    """Of a dictionary, the type of what it stands for."""
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
+def is_list(kind: pa.DataType) -> bool:
+    types = pa.types
+    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+
+
+def is_text(kind: pa.DataType) -> bool:
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def unified(schemas: Iterable[pa.Schema]) -> pa.Schema:
+    """The columns of all, in the order in which they come first, with the metadata of the first
+    field that has some, and of the first schema that has some."""
+    fields: dict[str, pa.Field] = {}
+    metadata = None
+    for schema in schemas:
+        metadata = metadata or schema.metadata
+        for field in schema:
+            known = fields.get(field.name)
+            if known is None:
+                fields[field.name] = field.with_nullable(True)
+                continue
+            kind = merged_type(known.type, field.type)
+            both = known.metadata or field.metadata
+            fields[field.name] = pa.field(field.name, kind, metadata=both)
+    return pa.schema(list(fields.values()), metadata)
+
+
+# ------------------------------------------------------------------ types that can be written
+
+
+def plain(kind: pa.DataType) -> pa.DataType:
+    """Without what Arrow cannot take single rows of: views, and runs that stand for many rows."""
+    types = pa.types
+    if types.is_string_view(kind):
+        return pa.string()
+    if types.is_binary_view(kind):
+        return pa.binary()
+    if types.is_run_end_encoded(kind):
+        return plain(kind.value_type)
+    if types.is_list_view(kind):
+        return pa.list_(plain(kind.value_type))
+    if types.is_large_list_view(kind):
+        return pa.large_list(plain(kind.value_type))
+    return _with_children(kind, plain)
+
+
+def _with_children(kind: pa.DataType, change: Any) -> pa.DataType:
+    """A nested type with changed types in it."""
+    types = pa.types
+    if types.is_struct(kind):
+        return pa.struct([field.with_type(change(field.type)) for field in kind])
+    if types.is_fixed_size_list(kind):
+        item = kind.value_field.with_type(change(kind.value_type))
+        return pa.list_(item, kind.list_size)
+    if types.is_large_list(kind):
+        return pa.large_list(kind.value_field.with_type(change(kind.value_type)))
+    if types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(change(kind.value_type)))
+    if types.is_map(kind):
+        return pa.map_(change(kind.key_type), change(kind.item_type))
+    return kind
+
+
+def in_microseconds(kind: pa.DataType) -> pa.DataType:
+    """As Python has times: to the microsecond."""
+    types = pa.types
+    if types.is_timestamp(kind) and kind.unit == "ns":
+        return pa.timestamp("us", kind.tz)
+    if types.is_time64(kind):
+        return pa.time64("us")
+    if types.is_duration(kind) and kind.unit == "ns":
+        return pa.duration("us")
+    return _with_children(kind, in_microseconds)
+
+
+def known(kind: pa.DataType) -> pa.DataType:
+    """Text where only nulls or empty objects were seen, of which Parquet cannot hold the latter."""
+    if pa.types.is_null(kind):
+        return pa.string()
+    if pa.types.is_struct(kind) and kind.num_fields == 0:
+        return pa.string()
+    return _with_children(kind, known)
+
+
+def check_storable(schema: pa.Schema) -> None:
+    """Raises InvalidArgumentError if Parquet has no form for a column."""
+    try:
+        pq.write_metadata(schema, pa.BufferOutputStream())
+    except pa.ArrowException as error:
+        raise InvalidArgumentError(f"Parquet cannot hold the columns: {error}") from None
+
+
+# ------------------------------------------------------------------ types of Python's values
+
+
+class SeenTypes:
+    """The types that the values of columns need, as rows come."""
+
+    def __init__(self) -> None:
+        self._types: dict[str, pa.DataType] = {}
+        """In the order in which the columns came first."""
+        self._has_large: set[str] = set()
+        """Columns with integers that no double holds."""
+
+    def add(self, rows: Sequence[dict[str, Any]]) -> None:
+        names: dict[str, None] = {}
+        for row in rows:
+            names |= dict.fromkeys(row)
+        for name in names:
+            if not _is_name(name):
+                continue  # its rows will be bad
+            known_type = self._types.get(name, pa.null())
+            if is_text(known_type):
+                self._types[name] = known_type
+                continue  # text holds whatever comes
+            values = [row.get(name) for row in rows]
+            kind = type_of(values)
+            if pa.types.is_integer(kind) and _has_large(values):
+                self._has_large.add(name)
+            kind = merged_type(known_type, kind)
+            if pa.types.is_floating(kind) and name in self._has_large:
+                kind = pa.string()  # as a double the integer would be rounded
+            self._types[name] = kind
+
+    def schema(self) -> pa.Schema:
+        return pa.schema([(name, known(kind)) for name, kind in self._types.items()])
+
+
+def _has_large(values: list[Any]) -> bool:
+    return any(isinstance(value, int) and abs(value) > _MOST_EXACT for value in values)
+
+
+def _is_name(name: Any) -> bool:
+    try:
+        pa.field(name, pa.string())
+    except Exception:  # it is no text, or none that UTF-8 can hold
+        return False
+    return True
+
+
+def type_of(values: list[Any]) -> pa.DataType:
+    """The type of all values: by Arrow, or if that finds none, value by value."""
+    try:
+        kind = pa.array(values).type
+        if not _holds_large_integers(kind):
+            return kind
+    except Exception:  # a value may be anything, and they may have no type in common
+        pass
+    kind = pa.null()
+    for value in values:
+        kind = merged_type(kind, _type_of_one(value))
+    if pa.types.is_floating(kind) and _has_large(values):
+        return pa.string()  # as a double the integer would be rounded
+    return kind
+
+
+def _holds_large_integers(kind: pa.DataType) -> bool:
+    """Arrow takes unsigned integers where one of them is too large for int64."""
+    return pa.types.is_uint64(kind)
+
+
+def _type_of_one(value: Any) -> pa.DataType:
+    """Null for a value that Arrow has no type for: it makes its row a bad one."""
+    if isinstance(value, bool):
+        return pa.bool_()
+    if isinstance(value, int):
+        if -(1 << 63) <= value < 1 << 63:
+            return pa.int64()
+        return pa.string()
+    if isinstance(value, dict):
+        if not all(isinstance(name, str) for name in value):
+            return pa.null()
+        if len(value) > _MOST_FIELDS:
+            return pa.string()
+        return pa.struct([(name, _type_of_one(item)) for name, item in value.items()])
+    if isinstance(value, list | tuple):
+        return pa.list_(type_of(list(value)))
+    try:
+        kind = pa.array([value]).type
+        check_storable(pa.schema({"value": kind}))
+    except Exception:
+        return pa.null()
+    return kind
+
+
+# ------------------------------------------------------------------ types as users write them
+
+
+def written_schema(text: str) -> pa.Schema:
+    """Of a setting: an object of JSON, name -> type. Raises InvalidArgumentError."""
+    try:
+        given = msgspec.json.decode(text, type=dict[str, str])
+    except msgspec.DecodeError as error:
+        raise InvalidArgumentError(f"schema is no object of names and types: {error}") from None
+    fields = []
+    for name, kind in given.items():
+        fields.append((name, _written_type(name, kind)))
+    return pa.schema(fields)
+
+
+def _written_type(name: str, text: str) -> pa.DataType:
+    parser = _TypeParser([token.strip('"') for token in _TOKEN.findall(text)])
+    try:
+        kind = parser.type()
+        parser.end()
+    except (ValueError, IndexError, TypeError, pa.ArrowException):
+        bound = "a type of Arrow's, such as int64, list<double> or struct<a: string>"
+        raise InvalidArgumentError.of(f"schema.{name}", text, bound) from None
+    return kind
+
+
+class _TypeParser:
+    """Reads types as Arrow prints them: ``list<item: struct<a: int64>>``."""
+
+    def __init__(self, tokens: list[str]) -> None:
+        self._tokens = tokens
+        self._at = 0
+
+    def _next(self) -> str:
+        token = self._tokens[self._at]
+        self._at += 1
+        return token
+
+    def _peek(self, offset: int = 0) -> str:
+        index = self._at + offset
+        return self._tokens[index] if index < len(self._tokens) else ""
+
+    def _expect(self, token: str) -> None:
+        if self._next() != token:
+            raise ValueError(token)
+
+    def end(self) -> None:
+        if self._peek():
+            raise ValueError(self._peek())
+
+    def type(self) -> pa.DataType:
+        name = self._next()
+        if name in ("list", "large_list", "fixed_size_list"):
+            return self._list(name)
+        if name == "struct":
+            self._expect("<")
+            fields = [self._field()]
+            while self._peek() == ",":
+                self._next()
+                fields.append(self._field())
+            self._expect(">")
+            return pa.struct(fields)
+        if name == "map":
+            self._expect("<")
+            key = self.type()
+            self._expect(",")
+            item = self.type()
+            self._expect(">")
+            return pa.map_(key, item)
+        if name in ("decimal", "decimal128", "decimal256"):
+            self._expect("(")
+            precision = int(self._next())
+            self._expect(",")
+            scale = int(self._next())
+            self._expect(")")
+            make = pa.decimal256 if name == "decimal256" else pa.decimal128
+            return make(precision, scale)
+        if name == "timestamp" and self._peek() == "[":
+            return self._timestamp()
+        if self._peek() == "[":
+            self._expect("[")
+            name = f"{name}[{self._next()}]"
+            self._expect("]")
+        return pa.type_for_alias(name)
+
+    def _list(self, name: str) -> pa.DataType:
+        self._expect("<")
+        if self._peek(1) == ":":
+            self._next()  # the name of the elements, as Arrow prints it
+            self._expect(":")
+        item = self.type()
+        self._expect(">")
+        if name == "large_list":
+            return pa.large_list(item)
+        if self._peek() == "[":
+            self._expect("[")
+            size = int(self._next())
+            self._expect("]")
+            return pa.list_(item, size)
+        return pa.list_(item)
+
+    def _field(self) -> pa.Field:
+        name = self._next()
+        self._expect(":")
+        return pa.field(name, self.type())
+
+    def _timestamp(self) -> pa.DataType:
+        self._expect("[")
+        unit = self._next()
+        zone = ""
+        if self._peek() == ",":
+            self._next()
+            if self._peek() == "tz":
+                self._next()
+        while self._peek() not in ("]", ""):
+            zone += self._next()
+        self._expect("]")
+        return pa.timestamp(unit, zone.lstrip("=") or None)
