@@ -30,7 +30,7 @@ Numbers = tuple[float, ...]
 TaskName = Literal["generate", "embed", "classify", "score", "map"]
 InputFormat = Literal["auto", "parquet", "jsonl", "csv", "arrow", "text", "image", "openai"]
 OutputFormat = Literal["auto", "parquet", "jsonl", "csv"]
-NonFinite = Literal["null", "text", "error"]
+NonFiniteRule = Literal["null", "text", "error"]
 LIST = "@"
 """How an input begins that is a list of inputs: ``@list.txt``."""
 Truncate = Literal["end", "error", "chunk-mean"]
@@ -112,7 +112,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     partition_by: Annotated[
         list[str], "Divide Parquet into folders by this column; several times."
     ] = []
-    non_finite: Annotated[NonFinite, "What NaN and infinities become in JSON lines."] = "null"
+    non_finite: Annotated[NonFiniteRule, "What NaN and infinities become in JSON lines."] = "null"
     schema: Annotated[
         str | None, 'Types of columns: JSON, {"id": "int64"}, or its file. Default: look ahead.'
     ] = None

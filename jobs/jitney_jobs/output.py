@@ -23,11 +23,11 @@ from jitney_jobs.job import Job
 from jitney_jobs.journal import ERRORS, Interval, JobJournal, OutputPart, Ranges, sync
 from jitney_jobs.json_lines import check_no_common_name, encoded
 from jitney_jobs.part_files import (
-    Block,
     CsvPart,
     LinesWriter,
     ParquetPart,
     PartWriter,
+    RowBlock,
     TableWriter,
     runs_of,
 )
@@ -411,7 +411,7 @@ def _sample(part: Sequence[Ended]) -> list[RowValues]:
     return rows
 
 
-def _blocks(part: Sequence[Ended]) -> Iterator[Block]:
+def _blocks(part: Sequence[Ended]) -> Iterator[RowBlock]:
     """The good rows of a part, sorted by chunk: those of one chunk together, up to a size."""
     together: list[Ended] = []
     rows = 0
@@ -433,12 +433,12 @@ def _blocks(part: Sequence[Ended]) -> Iterator[Block]:
         yield _joined(together)
 
 
-def _joined(together: list[Ended]) -> Block:
+def _joined(together: list[Ended]) -> RowBlock:
     chunk = together[0].chunk
     rows = [row for ended in together for row in ended.rows]
     columns = [ended.columns for ended in together if ended.columns is not None]
     results = [result for ended in together for result in ended.results]
-    return Block(chunk, rows, pa.concat_batches(columns) if columns else None, results)
+    return RowBlock(chunk, rows, pa.concat_batches(columns) if columns else None, results)
 
 
 def _intervals(part: Sequence[Ended]) -> list[Interval]:

@@ -37,7 +37,7 @@ _NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 
 
 @dataclass(frozen=True)
-class Block:
+class RowBlock:
     """Good rows of one chunk with their results, in the order of the input."""
 
     chunk: Chunk
@@ -52,7 +52,7 @@ class Block:
 class PartWriter(Protocol):
     """Makes the files of one part."""
 
-    def add(self, block: Block) -> Errors:
+    def add(self, block: RowBlock) -> Errors:
         """Returns the rows that cannot be written, by their index in the block."""
 
     def files(self) -> dict[str, "bytes | pa.Buffer"]:
@@ -70,7 +70,7 @@ class LinesWriter:
         self._non_finite = non_finite
         self._sink = pa.BufferOutputStream()
 
-    def add(self, block: Block) -> Errors:
+    def add(self, block: RowBlock) -> Errors:
         errors: Errors = {}
         given = self._given(block)
         results = self._results(block)
@@ -96,7 +96,7 @@ class LinesWriter:
             return value
         return encoded(value)
 
-    def _given(self, block: Block) -> Sequence[bytes | RowValues | Exception]:
+    def _given(self, block: RowBlock) -> Sequence[bytes | RowValues | Exception]:
         """The input's part of each line."""
         chunk = block.chunk
         if chunk.format in LINES:
@@ -115,7 +115,7 @@ class LinesWriter:
         except Exception as error:
             return error
 
-    def _results(self, block: Block) -> Sequence[RowValues | MapResult | Exception]:
+    def _results(self, block: RowBlock) -> Sequence[RowValues | MapResult | Exception]:
         if block.columns is not None:
             return self._values(block.columns)
         return [self._replaced(result) for result in block.results]
@@ -204,7 +204,7 @@ class TableWriter:
         self._files: dict[str, TableFile] = {}
         """By their folder, which is the part's own without ``partition_by``."""
 
-    def add(self, block: Block) -> Errors:
+    def add(self, block: RowBlock) -> Errors:
         """Raises InvalidArgumentError if the part would have too many files."""
         found = self._columns(block)
         data = found.data
@@ -221,7 +221,7 @@ class TableWriter:
             self._write(folder, rest.take(rows))
         return found.errors
 
-    def _columns(self, block: Block) -> Columns:
+    def _columns(self, block: RowBlock) -> Columns:
         """Those of the input and those of the result, with the types of the schema."""
         chunk = block.chunk
         given = chunk.data if chunk.columns is None else chunk.columns
