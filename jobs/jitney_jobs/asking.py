@@ -17,7 +17,7 @@ from jitney.access import Access
 from jitney.errors import JitneyError
 
 from jitney_jobs.failures import RequestError
-from jitney_jobs.job import Job, seconds_of
+from jitney_jobs.job import Job
 from jitney_jobs.patience import Patience, Pause, Tries
 
 TIMEOUT_S = 600.0
@@ -55,7 +55,7 @@ class ServerExecutor:
         self.figures: dict[str, float] = {"tries": 0.0}
         self._server = server
         self._at_once = job.at_once
-        self._patience = Patience(job.retries, seconds_of("patience", job.patience))
+        self._patience = Patience(job.retries, job.patience_s)
         self._slots = asyncio.Semaphore(job.at_once)
         self._num_pausing = 0
         self._told_at: float | None = None

@@ -1,6 +1,5 @@
 """The commands ``jitney batch``, whose options are the settings of a job (``job.py``)."""
 
-import importlib.util
 import inspect
 import os
 import sys
@@ -9,8 +8,11 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 import typer
+from jitney.errors import InvalidArgumentError
 
-from jitney_jobs.job import LATE, STOPPED, Job, make_job, read_job
+from jitney_jobs.addresses import without_keys
+from jitney_jobs.job import Job, make_job, read_job
+from jitney_jobs.outcome import ExitStatus, SettingsError, TooManyBadRows
 from jitney_jobs.worker import cancel, list_jobs, submit, worker
 
 batch = typer.Typer(
@@ -20,6 +22,12 @@ batch = typer.Typer(
 )
 _Output = Annotated[str, typer.Argument(help="The job's output folder.")]
 _Journal = Annotated[str | None, typer.Option(help="Folder of the journal, if it is elsewhere.")]
+_RetryBad = Annotated[
+    bool, typer.Option("--retry-bad", help="Do again what failed: bad rows and bad files.")
+]
+_DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Say what would be read and written, and end.")
+]
 
 
 def run(
@@ -29,6 +37,8 @@ def run(
     output: Annotated[
         str | None, typer.Argument(metavar="OUTPUT", help="Folder; not for a job file.")
     ] = None,
+    dry_run: _DryRun = False,
+    retry_bad: _RetryBad = False,
     **settings: Any,
 ) -> None:
     """Run a job, or go on with the one in OUTPUT if it is the same.
@@ -42,10 +52,19 @@ def run(
         jitney batch run job.yaml
     """
     given = {name: value for name, value in settings.items() if value not in (None, [])}
-    if output is None:
-        _run_and_report(make_job({**read_job(Path(source)), **given}))
+    try:
+        if output is None:
+            job = make_job({**read_job(Path(source)), **given})
+        else:
+            job = make_job({**given, "input": source, "output": output})
+    except InvalidArgumentError as error:
+        raise SettingsError(str(error)) from None
+    if dry_run:
+        from jitney_jobs.run import preview_of
+
+        print(preview_of(job))
     else:
-        _run_and_report(make_job({**given, "input": source, "output": output}))
+        _run_and_report(job, retry_bad)
 
 
 def _option(field: msgspec.structs.FieldInfo) -> inspect.Parameter:
@@ -74,7 +93,11 @@ def _option_type(kind: Any) -> Any:
 # typer reads the options of a command from its signature: in place of `settings` it has the fields
 # of Job, but for those that are arguments.
 _signature = inspect.signature(run)
-_arguments = [_signature.parameters["source"], _signature.parameters["output"]]
+_arguments = [
+    parameter
+    for parameter in _signature.parameters.values()
+    if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+]
 _options = [
     _option(field) for field in msgspec.structs.fields(Job) if field.name not in ("input", "output")
 ]
@@ -83,14 +106,14 @@ run.__signature__ = _signature.replace(  # type: ignore[attr-defined]
 )
 
 
-def resume(output: _Output, journal: _Journal = None) -> None:
+def resume(output: _Output, journal: _Journal = None, retry_bad: _RetryBad = False) -> None:
     """Go on with a job that was stopped or killed, with the settings in its journal. Its output may
     have been moved since."""
     from jitney_jobs.run import read_record
 
     begin = read_record(output, journal).begin
     assert begin is not None, "read_record raises if there is none"
-    _run_and_report(msgspec.structs.replace(begin.job, journal=journal))
+    _run_and_report(msgspec.structs.replace(begin.job, journal=journal), retry_bad)
 
 
 def status(output: _Output, journal: _Journal = None) -> None:
@@ -109,19 +132,29 @@ def report(output: _Output, journal: _Journal = None) -> None:
     print(write_report(read_record(output, journal)))
 
 
-def _run_and_report(job: Job) -> None:
-    from jitney_jobs.run import read_record, run_job, status_of
+def _run_and_report(job: Job, retry_bad: bool) -> None:
+    # Before the imports, which take a while.
+    _say(f"{without_keys(job.input)} to {without_keys(job.output)}")
+    from jitney_jobs.run import exit_status, read_record, run_job, status_of
 
     sys.path.insert(0, os.getcwd())  # functions of the user's, which workers import too
-    complete = run_job(job)
+    status = ExitStatus.STOPPED
+    try:
+        is_done = run_job(job, retry_bad=retry_bad, say=_say)
+    except TooManyBadRows as error:
+        _say(f"error: {error}")
+        is_done = False
+        status = ExitStatus.TOO_MANY_BAD
     record = read_record(job.output, job.journal)
     print(status_of(record, job))
-    if not complete:
-        raise typer.Exit(STOPPED)
-    if importlib.util.find_spec("matplotlib") is not None:
-        report(job.output, job.journal)
-    if record.is_late(job):
-        raise typer.Exit(LATE)
+    if is_done:
+        status = exit_status(record, job)
+    if status is not ExitStatus.COMPLETE:
+        raise typer.Exit(status)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 for _command in (run, resume, status, report, worker, submit, cancel):

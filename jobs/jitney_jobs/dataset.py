@@ -11,12 +11,14 @@ scanner neither tells which row of which file a row is, nor leaves out row group
 has, nor does it try a storage again.
 """
 
+import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jitney.errors import InvalidArgumentError, JitneyError
 
+from jitney_jobs.addresses import text_without_keys
 from jitney_jobs.arrow import pa, pafs
 from jitney_jobs.columns import in_schema, taken, without_columns
 from jitney_jobs.delimiters import check_delimiter
@@ -42,17 +44,21 @@ from jitney_jobs.input_changes import (
 )
 from jitney_jobs.input_files import (
     FolderColumns,
+    Found,
     common_format,
     find_files,
     folder_of_glob,
     format_of,
+    kinds_of,
+    kinds_text,
 )
 from jitney_jobs.job import Job
 from jitney_jobs.journal import FileRows, InputFile, Ranges, Record
 from jitney_jobs.json_lines import decoded
+from jitney_jobs.outcome import Trouble
 from jitney_jobs.rows import LINE, LINES, Chunk, RowId, Unreadable
 from jitney_jobs.schemas import SeenTypes, plain, unified, written_schema
-from jitney_jobs.storage import file_system, open_inputs, read_error, wait_for_retry
+from jitney_jobs.storage import file_system, open_inputs, read_error
 
 _FOOTERS_AT_ONCE = 16
 _LOOK_AHEAD_BYTES = 16 << 20
@@ -71,13 +77,16 @@ class Dataset:
         InvalidArgumentError, and UnavailableError if the storage fails."""
         self._fs, self._paths = open_inputs(job)
         self.job = job
-        self._retries = job.retries
+        self._retry_policy = job.make_retry_policy()
+        self._skips_bad_files = job.skip_bad_files
         self._form = TextForm(
             encoding=Encoding(job.encoding, job.decode_errors),
             delimiter=None if job.delimiter is None else check_delimiter(job.delimiter),
         )
         self.format = job.input_format
         self._bases: list[str] = []
+        self.passed_over: dict[str, int] = {}
+        """Kinds of files below the input that are not read, with counts."""
         self.found = self._find(listed)
         """The files that are there now."""
         self.files = listed or with_digests(self._fs, self.found)
@@ -96,36 +105,53 @@ class Dataset:
     # ------------------------------------------------------------------ the files
 
     def _find(self, listed: list[InputFile] | None) -> list[InputFile]:
-        """The files of the input, sorted. Sets the format, by the files that are read."""
+        """The files of the input, sorted. Sets the format, by the files that are read, and notes
+        what is passed over."""
         _, output = file_system(self.job.output)
         bases: list[str] = []
+        hidden = 0
         by_path: dict[str, pafs.FileInfo] = {}
         missing: InvalidArgumentError | None = None
         for path in self._paths:
             try:
-                base, infos = find_files(self._fs, path)
+                search = find_files(self._fs, path)
             except OSError as error:
                 raise read_error(path, error) from error
             except InvalidArgumentError as error:
                 if listed is None:
                     raise
                 missing = missing or error
-                base = folder_of_glob(path)
-                infos = []
-            bases.append(base)
-            by_path |= {info.path: info for info in infos}
+                search = Found(folder_of_glob(path), [])
+            bases.append(search.base)
+            by_path |= {info.path: info for info in search.files}
+            hidden += search.hidden
         if missing is not None and not by_path:
             raise missing
         self._bases = bases
         found = [info for info in by_path.values() if not info.path.startswith(f"{output}/")]
         if self.format == "auto":
             self.format = common_format(self.job.input, listed or found)
+        unknown: list[pafs.FileInfo] = []
         if self.job.input_format == "auto":
+            unknown = [info for info in found if format_of(info.path) != self.format]
             found = [info for info in found if format_of(info.path) == self.format]
         if not found and not listed:
             raise InvalidArgumentError(f"input {self.job.input} has no files")
+        self.passed_over = kinds_of(unknown)
+        if hidden:
+            self.passed_over["hidden (_ or .)"] = hidden
         files = [InputFile(info.path, info.size, info.mtime_ns or 0) for info in found]
         return sorted(files, key=lambda file: file.path)
+
+    @property
+    def summary(self) -> str:
+        """What was found, for the user: kinds of files with counts, bytes, and what is passed
+        over."""
+        size = sum(file.size for file in self.files)
+        text = f"{kinds_text(kinds_of(self.files))} as {self.format}, {size:,} bytes"
+        if self.passed_over:
+            text += f"; passed over: {kinds_text(self.passed_over)}"
+        return text
 
     def changes(self) -> list[InputChange]:
         """How the input differs from the files that are read. Raises InvalidArgumentError if
@@ -197,7 +223,7 @@ class Dataset:
 
     def _schema_of_file(self, file: InputFile) -> pa.Schema | JitneyError:
         """An error if the file is at fault. Raises UnavailableError if the storage is."""
-        tries = 0
+        trouble = Trouble()
         while True:
             try:
                 with self._fs.open_input_file(file.path) as raw:
@@ -210,22 +236,27 @@ class Dataset:
                 return error
             except READ_ERRORS as error:
                 try:
-                    wait_for_retry(tries, self._retries, file.path, error)
+                    trouble.wait(self._retry_policy, read_error(file.path, error))
                 except InvalidArgumentError as fault:
                     return fault
-                tries += 1
 
     def _schema_of_lines(self) -> pa.Schema:
         seen = SeenTypes()
         for index in range(len(self.files)):
-            nbytes = 0
-            for batch in self._batches_with_retries(index, Ranges(), _LOOK_AHEAD_ROWS):
-                assert batch.data is not None, "no row is committed"
-                seen.add(_decodable(batch.data.column(LINE).to_pylist()))
-                nbytes += batch.nbytes
-                if self._looks_at_heads and nbytes >= _LOOK_AHEAD_BYTES:
-                    break
+            # A file that cannot be read is named when its rows are.
+            with contextlib.suppress(InvalidArgumentError):
+                self._look_at_lines(index, seen)
         return seen.schema()
+
+    def _look_at_lines(self, index: int, seen: SeenTypes) -> None:
+        """Of one file. Raises InvalidArgumentError if it is damaged."""
+        nbytes = 0
+        for batch in self._batches_with_retries(index, Ranges(), _LOOK_AHEAD_ROWS):
+            assert batch.data is not None, "no row is committed"
+            seen.add(_decodable(batch.data.column(LINE).to_pylist()))
+            nbytes += batch.nbytes
+            if self._looks_at_heads and nbytes >= _LOOK_AHEAD_BYTES:
+                return
 
     # ------------------------------------------------------------------ the rows
 
@@ -243,16 +274,23 @@ class Dataset:
         return [file.size for file in self.files]
 
     def chunks(
-        self, record: Record, size: int, files: Iterable[int] | None = None
+        self,
+        record: Record,
+        size: int,
+        files: Iterable[int] | None = None,
+        skips_bad_files: bool | None = None,
     ) -> Iterator[Chunk | FileRows]:
         """All rows that are not committed, in order: those of the files with these indices, or of
         all files. A chunk has at most ``size`` rows. Behind the chunks of a file comes the number
-        of its rows, unless the journal knows it.
+        of its rows, unless the journal knows it. A file that is damaged ends early: then the
+        number of its rows comes with the reason.
 
-        Raises InvalidArgumentError for a file that is damaged. Raises UnavailableError if the
-        storage fails although it was tried again, or if compressed bytes are damaged
-        (:func:`~jitney_jobs.storage.read_error`).
+        Raises InvalidArgumentError for such a file if the job does not skip them
+        (``skips_bad_files`` replaces what the job says), and UnavailableError if the storage fails
+        for longer than the job's patience.
         """
+        if skips_bad_files is None:
+            skips_bad_files = self._skips_bad_files
         sizes = self.sizes
         total = max(1, sum(sizes))
         bytes_before = 0  # of the files before this one
@@ -260,14 +298,24 @@ class Dataset:
         for index in indices:
             if not record.is_done(index):
                 row_count = 0
-                for batch in self._batches_with_retries(index, record.done, size):
-                    position = (bytes_before + batch.share * sizes[index]) / total
-                    chunk = self._chunk_of(index, batch, record.done, position)
-                    if chunk is not None:
-                        yield chunk
-                    row_count = batch.end
-                if index not in record.row_counts:
-                    yield FileRows(index, row_count)
+                why_bad = None
+                try:
+                    for batch in self._batches_with_retries(index, record.done, size):
+                        position = (bytes_before + batch.share * sizes[index]) / total
+                        chunk = self._chunk_of(index, batch, record.done, position)
+                        if chunk is not None:
+                            yield chunk
+                        row_count = batch.end
+                except InvalidArgumentError as error:
+                    if not skips_bad_files:
+                        raise
+                    why_bad = text_without_keys(str(error))
+                    # It had more when these were committed.
+                    last = record.done.last_of(index)
+                    row_count = max(row_count, 0 if last is None else last.end)
+                is_known = index in record.row_counts and index not in record.bad_files
+                if not is_known or why_bad is not None:
+                    yield FileRows(index, row_count, why_bad)
             bytes_before += sizes[index]
 
     def _chunk_of(self, index: int, batch: Batch, done: Ranges, position: float) -> Chunk | None:
@@ -331,17 +379,17 @@ class Dataset:
         """Each batch of a file once. After a failure of the storage the file is read again from its
         beginning; the batches are the same then, and those that were given are left out."""
         rows_given = 0
-        tries = 0
+        trouble = Trouble()
         while True:
             try:
                 for batch in self._batches(index, done, size):
                     if batch.end > rows_given:
                         rows_given = batch.end
+                        trouble = Trouble()  # what failed before works again
                         yield batch
                 return
             except READ_ERRORS as error:
-                wait_for_retry(tries, self._retries, self.files[index].path, error)
-                tries += 1
+                trouble.wait(self._retry_policy, read_error(self.files[index].path, error))
 
     def _batches(self, index: int, done: Ranges, size: int) -> Iterator[Batch]:
         """A file's rows in order, at most ``size`` in a batch."""

@@ -6,11 +6,11 @@ import time
 from collections import deque
 from typing import Any, NamedTuple
 
-from jitney.errors import InvalidArgumentError, JitneyError
+from jitney.errors import InvalidArgumentError, JitneyError, UnavailableError
 
 from jitney_jobs.executor_protocol import Executor
+from jitney_jobs.outcome import RetryPolicy, may_pass
 from jitney_jobs.prepare import Item
-from jitney_jobs.storage import pause
 
 _POLL_S = 0.1
 
@@ -35,16 +35,20 @@ class Feeder:
        that rows are alike where one ends and the next begins.
     3. The executor gets rows while it holds fewer than its capacity.
     4. Results are given back. A row whose error may pass waits, and is put before all others then.
+       If the error lasts too long although other rows end well, it is the row's own.
     5. Once the input has ended, all rows that are left are one generation, which ascends.
 
     A row is overtaken by rows of its own generation only. The caller bounds how many wait here.
     """
 
-    def __init__(self, executor: Executor, retries: int) -> None:
+    def __init__(self, executor: Executor, policy: RetryPolicy) -> None:
         self.tries = 0
         """How often a row was tried again."""
         self._executor = executor
-        self._retries = retries
+        self._retry_policy = policy
+        self._last_trouble: JitneyError | None = None
+        self._last_good_at: float | None = None
+        """When a row last ended well, in monotonic seconds."""
         self._arrived: list[Item] = []
         """Rows that are in no generation yet."""
         self._generation: deque[Item] = deque()
@@ -67,6 +71,11 @@ class Feeder:
     def waiting(self) -> int:
         """Rows in line for the executor. Those that wait for another try do not count."""
         return self._waiting_rows
+
+    @property
+    def waits_for(self) -> JitneyError | None:
+        """The last error that rows wait for to pass. None if none does."""
+        return self._last_trouble if self._waiting_retries else None
 
     def add(self, item: Item) -> None:
         """Nothing else here has the same key."""
@@ -126,14 +135,30 @@ class Feeder:
         for key, result in self._executor.step():
             item = self._running.pop(key)
             self._running_rows -= len(item.rows)
-            if _may_pass(result) and item.tries < self._retries:
-                retry = _Retry(time.monotonic() + pause(item.tries), key, item)
-                heapq.heappush(self._waiting_retries, retry)
-                item.tries += 1
-                self.tries += 1
-            else:
+            now = time.monotonic()
+            if not isinstance(result, JitneyError):
+                self._last_good_at = now
+            if not may_pass(result):
                 ended.append((item, result))
+                continue
+            pause_s = self._retry_policy.pause_after(item.trouble, result, now)
+            if pause_s is None:
+                ended.append((item, self._final(item, result)))
+                continue
+            self._last_trouble = result
+            heapq.heappush(self._waiting_retries, _Retry(now + pause_s, key, item))
+            self.tries += 1
         return ended
+
+    def _final(self, item: Item, error: JitneyError) -> JitneyError:
+        """Whose fault an error is that has not passed: the row's, if other rows have ended well
+        since it came first, or if all others have ended."""
+        if not isinstance(error, UnavailableError) or self._last_good_at is None:
+            return error
+        assert item.trouble.since is not None, "it has failed"
+        if self._last_good_at > item.trouble.since or len(self) == 0:
+            return InvalidArgumentError(str(error))
+        return error
 
     def _begin_generation(self) -> None:
         is_descending = self._is_descending and not self._has_input_ended
@@ -146,8 +171,3 @@ class Feeder:
         if item.error is not None:
             return (0,)
         return (1, self._executor.rank(item.prepared, self._has_input_ended))
-
-
-def _may_pass(result: Any) -> bool:
-    """Whether a result is an error that another try may not meet."""
-    return isinstance(result, JitneyError) and result.code in ("UNAVAILABLE", "INTERNAL")

@@ -19,6 +19,7 @@ from jitney_jobs.delimiters import SAMPLE_BYTES, delimiter_of
 from jitney_jobs.encodings import Encoding
 from jitney_jobs.input_files import compression_of
 from jitney_jobs.journal import InputFile, Ranges
+from jitney_jobs.json_values import lines_or_values
 from jitney_jobs.rows import LINE, PATH, Unreadable
 
 READ_ERRORS = (OSError, pa.ArrowInvalid, csv.Error)
@@ -210,26 +211,21 @@ class _TextFile:
 
 
 def line_batches(raw: BinaryIO, file: InputFile, size: int, form: TextForm) -> Iterator[Batch]:
-    """Lines, in the column ``line``. A line of nothing but space is no row."""
+    """Lines, or values of JSON, in the column ``line``. A line of nothing but space is no row."""
     source = _TextFile(raw, file.path, form)
     taken: list[bytes] = []
     offsets: list[int] = []
     first = 0
-    offset = 0
     nbytes = 0
     replaced = 0
-    for line in source.text:
-        begin = offset
-        offset += len(line)
-        if not line.strip():
-            continue
-        line, count = form.encoding.replace(line)
+    for found in lines_or_values(source.text, file.path):
+        line, count = form.encoding.replace(found.text)
         replaced += count
         taken.append(line)
-        offsets.append(begin)
+        offsets.append(found.offset)
         nbytes += len(line)
         if len(taken) == size or nbytes >= _BATCH_BYTES:
-            share = source.share_read(file, offset)
+            share = source.share_read(file, found.offset + len(found.text))
             batch = _batch_of_lines(first, taken, offsets, nbytes, share)
             yield replace(batch, replaced=replaced)
             first += len(taken)

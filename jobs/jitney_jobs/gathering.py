@@ -5,12 +5,15 @@ This is the half of a run that is the same on this machine (``pipeline``) and on
 while the next part fills. So at most two parts are in memory.
 """
 
+import contextlib
 import signal
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,19 +21,27 @@ import msgspec
 import numpy as np
 from jitney.errors import CancelledError, InvalidArgumentError, JitneyError, UnavailableError
 
+from jitney_jobs.arrow import pa
+from jitney_jobs.column_names import result_names
 from jitney_jobs.columns import taken
 from jitney_jobs.failures import JobRefusedError, RequestError
-from jitney_jobs.job import Job, error_limit
+from jitney_jobs.job import Job
 from jitney_jobs.journal import End, Entry, JobJournal
 from jitney_jobs.onnx_executor import BlockResult
+from jitney_jobs.outcome import TooManyBadRows, error_limit
 from jitney_jobs.output import Ended, Output, write_errors
 from jitney_jobs.prepare import Item, MapResult, Task, in_background
 from jitney_jobs.rows import Chunk, RowId, reason
 from jitney_jobs.tensors import Tensors
+from jitney_jobs.watchdog import Watchdog
 
 _PART_BYTES = 32 << 20
 """A part is written when its rows have so many bytes in memory: columns of the input that are
 written, and the result's."""
+_RECENT_S = 300.0
+"""The rate of the last so many seconds tells when a job will end."""
+_SAMPLE_S = 2.0
+"""Between two samples for that rate."""
 
 
 class RunFigures(msgspec.Struct, kw_only=True):
@@ -99,7 +110,8 @@ class Gathering(ABC):
     """One run of a job: gathers ended rows into parts, and has the parts written."""
 
     def __init__(self, job: Job, journal: JobJournal, output: Output, task: Task) -> None:
-        output.set_columns(task.fields)
+        self._result_names = result_names(job, task.fields)
+        output.set_columns(task.fields and _renamed(task.fields, self._result_names))
         self._figures = RunFigures(moved_at=time.time())
         self._began = time.monotonic()
         self._cpu_began = time.process_time()
@@ -133,6 +145,10 @@ class Gathering(ABC):
         """Whether a part could not be written."""
         self.repeated: frozenset[RowId] = frozenset()
         """Rows that are bad, because they repeat the ``custom_id`` of an earlier one."""
+        self._samples: deque[tuple[float, int]] = deque()
+        """Seconds of this run and rows that had ended by then, of the last minutes."""
+        self._is_cut = False
+        """Whether rows were left out because of the setting ``limit``."""
 
     def run(
         self,
@@ -143,31 +159,47 @@ class Gathering(ABC):
         """Work until every row is in a committed part, or until SIGINT or SIGTERM; what is finished
         by then is committed. Returns whether the job is complete. ``on_progress`` is called with
         the figures often, and at the end. ``check_input`` is asked at the end how the input differs
-        from what was read. Raises InvalidArgumentError if too many rows are bad,
-        UnavailableError if input, model or output are away, CancelledError as soon as the job is
-        not ``wanted``."""
-        with StopSignals() as signals:
+        from what was read. A job with a ``limit`` ends with its first rows. Raises
+        TooManyBadRows, UnavailableError if input, model or output are away or nothing moves,
+        InvalidArgumentError if no file can be read, JobRefusedError, and CancelledError as soon as
+        the job is not ``wanted``."""
+        watchdog = Watchdog(self._job.watchdog_s)
+        with StopSignals() as signals, contextlib.closing(watchdog):
             try:
                 more = True
                 while more and not signals.is_stopped:
                     more = self._advance()
-                    self._check_bad_rows()
+                    self._check_bad_rows(has_ended=False)
                     if not wanted():
                         raise CancelledError("it was cancelled")
-                    on_progress(self._snapshot())
+                    self._sample()
+                    figures = self._snapshot()
+                    on_progress(figures)
+                    watchdog.check(figures)
                     self._commit_if_due()
             finally:
                 self._commit_rest()
         if signals.is_stopped:
             return False
-        self._check_bad_rows()
+        self._check_bad_rows(has_ended=True)
+        self._check_bad_files()
         with write_errors(self._job):
             self._output.remove_strays()  # of a run that still lived when this one took over
-        record = self._journal.record
-        rows = record.written + record.failed
-        self._note(End(at=time.time(), rows=rows, input_changes=check_input()))
+        if not self._is_cut:
+            record = self._journal.record
+            rows = record.written + record.failed
+            self._note(End(at=time.time(), rows=rows, input_changes=check_input()))
         on_progress(self._snapshot())
         return True
+
+    def take_news(self) -> str | None:
+        """What the user should know, and has not been told. For a run that waits for something."""
+        return None
+
+    @property
+    def columns(self) -> Sequence[str] | None:
+        """Columns of the input that the task reads. None: all."""
+        return self._task.columns
 
     @abstractmethod
     def _advance(self) -> bool:
@@ -225,17 +257,20 @@ class Gathering(ABC):
         if isinstance(result, JitneyError):
             return [self._bad(chunk, row, result) for row in item.rows]
         if isinstance(result, BlockResult):
-            return _ended_of_block(chunk, item.rows, result, self._task)
+            ended = _ended_of_block(chunk, item.rows, result, self._task)
+            return [self._with_names(rows) for rows in ended]
         rows = list(item.rows)
         if isinstance(result, MapResult):
             return [Ended(chunk, rows, results=[result], result_bytes=len(result.data))]
         try:
             given = chunk.given(rows[0]) if chunk.format == "openai" else {}
-            values = self._task.finish(given, result)
+            finished = self._task.finish(given, result)
         except RequestError as error:
             return [self._bad(chunk, rows[0], error)]
         except Exception as error:  # a result may be anything
             return [self._bad(chunk, rows[0], InvalidArgumentError(reason(error)))]
+        names = self._result_names
+        values = {names.get(name, name): value for name, value in finished.items()}
         return [Ended(chunk, rows, results=[values], result_bytes=_size_of(values))]
 
     def _bad(self, chunk: Chunk, row: int, error: JitneyError) -> Ended:
@@ -246,6 +281,14 @@ class Gathering(ABC):
 
             answer = failure_of_line(chunk.line_values(row), error)
         return Ended(chunk, [row], error=reason(error), answer=answer)
+
+    def _with_names(self, ended: Ended) -> Ended:
+        """With the result's columns called as the job says."""
+        columns = ended.columns
+        if columns is None:
+            return ended
+        renamed = columns.rename_columns([self._result_names[n] for n in columns.schema.names])
+        return replace(ended, columns=renamed)
 
     def _add_all_to_part(self, ended: list[Ended]) -> None:
         for rows in ended:
@@ -326,21 +369,52 @@ class Gathering(ABC):
         with write_errors(self._job):
             self._journal.append(entry)
 
-    def _check_bad_rows(self) -> None:
-        """Raise InvalidArgumentError if too many rows are bad."""
+    def _check_bad_rows(self, has_ended: bool) -> None:
+        """Raise TooManyBadRows if there are. ``has_ended``: no more rows come."""
         bad = self._bad_before + self._figures.bad + self._output.misfits
         done = self._done_before + self._figures.done
-        if not self._error_limit.is_exceeded(bad, done):
+        total = done if has_ended else self._journal.record.total
+        known = self._known_rows(done) if total is None else total
+        if not self._error_limit.is_exceeded(bad, known, all_known=total is not None):
             return
         last = self._output.last_bad
         if last is None and self._last_bad is not None:
             bad_rows = self._last_bad
             last = self._output.bad_row(bad_rows.chunk, bad_rows.rows[-1], str(bad_rows.error))
         example = f"; one is row {last.row} of {last.file}: {last.error}" if last else ""
-        raise InvalidArgumentError(
+        raise TooManyBadRows(
             f"{bad:,} of {done:,} rows are bad, more than max_errors "
             f"({self._job.max_errors}) allows{example}"
         )
+
+    def _known_rows(self, done: int) -> float:
+        """Rows of the input, as its size lets expect; at least those that have ended."""
+        position = self._figures.position
+        if not position:
+            return done
+        expected = (self._done_before + self._figures.taken) / position
+        if self._job.limit is not None:
+            expected = min(expected, self._job.limit)
+        return max(done, expected)
+
+    def _check_bad_files(self) -> None:
+        """Raise InvalidArgumentError if no file could be read."""
+        record = self._journal.record
+        assert record.begin is not None, "the job has begun"
+        reasons = list(record.bad_files.values())
+        if reasons and len(reasons) == len(record.begin.files) and not record.written:
+            more = f"; so are all {len(reasons):,} files" if len(reasons) > 1 else ""
+            raise InvalidArgumentError(f"{reasons[0]}{more}")
+
+    def _sample(self) -> None:
+        """Note how far the run is, now and then."""
+        seconds = time.monotonic() - self._began
+        samples = self._samples
+        if samples and seconds - samples[-1][0] < _SAMPLE_S:
+            return
+        samples.append((seconds, self._figures.done))
+        while samples[0][0] < seconds - _RECENT_S:
+            samples.popleft()
 
     def _snapshot(self) -> dict[str, float]:
         """The figures of this run so far, as the journal has them: those of :class:`RunFigures`,
@@ -348,6 +422,7 @@ class Gathering(ABC):
         - ``run``: the number of its first part;
         - ``cpu_s``: CPU seconds of all processes; on a cluster without those that read and prepare;
         - ``seconds``, ``at``: how long the run has taken, and when that was;
+        - ``recent_s``, ``recent_done``: the last minutes, and the rows that ended in them;
         - and those of the executor.
         """
         figures = self._figures.to_dict()
@@ -357,7 +432,16 @@ class Gathering(ABC):
         figures["cpu_s"] = time.process_time() - self._cpu_began
         figures["seconds"] = time.monotonic() - self._began
         figures["at"] = time.time()
+        if self._samples:
+            began_s, done = self._samples[0]
+            figures["recent_s"] = figures["seconds"] - began_s
+            figures["recent_done"] = figures["done"] - done
         return figures
+
+
+def _renamed(fields: pa.Schema, names: dict[str, str]) -> pa.Schema:
+    renamed = [field.with_name(names[field.name]) for field in fields]
+    return pa.schema(renamed, fields.metadata)
 
 
 def _ended_of_block(

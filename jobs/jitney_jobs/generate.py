@@ -26,6 +26,7 @@ from jitney.text.intake import encode_chat, encode_client_bytes, encode_prompt
 from jitney.text.tokenizer import Tokenizer, TokenizerData
 
 from jitney_jobs.arrow import pa
+from jitney_jobs.column_names import FIELD
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.job import Job, make_job
 from jitney_jobs.journal import Record
@@ -33,9 +34,6 @@ from jitney_jobs.logprobs import COLUMNS, Positions, column_value, logprob_colum
 from jitney_jobs.rows import Chunk, RowValues, column_of, columns_named, reason
 from jitney_jobs.storage import Storage
 from jitney_jobs.tensors import Arrays
-
-_FIELD = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
-"""In a prompt's text: a doubled brace, which stands for one, or a column's name in braces."""
 
 
 class LanguageModel(msgspec.Struct, frozen=True):
@@ -142,7 +140,7 @@ def prompt_lengths(source: str, column: str, model: str) -> list[int]:
 
     # Nothing is written, but a job must have an output outside of its input.
     settings = {"input": source, "output": os.devnull, "model": model, "column": column}
-    job = make_job(settings)
+    job = make_job({**settings, "skip_bad_files": False})
     tokenizer = Tokenizer.load(resolve_model(model))
     storage = Storage(job)
     lengths = []
@@ -204,6 +202,13 @@ def _text_array(text: bytes) -> np.ndarray:
     return np.array([text], np.object_)
 
 
+def check_settings(job: Job) -> None:
+    """The prompt and the parameters that all rows have. Raises InvalidArgumentError."""
+    if job.task == "generate" and job.input_format != "openai":
+        _make_prompt(job)
+        _make_params(job)
+
+
 def fixed_params(job: Job) -> dict[str, Any]:
     """The parameters of all rows."""
     if job.max_tokens is None:
@@ -234,7 +239,7 @@ def columns_of_prompt(job: Job) -> list[str]:
     if job.template is not None:
         names += jinja2.meta.find_undeclared_variables(_parsed(job.template))
     elif job.prompt is not None:
-        names += [match[1] for match in _FIELD.finditer(job.prompt) if match[1] is not None]
+        names += [match[1] for match in FIELD.finditer(job.prompt) if match[1] is not None]
     else:
         names.append(job.column)
     return columns_named(names)
@@ -269,4 +274,4 @@ def _filled(text: str, row: RowValues) -> str:
             return match[0][0]  # ``{{`` or ``}}`` is one brace
         return str(column_of(row, column))
 
-    return _FIELD.sub(value, text)
+    return FIELD.sub(value, text)

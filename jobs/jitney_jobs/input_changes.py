@@ -99,7 +99,7 @@ def input_changes(
             changes.append(InputChange(ChangeKind.GONE, index, file, None))
         elif (there.size, there.changed) != (file.size, file.changed):
             kind = _kind_of(fs, file, there, are_lines)
-            if kind is ChangeKind.REPLACED:
+            if kind in (ChangeKind.REPLACED, ChangeKind.GROWN):
                 (there,) = with_digests(fs, [there])
             changes.append(InputChange(kind, index, file, there))
     changes += [

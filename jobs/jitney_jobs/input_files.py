@@ -5,7 +5,8 @@ that the names of their folders state.
 import fnmatch
 import posixpath
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from jitney.errors import InvalidArgumentError
@@ -31,6 +32,8 @@ class Found(NamedTuple):
     base: str
     """The folder that was searched. If the path is that of one file, the path."""
     files: list[pafs.FileInfo]
+    hidden: int = 0
+    """Files whose names, or those of their folders, begin with ``_`` or ``.``."""
 
 
 def find_files(fs: pafs.FileSystem, path: str) -> Found:
@@ -51,12 +54,34 @@ def find_files(fs: pafs.FileSystem, path: str) -> Found:
     except FileNotFoundError:
         raise InvalidArgumentError(f"input {path} is not there") from None
     found = []
+    hidden = 0
     for info in infos:
         is_file = info.type == pafs.FileType.File
         is_meant = glob is None or _matches(info.path, glob)
-        if is_file and is_meant and not _is_hidden(info.path.removeprefix(base)):
+        if not is_file or not is_meant:
+            continue
+        if _is_hidden(info.path.removeprefix(base)):
+            hidden += 1
+        else:
             found.append(info)
-    return Found(base, found)
+    return Found(base, found, hidden)
+
+
+def kinds_of(files: Iterable["HasPath"]) -> dict[str, int]:
+    """Kinds of files, by their names, with counts: ``.parquet``, ``.csv.gz``."""
+    kinds: Counter[str] = Counter()
+    for info in files:
+        name, suffix = posixpath.splitext(posixpath.basename(info.path).lower())
+        if suffix in _COMPRESSED:
+            suffix = posixpath.splitext(name)[1] + suffix
+        kinds[suffix or "without a suffix"] += 1
+    return dict(kinds)
+
+
+def kinds_text(kinds: Mapping[str, int]) -> str:
+    """``3 .parquet, 1 .csv``: the most frequent first."""
+    most_first = sorted(kinds.items(), key=lambda kind: -kind[1])
+    return ", ".join(f"{count:,} {kind}" for kind, count in most_first)
 
 
 def folder_of_glob(path: str) -> str:
@@ -91,7 +116,10 @@ def common_format(source: str, found: Sequence[HasPath]) -> InputFormat:
         assert format is not None
         return format
     known = ", ".join(sorted(map(str, formats))) or "no known kind"
-    raise InvalidArgumentError(f"input {source} has files of {known}: name input_format")
+    there = kinds_text(kinds_of(found)) or "no files"
+    raise InvalidArgumentError(
+        f"input {source} has files of {known}: name input_format; there are {there}"
+    )
 
 
 def format_of(path: str) -> InputFormat | None:

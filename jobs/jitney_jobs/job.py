@@ -5,8 +5,7 @@ Each field's bound and help stand with it; the command line is made from them (`
 
 import os
 import re
-from dataclasses import dataclass
-from datetime import datetime, timedelta
+import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,15 +17,12 @@ from msgspec import Meta
 from jitney_jobs.addresses import errors_without_keys, without_keys
 from jitney_jobs.delimiters import check_delimiter
 from jitney_jobs.encodings import DecodeErrors, Encoding
+from jitney_jobs.outcome import RetryPolicy, error_limit
+from jitney_jobs.times import date_text, due_at, seconds_of, with_zone
 
-_UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
-STOPPED = 130
-"""The exit status that shells expect of an interrupted command."""
-LATE = 4
-"""The exit status of a job that is complete, but later than it was to be."""
-_ROWS_OF_A_SHARE = 100
-"""Rows that must have ended before a share of bad ones can end the job."""
 _CLOCK_TIME = "a clock time of this machine, such as 06:00"
+_RUN_NAME = re.compile(r"[\w.+:-]+")
+_PATHS_WITH_PLACEHOLDERS = ("input", "more_inputs", "output", "journal")
 Count = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -49,7 +45,12 @@ CHANGEABLE = frozenset(
         "workers",
         "retries",
         "patience",
+        "row_timeout",
+        "watchdog",
         "max_errors",
+        "skip_bad_files",
+        "limit",
+        "run",
         "batch_size",
         "server",
         "at_once",
@@ -120,6 +121,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         str | None, "Of CSV: a character, or tab. Default: as the first records show."
     ] = None
     output_format: Annotated[OutputFormat, "auto: jsonl for input in lines, else parquet."] = "auto"
+    output_column: Annotated[
+        str | None, "Name of the result's column; its other columns begin with NAME_."
+    ] = None
     keep: Annotated[list[str] | None, "Write only this column of the input; several times."] = None
     partition_by: Annotated[
         list[str], "Divide Parquet into folders by this column; several times."
@@ -160,13 +164,26 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     part_seconds: Annotated[Seconds, "Commit after so long, even if a part is small."] = 60.0
     in_flight: Annotated[Count, "Most rows between reading and writing."] = 8192
     workers: Annotated[NonNegative | None, "Worker processes. Default: half the cores."] = None
-    retries: Annotated[NonNegative, "How often a transient error is tried again."] = 3
-    patience: Annotated[str, "How long a server that is away or busy is asked again: 10m."] = "10m"
+    patience: Annotated[str, "How long an error that may pass is tried again: 30s, 10m, 4h."] = (
+        "10m"
+    )
+    retries: Annotated[NonNegative, "How often a fault that may be the row's is tried again."] = 3
+    row_timeout: Annotated[
+        Seconds | None, "Seconds after which a row that does not end is bad."
+    ] = None
+    watchdog: Annotated[str, "End the job if nothing moves for so long: 30m, 4h."] = "1h"
     max_errors: Annotated[str | int | float, "Bad rows that end the job: a number or share."] = (
         "10%"
     )
+    skip_bad_files: Annotated[bool, "Go on without files that cannot be read, and list them."] = (
+        True
+    )
+    limit: Annotated[Count | None, "Do the first rows only. Without it the job goes on."] = None
 
-    finish_by: Annotated[str | int | None, "Clock time, 06:00, after which the job is late."] = None
+    run: Annotated[str | None, "What {run} means in input, output and journal."] = None
+    finish_by: Annotated[
+        str | int | None, "Clock time, 06:00 or 06:00 Europe/Zurich, after which the job is late."
+    ] = None
     within: Annotated[str | None, "Time, 4h or 1h30m, after which the job is late."] = None
     metrics_port: Annotated[Port | None, "Serve metrics there while it runs; 0: any port."] = None
     metrics_host: Annotated[str, "Address for that; 0.0.0.0 for all networks."] = "127.0.0.1"
@@ -183,40 +200,17 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         fields = msgspec.to_builtins(self)
         return {name: value for name, value in fields.items() if name not in CHANGEABLE}
 
+    @property
+    def patience_s(self) -> float:
+        return seconds_of("patience", self.patience)
 
-@dataclass(frozen=True)
-class ErrorLimit:
-    """How many rows of a job may be bad: a number, or a share of the rows that have ended."""
+    def make_retry_policy(self) -> RetryPolicy:
+        """For the passing errors of one run."""
+        return RetryPolicy(self.patience_s, self.retries)
 
-    rows: int | None = None
-    share: float | None = None
-
-    def is_exceeded(self, bad: int, ended: int) -> bool:
-        """``ended``: rows that have ended, the bad ones among them."""
-        if self.rows is not None:
-            return bad > self.rows
-        assert self.share is not None, "a limit is a number or a share"
-        return ended >= _ROWS_OF_A_SHARE and bad > self.share * ended
-
-
-def error_limit(max_errors: str | float) -> ErrorLimit:
-    """The setting ``max_errors``. Raises InvalidArgumentError."""
-    text = str(max_errors)
-    refusal = InvalidArgumentError.of("max_errors", text, "a number, or a share from 0 to 100%")
-    try:
-        if text.endswith("%"):
-            limit = ErrorLimit(share=float(text.rstrip("%")) / 100)
-        elif "." in text or "e" in text:  # a small share may be written as 1e-05
-            limit = ErrorLimit(share=float(text))
-        else:
-            limit = ErrorLimit(rows=int(text))
-    except ValueError:
-        raise refusal from None
-    if limit.share is not None and not 0 <= limit.share <= 1:
-        raise refusal
-    if limit.rows is not None and limit.rows < 0:
-        raise refusal
-    return limit
+    @property
+    def watchdog_s(self) -> float:
+        return seconds_of("watchdog", self.watchdog)
 
 
 @errors_without_keys()
@@ -224,7 +218,7 @@ def make_job(settings: dict[str, Any]) -> Job:
     """Check settings. Raises InvalidArgumentError that names the field, the value and the bound."""
     settings = _with_one_input(settings)
     _check_names(settings)
-    job = _converted(_decoded(settings))
+    job = _converted(_decoded(_with_filled_paths(settings)))
     job = msgspec.structs.replace(job, **_absolute_paths(job), **_contents_of_files(job))
     if job.input_format == "openai":
         job = msgspec.structs.replace(job, keep=[])  # the result is a whole line
@@ -232,9 +226,36 @@ def make_job(settings: dict[str, Any]) -> Job:
     if isinstance(job.finish_by, int):
         raise InvalidArgumentError.of("finish_by", job.finish_by, _CLOCK_TIME)
     due_at(job.finish_by, job.within, 0.0)
+    if job.finish_by is not None:
+        job = msgspec.structs.replace(job, finish_by=with_zone(job.finish_by))
     seconds_of("patience", job.patience)
+    seconds_of("watchdog", job.watchdog, least_s=1.0)
     _check_together(job)
     return job
+
+
+def _with_filled_paths(settings: dict[str, Any]) -> dict[str, Any]:
+    """With the date of today for ``{date}`` in paths, and the setting ``run`` for ``{run}``. Raises
+    InvalidArgumentError."""
+    run = settings.get("run")
+    if run is not None and _RUN_NAME.fullmatch(str(run)) is None:
+        raise InvalidArgumentError.of("run", run, "a name of letters, digits and any of .+:_-")
+    filled = dict(settings)
+    for name in _PATHS_WITH_PLACEHOLDERS:
+        given = settings.get(name)
+        if isinstance(given, str):
+            filled[name] = _filled(name, given, run)
+        elif isinstance(given, list):
+            filled[name] = [_filled(name, path, run) for path in given]
+    return filled
+
+
+def _filled(name: str, path: Any, run: Any) -> Any:
+    if not isinstance(path, str):
+        return path
+    if "{run}" in path and run is None:
+        raise InvalidArgumentError(f"{name} has {{run}}: name this run with the setting run")
+    return path.replace("{run}", str(run)).replace("{date}", date_text(time.time()))
 
 
 def _with_one_input(settings: dict[str, Any]) -> dict[str, Any]:
@@ -344,6 +365,11 @@ def _check_together(job: Job) -> None:
     if job.truncate == "chunk-mean" and job.task != "embed":
         bound = f"end or error for task {job.task}: only the vectors of embed have a mean"
         raise InvalidArgumentError.of("truncate", job.truncate, bound)
+    if job.output_column is not None and (job.task == "map" or is_openai):
+        what = "openai lines" if is_openai else "task map"
+        raise InvalidArgumentError(f"setting output_column is not for {what}")
+    if job.limit is not None and job.ray is not None:
+        raise InvalidArgumentError("settings limit and ray exclude each other")
     if job.output_format == "parquet" and is_openai:
         raise InvalidArgumentError.of("output_format", "parquet", "jsonl for openai lines")
     if is_openai and job.task not in ("generate", "embed", "map"):
@@ -354,38 +380,6 @@ def _check_together(job: Job) -> None:
         if is_url != needs_url:
             bound = "HOST:PORT, or http://HOST:PORT for openai lines and no others"
             raise InvalidArgumentError.of("server", job.server, bound)
-
-
-def seconds_of(name: str, text: str) -> float:
-    """The time that a setting states, such as 90m. Raises InvalidArgumentError."""
-    pieces = re.findall(r"(\d+(?:\.\d+)?)([dhms])", text)
-    seconds = sum(float(number) * _UNITS[unit] for number, unit in pieces)
-    if "".join(number + unit for number, unit in pieces) != text or not 0 < seconds <= 1e9:
-        raise InvalidArgumentError.of(name, text, "a time such as 4h, 90m or 1h30m")
-    return seconds
-
-
-def due_at(finish_by: str | int | None, within: str | None, now: float) -> float | None:
-    """When the job is to end; times in seconds since 1970. A clock time that has passed today means
-    tomorrow's. Raises InvalidArgumentError.
-
-    ``finish_by`` is a number of minutes only in journals of earlier versions: YAML took 16:00 for
-    960, which :func:`read_job` prevents.
-    """
-    if within is not None:
-        return now + seconds_of("within", within)
-    if finish_by is None:
-        return None
-    if isinstance(finish_by, int):
-        finish_by = f"{finish_by // 60}:{finish_by % 60:02}"
-    try:
-        clock = datetime.strptime(finish_by, "%H:%M").time()
-    except ValueError:
-        raise InvalidArgumentError.of("finish_by", finish_by, _CLOCK_TIME) from None
-    due = datetime.combine(datetime.fromtimestamp(now).date(), clock)
-    if due.timestamp() <= now:
-        due += timedelta(days=1)
-    return due.timestamp()
 
 
 def read_job(path: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ name. It is a file in the folder ``_job`` of the output, or in a folder that the
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from jitney_jobs.addresses import without_keys
 from jitney_jobs.fingerprints import print_differences
 from jitney_jobs.job import Job, differences, job_without_keys
 from jitney_jobs.journal_entries import (
+    ERRORS,
     VERSION,
     Again,
     Begin,
@@ -30,11 +31,13 @@ from jitney_jobs.journal_entries import (
     InputNow,
     Interval,
     OutputPart,
+    Reopened,
 )
 from jitney_jobs.journal_file import JournalFile, sync
 from jitney_jobs.journal_record import REPLACE, Ranges, Record
 
 __all__ = [
+    "ERRORS",
     "Begin",
     "End",
     "Entry",
@@ -84,12 +87,14 @@ class _Store(Protocol):
 class JobJournal:
     """The journal, open for one run."""
 
-    def __init__(self, job: Job) -> None:
-        """Exclude other runs, and read what is there. Raises UnavailableError if another run writes
+    def __init__(self, job: Job, retries_bad: bool = False) -> None:
+        """Exclude other runs, and read what is there. ``retries_bad``: this run does again what is
+        bad, also of a job that is complete. Raises UnavailableError if another run writes
         to this output or this journal; InvalidArgumentError for a journal that is damaged; OSError
         if the storage fails."""
         self._owner = job_without_keys(job).output if job.journal is None else job.journal
         """What the journal is called in errors."""
+        self._retries_bad = retries_bad
         self._writing = threading.Lock()
         self._folder = _local_folder(job.output, job.journal)
         self._store: _Store
@@ -98,7 +103,7 @@ class JobJournal:
         else:
             from jitney_jobs.journal_objects import JournalObjects  # boto3 may be missing
 
-            self._store = JournalObjects(job)
+            self._store = JournalObjects(job, retries_bad)
 
     @property
     def record(self) -> Record:
@@ -112,11 +117,13 @@ class JobJournal:
         files_are_rows: bool,
         prints: dict[str, str] | None = None,
         look_ahead: Callable[[], bytes | None] = lambda: None,
+        passed_over: dict[str, int] | None = None,
     ) -> None:
         """Note the job, or check that the one that is there is the same. Raises
-        InvalidArgumentError that says what differs, if any row is committed. If none is, the
+        InvalidArgumentError that says what differs, if any good row is committed. If none is, the
         journal begins anew. ``prints``: of ``fingerprints.py``. ``look_ahead`` gives the input's
-        schema; it is called where the journal begins, and may raise."""
+        schema; it is called where the journal begins, and may raise. ``passed_over``: as in
+        :class:`Begin`."""
         prints = prints or {}
         begin = self.record.begin
         id = secrets.token_hex(8) if begin is None else begin.id
@@ -125,8 +132,17 @@ class JobJournal:
         # What one run accepted, a run that resumes the job has not accepted.
         job = msgspec.structs.replace(job_without_keys(job), accept_changes=False)
         entry = None
-        if begin is None or not self.record.parts:
-            entry = Begin(VERSION, job, files, files_are_rows, time.time(), prints, id)
+        if begin is None or not self.record.written:
+            entry = Begin(
+                version=VERSION,
+                job=job,
+                files=files,
+                files_are_rows=files_are_rows,
+                at=time.time(),
+                prints=prints,
+                id=id,
+                passed_over=passed_over or {},
+            )
             if begin is None or not _is_same(begin, entry):
                 entry = msgspec.structs.replace(entry, schema=look_ahead())
         if self._folder is not None and _is_s3(job.output):
@@ -136,7 +152,7 @@ class JobJournal:
         if entry is not None:
             self._begin(entry)
             return
-        assert begin is not None, "parts are committed"
+        assert begin is not None, "rows are committed"
         changes = differences(job_without_keys(begin.job), job)
         # Journals of version 2 have no fingerprints.
         changes_of_model = print_differences(begin.prints, prints) if begin.prints else []
@@ -147,7 +163,8 @@ class JobJournal:
             more = len(changes) - _MOST_SHOWN
             text += f"; and {more:,} more" if more > 0 else ""
             raise InvalidArgumentError(f"{self._owner} holds another job: {text}")
-        if self.record.end is None and (job != begin.job or changes_of_model):
+        goes_on = self.record.end is None or self.reopens
+        if goes_on and (job != begin.job or changes_of_model):
             self.append(Again(job, prints, time.time()))
 
     def _begin(self, entry: Begin) -> None:
@@ -159,6 +176,16 @@ class JobJournal:
                 return
             self._store.restart()
         self.append(entry)
+
+    @property
+    def reopens(self) -> bool:
+        """Whether this run is to do again what is bad, and anything is."""
+        return self._retries_bad and self.record.has_bad
+
+    def reopen_bad(self, rows: Iterable[Interval]) -> None:
+        """Have the bad rows, and the files that could not be read, done again. ``rows``: those that
+        the error files list. For use before the run begins to read."""
+        self.append(Reopened(Ranges(rows).intervals))
 
     def append(self, entry: Entry) -> None:
         """For any thread. Returns when the entry is there for good. After an OSError nothing of it
@@ -189,7 +216,9 @@ class JobJournal:
 
 def _is_same(before: Begin, entry: Begin) -> bool:
     """Whether the journal can go on with its first line. Its schema is that of the same files."""
-    now = msgspec.structs.replace(entry, at=before.at, schema=before.schema)
+    now = msgspec.structs.replace(
+        entry, at=before.at, schema=before.schema, passed_over=before.passed_over
+    )
     return before == now
 
 

@@ -12,6 +12,8 @@ import msgspec
 from jitney_jobs.job import Job
 
 VERSION = 3
+ERRORS = "_errors"
+"""Folder of the bad rows: readers of data sets pass over names that begin so."""
 READ_VERSIONS = (2, VERSION)
 _CRC_OPENS = b',"crc":"'
 _CRC_CLOSES = b'"}\n'
@@ -54,6 +56,8 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     schema: bytes | None = None
     """The input's columns with the types that all of its files get, as Arrow serializes them. None
     if its lines are written as they came, and in journals of earlier versions."""
+    passed_over: dict[str, int] = {}
+    """Kinds of files below the input that are not read, with counts."""
 
 
 class Again(msgspec.Struct, frozen=True, tag="again"):
@@ -65,17 +69,20 @@ class Again(msgspec.Struct, frozen=True, tag="again"):
 
 
 class InputNow(msgspec.Struct, frozen=True, tag="input"):
-    """A file of the input was replaced before any of its rows was committed. ``index``: its own."""
+    """A file of the input was replaced before any of its rows was committed, or since it was found
+    to be damaged. ``index``: its own."""
 
     index: int
     file: InputFile
 
 
-class FileRows(msgspec.Struct, frozen=True, tag="file"):
-    """A file of the input was read to its end. ``file`` is its index."""
+class FileRows(msgspec.Struct, frozen=True, tag="file", omit_defaults=True):
+    """A file of the input was read to its end, or as far as it can be. ``file`` is its index."""
 
     file: int
     row_count: int = msgspec.field(name="rows")
+    why_bad: str | None = None
+    """Why it cannot be read any further."""
 
 
 class OutputPart(msgspec.Struct, frozen=True, tag="part"):
@@ -102,6 +109,14 @@ class End(msgspec.Struct, frozen=True, tag="end"):
     """Rows of all parts then. None in journals of version 2."""
     input_changes: list[str] = []
     """How the input then differed from the list in :class:`Begin`."""
+
+
+class Reopened(msgspec.Struct, frozen=True, tag="reopened"):
+    """The bad rows of all parts so far, and the bad files, are done again. Error files of these
+    parts count no more."""
+
+    intervals: list[Interval] = msgspec.field(name="rows")
+    """The bad rows."""
 
 
 class Claim(msgspec.Struct, frozen=True, tag="claim"):
@@ -135,7 +150,9 @@ class Elsewhere(msgspec.Struct, frozen=True, tag="elsewhere"):
     """Its folder and machine, for people."""
 
 
-Entry = Begin | Again | InputNow | FileRows | OutputPart | End | Claim | Released | Elsewhere
+Entry = (
+    Begin | Again | InputNow | FileRows | OutputPart | End | Reopened | Claim | Released | Elsewhere
+)
 """A line of the journal."""
 _DECODER = msgspec.json.Decoder(Entry)
 

@@ -49,8 +49,9 @@ class TakenOverError(UnavailableError):
 class JournalObjects:
     """The journal's objects, open for one run, which has claimed the job."""
 
-    def __init__(self, job: Job) -> None:
-        """Read what is there, and claim the job unless it is complete. Raises UnavailableError if
+    def __init__(self, job: Job, retries_bad: bool = False) -> None:
+        """Read what is there, and claim the job unless it is complete. It is not if this run
+        ``retries_bad`` rows or files, and there are some. Raises UnavailableError if
         another run writes, InvalidArgumentError for a journal that is damaged, and OSError."""
         self._objects = Objects(job.output, job.retries)
         self._token = secrets.token_hex(8)
@@ -69,8 +70,8 @@ class JournalObjects:
                 f"the journal of {self._objects.address} is {self.record.elsewhere.place}: name "
                 "that folder as journal"
             )
-        is_complete = self.record.end is not None and self.record.parts
-        if not is_complete:
+        is_complete = self.record.end is not None and self.record.written > 0
+        if not is_complete or (retries_bad and self.record.has_bad):
             self._claim()
 
     @property

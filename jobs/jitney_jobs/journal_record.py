@@ -6,6 +6,7 @@ parts before it. So a journal that was damaged is refused instead of losing or d
 
 import sys
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
@@ -13,8 +14,9 @@ from typing import BinaryIO
 import msgspec
 from jitney.errors import InvalidArgumentError
 
-from jitney_jobs.job import Job, due_at
+from jitney_jobs.job import Job
 from jitney_jobs.journal_entries import (
+    ERRORS,
     READ_VERSIONS,
     VERSION,
     Again,
@@ -29,8 +31,10 @@ from jitney_jobs.journal_entries import (
     Interval,
     OutputPart,
     Released,
+    Reopened,
     decode,
 )
+from jitney_jobs.times import due_at
 
 MANY = 1 << 17
 """While a journal is read, its intervals of rows are gathered in a list. Whenever the list has so
@@ -65,6 +69,25 @@ class Ranges:
             self.twice = interval._replace(end=min(last.end, interval.end))
         self.intervals[-1] = last._replace(end=max(last.end, interval.end))
 
+    def without(self, taken: Iterable[Interval]) -> "Ranges":
+        """These rows, but for ``taken``, whose intervals are disjoint."""
+        left: list[Interval] = []
+        rest = deque(sorted(taken))
+        for interval in self.intervals:
+            first = interval.first
+            while rest and rest[0] < (interval.file, interval.end, 0):
+                hole = rest[0]
+                if hole.file == interval.file and hole.end > first:
+                    if hole.first > first:
+                        left.append(Interval(interval.file, first, hole.first))
+                    first = hole.end
+                    if hole.end > interval.end:
+                        break  # it goes on in the next interval
+                rest.popleft()
+            if first < interval.end:
+                left.append(Interval(interval.file, first, interval.end))
+        return Ranges(left)
+
     def covers(self, file: int, first: int, end: int) -> bool:
         """Whether every row of [first, end) is here."""
         if first >= end:
@@ -89,6 +112,11 @@ class Ranges:
         return index < len(self.intervals) and self.intervals[index].file == file
 
 
+def _without_errors(part: OutputPart) -> OutputPart:
+    files = {name: size for name, size in part.files.items() if not name.startswith(ERRORS)}
+    return msgspec.structs.replace(part, files=files, failed=0)
+
+
 class Record:
     """What a journal says."""
 
@@ -101,7 +129,10 @@ class Record:
         self.begin: Begin | None = None
         """With the settings and the files as later runs have noted them."""
         self.row_counts: dict[int, int] = {}
-        """Rows of each file that was read to its end, by the file's index."""
+        """Rows of each file that was read to its end, by the file's index; of a bad file those that
+        are known."""
+        self.bad_files: dict[int, str] = {}
+        """Why files cannot be read to their end, by the file's index."""
         self.schema: bytes | None = None
         self.parts: list[OutputPart] = []
         """Without their intervals, of which there may be as many as rows."""
@@ -139,8 +170,12 @@ class Record:
             case InputNow() if self.begin is not None:
                 self.begin.files[entry.index] = entry.file
                 self.row_counts.pop(entry.index, None)
+                self.bad_files.pop(entry.index, None)
             case FileRows():
                 self.row_counts[entry.file] = entry.row_count
+                self.bad_files.pop(entry.file, None)
+                if entry.why_bad is not None:
+                    self.bad_files[entry.file] = entry.why_bad
             case OutputPart():
                 self.parts.append(msgspec.structs.replace(entry, intervals=[]))
                 self.written += entry.written
@@ -148,6 +183,8 @@ class Record:
                 self.schema = self.schema or entry.schema
             case End():
                 self.end = entry
+            case Reopened():
+                self._reopen(entry)
             case Claim():
                 self.claim = entry
             case Released() if self.claim is not None and self.claim.token == entry.token:
@@ -161,16 +198,36 @@ class Record:
             raise InvalidArgumentError(
                 f"the journal in {self.where} is of version {entry.version}, {bound}"
             )
-        # On object storage a job that has written nothing begins anew behind what was there.
+        # On object storage a job that has written no good row begins anew behind what was there.
         self.begin = entry
         self.row_counts = {}
+        self.bad_files = {}
+        self.schema = None
+        self.parts = []
+        self.failed = 0
+        self.done = Ranges()
         self.end = None
+
+    def _reopen(self, entry: Reopened) -> None:
+        """Forget that rows and files are bad. The rows of a bad file are not all known."""
+        self.end = None
+        self.failed = 0
+        self.parts = [_without_errors(part) for part in self.parts]
+        self.done = self.done.without(entry.intervals)
+        for file in self.bad_files:
+            del self.row_counts[file]
+        self.bad_files = {}
+
+    @property
+    def has_bad(self) -> bool:
+        """Whether rows or files are bad."""
+        return self.failed > 0 or bool(self.bad_files)
 
     @property
     def listed_files(self) -> list[InputFile] | None:
-        """The input of the job that must go on. None if nothing is committed: then the job may
+        """The input of the job that must go on. None if no good row is committed: then the job may
         begin anew."""
-        return self.begin.files if self.begin is not None and self.parts else None
+        return self.begin.files if self.begin is not None and self.written else None
 
     def is_done(self, file: int) -> bool:
         """Whether all rows of a file were committed when the journal was read."""
@@ -240,10 +297,14 @@ class RecordReader:
         except ValueError as error:
             raise self._damaged(where, str(error)) from None
         self._record.apply(entry)
-        if isinstance(entry, OutputPart):
+        if isinstance(entry, Begin):
+            self._intervals = []
+        elif isinstance(entry, OutputPart):
             self._intervals += entry.intervals
-            if len(self._intervals) >= MANY:
-                self._intervals = self._joined().intervals
+        elif isinstance(entry, Reopened):
+            self._intervals = self._joined().without(entry.intervals).intervals
+        if len(self._intervals) >= MANY:
+            self._intervals = self._joined().intervals
 
     def finish(self) -> None:
         """All lines were read. Raises InvalidArgumentError if the parts do not fit together."""
@@ -275,7 +336,7 @@ class RecordReader:
         if not has_checksum and (begin is None or begin.version == VERSION):
             raise ValueError("it has no checksum")
         if isinstance(entry, Begin):
-            if record.parts:
+            if record.written:
                 raise ValueError("a second job begins there")
         elif isinstance(entry, Claim | Released | Elsewhere):
             pass
@@ -286,23 +347,32 @@ class RecordReader:
         elif isinstance(entry, FileRows):
             self._check_file(entry.file)
             before = record.row_counts.get(entry.file, entry.row_count)
+            if entry.why_bad is not None or entry.file in record.bad_files:
+                before = entry.row_count  # how far a damaged file is read may differ
             if entry.row_count < 0 or before != entry.row_count:
                 raise ValueError(f"{entry.row_count:,} rows are noted, and {before:,} before")
         elif isinstance(entry, OutputPart):
             self._check_part(entry)
+        elif isinstance(entry, Reopened):
+            self._rows_of(entry.intervals)
 
     def _check_part(self, part: OutputPart) -> None:
         if part.number < self._record.next_number:
             raise ValueError(f"part {part.number} comes after part {self._record.next_number - 1}")
+        row_count = self._rows_of(part.intervals)
+        if min(part.written, part.failed) < 0 or part.written + part.failed != row_count:
+            counts = f"{part.written:,} written and {part.failed:,} bad rows"
+            raise ValueError(f"part {part.number} has {counts}, but ranges of {row_count:,} rows")
+
+    def _rows_of(self, intervals: list[Interval]) -> int:
+        """How many rows they are. Raises ValueError for one that cannot be."""
         row_count = 0
-        for file, first, end in part.intervals:
+        for file, first, end in intervals:
             self._check_file(file)
             if not 0 <= first < end:
                 raise ValueError(f"rows {first:,} to {end - 1:,} are no range")
             row_count += end - first
-        if min(part.written, part.failed) < 0 or part.written + part.failed != row_count:
-            counts = f"{part.written:,} written and {part.failed:,} bad rows"
-            raise ValueError(f"part {part.number} has {counts}, but ranges of {row_count:,} rows")
+        return row_count
 
     def _check_file(self, file: int) -> None:
         if not 0 <= file < self._record.file_count:

@@ -95,6 +95,6 @@ def check_no_common_name(of_input: Sequence[str], of_result: Sequence[str]) -> N
     common = set(of_input) & set(of_result)
     if common:
         raise InvalidArgumentError(
-            f"column {min(common)!r} is both of the input and of the result: choose the "
-            "input's columns with keep"
+            f"column {min(common)!r} is both of the input and of the result: name the result's "
+            "with output_column, or choose the input's columns with keep"
         )

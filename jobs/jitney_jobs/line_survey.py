@@ -86,8 +86,9 @@ def _repeated(dataset: Dataset, suspects: set[int]) -> frozenset[RowId]:
 
 
 def _lines(dataset: Dataset) -> Iterator[tuple[RowId, _Line]]:
-    """All that are JSON objects."""
-    for chunk in dataset.chunks(Record.empty(), _CHUNK_ROWS):
+    """All that are JSON objects. A bad file is named when its rows are read, unless they are
+    done."""
+    for chunk in dataset.chunks(Record.empty(), _CHUNK_ROWS, skips_bad_files=True):
         if not isinstance(chunk, Chunk):
             continue
         for index, data in zip(chunk.indices, chunk.lines(), strict=True):

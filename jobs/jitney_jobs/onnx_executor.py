@@ -189,7 +189,8 @@ class OnnxExecutor:
         fitting_rows_before = figures["most_rows"] * figures["steps"]
         figures["steps"] += 1
         figures["rows_in_steps"] += row_count
-        fitting_rows = fitting_rows_before + rows_of_full_batch
+        # The batch may have more than that, if its last row is longer than those before.
+        fitting_rows = fitting_rows_before + max(rows_of_full_batch, row_count)
         figures["most_rows"] = fitting_rows / figures["steps"]
         ended = []
         for piece, block, answer in zip(pieces, blocks, answers, strict=True):

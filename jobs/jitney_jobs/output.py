@@ -21,7 +21,7 @@ from jitney_jobs.arrow import pa, pafs
 from jitney_jobs.columns import NonFinite
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.job import Job
-from jitney_jobs.journal import Interval, JobJournal, OutputPart, Ranges, sync
+from jitney_jobs.journal import ERRORS, Interval, JobJournal, OutputPart, Ranges, sync
 from jitney_jobs.json_lines import check_no_common_name, encoded
 from jitney_jobs.part_files import (
     CsvPart,
@@ -44,8 +44,15 @@ _BLOCK_BYTES = 4 << 20
 _SAMPLE_ROWS = 256
 """So many results of ``map`` set the types of the columns that it makes."""
 _SAMPLE_BYTES = 16 << 20
-ERRORS = "_errors"
-"""Folder of the bad rows: readers of data sets pass over names that begin so."""
+_BAD_FILES = "files.jsonl"
+"""In the folder of the bad rows: the files that could not be read to their end."""
+
+
+class _Place(msgspec.Struct):
+    """What every line of an error file has: the row's file, and its index there."""
+
+    file: str
+    row: int
 
 
 class BadRow(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -140,7 +147,7 @@ class Output:
         self._objects = objects_of(job)
         """Parts go there, each in one request. None: they go to the file system."""
         self._fs.create_dir(f"{self._folder}/{ERRORS}", recursive=True)
-        there = self._parts()
+        there = [name for name in self._parts() if not name.startswith(ERRORS)]
         if there and journal.record.begin is None:
             bad = f"output {self._folder} has {min(there)}, but no journal: choose another"
             raise InvalidArgumentError(bad)
@@ -183,6 +190,37 @@ class Output:
             if info.type == pafs.FileType.File and name.startswith(("part-", ".part-")):
                 there[posixpath.relpath(info.path, self._folder)] = info.size
         return there
+
+    def bad_rows(self) -> Iterator[Interval]:
+        """The bad rows in the error files of all parts. Raises InvalidArgumentError for one that is
+        damaged."""
+        files = {file.path: index for index, file in enumerate(self._dataset.files)}
+        decoder = msgspec.json.Decoder(_Place)
+        for part in self._journal.record.parts:
+            for name in part.files:
+                if not name.startswith(ERRORS):
+                    continue
+                with self._fs.open_input_stream(f"{self._folder}/{name}") as source:
+                    lines = source.read().splitlines()
+                for line in lines:
+                    try:
+                        bad = decoder.decode(line)
+                        file = 0 if self._dataset.files_are_rows else files[bad.file]
+                    except (msgspec.DecodeError, KeyError) as error:
+                        raise InvalidArgumentError(f"{name} is damaged: {error}") from None
+                    yield Interval(file, bad.row, bad.row + 1)
+
+    def list_bad_files(self) -> None:
+        """Write their list beside the bad rows, or remove one that was there."""
+        files = self._dataset.files
+        reasons = self._journal.record.bad_files
+        name = f"{ERRORS}/{_BAD_FILES}"
+        path = f"{self._folder}/{name}"
+        rows = [{"file": files[index].path, "error": why} for index, why in reasons.items()]
+        if rows:
+            self._write_file(name, b"".join(encoded(row) + b"\n" for row in rows))
+        elif self._fs.get_file_info(path).type == pafs.FileType.File:
+            self._fs.delete_file(path)
 
     # ------------------------------------------------------------------ the columns
 

@@ -37,7 +37,7 @@ from jitney_jobs.prepare import (
     make_task,
     settle,
 )
-from jitney_jobs.rows import Chunk, RowId
+from jitney_jobs.rows import Chunk, RowId, reason
 from jitney_jobs.tensors import Tensors
 
 _POLL_S = 0.2
@@ -46,6 +46,8 @@ _ROWS = 256
 """Most rows of a chunk."""
 _ROWS_OF_COLUMNS = 1024
 """The same for rows that are not looked at one by one, but taken as columns."""
+_NEWS_S = 60.0
+"""The user is told so often what the run waits for."""
 _IN_FLIGHT_BYTES = 96 << 20
 """The bound of :class:`Budget`."""
 _FIRST_CHUNKS = 2
@@ -213,11 +215,13 @@ class Pipeline(Gathering):
         workers = job.workers
         if workers is None:
             workers = _worker_count(task, dataset)
+        if job.row_timeout is not None:
+            workers = max(1, workers)  # a process can be ended, a thread cannot
         self._workers = Workers(context, workers, task.columns)
         closing.callback(self._workers.close)
         self._workers_cpu_s = 0.0
         """CPU seconds of worker processes."""
-        self._feeder = Feeder(self._executor, job.retries)
+        self._feeder = Feeder(self._executor, job.make_retry_policy())
         self._next_item = 0
         """The key of the next item."""
         chunk_rows = _chunk_rows(job, task, dataset)
@@ -226,6 +230,12 @@ class Pipeline(Gathering):
         closing.callback(self._reader.close)
         self._reading: Future[_Read] | None = None
         self._input_ended = False
+        self._rows_left: int | None = None
+        """Rows that may still be read, because of the setting ``limit``."""
+        if job.limit is not None:
+            self._rows_left = max(0, job.limit - self._done_before)
+        self._told_at = -_NEWS_S
+        """When the user was last told what the run waits for, in monotonic seconds."""
         self._preparing: deque[Future[Prepared]] = deque()
         """Chunks with the workers, in the order of the input."""
 
@@ -259,6 +269,10 @@ class Pipeline(Gathering):
     def _read_ahead(self) -> None:
         """Hand to the workers what is read, while the budget allows more."""
         while not self._input_ended:
+            if self._rows_left == 0:
+                self._is_cut = True
+                self._input_ended = True
+                return
             if self._reading is None:
                 if not self._budget.may_read(len(self._preparing)):
                     return
@@ -269,15 +283,26 @@ class Pipeline(Gathering):
             self._reading = None
             self._figures.read_s += read.seconds
             if isinstance(read.entry, Chunk):
-                self._budget.add(read.entry)
-                self._figures.replaced += read.entry.replaced
-                most = max(self._figures.most_in_flight, self._budget.rows)
-                self._figures.most_in_flight = most
-                self._preparing.append(self._workers.submit(read.entry))
+                self._take_chunk(self._within_limit(read.entry))
             elif read.entry is not None:
                 self._note(read.entry)
             else:
                 self._input_ended = True
+
+    def _take_chunk(self, chunk: Chunk) -> None:
+        self._budget.add(chunk)
+        self._figures.replaced += chunk.replaced
+        self._figures.most_in_flight = max(self._figures.most_in_flight, self._budget.rows)
+        self._preparing.append(self._workers.submit(chunk))
+
+    def _within_limit(self, chunk: Chunk) -> Chunk:
+        """The rows of it that may be read."""
+        if self._rows_left is None:
+            return chunk
+        if len(chunk) > self._rows_left:
+            chunk = chunk.slice(0, self._rows_left)
+        self._rows_left -= len(chunk)
+        return chunk
 
     def _feed_prepared(self) -> None:
         """Give the feeder what is prepared, until half of ``in_flight`` rows wait there, or until
@@ -304,6 +329,14 @@ class Pipeline(Gathering):
                 self._figures.taken += len(item.rows)
                 self._refuse_if_repeated(item)
                 self._feeder.add(item)
+
+    def take_news(self) -> str | None:
+        error = self._feeder.waits_for
+        now = time.monotonic()
+        if error is None or now - self._told_at < _NEWS_S:
+            return None
+        self._told_at = now
+        return f"waits, and tries again: {reason(error)}"
 
     def _on_rows_in_part(self, ended: Ended) -> None:
         self._budget.add_to_part(ended)

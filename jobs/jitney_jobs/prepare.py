@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -25,6 +25,7 @@ from jitney.errors import InvalidArgumentError, JitneyError, UnavailableError
 from jitney_server.standins.signature import Signature
 
 from jitney_jobs.arrow import pa
+from jitney_jobs.column_names import result_names
 from jitney_jobs.columns import NonFinite, of_values
 from jitney_jobs.failures import RequestError
 from jitney_jobs.generate import (
@@ -36,10 +37,14 @@ from jitney_jobs.generate import (
 )
 from jitney_jobs.job import Job
 from jitney_jobs.json_lines import check_no_common_name, columns_of_lines, encoded
+from jitney_jobs.outcome import Trouble
 from jitney_jobs.rows import LINES, Chunk, RowValues, reason
 from jitney_jobs.storage import Storage
 from jitney_jobs.tensors import Tensors
 from jitney_jobs.texts import TokenizedText
+
+_POLL_S = 0.2
+"""How often the clock of a row is looked at, in seconds."""
 
 
 @dataclass
@@ -59,8 +64,8 @@ class Item:
     """Only on a cluster: the executor's result, or a JitneyError."""
     key: int = 0
     """Items of a run count from 0, in the order of the input."""
-    tries: int = 0
-    """How often it was tried again."""
+    trouble: Trouble = field(default_factory=Trouble)
+    """Its errors that may pass."""
     nbytes: int = 0
     """Size of what was prepared."""
 
@@ -157,8 +162,8 @@ class Map:
         self._non_finite = job.non_finite
         try:
             self._function: Callable[[RowValues], Any] = pkgutil.resolve_name(name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise InvalidArgumentError(f"map {name!r} cannot be imported: {error}") from None
+        except Exception as error:  # the user's module may raise anything
+            raise InvalidArgumentError(f"map {name!r} cannot be imported: {error}") from error
         if not callable(self._function):
             raise InvalidArgumentError.of("map", name, "a function")
 
@@ -205,9 +210,32 @@ def _make_line_task(context: Context) -> Task:
     return openai_lines.OpenAiLines(context.job, context.language_model)
 
 
-def make_preparer(context: Context) -> Preparer:
+class RowClock(Protocol):
+    """Tells another process which row is at work, and since when."""
+
+    def __setitem__(self, index: int, value: float) -> None: ...
+
+    def __getitem__(self, index: int) -> float: ...
+
+
+_ROW = 0
+"""Item of a :class:`RowClock`: the number of the row in its chunk."""
+_SINCE = 1
+"""Item of a :class:`RowClock`: when the row began, in monotonic seconds; 0 if none is at work."""
+
+
+class RowTimeoutError(InvalidArgumentError):
+    """A row took longer than the setting ``row_timeout``. ``number``: of the row in its chunk."""
+
+    def __init__(self, number: int, seconds: float) -> None:
+        super().__init__(f"it took longer than row_timeout ({seconds:g} s) to prepare")
+        self.number = number
+
+
+def make_preparer(context: Context, clock: RowClock | None = None) -> Preparer:
     """What prepares a chunk, in the caller's thread. It raises UnavailableError if the storage
     fails, and any error of reading the chunk's data as rows."""
+    row_clock = [0.0, 0.0] if clock is None else clock
     task = make_task(context)
     storage = Storage(context.job)
 
@@ -223,8 +251,9 @@ def make_preparer(context: Context) -> Preparer:
             columns = None
             row_count = len(chunk)
         else:
-            making = _Making(context, task, chunk)
+            making = _Making(context, task, chunk, row_clock)
             making.prepare_rows(storage)
+            row_clock[_SINCE] = 0.0
             items = making.items
             columns = making.columns
             row_count = making.row_count
@@ -254,8 +283,11 @@ def _whole_block(task: Tensors, chunk: Chunk) -> Item | None:
 class _Making:
     """Prepares a chunk row by row, until what it has made is large."""
 
-    def __init__(self, context: Context, task: Task, chunk: Chunk) -> None:
+    def __init__(self, context: Context, task: Task, chunk: Chunk, clock: RowClock) -> None:
         self._context = context
+        self._clock = clock
+        self._names = list(result_names(context.job, task.fields).values())
+        """Of the result's columns, as they are written."""
         self._task = task
         self._chunk = chunk
         self.items: list[Item] = []
@@ -269,8 +301,12 @@ class _Making:
         values of the chunk."""
         nbytes = 0
         schema = self._context.columns
+        self._clock[_ROW] = 0
+        self._clock[_SINCE] = time.monotonic()
         for index, row in enumerate(self._chunk.rows(storage)):
             item = self._prepared(index, row)
+            self._clock[_ROW] = index + 1
+            self._clock[_SINCE] = time.monotonic()
             self.items.append(item)
             nbytes += item.nbytes
             self.row_count += 1
@@ -303,10 +339,9 @@ class _Making:
 
     def _check_names(self, row: RowValues) -> None:
         """Of lines, each of which states its columns."""
-        fields = self._task.fields
         keep = self._context.job.keep
-        if fields is not None and self._chunk.format in LINES:
-            check_no_common_name(list(row) if keep is None else keep, fields.names)
+        if self._names and self._chunk.format in LINES:
+            check_no_common_name(list(row) if keep is None else keep, self._names)
 
     def _written(self, row: RowValues | Exception) -> RowValues:
         """The columns of the row that are kept."""
@@ -454,6 +489,8 @@ def _prepare_chunk(prepare: Preparer, chunk: Chunk, columns: Sequence[str] | Non
         prepared = prepare(sent)
     except UnavailableError:
         raise
+    except RowTimeoutError as error:
+        prepared = _prepare_row_by_row(prepare, sent, late=error)
     except (Exception, SystemExit):
         prepared = _prepare_row_by_row(prepare, sent)
     rest = None
@@ -466,8 +503,11 @@ def _prepare_chunk(prepare: Preparer, chunk: Chunk, columns: Sequence[str] | Non
     return prepared._replace(chunk=chunk, rest=rest)
 
 
-def _prepare_row_by_row(prepare: Preparer, chunk: Chunk) -> Prepared:
-    """For a chunk that raised, or ended its process. A row that does so alone is bad."""
+def _prepare_row_by_row(
+    prepare: Preparer, chunk: Chunk, late: RowTimeoutError | None = None
+) -> Prepared:
+    """For a chunk that raised, or ended its process. A row that does so alone is bad; so is the one
+    that is known to be ``late``."""
     items: list[Item] = []
     columns: list[pa.RecordBatch | None] = []
     seconds = 0.0
@@ -475,6 +515,10 @@ def _prepare_row_by_row(prepare: Preparer, chunk: Chunk) -> Prepared:
     replaced = 0
     for index in range(len(chunk)):
         of_row = None
+        if late is not None and index == late.number:
+            items.append(Item((index,), error=late))
+            columns.append(None)
+            continue
         try:
             prepared = prepare(chunk.slice(index, index + 1))
         except UnavailableError:
@@ -520,13 +564,17 @@ class _Process:
         self._process: Any = None
         self._closed = False
         self._lock = threading.Lock()
+        self._timeout_s = context.job.row_timeout
+        self._clock: RowClock = [0.0, 0.0]
 
     def __call__(self, chunk: Chunk) -> Prepared:
-        """Raises InvalidArgumentError if the process dies. The next call starts another one."""
+        """Raises InvalidArgumentError if the process dies, and RowTimeoutError if it was ended
+        because of one row. The next call starts another one."""
         try:
             if self._process is None:
                 self._start()
             self._pipe.send(chunk)
+            self._wait_for_answer()
             answer: Prepared | Exception = self._pipe.recv()
         except (EOFError, OSError):
             self._process = None
@@ -535,13 +583,27 @@ class _Process:
             raise answer
         return answer
 
+    def _wait_for_answer(self) -> None:
+        """Raises RowTimeoutError, after the end of the process, if one row takes too long."""
+        if self._timeout_s is None:
+            return
+        while not self._pipe.poll(_POLL_S):
+            since = self._clock[_SINCE]
+            if since and time.monotonic() - since > self._timeout_s:
+                number = int(self._clock[_ROW])
+                self._process.kill()
+                self._process.join()
+                self._process = None
+                raise RowTimeoutError(number, self._timeout_s)
+
     def _start(self) -> None:
         spawn = multiprocessing.get_context("spawn")
         with self._lock:
             if self._closed:
                 raise UnavailableError("the job has ended")
             self._pipe, theirs = spawn.Pipe()
-            self._process = spawn.Process(target=_serve, args=(theirs,))
+            self._clock = spawn.RawArray("d", 2)
+            self._process = spawn.Process(target=_serve, args=(theirs, self._clock))
             self._process.start()
             theirs.close()  # so that an end of the process is an end of the pipe
         # Sent now, not given to Process(): `start` would then write it, and wait for ever if the
@@ -557,14 +619,14 @@ class _Process:
                 self._process.join()
 
 
-def _serve(pipe: Any) -> None:
+def _serve(pipe: Any, clock: RowClock) -> None:
     """The life of a worker process: until the job's process kills it, or has ended itself."""
     for number in (signal.SIGINT, signal.SIGTERM):  # they are for the job's process
         signal.signal(number, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_end_with_job, args=(parent.sentinel,), daemon=True).start()
-    prepare = make_preparer(pipe.recv())
+    prepare = make_preparer(pipe.recv(), clock)
     while True:
         chunk = pipe.recv()
         try:

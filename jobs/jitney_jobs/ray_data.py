@@ -285,7 +285,7 @@ class _Engine:
 
     def __init__(self, job: Job) -> None:
         self._executor, _ = load(job)
-        self._feeder = Feeder(self._executor, job.retries)
+        self._feeder = Feeder(self._executor, job.make_retry_policy())
         self._calls: queue.SimpleQueue[tuple[Item, Future[None]]] = queue.SimpleQueue()
         self._name = str(ray.get_runtime_context().get_actor_id())
         threading.Thread(target=self._work, daemon=True).start()

@@ -22,11 +22,14 @@ from jitney_jobs.executors import Models
 from jitney_jobs.fingerprints import fingerprints_of
 from jitney_jobs.gathering import Gathering
 from jitney_jobs.input_changes import ChangeKind, texts_of
+from jitney_jobs.input_files import kinds_text
 from jitney_jobs.job import Job, job_without_keys
 from jitney_jobs.journal import InputNow, JobJournal, OutputPart, Record, read_journal
 from jitney_jobs.line_survey import model_of_lines, survey_lines
+from jitney_jobs.outcome import ExitStatus, final_status
 from jitney_jobs.output import Output, write_errors
 from jitney_jobs.pipeline import Pipeline
+from jitney_jobs.preview import Preview
 from jitney_jobs.rows import RowId
 
 if TYPE_CHECKING:
@@ -42,6 +45,8 @@ _STAGES = {
     "write_s": "write: parts and journal",
 }
 """Figures of a run -> their names in the report."""
+_SHOWN_FILES = 10
+"""So many bad files the status names."""
 
 
 _LONG_TEXTS = {"end": "cut", "chunk-mean": "run in chunks"}
@@ -50,18 +55,25 @@ _LONG_TEXTS = {"end": "cut", "chunk-mean": "run in chunks"}
 
 @errors_without_keys()
 def run_job(
-    job: Job, models: Models | None = None, wanted: Callable[[], bool] = lambda: True
+    job: Job,
+    models: Models | None = None,
+    wanted: Callable[[], bool] = lambda: True,
+    retry_bad: bool = False,
+    say: Callable[[str], None] = lambda text: None,
 ) -> bool:
-    """Run a job. Rows that are committed in its journal are skipped. Returns whether the job is
-    complete; it is not if a signal ended it. A caller who passes ``models`` closes it. Raises
-    JitneyError for what is wrong with the settings, the input, the model or the output;
-    UnavailableError if the input or the output is away now; CancelledError as soon as the job is
-    not ``wanted``, which is asked often."""
+    """Run a job. Rows that are committed in its journal are skipped; with ``retry_bad`` not those
+    that are bad. Returns whether the job is complete; it is not if a signal ended it. A caller who
+    passes ``models`` closes it. ``say`` gets what the user should know at once.
+
+    Raises JitneyError for what is wrong with the settings, the input, the model or the output;
+    TooManyBadRows; UnavailableError if the input or the output is away now; CancelledError as soon
+    as the job is not ``wanted``, which is asked often."""
     with ExitStack() as closing:
         with write_errors(job):
-            journal = JobJournal(job)
+            journal = JobJournal(job, retry_bad)
         closing.callback(journal.close)
         dataset = Dataset(job, journal.record.listed_files)
+        say(f"{without_keys(job.input)}: {dataset.summary}")
         repeated: frozenset[RowId] = frozenset()
         if job.input_format == "openai" and job.task != "map":
             survey = survey_lines(dataset)
@@ -71,7 +83,7 @@ def run_job(
         prints = fingerprints_of(job)
         with write_errors(job):
             output = Output(job, dataset, journal)
-            if not journal.record.parts:
+            if not journal.record.written:
                 # The journal may begin anew. Until its first line is written, no part may be there:
                 # after a kill it would be one without a journal.
                 output.recover()
@@ -81,12 +93,20 @@ def run_job(
                 dataset.files_are_rows,
                 prints,
                 partial(_look_ahead, dataset, output),
+                dataset.passed_over,
             )
+            were_bad = frozenset(journal.record.bad_files)
+            if journal.reopens:
+                journal.reopen_bad(output.bad_rows())
             output.recover()
         if journal.record.end is not None:
+            say(_nothing_to_do(job, journal.record.end.at))
             return True
-        _go_on_with_list(dataset, journal)
+        _go_on_with_list(dataset, journal, were_bad)
         _set_schema(dataset, output, journal.record)
+        preview = Preview(job, dataset)
+        if job.server is None:  # a server is asked first whether it is there: that is quick
+            preview.check_named()
         # This run has no part yet, so its figures lack ``run``, and ``_state`` takes every part in
         # the journal for one of an earlier run. The metrics need ``moved_at``.
         figures = {"moved_at": time.time()}
@@ -102,31 +122,48 @@ def run_job(
                 closing.callback(models.close)
             pipeline = Pipeline(job, dataset, journal, output, closing, models)
         pipeline.repeated = repeated
+        preview.check_named()
+        preview.check_needed(pipeline.columns)
         observer.begin_display()
-        return pipeline.run(observer.show, wanted, lambda: _differences_at_end(dataset))
+        show = partial(_show, pipeline, observer)
+        is_complete = pipeline.run(show, wanted, lambda: _differences_at_end(dataset))
+        with write_errors(job):
+            output.list_bad_files()
+        return is_complete
 
 
-def _go_on_with_list(dataset: Dataset, journal: JobJournal) -> None:
-    """Say how the input differs from the journal's list, which is what is read. Raises
-    InvalidArgumentError if a file of which some rows are committed has been replaced."""
+def _go_on_with_list(dataset: Dataset, journal: JobJournal, were_bad: frozenset[int]) -> None:
+    """Say how the input differs from the journal's list, which is what is read. ``were_bad``: files
+    that were damaged when the run began. Raises InvalidArgumentError if another one, of which some
+    rows are committed, has been replaced.
+
+    A file that is gone is read like any other: then it is a bad file.
+    """
     record = journal.record
     changes = dataset.changes()
-    for change in changes:
-        if change.kind is not ChangeKind.REPLACED or dataset.files_are_rows:
+    for change in list(changes):
+        was_bad = change.index in were_bad
+        # One that was cut off, and is whole now, has grown.
+        is_other = change.kind is ChangeKind.REPLACED or (
+            change.kind is ChangeKind.GROWN and was_bad
+        )
+        if not is_other or dataset.files_are_rows:
             continue
         assert change.index is not None, "what was replaced is in the list"
         assert change.now is not None, "what was replaced is there"
         if record.is_done(change.index):
             continue
-        if record.done.touches(change.index):
+        if record.done.touches(change.index) and not was_bad:
             raise InvalidArgumentError(
                 f"input {change.text}, and some of its rows are done; put it back, or begin a job "
                 "with another output"
             )
-        # None of its rows is done: it is read as it is now.
+        # None of its rows is done, or it was damaged and is put right: it is read as it is now.
         with write_errors(dataset.job):
             journal.append(InputNow(change.index, change.now))
         dataset.files[change.index] = change.now
+        if change.kind is ChangeKind.GROWN:
+            changes.remove(change)  # what it has grown by is read
     for text in texts_of(changes):
         print(f"input: {text}", file=sys.stderr)
 
@@ -141,6 +178,32 @@ def _differences_at_end(dataset: Dataset) -> list[str]:
     for text in texts:
         print(f"input: {text}", file=sys.stderr)
     return texts
+
+
+def _show(pipeline: Gathering, observer: "_Observer", figures: dict[str, float]) -> None:
+    """What is new, and how far the run is."""
+    news = pipeline.take_news()
+    if news is not None:
+        observer.say(news)
+    observer.show(figures)
+
+
+def _nothing_to_do(job: Job, ended_at: float) -> str:
+    return (
+        f"{without_keys(job.output)} is complete since {clock_text(ended_at)}: nothing is done. "
+        "For another run name another output, such as one with {date} or {run}"
+    )
+
+
+@errors_without_keys()
+def preview_of(job: Job) -> str:
+    """What a job would read and write. Nothing is written. Raises as :func:`run_job` does before
+    the model is loaded."""
+    dataset = Dataset(job)
+    dataset.set_schema(dataset.look_ahead(is_typed=False))
+    preview = Preview(job, dataset)
+    preview.check_named()
+    return preview.text()
 
 
 def _look_ahead(dataset: Dataset, output: Output) -> bytes | None:
@@ -180,6 +243,10 @@ class _Observer:
         """Show a line from now on: loading the model may have printed some."""
         self._progress = Progress()
         self._closing.callback(self._progress.close)
+
+    def say(self, text: str) -> None:
+        assert self._progress is not None, "the display has begun"
+        self._progress.say(text)
 
     def show(self, figures: dict[str, float]) -> None:
         assert self._progress is not None, "the display has begun"
@@ -245,9 +312,16 @@ def status_of(record: Record, job: Job) -> str:
     lines = [
         f"{without_keys(job.output)}: {'complete' if state.complete else 'not complete'}",
         f"input   {len(files):,} files, {sum(file.size for file in files):,} bytes",
+    ]
+    if record.begin.passed_over:
+        lines.append(f"        passed over: {kinds_text(record.begin.passed_over)}")
+    lines += [
         f"rows    {written + failed:,}{total}: {written:,} written, {failed:,} bad",
+        *_lines_of_bad_files(record),
         f"parts   {len(record.parts):,}",
     ]
+    if job.limit is not None and not state.complete:
+        lines.append(f"limit   {job.limit:,} rows; without it the job goes on")
     non_finite = int(_total(record, "non_finite"))
     if non_finite:
         became = "texts" if job.non_finite == "text" else "null"
@@ -269,6 +343,38 @@ def status_of(record: Record, job: Job) -> str:
     if state.due is not None:
         lines.append(f"due     {clock_text(state.due)}{', late' if state.late else ''}")
     return "\n".join(lines)
+
+
+def _lines_of_bad_files(record: Record) -> list[str]:
+    if not record.bad_files:
+        return []
+    assert record.begin is not None, "a file was read"
+    reasons = list(record.bad_files.values())
+    lines = [
+        f"files   {len(reasons):,} of {len(record.begin.files):,} cannot be read to their end:"
+    ]
+    lines += [f"        {reason}" for reason in reasons[:_SHOWN_FILES]]
+    if len(reasons) > _SHOWN_FILES:
+        lines.append(f"        and {len(reasons) - _SHOWN_FILES:,} more: _errors/files.jsonl")
+    return lines
+
+
+def exit_status(record: Record, job: Job) -> ExitStatus:
+    """Of a job that has done all that it was to do."""
+    return final_status(record.failed, len(record.bad_files), record.is_late(job))
+
+
+def note_of(record: Record, began: float) -> str | None:
+    """What to say of a job that is complete: what is bad, and whether it was complete before it was
+    begun this time. None if there is nothing to say."""
+    notes = []
+    if record.end is not None and record.end.at < began:
+        notes.append("it was complete before, and nothing was done")
+    if record.failed:
+        notes.append(f"{record.failed:,} bad rows")
+    if record.bad_files:
+        notes.append(f"{len(record.bad_files):,} bad files")
+    return "; ".join(notes) or None
 
 
 def _runs(record: Record) -> list[dict[str, float]]:

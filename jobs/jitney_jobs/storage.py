@@ -4,7 +4,7 @@ read from it fails: try again, or say whose fault it is.
 
 import os
 import posixpath
-import time
+import re
 from typing import TYPE_CHECKING
 
 from jitney.errors import InvalidArgumentError, JitneyError, UnavailableError
@@ -12,13 +12,19 @@ from jitney.errors import InvalidArgumentError, JitneyError, UnavailableError
 from jitney_jobs.addresses import text_without_keys
 from jitney_jobs.arrow import pa, pafs
 from jitney_jobs.encodings import Encoding
+from jitney_jobs.input_files import compression_of
 from jitney_jobs.job import LIST, Job
+from jitney_jobs.outcome import Trouble
 
 if TYPE_CHECKING:
     from jitney_jobs.object_storage import Objects
 
 _OS_ERRORS_OF_A_FILE = (FileNotFoundError, PermissionError, IsADirectoryError)
 """The file is at fault, not the storage: another try would meet the same error."""
+_SERVICES = re.compile(
+    r"AWS|S3|google|GCS|Azure|HDFS|HTTP|curl|[Cc]onnect|[Nn]etwork|[Tt]imed? ?out"
+)
+"""What Arrow's error of a storage that is no local one has in its text."""
 
 
 def file_system(path: str) -> tuple[pafs.FileSystem, str]:
@@ -94,7 +100,7 @@ class Storage:
 
     def __init__(self, job: Job) -> None:
         self._fs, _ = open_inputs(job)
-        self._retries = job.retries
+        self._retry_policy = job.make_retry_policy()
         self._encoding = Encoding(job.encoding, job.decode_errors)
         self.replaced = 0
         """How many U+FFFD were put into texts."""
@@ -108,38 +114,27 @@ class Storage:
     def read(self, path: str) -> bytes:
         """Raises InvalidArgumentError if the file is at fault, and UnavailableError if the storage
         fails although it was tried again."""
-        tries = 0
+        trouble = Trouble()
         while True:
             try:
-                with self._fs.open_input_stream(path, compression=None) as source:
+                with self._fs.open_input_stream(path, compression=compression_of(path)) as source:
                     return bytes(source.read())
             except OSError as error:
-                wait_for_retry(tries, self._retries, path, error)
-                tries += 1
+                trouble.wait(self._retry_policy, read_error(path, error))
 
 
 def read_error(path: str, error: Exception) -> JitneyError:
     """What an error in reading a file means: InvalidArgumentError if the file is at fault,
-    UnavailableError if the storage is.
-
-    For damaged compressed bytes Arrow raises an OSError, as for a storage that fails. It counts as
-    the storage's fault.
-    """
+    UnavailableError if the storage is."""
     text = f"input {path} cannot be read: {error}"
-    if isinstance(error, OSError) and not isinstance(error, _OS_ERRORS_OF_A_FILE):
+    if isinstance(error, OSError) and _is_of_storage(error):
         return UnavailableError(text)
     return InvalidArgumentError(text)
 
 
-def wait_for_retry(tries: int, retries: int, path: str, error: Exception) -> None:
-    """After an error in reading, wait before the next try, longer each time. Raises what
-    :func:`read_error` says if the file is at fault, or if that was the last try."""
-    meaning = read_error(path, error)
-    if isinstance(meaning, InvalidArgumentError) or tries >= retries:
-        raise meaning from error
-    time.sleep(pause(tries))
-
-
-def pause(tries: int) -> float:
-    """Seconds before the next try of what was tried again ``tries`` times."""
-    return float(2**tries)
+def _is_of_storage(error: OSError) -> bool:
+    """For damaged bytes Arrow raises an OSError too, but without a number of the system, and
+    without the name of a storage's service."""
+    if isinstance(error, _OS_ERRORS_OF_A_FILE):
+        return False
+    return error.errno is not None or _SERVICES.search(str(error)) is not None

@@ -7,18 +7,20 @@ process: a file in ``running`` without one is of a worker that was killed.
 
 import contextlib
 import fcntl
+import math
 import os
 import sys
 import time
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from jitney.errors import InvalidArgumentError
 
-from jitney_jobs.job import STOPPED, make_job, read_job
+from jitney_jobs.job import make_job, read_job
+from jitney_jobs.outcome import ExitStatus, is_worth_another_try
 
 if TYPE_CHECKING:
     from jitney_jobs.executors import Models
@@ -88,9 +90,12 @@ def list_jobs(folder: _Folder) -> None:
 def worker(
     folder: _Folder,
     until_empty: Annotated[bool, typer.Option(help="End when no job waits.")] = False,
-    tries: Annotated[int, typer.Option(help="Tries of a job that fails.", min=1)] = 3,
+    tries: Annotated[int, typer.Option(help="Tries of a job whose error may pass.", min=1)] = 3,
     backoff: Annotated[
-        float, typer.Option(help="Pause after a job's first try, in seconds; then doubled.")
+        float,
+        typer.Option(
+            help="Seconds before a job's second try, then doubled. Other jobs run meanwhile."
+        ),
     ] = 30.0,
     server: Annotated[str | None, typer.Option(help="Server of jobs that name none.")] = None,
     metrics_port: Annotated[
@@ -103,7 +108,8 @@ def worker(
         str | None, typer.Option(help="Push gateway of jobs that name none.")
     ] = None,
 ) -> None:
-    """Run the job files of a folder one after another. The status is 1 if any of them failed."""
+    """Run the job files of a folder one after another. The exit status is 1 if any of them failed,
+    else 3 if any has bad rows, or 4 if any was late."""
     from jitney_jobs.executors import Models
 
     sys.path.insert(0, os.getcwd())  # functions of the user's, which processes import too
@@ -116,8 +122,8 @@ def worker(
     # Closing cancels requests to a server: a process that is stopped does not wait for answers.
     with contextlib.closing(Models()) as models:
         queue = _Queue(folder, defaults, tries, backoff, models)
-        failed = queue.run(until_empty)
-    raise typer.Exit(int(failed > 0))
+        status = queue.run(until_empty)
+    raise typer.Exit(status)
 
 
 @dataclass(frozen=True)
@@ -134,6 +140,31 @@ class _Claim:
 
     def release(self) -> None:
         os.close(self.lock)
+
+
+@dataclass
+class _Attempt:
+    """A job that this worker has claimed, and its next try."""
+
+    claim: _Claim
+    at: float = 0.0
+    """When it is to begin, in monotonic seconds."""
+    failures: int = 0
+    """Tries that failed."""
+
+
+class _Ended(NamedTuple):
+    """What has become of a job that was tried."""
+
+    state: JobState
+    """Where its file belongs now."""
+    status: ExitStatus
+    note: str | None = None
+    """What `list` says of it."""
+
+
+_WORST_FIRST = (ExitStatus.JOB_ERROR, ExitStatus.BAD_ROWS, ExitStatus.LATE, ExitStatus.COMPLETE)
+"""The exit status of a worker is the first of these that one of its jobs has."""
 
 
 class _Queue:
@@ -154,61 +185,98 @@ class _Queue:
         self._tries = tries
         self._backoff = backoff
         self._models = models
+        self._retries: list[_Attempt] = []
+        """Jobs whose last try failed. This worker keeps them until their next try."""
+        self._statuses = {ExitStatus.COMPLETE}
+        """Of the jobs that have ended."""
 
-    def run(self, until_empty: bool) -> int:
-        """Returns how many jobs failed. Raises typer.Exit if a job was stopped by a signal."""
-        failed = 0
+    def run(self, until_empty: bool) -> ExitStatus:
+        """Returns the worst status of the jobs. Raises typer.Exit if a job was stopped by a
+        signal."""
         while True:
-            claim = _claim(self._folder)
-            if claim is None and until_empty:
-                return failed
-            if claim is None:
-                time.sleep(_POLL_S)
-                continue
-            state = self._run_with_retries(claim)
-            if self._put_away(claim, state) and state is JobState.FAILED:
-                failed += 1
-            claim.release()
-            if state is JobState.WAITING:
-                raise typer.Exit(STOPPED)
+            attempt = self._next_attempt()
+            if attempt is not None:
+                self._try(attempt)
+            elif until_empty and not self._retries:
+                return next(status for status in _WORST_FIRST if status in self._statuses)
+            else:
+                time.sleep(self._pause_s())
 
-    def _run_with_retries(self, claim: _Claim) -> JobState:
-        """Returns where the job's file belongs now: DONE, FAILED, or WAITING if a signal has
-        stopped the job. If it was cancelled meanwhile, the answer is FAILED, and does not count
-        (:meth:`_put_away`)."""
+    def _next_attempt(self) -> _Attempt | None:
+        """A job whose pause is over, or else one that waits in the folder."""
+        now = time.monotonic()
+        for attempt in self._retries:
+            if attempt.at <= now or not attempt.claim.is_held():
+                self._retries.remove(attempt)
+                return attempt
+        claim = _claim(self._folder)
+        return None if claim is None else _Attempt(claim)
+
+    def _pause_s(self) -> float:
+        first_at = min((attempt.at for attempt in self._retries), default=math.inf)
+        return max(0.0, min(_POLL_S, first_at - time.monotonic()))
+
+    def _try(self, attempt: _Attempt) -> None:
+        """Run a job, and move its file to where it belongs then. A job whose error may pass is kept
+        for its next try instead."""
+        if not attempt.claim.is_held():  # it was cancelled while it waited
+            attempt.claim.release()
+            return
+        ended = self._run_once(attempt)
+        if ended is None:
+            self._retries.append(attempt)
+            return
+        if self._put_away(attempt.claim, ended):
+            self._statuses.add(ended.status)
+        attempt.claim.release()
+        if ended.state is JobState.WAITING:
+            for other in self._retries:
+                self._put_away(other.claim, ended)
+            raise typer.Exit(ExitStatus.STOPPED)
+
+    def _run_once(self, attempt: _Attempt) -> _Ended | None:
+        """None: it is to be tried again. If the job was cancelled meanwhile, the answer does not
+        count (:meth:`_put_away`)."""
         from jitney_jobs.rows import reason
 
-        for number in range(self._tries):
-            if not claim.is_held():
-                break
-            if number > 0:
-                time.sleep(self._backoff * 2 ** (number - 1))
-            try:
-                return self._run_once(claim)
-            except Exception as error:
-                # The job's error, or one of a user's function, which may be of any kind. It ends
-                # this try and not the worker. The next try loads the model anew.
-                self._models.close()
-                print(f"{claim.path.stem}: {reason(error)}", file=sys.stderr)
-                if claim.is_held():
-                    _reason_file(claim.path).write_text(reason(error), encoding="utf-8")
-        return JobState.FAILED
+        claim = attempt.claim
+        try:
+            return self._run(claim)
+        except Exception as error:
+            # The job's error, or one of a user's function, which may be of any kind. It ends this
+            # try and not the worker. The next try loads the model anew.
+            self._models.close()
+            print(f"{claim.path.stem}: {reason(error)}", file=sys.stderr)
+            attempt.failures += 1
+            may_try = attempt.failures < self._tries and is_worth_another_try(error)
+            if may_try and claim.is_held():
+                _reason_file(claim.path).write_text(reason(error), encoding="utf-8")
+                attempt.at = time.monotonic() + self._backoff * 2 ** (attempt.failures - 1)
+                return None
+            return _Ended(JobState.FAILED, ExitStatus.JOB_ERROR, reason(error))
 
-    def _run_once(self, claim: _Claim) -> JobState:
-        from jitney_jobs.run import run_job
+    def _run(self, claim: _Claim) -> _Ended:
+        """Raises what :func:`~jitney_jobs.run.run_job` raises."""
+        from jitney_jobs.run import exit_status, note_of, read_record, run_job
 
+        began = time.time()
         job = make_job({**self._defaults, **read_job(claim.path)})
-        is_complete = run_job(job, self._models, claim.is_held)
-        return JobState.DONE if is_complete else JobState.WAITING
+        if not run_job(job, self._models, claim.is_held):
+            return _Ended(JobState.WAITING, ExitStatus.STOPPED)
+        record = read_record(job.output, job.journal)
+        return _Ended(JobState.DONE, exit_status(record, job), note_of(record, began))
 
-    def _put_away(self, claim: _Claim, state: JobState) -> bool:
+    def _put_away(self, claim: _Claim, ended: _Ended) -> bool:
         """Move the job's file to where it belongs. Returns False if it was cancelled instead."""
         if not claim.is_held():
             return False
         try:
-            if state is JobState.DONE:  # an earlier try may have failed
-                _reason_file(claim.path).unlink(missing_ok=True)
-            _move(claim.path, self._folder / state)
+            note = _reason_file(claim.path)
+            if ended.note is not None:
+                note.write_text(ended.note, encoding="utf-8")
+            elif ended.state is JobState.DONE:  # an earlier try may have failed
+                note.unlink(missing_ok=True)
+            _move(claim.path, self._folder / ended.state)
         except FileNotFoundError:  # it was cancelled just now
             return False
         return True
@@ -247,7 +315,7 @@ def _job_files(folder: Path) -> list[Path]:
 
 
 def _reason_file(job_file: Path) -> Path:
-    """Beside the job's file: why its last try failed."""
+    """Beside the job's file: why its last try failed, or what is bad in its output."""
     return job_file.with_suffix(".txt")
 
 

@@ -10,14 +10,21 @@ from typing import Any
 
 import pytest
 import yaml
-from jitney_jobs.job import LATE, make_job
+from jitney_jobs.job import make_job
+from jitney_jobs.outcome import ExitStatus
 
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = ROOT / "deploy" / "jobs"
 UNITS = ("jitney-job@.service", "jitney-job@.timer")
 MANIFESTS: list[dict[str, Any]] = list(yaml.safe_load_all((JOBS / "cronjob.yaml").read_text()))
 SERVICE = (JOBS / UNITS[0]).read_text(encoding="utf-8")
-NOT_AGAIN = [2, LATE]
+NOT_AGAIN = [
+    ExitStatus.COMMAND_LINE,
+    ExitStatus.BAD_ROWS,
+    ExitStatus.LATE,
+    ExitStatus.TOO_MANY_BAD,
+]
+A_DAY_S = 24 * 3600
 
 
 def setting(name: str) -> str:
@@ -43,31 +50,29 @@ def test_systemd_finds_nothing_wrong(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_retry_has_the_output_of_the_first_try(tmp_path: Path) -> None:
-    """What the service and the CronJob do before `jitney`, with programs of the test's own."""
-    job, made = tmp_path / "nightly.yaml", tmp_path / "job.yaml"
-    job.write_text("output: out/@RUN@", encoding="utf-8")
+def test_a_retry_has_the_run_of_the_first_try(tmp_path: Path) -> None:
+    """What the service does before `jitney`, with a date of the test's own; and what of that
+    `jitney` gets."""
+    made = tmp_path / "run"
     command = setting("ExecStartPre").replace("$$", "$").replace("%%", "%")
-    command = command.replace("%t/jitney-job-%i/job.yaml", str(made))
-    command = command.replace("/etc/jitney/jobs/%i.yaml", str(job))
+    command = command.replace("%t/jitney-job-%i/run", str(made))
     (tmp_path / "date").write_text("#!/bin/sh\necho 2026-11-23 $1\n", encoding="utf-8")
     (tmp_path / "date").chmod(0o755)
-    (tmp_path / "jitney").write_text("#!/bin/sh\necho $* $(cat $3)\n", encoding="utf-8")
-    (tmp_path / "jitney").chmod(0o755)
-    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RUN": "nightly-7"}
-    # If there is no job yet, the try leaves nothing that a later one would take for its file.
-    job.rename(tmp_path / "elsewhere")
-    assert subprocess.run(shlex.split(command), env=path, stderr=subprocess.DEVNULL).returncode != 0
-    assert not made.exists()
-    (tmp_path / "elsewhere").rename(job)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     for _ in range(2):
         subprocess.run(shlex.split(command), env=path, check=True)
-        assert made.read_text(encoding="utf-8") == "output: out/2026-11-23 +%F"
+        assert made.read_text(encoding="utf-8") == "RUN=2026-11-23 +%F\n"
         (tmp_path / "date").write_text("#!/bin/sh\necho the next day\n", encoding="utf-8")
-    script = container()["command"][2]
-    script = script.replace("/etc/jitney/job.yaml", str(job)).replace("/tmp/job.yaml", str(made))
-    done = subprocess.run(["/bin/sh", "-c", script], env=path, capture_output=True, check=True)
-    assert done.stdout.decode() == f"batch run {made} output: out/nightly-7\n"
+    assert setting("EnvironmentFile") == "-%t/jitney-job-%i/run"
+    assert shlex.split(setting("ExecStart"))[-2:] == ["--run", "${RUN}"]
+    assert container()["command"][-2:] == ["--run", "$(RUN)"]
+    assert [each["name"] for each in container()["env"]] == ["RUN"]
+
+
+def test_a_job_that_hangs_holds_back_no_other_night() -> None:
+    assert setting("TimeoutStartSec") == "20h"
+    of_job = MANIFESTS[1]["spec"]["jobTemplate"]["spec"]
+    assert of_job["activeDeadlineSeconds"] < A_DAY_S
 
 
 def container() -> dict[str, Any]:
@@ -98,12 +103,13 @@ def test_failures_are_tried_again_as_often_everywhere_and_only_if_that_may_help(
     assert rule["action"] == "FailJob"
     assert rule["onExitCodes"]["values"] == NOT_AGAIN
     assert rule["onExitCodes"]["containerName"] == container()["name"]
-    assert setting("RestartPreventExitStatus") == " ".join(map(str, NOT_AGAIN))
+    assert setting("RestartPreventExitStatus") == " ".join(str(int(each)) for each in NOT_AGAIN)
     assert setting("Restart") == compose["services"]["job"]["restart"].partition(":")[0]
 
 
 def test_the_manifests_job_is_one_and_its_pod_is_shut_in() -> None:
-    job = make_job(yaml.safe_load(MANIFESTS[0]["data"]["job.yaml"]))
+    job = make_job({**yaml.safe_load(MANIFESTS[0]["data"]["job.yaml"]), "run": "nightly-7"})
+    assert job.output.endswith("/nightly-7")
     places = {each["mountPath"]: each for each in container()["volumeMounts"]}
     for path in (job.input, job.output, str(job.model)):
         assert f"/{Path(path).parts[1]}" in places

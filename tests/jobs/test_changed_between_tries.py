@@ -3,6 +3,8 @@ code, and the input.
 """
 
 import codecs
+import gzip
+import json
 import os
 import time
 from pathlib import Path
@@ -14,9 +16,9 @@ import pytest
 from jitney.errors import InvalidArgumentError, UnavailableError
 from jitney_jobs.fingerprints import fingerprints_of, print_differences
 from jitney_jobs.job import differences, make_job
-from jitney_jobs.run import read_record, status_of
+from jitney_jobs.run import read_record, run_job, status_of
 
-from tests.jobs.job_rows import fail_at_part, ids, read, run, write_lines
+from tests.jobs.job_rows import fail_at_part, ids, job_of, read, run, write_lines
 
 # ------------------------------------------------------------------ settings
 
@@ -321,7 +323,44 @@ def test_a_file_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     (folder / "b.jsonl").rename(tmp_path / "b.jsonl")
     write_lines(folder / "c.jsonl", ids(70, 80))
     with pytest.raises(InvalidArgumentError, match=r"b\.jsonl cannot be read"):
-        run(folder, output)
+        run(folder, output, skip_bad_files=False)
     (tmp_path / "b.jsonl").rename(folder / "b.jsonl")
     assert run(folder, output)
     assert sorted(row["id"] for row in read(output)) == list(range(20, 60))
+
+
+def test_a_file_that_is_gone_is_bad_until_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job goes on with the others. Some rows of the file are done, and stay so."""
+    folder, output = tmp_path / "in", tmp_path / "out"
+    folder.mkdir()
+    write_lines(folder / "a.jsonl", ids(20, 60))
+    write_lines(folder / "b.jsonl", ids(60, 70))
+    stop(monkeypatch, folder, output)
+    (folder / "a.jsonl").rename(tmp_path / "a.jsonl")
+    assert run(folder, output)
+    record = read_record(str(output), None)
+    assert "a.jsonl cannot be read" in record.bad_files[0]
+    assert record.end is not None
+    (tmp_path / "a.jsonl").rename(folder / "a.jsonl")
+    assert run(folder, output)
+    assert len(read(output)) < 50, "it was complete"
+    assert run_job(job_of(folder, output), retry_bad=True)
+    assert sorted(row["id"] for row in read(output)) == list(range(20, 70))
+    assert not read_record(str(output), None).has_bad
+
+
+def test_a_damaged_file_may_be_put_right(tmp_path: Path) -> None:
+    """Also one of which some rows are done."""
+    folder, output = tmp_path / "in", tmp_path / "out"
+    folder.mkdir()
+    rows = [{"id": number, "x": f"{hash(str(number))}"} for number in range(20, 20_000)]
+    whole = gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode())
+    (folder / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    write_lines(folder / "b.jsonl", ids(0, 10))
+    assert run(folder, output)
+    assert 10 < len(read(output)) < len(rows)
+    (folder / "a.jsonl.gz").write_bytes(whole)
+    assert run_job(job_of(folder, output), retry_bad=True)
+    assert sorted(row["id"] for row in read(output)) == [*range(10), *range(20, 20_000)]

@@ -43,6 +43,7 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 
 def generate(folder: Path, tmp_path: Path, rows: list[Any], **settings: Any) -> list[Any]:
+    tmp_path.mkdir(exist_ok=True)
     source = write_lines(tmp_path / "in.jsonl", rows)
     given = {"task": "generate", "map": None, "model": str(folder), "engine": ENGINE, **settings}
     assert run(source, tmp_path / "out", **given)
@@ -81,6 +82,20 @@ def test_prompts_as_llm_completes_them(folder: Path, llm: LLM, tmp_path: Path) -
     assert "the model's context holds" in reasons[10]
     assert reasons[11] == "column 'word' is missing"
     assert "seed is 'x', but must be an integer" in reasons[12]
+
+
+def test_the_result_of_a_chains_second_job_is_called_as_it_says(
+    folder: Path, tmp_path: Path
+) -> None:
+    first = generate(folder, tmp_path / "1", ROWS[:3], column="word", max_tokens=4)
+    second = generate(
+        folder, tmp_path / "2", first, column="output", max_tokens=4, output_column="again"
+    )
+    result = {"again", "again_finish_reason", "again_prompt_tokens", "again_output_tokens"}
+    for row, of_first in zip(second, first, strict=True):
+        assert row.keys() == of_first.keys() | result
+        assert row["output"] == of_first["output"]
+        assert isinstance(row["again"], str)
 
 
 @pytest.mark.parametrize("form", ["column", "template", "messages", "tier"])

@@ -5,18 +5,20 @@ import signal
 import subprocess
 import sys
 import time
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import pytest
 from jitney import cli
-from jitney.errors import InvalidArgumentError
+from jitney.errors import InvalidArgumentError, UnavailableError
 from jitney.progress import Deadline
 from jitney_jobs import executors, worker
 from jitney_jobs import run as jobs_run
-from jitney_jobs.job import due_at, make_job, read_job
+from jitney_jobs.job import make_job, read_job
 from jitney_jobs.run import read_record, status_of
+from jitney_jobs.times import due_at
 from typer.testing import CliRunner
 
 from tests.jobs.job_rows import ids, job_of, read, run, write_lines
@@ -35,6 +37,7 @@ NOON = datetime(2026, 11, 23, 12).timestamp()
         ("finish_by", "06:00", 18),
         ("finish_by", "12:00", 24),
         ("finish_by", 16 * 60, 4),  # 16:00 in a journal of an earlier version
+        ("finish_by", f"18:30 {datetime.fromtimestamp(NOON).astimezone():%z}", 6.5),
         ("within", "4h", 4),
         ("within", "1h30m", 1.5),
         ("within", "1.5d", 36),
@@ -56,6 +59,44 @@ def test_a_clock_time_in_a_job_file(tmp_path: Path) -> None:
         due = due_at(job.finish_by, None, NOON)
         assert due is not None
         assert datetime.fromtimestamp(due).strftime("%H:%M") == text.strip("'")
+
+
+@pytest.mark.parametrize(
+    ("finish_by", "hours"),
+    [
+        ("06:00 Europe/Zurich", 17),  # it is 13:00 there
+        ("06:00 UTC", 18),
+        ("06:00+02:00", 16),
+        ("06:00 -0500", 23),
+        ("13:30 Europe/Zurich", 0.5),
+    ],
+)
+def test_a_clock_time_of_another_zone(finish_by: str, hours: float) -> None:
+    noon = datetime(2026, 11, 23, 12, tzinfo=UTC).timestamp()
+    due = due_at(finish_by, None, noon)
+    assert due is not None
+    assert due - noon == hours * 3600
+
+
+def test_a_clock_time_keeps_the_zone_of_the_machine_that_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_lines(tmp_path / "in.jsonl", ids(20, 40))
+    zone = "Asia/Shanghai"
+    try:
+        monkeypatch.setenv("TZ", zone)
+        time.tzset()
+        assert run(source, tmp_path / "out", finish_by="06:00")
+        monkeypatch.setenv("TZ", "UTC")
+        time.tzset()
+        record = read_record(str(tmp_path / "out"), None)
+        assert record.begin is not None
+        due = record.due(record.begin.job)
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert due is not None
+    assert datetime.fromtimestamp(due, ZoneInfo(zone)).strftime("%H:%M") == "06:00"
 
 
 def test_it_warns_when_its_mind_changes() -> None:
@@ -85,6 +126,9 @@ def test_it_warns_when_its_mind_changes() -> None:
     ("settings", "message"),
     [
         ({"finish_by": "6 am"}, "finish_by is '6 am', but must be a clock time of this machine"),
+        ({"finish_by": "06:00 Europe/Zurick"}, "finish_by is '06:00 Europe/Zurick', but must be"),
+        ({"patience": "4"}, "patience is '4', but must be a time such as 4h, 90m or 1h30m"),
+        ({"watchdog": "0"}, "watchdog is '0', but must be a time"),
         ({"finish_by": "24:00"}, "finish_by is '24:00', but must be"),
         ({"finish_by": 930}, "finish_by is 930, but must be a clock time of this machine"),
         ({"within": "4"}, "within is '4', but must be a time such as 4h, 90m or 1h30m"),
@@ -182,7 +226,7 @@ def test_a_worker_runs_what_is_there_and_sets_aside_what_fails(
     *done, failed = states(folder)
     assert done == ["done a", "done b", "done c"]
     assert failed.startswith("failed d: map 'tests.jobs.job_rows:not_there'")
-    assert loaded == [{}, {"max_num_seqs": 3}, {}, {}], "a and b share; d is loaded for each try"
+    assert loaded == [{}, {"max_num_seqs": 3}, {}], "a and b share; d cannot end otherwise"
     for name in "abc":
         assert len(read(tmp_path / f"out-{name}")) == 20
     assert work(folder) == 0, "nothing is left"
@@ -205,6 +249,42 @@ def test_a_job_lies_where_it_failed_only_with_its_reason(
     monkeypatch.setattr(Path, "rename", checked)
     assert work(folder, "--tries", "1") == 1
     assert states(folder)[0].startswith("failed d: map")
+
+
+def test_a_job_that_waits_for_its_next_try_holds_up_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one whose error cannot pass has no next try."""
+    folder, source = tmp_path / "jobs", write_lines(tmp_path / "in.jsonl", ids(20, 40))
+    job_file(folder, "away", source)
+    job_file(folder, "typo", source, mpa="x")
+    job_file(folder, "good", source)
+    real = jobs_run.run_job
+    begun: list[str] = []
+
+    def failing_twice(job: Any, *arguments: Any) -> bool:
+        begun.append(Path(job.output).name)
+        if begun.count("out-away") in (1, 2) and begun[-1] == "out-away":
+            raise UnavailableError("it is away")
+        return real(job, *arguments)
+
+    monkeypatch.setattr(jobs_run, "run_job", failing_twice)
+    command = ["batch", "worker", str(folder), "--until-empty", "--backoff", "0.5"]
+    assert CliRunner().invoke(cli.make_app(), command).exit_code == 1
+    assert begun == ["out-away", "out-good", "out-away", "out-away"]
+    *done, failed = states(folder)
+    assert sorted(done) == ["done away", "done good"]
+    assert failed.startswith("failed typo: setting 'mpa' is unknown (did you mean 'map'?)")
+
+
+def test_a_worker_says_what_is_bad_and_what_was_done_before(tmp_path: Path) -> None:
+    folder = tmp_path / "jobs"
+    job_file(folder, "a", write_lines(tmp_path / "in.jsonl", ids(10, 40)))
+    assert work(folder) == 3
+    assert states(folder) == ["done a: 1 bad rows"]
+    (folder / "done/a.yaml").rename(folder / "a.yaml")
+    assert work(folder) == 3
+    assert states(folder) == ["done a: it was complete before, and nothing was done; 1 bad rows"]
 
 
 def test_a_job_that_is_done_has_no_reason_of_a_try_before(

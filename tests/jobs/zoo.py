@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,6 @@ from tests.jobs.picture_files import encoded
 COMPLETE = 0
 JOB_ERROR = 1
 WITH_BAD_ROWS = 3
-OUTCOMES = "jitney_jobs.outcome"
-"""The module of outcomes: exit statuses, files that are passed over, and what reads JSON arrays."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +52,6 @@ class Kind:
     """Whether one of the files cannot be read, which does not keep the job from the others."""
     file: str = ""
     """The input below the folder, if it is not the folder itself."""
-    needs: str | None = None
-    """A module of the product without which the kind is not tried."""
 
     @property
     def status(self) -> int:
@@ -64,11 +59,6 @@ class Kind:
         if self.error is not None:
             return JOB_ERROR
         return WITH_BAD_ROWS if self.bad or self.has_bad_file else COMPLETE
-
-    @property
-    def can_be_tried(self) -> bool:
-        needs = OUTCOMES if self.status == WITH_BAD_ROWS else self.needs
-        return needs is None or find_spec(needs) is not None
 
 
 def of_bytes(name: str, data: bytes, **expected: Any) -> Kind:
@@ -404,20 +394,16 @@ JSON_LINES: dict[str, Kind] = {
     ),
     "jsonl: .ndjson": of_bytes("a.ndjson", LINES, good=NUMBERS),
     "json: lines": of_bytes("a.json", LINES, good=NUMBERS),
-    "json: an array": of_bytes(
-        "a.json", b'[{"n": 1}, {"n": 2},\n {"n": 3}]\n', good=NUMBERS, needs=OUTCOMES
-    ),
+    "json: an array": of_bytes("a.json", b'[{"n": 1}, {"n": 2},\n {"n": 3}]\n', good=NUMBERS),
     "json: an indented array": of_bytes(
         "a.json",
         json.dumps([{"n": 1}, {"n": 2}, {"n": 3}], indent=2).encode(),
         good=NUMBERS,
-        needs=OUTCOMES,
     ),
     "json: an indented object": of_bytes(
         "a.json",
         json.dumps({"rows": [{"n": 1}]}, indent=2).encode(),
         good=pa.table({"rows": [[{"n": 1}]]}),
-        needs=OUTCOMES,
     ),
     "jsonl.gz": of_bytes("a.jsonl.gz", gzip.compress(LINES), good=NUMBERS),
     "jsonl.gz: two members": of_bytes(
@@ -567,7 +553,6 @@ FOLDERS: dict[str, Kind] = {
         texts,
         good=text_table(text=["Zürich\n", "with a mark", "sixteen", "# title", "compressed", ""]),
         settings={"map": "tests.jobs.zoo:text_of", "keep": []},
-        needs=OUTCOMES,
     ),
     "text: bytes that are no text": of_bytes(
         "a.txt", b"Z\xfcrich", bad={0: "(?i)utf-8"}, settings={"map": "tests.jobs.zoo:text_of"}
@@ -597,7 +582,7 @@ FOLDERS: dict[str, Kind] = {
     "a name in capitals": Kind(upper_case, good=NUMBERS),
     "hidden files": Kind(hidden, good=NUMBERS),
     "a file of an unknown kind beside others": Kind(one_unknown, good=NUMBERS),
-    "files of an unknown kind": of_bytes("a.xlsx", b"PK", error="xlsx", needs=OUTCOMES),
+    "files of an unknown kind": of_bytes("a.xlsx", b"PK", error="xlsx"),
     "several formats": Kind(several_formats, error="csv, jsonl: name input_format"),
     "an empty folder": Kind(lambda folder: None, error="no (known kind|files)"),
     "a file that is not there": Kind(

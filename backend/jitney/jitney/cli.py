@@ -4,8 +4,8 @@ Each is a function whose parameters are options, or a Typer application of sever
 stands in the package that does the work, and imports what is slow when it runs, so that ``--help``
 is quick. Other distributions may add commands; one that cannot be imported costs a warning.
 
-Every error that Jitney raises on purpose becomes one readable line and exit status 1; a traceback
-means a bug of ours.
+Every error that Jitney raises on purpose becomes one readable line and its exit status, mostly 1; a
+traceback means a bug of ours.
 """
 
 import sys
@@ -30,7 +30,7 @@ def main() -> None:
         make_app()()
     except JitneyError as error:
         _print_to_stderr("[bold red]error:[/]", str(error))
-        sys.exit(1)
+        sys.exit(int(error.exit_status))
 
 
 def make_app() -> typer.Typer:

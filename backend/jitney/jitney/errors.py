@@ -31,6 +31,8 @@ class JitneyError(Exception):
     """Base of all errors raised on purpose. ``code`` opens every message that a client sees."""
 
     code = "INTERNAL"
+    exit_status = 1
+    """Of a command that it ends."""
     prefix = ""
     """What :meth:`of` puts before the field's name."""
 

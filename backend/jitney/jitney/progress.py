@@ -31,6 +31,7 @@ class State:
     - ``taken``: rows that this run has read;
     - ``position``: the share of the input that all runs together have read;
     - ``seconds``: how long the run has taken;
+    - ``recent_s``, ``recent_done``: the last minutes of it, and the rows that ended in them;
     - ``at``: the time at which these figures were taken;
     - ``tokens``: tokens that were generated;
     - ``steps``: the engine's steps that had rows;
@@ -39,7 +40,8 @@ class State:
 
     Any may be missing, with three exceptions. A line of :class:`Progress` needs ``done`` and
     ``seconds``. If ``position`` is there, ``taken``, ``seconds`` and ``at`` must be there too. If
-    ``steps`` and ``most_rows`` are there, ``rows_in_steps`` must be there too.
+    ``steps`` and ``most_rows`` are there, ``rows_in_steps`` must be there too. ``recent_s`` and
+    ``recent_done`` are there together.
     """
     done_before: int = 0
     """Rows that had ended before this run."""
@@ -73,15 +75,22 @@ class State:
         return (self.done_before + self.figures["taken"]) / share_read
 
     @property
+    def rate(self) -> float:
+        """Rows a second of the last minutes, if these are known and long enough to tell; else of
+        the run."""
+        recent_s = self.figures.get("recent_s", 0.0)
+        if recent_s >= _SETTLED_S:
+            return self.figures["recent_done"] / recent_s
+        return self.figures.get("done", 0.0) / max(1e-9, self.figures.get("seconds", 0.0))
+
+    @property
     def left_s(self) -> float | None:
-        """Seconds until the end, at the rate of this run. None before this run has ended a row, or
-        if the number of rows is not known."""
-        done = self.figures.get("done")
+        """Seconds until the end, at that rate. None while no row ends, or if the number of rows is
+        not known."""
         total = self.total
-        if not done or total is None:
+        if not self.rate or total is None:
             return None
-        seconds_per_row = self.figures["seconds"] / done
-        return max(0.0, total - self.done) * seconds_per_row
+        return max(0.0, total - self.done) / self.rate
 
     @property
     def end_at(self) -> float | None:
@@ -96,7 +105,8 @@ class State:
         most_rows_in_steps = self.figures.get("steps", 0.0) * self.figures.get("most_rows", 0.0)
         if not most_rows_in_steps:
             return None
-        return self.figures["rows_in_steps"] / most_rows_in_steps
+        # A step may take a row more than was thought to fit: it is full then, not fuller.
+        return min(1.0, self.figures["rows_in_steps"] / most_rows_in_steps)
 
 
 class Progress:
@@ -131,8 +141,7 @@ class Progress:
         """One line: rows, rates, time left, occupancy of the batch, errors."""
         figures = state.figures
         seconds = max(1e-9, figures["seconds"])
-        rate = figures["done"] / seconds
-        parts = [f"{state.done:,.0f} {self._rows}, {rate:,.1f} {self._rows}/s"]
+        parts = [f"{state.done:,.0f} {self._rows}, {state.rate:,.1f} {self._rows}/s"]
         if figures.get("tokens"):
             parts.append(f"{figures['tokens'] / seconds:,.0f} tokens/s")
         if state.filled is not None:

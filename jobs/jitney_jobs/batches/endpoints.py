@@ -37,7 +37,7 @@ from jitney_jobs.batches.records import (
     write_whole,
 )
 from jitney_jobs.batches.work import start_batch
-from jitney_jobs.job import due_at
+from jitney_jobs.times import due_at
 
 _PIECE_BYTES = 1 << 20
 _FILE_NAME_LENGTH = 256

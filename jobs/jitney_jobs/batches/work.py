@@ -50,7 +50,7 @@ _JOB = {
     "input_format": "openai",
     "workers": 0,
     "retries": 8,
-    "patience": "255s",
+    "patience": "5m",
     "max_errors": "100%",
     "part_seconds": 2.0,
 }
