@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from jitney.config import EngineConfig
 from jitney_gateway.field_rules import IgnoredFields
-from jitney_gateway.language import _CHAT_APIS
+from jitney_gateway.generation import CHAT_APIS
 from jitney_gateway.model_description import ModelDescription
 from jitney_gateway.pooling_bodies import EmbeddingRequest
 from jitney_gateway.refusals import FieldError
@@ -65,7 +65,7 @@ def ask(
 ) -> tuple[ServerRequest, str]:
     """The request that the gateway makes of a body, and the names of what it ignored."""
     ignored = IgnoredFields(strict=strict)
-    api = _CHAT_APIS[path]
+    api = CHAT_APIS[path]
     body = decode(json.dumps(BODIES[path] | more).encode(), api.body, ignored)
     chat = api.chat_of_body(body, model, ignored)
     leave_out_of_chat(chat, model, ignored, api.names)

@@ -8,7 +8,7 @@ import pytest
 from jitney_gateway.answer_formats import formats_of_answer
 from jitney_gateway.client_fields import name_clients_field
 from jitney_gateway.formats import AnswerFormats
-from jitney_gateway.language import _CHAT_APIS
+from jitney_gateway.generation import CHAT_APIS
 from jitney_gateway.refusals import FieldError
 from jitney_gateway.server_request import request_of_token_ids
 from jitney_gateway.wire import ChatRequest, TokenizeRequest, decode
@@ -92,7 +92,7 @@ def test_a_text_between_headers_is_not_continued(
     with pytest.raises(FieldError) as caught:
         ask(path, more, model=HARMONY)
     body = {"model": "m", "max_tokens": 5, **more}
-    decoded = decode(json.dumps(body).encode(), _CHAT_APIS[path].body)
+    decoded = decode(json.dumps(body).encode(), CHAT_APIS[path].body)
     named = name_clients_field(caught.value, decoded)
     assert str(named) == f"{field}: in the format of model 'm', a text cannot be continued"
 
