@@ -276,7 +276,7 @@ class Gathering(ABC):
     def _bad(self, chunk: Chunk, row: int, error: JitneyError) -> Ended:
         """``row``: its index in the chunk."""
         answer = None
-        if chunk.format == "openai":
+        if chunk.format == "openai" and self._job.task != "map":
             from jitney_jobs.openai_lines import failure_of_line  # imports much of the gateway
 
             answer = failure_of_line(chunk.line_values(row), error)

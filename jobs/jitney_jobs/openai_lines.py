@@ -14,7 +14,6 @@ from jitney.errors import InvalidArgumentError, JitneyError
 from jitney.llm import Completed
 from jitney.sampling_params import decode_sampling_json, parse_sampling_params
 from jitney.text.description import describe_model
-from jitney.text.logprobs import LogprobsEncoder
 from jitney_gateway.client_fields import name_clients_field
 from jitney_gateway.completion_answer import PromptEcho
 from jitney_gateway.embedding_answer import embedding_answer, inputs_of
@@ -116,7 +115,6 @@ class OpenAiLines:
     def __init__(self, job: Job, model: LanguageModel) -> None:
         self._defaults = {"model": str(job.model), **fixed_params(job)}
         self._encoder = Encoder(model)
-        self._logprobs = LogprobsEncoder(self._encoder.tokenizer)
         described = describe_model(self._encoder.tokenizer, model.config, model.info)
         encoded = msgspec.json.encode(described)
         self._model = msgspec.json.decode(encoded, type=ModelDescription)
@@ -185,28 +183,24 @@ class OpenAiLines:
     def _step(self, index: int, completed: Completed) -> Step:
         """All that the model has made of a prompt, in one step."""
         sequences = completed.sequences
-        logprobs = None
-        if all(sequence.logprobs is not None for sequence in sequences):
-            logprobs = [self._decoded_logprobs(sequence.logprobs) for sequence in sequences]
-        prompt_logprobs = None
+        positions = self._encoder.positions
+        asked = [sequence.logprobs for sequence in sequences if sequence.logprobs is not None]
+        logprobs: list[Any] = [positions.of(each) for each in asked]
+        prompt_logprobs: list[Any] | None = None
         if completed.prompt_logprobs is not None:
-            prompt_logprobs = self._decoded_logprobs(completed.prompt_logprobs)
+            prompt_logprobs = positions.of(completed.prompt_logprobs)
         return Step(
             prompt=index,
             texts=[sequence.text for sequence in sequences],
             finish_reasons=[sequence.finish_reason for sequence in sequences],
             num_tokens=[len(sequence.ids) for sequence in sequences],
             num_prompt_tokens=len(completed.prompt_ids),
-            logprobs=logprobs,
+            logprobs=logprobs or None,
             timing={} if completed.timing is None else msgspec.to_builtins(completed.timing),
             stop_strings=[sequence.stop_string for sequence in sequences],
             prompt_logprobs=prompt_logprobs,
             output_ids=sequences[0].ids if len(sequences) == 1 else [],
         )
-
-    def _decoded_logprobs(self, positions: Any) -> list[Any]:
-        """As docs/contract.md has them."""
-        return [msgspec.json.decode(self._logprobs.encode(each)) for each in positions]
 
 
 class OpenAiEmbeddings:

@@ -10,12 +10,13 @@ from jitney.errors import InstallationError, InvalidArgumentError, install_extra
 from jitney_jobs.asking import TIMEOUT_S, access_of
 from jitney_jobs.failures import Meaning, RequestError, meaning_of_status, retry_after_s
 from jitney_jobs.job import Job
-from jitney_jobs.kept_connections import KeptConnections
 from jitney_jobs.openai_form import OpenAiRequest
 
 try:
     import httpx2
     import openai
+
+    from jitney_jobs.kept_connections import KeptConnections
 except ImportError:
     raise InstallationError(
         f"OpenAI's lines on a server need openai: {install_extra('jobs')}"
@@ -49,19 +50,19 @@ class OpenAiServer:
             "openai-organization": openai.Omit(),
             "openai-project": openai.Omit(),
             "idempotency-key": openai.Omit(),
+            "accept-encoding": "gzip, deflate",
             **dict(self._access.headers),
         }
 
     async def open(self) -> bool:
         """Raises InvalidArgumentError if the server lists its models, and lacks the job's. Whatever
         else it says is left to the rows."""
-        context = self._access.context or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         self._client = openai.AsyncOpenAI(
             api_key="",
             base_url=self._url,
             max_retries=0,  # what is tried again, and when, is for the executor to say
             http_client=httpx2.AsyncClient(
-                transport=KeptConnections(context, _KEPT_S),
+                transport=KeptConnections(self._access.context, _KEPT_S),
                 trust_env=False,
                 follow_redirects=False,  # the key is for this address
                 timeout=httpx2.Timeout(TIMEOUT_S, connect=_CONNECT_S),
