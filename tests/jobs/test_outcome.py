@@ -113,7 +113,8 @@ def test_bad_rows_at_the_beginning_end_no_long_job(tmp_path: Path) -> None:
 
 def test_what_failed_alone_is_done_again(tmp_path: Path) -> None:
     """Bad rows and bad files; killed after it has begun, it goes on. What was good stays."""
-    folder, output = tmp_path / "in", tmp_path / "out"
+    folder = tmp_path / "in"
+    output = tmp_path / "out"
     folder.mkdir()
     for number in range(3):
         table = pa.table({"id": list(range(10 * number, 10 * number + 10))})
