@@ -348,7 +348,7 @@ class Dataset:
             unreadable={places[i]: row for i, row in unreadable.items() if i in places},
             read_bytes=(max(batch.nbytes, data.nbytes) * len(left)) // count,
             position=position,
-            replaced=batch.replaced,
+            replaced={places[i]: count for i, count in batch.replaced.items() if i in places},
         )
 
     def _in_schema(

@@ -45,9 +45,9 @@ class Batch:
     nbytes: int = 0
     """Size of the rows as they were read."""
     offsets: Sequence[int] = ()
-    """As in :class:`~jitney_jobs.rows.Chunk`; ``unreadable`` too."""
+    """As in :class:`~jitney_jobs.rows.Chunk`; ``unreadable`` and ``replaced``, too."""
     unreadable: dict[int, Unreadable] = field(default_factory=dict)
-    replaced: int = 0
+    replaced: dict[int, int] = field(default_factory=dict)
 
 
 # ------------------------------------------------------------------ formats with types
@@ -217,10 +217,11 @@ def line_batches(raw: BinaryIO, file: InputFile, size: int, form: TextForm) -> I
     offsets: list[int] = []
     first = 0
     nbytes = 0
-    replaced = 0
+    replaced: dict[int, int] = {}
     for found in lines_or_values(source.text, file.path):
         line, count = form.encoding.replace(found.text)
-        replaced += count
+        if count:
+            replaced[len(taken)] = count
         taken.append(line)
         offsets.append(found.offset)
         nbytes += len(line)
@@ -232,7 +233,7 @@ def line_batches(raw: BinaryIO, file: InputFile, size: int, form: TextForm) -> I
             taken = []
             offsets = []
             nbytes = 0
-            replaced = 0
+            replaced = {}
     if taken:
         batch = _batch_of_lines(first, taken, offsets, nbytes, 1.0)
         yield replace(batch, replaced=replaced)
@@ -290,7 +291,7 @@ def _batch_of_records(
     arrays = [pa.array(values, pa.string()) for values in zip(*rows, strict=True)]
     data = pa.RecordBatch.from_arrays(arrays, names=names)
     offsets = [record.offset for record in records]
-    replaced = sum(record.replaced for record in records)
+    replaced = {index: each.replaced for index, each in enumerate(records) if each.replaced}
     return Batch(first, first + len(records), data, share, nbytes, offsets, unreadable, replaced)
 
 
