@@ -57,6 +57,21 @@ def parquet_schema(raw: BinaryIO) -> pa.Schema:
     return pq.read_schema(raw)
 
 
+def has_larger(raw: BinaryIO, name: str, most: int) -> bool:
+    """Whether a column of integers in Parquet has one above ``most``, or below its negative, as far
+    as the file states its ranges."""
+    metadata = pq.read_metadata(raw)
+    for group in range(metadata.num_row_groups):
+        for number in range(metadata.num_columns):
+            column = metadata.row_group(group).column(number)
+            ranges = column.statistics
+            if column.path_in_schema != name or ranges is None or not ranges.has_min_max:
+                continue
+            if ranges.max > most or ranges.min < -most:
+                return True
+    return False
+
+
 def parquet_batches(
     raw: BinaryIO,
     file: InputFile,

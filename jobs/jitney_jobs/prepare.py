@@ -169,6 +169,8 @@ class Map:
 
     def prepare(self, row: RowValues) -> MapResult:
         names = list(row) if self._kept is None else self._kept
+        if self.columns is not None:  # a line has them all
+            row = {name: value for name, value in row.items() if name in self.columns}
         result = self._function(row)
         if not isinstance(result, Mapping):
             raise InvalidArgumentError.of("the result of map", result, "a dict of new columns")
