@@ -197,6 +197,14 @@ Entry = (
 _DECODER = msgspec.json.Decoder(Entry)
 
 
+_TAG_OF_REOPENED = b'"type":"reopened"'
+
+
+def was_reopened(line: bytes) -> bool:
+    """Whether a line, which may be damaged, seems to have been a :class:`Reopened`."""
+    return _TAG_OF_REOPENED in line
+
+
 def encode(entry: msgspec.Struct) -> bytes:
     """The line of an entry, or of another object."""
     data = msgspec.json.encode(entry)

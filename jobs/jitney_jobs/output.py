@@ -85,6 +85,14 @@ class Ended:
     """Only of a bad line for OpenAI's API, which is alone then: the line that the service has."""
     result_bytes: int = 0
     """Size of the results in memory, about."""
+    is_long_text: bool = False
+    """Only of one row: whether its text is longer than the encoder takes at once."""
+
+    @property
+    def replaced(self) -> int:
+        """How many U+FFFD were put in place of what is no text in these rows."""
+        counts = self.chunk.replaced
+        return sum(counts.get(row, 0) for row in self.rows) if counts else 0
 
     def slice(self, first: int, end: int) -> "Ended":
         """The rows [first, end) of these."""

@@ -291,7 +291,6 @@ class Pipeline(Gathering):
 
     def _take_chunk(self, chunk: Chunk) -> None:
         self._budget.add(chunk)
-        self._figures.replaced += chunk.replaced
         self._figures.most_in_flight = max(self._figures.most_in_flight, self._budget.rows)
         self._preparing.append(self._workers.submit(chunk))
 
@@ -319,7 +318,6 @@ class Pipeline(Gathering):
             if prepared.rest is not None:  # it comes before all other chunks
                 self._preparing.appendleft(self._workers.submit(prepared.rest))
             self._figures.prepare_s += prepared.seconds
-            self._figures.replaced += prepared.replaced
             self._workers_cpu_s += prepared.cpu_s
             self._figures.position = prepared.chunk.position
             self._budget.add_prepared(prepared)
