@@ -41,7 +41,7 @@ print(run(Path(sys.argv[1]), Path(sys.argv[2]), map="tests.jobs.job_rows:slowly"
 """
 
 
-def start(source: Path, output: Path, script: str = SCRIPT, **options: Any) -> Any:
+def start(source: Path, output: Path | str, script: str = SCRIPT, **options: Any) -> Any:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.Popen(
         [sys.executable, "-c", script, str(source), str(output)],
