@@ -21,6 +21,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from jitney_jobs.background import settle
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.executors import Models
 from jitney_jobs.feeder import Feeder
@@ -28,17 +29,10 @@ from jitney_jobs.gathering import Gathering
 from jitney_jobs.job import Job
 from jitney_jobs.journal import FileRows, JobJournal
 from jitney_jobs.output import Ended, Output
-from jitney_jobs.prepare import (
-    MADE_BYTES,
-    Item,
-    Map,
-    Prepared,
-    Task,
-    Workers,
-    make_task,
-    settle,
-)
+from jitney_jobs.prepare import MADE_BYTES, Item, Prepared
+from jitney_jobs.prepare_workers import Workers
 from jitney_jobs.rows import Chunk, RowId, reason
+from jitney_jobs.tasks import Map, Task, make_task
 from jitney_jobs.tensors import Tensors
 
 _FEW_BYTES = 64 << 10

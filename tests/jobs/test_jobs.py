@@ -18,9 +18,10 @@ from jitney_jobs.generate import GenerateOnServer
 from jitney_jobs.job import differences, make_job
 from jitney_jobs.outcome import error_limit
 from jitney_jobs.pipeline import worker_count
-from jitney_jobs.prepare import Context, Map, Workers
+from jitney_jobs.prepare_workers import Workers
 from jitney_jobs.rows import Chunk
 from jitney_jobs.run import read_record, run_job
+from jitney_jobs.tasks import Context, Map
 from typer.testing import CliRunner
 
 from tests.jobs.job_rows import bad, fail_at_part, ids, job_of, read, run, write_lines
