@@ -142,7 +142,7 @@ def _listed_arguments(
     """Arguments that are written one by one, for formats in which they are no JSON object."""
     ways: list[str] = []
     rules: list[str] = []
-    for alternative in alternatives_of(schema, schema):
+    for alternative in alternatives_of(schema, schema, exact=True):
         if not alternative.allows_object():
             continue
         members = alternative.members()
@@ -265,7 +265,7 @@ def _reading(schema: Any, whole: Mapping[str, Any]) -> tuple[object, ...]:
 def _tagged_value(name: str, schema: Any, whole: Mapping[str, Any]) -> _TaggedValue:
     """The parser reads a value as a string if the schema allows one: then it is written without
     quotes. Any other value is JSON."""
-    alternatives = alternatives_of(schema, whole)
+    alternatives = alternatives_of(schema, whole, exact=True)
     may_be_string = any(each.allows_string() for each in alternatives)
     if not may_be_string:
         return _TaggedValue(rule=f"{json_part(schema, whole)} {_LAST_TAG}")
