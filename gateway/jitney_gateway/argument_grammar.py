@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from jitney.errors import InvalidArgumentError
 from jitney.text.json_schema import ALLOWS_ALL
+from jitney.text.schema_finiteness import leave_out_infinite
+from jitney.text.schema_references import References
 
 from jitney_gateway.formats import ToolFormat
 from jitney_gateway.lark import (
@@ -116,9 +118,12 @@ def arguments_of_function(
     what is no JSON schema.
     """
     schema = schema_of_function(function)
+    if row.body == "json":
+        return Arguments(json_value(schema), [])
+    # A model that begins an argument that nothing finite fits could not end it.
+    if not leave_out_infinite(schema, References(schema)):
+        raise InvalidArgumentError("no arguments fit the parameters")
     match row.body:
-        case "json":
-            return Arguments(json_value(schema), [])
         case "gemma":
             quote_is_token = spell(row.quote) != json.dumps(row.quote)
             rules = ValueRules(schema, prefix, row.quote, spell, quote_is_token=quote_is_token)
