@@ -172,7 +172,7 @@ def test_a_tensor_of_many_dimensions_is_refused_before_they_are_multiplied(tmp_p
     tensor = {"dtype": "F32", "shape": [2**62] * 9, "data_offsets": [0, 0]}
     header = json.dumps({f"{QUERY}.lora_A.weight": tensor}).encode()
     (folder / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header)
-    with pytest.raises(InvalidArgumentError, match="header of .* is broken: .* of length <= 8"):
+    with pytest.raises(InvalidArgumentError, match=r"header of .* is broken: .* of length <= 8"):
         read_adapter(folder, SITES, 8)
 
 
