@@ -147,8 +147,9 @@ def translated(model: str, status: str, text: str) -> JitneyError:
     code = status.rpartition(".")[2]  # of "StatusCode.UNAVAILABLE"
     if "is not healthy" in text:  # its process has died, and the server has not been told so yet
         return UnavailableError(f"model {model!r} is not ready; it may be loading")
-    # For an unknown model the server has texts and no status of its own.
-    is_unknown = "is not found" in text or "is not ready" in text
+    # In a stream, the server's errors have texts alone. Those of an unknown model end in "is not
+    # found", "is not at ready state" or, after it was unloaded, "has no available versions".
+    is_unknown = "unknown model" in text or "is not ready" in text
     if code == "NOT_FOUND" or is_unknown:
         return UnknownModelError(f"model {model!r} does not exist or is not ready")
     if code == "UNAVAILABLE":

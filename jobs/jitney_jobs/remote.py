@@ -44,6 +44,9 @@ _MEANINGS: Mapping[str, Meaning] = {
 """By gRPC's status, or by the code that opens the text of a stream's error. Others are FAULT."""
 _AWAY = ("failed to connect", "connection refused", "dns resolution failed", "timed out")
 """What gRPC says in small letters if nobody answers."""
+_LOADED_AGAIN = ("unknown model", "is not found", "is not ready", "is not healthy")
+"""What the server says in small letters of a model whose process has died, or that it loads again.
+A stream's error has no status of its own. Which of these it is depends on how far it got."""
 _HANDSHAKE = ("certificate_verify_failed", "certificate verify failed", "wrong_version_number")
 """What it says if TLS is at fault."""
 
@@ -172,7 +175,7 @@ class TritonModel:
             meaning = Meaning.AWAY
         elif code == "UNAVAILABLE" and "queue is full" in lower:
             meaning = Meaning.BUSY
-        elif "is not found" in lower or "is not ready" in lower:
+        elif any(said in lower for said in _LOADED_AGAIN):
             meaning = Meaning.PASSING
         return RequestError.of_meaning(meaning, text)
 
