@@ -18,9 +18,6 @@ from jitney.errors import CheckpointError, ConfigError, UnsupportedModelError, f
 from jitney.execution.checkpoint import Checkpoint
 from jitney.execution.machine import DTYPES
 
-# Rotary scalings whose factors depend on the longest sequence of the whole batch: what a request
-# gets would depend on its neighbours, and keys cached before a change would be wrong after it.
-_BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 _CHECKPOINT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _LENGTH_NAMES = ("position", "length", "window", "chunk", "context", "floor_scale", "seq")
 """Parts of the names that configurations give to lengths, in tokens."""
@@ -173,23 +170,19 @@ def _obstacles(config: PreTrainedConfig) -> Iterator[str]:
         yield "it is an encoder-decoder, whose decoder reads a second sequence"
     if config.get_text_config() is not config:
         yield "it is a multi-modal model, and only text models are served"
-    for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
+    layer_types = getattr(config, "layer_types", None) or ()
+    for index, kind in enumerate(layer_types):
         if kind not in _PAGED_LAYER_TYPES:
             yield (
                 f"layer {index} is of type {kind!r}, and only full and sliding attention are kept "
                 "in a paged cache"
             )
-    for kind in _rope_types(getattr(config, "rope_parameters", None)):
-        if kind in _BATCH_DEPENDENT_ROPE:
-            yield (
-                f"its rotary scaling is {kind!r}, whose factors depend on the longest sequence of "
-                "a batch"
-            )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         yield "transformers has no causal language model of it"
         return  # what follows looks at the model's class
     cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if getattr(cls, "_is_stateful", False):
+    # A class of hybrids may also have no recurrent layer in a checkpoint, as in Granite 4.0 Micro.
+    if getattr(cls, "_is_stateful", False) and not layer_types:
         yield "it has recurrent layers, whose state is not kept in a paged cache"
     if not getattr(cls, "_supports_attention_backend", False):
         yield "its attention does not go through transformers' AttentionInterface"
@@ -197,13 +190,3 @@ def _obstacles(config: PreTrainedConfig) -> Iterator[str]:
         yield "it has cross-attention, which reads a second sequence"
     if not getattr(config, "is_causal", True):
         yield "its attention is not causal"
-
-
-def _rope_types(parameters: object) -> Iterator[str]:
-    """Every ``rope_type`` in ``rope_parameters``, which may be nested by layer type."""
-    if isinstance(parameters, dict):
-        kind = parameters.get("rope_type")
-        if isinstance(kind, str):
-            yield kind
-        for value in parameters.values():
-            yield from _rope_types(value)
