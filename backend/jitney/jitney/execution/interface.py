@@ -135,6 +135,8 @@ class LoadedModel:
     pack: Pack | None = None
     """Turns an adapter's factors (``low_rank``) into the form that ``forward`` reads, which is kept
     as ``LowRank.packed``. None: ``forward`` reads the factors themselves."""
+    generation_config: Mapping[str, Any] = field(default_factory=dict)
+    """The checkpoint's ``generation_config.json`` as it stands; empty if there is none."""
     cache_scales: Mapping[int, KvScales] = field(default_factory=dict)
     """By layer, the scales of a float8 cache that the checkpoint states, on the device. Layers for
     which it states none are missing."""

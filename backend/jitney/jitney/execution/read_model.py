@@ -254,6 +254,7 @@ def prove(read: ModuleWithWeights) -> LoadedModel:
         num_parameters=read.num_parameters,
         weight_bytes=count_bytes(module),
         forward=functools.partial(interface.forward_module, module),
+        generation_config=checkpoint.generation_config,
         cache_scales=cache_scales(checkpoint, kv_heads, device),
     )
 

@@ -5,7 +5,7 @@ do not call us, masks of their own, …) is ``probe``'s. Architectures that cann
 UnsupportedModelError with the model type and the reason.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,13 +14,23 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from jitney.config import EngineConfig
-from jitney.errors import CheckpointError, ConfigError, UnsupportedModelError, first_line, show
-from jitney.execution.checkpoint import Checkpoint
+from jitney.errors import (
+    CheckpointError,
+    ConfigError,
+    InvalidArgumentError,
+    UnsupportedModelError,
+    first_line,
+    show,
+)
+from jitney.execution.checkpoint import GENERATION_CONFIG, Checkpoint
 from jitney.execution.machine import DTYPES
+from jitney.sampling_params import check_sampling_params, parse_sampling_params
 
 _CHECKPOINT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _LENGTH_NAMES = ("position", "length", "window", "chunk", "context", "floor_scale", "seq")
 """Parts of the names that configurations give to lengths, in tokens."""
+_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Fields of ``generation_config.json`` that are sampling parameters."""
 _PAGED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
@@ -130,6 +140,31 @@ def eos_ids(checkpoint: Checkpoint, vocab_size: int) -> frozenset[int]:
             if 0 <= item < vocab_size:  # some configurations carry -1 for none
                 ids.add(item)
     return frozenset(ids)
+
+
+def sampling_defaults(
+    generation_config: Mapping[str, Any], config: EngineConfig, vocab_size: int
+) -> dict[str, float]:
+    """The sampling parameters that a ``generation_config.json`` states, by our names; empty if
+    option ``generation_config`` is none. Raises CheckpointError for one that no request may have.
+
+    ``do_sample: false`` is a temperature of 0. Without ``do_sample`` the others count, as in vLLM.
+    """
+    if config.generation_config == "none":
+        return {}
+    stated = {name: generation_config.get(name) for name in _SAMPLING_DEFAULTS}
+    given = {name: value for name, value in stated.items() if value is not None}
+    if generation_config.get("do_sample") is False:
+        given["temperature"] = 0.0
+    try:
+        params = parse_sampling_params(given)
+        check_sampling_params(params, config, vocab_size=vocab_size)
+    except InvalidArgumentError as error:
+        raise CheckpointError(
+            f"{GENERATION_CONFIG} cannot be used: {error} (option generation_config 'none' leaves "
+            "it out)"
+        ) from None
+    return {name: getattr(params, name) for name in given}
 
 
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:
