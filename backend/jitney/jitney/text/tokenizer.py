@@ -34,8 +34,11 @@ class TokenizerData(msgspec.Struct, frozen=True):
     """The tokenizer of the `tokenizers` library, as the text of a ``tokenizer.json``."""
     eos_id: int | None
     chat_template: str | None
+    """Of chats without tools, and of all chats if there is no ``tool_template``."""
     special_tokens: dict[str, Any]
     """Variables of the chat template, such as ``bos_token``."""
+    tool_template: str | None = None
+    """Of chats with tools, where a checkpoint has a template of its own for them."""
 
 
 def read_tokenizer(checkpoint: Path) -> TokenizerData:
@@ -73,13 +76,16 @@ def describe_tokenizer(pretrained: Any) -> TokenizerData:
             f"the tokenizer {type(pretrained).__name__} has no fast form (tokenizer.json)"
         )
     template = pretrained.chat_template
-    if isinstance(template, dict):  # several, by name
+    tool_template = None
+    if isinstance(template, dict):  # several, by name: transformers takes the same two
+        tool_template = template.get("tool_use")
         template = template.get("default")
     return TokenizerData(
         backend=backend.to_str(),
         eos_id=pretrained.eos_token_id,
         chat_template=template,
         special_tokens=dict(pretrained.special_tokens_map),
+        tool_template=tool_template,
     )
 
 
@@ -99,6 +105,9 @@ class Tokenizer:
         self._template: ChatTemplate | None = None
         if data.chat_template:
             self._template = ChatTemplate(data.chat_template, data.special_tokens)
+        self._tool_template = self._template
+        if data.tool_template:
+            self._tool_template = ChatTemplate(data.tool_template, data.special_tokens)
 
     @classmethod
     def load(cls, checkpoint: Path) -> "Tokenizer":
@@ -138,9 +147,15 @@ class Tokenizer:
         """The text that the model's chat template makes of a chat; see :class:`ChatTemplate`.
         Raises InvalidArgumentError if there is no template, if it refuses the chat or fails, or if
         the text has more than ``most`` characters."""
-        if self._template is None:
+        template = self._tool_template if tools else self._template
+        if template is None and self._tool_template is not None:
+            raise InvalidArgumentError(
+                "messages cannot be used without tools: this model has a chat template for chats "
+                "with tools alone"
+            )
+        if template is None:
             raise InvalidArgumentError("messages cannot be used: this model has no chat template")
-        return self._template.render(messages, parameters, tools, most, continues=continues)
+        return template.render(messages, parameters, tools, most, continues=continues)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The whole text of ``ids``; unknown ones decode to nothing."""
