@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from jitney.errors import InvalidArgumentError, UnavailableError
@@ -545,6 +546,33 @@ def test_a_damaged_file_is_put_right_before_the_merge(tmp_path: Path) -> None:
     record = read_record(str(output), None)
     assert record.bad_files == {}
     assert record.total == 60
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_an_input_of_one_file_that_is_damaged(tmp_path: Path, is_lost: bool) -> None:
+    """A shard that can read nothing of it is complete all the same. If no shard could, the job is
+    not."""
+    source = tmp_path / "in.parquet"
+    pq.write_table(
+        pa.Table.from_pylist(ids(20, 80)),
+        source,
+        row_group_size=20,
+        compression="none",
+        use_dictionary=False,
+        write_page_checksum=True,
+    )
+    whole = source.read_bytes()
+    places = [whole.index(id.to_bytes(8, "little")) for id in (25, 45, 65)]
+    damaged = bytearray(whole)
+    for place in places if is_lost else places[1:]:
+        damaged[place] ^= 1
+    source.write_bytes(damaged)
+    run_shards(source, tmp_path / "out")
+    merge = ["batch", "merge", str(tmp_path / "out")]
+    done = run_command(merge)
+    assert done.status == (ExitStatus.JOB_ERROR if is_lost else ExitStatus.BAD_ROWS), done
+    assert ("cannot be read" in done.error) == is_lost
+    assert ids_of(tmp_path / "out") == ([] if is_lost else list(range(20, 40)))
 
 
 # ------------------------------------------------------------------ what a merge checks
