@@ -22,6 +22,7 @@ import numpy as np
 from jitney.errors import CancelledError, InvalidArgumentError, JitneyError, UnavailableError
 
 from jitney_jobs.arrow import pa
+from jitney_jobs.background import in_background
 from jitney_jobs.column_names import result_names
 from jitney_jobs.columns import taken
 from jitney_jobs.failures import JobRefusedError, RequestError
@@ -30,8 +31,9 @@ from jitney_jobs.journal import End, Entry, JobJournal
 from jitney_jobs.onnx_executor import BlockResult
 from jitney_jobs.outcome import TooManyBadRows, error_limit
 from jitney_jobs.output import Ended, Output, write_errors
-from jitney_jobs.prepare import Item, MapResult, Task, in_background
+from jitney_jobs.prepare import Item
 from jitney_jobs.rows import Chunk, RowId, reason
+from jitney_jobs.tasks import MapResult, Task
 from jitney_jobs.tensors import Tensors
 from jitney_jobs.texts import TextResult
 from jitney_jobs.watchdog import Watchdog

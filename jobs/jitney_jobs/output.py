@@ -32,11 +32,11 @@ from jitney_jobs.part_files import (
     TableWriter,
     runs_of,
 )
-from jitney_jobs.prepare import Context, MapResult
 from jitney_jobs.rows import LINES, Chunk, RowValues
 from jitney_jobs.schemas import SeenTypes, check_storable
 from jitney_jobs.shards import Shard
 from jitney_jobs.storage import file_system, objects_of
+from jitney_jobs.tasks import Context, MapResult
 
 _BLOCK_ROWS = 512
 """Most rows that are encoded together."""

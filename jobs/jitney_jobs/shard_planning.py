@@ -24,11 +24,12 @@ from jitney_jobs.journal_entries import OutputPart, ReadStart, RowRange
 from jitney_jobs.line_survey import Survey, model_of_lines, survey_lines
 from jitney_jobs.output import Output, sample_of, write_errors
 from jitney_jobs.output_files import OutputFiles, output_files
-from jitney_jobs.prepare import MapResult, Workers, make_task
+from jitney_jobs.prepare_workers import Workers
 from jitney_jobs.preview import Preview
 from jitney_jobs.rows import Chunk
 from jitney_jobs.shard_plan import Plan, create_plan, read_plan
 from jitney_jobs.shards import Shard
+from jitney_jobs.tasks import MapResult, make_task
 
 _VERSION = 1
 _CHUNK_ROWS = 64
