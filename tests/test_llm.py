@@ -29,6 +29,7 @@ from jitney.sampling_params import StructuredOutputs
 from jitney.text.completion import Completion
 from transformers import AutoModelForCausalLM
 
+from tests.execution.generate import eager, expected_outputs
 from tests.tiny_models import make_checkpoint
 
 PROMPTS = ["the bus", "def step(batch):", "Zürich", "passengers board while others"] * 3
@@ -433,3 +434,28 @@ def test_a_checkpoint_that_does_not_sample_is_greedy(folder: Path, tmp_path: Pat
     stated = with_generation_config(folder, tmp_path / "m", do_sample=False, temperature=0.6)
     with load(stated) as own:
         assert own.info.sampling_defaults == {"temperature": 0.0}
+
+
+# ------------------------------------------------------------------------------- no tokenizer
+
+
+@pytest.mark.parametrize("process", [False, True])
+def test_a_checkpoint_without_a_tokenizer_serves_token_ids(tmp_path: Path, process: bool) -> None:
+    """With the tokens of ``generate``. What has a text is refused by its name."""
+    path = make_checkpoint(tmp_path / "m", "llama")
+    (expected,) = expected_outputs(eager(path), [[5, 6, 7]], 12).values()
+    with load(path, process=process) as own:
+        done = own.generate([5, 6, 7], GREEDY, progress=False)[0]
+        assert (done.ids, done.text) == (expected, "")
+        assert [piece.ids for piece in own.stream([5, 6, 7], GREEDY)] != []
+        for field, params in (
+            ("stop", {"stop": "x"}),
+            ("bad_words", {"bad_words": ["x"]}),
+            ("structured_outputs", {"structured_outputs": {"choice": ["x"]}}),
+        ):
+            with pytest.raises(InvalidArgumentError, match=f"^{field} cannot be used: .*input_ids"):
+                own.generate([5], params, progress=False)
+        with pytest.raises(InvalidArgumentError, match=r"^text_input cannot be used"):
+            own.generate("the bus", progress=False)
+        with pytest.raises(InvalidArgumentError, match=r"^messages cannot be used"):
+            own.chat([{"role": "user", "content": "a"}], progress=False)

@@ -1,11 +1,13 @@
 """Chat templates get the content of messages in the form that they take, as from transformers."""
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jitney.config import EngineConfig
 from jitney.errors import InvalidArgumentError
+from jitney.text import chat_template, template_budget
 from jitney.text.chat import make_chat
 from jitney.text.chat_template import ChatTemplate
 from jitney.text.tokenizer import Tokenizer
@@ -67,10 +69,13 @@ def test_the_last_part_can_be_continued() -> None:
 
 
 def test_a_template_that_never_ends_is_asked_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jitney.text.chat_template._TINY_CPU_S", 0.01)
-    monkeypatch.setattr("jitney.text.template_budget._MOST_CPU_S", 0.05)
+    assert chat_template._TINY_CPU_S < template_budget._MOST_CPU_S
+    monkeypatch.setattr(chat_template, "_TINY_CPU_S", 0.01)
+    monkeypatch.setattr(template_budget, "_MOST_CPU_S", 0.05)
+    began = time.thread_time()
     with pytest.raises(InvalidArgumentError, match="CPU time"):
         ChatTemplate(ENDLESS, {}).render([TEXT], {})
+    assert time.thread_time() - began < 1.0
 
 
 def test_null_beside_a_call_is_no_word() -> None:

@@ -9,7 +9,7 @@ makes of a tiny chat.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-Message = Mapping[str, Any]
+_Message = Mapping[str, Any]
 
 _FIRST = "firstpartofcontent"
 _SECOND = "secondpartofcontent"
@@ -22,7 +22,7 @@ class ContentForms(NamedTuple):
     texts: bool = True
     parts: bool = False
 
-    def given(self, message: Message) -> dict[str, Any]:
+    def given(self, message: _Message) -> dict[str, Any]:
         """The message with its content as the template takes it. Parts for a template that takes
         texts alone are joined by line breaks, as in vLLM."""
         content = message.get("content")
@@ -33,7 +33,7 @@ class ContentForms(NamedTuple):
         return dict(message)
 
 
-def find_forms(render: Callable[[Sequence[Message]], str]) -> ContentForms:
+def find_forms(render: Callable[[Sequence[_Message]], str]) -> ContentForms:
     """What a template takes. ``render`` gives the text of a chat, and may raise anything."""
     of_text = _rendered(render, _FIRST)
     of_parts = _rendered(render, [_part(_FIRST), _part(_SECOND)])
@@ -42,7 +42,7 @@ def find_forms(render: Callable[[Sequence[Message]], str]) -> ContentForms:
     return ContentForms(texts=_FIRST in of_text, parts=shows_parts and not is_shown_raw)
 
 
-def _rendered(render: Callable[[Sequence[Message]], str], content: object) -> str:
+def _rendered(render: Callable[[Sequence[_Message]], str], content: object) -> str:
     """The text of a chat with this content; empty if the template refuses it."""
     try:
         return render([{"role": "user", "content": content}])

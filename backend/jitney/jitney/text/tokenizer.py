@@ -11,6 +11,7 @@ Only tokenizers backed by the `tokenizers` library are taken, because the increm
 on its byte-exact decoding.
 """
 
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ import tokenizers
 from jitney.errors import CheckpointError, InvalidArgumentError, UnsupportedModelError
 from jitney.text.chat_template import ChatTemplate
 from jitney.text.detokenizer import DecodingRules, IncrementalDecoder
+
+_log = logging.getLogger(__name__)
 
 JsonObjects = Sequence[Mapping[str, object]]
 """The messages of a chat, or its tools."""
@@ -39,6 +42,24 @@ class TokenizerData(msgspec.Struct, frozen=True):
     """Variables of the chat template, such as ``bos_token``."""
     tool_template: str | None = None
     """Of chats with tools, where a checkpoint has a template of its own for them."""
+    missing: bool = False
+    """Whether the checkpoint has no tokenizer. Then it takes and gives token ids, and
+    ``backend`` has no token."""
+
+
+_NO_TOKENIZER = TokenizerData(
+    backend=tokenizers.Tokenizer(tokenizers.models.BPE()).to_str(),
+    eos_id=None,
+    chat_template=None,
+    special_tokens={},
+    missing=True,
+)
+_FILES = (
+    "tokenizer*", "*.model", "vocab*", "merges.txt", "*.tiktoken", "tekken.json",
+    "special_tokens_map.json", "added_tokens.json", "*.spm",
+)  # fmt: skip
+"""Names of the files that tokenizers are read from."""
+_SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 
 
 def read_tokenizer(checkpoint: Path) -> TokenizerData:
@@ -56,16 +77,34 @@ def read_tokenizer(checkpoint: Path) -> TokenizerData:
         folder = checkpoint.parent
         if not (folder / "tokenizer.json").exists():
             options["gguf_file"] = checkpoint.name
+    elif not any(any(folder.glob(pattern)) for pattern in _FILES):
+        _log.warning("the checkpoint has no tokenizer: the model takes and gives token ids alone")
+        return _NO_TOKENIZER
     try:
         pretrained = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False, **options
         )
     except Exception as error:  # a broken file can raise anything
-        reason = str(error).strip().splitlines() or [type(error).__name__]
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        reason = lines[0][:300]
+        if not (folder / "tokenizer.json").exists():
+            alone = [name for name in _SENTENCEPIECE if (folder / name).exists()]
+            if alone:
+                reason = _how_to_convert(alone[0])
         raise CheckpointError(
-            f"the tokenizer in {checkpoint.name!r} cannot be loaded: {reason[0][:300]}"
+            f"the tokenizer in {checkpoint.name!r} cannot be loaded: {reason}"
         ) from error
     return describe_tokenizer(pretrained)
+
+
+def _how_to_convert(name: str) -> str:
+    """What to do about a SentencePiece model that comes without a ``tokenizer.json``."""
+    return (
+        f"it is {name} alone, which cannot be read here; where `pip install transformers "
+        'sentencepiece protobuf` was done, make a tokenizer.json of it: `python -c "from '
+        "transformers import AutoTokenizer as T; "
+        "T.from_pretrained('FOLDER').save_pretrained('FOLDER')\"`"
+    )
 
 
 def describe_tokenizer(pretrained: Any) -> TokenizerData:
@@ -115,6 +154,15 @@ class Tokenizer:
         :func:`read_tokenizer`."""
         return cls(read_tokenizer(checkpoint))
 
+    def check_takes(self, field: str) -> None:
+        """Raise InvalidArgumentError, naming the ``field`` that has a text, if there is no
+        tokenizer."""
+        if self.data.missing:
+            raise InvalidArgumentError(
+                f"{field} cannot be used: this model has no tokenizer, and takes and gives token "
+                "ids alone (input_ids)"
+            )
+
     @property
     def vocab(self) -> dict[str, int]:
         """Every token, added ones included, and its id."""
@@ -147,6 +195,7 @@ class Tokenizer:
         """The text that the model's chat template makes of a chat; see :class:`ChatTemplate`.
         Raises InvalidArgumentError if there is no template, if it refuses the chat or fails, or if
         the text has more than ``most`` characters."""
+        self.check_takes("messages")
         template = self._tool_template if tools else self._template
         if template is None and self._tool_template is not None:
             raise InvalidArgumentError(
