@@ -368,8 +368,6 @@ def _check_together(job: Job) -> None:
     if job.output_column is not None and (job.task == "map" or is_openai):
         what = "openai lines" if is_openai else "task map"
         raise InvalidArgumentError(f"setting output_column is not for {what}")
-    if job.limit is not None and job.ray is not None:
-        raise InvalidArgumentError("settings limit and ray exclude each other")
     if job.output_format == "parquet" and is_openai:
         raise InvalidArgumentError.of("output_format", "parquet", "jsonl for openai lines")
     if is_openai and job.task not in ("generate", "embed", "map"):

@@ -30,7 +30,8 @@ from jitney_jobs.journal_record import Record, RecordReader
 from jitney_jobs.object_storage import NO_CONDITIONS, NoConditionsError, Objects
 
 FOLDER = "_job/journal"
-_MARK = re.compile(r"part-\d+-(\d+)-[0-9a-f]+\.")
+_MARK = re.compile(r"part-(?:\d+-)+(\d+)-[0-9a-f]+\.")
+"""In the name of a part's file: its numbers, that of the claim, and a random word."""
 ALIVE = "_job/alive"
 _BEAT_S = 5.0
 _WATCH_S = 16.0
@@ -78,7 +79,12 @@ class JournalObjects:
     def part_mark(self) -> str:
         """What the name of the next part ends with. Each call gives another one: what a part was
         that could not be committed is not known for certain."""
-        return f"-{self._claim_number}-{secrets.token_hex(4)}"
+        return f"{self.mark_of_run}-{secrets.token_hex(4)}"
+
+    @property
+    def mark_of_run(self) -> str:
+        """The number of the claim."""
+        return f"-{self._claim_number}"
 
     def may_remove(self, part: str) -> bool:
         """Whether a file of a part that no commit names is of a run that can commit no more."""
