@@ -1,8 +1,9 @@
 """What do jobs (``jitney batch``) cost beside the engine alone, a loop by hand and other tools, and
 do they keep what they promise: memory that does not grow, and each row once whatever kills them?
 
-    python -m benchmarks.jobs --what generate embed digits ray  # rates, each against its bar
-    python -m benchmarks.jobs --what memory kills             # promises
+    python -m benchmarks.jobs --what generate embed digits      # rates, each against its bar
+    python -m benchmarks.jobs --what ray ray_digits ray_large   # the same on a Ray cluster
+    python -m benchmarks.jobs --what memory kills nodes       # promises
 
 Each contender runs in a process of its own; they take turns, and a ratio is of one turn. A job's
 seconds count from the end of loading to its end: reading and writing Parquet are in them. Of jobs
@@ -33,6 +34,7 @@ from benchmarks.job_contenders import ENGINE, GREEDY, MODELS, STATIC_BATCH, run_
 from benchmarks.workloads import VOCAB_SIZE, save_m100, w1
 
 DIGITS_BATCH = 128
+LARGE_BYTES = 500_000
 ROOT = Path(__file__).resolve().parent.parent
 PYLM = MODELS / "pylm" / "1" / "checkpoint"
 
@@ -194,21 +196,78 @@ def digits(arguments: argparse.Namespace, folder: Path) -> None:
 
 
 def ray(arguments: argparse.Namespace, folder: Path) -> None:
-    """A job on a local cluster of Ray's against the same without; less a job of one request."""
+    """A job of a language model on a local cluster of Ray's against the same without; less a job of
+    one request. The bar: at least 0.9."""
     model = words_checkpoint(folder)
     source = write_prompts(folder / "prompts.parquet", arguments.w1_turns)
     one = write_prompts(folder / "prompt.parquet", 1, 1)
     amount = {"amount": sum(w1().output_lengths) * arguments.w1_turns}
 
     def run(**more: Any) -> dict[str, float]:
-        long, short = (
-            _generate_job(each, folder / "ray-out", model, **more)["seconds"]
-            for each in (source, one)
-        )
-        return amount | {"seconds": long - short}  # the CPU seconds of a cluster are not known
+        job = partial(_generate_job, output=folder / "ray-out", model=model, **more)
+        return amount | {"seconds": _less(job(source), job(one))}
 
     local = partial(run, ray="local")
     _turns(arguments.repeats, "output tokens/s", {"job --ray local": local, "job": run})
+
+
+def _less(long: dict[str, float], short: dict[str, float]) -> float:
+    """Seconds without the start of a cluster and of its actors. The CPU seconds of a cluster are
+    not known."""
+    return long["seconds"] - short["seconds"]
+
+
+def ray_digits(arguments: argparse.Namespace, folder: Path) -> None:
+    """The job of ``digits`` on a local cluster of Ray's, Ray's own ``map_batches``, and the job
+    without Ray; less the same over one row. The bar: at least 0.8 of Ray's own."""
+    source = write_images(folder / "images.parquet", arguments.images)
+    one = write_images(folder / "image.parquet", 1)
+    amount = {"amount": arguments.images}
+
+    def job(**more: Any) -> dict[str, float]:
+        settings = {"batch_size": DIGITS_BATCH, **more}
+        long, short = (
+            measure("job", settings=_digits_settings(each, folder / "ray-out") | settings)
+            for each in (source, one)
+        )
+        return amount | {"seconds": _less(long, short)}
+
+    def alone() -> dict[str, float]:
+        output = str(folder / "digits-ray")
+        task = partial(measure, "digits_ray", batch_size=DIGITS_BATCH, output=output)
+        return amount | {"seconds": _less(task(input=str(source)), task(input=str(one)))}
+
+    _turns(arguments.repeats, "rows/s", {
+        "job --ray local": partial(job, ray="local"),
+        "Ray Data, map_batches": alone,
+        "job": job,
+    })  # fmt: skip
+
+
+def ray_large(arguments: argparse.Namespace, folder: Path) -> None:
+    """Rows of half a megabyte through a function, on a local cluster of Ray's and without; less the
+    same over one row. The bar: at least 0.7."""
+    source = _write_large(folder / "large.parquet", arguments.large_rows)
+    one = _write_large(folder / "large-1.parquet", 1)
+    amount = {"amount": arguments.large_rows}
+
+    def job(**more: Any) -> dict[str, float]:
+        function = {"task": "map", "map": "benchmarks.job_contenders:length"}
+        settings = {"output": str(folder / "ray-out"), **function, **more}
+        long, short = (
+            measure("job", settings={"input": str(each)} | settings) for each in (source, one)
+        )
+        return amount | {"seconds": _less(long, short)}
+
+    contenders = {"job --ray local": partial(job, ray="local"), "job": job}
+    _turns(arguments.repeats, "rows/s", contenders)
+
+
+def _write_large(path: Path, rows: int) -> Path:
+    """Texts of half a megabyte, each with its own words."""
+    rng = np.random.RandomState(10)
+    words = rng.randint(0, 10**9, (rows, LARGE_BYTES // 10))
+    return _write(path, {"text": [" ".join(f"{word:09}" for word in row) for row in words]})
 
 
 # --------------------------------------------------------------------------- promises
@@ -351,7 +410,8 @@ def nodes(arguments: argparse.Namespace, folder: Path) -> None:
     print(f"{killed} kills of a node, {jobs} jobs ({took} s): {rows:,} rows in each, each once")
 
 
-WHAT = {each.__name__: each for each in (generate, embed, digits, ray, memory, kills, nodes)}
+_ALL = (generate, embed, digits, ray, ray_digits, ray_large, memory, kills, nodes)
+WHAT = {each.__name__: each for each in _ALL}
 
 
 def main() -> None:
@@ -365,6 +425,7 @@ def main() -> None:
     parser.add_argument("--static-turns", type=int, default=3, help="the same for transformers")
     parser.add_argument("--texts", type=int, default=20_000, help="of embed")
     parser.add_argument("--images", type=int, default=300_000, help="rows of digits")
+    parser.add_argument("--large-rows", type=int, default=1000, help="of ray_large")
     parser.add_argument("--rows", type=int, nargs="+", default=[10_000, 1_000_000], help="memory")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--kill-rows", type=int, default=10_000)

@@ -9,15 +9,17 @@ the end, are read once more. So the cluster may die altogether, and the next run
 The model, the input, the output and this package are needed on every node, under the same names.
 """
 
+import contextlib
 import copy
 import logging
 import os
 import queue
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -272,7 +274,7 @@ class RayPipeline(JobRun):
         self._board.stop()
         until = time.monotonic() + _STOP_S
         # If the cluster fails meanwhile, what is not committed is done by the next run.
-        with suppress(UnavailableError, ray.exceptions.RayError):
+        with contextlib.suppress(UnavailableError, ray.exceptions.RayError):
             while not self._stream.ended.done() and time.monotonic() < until:
                 wait([self._stream.ended], _POLL_S)
                 self._cluster.check()
@@ -396,21 +398,36 @@ class _Cluster:
 def _connect(address: str) -> None:
     """Join a Ray cluster, ``local`` for one on this machine alone. Raises UnavailableError."""
     logging.getLogger("ray.data").setLevel(logging.ERROR)
-    # Ray's native part would print warnings of its own that tell the user nothing.
+    # Ray's native part would print warnings that tell the user nothing.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
         if host:  # Ray would try for minutes
             socket.create_connection((host, int(port)), _CONNECT_S).close()
-        ray.init(
-            address,
-            ignore_reinit_error=True,
-            include_dashboard=False if address == "local" else None,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+        with _without_native_output():
+            ray.init(
+                address,
+                ignore_reinit_error=True,
+                include_dashboard=False if address == "local" else None,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
     except (OSError, RuntimeError, ValueError) as error:
         raise UnavailableError(f"Ray is not at {address}: {error}") from None
+
+
+@contextlib.contextmanager
+def _without_native_output() -> Iterator[None]:
+    """While Ray starts: it would say at which level it logs. Its errors are Python's."""
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), 2)
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
 
 
 class _Stream:
