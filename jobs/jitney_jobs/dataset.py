@@ -31,6 +31,7 @@ from jitney_jobs.file_batches import (
     arrow_schema,
     csv_batches,
     csv_header,
+    has_larger,
     line_batches,
     parquet_batches,
     parquet_schema,
@@ -57,7 +58,7 @@ from jitney_jobs.journal import FileRows, InputFile, Ranges, Record
 from jitney_jobs.json_lines import decoded
 from jitney_jobs.outcome import Trouble
 from jitney_jobs.rows import LINE, LINES, Chunk, RowId, Unreadable
-from jitney_jobs.schemas import SeenTypes, plain, unified, written_schema
+from jitney_jobs.schemas import SeenTypes, most_exact, plain, unified, written_schema
 from jitney_jobs.storage import file_system, open_inputs, read_error
 
 _FOOTERS_AT_ONCE = 16
@@ -208,18 +209,42 @@ class Dataset:
         return not isinstance(self._fs, pafs.LocalFileSystem)
 
     def _schema_of_files(self) -> pa.Schema:
-        schemas: list[pa.Schema] = []
+        schemas: dict[str, pa.Schema] = {}
         first_error: JitneyError | None = None
         with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
-            for schema in pool.map(self._schema_of_file, self.files):
+            found_of_files = pool.map(self._schema_of_file, self.files)
+            for file, schema in zip(self.files, found_of_files, strict=True):
                 if isinstance(schema, JitneyError):
                     first_error = first_error or schema
                 else:
-                    schemas.append(schema)
+                    schemas[file.path] = schema
         if not schemas and first_error is not None:
             raise first_error
-        found = unified(schemas)
+        found = unified(schemas.values())
+        if self.format == "parquet":
+            found = self._with_exact_integers(found, schemas)
         return pa.schema([field.with_type(plain(field.type)) for field in found], found.metadata)
+
+    def _with_exact_integers(self, found: pa.Schema, schemas: dict[str, pa.Schema]) -> pa.Schema:
+        """With text for integers that the type of all files would not hold: an id of 19 digits,
+        where another file has doubles. ``schemas``: path -> the file's own columns."""
+        fields = []
+        for field in found:
+            for path, schema in schemas.items():
+                index = schema.get_field_index(field.name)
+                most = None if index < 0 else most_exact(schema.field(index).type, field.type)
+                if most is not None and self._has_larger(path, field.name, most):
+                    field = field.with_type(pa.string())
+            fields.append(field)
+        return pa.schema(fields, found.metadata)
+
+    def _has_larger(self, path: str, name: str, most: int) -> bool:
+        """Raises UnavailableError if the storage fails."""
+        try:
+            with self._fs.open_input_file(path) as raw:
+                return has_larger(raw, name, most)
+        except READ_ERRORS as error:
+            raise read_error(path, error) from error
 
     def _schema_of_file(self, file: InputFile) -> pa.Schema | JitneyError:
         """An error if the file is at fault. Raises UnavailableError if the storage is."""
@@ -345,7 +370,7 @@ class Dataset:
             unreadable={places[i]: row for i, row in unreadable.items() if i in places},
             read_bytes=(max(batch.nbytes, data.nbytes) * len(left)) // count,
             position=position,
-            replaced=batch.replaced,
+            replaced={places[i]: count for i, count in batch.replaced.items() if i in places},
         )
 
     def further_columns_of(self, file: int) -> dict[str, Any]:

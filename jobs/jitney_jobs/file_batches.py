@@ -45,9 +45,9 @@ class Batch:
     nbytes: int = 0
     """Size of the rows as they were read."""
     offsets: Sequence[int] = ()
-    """As in :class:`~jitney_jobs.rows.Chunk`; ``unreadable`` too."""
+    """As in :class:`~jitney_jobs.rows.Chunk`; ``unreadable`` and ``replaced``, too."""
     unreadable: dict[int, Unreadable] = field(default_factory=dict)
-    replaced: int = 0
+    replaced: dict[int, int] = field(default_factory=dict)
 
 
 # ------------------------------------------------------------------ formats with types
@@ -55,6 +55,21 @@ class Batch:
 
 def parquet_schema(raw: BinaryIO) -> pa.Schema:
     return pq.read_schema(raw)
+
+
+def has_larger(raw: BinaryIO, name: str, most: int) -> bool:
+    """Whether a column of integers in Parquet has one above ``most``, or below its negative, as far
+    as the file states its ranges."""
+    metadata = pq.read_metadata(raw)
+    for group in range(metadata.num_row_groups):
+        for number in range(metadata.num_columns):
+            column = metadata.row_group(group).column(number)
+            ranges = column.statistics
+            if column.path_in_schema != name or ranges is None or not ranges.has_min_max:
+                continue
+            if ranges.max > most or ranges.min < -most:
+                return True
+    return False
 
 
 def parquet_batches(
@@ -217,10 +232,11 @@ def line_batches(raw: BinaryIO, file: InputFile, size: int, form: TextForm) -> I
     offsets: list[int] = []
     first = 0
     nbytes = 0
-    replaced = 0
+    replaced: dict[int, int] = {}
     for found in lines_or_values(source.text, file.path):
         line, count = form.encoding.replace(found.text)
-        replaced += count
+        if count:
+            replaced[len(taken)] = count
         taken.append(line)
         offsets.append(found.offset)
         nbytes += len(line)
@@ -232,7 +248,7 @@ def line_batches(raw: BinaryIO, file: InputFile, size: int, form: TextForm) -> I
             taken = []
             offsets = []
             nbytes = 0
-            replaced = 0
+            replaced = {}
     if taken:
         batch = _batch_of_lines(first, taken, offsets, nbytes, 1.0)
         yield replace(batch, replaced=replaced)
@@ -290,7 +306,7 @@ def _batch_of_records(
     arrays = [pa.array(values, pa.string()) for values in zip(*rows, strict=True)]
     data = pa.RecordBatch.from_arrays(arrays, names=names)
     offsets = [record.offset for record in records]
-    replaced = sum(record.replaced for record in records)
+    replaced = {index: each.replaced for index, each in enumerate(records) if each.replaced}
     return Batch(first, first + len(records), data, share, nbytes, offsets, unreadable, replaced)
 
 

@@ -17,6 +17,7 @@ from jitney_jobs.part_maker import Ended
 from jitney_jobs.prepare import Item, MapResult, Task
 from jitney_jobs.rows import Chunk, reason
 from jitney_jobs.tensors import Tensors
+from jitney_jobs.texts import TextResult
 
 
 class Finisher:
@@ -58,7 +59,16 @@ class Finisher:
             return [self._bad(chunk, rows[0], InvalidArgumentError(reason(error)))]
         names = self._result_names
         values = {names.get(name, name): value for name, value in finished.items()}
-        return [Ended(chunk, rows, results=[values], result_bytes=_size_of(values))]
+        is_long_text = isinstance(result, TextResult) and result.is_long
+        return [
+            Ended(
+                chunk,
+                rows,
+                results=[values],
+                result_bytes=_size_of(values),
+                is_long_text=is_long_text,
+            )
+        ]
 
     def _bad(self, chunk: Chunk, row: int, error: JitneyError) -> Ended:
         """``row``: its index in the chunk."""

@@ -213,7 +213,7 @@ class JobRun(ABC):
         """
         figures = self._figures.to_dict()
         figures["bad"] += self._output.misfits
-        figures["non_finite"] = self._output.non_finite
+        figures |= self._output.counts.to_dict()
         figures["run"] = self._first_part
         figures["cpu_s"] = time.process_time() - self._cpu_began
         figures["seconds"] = time.monotonic() - self._began

@@ -157,6 +157,14 @@ Entry = (
 _DECODER = msgspec.json.Decoder(Entry)
 
 
+_TAG_OF_REOPENED = b'"type":"reopened"'
+
+
+def was_reopened(line: bytes) -> bool:
+    """Whether a line, which may be damaged, seems to have been a :class:`Reopened`."""
+    return _TAG_OF_REOPENED in line
+
+
 def encode(entry: Entry) -> bytes:
     """The line of an entry."""
     data = msgspec.json.encode(entry)

@@ -33,6 +33,7 @@ from jitney_jobs.journal_entries import (
     Released,
     Reopened,
     decode,
+    was_reopened,
 )
 from jitney_jobs.times import due_at
 
@@ -295,7 +296,9 @@ class RecordReader:
             entry, has_checksum = decode(line)
             self._check(entry, has_checksum)
         except ValueError as error:
-            raise self._damaged(where, str(error)) from None
+            # Without this line the bad rows that have become good would be in two parts.
+            repair = REPLACE if was_reopened(line) else self._repair
+            raise self._damaged(where, str(error), repair) from None
         self._record.apply(entry)
         if isinstance(entry, Begin):
             self._intervals = []
@@ -326,7 +329,8 @@ class RecordReader:
         if ranges.twice is not None:
             file, first, end = ranges.twice
             rows = f"rows {first:,} to {end - 1:,} of {self._record.path_of(file)}"
-            raise self._damaged(self._record.where, f"{rows} are in two parts")
+            # Which of the lines is at fault, or whether one is missing, is not known.
+            raise self._damaged(self._record.where, f"{rows} are in two parts", REPLACE)
         return ranges
 
     def _check(self, entry: Entry, has_checksum: bool) -> None:
@@ -378,8 +382,11 @@ class RecordReader:
         if not 0 <= file < self._record.file_count:
             raise ValueError(f"there is no file {file}")
 
-    def _damaged(self, where: str, why: str) -> InvalidArgumentError:
-        repair = REPLACE if self._record.begin is None else self._repair
+    def _damaged(self, where: str, why: str, repair: str | None = None) -> InvalidArgumentError:
+        if repair is None:
+            repair = self._repair
+        if self._record.begin is None:
+            repair = REPLACE
         return InvalidArgumentError(f"{where} is damaged: {why}; {repair}")
 
 

@@ -6,6 +6,7 @@ A part is written first (``part_maker``), then noted in the journal; until then 
 import contextlib
 import posixpath
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 
 import msgspec
 from jitney.errors import InvalidArgumentError, UnavailableError
@@ -30,6 +31,21 @@ class _Place(msgspec.Struct):
     row: int
 
 
+@dataclass
+class PartCounts:
+    """What is counted of committed rows alone, so that it is right after a crash, too."""
+
+    non_finite: int = 0
+    """NaN and infinities that were written as something else."""
+    replaced: int = 0
+    """U+FFFD that were put in place of what is no text."""
+    long_texts: int = 0
+    """Texts with more tokens than the encoder takes at once."""
+
+    def to_dict(self) -> dict[str, float]:
+        return {name: float(value) for name, value in asdict(self).items()}
+
+
 @contextlib.contextmanager
 def write_errors(job: Job) -> Iterator[None]:
     """Around what writes to the output or the journal: an OSError becomes an UnavailableError that
@@ -52,8 +68,8 @@ class Output:
         self._job = job
         self._dataset = dataset
         self._journal = journal
-        self.non_finite = 0
-        """NaN and infinities that this run has written as something else."""
+        self.counts = PartCounts()
+        """Of this run's parts."""
         self.misfits = 0
         """Rows of this run whose results could not be written."""
         self.misfit: str | None = None
@@ -146,7 +162,9 @@ class Output:
         taken the job over: then the part is removed."""
         self.misfits += part.misfits
         self.misfit = part.misfit or self.misfit
-        self.non_finite += part.non_finite
+        self.counts.non_finite += part.non_finite
+        self.counts.replaced += part.replaced
+        self.counts.long_texts += part.long_texts
         # Until the journal has the columns, each part brings them: the part that set them may have
         # been lost.
         schema = None if self._journal.record.schema is not None else self.maker.schema
@@ -156,7 +174,7 @@ class Output:
             intervals=part.intervals,
             written=part.written,
             failed=part.failed,
-            figures={**figures, "non_finite": float(self.non_finite)},
+            figures={**figures, **self.counts.to_dict()},
             schema=schema,
         )
         try:

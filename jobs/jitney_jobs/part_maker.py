@@ -81,6 +81,14 @@ class Ended:
     """Only of a bad line for OpenAI's API, which is alone then: the line that the service has."""
     result_bytes: int = 0
     """Size of the results in memory, about."""
+    is_long_text: bool = False
+    """Only of one row: whether its text is longer than the encoder takes at once."""
+
+    @property
+    def replaced(self) -> int:
+        """How many U+FFFD were put in place of what is no text in these rows."""
+        counts = self.chunk.replaced
+        return sum(counts.get(row, 0) for row in self.rows) if counts else 0
 
     def slice(self, first: int, end: int) -> "Ended":
         """The rows [first, end) of these."""
@@ -114,6 +122,10 @@ class WrittenPart(msgspec.Struct, frozen=True):
     """An example of these: its place, and why."""
     non_finite: int
     """NaN and infinities that were written as something else."""
+    replaced: int
+    """U+FFFD that were put in place of what is no text."""
+    long_texts: int
+    """Texts with more tokens than the encoder takes at once."""
 
 
 def output_format_of(job: Job, dataset: Dataset) -> str:
@@ -316,6 +328,8 @@ class PartMaker:
             misfits=len(misfits),
             misfit=misfits[-1].text if misfits else None,
             non_finite=non_finite.count,
+            replaced=sum(ended.replaced for ended in part),
+            long_texts=sum(1 for ended in part if ended.is_long_text),
         )
 
     def remove(self, names: Iterable[str]) -> None:

@@ -85,8 +85,8 @@ class Prepared(NamedTuple):
     """A chunk of these rows, with the columns. None on the way from a worker process."""
     rest: Chunk | None = None
     """The rows that are left to prepare."""
-    replaced: int = 0
-    """How many U+FFFD were put into files that are texts."""
+    replaced: Mapping[int, int] = {}
+    """As in :class:`~jitney_jobs.rows.Chunk`, of files that are texts."""
 
 
 Preparer = Callable[[Chunk], Prepared]
@@ -169,6 +169,8 @@ class Map:
 
     def prepare(self, row: RowValues) -> MapResult:
         names = list(row) if self._kept is None else self._kept
+        if self.columns is not None:  # a line has them all
+            row = {name: value for name, value in row.items() if name in self.columns}
         result = self._function(row)
         if not isinstance(result, Mapping):
             raise InvalidArgumentError.of("the result of map", result, "a dict of new columns")
@@ -242,7 +244,7 @@ def make_preparer(context: Context, clock: RowClock | None = None) -> Preparer:
     def prepare(chunk: Chunk) -> Prepared:
         began = time.perf_counter()
         cpu_began = time.process_time()
-        replaced = storage.replaced
+        replaced: dict[int, int] = {}
         block = None
         if context.takes_blocks and isinstance(task, Tensors):
             block = _whole_block(task, chunk)
@@ -257,6 +259,7 @@ def make_preparer(context: Context, clock: RowClock | None = None) -> Preparer:
             items = making.items
             columns = making.columns
             row_count = making.row_count
+            replaced = making.replaced
         seconds = time.perf_counter() - began
         return Prepared(
             items=items,
@@ -264,7 +267,7 @@ def make_preparer(context: Context, clock: RowClock | None = None) -> Preparer:
             row_count=row_count,
             seconds=seconds,
             cpu_s=time.process_time() - cpu_began,
-            replaced=storage.replaced - replaced,
+            replaced=replaced,
         )
 
     return prepare
@@ -293,6 +296,7 @@ class _Making:
         self.items: list[Item] = []
         self.columns: pa.RecordBatch | None = None
         self.row_count = 0
+        self.replaced: dict[int, int] = {}
         self._rows: list[RowValues] = []
         """What is written of each row: empty for a bad one. Only if columns are made of them."""
 
@@ -303,7 +307,11 @@ class _Making:
         schema = self._context.columns
         self._clock[_ROW] = 0
         self._clock[_SINCE] = time.monotonic()
+        replaced_before = storage.replaced
         for index, row in enumerate(self._chunk.rows(storage)):
+            if storage.replaced > replaced_before:
+                self.replaced[index] = storage.replaced - replaced_before
+                replaced_before = storage.replaced
             item = self._prepared(index, row)
             self._clock[_ROW] = index + 1
             self._clock[_SINCE] = time.monotonic()
@@ -497,7 +505,8 @@ def _prepare_chunk(prepare: Preparer, chunk: Chunk, columns: Sequence[str] | Non
     if prepared.row_count < len(chunk):
         rest = chunk.slice(prepared.row_count, len(chunk))
         chunk = chunk.slice(0, prepared.row_count)
-    chunk = replace(chunk, columns=prepared.columns)
+    replaced = {**chunk.replaced, **prepared.replaced}
+    chunk = replace(chunk, columns=prepared.columns, replaced=replaced)
     for item in prepared.items:
         item.chunk = chunk
     return prepared._replace(chunk=chunk, rest=rest)
@@ -512,7 +521,7 @@ def _prepare_row_by_row(
     columns: list[pa.RecordBatch | None] = []
     seconds = 0.0
     cpu_s = 0.0
-    replaced = 0
+    replaced: dict[int, int] = {}
     for index in range(len(chunk)):
         of_row = None
         if late is not None and index == late.number:
@@ -530,7 +539,8 @@ def _prepare_row_by_row(
                 item.rows = (index,)
             items += prepared.items
             of_row = prepared.columns
-            replaced += prepared.replaced
+            if prepared.replaced:
+                replaced[index] = sum(prepared.replaced.values())
             seconds += prepared.seconds
             cpu_s += prepared.cpu_s
         columns.append(of_row)

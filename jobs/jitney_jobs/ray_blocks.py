@@ -21,7 +21,7 @@ _FIXED = pa.schema(
         ("error", pa.string()),  # why the row is none, else null
         ("raw", pa.binary()),  # what was read of such a row
         ("read_bytes", pa.float64()),  # its share of those of its chunk
-        ("replaced", pa.int64()),  # of the whole chunk, at its first row
+        ("replaced", pa.int64()),  # how many U+FFFD were put in place of what is no text
         ("share", pa.float64()),  # of the input that the chunk is, at its first row
     ]
 )
@@ -55,7 +55,7 @@ def block_of(chunk: Chunk, share: float) -> pa.Table:
         errors,
         raw,
         pa.array(np.full(count, chunk.read_bytes / count)),
-        pa.array((first_only * chunk.replaced).astype(np.int64)),
+        pa.array([chunk.replaced.get(index, 0) for index in range(count)], pa.int64()),
         pa.array(first_only * share),
     ]
     values = chunk.data.to_struct_array()
@@ -77,6 +77,7 @@ def portions_of(block: pa.Table, dataset: Dataset, most_rows: int) -> Iterator[P
 def _portion_of(rows: pa.RecordBatch, dataset: Dataset) -> Portion:
     file = rows.column("file")[0].as_py()
     offsets = rows.column("offset")
+    replaced = rows.column("replaced").to_pylist()
     unreadable: dict[int, Unreadable] = {}
     errors = rows.column("error")
     if errors.null_count < len(errors):
@@ -93,6 +94,6 @@ def _portion_of(rows: pa.RecordBatch, dataset: Dataset) -> Portion:
         offsets=() if offsets.null_count else offsets.to_pylist(),
         unreadable=unreadable,
         read_bytes=int(rows.column("read_bytes").to_numpy().sum()),
-        replaced=int(rows.column("replaced").to_numpy().sum()),
+        replaced={index: count for index, count in enumerate(replaced) if count},
     )
     return Portion(chunk, float(rows.column("share").to_numpy().sum()))

@@ -292,7 +292,7 @@ class RayPipeline(JobRun):
         figures = self._figures
         for name in ("read_s", "prepare_s", "waited_s", "run_s", "write_s"):
             setattr(figures, name, totals[name])
-        for name in ("taken", "replaced", "most_in_flight"):
+        for name in ("taken", "most_in_flight"):
             setattr(figures, name, int(totals[name]))
         figures.position = min(1.0, self._position_before + totals["position"])
         done = self._rows_in_parts + sum(report.ended for report in self._reports.values())

@@ -183,7 +183,6 @@ class RowRunner:
     def take(self, chunk: Chunk) -> None:
         """Have a chunk prepared."""
         self.budget.add(chunk)
-        self._figures.replaced += chunk.replaced
         self._figures.most_in_flight = max(self._figures.most_in_flight, self.budget.rows)
         self._preparing.append(self._workers.submit(chunk))
 
@@ -209,7 +208,6 @@ class RowRunner:
             if prepared.rest is not None:  # it comes before all other chunks
                 self._preparing.appendleft(self._workers.submit(prepared.rest))
             self._figures.prepare_s += prepared.seconds
-            self._figures.replaced += prepared.replaced
             self._workers_cpu_s += prepared.cpu_s
             position = prepared.chunk.position
             self.budget.add_prepared(prepared)

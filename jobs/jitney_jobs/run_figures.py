@@ -30,8 +30,6 @@ class RunFigures(msgspec.Struct, kw_only=True):
     """The most rows that were between reading and a part at a time."""
     taken: int = 0
     """Rows that were read and prepared."""
-    replaced: int = 0
-    """How many U+FFFD were put in place of what is no text, in the rows that were read."""
     position: float = 0.0
     """The share of the whole input that has been read, 0 to 1."""
     moved_at: float

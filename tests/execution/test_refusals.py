@@ -290,6 +290,20 @@ def test_memory_that_runs_out_during_a_load_is_no_fault_of_the_model(
         load_runner(make_config({**options, "kv_cache_bytes": 1 << 20}))
 
 
+@pytest.mark.parametrize("where", ["load.attention_by_layer", "runner.TorchRunner.warm_up"])
+def test_no_exception_but_a_typed_one_leaves_a_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise AttributeError("'PackedLinear' object has no attribute 'weight'")
+
+    folder = make_checkpoint(tmp_path / "m")
+    monkeypatch.setattr(f"jitney.execution.{where}", fail)
+    options = {"model": str(folder), "device": "cpu", "dtype": "float32"}
+    with pytest.raises(LoadError, match=r"no check of it foresaw \(AttributeError: 'PackedLinear'"):
+        load_runner(make_config({**options, "kv_cache_bytes": 1 << 20}))
+
+
 def test_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert resolve_dtype("auto", torch.float32, cpu) == torch.float32

@@ -113,7 +113,8 @@ def test_bad_rows_at_the_beginning_end_no_long_job(tmp_path: Path) -> None:
 
 def test_what_failed_alone_is_done_again(tmp_path: Path) -> None:
     """Bad rows and bad files; killed after it has begun, it goes on. What was good stays."""
-    folder, output = tmp_path / "in", tmp_path / "out"
+    folder = tmp_path / "in"
+    output = tmp_path / "out"
     folder.mkdir()
     for number in range(3):
         table = pa.table({"id": list(range(10 * number, 10 * number + 10))})
@@ -190,6 +191,9 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
         ({"column": "txet"}, "column names column 'txet'"),
         ({"sampling_column": ["sede"]}, r"sampling_column names column 'sede'.*did you mean"),
         ({"output_column": "text"}, "column 'text' is both of the input and of the result"),
+        ({"keep": ["txet"]}, "keep.*'?txet'?"),
+        ({"prompt": "{text"}, "prompt is '{text', but must be with the name of a column"),
+        ({"prompt": "{text.title}"}, "prompt names 'text.title', which leads to nothing"),
     ],
 )
 def test_columns_are_checked_before_the_model_is_loaded(
@@ -207,6 +211,17 @@ def test_columns_are_checked_before_the_model_is_loaded(
     with pytest.raises(LoadError):
         run(tmp_path / name, tmp_path / "out", **given, prompt="{text}")
     assert run(tmp_path / name, tmp_path / "out", map=MARKED)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl"])
+def test_map_gets_the_columns_that_the_job_names(tmp_path: Path, name: str) -> None:
+    write = write_parquet if name == "a.parquet" else write_lines
+    write(tmp_path / name, [{"id": 1, "text": "a"}])
+    settings = {"map": "tests.jobs.job_rows:names_of", "output_format": "jsonl"}
+    with pytest.raises(InvalidArgumentError, match="map_column names column 'di'"):
+        run(tmp_path / name, tmp_path / "out", map_column=["di"], **settings)
+    assert run(tmp_path / name, tmp_path / "out", map_column=["id"], **settings)
+    assert read(tmp_path / "out") == [{"id": 1, "text": "a", "names": ["id"]}]
 
 
 def test_a_template_may_do_without_a_column(tmp_path: Path) -> None:

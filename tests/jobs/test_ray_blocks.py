@@ -27,7 +27,9 @@ def write_zoo(folder: Path) -> dict[str, list[Path]]:
         text = "a,b\n" + "".join(f"{i},ü\n" for i in range(5)) + "6\n"
         (folders["csv"] / f"{file}.csv").write_bytes(text.encode())
         times = pa.array(range(6), pa.timestamp("ns"))
-        table = pa.table({"id": range(6), "at": times, "deep": [{"x": [i, None]} for i in range(6)]})
+        table = pa.table(
+            {"id": range(6), "at": times, "deep": [{"x": [i, None]} for i in range(6)]}
+        )
         pq.write_table(table, folders["parquet"] / f"{file}.parquet")
         (folders["texts"] / f"{file}.txt").write_text(f"text {file}")
         pq.write_table(pa.table({"id": range(4)}), folders["bare"] / f"{file}.parquet")

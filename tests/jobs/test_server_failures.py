@@ -311,6 +311,20 @@ def test_a_server_that_says_nothing_is_given_up(
         )
 
 
+def test_a_line_that_takes_too_long_is_bad(tmp_path: Path) -> None:
+    def never(count: int) -> Reply | None:
+        time.sleep(4)
+        return None
+
+    with scripted_api({"b": never}) as api:
+        assert asked(api, lines(tmp_path, *"abcde"), tmp_path / "out", row_timeout=0.5)
+    assert custom_ids(tmp_path / "out") == set("acde")
+    (failure,) = failures(tmp_path / "out").values()
+    assert failure["custom_id"] == "b"
+    assert failure["error"]["code"] == "request_timeout"
+    assert "row_timeout (0.5 s)" in failure["error"]["message"]
+
+
 def test_a_job_that_has_ended_leaves_no_thread(tmp_path: Path) -> None:
     before = threading.active_count()
     with scripted_api() as api:

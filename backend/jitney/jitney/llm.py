@@ -218,6 +218,12 @@ class LLM:
             results.append((key, _completed_of(request)))
         return results
 
+    def cancel(self, running: Running, keys: Iterable[Any]) -> None:
+        """Take requests out of ``running``, and end them without a result."""
+        requests = [running.pop(key) for key in keys]
+        if requests:
+            self._abort([request.submit.key for request in requests])
+
     # ------------------------------------------------------------------ parts
 
     def _encode(self, prompt: Prompt) -> list[int]:

@@ -22,6 +22,7 @@ from jitney.execution import interface, machine, probe, support
 from jitney.execution.acceleration import Accelerator
 from jitney.execution.checkpoint import Checkpoint, check_checkpoint, resolve_model
 from jitney.execution.interface import LayerSpec, LoadedModel
+from jitney.execution.probe_tokens import ProbeTokens, tokens_up_to
 from jitney.execution.quantized import QuantizedLinear, Quantizer, WeightFormat
 from jitney.execution.weights import cache_scales, count_bytes, read_weights, weights_name
 
@@ -236,7 +237,7 @@ def prove(read: ModuleWithWeights) -> LoadedModel:
     checkpoint = judged.checkpoint
     device = probe.embedding_weight(module).device
     with machine.threads_for(read.needed_bytes):  # few bytes: too little work for many threads
-        layers = _probe(module, weights_name(checkpoint))
+        layers = _probe(module, judged.max_model_len, weights_name(checkpoint))
     vocab_size = len(probe.embedding_weight(module))
     kv_heads = [layer.num_kv_heads for layer in layers]
     return LoadedModel(
@@ -255,17 +256,24 @@ def prove(read: ModuleWithWeights) -> LoadedModel:
     )
 
 
-def _probe(module: PreTrainedModel, weights: str) -> list[LayerSpec]:
+def _probe(module: PreTrainedModel, max_model_len: int, weights: str) -> list[LayerSpec]:
     """What each layer keeps and how it attends. Raises MemoryError if memory runs out. Raises
     LoadError for any other error within a check: then the architecture cannot be served."""
     try:
         layers = probe.record_layers(module, support.layer_windows(module.config))
-        probe.compare_with_eager(module, layers, weights)
+        tokens = probe_tokens_of(module.config, max_model_len)
+        probe.check_positions(module, tokens)
+        probe.compare_with_eager(module, layers, weights, tokens)
     except LoadError:
         raise
     except Exception as error:
         raise failed_trial(module.config.model_type, error) from error
     return layers
+
+
+def probe_tokens_of(config: PreTrainedConfig, max_model_len: int) -> ProbeTokens:
+    """The tokens that the proof of a model runs, the same before it is rearranged and after."""
+    return tokens_up_to(max_model_len, support.named_lengths(config, max_model_len))
 
 
 def failed_trial(model_type: str, error: Exception) -> MemoryError | UnsupportedModelError:

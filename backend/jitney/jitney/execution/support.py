@@ -22,6 +22,8 @@ from jitney.execution.machine import DTYPES
 # gets would depend on its neighbours, and keys cached before a change would be wrong after it.
 _BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 _CHECKPOINT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_LENGTH_NAMES = ("position", "length", "window", "chunk", "context", "floor_scale", "seq")
+"""Parts of the names that configurations give to lengths, in tokens."""
 _PAGED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
@@ -144,6 +146,25 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None]:
     if types is None:
         return [window] * config.num_hidden_layers
     return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def named_lengths(config: PreTrainedConfig, max_model_len: int) -> list[int]:
+    """The lengths below ``max_model_len`` that the configuration names, such as
+    ``original_max_position_embeddings``. A module may compute something else from there on."""
+    found: set[int] = set()
+    _collect_lengths(config.to_dict(), found)
+    return sorted(length for length in found if 0 < length < max_model_len)
+
+
+def _collect_lengths(fields: dict[Any, Any], found: set[int]) -> None:
+    """Add the lengths in ``fields``, told by their names, to ``found``."""
+    for key, value in fields.items():
+        if isinstance(value, dict):
+            _collect_lengths(value, found)
+        name = str(key)
+        is_length = any(part in name for part in _LENGTH_NAMES) and "layers" not in name
+        if is_length and isinstance(value, int) and not isinstance(value, bool):
+            found.add(value)
 
 
 def _obstacles(config: PreTrainedConfig) -> Iterator[str]:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from jitney.config import EngineConfig
 from jitney.errors import LoadError
-from jitney.execution import interface, memory, options, probe, support
+from jitney.execution import interface, machine, memory, options, probe, support
 from jitney.execution.acceleration import Accelerator
 from jitney.execution.checkpoint import Checkpoint, check_checkpoint, resolve_model
 from jitney.execution.draft_setup import DraftSetup, setup_for
@@ -24,6 +24,7 @@ from jitney.execution.weights import count_bytes
 from jitney.messages import Footprint
 
 
+@machine.typed_errors()
 def weigh(
     config: EngineConfig, quantizer: Quantizer | None, accelerator: Accelerator | None = None
 ) -> Footprint:

@@ -6,7 +6,7 @@ seconds.
 
 A template comes with a checkpoint, so it is not trusted. It runs in Jinja's immutable sandbox,
 where it reaches no attribute that begins with an underscore and changes nothing that it is given.
-Its text and its CPU time are bounded.
+Its text, its CPU time and its memory are bounded.
 """
 
 import datetime
@@ -19,11 +19,12 @@ import jinja2
 import jinja2.ext
 from jinja2 import nodes
 from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import SecurityError
 
 from jitney.errors import InvalidArgumentError
-from jitney.text.template_budget import CpuBudget, count_work, power
+from jitney.text.template_budget import CpuBudget
+from jitney.text.template_environment import CPU, MEMORY, BoundedEnvironment, bounded_text
+from jitney.text.template_memory import MemoryBudget
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys under which a message may carry its reasoning. Templates read the first or the second."""
@@ -31,8 +32,6 @@ REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 _CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
 """Marks where a message ends that the model continues; transformers has the same mark."""
-_BUDGET = "cpu budget"
-"""The variable with the CpuBudget of a chat. No template can write a name with a space."""
 
 
 class ChatTemplate:
@@ -67,12 +66,13 @@ class ChatTemplate:
         try:
             if self._compiled is None:
                 self._compiled = _environment().from_string(self._source)
+            cpu = CpuBudget()
             parts = self._compiled.generate(
                 messages=[_with_reasoning(message) for message in messages],
                 tools=list(tools) or None,
                 documents=None,
                 **variables,
-                **{_BUDGET: CpuBudget()},
+                **{CPU: cpu, MEMORY: MemoryBudget(cpu)},
             )
             # The mark is no part of the prompt.
             text = _joined(parts, most, more=len(_CONTINUED) if continues else 0)
@@ -119,34 +119,9 @@ def _up_to_mark(text: str, marked: str) -> str:
     return before.rstrip()
 
 
-class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with a bound on what a template computes."""
-
-    intercepted_binops = frozenset({"**"})
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        template = super()._parse(source, name, filename)
-        count_work(template, counter="count_step")
-        return template
-
-    def count_step(self, context: Context) -> bool:
-        """What a template calls at each of its steps."""
-        budget: CpuBudget = context[_BUDGET]
-        return budget.count()
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Computes the operators of ``intercepted_binops``."""
-        assert operator == "**", operator
-        return power(left, right)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = _Environment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_Generation, jinja2.ext.loopcontrols],
-    )
-    environment.filters["tojson"] = _to_json
+def _environment() -> BoundedEnvironment:
+    environment = BoundedEnvironment([_Generation, jinja2.ext.loopcontrols])
+    environment.add_filter("tojson", _to_json)
     environment.globals |= {
         "raise_exception": _refuse,
         "strftime_now": lambda format: datetime.datetime.now().strftime(format),
@@ -167,7 +142,8 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """A namespace without names that begin with an underscore: those are Python's own."""
+    """A namespace without names that begin with an underscore: those are Python's own. Its text
+    does not show what is in it, which may be the namespace itself."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         # ``self`` comes in ``*args``, so that ``namespace(self=1)`` works in a template, as in
@@ -183,6 +159,9 @@ class _Namespace(jinja2.utils.Namespace):
     def __setitem__(self, name: str, value: Any) -> None:
         _Namespace._check(name)
         super().__setitem__(name, value)
+
+    def __repr__(self) -> str:
+        return "<Namespace>"
 
     @staticmethod
     def _check(name: object) -> None:
@@ -208,7 +187,11 @@ def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     """The filter ``tojson``. Jinja's own would escape characters that mean something in HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+    if not options:
+        return json.dumps(value, ensure_ascii=ensure_ascii)
+    # What stands between the parts may be long, and is there many times.
+    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, **options)
+    return bounded_text(encoder.iterencode(value))
 
 
 def _refuse(message: str) -> None:

@@ -1,7 +1,7 @@
 """Bounds what a chat template computes: a loop without output would hold its thread for ever.
 
-``chat_template`` passes each template through :func:`count_work` when it compiles it, and makes a
-:class:`CpuBudget` for each chat that it renders.
+``template_environment`` passes each template through :func:`count_work` when it compiles it, and
+``chat_template`` makes a :class:`CpuBudget` for each chat that it renders.
 """
 
 import time
@@ -14,8 +14,6 @@ _MOST_CPU_S = 10.0
 """Seconds of CPU time for one chat. The longest prompts of ordinary templates take under one."""
 _CHECK_EVERY = 64
 """Steps between two looks at the clock, which takes as long as a step of a small loop."""
-_LARGEST_POWER_BITS = 4096
-"""Nothing interrupts ``9 ** (9 ** 9)``, so it must not begin."""
 
 
 class CpuBudget:
@@ -24,13 +22,16 @@ class CpuBudget:
 
     def __init__(self) -> None:
         self._end = time.thread_time() + _MOST_CPU_S
-        self._num_steps = 0
+        self._steps_to_check = _CHECK_EVERY
 
-    def count(self) -> bool:
-        """Count a step: one turn of a loop, or one call of a macro or a block. Returns True. Raises
-        InvalidArgumentError when the time is over."""
-        self._num_steps += 1
-        if self._num_steps % _CHECK_EVERY == 0 and time.thread_time() > self._end:
+    def count(self, num_steps: int = 1) -> bool:
+        """Count steps: turns of a loop, calls of a macro or a block, or what takes as long. Returns
+        True. Raises InvalidArgumentError when the time is over."""
+        self._steps_to_check -= num_steps
+        if self._steps_to_check > 0:
+            return True
+        self._steps_to_check = _CHECK_EVERY
+        if time.thread_time() > self._end:
             raise InvalidArgumentError(
                 "messages: the model's chat template takes more than "
                 f"{_MOST_CPU_S:.0f} s of CPU time to render them"
@@ -56,15 +57,3 @@ def _call(counter: str, near: nodes.Node) -> nodes.Call:
     assert near.environment is not None
     call.set_environment(near.environment)
     return call
-
-
-def power(base: object, exponent: object) -> object:
-    """``base ** exponent``. Raises InvalidArgumentError for an integer of too many digits."""
-    if isinstance(base, int) and isinstance(exponent, int):
-        num_bits = base.bit_length() * max(exponent, 0)
-        if num_bits > _LARGEST_POWER_BITS:
-            raise InvalidArgumentError(
-                f"messages: the model's chat template computes a power of {num_bits:,} bits, but "
-                f"at most {_LARGEST_POWER_BITS:,} are computed"
-            )
-    return base**exponent  # type: ignore[operator]
