@@ -30,8 +30,12 @@ pytestmark = [
 ]
 
 MEMORY = 200 << 20
-QUICK = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 1000}
-"""So that a dead node is noticed in seconds."""
+QUICK = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 1000,
+    "worker_niceness": 0,
+}
+"""So that a dead node is noticed in seconds, and that workers start on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -115,13 +119,12 @@ def test_a_stopped_run_keeps_what_has_ended(cluster: Cluster, inputs: Path, tmp_
     """The actors write it, and a run without Ray goes on."""
     output = tmp_path / "out"
     stopper = when_there_is(output, "part-*", partial(os.kill, os.getpid(), signal.SIGTERM))
-    job = slow_job(inputs, output, cluster, ordered=False)
+    job = slow_job(inputs, output, cluster)
     assert not run_job(job)
     stopper.join(60)
     record = read_record(str(output), None)
     done = record.written + record.failed
     assert 20 <= done < 400
-    assert any(part.written + part.failed < 20 for part in record.parts)
     assert run_job(job_of(inputs, output, map="tests.jobs.job_rows:in_20_ms"))
     check_all_rows(output)
 
