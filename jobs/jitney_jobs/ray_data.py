@@ -60,11 +60,11 @@ _POLL_S = 0.2
 """Longest wait for the cluster, in seconds: then the job's thread looks at signals again."""
 _CONNECT_S = 10.0
 """Longest time to connect to the cluster's head."""
-_LOOK_S = 5.0
-"""The head of the cluster is looked at so often."""
+_LOOK_S = 2.0
+"""The cluster's head, and Ray's process on this machine, are looked at so often."""
 _LOOKS = 3
-"""The cluster is gone if its head does not answer so often. Ray itself would end this process after
-a minute, without a word that helps."""
+"""The cluster is gone if one of them does not answer so often in a row. Ray itself would end this
+process some seconds later, without a word that helps."""
 _STOP_S = 60.0
 """Longest time for the actors to write what has ended, when a run stops."""
 _NEWS_S = 60.0
@@ -351,12 +351,19 @@ class _Cluster:
         self.nodes = len(nodes)
         self.actors = self.gpus or self.nodes
         self.actors_of_node = max(1, self.gpus // self.nodes)
-        host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
-        self._head = (host, int(port))
+        here = ray.get_runtime_context()
+        host, _, port = here.gcs_address.rpartition(":")
+        self._addresses = [(host, int(port))]
+        """Of the head, and of Ray's process on this machine."""
+        self._addresses += [
+            (node["NodeManagerAddress"], node["NodeManagerPort"])
+            for node in nodes
+            if node["NodeID"] == here.get_node_id()
+        ]
         self._looked_at = time.monotonic()
         self._looking: Future[bool] | None = None
         self._missed = 0
-        """How often in a row the head did not answer."""
+        """How often in a row one of them did not answer."""
 
     def call(self, function: Any, argument: Any) -> Any:
         """In a task of Ray's, which may need a GPU. Raises what the function raises."""
@@ -370,7 +377,7 @@ class _Cluster:
         """Raise UnavailableError if the cluster is gone."""
         if self._looking is None:
             if time.monotonic() - self._looked_at >= _LOOK_S:
-                self._looking = in_background(self._head_answers)
+                self._looking = in_background(self._answers)
             return
         if not self._looking.done():
             return
@@ -383,9 +390,10 @@ class _Cluster:
                 "--ray or without"
             )
 
-    def _head_answers(self) -> bool:
+    def _answers(self) -> bool:
         try:
-            socket.create_connection(self._head, _LOOK_S).close()
+            for address in self._addresses:
+                socket.create_connection(address, _CONNECT_S).close()
         except OSError:
             return False
         return True
@@ -397,7 +405,7 @@ class _Cluster:
 
 def _connect(address: str) -> None:
     """Join a Ray cluster, ``local`` for one on this machine alone. Raises UnavailableError."""
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)
     # Ray's native part would print warnings that tell the user nothing.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     host, _, port = address.removeprefix("ray://").rpartition(":")

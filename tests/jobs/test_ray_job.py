@@ -17,6 +17,7 @@ from jitney_jobs.job import Job
 from jitney_jobs.outcome import TooManyBadRows
 from jitney_jobs.run import read_record, run_job
 
+from tests.jobs.bucket import bucket_in
 from tests.jobs.job_rows import bad, ids, job_of, read, run, write_lines
 from tests.jobs.test_generate_job import ENGINE
 from tests.tiny_models import make_checkpoint
@@ -211,6 +212,24 @@ def test_a_file_disappears_in_mid_job(cluster: Cluster, tmp_path: Path) -> None:
     remover.join(60)
     assert sorted(row["id"] for row in read(output)) == [i for i in range(300) if i != 13]
     assert list(read_record(str(output), None).bad_files) == [3]
+
+
+def test_output_on_object_storage(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the journal there. What an actor of an earlier run has left is removed."""
+    (tmp_path / "storage").mkdir()
+    with bucket_in(tmp_path / "storage", monkeypatch) as bucket:
+        (bucket.folder / "in").mkdir()
+        write_lines(bucket.folder / "in/a.jsonl", ids(20, 80))
+        source = bucket.place("in", "key:word@")
+        output = bucket.place("out", "key:word@")
+        assert run(source, output, ray=cluster.address, limit=20)
+        left = bucket.folder / "out/part-00000-000000-000000000020-0-12345678.jsonl"
+        left.write_text("{}")
+        assert run(source, output, ray=cluster.address)
+        assert sorted(row["id"] for row in read(bucket.folder / "out")) == list(range(20, 80))
+        assert bucket.uploads == 0, "a part is one PUT"
 
 
 def test_a_model_that_is_not_there(cluster: Cluster, inputs: Path, tmp_path: Path) -> None:
