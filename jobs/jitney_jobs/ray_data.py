@@ -38,6 +38,9 @@ from jitney_jobs.prepare import in_background, make_task
 from jitney_jobs.rows import Chunk, RowId
 from jitney_jobs.run_figures import RunFigures
 
+# Threads of Ray Data would join the cluster again once this process has left it, and end it
+# if the cluster is gone. Ray reads this when it is imported.
+os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 try:
     import ray
     import ray.data as ray_data
