@@ -206,7 +206,7 @@ class JobRun(ABC):
         """The figures of this run so far, as the journal has them: those of :class:`RunFigures`,
 
         - ``run``: the number of its first part;
-        - ``cpu_s``: CPU seconds of all processes; on a cluster without those that read and prepare;
+        - ``cpu_s``: CPU seconds of all processes; on a cluster without those that read;
         - ``seconds``, ``at``: how long the run has taken, and when that was;
         - ``recent_s``, ``recent_done``: the last minutes, and the rows that ended in them;
         - and those of the executor.

@@ -8,6 +8,7 @@ parts, as far as time has not cut them.
 """
 
 import contextlib
+import functools
 import itertools
 import queue
 import secrets
@@ -167,10 +168,34 @@ class _Call:
     """Whether all its rows are in parts that are on the board, or that it returns."""
     writing: int = 0
     """Parts that are being written."""
-    held: list[Ended] = field(default_factory=list)
-    """Only if the order is kept: rows that have ended, until all have."""
+    held: dict[RowId, list[Ended]] = field(default_factory=dict)
+    """Only if the order is kept: rows that have ended before an earlier one, by the first row of
+    their item."""
+    released: int = 0
+    """Only if the order is kept: how many rows have left ``held``."""
     written: list[WrittenPart] = field(default_factory=list)
     """Only if the order is kept."""
+
+    def release(self) -> list[Ended]:
+        """The rows of ``held`` that no earlier one is missing before. An item has rows that follow
+        one another."""
+        released: list[Ended] = []
+        while self.released < len(self.ids):
+            ended = self.held.pop(self.ids[self.released], None)
+            if ended is None:
+                break
+            released += ended
+            self.released += sum(len(rows.rows) for rows in ended)
+        return released
+
+    @functools.cached_property
+    def ids(self) -> list[RowId]:
+        """Of all its rows, in the order of the input."""
+        return [
+            RowId(portion.chunk.file, index)
+            for portion in self.portions
+            for index in portion.chunk.indices
+        ]
 
     def has(self, row: RowId) -> bool:
         """Whether the row is in the block."""
@@ -309,21 +334,18 @@ class RowsActor:
         call = self._call_of(item.chunk)
         call.rows_left -= len(item.rows)
         self._ended += len(item.rows)
-        for ended in self._finisher.ended(item, result):
+        all_ended = self._finisher.ended(item, result)
+        for ended in all_ended:
             if ended.error is not None:
                 self._bad += len(ended.rows)
                 bad = self._maker.bad_row(ended.chunk, ended.rows[-1], ended.error)
                 self._bad_example = bad.text
             self._runner.note_in_part(ended)
-            if self._plan.job.ordered:
-                call.held.append(ended)
-            else:
-                self._add_to_part(call, ended)
-        if not call.rows_left:
-            held = sorted(call.held, key=lambda each: (each.chunk.first, each.rows[0]))
-            call.held = []
-            for ended in held:
-                self._add_to_part(call, ended)
+        if self._plan.job.ordered:
+            call.held[item.chunk.id_of(item.rows[0])] = all_ended
+            all_ended = call.release()
+        for ended in all_ended:
+            self._add_to_part(call, ended)
 
     def _call_of(self, chunk: Chunk) -> _Call:
         return next(call for call in self._open if call.has(chunk.first))
@@ -443,7 +465,7 @@ def context_of(job: Job) -> Context:
 def columns_of_first_rows(plan: ClusterPlan) -> bytes | None:
     """In a task of Ray's: the columns that ``map`` makes of the first rows that are good. These
     rows are run once more later; but all actors write the same columns, whichever row ends first.
-    None if none of the rows of a part is good."""
+    None if no row of the input is good."""
     job = plan.job
     task = make_task(plan.context)
     finisher = Finisher(job, task)
@@ -457,7 +479,9 @@ def columns_of_first_rows(plan: ClusterPlan) -> bytes | None:
     ended: list[Ended] = []
     row_count = 0
     with contextlib.closing(workers):
-        while not maker.knows_columns(ended) and row_count < job.part_rows:
+        while not maker.knows_columns(ended):
+            if row_count >= job.part_rows and any(rows.error is None for rows in ended):
+                break
             preparing += [workers.submit(chunk) for chunk in itertools.islice(chunks, count + 1)]
             if not preparing:
                 break

@@ -59,6 +59,7 @@ from jitney_jobs.ray_actor import (
 from jitney_jobs.ray_blocks import block_of
 from jitney_jobs.ray_board import Board, Failure, LimitReached, Message, Report, Taken
 
+_RESUME = "`jitney batch resume` goes on, with --ray or without"
 _POLL_S = 0.2
 """Longest wait for the cluster, in seconds: then the job's thread looks at signals again."""
 _CONNECT_S = 10.0
@@ -158,6 +159,10 @@ class RayPipeline(JobRun):
         if not has_ended:
             return True
         self._look_at_board_for_the_last_time()  # all messages came before the end
+        # What an actor had in hand when it died, or when it gave its last answer, is none of these.
+        done = {name: report._replace(ended=0, bad=0) for name, report in self._reports.items()}
+        self._reports = done
+        self._count()
         try:
             self._stream.ended.result()
         except ray.exceptions.RayError as error:
@@ -245,14 +250,14 @@ class RayPipeline(JobRun):
     def _take_answer(self, answers: pa.Table) -> None:
         """What actors answer for blocks, in the order of the input if that is kept."""
         for answer in answers.to_pylist():
-            if not answer["is_whole"]:
-                self._has_lost_order = True
             for data in answer["parts"]:
                 part = msgspec.json.decode(data, type=WrittenPart)
                 if self._has_lost_order:
                     self._output.maker.remove(part.files)
                 else:
                     self._commit(part)
+            if not answer["is_whole"]:
+                self._has_lost_order = True
 
     def _commit(self, part: WrittenPart) -> None:
         """Unless a part with some of its rows is committed: then they came twice."""
@@ -349,9 +354,11 @@ class _Cluster:
         _connect(address)
         closing.callback(self._leave)
         resources = ray.cluster_resources()
-        nodes = [node for node in ray.nodes() if node["Alive"]]
+        # The head of a cluster may have no cores: then nothing runs there.
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        nodes = [node for node in alive if node["Resources"].get("CPU")]
         self.gpus = int(resources.get("GPU", 0))
-        self.nodes = len(nodes)
+        self.nodes = max(1, len(nodes))
         self.actors = self.gpus or self.nodes
         self.actors_of_node = max(1, self.gpus // self.nodes)
         here = ray.get_runtime_context()
@@ -360,7 +367,7 @@ class _Cluster:
         """Of the head, and of Ray's process on this machine."""
         self._addresses += [
             (node["NodeManagerAddress"], node["NodeManagerPort"])
-            for node in nodes
+            for node in alive
             if node["NodeID"] == here.get_node_id()
         ]
         self._looked_at = time.monotonic()
@@ -388,10 +395,7 @@ class _Cluster:
         self._looking = None
         self._looked_at = time.monotonic()
         if self._missed >= _LOOKS:
-            raise UnavailableError(
-                f"the Ray cluster at {self.address} is gone: `jitney batch resume` goes on, with "
-                "--ray or without"
-            )
+            raise UnavailableError(f"the Ray cluster at {self.address} is gone: {_RESUME}")
 
     def _answers(self) -> bool:
         try:
@@ -543,4 +547,4 @@ def _cause(error: BaseException) -> BaseException:
     while cause is not None and not isinstance(cause, JitneyError):
         # Ray has the error of a task in an attribute, which not all of its errors have.
         cause = getattr(cause, "cause", None) or cause.__cause__
-    return cause or UnavailableError(f"the cluster failed: {error}")
+    return cause or UnavailableError(f"the Ray cluster failed: {_RESUME}; Ray says: {error}")
