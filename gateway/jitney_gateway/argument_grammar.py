@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from jitney.errors import InvalidArgumentError
 from jitney.text.json_schema import ALLOWS_ALL
+from jitney.text.schema_finiteness import leave_out_infinite
+from jitney.text.schema_references import References
 
 from jitney_gateway.formats import ToolFormat
 from jitney_gateway.lark import (
@@ -116,9 +118,12 @@ def arguments_of_function(
     what is no JSON schema.
     """
     schema = schema_of_function(function)
+    if row.body == "json":
+        return Arguments(json_value(schema), [])
+    # A model that begins an argument that nothing finite fits could not end it.
+    if not leave_out_infinite(schema, References(schema)):
+        raise InvalidArgumentError("no arguments fit the parameters")
     match row.body:
-        case "json":
-            return Arguments(json_value(schema), [])
         case "gemma":
             quote_is_token = spell(row.quote) != json.dumps(row.quote)
             rules = ValueRules(schema, prefix, row.quote, spell, quote_is_token=quote_is_token)
@@ -142,7 +147,7 @@ def _listed_arguments(
     """Arguments that are written one by one, for formats in which they are no JSON object."""
     ways: list[str] = []
     rules: list[str] = []
-    for alternative in alternatives_of(schema, schema):
+    for alternative in alternatives_of(schema, schema, exact=True):
         if not alternative.allows_object():
             continue
         members = alternative.members()
@@ -265,7 +270,7 @@ def _reading(schema: Any, whole: Mapping[str, Any]) -> tuple[object, ...]:
 def _tagged_value(name: str, schema: Any, whole: Mapping[str, Any]) -> _TaggedValue:
     """The parser reads a value as a string if the schema allows one: then it is written without
     quotes. Any other value is JSON."""
-    alternatives = alternatives_of(schema, whole)
+    alternatives = alternatives_of(schema, whole, exact=True)
     may_be_string = any(each.allows_string() for each in alternatives)
     if not may_be_string:
         return _TaggedValue(rule=f"{json_part(schema, whole)} {_LAST_TAG}")

@@ -15,6 +15,9 @@ from jitney_gateway.wire import MAX_BODY_BYTES
 _GZIP = 16 + zlib.MAX_WBITS
 """What tells zlib that gzip's header and checksum stand around the data."""
 _ENCODINGS = ("gzip", "x-gzip")
+_MOST_MEMBERS = 100
+"""In a body. Each takes as long as thousands of bytes: with a great many of them, the gateway
+would answer nobody for seconds."""
 BODY_S = 120.0
 """Seconds that a client may take to send a body. Files have no such bound."""
 
@@ -94,15 +97,19 @@ async def _decompressed(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     most = MAX_BODY_BYTES + 1
     # gzip may have several members, one behind the other.
     member = zlib.decompressobj(_GZIP)
+    num_members = 1
     has_begun = False
     num_bytes = 0
     async for piece in pieces:
         num_bytes += len(piece)
-        if num_bytes > MAX_BODY_BYTES:  # there may be any number of empty members
+        if num_bytes > MAX_BODY_BYTES:  # there may be many empty blocks
             raise StatusError(413, f"the body has more than {MAX_BODY_BYTES:,} bytes")
         rest = piece
         while rest:
             if member.eof:
+                num_members += 1
+                if num_members > _MOST_MEMBERS:
+                    raise StatusError(413, f"the body has more than {_MOST_MEMBERS} gzip members")
                 member = zlib.decompressobj(_GZIP)
             has_begun = True
             try:

@@ -9,7 +9,14 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jitney.errors import InvalidArgumentError
 from jitney.text.schema_references import References
+
+from jitney_gateway.exclusive_branches import (
+    Rules,
+    alternatives_of_one_required,
+    exclude_each_other,
+)
 
 _IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf")
 """Keywords whose schemas are about the same value."""
@@ -17,14 +24,13 @@ _MOST_ALTERNATIVES = 1000
 _MOST_EXPANDED = 4096
 """Most schemas that are visited for one value. A few references in ``allOf`` can lead to the same
 schema millions of times."""
-_Rules = tuple[Mapping[str, Any], ...]
 
 
 class Alternative(NamedTuple):
     """One way for a value to fit a schema: it must fit all of the ``rules``. A rule is a schema
     without references, ``allOf``, ``anyOf`` and ``oneOf``."""
 
-    rules: _Rules
+    rules: Rules
 
     def values(self) -> list[Any] | None:
         """The values that all rules with an ``enum`` or a ``const`` list; None if there is no such
@@ -112,15 +118,15 @@ def all_of(schemas: Sequence[Any]) -> Any:
     return schemas[0] if len(schemas) == 1 else {"allOf": list(schemas)}
 
 
-def alternatives_of(schema: Any, whole: Any) -> list[Alternative]:
+def alternatives_of(schema: Any, whole: Any, *, exact: bool = False) -> list[Alternative]:
     """The alternatives of ``schema``, a part of ``whole``: a value fits the schema if it fits one
     of them.
 
-    This is exact, with two exceptions. ``oneOf`` is read as ``anyOf``. A reference that leads back
-    to itself, or to nothing, allows any value. Raises ValueError, TypeError or AttributeError for
-    what is no JSON schema.
+    A reference that leads back to itself, or to nothing, allows any value. A ``oneOf`` is read as
+    ``anyOf`` if its branches may overlap; with ``exact`` that raises InvalidArgumentError. Raises
+    ValueError, TypeError or AttributeError for what is no JSON schema.
     """
-    expansion = _Expansion(References(whole))
+    expansion = _Expansion(References(whole), exact=exact)
     return [Alternative(rules) for rules in expansion.expand(schema, frozenset())]
 
 
@@ -165,13 +171,15 @@ def others_than_strings(alternatives: Sequence[Alternative]) -> list[Any]:
 
 
 class _Expansion:
-    """Finds the alternatives of schemas whose references ``references`` follows."""
+    """Finds the alternatives of schemas whose references ``references`` follows. ``exact``: as in
+    :func:`alternatives_of`."""
 
-    def __init__(self, references: References) -> None:
+    def __init__(self, references: References, *, exact: bool) -> None:
         self._references = references
+        self._exact = exact
         self._num_expanded = 0
 
-    def expand(self, schema: Any, passed: frozenset[int]) -> list[_Rules]:
+    def expand(self, schema: Any, passed: frozenset[int]) -> list[Rules]:
         """The alternatives of a schema. ``passed``: the id() of each target of a reference that led
         here; the whole schema keeps them alive."""
         self._num_expanded += 1
@@ -190,10 +198,10 @@ class _Expansion:
                 raise ValueError(f"more than {_MOST_ALTERNATIVES} alternatives")
         return expanded
 
-    def _lists_of(self, schema: dict[str, Any], passed: frozenset[int]) -> list[list[_Rules]]:
+    def _lists_of(self, schema: dict[str, Any], passed: frozenset[int]) -> list[list[Rules]]:
         """A list of alternatives for each thing that an object says about the same value."""
         own = {key: value for key, value in schema.items() if key not in _IN_PLACE}
-        lists: list[list[_Rules]] = [[(own,)]]
+        lists: list[list[Rules]] = [[(own,)]]
         if "$ref" in schema:
             lists.append(self._expand_reference(schema, passed))
         for part in schema.get("allOf", ()):
@@ -201,13 +209,33 @@ class _Expansion:
         for key in ("anyOf", "oneOf"):
             if key not in schema:
                 continue
-            branches: list[_Rules] = []
-            for part in schema[key]:
-                branches += self.expand(part, passed)
-            lists.append(branches)
+            branches = [self.expand(part, passed) for part in schema[key]]
+            if key == "oneOf":
+                # A discriminator may be required outside of the branches.
+                beside = [each[0] for each in lists if len(each) == 1]
+                around = tuple(itertools.chain.from_iterable(beside))
+                branches = self._settled(schema[key], branches, around)
+            lists.append(list(itertools.chain.from_iterable(branches)))
         return lists
 
-    def _expand_reference(self, schema: dict[str, Any], passed: frozenset[int]) -> list[_Rules]:
+    def _settled(
+        self, one_of: Sequence[Any], branches: list[list[Rules]], around: Rules
+    ) -> list[list[Rules]]:
+        """The branches of a ``oneOf``, written so that no value fits two of them and the rules
+        ``around`` it."""
+        rewritten = alternatives_of_one_required(one_of)
+        if rewritten is not None:
+            return rewritten
+        if not self._exact:
+            return branches
+        whole = [[(*around, *rules) for rules in branch] for branch in branches]
+        if not exclude_each_other(whole):
+            raise InvalidArgumentError(
+                "'oneOf' is supported only if surely no value fits two of its branches"
+            )
+        return branches
+
+    def _expand_reference(self, schema: dict[str, Any], passed: frozenset[int]) -> list[Rules]:
         target = self._references.find(schema, schema["$ref"])
         if target is None or id(target) in passed:
             return [()]  # any value

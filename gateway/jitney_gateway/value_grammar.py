@@ -75,7 +75,7 @@ class ValueRules:
         self._names[id(schema)] = name
         self._schemas.append(schema)
         options: list[str] = []
-        for alternative in alternatives_of(schema, self._whole):
+        for alternative in alternatives_of(schema, self._whole, exact=True):
             options += self._options_of(alternative, f"{name}_{len(options)}")
         if not options:
             raise InvalidArgumentError("no value fits")

@@ -21,6 +21,7 @@ from jitney_gateway.field_rules import (
     allowed_texts,
     honoured_part,
 )
+from jitney_gateway.large_numbers import find_large_number
 from jitney_gateway.refusals import FieldError
 
 JsonObject = dict[str, Any]
@@ -366,6 +367,11 @@ def decode(data: bytes, type_: type[T], ignored: IgnoredFields | None = None) ->
             fields["params"] = params
         return msgspec.convert(fields, type_)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        if "out of range" in str(error):
+            large = find_large_number(data)
+            if large is not None:
+                reason = f"{large.path} is {large.text}, but must be a number up to 1.8e308"
+                raise FieldError(large.path, reason) from None
         raise _field_error(str(error), type_) from None
 
 

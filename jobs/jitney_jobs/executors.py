@@ -20,7 +20,7 @@ from jitney_jobs.executor_protocol import Executor, Outcome
 from jitney_jobs.generate import JobPrompt, LanguageModel
 from jitney_jobs.job import Job
 from jitney_jobs.onnx_executor import OnnxExecutor, newest_version
-from jitney_jobs.prepare import Context
+from jitney_jobs.tasks import Context
 from jitney_jobs.tensors import takes_token_ids
 
 _SETTINGS_OF_MODEL = (

@@ -14,8 +14,9 @@ from jitney_jobs.failures import JobRefusedError, RequestError
 from jitney_jobs.job import Job
 from jitney_jobs.onnx_executor import BlockResult
 from jitney_jobs.part_maker import Ended
-from jitney_jobs.prepare import Item, MapResult, Task
+from jitney_jobs.prepare import Item
 from jitney_jobs.rows import Chunk, reason
+from jitney_jobs.tasks import MapResult, Task
 from jitney_jobs.tensors import Tensors
 from jitney_jobs.texts import TextResult
 

@@ -20,9 +20,9 @@ from jitney_jobs.job import Job
 from jitney_jobs.journal import End, Entry, JobJournal
 from jitney_jobs.outcome import TooManyBadRows, error_limit
 from jitney_jobs.output import Output, write_errors
-from jitney_jobs.prepare import Task
 from jitney_jobs.rows import RowId
 from jitney_jobs.run_figures import RunFigures
+from jitney_jobs.tasks import Task
 from jitney_jobs.watchdog import Watchdog
 
 _RECENT_S = 300.0

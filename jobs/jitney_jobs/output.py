@@ -5,8 +5,9 @@ A part is written first (``part_maker``), then noted in the journal; until then 
 
 import contextlib
 import posixpath
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Protocol
 
 import msgspec
 from jitney.errors import InvalidArgumentError, UnavailableError
@@ -15,13 +16,11 @@ from jitney_jobs.addresses import without_keys
 from jitney_jobs.arrow import pa, pafs
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.job import Job
-from jitney_jobs.journal import ERRORS, Interval, JobJournal, OutputPart
+from jitney_jobs.journal import ERRORS, InputFile, Interval, OutputPart, Record
 from jitney_jobs.json_lines import encoded
 from jitney_jobs.part_maker import Ended, PartMaker, WrittenPart
+from jitney_jobs.shards import Shard
 from jitney_jobs.storage import file_system
-
-_BAD_FILES = "files.jsonl"
-"""In the folder of the bad rows: the files that could not be read to their end."""
 
 
 class _Place(msgspec.Struct):
@@ -59,10 +58,23 @@ def write_errors(job: Job) -> Iterator[None]:
         ) from error
 
 
+class PartJournal(Protocol):
+    """What an output needs of its job's journal."""
+
+    @property
+    def record(self) -> Record: ...
+
+    def append(self, entry: OutputPart) -> None: ...
+
+    def next_part(self) -> tuple[int, str]: ...
+
+    def may_remove(self, part: str) -> bool: ...
+
+
 class Output:
     """The folder of the parts."""
 
-    def __init__(self, job: Job, dataset: Dataset, journal: JobJournal) -> None:
+    def __init__(self, job: Job, dataset: Dataset, journal: PartJournal) -> None:
         """Raises InvalidArgumentError if there are parts, but no journal."""
         self.maker = PartMaker(job, dataset)
         self._job = job
@@ -75,6 +87,9 @@ class Output:
         self.misfit: str | None = None
         """The last one of these, for an error that gives an example."""
         self._fs, self._folder = file_system(job.output)
+        shard = job.its_shard
+        self._mark = "" if shard is None else shard.part_mark
+        """What the names of this run's parts have before the number."""
         self._fs.create_dir(f"{self._folder}/{ERRORS}", recursive=True)
         there = [name for name in self._parts() if not name.startswith(ERRORS)]
         if there and journal.record.begin is None:
@@ -107,13 +122,8 @@ class Output:
         return {name: size for part in parts for name, size in part.files.items()}
 
     def _parts(self) -> dict[str, int]:
-        """Names and bytes of all parts, finished or not."""
-        there = {}
-        for info in self._fs.get_file_info(pafs.FileSelector(self._folder, recursive=True)):
-            name = posixpath.basename(info.path)
-            if info.type == pafs.FileType.File and name.startswith(("part-", ".part-")):
-                there[posixpath.relpath(info.path, self._folder)] = info.size
-        return there
+        """Names and bytes of all parts of the job, finished or not; of a shard only its own."""
+        return parts_in(self._fs, self._folder, self._mark)
 
     def bad_rows(self) -> Iterator[Interval]:
         """The bad rows in the error files of all parts. Raises InvalidArgumentError for one that is
@@ -138,11 +148,10 @@ class Output:
         """Write their list beside the bad rows, or remove one that was there."""
         files = self._dataset.files
         reasons = self._journal.record.bad_files
-        name = f"{ERRORS}/{_BAD_FILES}"
+        name = name_of_bad_files(self._job.its_shard)
         path = f"{self._folder}/{name}"
-        rows = [{"file": files[index].path, "error": why} for index, why in reasons.items()]
-        if rows:
-            self.maker.write_file(name, b"".join(encoded(row) + b"\n" for row in rows))
+        if reasons:
+            self.maker.write_file(name, lines_of_bad_files(files, reasons))
         elif self._fs.get_file_info(path).type == pafs.FileType.File:
             self._fs.delete_file(path)
 
@@ -155,7 +164,7 @@ class Output:
     def write(self, part: Sequence[Ended], figures: dict[str, float]) -> None:
         """Write a part and commit it."""
         number, mark = self._journal.next_part()
-        self.commit(self.maker.write(part, f"{number:05}{mark}"), figures)
+        self.commit(self.maker.write(part, f"{self._mark}{number:05}{mark}"), figures)
 
     def commit(self, part: WrittenPart, figures: dict[str, float]) -> None:
         """Have the journal name a part. Raises OSError, and UnavailableError if another run has
@@ -182,3 +191,26 @@ class Output:
         except UnavailableError:  # another run has taken over: it does these rows
             self.maker.remove(part.files)
             raise
+
+
+def parts_in(fs: pafs.FileSystem, folder: str, mark: str = "") -> dict[str, int]:
+    """Names and bytes of the parts in an output, finished or not: those that have ``mark`` before
+    their number."""
+    there = {}
+    for info in fs.get_file_info(pafs.FileSelector(folder, recursive=True)):
+        name = posixpath.basename(info.path)
+        if info.type == pafs.FileType.File and name.removeprefix(".").startswith(f"part-{mark}"):
+            there[posixpath.relpath(info.path, folder)] = info.size
+    return there
+
+
+def name_of_bad_files(shard: Shard | None) -> str:
+    """Of the list of files that could not be read to their end, in an output."""
+    mark = "" if shard is None else f"-{shard.name}"
+    return f"{ERRORS}/files{mark}.jsonl"
+
+
+def lines_of_bad_files(files: Sequence[InputFile], reasons: Mapping[int, str]) -> bytes:
+    """``reasons``: by the file's index."""
+    rows = [{"file": files[index].path, "error": why} for index, why in reasons.items()]
+    return b"".join(encoded(row) + b"\n" for row in rows)

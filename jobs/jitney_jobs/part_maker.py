@@ -31,10 +31,10 @@ from jitney_jobs.part_files import (
     TableWriter,
     runs_of,
 )
-from jitney_jobs.prepare import Context, MapResult
 from jitney_jobs.rows import LINES, Chunk, RowValues
 from jitney_jobs.schemas import SeenTypes, check_storable
 from jitney_jobs.storage import file_system, objects_of
+from jitney_jobs.tasks import Context, MapResult
 
 _BLOCK_ROWS = 512
 """Most rows that are encoded together."""
@@ -253,9 +253,13 @@ class PartMaker:
         """Have the first results of ``map`` set the types of its columns, unless they are known."""
         if self._known is not None:
             return
-        rows = _sample(part)
-        if not rows:
-            return
+        rows = sample_of(result for ended in part for result in ended.results)
+        if rows:
+            self.learn_columns_of(rows)
+
+    def learn_columns_of(self, rows: Sequence[RowValues]) -> None:
+        """Have these first results of ``map`` set the types of its columns. Raises
+        InvalidArgumentError for types that the output cannot have."""
         seen = SeenTypes()
         seen.add(rows)
         written = self._dataset.written_schema
@@ -370,19 +374,18 @@ class PartMaker:
             raise
 
 
-def _sample(part: Sequence[Ended]) -> list[RowValues]:
-    """The first results of a part, as values."""
+def sample_of(results: Iterable[RowValues | MapResult]) -> list[RowValues]:
+    """So many of the first results as set the types of columns, as values."""
     rows: list[RowValues] = []
     nbytes = 0
-    for ended in part:
-        for result in ended.results:
-            if len(rows) == _SAMPLE_ROWS or nbytes >= _SAMPLE_BYTES:
-                return rows
-            if isinstance(result, MapResult):
-                nbytes += len(result.data)
-                rows.append(result.values())
-            else:
-                rows.append(result)
+    for result in results:
+        if isinstance(result, MapResult):
+            nbytes += len(result.data)
+            rows.append(result.values())
+        else:
+            rows.append(result)
+        if len(rows) == _SAMPLE_ROWS or nbytes >= _SAMPLE_BYTES:
+            break
     return rows
 
 

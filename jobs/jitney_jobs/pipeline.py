@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
+from jitney_jobs.background import in_background, settle
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.executors import Models
 from jitney_jobs.job import Job
@@ -22,9 +23,10 @@ from jitney_jobs.journal import FileRows, JobJournal
 from jitney_jobs.output import Output, write_errors
 from jitney_jobs.part_filler import PartFiller
 from jitney_jobs.part_maker import Ended
-from jitney_jobs.prepare import Item, in_background, make_task, settle
-from jitney_jobs.row_runner import RowRunner, chunk_rows, worker_count
+from jitney_jobs.prepare import Item
+from jitney_jobs.row_runner import RowRunner, chunk_rows, workers_of
 from jitney_jobs.rows import Chunk, RowId, reason
+from jitney_jobs.tasks import make_task
 
 _POLL_S = 0.2
 """Longest wait for a chunk, in seconds: then the job's thread looks at signals again."""
@@ -96,7 +98,7 @@ class Pipeline(JobRun):
             context,
             task,
             self._figures,
-            workers=worker_count(job, task, dataset),
+            workers=workers_of(job, task, dataset),
             chunk_rows=most_rows,
         )
         closing.callback(self._runner.close)

@@ -9,7 +9,6 @@ parts, as far as time has not cut them.
 
 import contextlib
 import functools
-import itertools
 import queue
 import secrets
 import threading
@@ -28,17 +27,19 @@ from jitney_jobs.arrow import pa
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.executors import load
 from jitney_jobs.finished_rows import Finisher
+from jitney_jobs.first_results import columns_of_map
 from jitney_jobs.job import Job
 from jitney_jobs.journal import FileRows, Record
 from jitney_jobs.output import write_errors
 from jitney_jobs.part_filler import PartFiller
 from jitney_jobs.part_maker import Ended, PartMaker, WrittenPart
-from jitney_jobs.prepare import Context, Item, Prepared, Workers, make_task
+from jitney_jobs.prepare import Item
 from jitney_jobs.ray_blocks import Portion, block_of, portions_of
 from jitney_jobs.ray_board import Board, Failure, LimitReached, Message, Report
-from jitney_jobs.row_runner import RowRunner, chunk_rows, worker_count
+from jitney_jobs.row_runner import RowRunner, chunk_rows, workers_of
 from jitney_jobs.rows import Chunk, RowId, reason
 from jitney_jobs.run_figures import RunFigures
+from jitney_jobs.tasks import Context, make_task
 
 CALLS_AT_ONCE = 4
 """Blocks that an actor works on at a time. While it waits for the slowest rows of one, those of the
@@ -47,7 +48,6 @@ _REPORT_S = 0.5
 """Between two reports of a process."""
 _POLL_S = 0.1
 """Longest wait for a block, in seconds."""
-_SAMPLE_CHUNK_ROWS = 32
 _RESULT = pa.schema([("is_whole", pa.bool_()), ("parts", pa.list_(pa.binary()))])
 """What an actor answers for a block. ``parts``: only if the order is kept."""
 
@@ -236,7 +236,7 @@ class RowsActor:
             context,
             task,
             self._figures,
-            workers=worker_count(job, task, dataset, self._plan.sharers),
+            workers=workers_of(job, task, dataset, self._plan.sharers),
             chunk_rows=self._most_rows,
         )
         self._runner.repeated = self._plan.repeated
@@ -463,31 +463,6 @@ def context_of(job: Job) -> Context:
 
 
 def columns_of_first_rows(plan: ClusterPlan) -> bytes | None:
-    """In a task of Ray's: the columns that ``map`` makes of the first rows that are good. These
-    rows are run once more later; but all actors write the same columns, whichever row ends first.
-    None if no row of the input is good."""
-    job = plan.job
-    task = make_task(plan.context)
-    finisher = Finisher(job, task)
-    maker = PartMaker(job, plan.dataset)
-    maker.set_columns(finisher.fields)
-    count = worker_count(job, task, plan.dataset)
-    workers = Workers(plan.context, count, task.columns)
-    entries = plan.dataset.chunks(Record.empty(), _SAMPLE_CHUNK_ROWS, skips_bad_files=True)
-    chunks = (entry for entry in entries if isinstance(entry, Chunk))
-    preparing: deque[Future[Prepared]] = deque()
-    ended: list[Ended] = []
-    row_count = 0
-    with contextlib.closing(workers):
-        while not maker.knows_columns(ended):
-            if row_count >= job.part_rows and any(rows.error is None for rows in ended):
-                break
-            preparing += [workers.submit(chunk) for chunk in itertools.islice(chunks, count + 1)]
-            if not preparing:
-                break
-            prepared = preparing.popleft().result()
-            row_count += prepared.row_count
-            for item in prepared.items:
-                ended += finisher.ended(item, item.error or item.prepared)
-    maker.learn_columns(ended)
-    return maker.schema
+    """In a task of Ray's: :func:`~jitney_jobs.first_results.columns_of_map`. These rows are run
+    once more later."""
+    return columns_of_map(plan.context, plan.dataset, PartMaker(plan.job, plan.dataset))

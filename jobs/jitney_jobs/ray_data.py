@@ -27,6 +27,7 @@ import msgspec
 from jitney.errors import InstallationError, JitneyError, UnavailableError, install_extra
 
 from jitney_jobs.arrow import pa
+from jitney_jobs.background import in_background
 from jitney_jobs.committed_rows import CommittedRows
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.job import Job
@@ -34,9 +35,9 @@ from jitney_jobs.job_run import JobRun
 from jitney_jobs.journal import FileRows, JobJournal, Record
 from jitney_jobs.output import Output, write_errors
 from jitney_jobs.part_maker import WrittenPart
-from jitney_jobs.prepare import in_background, make_task
 from jitney_jobs.rows import Chunk, RowId
 from jitney_jobs.run_figures import RunFigures
+from jitney_jobs.tasks import make_task
 
 # Threads of Ray Data would join the cluster again once this process has left it, and end it
 # if the cluster is gone. Ray reads this when it is imported.

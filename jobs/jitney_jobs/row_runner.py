@@ -22,11 +22,15 @@ from jitney_jobs.executor_protocol import Executor
 from jitney_jobs.feeder import Feeder
 from jitney_jobs.job import Job
 from jitney_jobs.part_maker import Ended
-from jitney_jobs.prepare import MADE_BYTES, Context, Item, Prepared, Task, Workers
+from jitney_jobs.prepare import MADE_BYTES, Item, Prepared
+from jitney_jobs.prepare_workers import Workers
 from jitney_jobs.rows import Chunk, RowId
 from jitney_jobs.run_figures import RunFigures
+from jitney_jobs.tasks import Context, Map, Task
 from jitney_jobs.tensors import Tensors
 
+_FEW_BYTES = 64 << 10
+"""An input of no more bytes needs no worker process."""
 _ROWS = 256
 """Most rows of a chunk."""
 _ROWS_OF_COLUMNS = 1024
@@ -129,16 +133,24 @@ def chunk_rows(job: Job, task: Task, dataset: Dataset) -> int:
     return max(1, min(most, job.in_flight // 8))
 
 
-def worker_count(job: Job, task: Task, dataset: Dataset, sharers: int = 1) -> int:
-    """What the job says, else half of the cores, which ``sharers`` have together. But columns of
-    numbers are only cast, which a thread of this process does in less time than it takes to send
-    them to another."""
+def worker_count(task: Task, dataset: Dataset) -> int:
+    """Half of the cores, or none if a thread of this process does it in less time. Columns of
+    numbers are only cast. A few texts take less than the start of a process, a CPU second; but
+    pictures and the user's functions may crash, which only a process survives."""
     if isinstance(task, Tensors) and task.takes_columns(dataset.schema):
-        count = 0
-    else:
-        count = max(1, len(os.sched_getaffinity(0)) // (2 * sharers))
-    if job.workers is not None:
-        count = job.workers
+        return 0
+    may_crash = isinstance(task, Map) or dataset.format == "image"
+    if not may_crash and sum(file.size for file in dataset.files) <= _FEW_BYTES:
+        return 0
+    return max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+def workers_of(job: Job, task: Task, dataset: Dataset, sharers: int = 1) -> int:
+    """As the job says, else :func:`worker_count`; ``sharers`` share the cores."""
+    count = job.workers
+    if count is None:
+        whole = worker_count(task, dataset)
+        count = max(1, whole // sharers) if whole else 0
     if job.row_timeout is not None:
         return max(1, count)  # a process can be ended, a thread cannot
     return count

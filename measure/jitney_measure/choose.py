@@ -133,12 +133,16 @@ def _cautions(chosen: Trial, current: Trial, trials: Sequence[Trial]) -> Iterato
 
 def _noise(leader: Trial, current: Trial, trials: Sequence[Trial]) -> float:
     """By which share of its throughput two runs of one setting may differ: _NOISE, or more if the
-    two runs of the leader or of the current setting differed by more."""
+    runs of the leader or of the current setting differed by more. It is the share of the lower
+    one, in which a gain is counted, too."""
     noise = _NOISE
     for counting in (leader, current):
-        first = next(trial for trial in trials if trial.values == counting.values)
-        if first.throughput and counting.throughput:
-            noise = max(noise, abs(counting.throughput / first.throughput - 1))
+        runs = []
+        for trial in trials:
+            if trial.values == counting.values and trial.throughput and not trial.cut:
+                runs.append(trial.throughput)
+        if runs:
+            noise = max(noise, max(runs) / min(runs) - 1)
     return noise
 
 

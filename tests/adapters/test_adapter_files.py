@@ -167,6 +167,15 @@ def test_a_header_that_does_not_fit_its_file_is_refused(tmp_path: Path, what: st
         read_adapter(folder, SITES, 8)
 
 
+def test_a_tensor_of_many_dimensions_is_refused_before_they_are_multiplied(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", {}, {})
+    tensor = {"dtype": "F32", "shape": [2**62] * 9, "data_offsets": [0, 0]}
+    header = json.dumps({f"{QUERY}.lora_A.weight": tensor}).encode()
+    (folder / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(InvalidArgumentError, match=r"header of .* is broken: .* of length <= 8"):
+        read_adapter(folder, SITES, 8)
+
+
 def test_a_configuration_without_end_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "a", {}, {})
     with (folder / CONFIG).open("r+b") as file:
@@ -209,6 +218,7 @@ def test_factors_stay_when_a_file_is_written_in_place(tmp_path: Path) -> None:
         ({"alpha_pattern": {"q_proj": 10**400}}, {}, "but must be an object, each value a numb"),
         ({"alpha_pattern": {"(": 1}}, {}, "a regular expression"),
         ({"rank_pattern": {r"(\w+)+!": 2}}, {}, "no repeated group"),
+        ({"rank_pattern": {r"(?x:(?:\w+) +)!": 2}}, {}, "no flags"),
         ({"rank_pattern": {"x{99999999999}": 2}}, {}, "a regular expression"),
         ({"rank_pattern": {"(" * 9999: 2}}, {}, "no repeated group"),
         ({"rank_pattern": {".?" * 40 + "!": 2}}, {}, "fewer repetitions"),

@@ -233,6 +233,30 @@ def test_a_listed_text_that_would_be_read_as_its_end_is_left_out(
         constraint(others)
 
 
+@pytest.mark.parametrize("tool_format", ["qwen_xml", "gemma", "pythonic", "hermes"])
+@pytest.mark.parametrize("value", [{"$ref": "#/$defs/Endless"}, {"enum": []}])
+def test_an_argument_that_nothing_finite_fits_is_not_begun(value: Any, tool_format: str) -> None:
+    endless = {
+        "type": "object",
+        "properties": {"e": {"$ref": "#/$defs/Endless"}},
+        "required": ["e"],
+    }
+    schema = {
+        "type": "object",
+        "properties": {"a": value, "b": {"type": "integer"}},
+        "required": ["b"],
+        "additionalProperties": False,
+        "$defs": {"Endless": endless},
+    }
+    tool = {"function": {"name": "g", "parameters": schema}}
+    constraint = grammar_of_calls([tool], "required", False, tool_format)
+    compiler = byte_compiler()
+    structured = StructuredOutputs(grammar=constraint["grammar"])
+    grammar = prove_grammar(structured, compiler, max_bytes=100_000, max_depth=64)
+    assert allows(compiler, grammar, written_with(tool_format, {"b": 1}))
+    assert not allows(compiler, grammar, written_with(tool_format, {"a": {"e": {}}, "b": 1}))
+
+
 def test_a_tuple_in_gemmas_notation_is_refused() -> None:
     value = {"type": "array", "items": [{"type": "integer"}]}
     tool = {"function": {"name": "g", "parameters": {"properties": {"a": value}}}}

@@ -386,3 +386,20 @@ def test_a_field_without_a_name_leaves_a_header_that_can_be_sent() -> None:
     ignored.add("user")
     ignored.add("")
     assert ignored.header() == "user, ?"
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ('{"temperature": 1e999}', "temperature"),
+        ('{"unknown": {"x": [0, -1E+400]}}', "unknown.x[1]"),
+        ('{"tools": [{"function": {"parameters": {"maximum": NINES}}}]}',
+         "tools[0].function.parameters.maximum"),
+    ],
+)  # fmt: skip
+def test_a_number_that_is_too_large_is_named(body: str, field: str) -> None:
+    with pytest.raises(FieldError, match="but must be a number up to") as caught:
+        decode(body.replace("NINES", "9" * 5000).encode(), CompletionRequest)
+    assert caught.value.field == field
+    assert str(caught.value).startswith(f"{field} is ")
+    assert len(str(caught.value)) < 150

@@ -4,6 +4,7 @@ import gzip
 import json
 import logging
 import time
+import zlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -209,9 +210,18 @@ def test_a_bomb_is_too_large() -> None:
     assert posted(bomb, "gzip").status_code == 413
 
 
-def test_members_without_data_are_too_large_too() -> None:
-    empty = gzip.compress(b"")
-    data = empty * (MAX_BODY_BYTES // len(empty) + 1)
+@pytest.mark.parametrize("content", [b"", b" "])
+def test_many_members_are_too_large_too(content: bytes) -> None:
+    """Each takes time, though it has no data."""
+    data = gzip.compress(json.dumps(CHAT).encode()) + gzip.compress(content) * 99
+    assert posted(data, "gzip").status_code == 200
+    assert posted(data + gzip.compress(content), "gzip").status_code == 413
+
+
+def test_empty_blocks_are_too_large_too() -> None:
+    whole = zlib.compressobj(wbits=16 + zlib.MAX_WBITS)
+    empty = whole.flush(zlib.Z_FULL_FLUSH)
+    data = whole.compress(b"") + empty + (b"\0\0\0\xff\xff" * (MAX_BODY_BYTES // 5))
     assert posted(data, "gzip").status_code == 413
 
 

@@ -408,7 +408,12 @@ def test_a_model_that_is_loaded_again_is_listed_and_unavailable(
 def test_a_stream_of_a_model_that_is_loaded_again_is_unavailable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for text in ("Request for unknown model: 'm' is not found", "Stub process 'm' is not healthy"):
+    for text in (
+        "Request for unknown model: 'm' is not found",
+        "Request for unknown model: 'm' has no available versions",
+        "Request for unknown model: 'm' version 1 is not at ready state",
+        "Stub process 'm' is not healthy",
+    ):
         backend = backend_of(monkeypatch, FakeStream(error=text))
         backend._ready_at["m"] = time.monotonic()
         with pytest.raises(UnavailableError, match="model 'm' is not ready"):

@@ -18,11 +18,11 @@ from jitney.errors import InternalError, InvalidArgumentError, LoadError, Unavai
 from jitney_jobs import executors, feeder
 from jitney_jobs.feeder import Feeder
 from jitney_jobs.job import make_job
-from jitney_jobs.journal import Interval, Ranges
+from jitney_jobs.journal import Interval, Ranges, Record
 from jitney_jobs.outcome import ExitStatus, RetryPolicy, error_limit
 from jitney_jobs.prepare import Item
 from jitney_jobs.rows import RowId
-from jitney_jobs.run import preview_of, read_record
+from jitney_jobs.run import preview_of, read_record, run_job
 from typer.testing import CliRunner, Result
 
 from tests.jobs.job_rows import bad, ids, job_of, read, run, write_lines
@@ -136,6 +136,21 @@ def test_what_failed_alone_is_done_again(tmp_path: Path) -> None:
     nothing = batch("resume", output)
     assert nothing.exit_code == ExitStatus.BAD_ROWS
     assert "nothing is done" in nothing.stderr
+
+
+def test_a_bad_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
+    """Not as it was listed when the job began."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    pq.write_table(pa.table({"id": [20, 21]}), folder / "0.parquet")
+    (folder / "1.parquet").write_bytes(b"damaged")
+    assert run(folder, tmp_path / "out")
+    pq.write_table(pa.table({"id": list(range(30, 60))}), folder / "1.parquet")
+    assert run_job(job_of(folder, tmp_path / "out"), retry_bad=True)
+    assert sorted(row["id"] for row in read(tmp_path / "out")) == [20, 21, *range(30, 60)]
+    record = Record.read(tmp_path / "out/_job/journal.jsonl")
+    assert not record.bad_files
+    assert record.total == 32
 
 
 def test_bad_rows_are_good_when_their_cause_is_gone(

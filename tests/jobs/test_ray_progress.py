@@ -18,7 +18,7 @@ from jitney_jobs.journal import FileRows, Interval, JobJournal
 from jitney_jobs.outcome import TooManyBadRows
 from jitney_jobs.output import Output
 from jitney_jobs.part_maker import WrittenPart
-from jitney_jobs.prepare import Context
+from jitney_jobs.tasks import Context
 
 from tests.jobs.job_rows import ids, job_of, write_lines
 

@@ -21,7 +21,7 @@ from jitney_jobs.remote import TritonModel
 from jitney_jobs.worker import submit
 from tritonclient.grpc import service_pb2 as messages
 from tritonclient.grpc import service_pb2_grpc
-from tritonclient.utils import serialize_byte_tensor
+from tritonclient.utils import InferenceServerException, serialize_byte_tensor
 
 from tests.jobs.job_rows import bad, job_of, read, run, write_lines
 
@@ -145,6 +145,22 @@ def test_an_answer_without_a_finish_reason_is_none(front: dict[str, Any], tmp_pa
         await model.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Request for unknown model: 'm' is not found",
+        "Request for unknown model: 'm' has no available versions",
+        "Request for unknown model: 'm' version 1 is not at ready state",
+        "Failed to process the request(s) for model 'm_0_0', message: Stub process 'm_0_0' is not "
+        "healthy.",
+    ],
+)
+def test_a_model_that_is_loaded_again_is_no_fault_of_a_row(tmp_path: Path, text: str) -> None:
+    model = TritonModel(job_of(tmp_path / "in", tmp_path / "out", model="m", server="a:1"))
+    for status in (None, "StatusCode.INTERNAL"):
+        assert model._error(InferenceServerException(text, status)).meaning is Meaning.PASSING
 
 
 def test_who_has_none_is_told_so(front: dict[str, Any], tmp_path: Path) -> None:

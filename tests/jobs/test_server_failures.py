@@ -18,6 +18,7 @@ import pytest
 from jitney.errors import InvalidArgumentError
 from jitney_jobs import patience
 from jitney_jobs.failures import JobRefusedError, ServerAwayError
+from jitney_jobs.run import run_job
 
 from tests.jobs.job_rows import bad, job_of, read, run, write_lines
 from tests.jobs.scripted_api import Reply, ScriptedApi, scripted_api
@@ -261,6 +262,25 @@ def test_tls(tmp_path: Path) -> None:
         api.url = api.url.replace("http:", "https:")
         with pytest.raises(JobRefusedError, match="SSL"):
             asked(api, source, tmp_path / "out2")
+
+
+def test_lines_that_failed_are_asked_again_alone(tmp_path: Path) -> None:
+    script: dict[str, Any] = {"b": lambda count: Reply(400) if count == 1 else Reply()}
+    script["c"] = lambda count: Reply(404)
+    with scripted_api(script) as api:
+        source = lines(tmp_path, *"abcda")
+        settings = {"task": "generate", "map": None, "input_format": "openai", "server": api.url}
+        job = job_of(source, tmp_path / "out", **settings)
+        assert run_job(job)
+        assert custom_ids(tmp_path / "out") == {"a", "d"}
+        assert run_job(job, retry_bad=True)
+        asked_of_each = dict(api.asked)
+    assert asked_of_each == {"a": 1, "b": 2, "c": 2, "d": 1}
+    assert custom_ids(tmp_path / "out") == {"a", "b", "d"}
+    failed = bad(tmp_path / "out")
+    assert [each["row"] for each in failed] == [2, 4]
+    assert failed[0]["response"]["status_code"] == 404
+    assert failed[1]["error"]["code"] == "duplicate_custom_id"
 
 
 def test_a_repeated_custom_id_is_bad(tmp_path: Path) -> None:

@@ -79,6 +79,14 @@ def other(throughput: float, *, again: bool = False, cut: bool = False) -> Trial
             316,
             ["batch 8 gave +6%, but two runs of one setting may differ by 126%"],
         ),
+        # The current setting gave more itself.
+        (
+            [now(400), other(300), other(310, again=True), now(200, again=True)],
+            NOW,
+            200,
+            ["batch 8 gave +55%, but two runs of one setting may differ by 100%"],
+        ),
+        ([now(200), now(400), other(310), other(310, again=True), now(205)], NOW, 205, None),
         # Without two runs of one setting, they may differ by 5 %.
         ([now(300), other(314)], NOW, 300, None),
         ([now(300), other(317)], OTHER, 317, None),

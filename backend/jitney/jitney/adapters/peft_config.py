@@ -23,6 +23,9 @@ _MOST_PARTS = 20
 """Most repetitions, and most groups, of a pattern whose ways are counted. More are too many."""
 _WORDS = re.compile(r"\((?:\?:)?([\w|-]+)\)")
 """A group whose alternatives are plain words, such as ``(q|v)``."""
+_FLAGS = re.compile(r"\(\?-?[a-zA-OQ-Z]")
+"""A group with flags, such as ``(?x: )``: in it, a space may stand between a group and its
+repetition."""
 _POSITIVE = f"a number above 0 and at most {_LARGEST:g}"
 _WHOLE = f"a whole number above 0 and at most {_LARGEST:g}"
 
@@ -98,7 +101,7 @@ def check_patterns(field: str, patterns: Mapping[str, float], paths: Collection[
     for pattern in patterns:
         ways = _most_ways(pattern, longest)
         if ways > _MOST_WAYS:
-            bound = "one with fewer repetitions and alternatives, and no repeated group"
+            bound = "one with fewer repetitions and alternatives, no repeated group and no flags"
             raise InvalidArgumentError.of("a pattern", pattern, bound)
         in_all += ways * len(paths)
     if in_all > _MOST_WAYS_IN_ALL:
@@ -111,7 +114,7 @@ def _most_ways(pattern: str, length: int) -> float:
     in each group. A repeated group may have far more."""
     plain = re.sub(r"\\.", ".", pattern)  # an escaped character is one that is no letter here
     plain = re.sub(r"\[\^?\]?[^]]*\]", ".", plain)  # and so is a class
-    if re.search(r"\)[*+{]", plain):
+    if re.search(r"\)[*+{]", plain) or _FLAGS.search(plain):
         return math.inf
     repetitions = 1 + len(re.findall(r"[*+{]|(?<!\()\?", plain))
     if repetitions > _MOST_PARTS or plain.count("(") > _MOST_PARTS:

@@ -15,7 +15,7 @@ import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -100,7 +100,9 @@ class _FoundPair(NamedTuple, Generic[T]):
 class _HeaderEntry(msgspec.Struct):
     """What the header says of one tensor."""
 
-    shape: tuple[int, ...]
+    shape: Annotated[tuple[int, ...], msgspec.Meta(max_length=8)]
+    """An adapter's tensors have two dimensions. To multiply a million of them would take minutes,
+    in which the engine stands still."""
     data_offsets: tuple[int, int]
     """Where its bytes begin and end, counted from the end of the header."""
 

@@ -30,8 +30,17 @@ some 10 ms."""
 _PROOF_STEPS = 128
 """How many random tokens a grammar is tried with. Grammars that meet a limit or a dead end meet it
 early, as a rule."""
-_JSON_DIRECTIVE = re.compile(r"%json\s*(?=\{)")
-"""What stands before a JSON schema in Lark's notation."""
+_JSON_DIRECTIVE = re.compile(
+    r"""
+    (?P<json> %json\s*(?=\{) )   # what stands before a JSON schema in Lark's notation
+    # In each of the others, it would mean nothing:
+    | "(?:\\.|[^"\\])*"         # a string
+    | /(?:\\.|[^/\\])+/         # a regular expression
+    | (?:\#|//)[^\n]*           # a comment
+    | <[^<>\s]+>                # a special token
+    """,
+    re.X | re.S,
+)
 _BRACKETS = re.compile(
     r"""
     "(?:\\.|[^"\\])*"      # a string, whose brackets do not count
@@ -115,10 +124,12 @@ def _with_checked_schemas(rules: str, field: str) -> str:
     kept."""
     parts: list[str] = []
     copied = 0  # characters of ``rules`` that are in ``parts``: up to the end of a schema
-    for directive in _JSON_DIRECTIVE.finditer(rules):
+    while directive := _JSON_DIRECTIVE.search(rules, copied):
         begin = directive.end()  # of the schema
-        if begin < copied:
-            continue  # it stands in a string of the schema before it
+        if directive["json"] is None:
+            parts.append(rules[copied:begin])
+            copied = begin
+            continue
         try:
             schema, end = json.JSONDecoder().raw_decode(rules, begin)
         except ValueError as error:

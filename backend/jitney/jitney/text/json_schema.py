@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 from jitney.errors import InvalidArgumentError, show
-from jitney.text.schema_finiteness import has_finite_instance
+from jitney.text.schema_finiteness import leave_out_infinite
 from jitney.text.schema_references import (
     DEFINITIONS,
     WITH_LIST,
@@ -78,10 +78,10 @@ def prepare_schema(schema: Any, field: str) -> None:
     """Raise InvalidArgumentError for what cannot be enforced, and for a schema without a finite
     instance. It names ``field``, which has the schema. Changes ``schema`` into one of the same
     meaning that llguidance can read: so a ``oneOf`` whose branches exclude each other becomes an
-    ``anyOf``."""
+    ``anyOf``, and an optional property that nothing finite fits becomes ``false``."""
     references = References(schema)
     _Checker(field, references).check_all(schema)
-    if not has_finite_instance(schema, references):
+    if not leave_out_infinite(schema, references):
         raise InvalidArgumentError(f"{field}: no finite JSON fits the schema")
 
 

@@ -14,7 +14,7 @@ _TOKEN = re.compile(
       | /(?:\\.|[^/\\\n])+/\w*        # a regular expression
       | <[^>\n]*>                     # a special token
     )
-    | (?P<nothing> \s+ | //[^\n]* )   # space, or a comment
+    | (?P<nothing> \s+ | (?://|\#)[^\n]* )  # space, or a comment
     | (?P<name> [A-Za-z_]\w* )
     | (?P<optional>                   # it makes the item before it optional: ~ 0, {0,3}, * or ?
         ~\s*0\b | \{\s*0?\s*,[^}]*\} | [*?]

@@ -1,82 +1,137 @@
-"""Finds JSON schemas that no finite JSON fits, because their references lead in circles.
+"""Finds the parts of a JSON schema that no finite JSON fits, because their references lead in
+circles, and takes out those that need not be there: a model that begins one could not end it.
 
-Called by ``json_schema``, after its check: every reference of the schema points into it.
+Called by ``json_schema`` after its check, and by the gateway for grammars that it makes itself.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
-from jitney.text.schema_references import References
+from jitney.text.schema_references import References, inner_schemas
 
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
+_BOUNDS = {
+    "object": ("minProperties", "maxProperties"),
+    "array": ("minItems", "maxItems"),
+    "string": ("minLength", "maxLength"),
+    "number": ("minimum", "maximum"),
+    "integer": ("minimum", "maximum"),
+}
+"""Type -> its lower and its upper bound."""
+_MAY_BE_ABSENT = ("additionalProperties", "patternProperties", "items", "additionalItems")
+"""Keywords whose schemas are about what need not be there: such a schema may become ``false``."""
 
 
-def has_finite_instance(schema: Any, references: References) -> bool:
-    """Whether some finite instance may fit. False if references lead in circles, or to the schema
-    ``false``; other reasons why nothing fits are not looked for."""
-    return _Search(references).is_finite(schema, frozenset())
+def leave_out_infinite(schema: Any, references: References) -> bool:
+    """Put ``false`` in the place of each schema inside ``schema`` that no finite instance fits and
+    that need not be fit: of an optional property, of items, of a branch. That means the same, for
+    no JSON is infinite.
+
+    Returns whether some finite instance may fit ``schema``. It may not if references lead in
+    circles, or to the schema ``false``; for other reasons why nothing fits True is returned.
+    """
+    search = _Search(references, with_bounds=True)
+    search.look_at(schema)
+    if not search.is_finite(schema):
+        # Whoever compiles the schema says which bounds contradict each other.
+        search = _Search(references, with_bounds=False)
+        search.look_at(schema)
+        return search.is_finite(schema)
+    for each in search.schemas:
+        if search.is_finite(each):
+            _leave_out_in(each, search)
+    return True
 
 
 class _Search:
-    """Looks at one root schema. What is found to be finite is not looked at again."""
+    """Looks at one root schema. ``with_bounds``: a schema whose bounds contradict each other, or
+    whose list of values is empty, is not finite either."""
 
-    def __init__(self, references: References) -> None:
+    def __init__(self, references: References, *, with_bounds: bool) -> None:
         self._references = references
+        self._with_bounds = with_bounds
+        self.schemas: list[dict[str, Any]] = []
+        """The root, and all that it leads to."""
         # Schemas that are known to be finite, by id(): they are dictionaries, which no set can
         # hold, and the root keeps all of them alive.
         self._finite: set[int] = set()
+        self._looked_at: set[int] = set()
 
-    def is_finite(self, schema: Any, passed: frozenset[int]) -> bool:
-        """``passed`` has the targets of the references that led from the root to here, by id(). A
-        reference to one of these closes a circle, so no finite instance comes of it."""
-        if not isinstance(schema, dict):
+    def look_at(self, root: Any) -> None:
+        """Find all finite schemas. A schema in a circle counts as infinite until it is found to be
+        finite without itself; so all are looked at until no more are found."""
+        self.schemas = list(self._reachable(root))
+        num_before = -1
+        while len(self._finite) > num_before:
+            num_before = len(self._finite)
+            self._looked_at = set()
+            for schema in self.schemas:
+                self._look(schema)
+
+    def is_finite(self, schema: Any) -> bool:
+        """Whether some finite instance may fit a schema that was looked at."""
+        return id(schema) in self._finite if isinstance(schema, dict) else schema is not False
+
+    def _reachable(self, root: Any) -> Iterator[dict[str, Any]]:
+        left = [root]
+        found: set[int] = set()
+        while left:
+            schema = left.pop()
+            if not isinstance(schema, dict) or id(schema) in found:
+                continue
+            found.add(id(schema))
+            yield schema
+            left += [inner.schema for inner in inner_schemas(schema)]
+            if "$ref" in schema:
+                left.append(self._references.find(schema, schema["$ref"]))
+
+    def _look(self, schema: Any) -> bool:
+        """Whether a schema is finite, as far as is known in this round."""
+        if not isinstance(schema, dict) or id(schema) in self._finite:
             return schema is not False
-        if id(schema) in self._finite:
-            return True
+        if id(schema) in self._looked_at:
+            return False
+        self._looked_at.add(id(schema))
         finite = (
-            self._target_is_finite(schema, passed)
-            and self._branches_are_finite(schema, passed)
-            and self._some_type_is_finite(schema, passed)
+            ("$ref" not in schema or self._look(self._references.find(schema, schema["$ref"])))
+            and self._branches_are_finite(schema)
+            and self._some_type_is_finite(schema)
         )
         if finite:
             self._finite.add(id(schema))
         return finite
 
-    def _target_is_finite(self, schema: dict[str, Any], passed: frozenset[int]) -> bool:
-        reference = schema.get("$ref")
-        if reference is None:
-            return True
-        target = self._references.find(schema, reference)
-        if id(target) in passed:
-            return False
-        return self.is_finite(target, passed | {id(target)})
-
-    def _branches_are_finite(self, schema: dict[str, Any], passed: frozenset[int]) -> bool:
+    def _branches_are_finite(self, schema: dict[str, Any]) -> bool:
         """Whether all branches of ``allOf`` are finite, and one of ``anyOf`` and of ``oneOf``."""
-        if not all(self.is_finite(branch, passed) for branch in schema.get("allOf", ())):
+        if not all(self._look(branch) for branch in schema.get("allOf", ())):
             return False
         for name in ("anyOf", "oneOf"):
-            if name not in schema:
-                continue
-            if not any(self.is_finite(branch, passed) for branch in schema[name]):
+            if name in schema and not any(self._look(branch) for branch in schema[name]):
                 return False
         return True
 
-    def _some_type_is_finite(self, schema: dict[str, Any], passed: frozenset[int]) -> bool:
+    def _some_type_is_finite(self, schema: dict[str, Any]) -> bool:
         """Whether one of the schema's types has a finite instance."""
+        if self._with_bounds and schema.get("enum") == []:
+            return False
         types = schema.get("type", _TYPES)
         if isinstance(types, str):
             types = [types]
-        return any(self._type_is_finite(kind, schema, passed) for kind in types)
+        return any(self._type_is_finite(kind, schema) for kind in types)
 
-    def _type_is_finite(self, kind: str, schema: dict[str, Any], passed: frozenset[int]) -> bool:
-        """Whether a type has a finite instance. Only objects and arrays may have none."""
+    def _type_is_finite(self, kind: str, schema: dict[str, Any]) -> bool:
+        """Whether a type has a finite instance."""
+        if self._with_bounds and kind in _BOUNDS:
+            least, most = (schema.get(name) for name in _BOUNDS[kind])
+            if least is not None and most is not None and least > most:
+                return False
         if kind == "object":
-            return self._object_is_finite(schema, passed)
+            return self._object_is_finite(schema)
         if kind == "array":
-            return self._array_is_finite(schema, passed)
+            return all(self._look(part) for part in _needed_items(schema))
         return True
 
-    def _object_is_finite(self, schema: dict[str, Any], passed: frozenset[int]) -> bool:
+    def _object_is_finite(self, schema: dict[str, Any]) -> bool:
         """Whether the properties that an object must have are finite."""
         required = schema.get("required", ())
         named = schema.get("properties", {})
@@ -87,24 +142,44 @@ class _Search:
         # so its schema is ``True``.
         of_unnamed = True if patterns else additional
         for name in required:
-            if not self.is_finite(named.get(name, of_unnamed), passed):
+            if not self._look(named.get(name, of_unnamed)):
                 return False
         if schema.get("minProperties", 0) <= len(required):
             return True
         # The object needs further properties. It counts as finite if some of these may be.
         others = [part for name, part in named.items() if name not in required]
         others += [*patterns.values(), additional]
-        return any(self.is_finite(part, passed) for part in others)
+        return any(self._look(part) for part in others)
 
-    def _array_is_finite(self, schema: dict[str, Any], passed: frozenset[int]) -> bool:
-        """Whether the items that an array must have are finite."""
-        first = schema.get("prefixItems", [])
-        rest = schema.get("items", True)
-        if isinstance(rest, list):  # as prefixItems was called before 2020-12
-            first = rest
-            rest = schema.get("additionalItems", True)
-        least = schema.get("minItems", 0)
-        needed = first[:least]
-        if least > len(first):
-            needed = [*needed, rest]
-        return all(self.is_finite(part, passed) for part in needed)
+
+def _needed_items(schema: dict[str, Any]) -> list[Any]:
+    """The schemas of the items that an array must have."""
+    first = schema.get("prefixItems", [])
+    rest = schema.get("items", True)
+    if isinstance(rest, list):  # as prefixItems was called before 2020-12
+        first = rest
+        rest = schema.get("additionalItems", True)
+    least = schema.get("minItems", 0)
+    needed = list(first[:least])
+    return [*needed, rest] if least > len(first) else needed
+
+
+def _leave_out_in(schema: dict[str, Any], search: _Search) -> None:
+    """Put ``false`` in the place of the infinite schemas that are directly inside a finite one."""
+    required = schema.get("required", ())
+    named = schema.get("properties", {})
+    for name, part in named.items():
+        if name not in required and not search.is_finite(part):
+            named[name] = False
+    for keyword in _MAY_BE_ABSENT:
+        part = schema.get(keyword)
+        if keyword == "patternProperties" and part is not None:
+            for pattern, inner in part.items():
+                if not search.is_finite(inner):
+                    part[pattern] = False
+        elif isinstance(part, dict) and not search.is_finite(part):
+            schema[keyword] = False
+    for keyword in ("anyOf", "oneOf", "prefixItems", "items"):
+        parts = schema.get(keyword)
+        if isinstance(parts, list):
+            parts[:] = [part if search.is_finite(part) else False for part in parts]
