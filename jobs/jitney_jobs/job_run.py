@@ -187,6 +187,8 @@ class JobRun(ABC):
         """Raise InvalidArgumentError if no file could be read."""
         record = self._journal.record
         assert record.begin is not None, "the job has begun"
+        if record.shard_rows is not None:
+            return  # other shards may have read them: a merge knows
         reasons = list(record.bad_files.values())
         if reasons and len(reasons) == len(record.begin.files) and not record.written:
             more = f"; so are all {len(reasons):,} files" if len(reasons) > 1 else ""

@@ -56,21 +56,6 @@ def plan_for(job: Job, shard: Shard, say: Callable[[str], None]) -> Plan:
     return plan
 
 
-def is_merged(plan: Plan, job: Job) -> bool:
-    """Whether the shards are merged. Raises InvalidArgumentError if the output has a job that is
-    not divided."""
-    with write_errors(job):
-        begin = read_journal(job.output, None).begin
-    if begin is None:
-        return False
-    if begin.id != plan.id:
-        raise InvalidArgumentError(
-            f"{without_keys(job.output)} holds a job that is not divided into shards: choose "
-            "another output"
-        )
-    return True
-
-
 def _make_or_read(job: Job, shard: Shard, files: OutputFiles, say: Callable[[str], None]) -> Plan:
     try:
         made = _make_plan(job, shard, say)
