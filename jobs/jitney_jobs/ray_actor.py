@@ -7,6 +7,7 @@ part has rows of one block only: if a block comes again, because its node was lo
 parts, as far as time has not cut them.
 """
 
+import atexit
 import contextlib
 import functools
 import queue
@@ -240,6 +241,8 @@ class RowsActor:
             chunk_rows=self._most_rows,
         )
         self._runner.repeated = self._plan.repeated
+        # Python would wait for the worker processes at its end, and these for the end of this one.
+        atexit.register(self._runner.close)
         self._name = str(ray.get_runtime_context().get_actor_id())
         self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         self._open: list[_Call] = []
