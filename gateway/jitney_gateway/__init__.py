@@ -18,7 +18,8 @@ in this order; those in brackets are what they use:
    ``structured`` reads what the client says. ``tool_grammar`` is for calls that must come,
    ``strict_grammar`` for calls that may come (``argument_grammar``, ``value_grammar``,
    ``string_rules``, ``schema_alternatives``), and ``reasoning_grammar`` for what comes before.
-5. ``server_client`` sends it (``server_connection``) and gives steps back (``model_steps``).
+5. ``server_client`` sends it (``server_connection``, ``ended_streams``) and gives steps back
+   (``model_steps``).
 6. A parser makes pieces of the text of the steps: ``parsers``, or ``harmony`` for gpt-oss
    (``answer_parser``, ``call_heads``, ``call_body``, ``argument_readers``). ``content_blocks``
    makes blocks of the pieces.

@@ -8,7 +8,6 @@ response, this server (2.51) may never be able to unload the model.
 ``server_client.py`` knows the models of the server, and makes the requests.
 """
 
-import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from typing import Any
@@ -19,6 +18,7 @@ from jitney.errors import JitneyError, UnavailableError, from_code
 from tritonclient.grpc import aio
 from tritonclient.utils import InferenceServerException
 
+from jitney_gateway.ended_streams import EndedStreams
 from jitney_gateway.refusals import UnknownModelError
 from jitney_gateway.server_request import InputValue, ServerRequest
 
@@ -41,9 +41,7 @@ class ServerConnection:
 
     def __init__(self, address: str) -> None:
         self._client = aio.InferenceServerClient(address, channel_args=_CHANNEL_OPTIONS)
-        self._draining: set[asyncio.Task[None]] = set()
-        """Tasks that read ended streams to their end. They are held here because the event loop
-        does not keep them from being collected."""
+        self._ended_streams = EndedStreams()
 
     async def close(self) -> None:
         """End all requests in flight."""
@@ -109,15 +107,9 @@ class ServerConnection:
                 raise UnavailableError("the answer broke off")
             finally:
                 if has_ended:
-                    self._drain(stream)
+                    self._ended_streams.add(stream)
                 else:
                     stream.cancel()
-
-    def _drain(self, stream: Any) -> None:
-        """Read a stream to its end, beside whatever comes next."""
-        drain = asyncio.create_task(_read_to_end(stream))
-        self._draining.add(drain)
-        drain.add_done_callback(self._draining.discard)
 
 
 def _is_last(outputs: Mapping[str, Any]) -> bool:
@@ -127,12 +119,6 @@ def _is_last(outputs: Mapping[str, Any]) -> bool:
         return True  # a task has one response
     have_all_ended = b"None" not in outputs["finish_reason"]
     return have_all_ended and "timing" in outputs
-
-
-async def _read_to_end(stream: Any) -> None:
-    with contextlib.suppress(Exception):
-        async for _ in stream:
-            pass
 
 
 # ------------------------------------------------------------------------------- errors

@@ -4,7 +4,8 @@ A job over files is a pipeline whose every queue is bounded:
 
 - a thread reads chunks of rows (``dataset``, with ``input_files``, ``file_batches``, ``storage``
   and ``rows``);
-- processes prepare their rows (``prepare``, with the tasks of ``generate`` and ``tensors``);
+- processes prepare their rows (``prepare_workers``, ``prepare``, with the tasks of ``tasks``,
+  ``generate`` and ``tensors``);
 - the job's own thread keeps the executor filled (``pipeline``, ``feeder``, ``executors``,
   ``asking``) and gathers the results into parts (``gathering``);
 - another thread writes the parts (``output``).

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from jitney.access import Access
 from jitney.errors import JitneyError
 
-from jitney_jobs.failures import RequestError
+from jitney_jobs.failures import Meaning, RequestError
 from jitney_jobs.job import Job
 from jitney_jobs.patience import Patience, Pause, Tries
 
@@ -55,6 +55,7 @@ class ServerExecutor:
         self.figures: dict[str, float] = {"tries": 0.0}
         self._server = server
         self._at_once = job.at_once
+        self._row_timeout_s = job.row_timeout
         self._patience = Patience(job.retries, job.patience_s)
         self._slots = asyncio.Semaphore(job.at_once)
         self._num_pausing = 0
@@ -149,7 +150,7 @@ class ServerExecutor:
                 await self._wait_until_open()
                 tries.sent_at = time.monotonic()
                 try:
-                    result = await self._server.ask(prepared)
+                    result = await self._answer_in_time(prepared)
                 except RequestError as error:
                     pause_s = self._seconds_to_wait(key, tries, error)
                 else:
@@ -161,6 +162,17 @@ class ServerExecutor:
             finally:
                 self._num_pausing -= 1
             self.figures["tries"] += 1
+
+    async def _answer_in_time(self, prepared: Any) -> Any:
+        """The result. Raises RequestError."""
+        try:
+            async with asyncio.timeout(self._row_timeout_s):
+                return await self._server.ask(prepared)
+        except TimeoutError:
+            said = f"the server took longer than row_timeout ({self._row_timeout_s:g} s)"
+            error = RequestError.of_meaning(Meaning.SLOW, said)
+            error.error_code = "request_timeout"
+            raise error from None
 
     async def _wait_until_open(self) -> None:
         while True:

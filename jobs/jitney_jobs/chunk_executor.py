@@ -62,9 +62,7 @@ class ChunkExecutor:
         self._inner = inner
         self._in_blocks = in_blocks
         self.figures = inner.figures
-        """Those of the other executor, whose rows are chunks here, and ``long_texts``: texts with
-        more tokens than the encoder takes at once."""
-        self.figures["long_texts"] = 0.0
+        """Those of the other executor, whose rows are chunks here."""
         self._num_texts = 0
         """Texts that are held."""
         self._waiting: deque[_Chunk] = deque()
@@ -121,8 +119,6 @@ class ChunkExecutor:
         for result in text.results:
             if isinstance(result, JitneyError):
                 return result
-        if text.text.is_long:
-            self.figures["long_texts"] += 1
         return TextResult(text.results, text.text.sizes, text.text.is_long)
 
     def close(self) -> None:

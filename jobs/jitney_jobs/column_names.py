@@ -43,9 +43,11 @@ def _named(job: Job, names: list[str]) -> dict[str, str]:
 def needed_columns(job: Job) -> dict[str, str]:
     """The columns of the input that a job names: each with the setting that names it. Those of a
     model with several inputs are not among them."""
-    needed = dict.fromkeys(job.sampling_column, "sampling_column")
-    if job.input_format == "openai" or job.task == "map":
+    if job.input_format == "openai":
         return {}
+    if job.task == "map":
+        return dict.fromkeys(job.map_column, "map_column")
+    needed = dict.fromkeys(job.sampling_column, "sampling_column")
     if job.template is not None:
         return needed | dict.fromkeys(_names_of_template(job.template), "template")
     if job.prompt is not None:
@@ -76,6 +78,7 @@ def check_columns(job: Job, there: Collection[str]) -> None:
     """Raises InvalidArgumentError if a column that the job needs is not ``there``, in the input, or
     if one of the result is."""
     check_there(needed_columns(job), there)
+    check_there(dict.fromkeys(job.keep or [], "keep"), there)
     kept = there if job.keep is None else set(job.keep)
     if job.input_format != "openai":
         check_no_common_name(list(kept), list(_named(job, _RESULTS.get(job.task, [])).values()))

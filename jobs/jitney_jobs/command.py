@@ -12,7 +12,9 @@ from jitney.errors import InvalidArgumentError
 
 from jitney_jobs.addresses import without_keys
 from jitney_jobs.job import Job, make_job, read_job
-from jitney_jobs.outcome import ExitStatus, SettingsError, TooManyBadRows
+from jitney_jobs.outcome import ExitStatus, SettingsError, TooManyBadRows, error_limit
+from jitney_jobs.shards import Shard
+from jitney_jobs.times import seconds_of
 from jitney_jobs.worker import cancel, list_jobs, submit, worker
 
 batch = typer.Typer(
@@ -106,20 +108,34 @@ run.__signature__ = _signature.replace(  # type: ignore[attr-defined]
 )
 
 
-def resume(output: _Output, journal: _Journal = None, retry_bad: _RetryBad = False) -> None:
+def resume(
+    output: _Output,
+    journal: _Journal = None,
+    retry_bad: _RetryBad = False,
+    shard: Annotated[str | None, typer.Option(help="Of a job of shards: I/N.")] = None,
+) -> None:
     """Go on with a job that was stopped or killed, with the settings in its journal. Its output may
     have been moved since."""
     from jitney_jobs.run import read_record
 
-    begin = read_record(output, journal).begin
+    try:
+        its_shard = None if shard is None else Shard.of(shard)
+    except InvalidArgumentError as error:
+        raise SettingsError(str(error)) from None
+    begin = read_record(output, journal, its_shard).begin
     assert begin is not None, "read_record raises if there is none"
     _run_and_report(msgspec.structs.replace(begin.job, journal=journal), retry_bad)
 
 
 def status(output: _Output, journal: _Journal = None) -> None:
-    """Say how far a job is. It may be running."""
-    from jitney_jobs.run import read_record, status_of
+    """Say how far a job is, with each of its shards until they are merged. It may be running."""
+    from jitney_jobs.run import read_record, status_of, unmerged_status
 
+    if journal is None:
+        of_shards = unmerged_status(output)
+        if of_shards is not None:
+            print(of_shards)
+            return
     record = read_record(output, journal)
     assert record.begin is not None, "read_record raises if there is none"
     print(status_of(record, record.begin.job))
@@ -130,6 +146,37 @@ def report(output: _Output, journal: _Journal = None) -> None:
     from jitney_jobs.run import read_record, write_report
 
     print(write_report(read_record(output, journal)))
+
+
+def merge(
+    output: _Output,
+    wait: Annotated[
+        str, typer.Option(help="How long to wait for shards that are not complete: 30m, 4h.")
+    ] = "0s",
+    max_errors: Annotated[
+        str | None, typer.Option(help="Bad rows of all shards, in place of what the job says.")
+    ] = None,
+) -> None:
+    """Make one job of shards that are complete (`--shard`). It moves no rows; once more, it does
+    nothing. The exit status is that of a job, or 6 if shards are missing."""
+    from jitney_jobs.merging import merge_shards
+    from jitney_jobs.run import exit_status, read_record, status_of
+
+    try:
+        wait_s = seconds_of("wait", wait)
+        error_limit(max_errors or 0)
+    except InvalidArgumentError as error:
+        raise SettingsError(str(error)) from None
+    merge_shards(output, wait_s, max_errors, _say)
+    record = read_record(output, None)
+    assert record.begin is not None, "read_record raises if there is none"
+    job = record.begin.job
+    print(status_of(record, job))
+    if record.end is None:  # a run that retries what is bad was stopped
+        raise typer.Exit(ExitStatus.STOPPED)
+    status = exit_status(record, job)
+    if status is not ExitStatus.COMPLETE:
+        raise typer.Exit(status)
 
 
 def _run_and_report(job: Job, retry_bad: bool) -> None:
@@ -145,7 +192,7 @@ def _run_and_report(job: Job, retry_bad: bool) -> None:
         _say(f"error: {error}")
         is_done = False
         status = ExitStatus.TOO_MANY_BAD
-    record = read_record(job.output, job.journal)
+    record = read_record(job.output, job.journal, job.its_shard)
     print(status_of(record, job))
     if is_done:
         status = exit_status(record, job)
@@ -157,6 +204,6 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-for _command in (run, resume, status, report, worker, submit, cancel):
+for _command in (run, resume, status, merge, report, worker, submit, cancel):
     batch.command()(_command)
 batch.command("list")(list_jobs)

@@ -35,13 +35,13 @@ class CsvRecord(NamedTuple):
 class _Lines:
     """The lines of a file for ``csv.reader``, which are kept until their record is known."""
 
-    def __init__(self, source: BinaryIO, encoding: Encoding) -> None:
+    def __init__(self, source: BinaryIO, encoding: Encoding, offset: int) -> None:
         self._source = source
         self._encoding = encoding
         self._again: deque[bytes] = deque()
         """Lines behind one that was bad: they come once more."""
         self.of_record: list[bytes] = []
-        self.offset = 0
+        self.offset = offset
         """Where the record begins."""
         self._bytes = 0
         self.replaced = 0
@@ -82,12 +82,18 @@ class _Lines:
         return first
 
 
-def csv_records(source: BinaryIO, delimiter: str, encoding: Encoding) -> Iterator[CsvRecord]:
+def csv_records(
+    source: BinaryIO,
+    delimiter: str,
+    encoding: Encoding,
+    header: list[str] | None = None,
+    offset: int = 0,
+) -> Iterator[CsvRecord]:
     """The header, and the records under it. Empty lines are none. A record is bad if it has not as
-    many fields as the header. Raises csv.Error for a header that cannot be read."""
+    many fields as the header. If ``header`` is known, what comes is the records from the one at
+    ``offset`` on, where the source stands. Raises csv.Error for a header that cannot be read."""
     csv.field_size_limit(1 << 30)
-    lines = _Lines(source, encoding)
-    header: list[str] | None = None
+    lines = _Lines(source, encoding, offset)
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     while True:
         error = None

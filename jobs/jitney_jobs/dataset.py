@@ -24,13 +24,17 @@ from jitney_jobs.columns import in_schema, taken, without_columns
 from jitney_jobs.delimiters import check_delimiter
 from jitney_jobs.encodings import Encoding
 from jitney_jobs.file_batches import (
+    BEGINNING,
     READ_ERRORS,
     Batch,
+    RowCount,
     TextForm,
     arrow_batches,
     arrow_schema,
+    count_rows,
     csv_batches,
     csv_header,
+    has_larger,
     line_batches,
     parquet_batches,
     parquet_schema,
@@ -54,10 +58,11 @@ from jitney_jobs.input_files import (
 )
 from jitney_jobs.job import Job
 from jitney_jobs.journal import FileRows, InputFile, Ranges, Record
+from jitney_jobs.journal_entries import ReadStart
 from jitney_jobs.json_lines import decoded
 from jitney_jobs.outcome import Trouble
 from jitney_jobs.rows import LINE, LINES, Chunk, RowId, Unreadable
-from jitney_jobs.schemas import SeenTypes, plain, unified, written_schema
+from jitney_jobs.schemas import SeenTypes, most_exact, plain, unified, written_schema
 from jitney_jobs.storage import file_system, open_inputs, read_error
 
 _FOOTERS_AT_ONCE = 16
@@ -208,18 +213,42 @@ class Dataset:
         return not isinstance(self._fs, pafs.LocalFileSystem)
 
     def _schema_of_files(self) -> pa.Schema:
-        schemas: list[pa.Schema] = []
+        schemas: dict[str, pa.Schema] = {}
         first_error: JitneyError | None = None
         with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
-            for schema in pool.map(self._schema_of_file, self.files):
+            found_of_files = pool.map(self._schema_of_file, self.files)
+            for file, schema in zip(self.files, found_of_files, strict=True):
                 if isinstance(schema, JitneyError):
                     first_error = first_error or schema
                 else:
-                    schemas.append(schema)
+                    schemas[file.path] = schema
         if not schemas and first_error is not None:
             raise first_error
-        found = unified(schemas)
+        found = unified(schemas.values())
+        if self.format == "parquet":
+            found = self._with_exact_integers(found, schemas)
         return pa.schema([field.with_type(plain(field.type)) for field in found], found.metadata)
+
+    def _with_exact_integers(self, found: pa.Schema, schemas: dict[str, pa.Schema]) -> pa.Schema:
+        """With text for integers that the type of all files would not hold: an id of 19 digits,
+        where another file has doubles. ``schemas``: path -> the file's own columns."""
+        fields = []
+        for field in found:
+            for path, schema in schemas.items():
+                index = schema.get_field_index(field.name)
+                most = None if index < 0 else most_exact(schema.field(index).type, field.type)
+                if most is not None and self._has_larger(path, field.name, most):
+                    field = field.with_type(pa.string())
+            fields.append(field)
+        return pa.schema(fields, found.metadata)
+
+    def _has_larger(self, path: str, name: str, most: int) -> bool:
+        """Raises UnavailableError if the storage fails."""
+        try:
+            with self._fs.open_input_file(path) as raw:
+                return has_larger(raw, name, most)
+        except READ_ERRORS as error:
+            raise read_error(path, error) from error
 
     def _schema_of_file(self, file: InputFile) -> pa.Schema | JitneyError:
         """An error if the file is at fault. Raises UnavailableError if the storage is."""
@@ -294,18 +323,33 @@ class Dataset:
         sizes = self.sizes
         total = max(1, sum(sizes))
         bytes_before = 0  # of the files before this one
-        indices = range(len(sizes)) if files is None else files
+        left_out = record.left_out
+        shard_rows = record.shard_rows
+        if files is not None:
+            indices = files
+        else:
+            indices = range(len(sizes)) if shard_rows is None else shard_rows.files
         for index in indices:
             if not record.is_done(index):
                 row_count = 0
                 why_bad = None
+                start = None if shard_rows is None else shard_rows.start_in(index)
+                end = None if shard_rows is None else shard_rows.end_in(index)
+                batches = self._batches_with_retries(index, left_out, size, start or BEGINNING)
                 try:
-                    for batch in self._batches_with_retries(index, record.done, size):
+                    for batch in batches:
                         position = (bytes_before + batch.share * sizes[index]) / total
-                        chunk = self._chunk_of(index, batch, record.done, position)
+                        if shard_rows is not None:
+                            position = shard_rows.share_before(index, batch.end)
+                        chunk = self._chunk_of(index, batch, left_out, position)
                         if chunk is not None:
                             yield chunk
                         row_count = batch.end
+                        if end is not None and row_count >= end:
+                            break
+                    if end is not None:
+                        self._check_has(index, row_count, end)
+                        row_count = end
                 except InvalidArgumentError as error:
                     if not skips_bad_files:
                         raise
@@ -317,6 +361,42 @@ class Dataset:
                 if not is_known or why_bad is not None:
                     yield FileRows(index, row_count, why_bad)
             bytes_before += sizes[index]
+
+    def _check_has(self, index: int, row_count: int, end: int) -> None:
+        """Raises InvalidArgumentError if a file has fewer rows than those of a shard."""
+        if row_count < end:
+            raise InvalidArgumentError(
+                f"input {self.files[index].path} ends behind {row_count:,} rows: it had "
+                f"{end:,} or more when the job was divided into shards"
+            )
+
+    def count_rows(self, index: int) -> tuple[RowCount, bool]:
+        """The rows of a file, and whether it cannot be read any further. Raises
+        InvalidArgumentError for such a file if the job does not skip them, and UnavailableError if
+        the storage fails."""
+        if self.files_are_rows:
+            return RowCount(len(self.files)), False
+        file = self.files[index]
+        trouble = Trouble()
+        while True:
+            counted = RowCount()
+            try:
+                with self._fs.open_input_file(file.path) as raw:
+                    if self.format != "parquet" and self.format != "arrow":
+                        raw = up_to_listed_end(raw, file, self._form.encoding)
+                    count_rows(raw, file, self.format, self._form, counted)
+                return counted, False
+            except InvalidArgumentError:
+                if not self._skips_bad_files:
+                    raise
+                return counted, True
+            except READ_ERRORS as error:
+                try:
+                    trouble.wait(self._retry_policy, read_error(file.path, error))
+                except InvalidArgumentError:
+                    if not self._skips_bad_files:
+                        raise
+                    return counted, True
 
     def _chunk_of(self, index: int, batch: Batch, done: Ranges, position: float) -> Chunk | None:
         """The rows of a batch that are not committed. None if there are none."""
@@ -348,7 +428,7 @@ class Dataset:
             unreadable={places[i]: row for i, row in unreadable.items() if i in places},
             read_bytes=(max(batch.nbytes, data.nbytes) * len(left)) // count,
             position=position,
-            replaced=batch.replaced,
+            replaced={places[i]: count for i, count in batch.replaced.items() if i in places},
         )
 
     def _in_schema(
@@ -375,14 +455,16 @@ class Dataset:
             unreadable.setdefault(index, Unreadable(error, b""))
         return found.data
 
-    def _batches_with_retries(self, index: int, done: Ranges, size: int) -> Iterator[Batch]:
-        """Each batch of a file once. After a failure of the storage the file is read again from its
-        beginning; the batches are the same then, and those that were given are left out."""
+    def _batches_with_retries(
+        self, index: int, done: Ranges, size: int, start: ReadStart = BEGINNING
+    ) -> Iterator[Batch]:
+        """Each batch of a file once. After a failure of the storage the file is read again from
+        ``start``; the batches are the same then, and those that were given are left out."""
         rows_given = 0
         trouble = Trouble()
         while True:
             try:
-                for batch in self._batches(index, done, size):
+                for batch in self._batches(index, done, size, start):
                     if batch.end > rows_given:
                         rows_given = batch.end
                         trouble = Trouble()  # what failed before works again
@@ -391,8 +473,9 @@ class Dataset:
             except READ_ERRORS as error:
                 trouble.wait(self._retry_policy, read_error(self.files[index].path, error))
 
-    def _batches(self, index: int, done: Ranges, size: int) -> Iterator[Batch]:
-        """A file's rows in order, at most ``size`` in a batch."""
+    def _batches(self, index: int, done: Ranges, size: int, start: ReadStart) -> Iterator[Batch]:
+        """A file's rows in order, from ``start`` on where the format allows that; at most ``size``
+        in a batch."""
         if self.files_are_rows:
             yield from path_batches(self.files, size)
             return
@@ -401,13 +484,13 @@ class Dataset:
             if self.format == "parquet":
                 yield from parquet_batches(raw, file, index, done, size, self._columns)
             elif self.format == "arrow":
-                yield from arrow_batches(raw, file, size, self._columns)
+                yield from arrow_batches(raw, file, size, self._columns, start)
             elif self.format == "csv":
                 listed = up_to_listed_end(raw, file, self._form.encoding)
-                yield from csv_batches(listed, file, size, self._form)
+                yield from csv_batches(listed, file, size, self._form, start)
             else:
                 listed = up_to_listed_end(raw, file, self._form.encoding)
-                yield from line_batches(listed, file, size, self._form)
+                yield from line_batches(listed, file, size, self._form, start)
 
 
 def _decodable(lines: list[bytes]) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ capacity, which keeps the engine's queue filled; a step gives the results that a
 """
 
 import math
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from jitney_jobs.executor_protocol import Executor, Outcome
 from jitney_jobs.generate import JobPrompt, LanguageModel
 from jitney_jobs.job import Job
 from jitney_jobs.onnx_executor import OnnxExecutor, newest_version
-from jitney_jobs.prepare import Context
+from jitney_jobs.tasks import Context
 from jitney_jobs.tensors import takes_token_ids
 
 _SETTINGS_OF_MODEL = (
@@ -35,6 +36,7 @@ _SETTINGS_OF_MODEL = (
     "ca_file",
     "api_key_file",
     "at_once",
+    "row_timeout",
 )
 """Jobs that differ in one of them cannot share a loaded model."""
 
@@ -66,10 +68,14 @@ class PassThrough:
 class EngineExecutor:
     """A checkpoint, run by the engine in this process."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, row_timeout_s: float | None = None) -> None:
+        """``row_timeout_s``: a row is bad that is not done so long after its first token."""
         self._llm = llm
+        self._row_timeout_s = row_timeout_s
         self.figures = llm.figures
         self._running: Running = {}
+        self._generating_since: dict[int, float] = {}
+        """When the first token of a row was there, in monotonic seconds. Only with a timeout."""
         self._tiers: set[str | None] = set()
         """The tiers of all rows submitted so far. The capacity is at most what the engine's queue
         takes of each of them."""
@@ -91,7 +97,29 @@ class EngineExecutor:
         self._running[key] = self._llm.start(submit)
 
     def step(self) -> list[Outcome]:
-        return [(key, done.error or done) for key, done in self._llm.collect_ended(self._running)]
+        ended: list[Outcome] = []
+        for key, done in self._llm.collect_ended(self._running):
+            self._generating_since.pop(key, None)
+            ended.append((key, done.error or done))
+        if self._row_timeout_s is not None:
+            ended += self._end_slow_rows(self._row_timeout_s)
+        return ended
+
+    def _end_slow_rows(self, timeout_s: float) -> list[Outcome]:
+        """Rows that wait for their turn are not slow."""
+        now = time.monotonic()
+        slow: list[Outcome] = []
+        for key, request in self._running.items():
+            if not request.completion.has_pending:
+                continue
+            since = self._generating_since.setdefault(key, now)
+            if now - since > timeout_s:
+                said = f"it took longer than row_timeout ({timeout_s:g} s) to generate"
+                slow.append((key, InvalidArgumentError(said)))
+        for key, _ in slow:
+            del self._generating_since[key]
+        self._llm.cancel(self._running, [key for key, _ in slow])
+        return slow
 
     def close(self) -> None:
         self._llm.close()
@@ -183,7 +211,7 @@ def _load_here(job: Job) -> tuple[Executor, Context]:
     if job.task == "generate":
         llm = LLM(model, **job.engine)
         language_model = LanguageModel(llm.tokenizer.data, llm.config, llm.info)
-        return EngineExecutor(llm), Context(job, language_model)
+        return EngineExecutor(llm, job.row_timeout), Context(job, language_model)
     onnx = OnnxExecutor(job)
     tokenizer = job.tokenizer or _tokenizer_of(model)
     # Each part of a line is a text, whatever the model takes (``openai_lines.py``).

@@ -24,6 +24,9 @@ class Meaning(StrEnum):
     PASSING = "passing"
     """The server or a proxy before it is not well. It may be the row that it cannot stand: that is
     so if other rows get through."""
+    SLOW = "slow"
+    """It took longer than the setting ``row_timeout``. The row is at fault, unless nothing gets
+    through: then the server is not well."""
     BUSY = "busy"
     """The server takes no more requests now."""
     AWAY = "away"

@@ -18,8 +18,10 @@ from jitney_jobs.csv_records import CsvRecord, csv_records
 from jitney_jobs.delimiters import SAMPLE_BYTES, delimiter_of
 from jitney_jobs.encodings import Encoding
 from jitney_jobs.input_files import compression_of
+from jitney_jobs.job import InputFormat
 from jitney_jobs.journal import InputFile, Ranges
-from jitney_jobs.json_values import lines_or_values
+from jitney_jobs.journal_entries import ReadStart
+from jitney_jobs.json_values import Located, lines_from, lines_or_values
 from jitney_jobs.rows import LINE, PATH, Unreadable
 
 READ_ERRORS = (OSError, pa.ArrowInvalid, csv.Error)
@@ -30,6 +32,10 @@ _BATCH_BYTES = 2 << 20
 _ARROW_FILE = b"ARROW1"
 """How Arrow's files begin; its streams do not."""
 _PROBED_ROWS = 16
+_START_BYTES = 1 << 20
+"""Between two places in a file where a shard's reader can begin."""
+BEGINNING = ReadStart(0, 0)
+"""Of a file."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +51,9 @@ class Batch:
     nbytes: int = 0
     """Size of the rows as they were read."""
     offsets: Sequence[int] = ()
-    """As in :class:`~jitney_jobs.rows.Chunk`; ``unreadable`` too."""
+    """As in :class:`~jitney_jobs.rows.Chunk`; ``unreadable`` and ``replaced``, too."""
     unreadable: dict[int, Unreadable] = field(default_factory=dict)
-    replaced: int = 0
+    replaced: dict[int, int] = field(default_factory=dict)
 
 
 # ------------------------------------------------------------------ formats with types
@@ -55,6 +61,21 @@ class Batch:
 
 def parquet_schema(raw: BinaryIO) -> pa.Schema:
     return pq.read_schema(raw)
+
+
+def has_larger(raw: BinaryIO, name: str, most: int) -> bool:
+    """Whether a column of integers in Parquet has one above ``most``, or below its negative, as far
+    as the file states its ranges."""
+    metadata = pq.read_metadata(raw)
+    for group in range(metadata.num_row_groups):
+        for number in range(metadata.num_columns):
+            column = metadata.row_group(group).column(number)
+            ranges = column.statistics
+            if column.path_in_schema != name or ranges is None or not ranges.has_min_max:
+                continue
+            if ranges.max > most or ranges.min < -most:
+                return True
+    return False
 
 
 def parquet_batches(
@@ -135,20 +156,24 @@ def _open_arrow(raw: BinaryIO) -> Any:
 
 
 def arrow_batches(
-    raw: BinaryIO, file: InputFile, size: int, columns: Sequence[str] | None
+    raw: BinaryIO,
+    file: InputFile,
+    size: int,
+    columns: Sequence[str] | None,
+    start: ReadStart = BEGINNING,
 ) -> Iterator[Batch]:
     """Slices of the record batches of a file or a stream."""
     reader = _open_arrow(raw)
     names = reader.schema.names
     check_names(names, file.path)
     chosen = names if columns is None else [name for name in names if name in columns]
-    first = 0
-    for whole in _record_batches(reader):
+    first = start.row
+    for whole in _record_batches(reader, start.position):
         share = raw.tell() / max(1, file.size)
         of_columns = whole.select(chosen) if chosen else without_columns(len(whole))
         batch_size = _batch_rows(size, len(whole), of_columns.nbytes)
-        for start in range(0, len(whole), batch_size):
-            data = without_views(of_columns.slice(start, batch_size))
+        for offset in range(0, len(whole), batch_size):
+            data = without_views(of_columns.slice(offset, batch_size))
             if len(data) < len(whole):
                 data = compact(data)  # else the chunk would hold the whole
             end = first + len(data)
@@ -156,9 +181,10 @@ def arrow_batches(
             first = end
 
 
-def _record_batches(reader: Any) -> Iterator[pa.RecordBatch]:
+def _record_batches(reader: Any, first: int) -> Iterator[pa.RecordBatch]:
+    """``first``: the number of the first one. A stream begins with its first."""
     if isinstance(reader, pa.ipc.RecordBatchFileReader):
-        for number in range(reader.num_record_batches):
+        for number in range(first, reader.num_record_batches):
             yield reader.get_batch(number)
     else:
         yield from reader
@@ -204,23 +230,53 @@ class _TextFile:
         """Of CSV, with the header."""
         return csv_records(self.text, self.delimiter, self._form.encoding)
 
+    def records_from(
+        self, start: ReadStart, header: list[str], delimiter: str
+    ) -> Iterator[CsvRecord]:
+        """Those under the header, from one of them on."""
+        self._source.seek(start.position)
+        return csv_records(
+            self.text, delimiter, self._form.encoding, header=header, offset=start.position
+        )
+
+    def lines(self) -> Iterator[Located]:
+        """Lines, or values of JSON."""
+        return lines_or_values(self.text, self._path)
+
+    def lines_from(self, start: ReadStart) -> Iterator[Located]:
+        """Lines, from one of them on."""
+        self._source.seek(start.position)
+        return lines_from(self.text, start.position)
+
+    @property
+    def can_start_anywhere(self) -> bool:
+        """Whether offsets of lines are offsets in the file, and one can be gone to."""
+        return self._is_as_stored and bool(self._source.seekable())
+
     def share_read(self, file: InputFile, offset: int) -> float:
         """Of the file: by the offset, or if it is decoded, by what that has read."""
         read = offset if self._is_as_stored else self._source.tell()
         return min(1.0, read / max(1, file.size))
 
 
-def line_batches(raw: BinaryIO, file: InputFile, size: int, form: TextForm) -> Iterator[Batch]:
+def line_batches(
+    raw: BinaryIO, file: InputFile, size: int, form: TextForm, start: ReadStart = BEGINNING
+) -> Iterator[Batch]:
     """Lines, or values of JSON, in the column ``line``. A line of nothing but space is no row."""
     source = _TextFile(raw, file.path, form)
     taken: list[bytes] = []
     offsets: list[int] = []
     first = 0
     nbytes = 0
-    replaced = 0
-    for found in lines_or_values(source.text, file.path):
+    replaced: dict[int, int] = {}
+    located = source.lines()
+    if start != BEGINNING and source.can_start_anywhere:
+        first = start.row
+        located = source.lines_from(start)
+    for found in located:
         line, count = form.encoding.replace(found.text)
-        replaced += count
+        if count:
+            replaced[len(taken)] = count
         taken.append(line)
         offsets.append(found.offset)
         nbytes += len(line)
@@ -232,7 +288,7 @@ def line_batches(raw: BinaryIO, file: InputFile, size: int, form: TextForm) -> I
             taken = []
             offsets = []
             nbytes = 0
-            replaced = 0
+            replaced = {}
     if taken:
         batch = _batch_of_lines(first, taken, offsets, nbytes, 1.0)
         yield replace(batch, replaced=replaced)
@@ -253,9 +309,12 @@ def csv_header(raw: BinaryIO, path: str, form: TextForm) -> pa.Schema:
     return pa.schema([(name, pa.string()) for name in names])
 
 
-def csv_batches(raw: BinaryIO, file: InputFile, size: int, form: TextForm) -> Iterator[Batch]:
+def csv_batches(
+    raw: BinaryIO, file: InputFile, size: int, form: TextForm, start: ReadStart = BEGINNING
+) -> Iterator[Batch]:
     """Records under their header. A row that cannot be read has nulls."""
     source = _TextFile(raw, file.path, form)
+    delimiter = source.delimiter
     records = source.records()
     head = next(records, None)
     if head is None or head.fields is None:
@@ -264,6 +323,9 @@ def csv_batches(raw: BinaryIO, file: InputFile, size: int, form: TextForm) -> It
     taken: list[CsvRecord] = []
     first = 0
     nbytes = 0
+    if start != BEGINNING and source.can_start_anywhere:
+        first = start.row
+        records = source.records_from(start, head.fields, delimiter)
     for record in records:
         taken.append(record)
         nbytes += len(record.raw) + sum(map(len, record.fields or ()))
@@ -290,8 +352,62 @@ def _batch_of_records(
     arrays = [pa.array(values, pa.string()) for values in zip(*rows, strict=True)]
     data = pa.RecordBatch.from_arrays(arrays, names=names)
     offsets = [record.offset for record in records]
-    replaced = sum(record.replaced for record in records)
+    replaced = {index: each.replaced for index, each in enumerate(records) if each.replaced}
     return Batch(first, first + len(records), data, share, nbytes, offsets, unreadable, replaced)
+
+
+# ------------------------------------------------------------------ counting
+
+
+@dataclass
+class RowCount:
+    """Of a file, as far as it was read."""
+
+    rows: int = 0
+    starts: list[ReadStart] = field(default_factory=list)
+    """Where a reader can begin, every few MB, ascending."""
+
+
+def count_rows(
+    raw: BinaryIO, file: InputFile, format: InputFormat, form: TextForm, counted: RowCount
+) -> None:
+    """Count the rows that the readers above give, into ``counted``, which has what was read if this
+    raises. Parquet states its rows; of the others each one is found."""
+    if format == "parquet":
+        counted.rows = pq.read_metadata(raw).num_rows
+    elif format == "arrow":
+        _count_batches(_open_arrow(raw), counted)
+    elif format == "csv":
+        source = _TextFile(raw, file.path, form)
+        records = source.records()
+        next(records, None)  # the header
+        _count_located(((record.offset, True) for record in records), source, counted)
+    else:
+        source = _TextFile(raw, file.path, form)
+        # A value of JSON that is no line has no end of a line.
+        located = ((line.offset, line.text.endswith(b"\n")) for line in source.lines())
+        _count_located(located, source, counted)
+
+
+def _count_batches(reader: Any, counted: RowCount) -> None:
+    can_start = isinstance(reader, pa.ipc.RecordBatchFileReader)
+    for number, batch in enumerate(_record_batches(reader, 0)):
+        if can_start:
+            counted.starts.append(ReadStart(counted.rows, number))
+        counted.rows += batch.num_rows
+
+
+def _count_located(
+    located: Iterator[tuple[int, bool]], source: _TextFile, counted: RowCount
+) -> None:
+    """``located``: where each row begins, and whether a reader may begin there."""
+    can_start = source.can_start_anywhere
+    next_start = _START_BYTES
+    for offset, may_start in located:
+        if can_start and may_start and offset >= next_start:
+            counted.starts.append(ReadStart(counted.rows, offset))
+            next_start = offset + _START_BYTES
+        counted.rows += 1
 
 
 def path_batches(files: list[InputFile], size: int) -> Iterator[Batch]:

@@ -22,6 +22,7 @@ import numpy as np
 from jitney.errors import CancelledError, InvalidArgumentError, JitneyError, UnavailableError
 
 from jitney_jobs.arrow import pa
+from jitney_jobs.background import in_background
 from jitney_jobs.column_names import result_names
 from jitney_jobs.columns import taken
 from jitney_jobs.failures import JobRefusedError, RequestError
@@ -30,9 +31,11 @@ from jitney_jobs.journal import End, Entry, JobJournal
 from jitney_jobs.onnx_executor import BlockResult
 from jitney_jobs.outcome import TooManyBadRows, error_limit
 from jitney_jobs.output import Ended, Output, write_errors
-from jitney_jobs.prepare import Item, MapResult, Task, in_background
+from jitney_jobs.prepare import Item
 from jitney_jobs.rows import Chunk, RowId, reason
+from jitney_jobs.tasks import MapResult, Task
 from jitney_jobs.tensors import Tensors
+from jitney_jobs.texts import TextResult
 from jitney_jobs.watchdog import Watchdog
 
 _PART_BYTES = 32 << 20
@@ -71,7 +74,9 @@ class RunFigures(msgspec.Struct, kw_only=True):
     taken: int = 0
     """Rows that were read and prepared."""
     replaced: int = 0
-    """How many U+FFFD were put in place of what is no text, in the rows that were read."""
+    """How many U+FFFD were put in place of what is no text, in the rows of this run's parts."""
+    long_texts: int = 0
+    """Texts in these rows that have more tokens than the encoder takes at once."""
     position: float = 0.0
     """The share of the whole input that has been read, 0 to 1."""
     moved_at: float
@@ -271,7 +276,16 @@ class Gathering(ABC):
             return [self._bad(chunk, rows[0], InvalidArgumentError(reason(error)))]
         names = self._result_names
         values = {names.get(name, name): value for name, value in finished.items()}
-        return [Ended(chunk, rows, results=[values], result_bytes=_size_of(values))]
+        is_long_text = isinstance(result, TextResult) and result.is_long
+        return [
+            Ended(
+                chunk,
+                rows,
+                results=[values],
+                result_bytes=_size_of(values),
+                is_long_text=is_long_text,
+            )
+        ]
 
     def _bad(self, chunk: Chunk, row: int, error: JitneyError) -> Ended:
         """``row``: its index in the chunk."""
@@ -342,6 +356,9 @@ class Gathering(ABC):
         self._part_rows = 0
         self._part_bytes = 0
         self._written = part
+        # What is counted of committed rows alone is right after a crash, too.
+        self._figures.replaced += sum(ended.replaced for ended in part)
+        self._figures.long_texts += sum(1 for ended in part if ended.is_long_text)
         self._writing = in_background(partial(self._write, part, self._snapshot()))
 
     def _write(self, part: list[Ended], figures: dict[str, float]) -> float:
@@ -401,6 +418,8 @@ class Gathering(ABC):
         """Raise InvalidArgumentError if no file could be read."""
         record = self._journal.record
         assert record.begin is not None, "the job has begun"
+        if record.shard_rows is not None:
+            return  # other shards may have read them: a merge knows
         reasons = list(record.bad_files.values())
         if reasons and len(reasons) == len(record.begin.files) and not record.written:
             more = f"; so are all {len(reasons):,} files" if len(reasons) > 1 else ""

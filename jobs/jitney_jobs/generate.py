@@ -262,7 +262,17 @@ def _make_prompt(job: Job) -> Callable[[RowValues], Any]:
             raise InvalidArgumentError(f"template cannot be used: {error}") from None
     if job.prompt is None:
         return lambda row: column_of(row, job.column)
+    _check_braces(job.prompt)
     return partial(_filled, job.prompt)
+
+
+def _check_braces(prompt: str) -> None:
+    """Raises InvalidArgumentError for ``{text``: all rows would have one and the same prompt."""
+    names_a_column = any(match[1] is not None for match in FIELD.finditer(prompt))
+    rest = FIELD.sub("", prompt)
+    if not names_a_column and ("{" in rest or "}" in rest):
+        bound = "with the name of a column between two braces, {text}; {{ is a brace"
+        raise InvalidArgumentError.of("prompt", prompt, bound)
 
 
 def _filled(text: str, row: RowValues) -> str:

@@ -18,6 +18,7 @@ from jitney_jobs.addresses import errors_without_keys, without_keys
 from jitney_jobs.delimiters import check_delimiter
 from jitney_jobs.encodings import DecodeErrors, Encoding
 from jitney_jobs.outcome import RetryPolicy, error_limit
+from jitney_jobs.shards import Shard
 from jitney_jobs.times import date_text, due_at, seconds_of, with_zone
 
 _CLOCK_TIME = "a clock time of this machine, such as 06:00"
@@ -58,6 +59,7 @@ CHANGEABLE = frozenset(
         "ca_file",
         "api_key_file",
         "ray",
+        "shard",
         "finish_by",
         "within",
         "name",
@@ -108,6 +110,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ] = None
     at_once: Annotated[Count, "Requests under way to the server."] = 32
     ray: Annotated[str | None, "Address of a Ray cluster (auto: of this node), or local."] = None
+    shard: Annotated[
+        str | None, "Do shard I of N, I/N, counted from 0; `jitney batch merge` joins all of them."
+    ] = None
     task: Annotated[TaskName, "What is done with each row."] = "generate"
     input_format: Annotated[InputFormat, "auto goes by the files' names."] = "auto"
     encoding: Annotated[
@@ -199,6 +204,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         """Once a row is committed, none of them may change."""
         fields = msgspec.to_builtins(self)
         return {name: value for name, value in fields.items() if name not in CHANGEABLE}
+
+    @property
+    def its_shard(self) -> Shard | None:
+        """The setting ``shard``, once it was checked."""
+        return None if self.shard is None else Shard.of(self.shard)
 
     @property
     def patience_s(self) -> float:
@@ -370,6 +380,11 @@ def _check_together(job: Job) -> None:
         raise InvalidArgumentError(f"setting output_column is not for {what}")
     if job.limit is not None and job.ray is not None:
         raise InvalidArgumentError("settings limit and ray exclude each other")
+    if job.shard is not None:
+        Shard.of(job.shard)
+        for name in ("limit", "ray", "journal"):
+            if getattr(job, name) is not None:
+                raise InvalidArgumentError(f"settings {name} and shard exclude each other")
     if job.output_format == "parquet" and is_openai:
         raise InvalidArgumentError.of("output_format", "parquet", "jsonl for openai lines")
     if is_openai and job.task not in ("generate", "embed", "map"):

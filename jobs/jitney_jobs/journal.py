@@ -34,7 +34,10 @@ from jitney_jobs.journal_entries import (
     Reopened,
 )
 from jitney_jobs.journal_file import JournalFile, sync
-from jitney_jobs.journal_record import REPLACE, Ranges, Record
+from jitney_jobs.journal_record import REPLACE, Record
+from jitney_jobs.row_ranges import Ranges
+from jitney_jobs.shard_plan import Plan
+from jitney_jobs.shards import Shard
 
 __all__ = [
     "ERRORS",
@@ -96,7 +99,7 @@ class JobJournal:
         """What the journal is called in errors."""
         self._retries_bad = retries_bad
         self._writing = threading.Lock()
-        self._folder = _local_folder(job.output, job.journal)
+        self._folder = _local_folder(job.output, job.journal, job.its_shard)
         self._store: _Store
         if self._folder is not None:
             self._store = JournalFile(job, self._folder)
@@ -118,15 +121,18 @@ class JobJournal:
         prints: dict[str, str] | None = None,
         look_ahead: Callable[[], bytes | None] = lambda: None,
         passed_over: dict[str, int] | None = None,
+        plan: Plan | None = None,
     ) -> None:
         """Note the job, or check that the one that is there is the same. Raises
         InvalidArgumentError that says what differs, if any good row is committed. If none is, the
         journal begins anew. ``prints``: of ``fingerprints.py``. ``look_ahead`` gives the input's
         schema; it is called where the journal begins, and may raise. ``passed_over``: as in
-        :class:`Begin`."""
+        :class:`Begin`. ``plan``: of the shards, if the job is one of them."""
         prints = prints or {}
         begin = self.record.begin
         id = secrets.token_hex(8) if begin is None else begin.id
+        if plan is not None:
+            id = plan.id
         accepts_changes = job.accept_changes
         given = job
         # What one run accepted, a run that resumes the job has not accepted.
@@ -143,7 +149,9 @@ class JobJournal:
                 id=id,
                 passed_over=passed_over or {},
             )
-            if begin is None or not _is_same(begin, entry):
+            if plan is not None:
+                entry = plan.begin_shard(entry)
+            elif begin is None or not _is_same(begin, entry):
                 entry = msgspec.structs.replace(entry, schema=look_ahead())
         if self._folder is not None and _is_s3(job.output):
             from jitney_jobs.journal_objects import note_elsewhere  # boto3 may be missing
@@ -153,6 +161,11 @@ class JobJournal:
             self._begin(entry)
             return
         assert begin is not None, "rows are committed"
+        if begin.id != id:
+            raise InvalidArgumentError(
+                f"{self._owner} has rows of shard {job.shard} that belong to another plan: put "
+                "that one back, or choose another output"
+            )
         changes = differences(job_without_keys(begin.job), job)
         # Journals of version 2 have no fingerprints.
         changes_of_model = print_differences(begin.prints, prints) if begin.prints else []
@@ -217,33 +230,39 @@ class JobJournal:
 def _is_same(before: Begin, entry: Begin) -> bool:
     """Whether the journal can go on with its first line. Its schema is that of the same files."""
     now = msgspec.structs.replace(
-        entry, at=before.at, schema=before.schema, passed_over=before.passed_over
+        entry,
+        at=before.at,
+        schema=before.schema,
+        passed_over=before.passed_over,
+        result_schema=before.result_schema,
     )
     return before == now
 
 
-def read_journal(output: str, journal: str | None) -> Record:
-    """What the journal of an output says; a run may have it open. An empty record if there is none.
-    Raises InvalidArgumentError for a journal that is damaged, and OSError."""
-    folder = _local_folder(output, journal)
+def read_journal(output: str, journal: str | None, shard: Shard | None = None) -> Record:
+    """What the journal of an output says, or that of one of its shards; a run may have it open. An
+    empty record if there is none. Raises InvalidArgumentError for a journal that is damaged, and
+    OSError."""
+    folder = _local_folder(output, journal, shard)
     if folder is not None:
         return Record.read(folder / "journal.jsonl")
     from jitney_jobs.journal_objects import read_objects  # boto3 may be missing
     from jitney_jobs.object_storage import Objects
 
-    record, _ = read_objects(Objects(output, _RETRIES))
+    record, _ = read_objects(Objects(output, _RETRIES), shard)
     if record.elsewhere is not None:
         raise InvalidArgumentError(f"its journal is {record.elsewhere.place}: name that folder")
     return record
 
 
-def _local_folder(output: str, journal: str | None) -> Path | None:
+def _local_folder(output: str, journal: str | None, shard: Shard | None) -> Path | None:
     """The folder of a journal in a file. None for one of objects beside the output. Raises
     InvalidArgumentError if the output's storage can have neither."""
     if journal is not None:
         return Path(journal)
     if "://" not in output:
-        return Path(output, "_job")
+        folder = Path(output, "_job")
+        return folder if shard is None else folder / shard.folder
     if not _is_s3(output):
         raise InvalidArgumentError(
             f"output {without_keys(output)} is not local, and only s3:// can have the journal "

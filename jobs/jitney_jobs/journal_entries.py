@@ -28,6 +28,28 @@ class Interval(NamedTuple):
     end: int
 
 
+class ReadStart(NamedTuple):
+    """Where a reader can begin in a file, so that it need not parse what comes before."""
+
+    row: int
+    """The row that begins there."""
+    position: int
+    """In bytes of the file; of Arrow's files the number of a record batch."""
+
+
+class RowRange(NamedTuple):
+    """The rows [first, end) of a file that a shard has."""
+
+    file: int
+    first: int
+    end: int
+    is_open: bool = False
+    """Whether it goes on to the end of the file, which could not be read beyond ``end`` when the
+    job was divided."""
+    start: ReadStart | None = None
+    """The last one that is known before ``first``. None: the beginning of the file."""
+
+
 class InputFile(msgspec.Struct, frozen=True, array_like=True):
     """One file of the input, as it was when the job began. ``changed`` is in ns since 1970."""
 
@@ -58,6 +80,10 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     if its lines are written as they came, and in journals of earlier versions."""
     passed_over: dict[str, int] = {}
     """Kinds of files below the input that are not read, with counts."""
+    ranges: list[RowRange] | None = None
+    """Only of a shard: its rows, by file. ``id`` and ``at`` are those of the plan then."""
+    result_schema: bytes | None = None
+    """The output's schema, as Arrow serializes it, if the plan of the shards has one."""
 
 
 class Again(msgspec.Struct, frozen=True, tag="again"):
@@ -150,15 +176,37 @@ class Elsewhere(msgspec.Struct, frozen=True, tag="elsewhere"):
     """Its folder and machine, for people."""
 
 
+class Sealed(msgspec.Struct, frozen=True, tag="sealed"):
+    """Only on object storage, of a shard: it is merged. No run can commit from then on."""
+
+
 Entry = (
-    Begin | Again | InputNow | FileRows | OutputPart | End | Reopened | Claim | Released | Elsewhere
+    Begin
+    | Again
+    | InputNow
+    | FileRows
+    | OutputPart
+    | End
+    | Reopened
+    | Claim
+    | Released
+    | Elsewhere
+    | Sealed
 )
 """A line of the journal."""
 _DECODER = msgspec.json.Decoder(Entry)
 
 
-def encode(entry: Entry) -> bytes:
-    """The line of an entry."""
+_TAG_OF_REOPENED = b'"type":"reopened"'
+
+
+def was_reopened(line: bytes) -> bool:
+    """Whether a line, which may be damaged, seems to have been a :class:`Reopened`."""
+    return _TAG_OF_REOPENED in line
+
+
+def encode(entry: msgspec.Struct) -> bytes:
+    """The line of an entry, or of another object."""
     data = msgspec.json.encode(entry)
     return data[:-1] + _CRC_OPENS + _checksum(data) + _CRC_CLOSES
 
@@ -173,16 +221,22 @@ class JournalLine(NamedTuple):
 
 def decode(line: bytes) -> JournalLine:
     """A whole line. Raises ValueError if it is damaged: the text says how."""
+    has_checksum = check(line)
+    try:
+        return JournalLine(_DECODER.decode(line), has_checksum)
+    except msgspec.DecodeError as error:
+        raise ValueError(str(error)) from None
+
+
+def check(line: bytes) -> bool:
+    """Whether a whole line has a checksum. Raises ValueError if that is wrong."""
     crc = line[-_CRC_BYTES:]
     has_checksum = crc.startswith(_CRC_OPENS) and crc.endswith(_CRC_CLOSES)
     if has_checksum:
         data = line[:-_CRC_BYTES] + b"}"
         if crc[len(_CRC_OPENS) : -len(_CRC_CLOSES)] != _checksum(data):
             raise ValueError("its checksum differs")
-    try:
-        return JournalLine(_DECODER.decode(line), has_checksum)
-    except msgspec.DecodeError as error:
-        raise ValueError(str(error)) from None
+    return has_checksum
 
 
 def _checksum(data: bytes) -> bytes:

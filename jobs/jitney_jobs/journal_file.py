@@ -27,11 +27,16 @@ class JournalFile:
         self._descriptors: list[int] = []
         """Of the locks and of the journal. A lock ends when its descriptor is closed."""
         try:
-            self._lock(folder, owner)
-            own_folder = Path(job.output, "_job")
+            of_output = Path(job.output, "_job")
             is_local = "://" not in job.output
-            if is_local and own_folder.resolve() != folder.resolve():
-                self._lock(own_folder, job.output)
+            if job.shard is not None:
+                # Shards share the output. A run of the whole, or a merge, has it alone.
+                self._lock(of_output, job.output, fcntl.LOCK_SH)
+                self._lock(folder, f"shard {job.shard} of {owner}")
+            else:
+                self._lock(folder, owner)
+                if is_local and of_output.resolve() != folder.resolve():
+                    self._lock(of_output, job.output)
             self.record, self._size = read_file(self._path)
             self._file = self._open(self._path, os.O_APPEND)
             os.ftruncate(self._file, self._size)
@@ -79,13 +84,21 @@ class JournalFile:
         self._descriptors.append(descriptor)
         return descriptor
 
-    def _lock(self, folder: Path, owner: str) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = self._open(folder / "lock")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UnavailableError(f"another run writes to {owner}") from None
+    def _lock(self, folder: Path, owner: str, kind: int = fcntl.LOCK_EX) -> None:
+        self._descriptors.append(lock_folder(folder, owner, kind))
+
+
+def lock_folder(folder: Path, owner: str, kind: int = fcntl.LOCK_EX) -> int:
+    """A descriptor; the lock ends when it is closed. Raises UnavailableError if a run has a lock
+    that excludes it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise UnavailableError(f"another run writes to {owner}") from None
+    return lock
 
 
 def sync(path: Path) -> None:

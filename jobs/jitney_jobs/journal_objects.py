@@ -14,6 +14,7 @@ time one collides, and ends:
 
 import contextlib
 import os
+import posixpath
 import re
 import secrets
 import socket
@@ -28,10 +29,10 @@ from jitney_jobs.job import Job
 from jitney_jobs.journal_entries import Claim, Elsewhere, Entry, FileRows, Released, encode
 from jitney_jobs.journal_record import Record, RecordReader
 from jitney_jobs.object_storage import NO_CONDITIONS, NoConditionsError, Objects
+from jitney_jobs.shards import Shard
 
 FOLDER = "_job/journal"
-_MARK = re.compile(r"part-\d+-(\d+)-[0-9a-f]+\.")
-ALIVE = "_job/alive"
+_MARK = re.compile(r"part-(?:\d+-of-\d+-)?\d+-(\d+)-[0-9a-f]+\.")
 _BEAT_S = 5.0
 _WATCH_S = 16.0
 """For so long ``_job/alive`` of a run that lives may stay as it is."""
@@ -50,14 +51,20 @@ class JournalObjects:
     """The journal's objects, open for one run, which has claimed the job."""
 
     def __init__(self, job: Job, retries_bad: bool = False) -> None:
-        """Read what is there, and claim the job unless it is complete. It is not if this run
-        ``retries_bad`` rows or files, and there are some. Raises UnavailableError if
+        """Read what is there, and claim the job unless it is complete or sealed. It is not complete
+        if this run ``retries_bad`` rows or files, and there are some. Raises UnavailableError if
         another run writes, InvalidArgumentError for a journal that is damaged, and OSError."""
         self._objects = Objects(job.output, job.retries)
+        self._folder = folder_of(job.its_shard)
+        """Of the objects, below the output."""
+        self._owner = self._objects.address
+        """What the journal is called in errors."""
+        if job.shard is not None:
+            self._owner = f"shard {job.shard} of {self._owner}"
         self._token = secrets.token_hex(8)
         self._claim_number = sys.maxsize
         """The number of this run's claim. A run that has none finds a job that is complete."""
-        self.record, self._next = read_objects(self._objects)
+        self.record, self._next = read_objects(self._objects, job.its_shard)
         self._waiting: list[FileRows] = []
         """Noted with the next commit: they are worth no object of their own."""
         self._unsure: list[Entry] = []
@@ -70,6 +77,8 @@ class JournalObjects:
                 f"the journal of {self._objects.address} is {self.record.elsewhere.place}: name "
                 "that folder as journal"
             )
+        if self.record.is_sealed:
+            return
         is_complete = self.record.end is not None and self.record.written > 0
         if not is_complete or (retries_bad and self.record.has_bad):
             self._claim()
@@ -126,7 +135,7 @@ class JournalObjects:
     def _is_ours(self, data: bytes) -> bool:
         """Put the next object. Returns whether it has ``data`` now: there may be one already, of
         another run, or of a request of our own whose answer was lost."""
-        name = f"{FOLDER}/{self._next}"
+        name = f"{self._folder}/{self._next}"
         is_ours = self._objects.create(name, data) or self._objects.read(name) == data
         if is_ours:
             self._next += 1
@@ -134,15 +143,15 @@ class JournalObjects:
 
     def _taken_over(self) -> TakenOverError:
         return TakenOverError(
-            f"another run has taken over {self._objects.address}: it has committed "
-            f"{FOLDER}/{self._next}, which this run could not"
+            f"another run has taken over {self._owner}: it has committed "
+            f"{self._folder}/{self._next}, which this run could not"
         )
 
     def _claim(self) -> None:
         before = self.record.claim
         if before is not None and self._lives(before):
             process = f"process {before.pid} on {before.host}"
-            raise UnavailableError(f"another run writes to {self._objects.address}: {process}")
+            raise UnavailableError(f"another run writes to {self._owner}: {process}")
         claim = Claim(
             token=self._token,
             machine=_machine(),
@@ -154,11 +163,9 @@ class JournalObjects:
         data = encode(claim)
         is_first = self._next == 0
         if not self._is_ours(data):
-            raise UnavailableError(
-                f"another run has just begun to write to {self._objects.address}"
-            )
-        if is_first and self._objects.create(f"{FOLDER}/0", data):
-            self._objects.delete(f"{FOLDER}/0")
+            raise UnavailableError(f"another run has just begun to write to {self._owner}")
+        if is_first and self._objects.create(f"{self._folder}/0", data):
+            self._objects.delete(f"{self._folder}/0")
             raise InvalidArgumentError(f"{self._objects.address} {NO_CONDITIONS}")
         self._claim_number = self._next - 1
         self.record.apply(claim)
@@ -187,9 +194,13 @@ class JournalObjects:
                 return True
         return False
 
+    @property
+    def _alive_name(self) -> str:
+        return f"{posixpath.dirname(self._folder)}/alive"
+
     def _alive(self) -> bytes:
         try:
-            return self._objects.read(ALIVE)
+            return self._objects.read(self._alive_name)
         except FileNotFoundError:
             return b""
 
@@ -198,26 +209,32 @@ class JournalObjects:
         while True:
             # A beat that is missed is made up for by the next one.
             with contextlib.suppress(OSError):
-                self._objects.put(ALIVE, f"{self._token} {number}\n".encode())
+                self._objects.put(self._alive_name, f"{self._token} {number}\n".encode())
             number += 1
             if self._closed.wait(_BEAT_S):
                 return
 
 
-def read_objects(objects: Objects) -> tuple[Record, int]:
+def folder_of(shard: Shard | None) -> str:
+    """Of the journal of an output, or of one of its shards."""
+    return FOLDER if shard is None else f"_job/{shard.folder}/journal"
+
+
+def read_objects(objects: Objects, shard: Shard | None = None) -> tuple[Record, int]:
     """What a journal on object storage says, and the number of its next object. Raises
     InvalidArgumentError if an object is damaged or missing, and OSError."""
-    where = objects.address_of(FOLDER)
+    folder = folder_of(shard)
+    where = objects.address_of(folder)
     record = Record(None, where)
     reader = RecordReader(record, _REPAIR)
-    numbers = sorted(int(name) for name in objects.names(FOLDER) if name.isdecimal())
+    numbers = sorted(int(name) for name in objects.names(folder) if name.isdecimal())
     for expected, number in enumerate(numbers):
         if number != expected:
             raise InvalidArgumentError(
                 f"{where} is damaged: object {expected} is missing, but {number} is there; put it "
                 f"back, or delete those from {number} on: what they noted is then done again, once"
             )
-    names = [f"{FOLDER}/{number}" for number in numbers]
+    names = [f"{folder}/{number}" for number in numbers]
     for number, data in enumerate(objects.read_each(names)):
         for line in data.splitlines(keepends=True):
             if not line.endswith(b"\n"):

@@ -4,10 +4,6 @@ Every line is held against its checksum, and every part against its own counts, 
 parts before it. So a journal that was damaged is refused instead of losing or doubling rows.
 """
 
-import sys
-from bisect import bisect_right
-from collections import deque
-from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -32,8 +28,11 @@ from jitney_jobs.journal_entries import (
     OutputPart,
     Released,
     Reopened,
+    Sealed,
     decode,
+    was_reopened,
 )
+from jitney_jobs.row_ranges import Ranges, ShardRows, row_count_of
 from jitney_jobs.times import due_at
 
 MANY = 1 << 17
@@ -48,71 +47,8 @@ REPLACE = "put back a copy of the journal; without one, do the job anew with ano
 """What to do if it is not known what the job was."""
 
 
-class Ranges:
-    """Rows as disjoint intervals, sorted."""
-
-    def __init__(self, intervals: Iterable[Interval] = ()) -> None:
-        self.intervals: list[Interval] = []
-        self.twice: Interval | None = None
-        """The first rows that two of the intervals had."""
-        for interval in sorted(intervals):
-            self._append(interval)
-
-    def _append(self, interval: Interval) -> None:
-        """Add an interval that begins no earlier than the last one. They are joined if they
-        touch."""
-        last = self.intervals[-1] if self.intervals else None
-        if last is None or last.file != interval.file or last.end < interval.first:
-            self.intervals.append(interval)
-            return
-        if last.end > interval.first and self.twice is None:
-            self.twice = interval._replace(end=min(last.end, interval.end))
-        self.intervals[-1] = last._replace(end=max(last.end, interval.end))
-
-    def without(self, taken: Iterable[Interval]) -> "Ranges":
-        """These rows, but for ``taken``, whose intervals are disjoint."""
-        left: list[Interval] = []
-        rest = deque(sorted(taken))
-        for interval in self.intervals:
-            first = interval.first
-            while rest and rest[0] < (interval.file, interval.end, 0):
-                hole = rest[0]
-                if hole.file == interval.file and hole.end > first:
-                    if hole.first > first:
-                        left.append(Interval(interval.file, first, hole.first))
-                    first = hole.end
-                    if hole.end > interval.end:
-                        break  # it goes on in the next interval
-                rest.popleft()
-            if first < interval.end:
-                left.append(Interval(interval.file, first, interval.end))
-        return Ranges(left)
-
-    def covers(self, file: int, first: int, end: int) -> bool:
-        """Whether every row of [first, end) is here."""
-        if first >= end:
-            return True
-        # If an interval has all of the rows, it is the last one that begins at `first` or before.
-        index = bisect_right(self.intervals, (file, first, sys.maxsize)) - 1
-        if index < 0:
-            return False
-        before = self.intervals[index]
-        return before.file == file and before.end >= end
-
-    def last_of(self, file: int) -> Interval | None:
-        """The last rows of a file that are here."""
-        index = bisect_right(self.intervals, (file, sys.maxsize, sys.maxsize)) - 1
-        if index < 0 or self.intervals[index].file != file:
-            return None
-        return self.intervals[index]
-
-    def touches(self, file: int) -> bool:
-        """Whether any row of the file is here."""
-        index = bisect_right(self.intervals, (file, -1, -1))
-        return index < len(self.intervals) and self.intervals[index].file == file
-
-
-def _without_errors(part: OutputPart) -> OutputPart:
+def without_errors(part: OutputPart) -> OutputPart:
+    """A part whose bad rows are done again."""
     files = {name: size for name, size in part.files.items() if not name.startswith(ERRORS)}
     return msgspec.structs.replace(part, files=files, failed=0)
 
@@ -128,6 +64,8 @@ class Record:
         """For errors."""
         self.begin: Begin | None = None
         """With the settings and the files as later runs have noted them."""
+        self.shard_rows: ShardRows | None = None
+        """The rows that the job has. None: all rows of its files."""
         self.row_counts: dict[int, int] = {}
         """Rows of each file that was read to its end, by the file's index; of a bad file those that
         are known."""
@@ -144,6 +82,7 @@ class Record:
         self.claim: Claim | None = None
         """Of the last run, unless it has ended and has said so."""
         self.elsewhere: Elsewhere | None = None
+        self.is_sealed = False
         self.done = Ranges()
         """The rows that were committed when the journal was read."""
 
@@ -169,6 +108,8 @@ class Record:
                 self.begin = msgspec.structs.replace(self.begin, job=job, prints=entry.prints)
             case InputNow() if self.begin is not None:
                 self.begin.files[entry.index] = entry.file
+                if self.shard_rows is not None:
+                    self.shard_rows.note_replaced(entry.index)
                 self.row_counts.pop(entry.index, None)
                 self.bad_files.pop(entry.index, None)
             case FileRows():
@@ -191,6 +132,8 @@ class Record:
                 self.claim = None
             case Elsewhere():
                 self.elsewhere = entry
+            case Sealed():
+                self.is_sealed = True
 
     def _begin_with(self, entry: Begin) -> None:
         if entry.version not in READ_VERSIONS:
@@ -200,9 +143,10 @@ class Record:
             )
         # On object storage a job that has written no good row begins anew behind what was there.
         self.begin = entry
+        self.shard_rows = None if entry.ranges is None else ShardRows(entry.ranges)
         self.row_counts = {}
         self.bad_files = {}
-        self.schema = None
+        self.schema = entry.result_schema
         self.parts = []
         self.failed = 0
         self.done = Ranges()
@@ -212,7 +156,7 @@ class Record:
         """Forget that rows and files are bad. The rows of a bad file are not all known."""
         self.end = None
         self.failed = 0
-        self.parts = [_without_errors(part) for part in self.parts]
+        self.parts = [without_errors(part) for part in self.parts]
         self.done = self.done.without(entry.intervals)
         for file in self.bad_files:
             del self.row_counts[file]
@@ -233,7 +177,17 @@ class Record:
         """Whether all rows of a file were committed when the journal was read."""
         if file not in self.row_counts:
             return False
-        return self.done.covers(file, 0, self.row_counts[file])
+        first = 0
+        if self.shard_rows is not None:
+            first = self.shard_rows.ranges[file].first
+        return self.done.covers(file, first, self.row_counts[file])
+
+    @property
+    def left_out(self) -> Ranges:
+        """The rows that are not read: those that were committed, and those of other shards."""
+        if self.shard_rows is None:
+            return self.done
+        return Ranges([*self.done.intervals, *self.shard_rows.outside])
 
     def beyond_end(self, entry: FileRows) -> str | None:
         """What is wrong if a part has rows that the file has not. None: it has none."""
@@ -251,7 +205,10 @@ class Record:
 
     @property
     def total(self) -> int | None:
-        """Rows of the input. None until all of it has been read."""
+        """Rows of the input, or of the shard. None until all of it has been read; of a shard they
+        are known before."""
+        if self.shard_rows is not None:
+            return self.shard_rows.total(self.row_counts)
         if len(self.row_counts) < self.file_count:
             return None
         return sum(self.row_counts.values())
@@ -295,7 +252,9 @@ class RecordReader:
             entry, has_checksum = decode(line)
             self._check(entry, has_checksum)
         except ValueError as error:
-            raise self._damaged(where, str(error)) from None
+            # Without this line the bad rows that have become good would be in two parts.
+            repair = REPLACE if was_reopened(line) else self._repair
+            raise self._damaged(where, str(error), repair) from None
         self._record.apply(entry)
         if isinstance(entry, Begin):
             self._intervals = []
@@ -326,7 +285,8 @@ class RecordReader:
         if ranges.twice is not None:
             file, first, end = ranges.twice
             rows = f"rows {first:,} to {end - 1:,} of {self._record.path_of(file)}"
-            raise self._damaged(self._record.where, f"{rows} are in two parts")
+            # Which of the lines is at fault, or whether one is missing, is not known.
+            raise self._damaged(self._record.where, f"{rows} are in two parts", REPLACE)
         return ranges
 
     def _check(self, entry: Entry, has_checksum: bool) -> None:
@@ -338,7 +298,7 @@ class RecordReader:
         if isinstance(entry, Begin):
             if record.written:
                 raise ValueError("a second job begins there")
-        elif isinstance(entry, Claim | Released | Elsewhere):
+        elif isinstance(entry, Claim | Released | Elsewhere | Sealed):
             pass
         elif begin is None:
             raise ValueError("the line before it, with the job, is missing")
@@ -366,20 +326,21 @@ class RecordReader:
 
     def _rows_of(self, intervals: list[Interval]) -> int:
         """How many rows they are. Raises ValueError for one that cannot be."""
-        row_count = 0
         for file, first, end in intervals:
             self._check_file(file)
             if not 0 <= first < end:
                 raise ValueError(f"rows {first:,} to {end - 1:,} are no range")
-            row_count += end - first
-        return row_count
+        return row_count_of(intervals)
 
     def _check_file(self, file: int) -> None:
         if not 0 <= file < self._record.file_count:
             raise ValueError(f"there is no file {file}")
 
-    def _damaged(self, where: str, why: str) -> InvalidArgumentError:
-        repair = REPLACE if self._record.begin is None else self._repair
+    def _damaged(self, where: str, why: str, repair: str | None = None) -> InvalidArgumentError:
+        if repair is None:
+            repair = self._repair
+        if self._record.begin is None:
+            repair = REPLACE
         return InvalidArgumentError(f"{where} is damaged: {why}; {repair}")
 
 

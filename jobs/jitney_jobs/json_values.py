@@ -40,11 +40,11 @@ def lines_or_values(source: Iterable[bytes], path: str) -> Iterator[Located]:
     rest = chain(head, lines)
     if head and _is_no_line(head[-1], _IS_JSON.search(path) is not None):
         return values(rest, path)
-    return _lines(rest)
+    return lines_from(rest, 0)
 
 
-def _lines(lines: Iterable[bytes]) -> Iterator[Located]:
-    offset = 0
+def lines_from(lines: Iterable[bytes], offset: int) -> Iterator[Located]:
+    """Those that are not empty. ``offset``: of the first one."""
     for line in lines:
         if line.strip():
             yield Located(offset, line)

@@ -49,6 +49,9 @@ class Metrics:
     def __init__(self, job: Job, state: State) -> None:
         """Raises UnavailableError if the port cannot be had."""
         self._name = job.name or name_of_output(job.output)
+        shard = job.its_shard
+        if shard is not None:  # else each shard would replace what the others push
+            self._name = f"{self._name}-{shard.folder}"
         self._state = state
         self._registry = CollectorRegistry()
         self._registry.register(self)

@@ -34,6 +34,15 @@ def value_at(row: Mapping[str, Any], name: str) -> Any:
     return value
 
 
+def has_value_at(row: Mapping[str, Any], name: str) -> bool:
+    """Whether :func:`value_at` has one."""
+    try:
+        value_at(row, name)
+    except InvalidArgumentError:
+        return False
+    return True
+
+
 def _step(value: Any, step: str, name: str) -> Any:
     if isinstance(value, Mapping) and step in value:
         return value[step]

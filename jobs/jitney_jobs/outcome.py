@@ -30,7 +30,8 @@ _ROWS_OF_A_SHARE = 100
 
 
 class ExitStatus(IntEnum):
-    """Of ``jitney batch run`` and ``resume``. Schedulers try a job again after 1 only."""
+    """Of ``jitney batch run``, ``resume`` and ``merge``. Schedulers try a job again after 1 only; a
+    merge also after 6."""
 
     COMPLETE = 0
     JOB_ERROR = 1
@@ -39,6 +40,8 @@ class ExitStatus(IntEnum):
     """Complete, but rows or files are bad. This goes before LATE."""
     LATE = 4
     TOO_MANY_BAD = 5
+    SHARDS_MISSING = 6
+    """Only of ``jitney batch merge``: shards are not complete."""
     STOPPED = 130
     """What shells expect of an interrupted command."""
 
@@ -53,6 +56,12 @@ class TooManyBadRows(InvalidArgumentError):
     """More rows are bad than ``max_errors`` allows."""
 
     exit_status = ExitStatus.TOO_MANY_BAD
+
+
+class ShardsMissingError(UnavailableError):
+    """Shards are not complete, so that they cannot be merged."""
+
+    exit_status = ExitStatus.SHARDS_MISSING
 
 
 def final_status(bad: int, bad_files: int, late: bool) -> ExitStatus:

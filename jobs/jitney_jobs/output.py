@@ -8,10 +8,10 @@ their own. What is in the files is ``part_files``'.
 import contextlib
 import os
 import posixpath
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from jitney.errors import InvalidArgumentError, UnavailableError
@@ -21,7 +21,7 @@ from jitney_jobs.arrow import pa, pafs
 from jitney_jobs.columns import NonFinite
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.job import Job
-from jitney_jobs.journal import ERRORS, Interval, JobJournal, OutputPart, Ranges, sync
+from jitney_jobs.journal import ERRORS, InputFile, Interval, OutputPart, Ranges, Record, sync
 from jitney_jobs.json_lines import check_no_common_name, encoded
 from jitney_jobs.part_files import (
     CsvPart,
@@ -32,10 +32,11 @@ from jitney_jobs.part_files import (
     TableWriter,
     runs_of,
 )
-from jitney_jobs.prepare import Context, MapResult
 from jitney_jobs.rows import LINES, Chunk, RowValues
 from jitney_jobs.schemas import SeenTypes, check_storable
+from jitney_jobs.shards import Shard
 from jitney_jobs.storage import file_system, objects_of
+from jitney_jobs.tasks import Context, MapResult
 
 _BLOCK_ROWS = 512
 """Most rows that are encoded together."""
@@ -44,8 +45,6 @@ _BLOCK_BYTES = 4 << 20
 _SAMPLE_ROWS = 256
 """So many results of ``map`` set the types of the columns that it makes."""
 _SAMPLE_BYTES = 16 << 20
-_BAD_FILES = "files.jsonl"
-"""In the folder of the bad rows: the files that could not be read to their end."""
 
 
 class _Place(msgspec.Struct):
@@ -86,6 +85,14 @@ class Ended:
     """Only of a bad line for OpenAI's API, which is alone then: the line that the service has."""
     result_bytes: int = 0
     """Size of the results in memory, about."""
+    is_long_text: bool = False
+    """Only of one row: whether its text is longer than the encoder takes at once."""
+
+    @property
+    def replaced(self) -> int:
+        """How many U+FFFD were put in place of what is no text in these rows."""
+        counts = self.chunk.replaced
+        return sum(counts.get(row, 0) for row in self.rows) if counts else 0
 
     def slice(self, first: int, end: int) -> "Ended":
         """The rows [first, end) of these."""
@@ -115,10 +122,23 @@ def write_errors(job: Job) -> Iterator[None]:
         ) from error
 
 
+class PartJournal(Protocol):
+    """What an output needs of its job's journal."""
+
+    @property
+    def record(self) -> Record: ...
+
+    def append(self, entry: OutputPart) -> None: ...
+
+    def next_part(self) -> tuple[int, str]: ...
+
+    def may_remove(self, part: str) -> bool: ...
+
+
 class Output:
     """The folder of the parts."""
 
-    def __init__(self, job: Job, dataset: Dataset, journal: JobJournal) -> None:
+    def __init__(self, job: Job, dataset: Dataset, journal: PartJournal) -> None:
         """Raises InvalidArgumentError if there are parts, but no journal."""
         output_format = job.output_format
         if output_format == "auto":
@@ -144,6 +164,9 @@ class Output:
         self.last_bad: BadRow | None = None
         """For the error of a job that has too many."""
         self._fs, self._folder = file_system(job.output)
+        shard = job.its_shard
+        self._mark = "" if shard is None else shard.part_mark
+        """What the names of this run's parts have before the number."""
         self._objects = objects_of(job)
         """Parts go there, each in one request. None: they go to the file system."""
         self._fs.create_dir(f"{self._folder}/{ERRORS}", recursive=True)
@@ -183,13 +206,8 @@ class Output:
         return {name: size for part in parts for name, size in part.files.items()}
 
     def _parts(self) -> dict[str, int]:
-        """Names and bytes of all parts, finished or not."""
-        there = {}
-        for info in self._fs.get_file_info(pafs.FileSelector(self._folder, recursive=True)):
-            name = posixpath.basename(info.path)
-            if info.type == pafs.FileType.File and name.startswith(("part-", ".part-")):
-                there[posixpath.relpath(info.path, self._folder)] = info.size
-        return there
+        """Names and bytes of all parts of the job, finished or not; of a shard only its own."""
+        return parts_in(self._fs, self._folder, self._mark)
 
     def bad_rows(self) -> Iterator[Interval]:
         """The bad rows in the error files of all parts. Raises InvalidArgumentError for one that is
@@ -214,11 +232,10 @@ class Output:
         """Write their list beside the bad rows, or remove one that was there."""
         files = self._dataset.files
         reasons = self._journal.record.bad_files
-        name = f"{ERRORS}/{_BAD_FILES}"
+        name = name_of_bad_files(self._job.its_shard)
         path = f"{self._folder}/{name}"
-        rows = [{"file": files[index].path, "error": why} for index, why in reasons.items()]
-        if rows:
-            self._write_file(name, b"".join(encoded(row) + b"\n" for row in rows))
+        if reasons:
+            self._write_file(name, lines_of_bad_files(files, reasons))
         elif self._fs.get_file_info(path).type == pafs.FileType.File:
             self._fs.delete_file(path)
 
@@ -315,8 +332,12 @@ class Output:
         if self._known is not None:
             return
         rows = _sample(part)
-        if not rows:
-            return
+        if rows:
+            self.learn_columns_of(rows)
+
+    def learn_columns_of(self, rows: Sequence[RowValues]) -> None:
+        """Have these first results of ``map`` set the types of its columns. Raises
+        InvalidArgumentError for types that the output cannot have."""
         seen = SeenTypes()
         seen.add(rows)
         written = self._dataset.written_schema
@@ -373,7 +394,7 @@ class Output:
                 self.last_bad = self.bad_row(block.chunk, block.rows[index], why)
                 bad.append(self.last_bad)
                 self.misfits += 1
-        number_in_names = f"{number:05}{mark}"
+        number_in_names = f"{self._mark}{number:05}{mark}"
         files = {name.format(number_in_names): data for name, data in writer.files().items()}
         if bad:
             files[f"{ERRORS}/part-{number_in_names}.jsonl"] = b"".join(map(_bad_line, bad))
@@ -404,6 +425,11 @@ class Output:
         schema = pa.schema([]) if self._known is None else self._known
         file_type = ParquetPart if self._format == "parquet" else CsvPart
         return TableWriter(schema, file_type, self._job.partition_by)
+
+    @property
+    def new_schema(self) -> bytes | None:
+        """The columns, as Arrow serializes them, once they are known."""
+        return self._new_schema
 
     def _schema_for_journal(self) -> bytes | None:
         """None if there is none, or if the journal has it. Until it has, each part brings it: the
@@ -436,18 +462,45 @@ class Output:
 
 def _sample(part: Sequence[Ended]) -> list[RowValues]:
     """The first results of a part, as values."""
+    return sample_of(result for ended in part for result in ended.results)
+
+
+def sample_of(results: Iterable[RowValues | MapResult]) -> list[RowValues]:
+    """So many of the first results as set the types of columns, as values."""
     rows: list[RowValues] = []
     nbytes = 0
-    for ended in part:
-        for result in ended.results:
-            if len(rows) == _SAMPLE_ROWS or nbytes >= _SAMPLE_BYTES:
-                return rows
-            if isinstance(result, MapResult):
-                nbytes += len(result.data)
-                rows.append(result.values())
-            else:
-                rows.append(result)
+    for result in results:
+        if isinstance(result, MapResult):
+            nbytes += len(result.data)
+            rows.append(result.values())
+        else:
+            rows.append(result)
+        if len(rows) == _SAMPLE_ROWS or nbytes >= _SAMPLE_BYTES:
+            break
     return rows
+
+
+def parts_in(fs: pafs.FileSystem, folder: str, mark: str = "") -> dict[str, int]:
+    """Names and bytes of the parts in an output, finished or not: those that have ``mark`` before
+    their number."""
+    there = {}
+    for info in fs.get_file_info(pafs.FileSelector(folder, recursive=True)):
+        name = posixpath.basename(info.path)
+        if info.type == pafs.FileType.File and name.removeprefix(".").startswith(f"part-{mark}"):
+            there[posixpath.relpath(info.path, folder)] = info.size
+    return there
+
+
+def name_of_bad_files(shard: Shard | None) -> str:
+    """Of the list of files that could not be read to their end, in an output."""
+    mark = "" if shard is None else f"-{shard.name}"
+    return f"{ERRORS}/files{mark}.jsonl"
+
+
+def lines_of_bad_files(files: Sequence[InputFile], reasons: Mapping[int, str]) -> bytes:
+    """``reasons``: by the file's index."""
+    rows = [{"file": files[index].path, "error": why} for index, why in reasons.items()]
+    return b"".join(encoded(row) + b"\n" for row in rows)
 
 
 def _blocks(part: Sequence[Ended]) -> Iterator[RowBlock]:

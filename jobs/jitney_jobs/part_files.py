@@ -28,9 +28,9 @@ from jitney_jobs.columns import (
     values_of,
 )
 from jitney_jobs.json_lines import encoded, joined, kept
-from jitney_jobs.prepare import MapResult
 from jitney_jobs.rows import LINES, Chunk, RowValues, reason
 from jitney_jobs.schemas import in_microseconds, is_list
+from jitney_jobs.tasks import MapResult
 
 _MOST_PARTITIONS = 1000
 """Files of one part. A column with more values is none to divide by."""

@@ -91,6 +91,8 @@ class Patience:
         if tries.failed_at is None:
             tries.failed_at = now
         self._failing.add(key)
+        if meaning is Meaning.SLOW and (others_pass or self._blames(tries)):
+            return error
         if meaning is Meaning.FAULT and tries.failed > self._retries:
             return error
         if meaning is Meaning.PASSING and tries.failed >= _TRIES_OF_A_ROW and self._blames(tries):

@@ -21,6 +21,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from jitney_jobs.background import settle
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.executors import Models
 from jitney_jobs.feeder import Feeder
@@ -28,18 +29,14 @@ from jitney_jobs.gathering import Gathering
 from jitney_jobs.job import Job
 from jitney_jobs.journal import FileRows, JobJournal
 from jitney_jobs.output import Ended, Output
-from jitney_jobs.prepare import (
-    MADE_BYTES,
-    Item,
-    Prepared,
-    Task,
-    Workers,
-    make_task,
-    settle,
-)
+from jitney_jobs.prepare import MADE_BYTES, Item, Prepared
+from jitney_jobs.prepare_workers import Workers
 from jitney_jobs.rows import Chunk, RowId, reason
+from jitney_jobs.tasks import Map, Task, make_task
 from jitney_jobs.tensors import Tensors
 
+_FEW_BYTES = 64 << 10
+"""An input of no more bytes needs no worker process."""
 _POLL_S = 0.2
 """Longest wait for a chunk, in seconds: then the job's thread looks at signals again."""
 _ROWS = 256
@@ -154,10 +151,14 @@ def _chunk_rows(job: Job, task: Task, dataset: Dataset) -> int:
     return max(1, min(most, job.in_flight // 8))
 
 
-def _worker_count(task: Task, dataset: Dataset) -> int:
-    """Half of the cores. But columns of numbers are only cast, which a thread of this process does
-    in less time than it takes to send them to another."""
+def worker_count(task: Task, dataset: Dataset) -> int:
+    """Half of the cores, or none if a thread of this process does it in less time. Columns of
+    numbers are only cast. A few texts take less than the start of a process, a CPU second; but
+    pictures and the user's functions may crash, which only a process survives."""
     if isinstance(task, Tensors) and task.takes_columns(dataset.schema):
+        return 0
+    may_crash = isinstance(task, Map) or dataset.format == "image"
+    if not may_crash and sum(file.size for file in dataset.files) <= _FEW_BYTES:
         return 0
     return max(1, len(os.sched_getaffinity(0)) // 2)
 
@@ -214,7 +215,7 @@ class Pipeline(Gathering):
         dataset.set_schema(dataset.schema, output.columns_to_read(task.columns))
         workers = job.workers
         if workers is None:
-            workers = _worker_count(task, dataset)
+            workers = worker_count(task, dataset)
         if job.row_timeout is not None:
             workers = max(1, workers)  # a process can be ended, a thread cannot
         self._workers = Workers(context, workers, task.columns)
@@ -291,7 +292,6 @@ class Pipeline(Gathering):
 
     def _take_chunk(self, chunk: Chunk) -> None:
         self._budget.add(chunk)
-        self._figures.replaced += chunk.replaced
         self._figures.most_in_flight = max(self._figures.most_in_flight, self._budget.rows)
         self._preparing.append(self._workers.submit(chunk))
 
@@ -319,7 +319,6 @@ class Pipeline(Gathering):
             if prepared.rest is not None:  # it comes before all other chunks
                 self._preparing.appendleft(self._workers.submit(prepared.rest))
             self._figures.prepare_s += prepared.seconds
-            self._figures.replaced += prepared.replaced
             self._workers_cpu_s += prepared.cpu_s
             self._figures.position = prepared.chunk.position
             self._budget.add_prepared(prepared)

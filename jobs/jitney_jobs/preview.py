@@ -3,7 +3,7 @@ names of columns are checked with it."""
 
 from collections.abc import Sequence
 
-from jitney.errors import show
+from jitney.errors import InvalidArgumentError, show
 
 from jitney_jobs.addresses import without_keys
 from jitney_jobs.column_names import check_any_there, check_columns, needed_columns
@@ -11,6 +11,7 @@ from jitney_jobs.dataset import Dataset
 from jitney_jobs.generate import check_settings
 from jitney_jobs.job import Job
 from jitney_jobs.journal import Record
+from jitney_jobs.nested import has_value_at
 from jitney_jobs.rows import Chunk, RowValues
 from jitney_jobs.storage import Storage
 
@@ -36,6 +37,20 @@ class Preview:
         there = self.columns
         if there:  # else there are no rows
             check_columns(self._job, there)
+            self._check_fields(there)
+
+    def _check_fields(self, there: Sequence[str]) -> None:
+        """What is inside of columns: ``doc.text``. Raises InvalidArgumentError for a name that
+        leads to nothing in each of the first rows."""
+        for name, setting in needed_columns(self._job).items():
+            if name in there:
+                continue
+            rows = self._first_rows()
+            if rows and not any(has_value_at(row, name) for row in rows):
+                raise InvalidArgumentError(
+                    f"{setting} names {name!r}, which leads to nothing in the first "
+                    f"{len(rows):,} rows"
+                )
 
     def check_needed(self, columns: Sequence[str] | None) -> None:
         """Those that the task may read, once the model is known. Raises InvalidArgumentError if

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from jitney.errors import InstallationError, JitneyError, UnavailableError, install_extra
 
+from jitney_jobs.background import in_background
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.executors import load
 from jitney_jobs.feeder import Feeder
@@ -31,8 +32,10 @@ from jitney_jobs.gathering import Gathering
 from jitney_jobs.job import Job
 from jitney_jobs.journal import FileRows, JobJournal, Record
 from jitney_jobs.output import Ended, Output
-from jitney_jobs.prepare import Context, Item, Workers, in_background, make_task
+from jitney_jobs.prepare import Item
+from jitney_jobs.prepare_workers import Workers
 from jitney_jobs.rows import Chunk
+from jitney_jobs.tasks import Context, make_task
 
 try:
     import ray

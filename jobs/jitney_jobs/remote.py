@@ -3,12 +3,12 @@ row is a request of its own. All share one kept connection.
 """
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import numpy as np
 from jitney.errors import InstallationError, InvalidArgumentError, install_extra
+from jitney_gateway.ended_streams import EndedStreams
 from jitney_server.standins.signature import Signature, TensorInfo
 
 from jitney_jobs.asking import TIMEOUT_S, access_of
@@ -66,9 +66,7 @@ class TritonModel:
         self._headers = dict(self._access.headers)
         self._client: Any = None
         self._batching = False
-        self._draining: set[asyncio.Task[None]] = set()
-        """They read ended streams to their end. The event loop does not keep them from being
-        collected."""
+        self._ended_streams = EndedStreams()
 
     async def open(self) -> bool:
         """Ask what the model takes and gives. Raises RequestError, JobRefusedError for a key that
@@ -107,8 +105,7 @@ class TritonModel:
 
     async def close(self) -> None:
         """End all requests in flight."""
-        for drain in self._draining:
-            drain.cancel()
+        self._ended_streams.cancel()
         if self._client is not None:
             await self._client.close()
 
@@ -158,17 +155,9 @@ class TritonModel:
             raise RequestError.of_meaning(Meaning.PASSING, "the answer broke off")
         finally:
             if has_ended:
-                # Not by a cancel: one that meets the final response crashes the server (2.51), or
-                # keeps it from ever unloading the model.
-                self._drain(stream)
+                self._ended_streams.add(stream)
             else:
                 stream.cancel()
-
-    def _drain(self, stream: Any) -> None:
-        """Read a stream to its end, beside whatever comes next."""
-        drain = asyncio.create_task(_read_to_end(stream))
-        self._draining.add(drain)
-        drain.add_done_callback(self._draining.discard)
 
     def _error(self, error: Any) -> RequestError:
         """By its status, or by the code that opens the text of a stream's error."""
@@ -189,12 +178,6 @@ class TritonModel:
         elif any(said in lower for said in _LOADED_AGAIN):
             meaning = Meaning.PASSING
         return RequestError.of_meaning(meaning, text)
-
-
-async def _read_to_end(stream: Any) -> None:
-    with contextlib.suppress(Exception):
-        async for _ in stream:
-            pass
 
 
 def _text_of(error: Any) -> str:

@@ -70,8 +70,9 @@ class Chunk:
     """Size of the rows as they were read; of files that are rows, the files' sizes."""
     position: float = 0.0
     """The share of the whole input that has been read with this chunk, 0 to 1."""
-    replaced: int = 0
-    """Only for lines and CSV: how many U+FFFD were put in place of what is no text."""
+    replaced: dict[int, int] = field(default_factory=dict)
+    """Index in this chunk -> how many U+FFFD were put in place of what is no text, if any were.
+    Of files that are texts it is known once they are prepared."""
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -90,6 +91,9 @@ class Chunk:
         unreadable = {
             index - first: row for index, row in self.unreadable.items() if first <= index < end
         }
+        replaced = {
+            index - first: count for index, count in self.replaced.items() if first <= index < end
+        }
         return replace(
             self,
             indices=self.indices[first:end],
@@ -97,6 +101,7 @@ class Chunk:
             columns=None if self.columns is None else self.columns.slice(first, end - first),
             offsets=self.offsets[first:end],
             unreadable=unreadable,
+            replaced=replaced,
             read_bytes=self.read_bytes * (end - first) // len(self),
         )
 

@@ -24,13 +24,24 @@ from jitney_jobs.gathering import Gathering
 from jitney_jobs.input_changes import ChangeKind, texts_of
 from jitney_jobs.input_files import kinds_text
 from jitney_jobs.job import Job, job_without_keys
-from jitney_jobs.journal import InputNow, JobJournal, OutputPart, Record, read_journal
+from jitney_jobs.journal import End, InputNow, JobJournal, OutputPart, Record, read_journal
 from jitney_jobs.line_survey import model_of_lines, survey_lines
 from jitney_jobs.outcome import ExitStatus, final_status
 from jitney_jobs.output import Output, write_errors
 from jitney_jobs.pipeline import Pipeline
 from jitney_jobs.preview import Preview
 from jitney_jobs.rows import RowId
+from jitney_jobs.shard_checks import (
+    check_division,
+    is_merged,
+    merged_text,
+    rows_text,
+    unmerged_text,
+)
+from jitney_jobs.shard_journals import status_of_shards
+from jitney_jobs.shard_plan import plan_of
+from jitney_jobs.shard_planning import plan_for
+from jitney_jobs.shards import Shard
 
 if TYPE_CHECKING:
     from jitney_measure.pages.page import TableRow
@@ -68,14 +79,28 @@ def run_job(
     Raises JitneyError for what is wrong with the settings, the input, the model or the output;
     TooManyBadRows; UnavailableError if the input or the output is away now; CancelledError as soon
     as the job is not ``wanted``, which is asked often."""
+    shard = job.its_shard
+    plan = None if shard is None else plan_for(job, shard, say)
     with ExitStack() as closing:
         with write_errors(job):
             journal = JobJournal(job, retry_bad)
         closing.callback(journal.close)
-        dataset = Dataset(job, journal.record.listed_files)
+        check_division(job, plan, journal.record)
+        if plan is not None and (journal.record.is_sealed or is_merged(plan, job)):
+            say(merged_text(job, retry_bad))
+            return True
+        listed = journal.record.listed_files
+        if listed is None and plan is not None:
+            listed = plan.files
+        dataset = Dataset(job, listed)
         say(f"{without_keys(job.input)}: {dataset.summary}")
         repeated: frozenset[RowId] = frozenset()
-        if job.input_format == "openai" and job.task != "map":
+        if plan is not None:
+            say(rows_text(plan, job))
+            repeated = frozenset(RowId(*row) for row in plan.repeated)
+            if job.model is None:
+                job = msgspec.structs.replace(job, model=plan.job.model)
+        elif job.input_format == "openai" and job.task != "map":
             survey = survey_lines(dataset)
             repeated = survey.repeated
             if job.model is None and job.server is None:
@@ -94,6 +119,7 @@ def run_job(
                 prints,
                 partial(_look_ahead, dataset, output),
                 dataset.passed_over,
+                plan,
             )
             were_bad = frozenset(journal.record.bad_files)
             if journal.reopens:
@@ -104,6 +130,10 @@ def run_job(
             return True
         _go_on_with_list(dataset, journal, were_bad)
         _set_schema(dataset, output, journal.record)
+        if plan is not None and not plan.ranges_of(job):
+            with write_errors(job):
+                journal.append(End(at=time.time(), rows=0))
+            return True
         preview = Preview(job, dataset)
         if job.server is None:  # a server is asked first whether it is there: that is quick
             preview.check_named()
@@ -151,8 +181,16 @@ def _go_on_with_list(dataset: Dataset, journal: JobJournal, were_bad: frozenset[
             continue
         assert change.index is not None, "what was replaced is in the list"
         assert change.now is not None, "what was replaced is there"
+        shard_rows = record.shard_rows
+        if shard_rows is not None and change.index not in shard_rows.ranges:
+            continue
         if record.is_done(change.index):
             continue
+        if shard_rows is not None and not was_bad:
+            raise InvalidArgumentError(
+                f"input {change.text}, since the job was divided into shards; put it back, or "
+                "begin a job with another output"
+            )
         if record.done.touches(change.index) and not was_bad:
             raise InvalidArgumentError(
                 f"input {change.text}, and some of its rows are done; put it back, or begin a job "
@@ -261,14 +299,19 @@ class _Observer:
 
 
 @errors_without_keys()
-def read_record(output: str, journal: str | None) -> Record:
-    """The journal of an output. Its job names the output where it is now: the folder may have been
-    moved since the job began. Raises InvalidArgumentError if there is no journal, and
-    UnavailableError if its storage fails."""
+def read_record(output: str, journal: str | None, shard: Shard | None = None) -> Record:
+    """The journal of an output, or of one of its shards. Its job names the output where it is now:
+    the folder may have been moved since the job began. Raises InvalidArgumentError if there is no
+    journal, and UnavailableError if its storage fails."""
     try:
-        record = read_journal(output, journal)
+        record = read_journal(output, journal, shard)
+        plan = None
+        if record.begin is None and shard is None and journal is None:
+            plan = plan_of(output)
     except OSError as error:
         raise UnavailableError(f"the journal of {output} cannot be read: {error}") from None
+    if plan is not None:
+        raise InvalidArgumentError(unmerged_text(output, plan))
     if record.begin is None:
         raise InvalidArgumentError(f"{output} has no journal of a job ({record.where})")
     output = output if "://" in output else os.path.abspath(output)
@@ -276,6 +319,19 @@ def read_record(output: str, journal: str | None) -> Record:
     job = msgspec.structs.replace(job_without_keys(record.begin.job), output=output)
     record.begin = msgspec.structs.replace(record.begin, job=job)
     return record
+
+
+@errors_without_keys()
+def unmerged_status(output: str) -> str | None:
+    """Where the shards of an output stand. None if it has none, or if they are merged. Raises as
+    :func:`read_record`."""
+    try:
+        plan = plan_of(output)
+        if plan is None or read_journal(output, None).begin is not None:
+            return None
+        return status_of_shards(output, plan)
+    except OSError as error:
+        raise UnavailableError(f"the journal of {output} cannot be read: {error}") from None
 
 
 def _state(record: Record, job: Job, figures: dict[str, float]) -> State:
@@ -309,8 +365,9 @@ def status_of(record: Record, job: Job) -> str:
     figures = record.parts[-1].figures if record.parts else {}
     state = _state(record, job, figures)
     total = "" if record.total is None else f" of {record.total:,}"
+    of_shard = "" if job.shard is None else f", shard {job.shard}"
     lines = [
-        f"{without_keys(job.output)}: {'complete' if state.complete else 'not complete'}",
+        f"{without_keys(job.output)}{of_shard}: {'complete' if state.complete else 'not complete'}",
         f"input   {len(files):,} files, {sum(file.size for file in files):,} bytes",
     ]
     if record.begin.passed_over:

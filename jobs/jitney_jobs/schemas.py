@@ -18,6 +18,10 @@ _MOST_FIELDS = 1000
 """An object of JSON with more fields than that is a map rather than a struct. It becomes text."""
 _MOST_EXACT = 1 << 53
 """A double holds every integer up to this number."""
+_DIGITS = {8: 3, 16: 5, 32: 10, 64: 20}
+"""Bits of an integer -> most digits that it has."""
+_MOST_DIGITS = 38
+"""Of a decimal of 128 bits."""
 _TOKEN = re.compile(r"[A-Za-z_][\w.]*|\"[^\"]*\"|\d+|[^\s]")
 
 
@@ -38,11 +42,23 @@ def merged_type(one: pa.DataType, other: pa.DataType) -> pa.DataType:
         return pa.list_(merged_type(one.value_type, other.value_type))
     if pa.types.is_dictionary(one) or pa.types.is_dictionary(other):
         return merged_type(_values(one), _values(other))
+    for kind, less in ((one, other), (other, one)):
+        if pa.types.is_timestamp(kind) and kind.tz is None and pa.types.is_date(less):
+            return kind
+        if pa.types.is_decimal(kind) and pa.types.is_integer(less):
+            return _decimal_for(kind, less)
     schemas = [pa.schema({"column": one}), pa.schema({"column": other})]
     try:
         return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
     except pa.ArrowException:  # such as of a number and a text
         return pa.string()
+
+
+def _decimal_for(kind: pa.DataType, whole: pa.DataType) -> pa.DataType:
+    """One with as many decimals as ``kind``, and all digits of the integers ``whole``."""
+    digits = max(kind.precision - kind.scale, _DIGITS[whole.bit_width])
+    precision = digits + kind.scale
+    return pa.string() if precision > _MOST_DIGITS else pa.decimal128(precision, kind.scale)
 
 
 def _merged_struct(one: pa.StructType, other: pa.StructType) -> pa.DataType:
@@ -85,6 +101,18 @@ def unified(schemas: Iterable[pa.Schema]) -> pa.Schema:
             both = known.metadata or field.metadata
             fields[field.name] = pa.field(field.name, kind, metadata=both)
     return pa.schema(list(fields.values()), metadata)
+
+
+def most_exact(own: pa.DataType, of_all: pa.DataType) -> int | None:
+    """The largest integer of type ``own`` that ``of_all``, a type for several files, holds. None if
+    it holds them all."""
+    if not pa.types.is_integer(own) or own.bit_width < 64:
+        return None
+    if pa.types.is_floating(of_all):
+        return _MOST_EXACT
+    if pa.types.is_uint64(own) and pa.types.is_int64(of_all):
+        return (1 << 63) - 1
+    return None
 
 
 # ------------------------------------------------------------------ types that can be written

@@ -263,7 +263,7 @@ class _Queue:
         job = make_job({**self._defaults, **read_job(claim.path)})
         if not run_job(job, self._models, claim.is_held):
             return _Ended(JobState.WAITING, ExitStatus.STOPPED)
-        record = read_record(job.output, job.journal)
+        record = read_record(job.output, job.journal, job.its_shard)
         return _Ended(JobState.DONE, exit_status(record, job), note_of(record, began))
 
     def _put_away(self, claim: _Claim, ended: _Ended) -> bool:

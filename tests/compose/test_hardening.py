@@ -30,7 +30,7 @@ SERVED = [
     file
     for folder in (ROOT / "backend", DEPLOY, ROOT / "model_repository")
     for file in sorted(folder.rglob("*.py"))
-    if file != ROOT / "jobs/jitney_jobs/prepare.py"
+    if file != ROOT / "jobs/jitney_jobs/prepare_workers.py"
 ]
 # Modules whose formats run code when they are read, or send objects in such a format.
 CODE_AS_DATA = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "multiprocessing"}

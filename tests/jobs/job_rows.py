@@ -30,6 +30,10 @@ def marked(row: dict[str, Any]) -> dict[str, Any]:
     return {"mark": True}
 
 
+def names_of(row: dict[str, Any]) -> dict[str, Any]:
+    return {"names": list(row)}
+
+
 def deadly(row: dict[str, Any]) -> dict[str, Any]:
     """Ends the process that prepares row 150, and that of row 3500 in the midst of its answer;
     stops the job at row 210, where it ends the process twice."""

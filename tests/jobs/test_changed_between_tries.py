@@ -333,7 +333,8 @@ def test_a_file_that_is_gone_is_bad_until_it_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The job goes on with the others. Some rows of the file are done, and stay so."""
-    folder, output = tmp_path / "in", tmp_path / "out"
+    folder = tmp_path / "in"
+    output = tmp_path / "out"
     folder.mkdir()
     write_lines(folder / "a.jsonl", ids(20, 60))
     write_lines(folder / "b.jsonl", ids(60, 70))
@@ -353,7 +354,8 @@ def test_a_file_that_is_gone_is_bad_until_it_is_back(
 
 def test_a_damaged_file_may_be_put_right(tmp_path: Path) -> None:
     """Also one of which some rows are done."""
-    folder, output = tmp_path / "in", tmp_path / "out"
+    folder = tmp_path / "in"
+    output = tmp_path / "out"
     folder.mkdir()
     rows = [{"id": number, "x": f"{hash(str(number))}"} for number in range(20, 20_000)]
     whole = gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode())

@@ -5,11 +5,11 @@ import io
 from pathlib import Path
 
 import pytest
-from jitney.errors import InvalidArgumentError
+from jitney.errors import InvalidArgumentError, UnavailableError
 from jitney_jobs.encodings import DecodeErrors, Encoding
 from jitney_jobs.run import read_record, status_of
 
-from tests.jobs.job_rows import read, run
+from tests.jobs.job_rows import fail_at_part, read, run
 
 TEXT = '{"name": "Zürich"}\n{"name": "Łódź"}\n'
 
@@ -87,3 +87,27 @@ def test_characters_that_were_replaced_are_counted(
     assert record.begin is not None
     told = "replaced 2 characters that are no text in the file's encoding"
     assert told in status_of(record, record.begin.job)
+
+
+@pytest.mark.parametrize("format", ["jsonl", "csv", "txt"])
+def test_after_a_crash_no_replaced_character_counts_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    source = tmp_path / "in"
+    source.mkdir()
+    if format == "txt":
+        for number in range(40):
+            (source / f"{number}.txt").write_bytes(b"a\xff")
+    else:
+        head = b"text\n" if format == "csv" else b""
+        row = b"a\xff\n" if format == "csv" else b'{"text": "a\xff"}\n'
+        (source / f"in.{format}").write_bytes(head + 40 * row)
+    settings = {"map": "tests.jobs.job_rows:marked", "part_rows": 10, "decode_errors": "replace"}
+    with monkeypatch.context() as patched:
+        fail_at_part(patched, 2)
+        with pytest.raises(UnavailableError):
+            run(source, tmp_path / "out", **settings)
+    assert run(source, tmp_path / "out", **settings)
+    record = read_record(str(tmp_path / "out"), None)
+    assert record.begin is not None
+    assert "replaced 40 characters" in status_of(record, record.begin.job)

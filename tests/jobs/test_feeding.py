@@ -112,6 +112,22 @@ def test_more_rows_than_the_queue_of_their_tier_takes(folder: Path) -> None:
     assert found["tokens"] == 7 * 4, "no row was refused"
 
 
+def test_a_row_that_generates_for_too_long_is_bad(folder: Path) -> None:
+    """Its time counts from its first token: rows that wait are not slow."""
+    plain = {"dtype": "float32", "device": "cpu", "attention": "reference", "threads": 1}
+    with LLM(folder, **plain, max_model_len=256, max_num_seqs=1) as llm:
+        executor = executors.EngineExecutor(llm, row_timeout_s=0.01)
+        for key, count in enumerate([250, 250, 1]):
+            params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+            executor.submit(key, JobPrompt([10 + key], params))
+        ended: dict[int, Any] = {}
+        while len(ended) < 3:
+            ended |= dict(executor.step())
+        assert "row_timeout (0.01 s)" in str(ended[0])
+        assert "row_timeout (0.01 s)" in str(ended[1])
+        assert len(ended[2].ids) == 1, "the engine goes on"
+
+
 def test_an_output_that_may_fill_the_context_is_the_longest() -> None:
     """``max_tokens`` -1 is no small number: such a row must not run alone in the end."""
     lengths = [executors._length_class(max_tokens) for max_tokens in (1, 100, 1 << 20, -1)]

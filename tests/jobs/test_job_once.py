@@ -24,9 +24,9 @@ from jitney_jobs import executors
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.journal import InputFile, Interval, JobJournal, OutputPart, Ranges, Record
 from jitney_jobs.output import Ended, Output
-from jitney_jobs.prepare import MapResult
 from jitney_jobs.rows import Chunk
 from jitney_jobs.run import read_record
+from jitney_jobs.tasks import MapResult
 
 from tests.jobs.job_rows import bad, fail_at_part, ids, job_of, read, run, write_lines
 
@@ -41,7 +41,7 @@ print(run(Path(sys.argv[1]), Path(sys.argv[2]), map="tests.jobs.job_rows:slowly"
 """
 
 
-def start(source: Path, output: Path, script: str = SCRIPT, **options: Any) -> Any:
+def start(source: Path, output: Path | str, script: str = SCRIPT, **options: Any) -> Any:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.Popen(
         [sys.executable, "-c", script, str(source), str(output)],

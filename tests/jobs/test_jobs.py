@@ -13,11 +13,15 @@ from jitney import cli
 from jitney.errors import InternalError, InvalidArgumentError, JitneyError, UnavailableError
 from jitney.progress import Progress, State
 from jitney_jobs import executors, outcome
+from jitney_jobs.dataset import Dataset
+from jitney_jobs.generate import GenerateOnServer
 from jitney_jobs.job import differences, make_job
 from jitney_jobs.outcome import error_limit
-from jitney_jobs.prepare import Context, Workers
+from jitney_jobs.pipeline import worker_count
+from jitney_jobs.prepare_workers import Workers
 from jitney_jobs.rows import Chunk
 from jitney_jobs.run import read_record, run_job
+from jitney_jobs.tasks import Context, Map
 from typer.testing import CliRunner
 
 from tests.jobs.job_rows import bad, fail_at_part, ids, job_of, read, run, write_lines
@@ -233,3 +237,20 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert job_of(source, tmp_path / "out") != make_job(
         {"input": "a", "output": "b", "model": "m", "sampling": {"seed": 1}}
     )
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "has_workers"),
+    [
+        (10, {"task": "generate", "map": None, "model": "m"}, False),
+        (10_000, {"task": "generate", "map": None, "model": "m"}, True),
+        (10, {}, True),
+    ],
+)
+def test_a_few_texts_need_no_process(
+    tmp_path: Path, rows: int, settings: dict[str, Any], has_workers: bool
+) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [{"text": "a"}] * rows)
+    job = job_of(source, tmp_path / "out", **settings)
+    task = Map(Context(job)) if job.task == "map" else GenerateOnServer(job)
+    assert (worker_count(task, Dataset(job)) > 0) == has_workers

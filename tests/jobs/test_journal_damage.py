@@ -9,8 +9,9 @@ import pytest
 from jitney.errors import InvalidArgumentError, UnavailableError
 from jitney_jobs import journal_entries
 from jitney_jobs.journal import Record
+from jitney_jobs.run import run_job
 
-from tests.jobs.job_rows import fail_at_part, ids, read, run, write_lines
+from tests.jobs.job_rows import fail_at_part, ids, job_of, read, run, write_lines
 
 ROWS = 60
 
@@ -197,3 +198,24 @@ def test_a_journal_of_a_later_version_is_refused(stopped: Path) -> None:
         InvalidArgumentError, match="is of version 4, not 3: go on with the version"
     ):
         go_on(stopped)
+
+
+def test_a_damaged_line_of_rows_done_again_is_not_to_be_deleted(tmp_path: Path) -> None:
+    """Without it the rows that were bad, and are good now, would be in two parts."""
+    source = write_lines(tmp_path / "in.jsonl", ids(0, 20))
+    output = tmp_path / "out"
+    assert run(source, output)
+    assert run_job(job_of(source, output), retry_bad=True)
+    journal = journal_of(output)
+    lines = journal.read_bytes().splitlines(keepends=True)
+    (number,) = [index for index, line in enumerate(lines) if b'"reopened"' in line]
+    before = lines[number]
+    lines[number] = before.replace(b"[0,13,14]", b"[0,12,13]")
+    assert lines[number] != before
+    journal.write_bytes(b"".join(lines))
+    with pytest.raises(InvalidArgumentError, match=r"its checksum differs; .* without one, do the"):
+        Record.read(journal)
+    del lines[number]
+    journal.write_bytes(b"".join(lines))
+    with pytest.raises(InvalidArgumentError, match=r"rows 13 to 13 .* two parts; .* anew"):
+        run(source, output)

@@ -19,7 +19,7 @@ from jitney.errors import InvalidArgumentError, JitneyError, UnavailableError
 from jitney_jobs import command, journal_objects
 from jitney_jobs.journal import InputFile, JobJournal, OutputPart
 from jitney_jobs.journal_objects import TakenOverError
-from jitney_jobs.run import read_record, status_of, write_report
+from jitney_jobs.run import read_record, run_job, status_of, write_report
 
 from tests.jobs.bucket import Bucket, bucket_in
 from tests.jobs.job_rows import bad, fail_at_part, ids, job_of, read, run, write_lines
@@ -72,6 +72,24 @@ def test_a_job_on_object_storage_goes_on(
     assert [row["input"]["id"] for row in bad(bucket.folder / "out")] == [13]
     done = sorted((row["id"], row["year"], row["twice"]) for row in read(bucket.folder / "out"))
     assert done == [(i, 2026 - i % 2, 2 * i) for i in range(ROWS) if i != 13]
+
+
+def test_bad_rows_on_object_storage_are_done_again(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_lines(bucket.folder / "in/a.jsonl", ids(0, 30))
+    source = bucket.place("in")
+    output = bucket.place("out")
+    assert run(source, output, part_rows=10)
+    assert len(bad(bucket.folder / "out")) == 1
+    monkeypatch.setattr("tests.jobs.job_rows.twice", lambda row: {"twice": 0})
+    assert run_job(job_of(source, output), retry_bad=True)
+    assert bad(bucket.folder / "out") == []
+    made = {row["id"]: row["twice"] for row in read(bucket.folder / "out")}
+    assert made.keys() == set(range(30))
+    assert made[13] == 0
+    assert run_job(job_of(source, output), retry_bad=True), "there is nothing left to do"
+    assert len(read(bucket.folder / "out")) == 30
 
 
 SCRIPT = """

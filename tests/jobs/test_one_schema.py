@@ -75,6 +75,10 @@ def test_values_without_a_common_type_are_text(
     assert table["v"].to_pylist() == written
 
 
+DAYS = pa.array([1, 20_000], pa.date32())
+CENTS = pa.array([150, 1]).cast(pa.decimal128(19, 0)).cast(pa.decimal128(21, 2))
+
+
 @pytest.mark.parametrize(
     ("first", "second", "kind"),
     [
@@ -84,6 +88,12 @@ def test_values_without_a_common_type_are_text(
         (pa.array([[1], [2]]), pa.array([[0.5], []]), pa.list_(pa.float64())),
         (pa.array([1, 2]), pa.array(["a", "b"]), pa.string()),
         (pa.array(["a", "b"]).dictionary_encode(), pa.array(["a", "c"]), pa.string()),
+        (DAYS.cast(pa.timestamp("ms")), DAYS, pa.timestamp("ms")),
+        (pa.array([1, -2]).cast(pa.decimal128(19, 0)), pa.array([3, 4]), pa.decimal128(20, 0)),
+        (CENTS, pa.array([3, 2**62]), pa.decimal128(22, 2)),
+        (pa.array([1, 2**60 + 1]), pa.array([0.5, 1.5]), pa.string()),
+        (pa.array([1, 2**63], pa.uint64()), pa.array([-1, 1]), pa.string()),
+        (pa.array([1, 2], pa.uint64()), pa.array([-1, 1]), pa.int64()),
     ],
 )
 def test_types_that_drift_between_files(

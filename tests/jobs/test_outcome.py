@@ -18,11 +18,11 @@ from jitney.errors import InternalError, InvalidArgumentError, LoadError, Unavai
 from jitney_jobs import executors, feeder
 from jitney_jobs.feeder import Feeder
 from jitney_jobs.job import make_job
-from jitney_jobs.journal import Interval, Ranges
+from jitney_jobs.journal import Interval, Ranges, Record
 from jitney_jobs.outcome import ExitStatus, RetryPolicy, error_limit
 from jitney_jobs.prepare import Item
 from jitney_jobs.rows import RowId
-from jitney_jobs.run import preview_of, read_record
+from jitney_jobs.run import preview_of, read_record, run_job
 from typer.testing import CliRunner, Result
 
 from tests.jobs.job_rows import bad, ids, job_of, read, run, write_lines
@@ -113,7 +113,8 @@ def test_bad_rows_at_the_beginning_end_no_long_job(tmp_path: Path) -> None:
 
 def test_what_failed_alone_is_done_again(tmp_path: Path) -> None:
     """Bad rows and bad files; killed after it has begun, it goes on. What was good stays."""
-    folder, output = tmp_path / "in", tmp_path / "out"
+    folder = tmp_path / "in"
+    output = tmp_path / "out"
     folder.mkdir()
     for number in range(3):
         table = pa.table({"id": list(range(10 * number, 10 * number + 10))})
@@ -135,6 +136,21 @@ def test_what_failed_alone_is_done_again(tmp_path: Path) -> None:
     nothing = batch("resume", output)
     assert nothing.exit_code == ExitStatus.BAD_ROWS
     assert "nothing is done" in nothing.stderr
+
+
+def test_a_bad_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
+    """Not as it was listed when the job began."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    pq.write_table(pa.table({"id": [20, 21]}), folder / "0.parquet")
+    (folder / "1.parquet").write_bytes(b"damaged")
+    assert run(folder, tmp_path / "out")
+    pq.write_table(pa.table({"id": list(range(30, 60))}), folder / "1.parquet")
+    assert run_job(job_of(folder, tmp_path / "out"), retry_bad=True)
+    assert sorted(row["id"] for row in read(tmp_path / "out")) == [20, 21, *range(30, 60)]
+    record = Record.read(tmp_path / "out/_job/journal.jsonl")
+    assert not record.bad_files
+    assert record.total == 32
 
 
 def test_bad_rows_are_good_when_their_cause_is_gone(
@@ -190,6 +206,9 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
         ({"column": "txet"}, "column names column 'txet'"),
         ({"sampling_column": ["sede"]}, r"sampling_column names column 'sede'.*did you mean"),
         ({"output_column": "text"}, "column 'text' is both of the input and of the result"),
+        ({"keep": ["txet"]}, "keep.*'?txet'?"),
+        ({"prompt": "{text"}, "prompt is '{text', but must be with the name of a column"),
+        ({"prompt": "{text.title}"}, "prompt names 'text.title', which leads to nothing"),
     ],
 )
 def test_columns_are_checked_before_the_model_is_loaded(
@@ -207,6 +226,17 @@ def test_columns_are_checked_before_the_model_is_loaded(
     with pytest.raises(LoadError):
         run(tmp_path / name, tmp_path / "out", **given, prompt="{text}")
     assert run(tmp_path / name, tmp_path / "out", map=MARKED)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl"])
+def test_map_gets_the_columns_that_the_job_names(tmp_path: Path, name: str) -> None:
+    write = write_parquet if name == "a.parquet" else write_lines
+    write(tmp_path / name, [{"id": 1, "text": "a"}])
+    settings = {"map": "tests.jobs.job_rows:names_of", "output_format": "jsonl"}
+    with pytest.raises(InvalidArgumentError, match="map_column names column 'di'"):
+        run(tmp_path / name, tmp_path / "out", map_column=["di"], **settings)
+    assert run(tmp_path / name, tmp_path / "out", map_column=["id"], **settings)
+    assert read(tmp_path / "out") == [{"id": 1, "text": "a", "names": ["id"]}]
 
 
 def test_a_template_may_do_without_a_column(tmp_path: Path) -> None:

@@ -115,6 +115,16 @@ def test_a_busy_server_blames_no_row_before_the_patience_ends() -> None:
     assert after_s > 560
 
 
+def test_a_slow_row_is_bad_at_once_unless_nothing_gets_through() -> None:
+    patience = Patience(retries=3, patience_s=600)
+    slow = failure(Meaning.SLOW)
+    assert Row(patience, 1).fail(slow, 1000.0) is None, "nothing has got through"
+    assert Row(patience, 2).fail(slow, 1001.0, others_pass=True) is slow
+    patience.note_passed(1002.0)
+    ends = [Row(patience, key).fail(slow, 1003.0) for key in range(10, 20)]
+    assert ends == [slow] * 4 + [None] * 6, "so many at a time tell of the server"
+
+
 def test_a_fault_is_the_rows_after_so_many_tries() -> None:
     row = Row(Patience(retries=2, patience_s=600.0))
     error = failure(Meaning.FAULT)

@@ -8,7 +8,7 @@ import pytest
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.journal import FileRows, JobJournal
 from jitney_jobs.output import Output
-from jitney_jobs.prepare import Context
+from jitney_jobs.tasks import Context
 
 from tests.jobs.job_rows import ids, job_of, write_lines
 

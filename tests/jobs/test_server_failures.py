@@ -18,6 +18,7 @@ import pytest
 from jitney.errors import InvalidArgumentError
 from jitney_jobs import patience
 from jitney_jobs.failures import JobRefusedError, ServerAwayError
+from jitney_jobs.run import run_job
 
 from tests.jobs.job_rows import bad, job_of, read, run, write_lines
 from tests.jobs.scripted_api import Reply, ScriptedApi, scripted_api
@@ -263,6 +264,25 @@ def test_tls(tmp_path: Path) -> None:
             asked(api, source, tmp_path / "out2")
 
 
+def test_lines_that_failed_are_asked_again_alone(tmp_path: Path) -> None:
+    script: dict[str, Any] = {"b": lambda count: Reply(400) if count == 1 else Reply()}
+    script["c"] = lambda count: Reply(404)
+    with scripted_api(script) as api:
+        source = lines(tmp_path, *"abcda")
+        settings = {"task": "generate", "map": None, "input_format": "openai", "server": api.url}
+        job = job_of(source, tmp_path / "out", **settings)
+        assert run_job(job)
+        assert custom_ids(tmp_path / "out") == {"a", "d"}
+        assert run_job(job, retry_bad=True)
+        asked_of_each = dict(api.asked)
+    assert asked_of_each == {"a": 1, "b": 2, "c": 2, "d": 1}
+    assert custom_ids(tmp_path / "out") == {"a", "b", "d"}
+    failed = bad(tmp_path / "out")
+    assert [each["row"] for each in failed] == [2, 4]
+    assert failed[0]["response"]["status_code"] == 404
+    assert failed[1]["error"]["code"] == "duplicate_custom_id"
+
+
 def test_a_repeated_custom_id_is_bad(tmp_path: Path) -> None:
     """The first line counts, whatever the order and the run."""
     rows = [json.loads(line) for line in lines(tmp_path, *"abac").read_text().splitlines()]
@@ -309,6 +329,20 @@ def test_a_server_that_says_nothing_is_given_up(
             server=silent,
             patience="1s",
         )
+
+
+def test_a_line_that_takes_too_long_is_bad(tmp_path: Path) -> None:
+    def never(count: int) -> Reply | None:
+        time.sleep(4)
+        return None
+
+    with scripted_api({"b": never}) as api:
+        assert asked(api, lines(tmp_path, *"abcde"), tmp_path / "out", row_timeout=0.5)
+    assert custom_ids(tmp_path / "out") == set("acde")
+    (failure,) = failures(tmp_path / "out").values()
+    assert failure["custom_id"] == "b"
+    assert failure["error"]["code"] == "request_timeout"
+    assert "row_timeout (0.5 s)" in failure["error"]["message"]
 
 
 def test_a_job_that_has_ended_leaves_no_thread(tmp_path: Path) -> None:

@@ -185,15 +185,16 @@ def test_attentions_that_clamp_are_kept(tmp_path) -> None:
     assert fused.report.reasons["layer: its result differs"] == 2
 
 
-def sharpen_from(position: int, attention: Any) -> None:
-    """Multiply the query by a factor that is 1 below this position, as Ministral 3 does."""
+def sharpen(attention: Any, positions: range, by: float = 0.07) -> None:
+    """Multiply the query by a factor that is 1 elsewhere, as Ministral 3 does."""
     plain = attention.forward
 
     def forward(*args, position_ids, paged, **more):
-        factor = 1.0 + 0.07 * (position_ids[0] >= position)
+        inside = (position_ids[0] >= positions.start) & (position_ids[0] < positions.stop)
+        factor = 1.0 + by * inside
 
         def sharper(call: interface.AttentionCall) -> torch.Tensor:
-            return paged(call._replace(query=call.query * factor[:, None, None]))
+            return paged(call._replace(query=call.query * factor[:, None, None].to(call.query)))
 
         return plain(*args, position_ids=position_ids, paged=sharper, **more)
 
@@ -212,10 +213,28 @@ def test_attentions_that_differ_at_long_positions_are_kept(
     """Unless no context is so long. Rounding to 8 bits hides no factor."""
     module = load(tmp_path, "llama", dtype, quantization)
     for layer in module.model.layers:
-        sharpen_from(position, layer.self_attn)
+        sharpen(layer.self_attn, range(position, 10 * MAX_LENGTH))
     fused = fuse(module)
     assert fused.counts == counts, fused.report.reasons
     assert fused.error < tolerance
+
+
+def test_attentions_that_differ_at_a_length_that_the_configuration_names_are_kept(tmp_path) -> None:
+    """And neither at the first positions, nor in the middle, nor at the last ones."""
+    module = load(tmp_path, "llama")
+    module.config.original_max_position_embeddings = 40
+    sharpen(module.model.layers[0].self_attn, range(40, 60))
+    sharpen(module.model.layers[1].self_attn, range(39, 40))
+    assert fuse(module).counts == (0, 2, 5, False)
+
+
+def test_a_small_factor_shows_in_16_bits(tmp_path) -> None:
+    module = load(tmp_path, "llama", "bfloat16")
+    for layer in module.model.layers:
+        sharpen(layer.self_attn, range(40, 10 * MAX_LENGTH), by=0.015)
+    fused = fuse(module)
+    assert fused.counts == (0, 2, 5, False)
+    assert fused.report.reasons["layer: its query has another norm"] == 2
 
 
 @pytest.mark.parametrize("length", [1, 2, 5, 7, 256])

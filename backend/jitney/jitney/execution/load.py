@@ -30,7 +30,7 @@ import torch
 
 from jitney.config import EngineConfig
 from jitney.errors import ConfigError
-from jitney.execution import machine, memory, options, probe
+from jitney.execution import machine, memory, options, probe, support
 from jitney.execution.acceleration import Accelerator, attention_by_layer
 from jitney.execution.draft import DraftInputs, DraftModel, NoInputs
 from jitney.execution.draft_setup import DraftSetup, setup_for
@@ -38,7 +38,7 @@ from jitney.execution.first_steps import first_steps
 from jitney.execution.interface import AttentionFunction, KvScales, LayerCache, LoadedModel
 from jitney.execution.low_rank import find_sites
 from jitney.execution.quantized import Quantizer, layers_that_round_inputs
-from jitney.execution.read_model import LoadTools, load_model
+from jitney.execution.read_model import LoadTools, load_model, probe_tokens_of
 from jitney.execution.runner import TorchRunner
 from jitney.messages import ModelInfo
 
@@ -87,7 +87,7 @@ class Allocation:
     """What the draft model reads beside token ids."""
 
 
-@machine.translate_out_of_memory()
+@machine.typed_errors()
 def load_runner(
     config: EngineConfig, accelerator: Accelerator | None = None, quantizer: Quantizer | None = None
 ) -> TorchRunner:
@@ -166,8 +166,9 @@ def _rearrange(config: EngineConfig, model: LoadedModel, accelerator: Accelerato
     """The rearranged model, which is checked to give the same logits as before."""
     # As a rule a step has one token of each running sequence.
     usual_tokens = min(options.token_budget(config, model.device), config.max_num_seqs)
+    tokens = probe_tokens_of(model.config, model.max_model_len)
     with machine.threads_for(model.weight_bytes):  # few bytes: too little work for many threads
-        before = probe.probe_logits(model.module, model.layers)
+        before = probe.probe_logits(model.module, model.layers, tokens=tokens)
         rounds_inputs = bool(layers_that_round_inputs(model.module))
         faster = accelerator.speed_up(model, usual_tokens)
     # ``before`` was computed over a cache of the model's own dtype, and so is ``after``. In service
@@ -179,8 +180,9 @@ def _rearrange(config: EngineConfig, model: LoadedModel, accelerator: Accelerato
         attention=attention,
         block_size=config.block_size,
         step=faster.forward,
+        tokens=tokens,
     )
-    probe.check_same(before, after, rounds_inputs=rounds_inputs)
+    probe.check_same(before, after, rounds_inputs=rounds_inputs, tokens=tokens)
     return faster
 
 
@@ -242,6 +244,9 @@ def _describe(config: EngineConfig, target: PreparedModel) -> ModelInfo:
         attention="+".join(kernels),
         num_parameters=model.num_parameters,
         max_num_batched_tokens=options.token_budget(config, model.device),
+        sampling_defaults=support.sampling_defaults(
+            model.generation_config, config, model.vocab_size
+        ),
     )
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from jitney import cgroups
-from jitney.errors import ConfigError
+from jitney.errors import ConfigError, LoadError, first_line
 
 _log = logging.getLogger(__name__)
 
@@ -138,16 +138,22 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def translate_out_of_memory() -> Iterator[None]:
-    """Raise MemoryError for whatever a library raises if memory could not be allocated."""
+def typed_errors() -> Iterator[None]:
+    """A context that nothing but a LoadError or a MemoryError leaves, whatever a library raises:
+    transformers' modules raise any class of error for a configuration that nobody has tried."""
     try:
         yield
-    except MemoryError:
+    except (LoadError, MemoryError):
         raise
     except Exception as error:
         if is_out_of_memory(error):
             raise MemoryError(str(error)) from error
-        raise
+        _log.exception("the load failed")
+        raise LoadError(
+            f"the load failed with an error that no check of it foresaw ({first_line(error)}): the "
+            "log has where; options attention 'reference', prepack false and fuse false leave out "
+            "what makes the model faster"
+        ) from error
 
 
 def cpu_has_bfloat16() -> bool:

@@ -1,12 +1,12 @@
 """The proof, at load, that a module really runs through our attention and gives what it should.
 
-Two parts, both on a dozen tokens. :func:`record_layers` runs the module with a recorder instead of
-attention and refuses whatever a paged cache would get wrong silently. :func:`compare_with_eager`
-runs two interleaved, chunked sequences over a real paged cache and compares their logits with those
-of transformers' own eager attention on each sequence alone.
+Two parts, both on a few dozen tokens (``probe_tokens``). :func:`record_layers` runs the module with
+a recorder instead of attention and refuses whatever a paged cache would get wrong silently.
+:func:`compare_with_eager` runs interleaved, chunked sequences over a real paged cache and compares
+their logits with those of transformers' own eager attention on each sequence alone.
 
-Logits are compared by their :func:`_distance`: of each step the median over its tokens, and of both
-steps the larger one.
+Logits are compared by their :func:`_distance`: the median over the tokens of each step, and over
+those of each sequence at late positions; the largest of these.
 
 - The module is refused if in a step more than half of the tokens have logits beyond the tolerance,
   or if any logit is a NaN. So a module is refused that takes a token's index in the step for its
@@ -21,6 +21,7 @@ steps the larger one.
 
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -40,6 +41,7 @@ from jitney.execution.interface import (
     forward_module,
 )
 from jitney.execution.memory import make_layer_caches
+from jitney.execution.probe_tokens import BLOCK_SIZE, ProbeTokens
 from jitney.execution.quantized import QuantizedLinear, float_inputs, layers_that_round_inputs
 from jitney.execution.reference import ReferenceAttention
 from jitney.execution.support import unservable
@@ -53,46 +55,6 @@ _HARMLESS = frozenset({
 """Keyword arguments that layers give to attention and that do not change its result here."""
 
 
-class _Chunk(NamedTuple):
-    """The tokens of a sequence that one step computes."""
-
-    start: int
-    num_tokens: int
-
-
-class _ProbeSequence(NamedTuple):
-    """A sequence of the proof."""
-
-    length: int
-    block_table: list[int]
-    """Blocks of _BLOCK_SIZE or more tokens."""
-    chunks: list[_Chunk]
-    """By step."""
-
-
-_BLOCK_SIZE = 4
-_NUM_BLOCKS = 6
-# They run side by side, their blocks out of order: one in two chunks, one in a chunk and a decode.
-# The first step has 11 tokens, and the second one 7.
-_SEQUENCES = (
-    _ProbeSequence(length=11, block_table=[4, 1, 5], chunks=[_Chunk(0, 5), _Chunk(5, 6)]),
-    _ProbeSequence(length=7, block_table=[2, 3], chunks=[_Chunk(0, 6), _Chunk(6, 1)]),
-)
-_NUM_STEPS = 2
-_NUM_TOKENS = sum(sequence.length for sequence in _SEQUENCES)
-
-
-def _step_of_token() -> Tensor:
-    """[_NUM_TOKENS]: the step that computes each token. The first sequence's tokens come first."""
-    steps: list[int] = []
-    for sequence in _SEQUENCES:
-        for number, chunk in enumerate(sequence.chunks):
-            steps += [number] * chunk.num_tokens
-    return torch.tensor(steps)
-
-
-_STEP_OF_TOKEN = _step_of_token()
-
 _TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.35, torch.float16: 0.2}
 """The largest distance that is allowed. In 16 bits, one rounding in a deep model, or one token that
 a router sends to another expert, changes logits far more than one operation does."""
@@ -103,6 +65,7 @@ distance is 0.11 after 32 layers. In :func:`compare_with_eager` no layer rounds 
 _PRODUCT_TOLERANCE = 0.06
 """The largest difference, relative to the norm of the right product, between a product with rounded
 inputs and one without. With inputs of 3 bits of fraction (e4m3) it is 0.027."""
+_PRODUCT_ROWS = 18
 
 
 def record_layers(module: PreTrainedModel, windows: list[int | None]) -> list[LayerSpec]:
@@ -112,7 +75,7 @@ def record_layers(module: PreTrainedModel, windows: list[int | None]) -> list[La
     for what a paged cache would get wrong.
     """
     recorder = _Recorder(module.config.model_type, windows)
-    ids = _probe_ids(module)[0]
+    ids = probe_ids(module, ProbeTokens())[0]
     positions = torch.arange(len(ids), device=ids.device)
     last = positions[-1:]
     logits = forward_module(module, ids, positions, last, recorder)
@@ -124,58 +87,84 @@ def record_layers(module: PreTrainedModel, windows: list[int | None]) -> list[La
 
 
 def compare_with_eager(
-    module: PreTrainedModel, specs: list[LayerSpec], weights: str = "the weight file"
+    module: PreTrainedModel,
+    specs: list[LayerSpec],
+    weights: str = "the weight file",
+    tokens: ProbeTokens | None = None,
 ) -> None:
     """Check the module over a paged cache against eager attention; see the module's docstring.
 
-    Raises UnsupportedModelError if the :func:`_distance` of their logits is too large. Raises
-    CheckpointError, naming the file ``weights``, if eager attention's own logits are not finite.
+    ``tokens`` by default are those at early positions alone. Raises UnsupportedModelError if the
+    :func:`_distance` of their logits is too large. Raises CheckpointError, naming the file
+    ``weights``, if eager attention's own logits are not finite.
     """
+    tokens = tokens or ProbeTokens()
     with float_inputs(module), torch.inference_mode():
-        paged = probe_logits(module, specs)
-        expected = _eager_logits(module)
+        paged = probe_logits(module, specs, tokens=tokens)
+        expected = _eager_logits(module, tokens)
     if not torch.isfinite(expected).all():
         raise CheckpointError(
             f"{weights} gives logits that are not finite: values in it are corrupt, or too large "
             "for the dtype"
         )
-    error = _distance(paged, expected)
-    if not error <= _TOLERANCE[paged.dtype]:  # also if it is NaN
+    error = _distance(paged, expected, tokens)
+    if not error.size <= _TOLERANCE[paged.dtype]:  # also if it is NaN
         raise unservable(
             module.config.model_type,
-            f"over a paged cache its logits are {error:.2g} of their spread away from those of "
-            "transformers' own attention",
+            f"over a paged cache its logits{error.where} are {error.size:.2g} of their spread away "
+            "from those of transformers' own attention",
         )
     _check_products(layers_that_round_inputs(module))
 
 
-def _eager_logits(module: PreTrainedModel) -> Tensor:
-    """Logits [_NUM_TOKENS, vocabulary] of both sequences, each alone, by transformers' own eager
+def _eager_logits(module: PreTrainedModel, tokens: ProbeTokens) -> Tensor:
+    """Logits [tokens, vocabulary] of the sequences, each alone, by transformers' own eager
     attention: float32."""
     logits = []
     module.set_attn_implementation("eager")
     try:
-        for ids in _probe_ids(module):
-            output = module(input_ids=ids.unsqueeze(0), use_cache=False)
+        for sequence, ids in zip(tokens.sequences, probe_ids(module, tokens), strict=True):
+            # At early positions the module is not told: it must count as we do.
+            stated = {}
+            if sequence.first_position > 0:
+                stated["position_ids"] = sequence.positions(ids.device).unsqueeze(0)
+            output = module(input_ids=ids.unsqueeze(0), use_cache=False, **stated)
             logits.append(output.logits[0])
     finally:
         module.set_attn_implementation(NAME)
     return torch.cat(logits).float()
 
 
-def check_same(before: Tensor, after: Tensor, *, rounds_inputs: bool = False) -> None:
+def runs_alone(module: PreTrainedModel) -> bool:
+    """Whether transformers can run the module by itself, with its own attention."""
+    try:
+        with torch.inference_mode():
+            _eager_logits(module, ProbeTokens())
+    except RuntimeError:
+        return False
+    return True
+
+
+def check_same(
+    before: Tensor,
+    after: Tensor,
+    *,
+    rounds_inputs: bool = False,
+    tokens: ProbeTokens | None = None,
+) -> None:
     """Check that a module gives what it gave before it was rearranged for speed. ``before`` and
-    ``after`` are its :func:`probe_logits`. ``rounds_inputs``: some of its layers round their inputs
-    to 8 bits. Raises InstallationError if their :func:`_distance` is too large, because a kernel
-    went wrong on this machine."""
+    ``after`` are its :func:`probe_logits`, of the same ``tokens``. ``rounds_inputs``: some of its
+    layers round their inputs to 8 bits. Raises InstallationError if their :func:`_distance` is too
+    large, because a kernel went wrong on this machine."""
     tolerance = _TOLERANCE[after.dtype]
     if rounds_inputs:
         tolerance = max(tolerance, _ROUNDED_INPUTS_TOLERANCE)
-    error = _distance(after, before)
-    if not error <= tolerance:  # also if it is NaN
+    error = _distance(after, before, tokens or ProbeTokens())
+    if not error.size <= tolerance:  # also if it is NaN
         raise InstallationError(
-            f"the fast kernels of this machine give logits {error:.2g} of their spread away from "
-            "torch's own: set the options attention to 'reference', prepack and fuse to false"
+            f"the fast kernels of this machine give logits{error.where} {error.size:.2g} of their "
+            "spread away from torch's own: set the options attention to 'reference', prepack and "
+            "fuse to false"
         )
 
 
@@ -186,7 +175,7 @@ def _check_products(layers: list[QuantizedLinear]) -> None:
     layer_of_kernel = {_kernel_key(each): each for each in layers}
     generator = torch.Generator().manual_seed(0)
     for layer in layer_of_kernel.values():
-        x = torch.randn(_NUM_TOKENS, layer.in_features, generator=generator)
+        x = torch.randn(_PRODUCT_ROWS, layer.in_features, generator=generator)
         x = x.to(device=layer.weight.device, dtype=layer.dtype)
         with torch.inference_mode():
             got = layer(x).float()
@@ -214,11 +203,17 @@ def _kernel_key(layer: QuantizedLinear) -> _KernelKey:
     return _KernelKey(type(layer), layer.in_features, layer.out_features, layer.scale.shape)
 
 
-def _distance(got: Tensor, expected: Tensor) -> float:
-    """How far these logits [_NUM_TOKENS, vocabulary] are apart, relative to the spread of those
-    expected. Each step has a distance, the median over its tokens. The larger of both is returned;
-    it is NaN if any logit is. It is a median because a router may send a token to another expert
-    after a rounding.
+class _Distance(NamedTuple):
+    size: float
+    """NaN if any logit is."""
+    where: str
+    """Of the tokens that are farthest apart: see ``TokenGroup``."""
+
+
+def _distance(got: Tensor, expected: Tensor, tokens: ProbeTokens) -> _Distance:
+    """How far these logits [tokens, vocabulary] are apart, relative to the spread of those
+    expected. Each group of tokens has a distance, the median over its tokens; the largest is
+    returned. It is a median because a router may send a token to another expert after a rounding.
 
     A token's spread is the norm of its logits less their mean. If the mean were left in, a large
     number common to all logits would make any difference look small. No mean is taken off the
@@ -228,8 +223,10 @@ def _distance(got: Tensor, expected: Tensor) -> float:
     difference = (got.float() - right).norm(dim=-1)
     spread = (right - right.mean(-1, keepdim=True)).norm(dim=-1)
     distances = difference / spread
-    medians = [distances[number == _STEP_OF_TOKEN].median() for number in range(_NUM_STEPS)]
-    return torch.stack(medians).max().item()
+    groups = tokens.groups(distances.device)
+    medians = torch.stack([distances[group.members].median() for group in groups])
+    worst = int(medians.argmax())  # a NaN, if there is one
+    return _Distance(medians[worst].item(), groups[worst].where)
 
 
 def embedding_weight(module: PreTrainedModel) -> Tensor:
@@ -303,38 +300,41 @@ def probe_logits(
     module: PreTrainedModel,
     specs: list[LayerSpec],
     attention: Sequence[AttentionFunction] | None = None,
-    block_size: int = _BLOCK_SIZE,
+    block_size: int = BLOCK_SIZE,
     step: StepFunction | None = None,
+    tokens: ProbeTokens | None = None,
 ) -> Tensor:
-    """Logits [_NUM_TOKENS, vocabulary] of both sequences over a paged cache.
+    """Logits [tokens, vocabulary] of all sequences over a paged cache.
 
     ``attention`` has each layer's function, by default the reference; ``step`` runs the module, by
-    default through transformers. Kernels may depend on ``block_size``, so it should be that of the
-    service. A smaller ``block_size`` than _BLOCK_SIZE is raised to that: the block tables of the
-    sequences are long enough for _BLOCK_SIZE, and not for less.
+    default through transformers. ``tokens`` by default are those at early positions alone. Kernels
+    may depend on ``block_size``, so it should be that of the service. A smaller ``block_size`` than
+    BLOCK_SIZE is raised to that: the block tables of the sequences are long enough for BLOCK_SIZE,
+    and not for less.
     """
     if attention is None:
         attention = [ReferenceAttention()] * len(specs)
     if step is None:
         step = functools.partial(forward_module, module)
-    block_size = max(block_size, _BLOCK_SIZE)
-    all_ids = _probe_ids(module)
+    tokens = tokens or ProbeTokens()
+    block_size = max(block_size, BLOCK_SIZE)
+    all_ids = probe_ids(module, tokens)
     device = all_ids[0].device
-    dtype = embedding_weight(module).dtype
     caches = make_layer_caches(
         layers=specs,
         attention=attention,
         block_size=block_size,
-        dtype=dtype,
+        dtype=embedding_weight(module).dtype,
         device=device,
-        num_blocks=_NUM_BLOCKS,
+        num_blocks=tokens.num_blocks,
     )
 
-    logits_of: list[list[Tensor]] = [[] for _ in _SEQUENCES]
-    for number in range(_NUM_STEPS):
-        chunks = [sequence.chunks[number] for sequence in _SEQUENCES]
+    logits_of: list[list[Tensor]] = [[] for _ in tokens.sequences]
+    for number in range(tokens.num_steps):
+        chunks = [sequence.chunks[number] for sequence in tokens.sequences]
         rows = []
-        for sequence, ids, chunk in zip(_SEQUENCES, all_ids, chunks, strict=True):
+        positions = []
+        for sequence, ids, chunk in zip(tokens.sequences, all_ids, chunks, strict=True):
             row = probe_row(
                 prompt=ids.tolist(),
                 start=chunk.start,
@@ -342,7 +342,10 @@ def probe_logits(
                 block_table=sequence.block_table,
             )
             rows.append(row)
-        meta = build_metadata(rows, block_size, device)
+            first = sequence.first_position + chunk.start
+            positions.append(torch.arange(first, first + chunk.num_tokens, device=device))
+        # Of a late sequence the metadata know the context that it has: a few tokens.
+        meta = replace(build_metadata(rows, block_size, device), positions=torch.cat(positions))
         step_ids = torch.tensor([token for row in rows for token in row.token_ids], device=device)
         all_tokens = torch.arange(len(step_ids), device=device)
         logits = step(step_ids, meta.positions, all_tokens, PagedStep(caches, meta))
@@ -352,13 +355,13 @@ def probe_logits(
     return torch.cat([torch.cat(of_sequence) for of_sequence in logits_of])
 
 
-def _probe_ids(module: PreTrainedModel) -> list[Tensor]:
+def probe_ids(module: PreTrainedModel, tokens: ProbeTokens) -> list[Tensor]:
     """The token ids of the sequences: fixed, spread over the vocabulary; int64 on the module's
     device."""
     weight = embedding_weight(module)
     size = len(weight)
-    ids = torch.arange(_NUM_TOKENS, device=weight.device) * 7919 + size // 3
-    return list((ids % size).split([sequence.length for sequence in _SEQUENCES]))
+    ids = torch.arange(tokens.num_tokens, device=weight.device) * 7919 + size // 3
+    return list((ids % size).split([sequence.length for sequence in tokens.sequences]))
 
 
 def probe_row(

@@ -22,6 +22,7 @@ from jitney.execution.options import cache_dtype, refuse_gpu_options
 from jitney.execution.probe import embedding_weight
 from jitney.execution.runner import TorchRunner
 from jitney.kernels.cpu.linear import prepack_linears
+from jitney.kernels.cpu.own_weights import layers_read_by_others
 from jitney.kernels.fused.fuse import FuseReport, fuse
 from jitney.kernels.fused.invariant import check_invariant
 from jitney.messages import ModelInfo
@@ -128,7 +129,14 @@ class CpuAccelerator:
             if fuses or invariant:
                 report = fuse(module, kernels, model.max_model_len, norms_alone=not fuses)
         if self._config.prepack:
-            prepack_linears(module, usual_tokens, report, make_linear, batch_invariant=invariant)
+            prepack_linears(
+                module,
+                usual_tokens,
+                report,
+                make_linear,
+                keep=layers_read_by_others(module),
+                batch_invariant=invariant,
+            )
         faster = report.applied(model)
         if invariant:
             check_invariant(module, report.forward, on_gpu=False)

@@ -14,7 +14,7 @@ for linear layers that no fused module took.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -159,6 +159,7 @@ def prepack_linears(
     report: FuseReport,
     make_own_linear: Callable[[Sequence[Any]], nn.Module] | None = None,
     *,
+    keep: Collection[nn.Module] = (),
     batch_invariant: bool = False,
 ) -> None:
     """Replace the linear layers below ``module`` by packed ones: ``nn.Linear``, GPT-2's transposed
@@ -166,7 +167,7 @@ def prepack_linears(
 
     ``usual_tokens`` are those of a usual step. ``make_own_linear`` is ``ModelKernels.linear``,
     which makes a layer of our own product (None: there is none). With ``batch_invariant``, no layer
-    gets a product of oneDNN.
+    gets a product of oneDNN. ``keep``: those of ``own_weights.layers_read_by_others``.
 
     Layers that have no such product stay as they are, and so do those whose class is derived from
     these, as they may compute something else. A weight that another module holds as well, an
@@ -179,6 +180,8 @@ def prepack_linears(
 
     def make_packed(linear: Any) -> nn.Module:
         packed: nn.Module
+        if linear in keep:
+            raise Misfit("another module reads its weight")
         reason = why_not_packed(linear.weight.dtype)
         if reason is None and not batch_invariant:
             # oneDNN comes first: for a layer alone it is faster with many rows. (``layer_kernels``

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from jitney.execution.interface import LoadedModel
 from jitney.execution.probe import embedding_weight
 from jitney.execution.quantized import find_children, layers_that_round_inputs
+from jitney.execution.support import named_lengths
 from jitney.kernels.fused.adapted import AdaptedForward
 from jitney.kernels.fused.forms import AttentionForm, FusedNorm, HeadNorms, Misfit, Norm, NormForm
 from jitney.kernels.fused.layers import FusedAttention, FusedDecoderLayer, FusedMLP, LayerNorms
@@ -179,8 +180,13 @@ class _Fuser:
         self._length = length
         # A tensor of the model's dtype and device.
         self._like = embedding_weight(module).new_zeros(1)
-        self._checker = Checker(self._like, coarse=bool(layers_that_round_inputs(module)))
-        self._spread_positions = spread_positions(module, length)
+        named = named_lengths(module.config, length)
+        self._spread_positions = spread_positions(module, length, named)
+        self._checker = Checker(
+            self._like,
+            coarse=bool(layers_that_round_inputs(module)),
+            tokens=len(self._spread_positions),
+        )
         self._arguments = record_arguments(module, self._spread_positions, _takes_cos_and_sin)
         # Of the fused layers whose cos and sin a table can give.
         self._rotary_of: dict[FusedDecoderLayer, _LayerRotary] = {}

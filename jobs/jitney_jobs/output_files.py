@@ -1,0 +1,101 @@
+"""Files of an output that several runs know by their names: the plan of a job that is divided into
+shards, and what a merge makes of it.
+
+A file is there as a whole or not at all, whenever its writer is killed, and of two runs that create
+the same one, one does.
+"""
+
+import contextlib
+import errno
+import os
+import secrets
+from pathlib import Path
+from typing import Protocol
+
+from jitney.errors import InvalidArgumentError
+
+from jitney_jobs.addresses import without_keys
+from jitney_jobs.journal_file import sync
+
+_RETRIES = 3
+"""Of requests to object storage."""
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+
+class OutputFiles(Protocol):
+    """By names below the output, with ``/`` between folders. Everything raises OSError."""
+
+    def read(self, name: str) -> bytes:
+        """Raises FileNotFoundError if it is not there."""
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Write a file if there is none of that name. Returns False if there is one; on object
+        storage it may be that of a request whose answer was lost."""
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a file, or write it anew."""
+
+    def delete(self, name: str) -> None:
+        """Also if it is not there."""
+
+
+class LocalFiles:
+    """In a folder on this machine, or one that several machines have mounted."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def read(self, name: str) -> bytes:
+        return (self._folder / name).read_bytes()
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Raises InvalidArgumentError if the file system has no hard links."""
+        path = self._folder / name
+        temporary = self._write(path, data)
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            raise InvalidArgumentError(
+                f"output {self._folder} is on a file system without hard links, which shards need "
+                f"to agree on a plan ({error}): name another one, or s3://"
+            ) from None
+        finally:
+            temporary.unlink()
+        sync(path.parent)
+        return True
+
+    def put(self, name: str, data: bytes) -> None:
+        path = self._folder / name
+        os.replace(self._write(path, data), path)
+        sync(path.parent)
+
+    def delete(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            (self._folder / name).unlink()
+
+    def _write(self, path: Path, data: bytes) -> Path:
+        """A file beside ``path``, on the disk. Its name is of this call alone."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        try:
+            temporary.write_bytes(data)
+            sync(temporary)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        return temporary
+
+
+def output_files(output: str, retries: int = _RETRIES) -> OutputFiles:
+    """Raises InvalidArgumentError for storages on which two runs cannot be told apart."""
+    if "://" not in output:
+        return LocalFiles(Path(output))
+    if output.startswith("s3://"):
+        from jitney_jobs.object_storage import Objects  # boto3 may be missing
+
+        return Objects(output, retries)
+    raise InvalidArgumentError.of("output", without_keys(output), "local or s3:// with shards")

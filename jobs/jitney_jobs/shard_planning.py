@@ -1,0 +1,207 @@
+"""Makes the plan of a job that is divided into shards: which rows each of them does.
+
+All of the input is looked at once for that: Parquet states its rows, in other files they are
+counted. Several shards that begin at the same time make a plan each; the first one counts.
+"""
+
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import msgspec
+from jitney.errors import InvalidArgumentError
+
+from jitney_jobs.addresses import without_keys
+from jitney_jobs.dataset import Dataset
+from jitney_jobs.executors import Models
+from jitney_jobs.file_batches import RowCount
+from jitney_jobs.fingerprints import fingerprints_of
+from jitney_jobs.job import Job, job_without_keys
+from jitney_jobs.journal import Record, read_journal
+from jitney_jobs.journal_entries import OutputPart, ReadStart, RowRange
+from jitney_jobs.line_survey import Survey, model_of_lines, survey_lines
+from jitney_jobs.output import Output, sample_of, write_errors
+from jitney_jobs.output_files import OutputFiles, output_files
+from jitney_jobs.prepare_workers import Workers
+from jitney_jobs.preview import Preview
+from jitney_jobs.rows import Chunk
+from jitney_jobs.shard_plan import Plan, create_plan, read_plan
+from jitney_jobs.shards import Shard
+from jitney_jobs.tasks import MapResult, make_task
+
+_VERSION = 1
+_CHUNK_ROWS = 64
+"""Rows that are given to ``map`` together, to learn its columns."""
+
+
+class CountedFile(msgspec.Struct, frozen=True):
+    """A file of the input, or all files that are rows together."""
+
+    rows: int
+    starts: list[ReadStart] = []
+    is_open: bool = False
+    """Whether it cannot be read any further, so that it may have more rows."""
+
+
+def plan_for(job: Job, shard: Shard, say: Callable[[str], None]) -> Plan:
+    """The plan of a shard's job, which is made if there is none. Raises InvalidArgumentError for a
+    job that is wrong, or that differs from the plan's; UnavailableError as reading and writing
+    do."""
+    with write_errors(job):
+        files = output_files(job.output, job.retries)
+        plan = read_plan(files)
+    if plan is None:
+        plan = _make_or_read(job, shard, files, say)
+    if job.model is None:
+        job = msgspec.structs.replace(job, model=plan.job.model)  # that of OpenAI's lines
+    plan.check(job, shard, fingerprints_of(job))
+    return plan
+
+
+def _make_or_read(job: Job, shard: Shard, files: OutputFiles, say: Callable[[str], None]) -> Plan:
+    try:
+        made = _make_plan(job, shard, say)
+    except InvalidArgumentError:
+        with write_errors(job):
+            there = read_plan(files)
+        if there is None:
+            raise
+        return there  # it came meanwhile, and with it parts
+    with write_errors(job):
+        created = create_plan(files, made)
+    if created.is_ours:
+        rows = sum(each.end - each.first for ranges in made.shards for each in ranges)
+        say(f"{rows:,} rows are divided into {shard.count:,} shards")
+    return created.plan
+
+
+def _make_plan(job: Job, shard: Shard, say: Callable[[str], None]) -> Plan:
+    """Raises as :func:`~jitney_jobs.run.run_job` does before rows are run."""
+    whole = msgspec.structs.replace(job, shard=None)
+    with write_errors(job):
+        if read_journal(job.output, None).begin is not None:
+            raise InvalidArgumentError(
+                f"{without_keys(job.output)} holds a job that is not divided into shards: choose "
+                "another output"
+            )
+    dataset = Dataset(whole)
+    say(f"{without_keys(job.input)}: {dataset.summary}")
+    survey = Survey(frozenset(), Counter())
+    if job.input_format == "openai" and job.task != "map":
+        survey = survey_lines(dataset)
+        if job.model is None and job.server is None:
+            whole = msgspec.structs.replace(whole, model=model_of_lines(survey.models))
+    with write_errors(job):
+        output = Output(whole, dataset, _NoJournal())
+    schema = dataset.look_ahead(output.is_table)
+    dataset.set_schema(schema)
+    Preview(whole, dataset).check_named()
+    result_schema = None
+    if job.task == "map" and output.is_table:
+        result_schema = _result_schema(whole, dataset, output)
+    say("the input's rows are counted, to divide them")
+    counted = [_counted(dataset, index) for index in range(len(dataset.sizes))]
+    return Plan(
+        version=_VERSION,
+        id=secrets.token_hex(8),
+        at=time.time(),
+        job=msgspec.structs.replace(job_without_keys(whole), accept_changes=False),
+        files=dataset.files,
+        files_are_rows=dataset.files_are_rows,
+        passed_over=dataset.passed_over,
+        prints=fingerprints_of(whole),
+        schema=None if schema is None else schema.serialize().to_pybytes(),
+        result_schema=result_schema,
+        repeated=sorted(survey.repeated),
+        shards=divided(counted, shard.count),
+    )
+
+
+class _NoJournal:
+    """Of an output that is only asked what its columns will be."""
+
+    def __init__(self) -> None:
+        self.record = Record.empty()
+
+    def append(self, entry: OutputPart) -> None:
+        raise AssertionError("no part is written")
+
+    def next_part(self) -> tuple[int, str]:
+        raise AssertionError("no part is written")
+
+    def may_remove(self, part: str) -> bool:
+        return False
+
+
+def _counted(dataset: Dataset, index: int) -> CountedFile:
+    counted: RowCount
+    counted, is_open = dataset.count_rows(index)
+    return CountedFile(counted.rows, counted.starts, is_open)
+
+
+def _result_schema(job: Job, dataset: Dataset, output: Output) -> bytes | None:
+    """The output's schema as the first results of ``map`` have it: the same rows as in a job
+    without shards. Raises as the function's module does when it is imported."""
+    with ExitStack() as closing:
+        models = Models()
+        closing.callback(models.close)
+        _, context = models.load(job)
+        context = output.completed(context)
+        task = make_task(context)
+        output.set_columns(task.fields)
+        count = 1 if job.workers is None else min(1, job.workers)
+        if job.row_timeout is not None:
+            count = 1  # a process can be ended, a thread cannot
+        workers = Workers(context, count, task.columns)
+        closing.callback(workers.close)
+        rows = sample_of(_results(dataset, workers))
+    if not rows:
+        return None
+    output.learn_columns_of(rows)
+    return output.new_schema
+
+
+def _results(dataset: Dataset, workers: Workers) -> Iterator[MapResult]:
+    """Of the good rows, from the first on."""
+    for entry in dataset.chunks(Record.empty(), _CHUNK_ROWS, skips_bad_files=True):
+        left = entry if isinstance(entry, Chunk) else None
+        while left is not None:
+            prepared = workers.submit(left).result()
+            left = prepared.rest
+            for item in prepared.items:
+                if item.error is None:
+                    yield item.prepared
+
+
+def divided(counted: list[CountedFile], shard_count: int) -> list[list[RowRange]]:
+    """The rows of each shard: as many as of any other, or one less or more, in the order of the
+    input. The rest of a file that could not be read to its end belongs to the shard that has the
+    last row of it. A file of which no row could be read belongs to the shard that comes then."""
+    total = sum(each.rows for each in counted)
+    ends = [total * (index + 1) // shard_count for index in range(shard_count)]
+    shards: list[list[RowRange]] = [[] for _ in range(shard_count)]
+    index = 0
+    rows_before = 0  # of the files before this one
+    for file, of_file in enumerate(counted):
+        first = 0
+        while first < of_file.rows:
+            end = min(of_file.rows, ends[index] - rows_before)
+            if end > first:
+                is_open = of_file.is_open and end == of_file.rows
+                start = _last_start(of_file.starts, first)
+                shards[index].append(RowRange(file, first, end, is_open, start))
+                first = end
+            if rows_before + first == ends[index] and index < shard_count - 1:
+                index += 1
+        if of_file.is_open and not of_file.rows:
+            shards[index].append(RowRange(file, 0, 0, is_open=True))
+        rows_before += of_file.rows
+    return shards
+
+
+def _last_start(starts: list[ReadStart], row: int) -> ReadStart | None:
+    """The last one that is not behind a row."""
+    before = [start for start in starts if start.row <= row]
+    return before[-1] if before else None
