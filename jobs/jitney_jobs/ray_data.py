@@ -72,8 +72,6 @@ _LOOKS = 3
 process some seconds later, without a word that helps."""
 _STOP_S = 60.0
 """Longest time for the actors to write what has ended, when a run stops."""
-_NEWS_S = 60.0
-"""The user is told so often what the run waits for."""
 _READ_TASKS = 500
 """Most tasks that the files are divided among."""
 _CHUNK_ROWS = 1024
@@ -141,8 +139,6 @@ class RayPipeline(JobRun):
         self._rows_before_round = 0
         self._bad_in_parts = 0
         """Those of the bad rows that the model or its preparation refused."""
-        self._told_at = -_NEWS_S
-        """When the user was last told what the run waits for, in monotonic seconds."""
 
     def refuse_repeated(self, rows: frozenset[RowId]) -> None:
         self._plan = replace(self._plan, repeated=rows)
@@ -310,13 +306,9 @@ class RayPipeline(JobRun):
         figures.done = done
         figures.bad = self._bad_in_parts + sum(report.bad for report in self._reports.values())
 
-    def take_news(self) -> str | None:
-        errors = [report.waits_for for report in self._reports.values() if report.waits_for]
-        now = time.monotonic()
-        if not errors or now - self._told_at < _NEWS_S:
-            return None
-        self._told_at = now
-        return f"waits, and tries again: {errors[0]}"
+    def _waits_for(self) -> str | None:
+        errors = [report.waits_for for report in self._reports.values()]
+        return next((error for error in errors if error), None)
 
     def _bad_example(self) -> str | None:
         examples = [report.bad_example for report in self._reports.values()]
