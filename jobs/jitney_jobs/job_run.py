@@ -26,7 +26,7 @@ from jitney_jobs.tasks import Task
 from jitney_jobs.watchdog import Watchdog
 
 _RECENT_S = 300.0
-"""The rate of the last so many seconds tells when a job will end."""
+"""When a job will end is estimated from its rate in the last so many seconds."""
 _SAMPLE_S = 2.0
 """Between two samples for that rate."""
 _NEWS_S = 60.0

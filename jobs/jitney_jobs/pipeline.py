@@ -115,7 +115,7 @@ class Pipeline(JobRun):
         self._part = PartFiller(job, output.maker)
         self._writing: Future[float] | None = None
         """Of the part before. Gives the seconds that its writing took."""
-        self._written: list[Ended] = []
+        self._in_writing: list[Ended] = []
         """The rows of that part."""
         self._last_bad: Ended | None = None
         self._has_lost_part = False
@@ -240,7 +240,7 @@ class Pipeline(JobRun):
 
     def _begin_writing(self) -> None:
         part = self._part.take()
-        self._written = part
+        self._in_writing = part
         self._writing = in_background(partial(self._write, part, self._snapshot()))
 
     def _write(self, part: list[Ended], figures: dict[str, float]) -> float:
@@ -261,8 +261,8 @@ class Pipeline(JobRun):
         except BaseException:
             self._has_lost_part = True
             raise
-        self._runner.note_written(self._written)
-        self._written = []
+        self._runner.note_written(self._in_writing)
+        self._in_writing = []
 
     def _bad_example(self) -> str | None:
         bad = self._last_bad
