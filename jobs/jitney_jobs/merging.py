@@ -170,6 +170,7 @@ def _check(output: str, plan: Plan, shards: list[ShardJournal]) -> None:
                         f"the committed part {file} of {output} has {there.get(file, 0):,} bytes, "
                         f"but had {size:,}"
                     )
+    _check_bad_files(plan, shards)
     twice = Ranges(all_rows).twice
     if twice is not None:
         raise InvalidArgumentError(f"{_rows_text(twice, plan.files)} are in two shards of {output}")
@@ -178,6 +179,17 @@ def _check(output: str, plan: Plan, shards: list[ShardJournal]) -> None:
             f"the shards of {output} have columns of different types: they were done by different "
             "versions of Jitney or of its packages"
         )
+
+
+def _check_bad_files(plan: Plan, shards: list[ShardJournal]) -> None:
+    """Whether some file could be read, as in a job without shards."""
+    reasons: dict[int, str] = {}
+    for journal in shards:
+        reasons |= journal.record.bad_files
+    written = sum(journal.record.written for journal in shards)
+    if reasons and len(reasons) == len(plan.files) and not written:
+        more = f"; so are all {len(reasons):,} files" if len(reasons) > 1 else ""
+        raise InvalidArgumentError(f"{next(iter(reasons.values()))}{more}")
 
 
 def _check_plan(plan: Plan) -> None:

@@ -20,10 +20,10 @@ from jitney_jobs.arrow import pa
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.executors import Models
 from jitney_jobs.fingerprints import fingerprints_of
-from jitney_jobs.gathering import Gathering
 from jitney_jobs.input_changes import ChangeKind, texts_of
 from jitney_jobs.input_files import kinds_text
 from jitney_jobs.job import Job, job_without_keys
+from jitney_jobs.job_run import JobRun
 from jitney_jobs.journal import End, InputNow, JobJournal, OutputPart, Record, read_journal
 from jitney_jobs.line_survey import model_of_lines, survey_lines
 from jitney_jobs.outcome import ExitStatus, final_status
@@ -31,9 +31,16 @@ from jitney_jobs.output import Output, write_errors
 from jitney_jobs.pipeline import Pipeline
 from jitney_jobs.preview import Preview
 from jitney_jobs.rows import RowId
+from jitney_jobs.shard_checks import (
+    check_division,
+    is_merged,
+    merged_text,
+    rows_text,
+    unmerged_text,
+)
 from jitney_jobs.shard_journals import status_of_shards
-from jitney_jobs.shard_plan import Plan, plan_of
-from jitney_jobs.shard_planning import is_merged, plan_for
+from jitney_jobs.shard_plan import plan_of
+from jitney_jobs.shard_planning import plan_for
 from jitney_jobs.shards import Shard
 
 if TYPE_CHECKING:
@@ -78,9 +85,9 @@ def run_job(
         with write_errors(job):
             journal = JobJournal(job, retry_bad)
         closing.callback(journal.close)
-        _check_division(job, plan, journal.record)
+        check_division(job, plan, journal.record)
         if plan is not None and (journal.record.is_sealed or is_merged(plan, job)):
-            say(_merged(job, retry_bad))
+            say(merged_text(job, retry_bad))
             return True
         listed = journal.record.listed_files
         if listed is None and plan is not None:
@@ -89,7 +96,7 @@ def run_job(
         say(f"{without_keys(job.input)}: {dataset.summary}")
         repeated: frozenset[RowId] = frozenset()
         if plan is not None:
-            say(_rows_text(plan, job))
+            say(rows_text(plan, job))
             repeated = frozenset(RowId(*row) for row in plan.repeated)
             if job.model is None:
                 job = msgspec.structs.replace(job, model=plan.job.model)
@@ -134,7 +141,7 @@ def run_job(
         # the journal for one of an earlier run. The metrics need ``moved_at``.
         figures = {"moved_at": time.time()}
         observer = _Observer(job, journal, _state(journal.record, job, figures), closing)
-        pipeline: Gathering
+        pipeline: JobRun
         if job.ray:
             from jitney_jobs.ray_data import RayPipeline  # Ray may be missing
 
@@ -144,7 +151,7 @@ def run_job(
                 models = Models()
                 closing.callback(models.close)
             pipeline = Pipeline(job, dataset, journal, output, closing, models)
-        pipeline.repeated = repeated
+        pipeline.refuse_repeated(repeated)
         preview.check_named()
         preview.check_needed(pipeline.columns)
         observer.begin_display()
@@ -153,40 +160,6 @@ def run_job(
         with write_errors(job):
             output.list_bad_files()
         return is_complete
-
-
-def _check_division(job: Job, plan: Plan | None, record: Record) -> None:
-    """Raises InvalidArgumentError if a job as a whole would run beside its shards. Call it while
-    the job has its lock, or its claim: from then on no shard can begin."""
-    if plan is not None or job.journal is not None or record.begin is not None:
-        return
-    with write_errors(job):
-        division = plan_of(job.output)
-    if division is not None:
-        raise InvalidArgumentError(_unmerged(job.output, division))
-
-
-def _unmerged(output: str, plan: Plan) -> str:
-    return (
-        f"{without_keys(output)} has a job of {len(plan.shards):,} shards that are not merged: go "
-        "on with each of them (--shard), then `jitney batch merge`"
-    )
-
-
-def _merged(job: Job, retry_bad: bool) -> str:
-    """Raises InvalidArgumentError if there was something to do."""
-    if retry_bad:
-        raise InvalidArgumentError(
-            f"the shards of {without_keys(job.output)} are merged: retry without the setting shard"
-        )
-    return f"the shards of {without_keys(job.output)} are merged: nothing is done"
-
-
-def _rows_text(plan: Plan, job: Job) -> str:
-    """What a shard has to do, for the user."""
-    ranges = plan.ranges_of(job)
-    rows = sum(each.end - each.first for each in ranges)
-    return f"shard {job.shard}: {rows:,} rows of {len(ranges):,} files"
 
 
 def _go_on_with_list(dataset: Dataset, journal: JobJournal, were_bad: frozenset[int]) -> None:
@@ -245,7 +218,7 @@ def _differences_at_end(dataset: Dataset) -> list[str]:
     return texts
 
 
-def _show(pipeline: Gathering, observer: "_Observer", figures: dict[str, float]) -> None:
+def _show(pipeline: JobRun, observer: "_Observer", figures: dict[str, float]) -> None:
     """What is new, and how far the run is."""
     news = pipeline.take_news()
     if news is not None:
@@ -273,7 +246,7 @@ def preview_of(job: Job) -> str:
 
 def _look_ahead(dataset: Dataset, output: Output) -> bytes | None:
     """The input's schema, as Arrow serializes it."""
-    schema = dataset.look_ahead(output.is_table)
+    schema = dataset.look_ahead(output.maker.is_table)
     return None if schema is None else schema.serialize().to_pybytes()
 
 
@@ -338,7 +311,7 @@ def read_record(output: str, journal: str | None, shard: Shard | None = None) ->
     except OSError as error:
         raise UnavailableError(f"the journal of {output} cannot be read: {error}") from None
     if plan is not None:
-        raise InvalidArgumentError(_unmerged(output, plan))
+        raise InvalidArgumentError(unmerged_text(output, plan))
     if record.begin is None:
         raise InvalidArgumentError(f"{output} has no journal of a job ({record.where})")
     output = output if "://" in output else os.path.abspath(output)

@@ -22,7 +22,7 @@ from tests.docs.commands import Command
 # fmt: off
 COMMON = (
     ".", "cat", "cd", "chmod", "cp", "cut", "date", "echo", "exit", "export",
-    "false", "grep", "head", "jq", "kill", "mkdir", "mv", "printf", "pwd", "rm", "sed",
+    "false", "grep", "head", "jq", "kill", "mkdir", "mv", "printf", "pwd", "rm", "sed", "seq",
     "set", "sleep", "sort", "source", "tail", "tar", "tee", "test", "timeout", "tr", "true", "wait",
 )
 # fmt: on

@@ -9,11 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from jitney.errors import InvalidArgumentError, UnavailableError
 from jitney_jobs import merging, output_files, shard_planning
-from jitney_jobs.journal import JobJournal
+from jitney_jobs.journal import FileRows, Interval, JobJournal, OutputPart
+from jitney_jobs.journal_entries import decode, encode
 from jitney_jobs.merging import merge_shards
 from jitney_jobs.metrics import Metrics
 from jitney_jobs.outcome import ExitStatus, ShardsMissingError, TooManyBadRows
@@ -545,6 +548,33 @@ def test_a_damaged_file_is_put_right_before_the_merge(tmp_path: Path) -> None:
     assert record.total == 60
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_an_input_of_one_file_that_is_damaged(tmp_path: Path, is_lost: bool) -> None:
+    """A shard that can read nothing of it is complete all the same. If no shard could, the job is
+    not."""
+    source = tmp_path / "in.parquet"
+    pq.write_table(
+        pa.Table.from_pylist(ids(20, 80)),
+        source,
+        row_group_size=20,
+        compression="none",
+        use_dictionary=False,
+        write_page_checksum=True,
+    )
+    whole = source.read_bytes()
+    places = [whole.index(id.to_bytes(8, "little")) for id in (25, 45, 65)]
+    damaged = bytearray(whole)
+    for place in places if is_lost else places[1:]:
+        damaged[place] ^= 1
+    source.write_bytes(damaged)
+    run_shards(source, tmp_path / "out")
+    merge = ["batch", "merge", str(tmp_path / "out")]
+    done = run_command(merge)
+    assert done.status == (ExitStatus.JOB_ERROR if is_lost else ExitStatus.BAD_ROWS), done
+    assert ("cannot be read" in done.error) == is_lost
+    assert ids_of(tmp_path / "out") == ([] if is_lost else list(range(20, 40)))
+
+
 # ------------------------------------------------------------------ what a merge checks
 
 
@@ -595,3 +625,55 @@ def test_shards_have_metrics_of_their_own(tmp_path: Path) -> None:
     with contextlib.closing(Metrics(job, state)) as metrics:
         labels = {sample.labels["name"] for each in metrics.collect() for sample in each.samples}
     assert labels == {"nightly-shard-01-of-16"}
+
+
+def move_shard(output: Path, first: int) -> None:
+    """Have the plan say that shard 1 begins at that row."""
+    plan = plan_of(str(output))
+    assert plan is not None
+    (rows,) = plan.shards[1]
+    shards = [plan.shards[0], [rows._replace(first=first)], plan.shards[2]]
+    moved = msgspec.structs.replace(plan, shards=shards)
+    (output / "_job/plan.json").write_bytes(encode(moved))
+
+
+@pytest.mark.parametrize("first", [15, 25])
+def test_ranges_that_overlap_or_leave_a_gap_are_not_merged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    source = write_lines(tmp_path / "in.jsonl", ids(20, 80))
+    output = tmp_path / "out"
+    run_shards(source, output, 0)
+    move_shard(output, first)
+    run_shards(source, output, 1, 2)
+    with pytest.raises(InvalidArgumentError, match=f"row {first} of file 0 does not follow"):
+        merge_shards(str(output))
+    if first < 20:  # the rows that are done are looked at, too
+        monkeypatch.setattr(merging, "_check_plan", lambda plan: None)
+        with pytest.raises(InvalidArgumentError, match=r"rows 15 to 19 of .* are in two shards"):
+            merge_shards(str(output))
+
+
+@pytest.mark.parametrize(
+    ("shift", "said"),
+    [
+        (-3, r"shard 1/3 of .* lacks rows 37 to 39 of .*in.jsonl"),
+        (3, r"shard 1/3 of .* lacks rows 20 to 22 of .*in.jsonl"),
+    ],
+)
+def test_a_shard_that_did_other_rows_is_not_merged(tmp_path: Path, shift: int, said: str) -> None:
+    source = write_lines(tmp_path / "in.jsonl", ids(20, 80))
+    output = tmp_path / "out"
+    run_shards(source, output)
+    journal = output / "_job/shard-1-of-3/journal.jsonl"
+    moved = []
+    for data in journal.read_bytes().splitlines(keepends=True):
+        entry, _ = decode(data)
+        if isinstance(entry, OutputPart):
+            intervals = [Interval(f, a + shift, b + shift) for f, a, b in entry.intervals]
+            entry = msgspec.structs.replace(entry, intervals=intervals)
+        if not isinstance(entry, FileRows):  # it would tell that the file has no more rows
+            moved.append(encode(entry))
+    journal.write_bytes(b"".join(moved))
+    with pytest.raises(InvalidArgumentError, match=said):
+        merge_shards(str(output))

@@ -37,6 +37,8 @@ _MOST_OF_TINY = 1 << 20
 """Characters of the tiny chats that show which contents a template takes."""
 _TINY_CPU_S = 0.5
 """Seconds of CPU time for each of them."""
+_TINY_BYTES = 8 << 20
+"""Memory that a template may fill for each of them."""
 
 
 class ChatTemplate:
@@ -69,7 +71,8 @@ class ChatTemplate:
         try:
             template = self._compile_once()
             given = [self._forms.given(_with_reasoning(message)) for message in messages]
-            parts = self._generate(template, given, parameters, tools, CpuBudget())
+            cpu = CpuBudget()
+            parts = self._generate(template, given, parameters, tools, cpu, MemoryBudget(cpu))
             # The mark is no part of the prompt.
             text = _joined(parts, most, more=len(_CONTINUED) if continues else 0)
             return _up_to_mark(text, _last_text(given[-1])) if continues else text
@@ -85,8 +88,9 @@ class ChatTemplate:
             template = _environment().from_string(self._source)
 
             def render(messages: Sequence[Mapping[str, Any]]) -> str:
-                budget = CpuBudget(_TINY_CPU_S)
-                parts = self._generate(template, messages, {}, (), budget)
+                cpu = CpuBudget(_TINY_CPU_S)
+                memory = MemoryBudget(cpu, _TINY_BYTES)
+                parts = self._generate(template, messages, {}, (), cpu, memory)
                 return _joined(parts, _MOST_OF_TINY, more=0)
 
             self._forms = find_forms(render)
@@ -99,7 +103,8 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         parameters: Mapping[str, object],
         tools: Sequence[Mapping[str, Any]],
-        budget: CpuBudget,
+        cpu: CpuBudget,
+        memory: MemoryBudget,
     ) -> Iterator[str]:
         """The text in parts, as the template makes them."""
         # Where two have the same name, the later one counts.
@@ -109,7 +114,7 @@ class ChatTemplate:
             tools=list(tools) or None,
             documents=None,
             **variables,
-            **{CPU: budget, MEMORY: MemoryBudget(budget)},
+            **{CPU: cpu, MEMORY: memory},
         )
 
 
