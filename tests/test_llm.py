@@ -2,6 +2,7 @@
 of its own."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from jitney.sampling_params import StructuredOutputs
 from jitney.text.completion import Completion
 from transformers import AutoModelForCausalLM
 
+from tests.execution.generate import eager, expected_outputs
 from tests.tiny_models import make_checkpoint
 
 PROMPTS = ["the bus", "def step(batch):", "Zürich", "passengers board while others"] * 3
@@ -105,7 +107,8 @@ def test_a_stream_adds_up_to_the_whole(llm: LLM) -> None:
     [
         (SamplingParams(temperature="hot"), "temperature is 'hot', but must be a number"),
         (SamplingParams(logit_bias=[1]), "logit_bias is "),
-        ({"max_tokens": 5}, "but must be SamplingParams, or a list of them"),
+        (5, "but must be SamplingParams, or a mapping of names and values, or a list"),
+        ({"max_token": 5}, "'max_token' is unknown"),
     ],
 )
 def test_params_of_other_types_are_refused(llm: LLM, params: object, message: str) -> None:
@@ -374,3 +377,85 @@ def test_structured_outputs(llm: LLM) -> None:
         params = SamplingParams(structured_outputs=StructuredOutputs(**refused))
         with pytest.raises(InvalidArgumentError, match=named):
             llm.generate("the bus", params)
+
+
+# ------------------------------------------------------------------------------- generation_config
+
+
+STATED = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "max_new_tokens": 3}
+
+
+def with_generation_config(folder: Path, to: Path, **fields: object) -> Path:
+    """A copy of the checkpoint that states these fields."""
+    shutil.copytree(folder, to)
+    (to / "generation_config.json").write_text(json.dumps(fields))
+    return to
+
+
+def sampled_with(llm: LLM, params: object) -> SamplingParams:
+    """The parameters that the engine gets for a prompt."""
+    asked = []
+    start = llm.start
+
+    def note(submit):
+        asked.append(submit.params)
+        return start(submit)
+
+    llm.start = note
+    llm.generate("the bus", params, progress=False)
+    llm.start = start
+    return asked[0]
+
+
+def test_the_checkpoint_states_what_a_caller_leaves_unset(folder: Path, tmp_path: Path) -> None:
+    with load(with_generation_config(folder, tmp_path / "m", **STATED)) as own:
+        assert own.info.sampling_defaults == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+        nothing = sampled_with(own, None)
+        assert (nothing.temperature, nothing.top_k, nothing.top_p) == (0.6, 20, 0.95)
+        assert nothing.max_tokens == 16
+        some = sampled_with(own, SamplingParams(top_k=5, max_tokens=2))
+        assert (some.temperature, some.top_k, some.max_tokens) == (0.6, 5, 2)
+        exact = sampled_with(own, {"temperature": 1.0})
+        assert (exact.temperature, exact.top_k) == (1.0, 20)
+        (plain,) = own.requests([[5]], SamplingParams())
+        assert (plain.params.temperature, plain.params.top_k) == (1.0, 0)
+
+
+def test_generation_config_none_leaves_it_out(folder: Path, tmp_path: Path) -> None:
+    stated = with_generation_config(folder, tmp_path / "m", **STATED, repetition_penalty="odd")
+    with load(stated, generation_config="none") as own:
+        assert own.info.sampling_defaults == {}
+        assert sampled_with(own, None).temperature == 1.0
+    with pytest.raises(CheckpointError, match=r"generation_config.json .*repetition_penalty is"):
+        load(stated)
+
+
+def test_a_checkpoint_that_does_not_sample_is_greedy(folder: Path, tmp_path: Path) -> None:
+    stated = with_generation_config(folder, tmp_path / "m", do_sample=False, temperature=0.6)
+    with load(stated) as own:
+        assert own.info.sampling_defaults == {"temperature": 0.0}
+
+
+# ------------------------------------------------------------------------------- no tokenizer
+
+
+@pytest.mark.parametrize("process", [False, True])
+def test_a_checkpoint_without_a_tokenizer_serves_token_ids(tmp_path: Path, process: bool) -> None:
+    """With the tokens of ``generate``. What has a text is refused by its name."""
+    path = make_checkpoint(tmp_path / "m", "llama")
+    (expected,) = expected_outputs(eager(path), [[5, 6, 7]], 12).values()
+    with load(path, process=process) as own:
+        done = own.generate([5, 6, 7], GREEDY, progress=False)[0]
+        assert (done.ids, done.text) == (expected, "")
+        assert [piece.ids for piece in own.stream([5, 6, 7], GREEDY)] != []
+        for field, params in (
+            ("stop", {"stop": "x"}),
+            ("bad_words", {"bad_words": ["x"]}),
+            ("structured_outputs", {"structured_outputs": {"choice": ["x"]}}),
+        ):
+            with pytest.raises(InvalidArgumentError, match=f"^{field} cannot be used: .*input_ids"):
+                own.generate([5], params, progress=False)
+        with pytest.raises(InvalidArgumentError, match=r"^text_input cannot be used"):
+            own.generate("the bus", progress=False)
+        with pytest.raises(InvalidArgumentError, match=r"^messages cannot be used"):
+            own.chat([{"role": "user", "content": "a"}], progress=False)

@@ -33,14 +33,17 @@ def formats_of_answer(body: ChatRequest, model: ModelDescription) -> AnswerForma
     _check_option("tool_format", model.tool_format, TOOL_FORMATS)
     _check_option("reasoning_format", model.reasoning_format, REASONING_FORMATS)
     kwargs = msgspec.json.encode(body.chat_template_kwargs or {})
-    detected = _detected_formats(model.chat_template or "", kwargs)
+    may_call = bool(body.tools) and body.tool_choice != "none"
+    template = model.chat_template
+    if may_call and model.tool_template is not None:
+        template = model.tool_template
+    detected = _detected_formats(template or "", kwargs)
     reasoning_format = model.reasoning_format or detected.reasoning
     tool_format = model.tool_format or detected.tool
     if body.continue_final_message:
         _check_continued(body.model, reasoning_format, tool_format)
         reasoning_format = None  # what is continued is the text behind the reasoning
 
-    may_call = bool(body.tools) and body.tool_choice != "none"
     if not may_call:
         if body.tool_choice not in (None, "none", "auto"):
             raise FieldError("tool_choice", "tool_choice goes with tools")

@@ -9,7 +9,11 @@ class ModelDescription(msgspec.Struct):
     max_model_len: int
     max_n: int
     sampling_parameters: frozenset[str]
+    sampling_defaults: dict[str, float] = {}
+    """The checkpoint's own values of parameters that a client leaves unset."""
     chat_template: str | None = None
+    tool_template: str | None = None
+    """Of chats with tools, if they have one of their own."""
     chat_template_parameters: frozenset[str] | None = None
     """The parameters that clients may give the chat template. None: the model does not tell."""
     tool_format: str | None = None

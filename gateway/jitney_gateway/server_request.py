@@ -213,7 +213,7 @@ def _complete_request(
 ) -> ServerRequest:
     """The request, with what chats and completions have in common. Raises FieldError."""
     _check_common_fields(body, model)
-    params = dict(params)
+    params = {**model.sampling_defaults, **params}
     if body.n is not None:
         params["n"] = body.n
     if constraint is not None:

@@ -151,10 +151,11 @@ def _guides(model: ModelDescription, name: str) -> bool:
 
 
 def _reads(model: ModelDescription, name: str) -> bool:
-    """Whether the model's chat template reads the parameter. Yes, if the model does not tell."""
-    if model.chat_template is None:
+    """Whether a chat template of the model reads the parameter. Yes, if the model does not tell."""
+    templates = [each for each in (model.chat_template, model.tool_template) if each is not None]
+    if not templates:
         return True
-    return re.search(rf"\b{re.escape(name)}\b", model.chat_template) is not None
+    return any(re.search(rf"\b{re.escape(name)}\b", each) for each in templates)
 
 
 def known_kwargs(

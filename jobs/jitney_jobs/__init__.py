@@ -6,13 +6,15 @@ A job over files is a pipeline whose every queue is bounded:
   and ``rows``);
 - processes prepare their rows (``prepare_workers``, ``prepare``, with the tasks of ``tasks``,
   ``generate`` and ``tensors``);
-- the job's own thread keeps the executor filled (``pipeline``, ``feeder``, ``executors``,
-  ``asking``) and gathers the results into parts (``gathering``);
-- another thread writes the parts (``output``).
+- the job's own thread keeps the executor filled (``pipeline``, ``row_runner``, ``feeder``,
+  ``executors``, ``asking``) and gathers the results into parts (``finished_rows``,
+  ``part_filler``);
+- another thread writes the parts (``part_maker``, ``part_files``) and commits them (``output``).
 
-``job`` holds the settings, ``run`` puts all of it together, ``worker`` runs the job files of a
-folder, and ``ray_data`` runs a job on a cluster. ``fingerprints`` and ``input_changes`` tell what
-has changed between two runs of a job.
+``job`` holds the settings, ``run`` puts all of it together, ``job_run`` is a run from its first row
+to its end, and ``worker`` runs the job files of a folder. ``ray_data`` runs a job on a cluster,
+whose actors have what is between a reader and a commit (``ray_actor``). ``fingerprints`` and
+``input_changes`` tell what has changed between two runs of a job.
 
 A row is known by its file and its index there. The journal is written before the model is loaded
 (``journal``, with ``journal_entries``, ``journal_record``, ``journal_file`` and

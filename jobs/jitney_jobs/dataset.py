@@ -408,13 +408,10 @@ class Dataset:
         ]
         data = batch.data
         unreadable = dict(batch.unreadable)
-        further: dict[str, Any] = {}
-        if not self.files_are_rows:
-            further = self._folders.values_of(self.files[index].path)
         is_table = self.format not in LINES and not self.files_are_rows
         if is_table:
-            data = self._in_schema(data, further, unreadable)
-            further = {}
+            of_folders = self._folders.values_of(self.files[index].path)
+            data = self._in_schema(data, of_folders, unreadable)
         if len(left) < count:
             data = taken(data, left)
         places = {i: number for number, i in enumerate(left)}
@@ -423,13 +420,19 @@ class Dataset:
             indices=[batch.first + i for i in left],
             format=self.format,
             data=data,
-            further=further,
+            further=self.further_columns_of(index),
             offsets=[batch.offsets[i] for i in left] if batch.offsets else (),
             unreadable={places[i]: row for i, row in unreadable.items() if i in places},
             read_bytes=(max(batch.nbytes, data.nbytes) * len(left)) // count,
             position=position,
             replaced={places[i]: count for i, count in batch.replaced.items() if i in places},
         )
+
+    def further_columns_of(self, file: int) -> dict[str, Any]:
+        """As in :class:`~jitney_jobs.rows.Chunk`."""
+        if self.format in LINES:
+            return self._folders.values_of(self.files[file].path)
+        return {}
 
     def _in_schema(
         self, data: pa.RecordBatch, further: dict[str, Any], unreadable: dict[int, Unreadable]

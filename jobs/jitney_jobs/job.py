@@ -378,8 +378,6 @@ def _check_together(job: Job) -> None:
     if job.output_column is not None and (job.task == "map" or is_openai):
         what = "openai lines" if is_openai else "task map"
         raise InvalidArgumentError(f"setting output_column is not for {what}")
-    if job.limit is not None and job.ray is not None:
-        raise InvalidArgumentError("settings limit and ray exclude each other")
     if job.shard is not None:
         Shard.of(job.shard)
         for name in ("limit", "ray", "journal"):

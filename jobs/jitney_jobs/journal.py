@@ -71,6 +71,10 @@ class _Store(Protocol):
     def part_mark(self) -> str:
         """What the name of the next part ends with."""
 
+    @property
+    def mark_of_run(self) -> str:
+        """What the names of all parts of this run have behind their number."""
+
     def may_remove(self, part: str) -> bool:
         """Whether a file of a part that no entry names is of a run that can commit no more."""
 
@@ -217,6 +221,12 @@ class JobJournal:
         with self._writing:
             self._store.settle()
             return self.record.next_number, self._store.part_mark
+
+    @property
+    def mark_of_run(self) -> str:
+        """What the names of parts that others write for this run must have behind their number, and
+        before a mark of their own."""
+        return self._store.mark_of_run
 
     def may_remove(self, part: str) -> bool:
         """Whether a file of a part that is not in the journal may be removed."""

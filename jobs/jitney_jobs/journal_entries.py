@@ -122,7 +122,7 @@ class OutputPart(msgspec.Struct, frozen=True, tag="part"):
     failed: int
     """Bad rows."""
     figures: dict[str, float]
-    """Of this run until this part: ``RunFigures`` in ``gathering.py``."""
+    """Of this run until this part: ``run_figures.py``."""
     schema: bytes | None = None
     """The output's schema, as Arrow serializes it. Only the first part of Parquet has it."""
 

@@ -18,6 +18,8 @@ class JournalFile:
     part_mark = ""
     """What the names of parts end with: nothing, since the locks leave one writer."""
 
+    mark_of_run = ""
+
     def __init__(self, job: Job, folder: Path) -> None:
         """Take the locks and read what is there. Raises UnavailableError if another run has a lock
         of this output, wherever its journal is, or of this journal; InvalidArgumentError for a

@@ -32,7 +32,8 @@ from jitney_jobs.object_storage import NO_CONDITIONS, NoConditionsError, Objects
 from jitney_jobs.shards import Shard
 
 FOLDER = "_job/journal"
-_MARK = re.compile(r"part-(?:\d+-of-\d+-)?\d+-(\d+)-[0-9a-f]+\.")
+_MARK = re.compile(r"part-(?:\d+-of-\d+-)?(?:\d+-)+(\d+)-[0-9a-f]+\.")
+"""In the name of a part's file: its shard and its numbers, that of the claim, and a random word."""
 _BEAT_S = 5.0
 _WATCH_S = 16.0
 """For so long ``_job/alive`` of a run that lives may stay as it is."""
@@ -87,7 +88,12 @@ class JournalObjects:
     def part_mark(self) -> str:
         """What the name of the next part ends with. Each call gives another one: what a part was
         that could not be committed is not known for certain."""
-        return f"-{self._claim_number}-{secrets.token_hex(4)}"
+        return f"{self.mark_of_run}-{secrets.token_hex(4)}"
+
+    @property
+    def mark_of_run(self) -> str:
+        """The number of the claim."""
+        return f"-{self._claim_number}"
 
     def may_remove(self, part: str) -> bool:
         """Whether a file of a part that no commit names is of a run that can commit no more."""

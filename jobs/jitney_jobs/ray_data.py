@@ -1,86 +1,98 @@
-"""A run on a Ray cluster, as a Ray Data pipeline: tasks read files, one pool of actors prepares
-rows and another runs them, and this process gathers what has become of them into parts.
+"""A run on a Ray cluster, as a Ray Data pipeline: tasks read files into blocks of Arrow, and a pool
+of actors prepares and runs their rows and writes the parts (``ray_actor``). This process commits
+the parts, which it finds on a board (``ray_board``).
 
-Ray does again what was lost with a node, and the stages give the same rows in the same order when
-they are asked twice. What counts is the journal here: a row that comes twice is dropped, and a job
-that lacks one in the end is not complete. So the cluster may die altogether.
+Ray does again what was lost with a node. A part counts once the journal has it, and the journal
+takes none that has a row of an earlier one: such a part is deleted. Rows that are missing then, in
+the end, are read once more. So the cluster may die altogether, and the next run goes on.
 
-The model, the input and this package are needed on every node, under the same names.
+The model, the input, the output and this package are needed on every node, under the same names.
 """
 
-import asyncio
-import itertools
+import contextlib
+import copy
 import logging
+import os
 import queue
 import socket
-import threading
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
+import msgspec
 from jitney.errors import InstallationError, JitneyError, UnavailableError, install_extra
 
+from jitney_jobs.arrow import pa
 from jitney_jobs.background import in_background
+from jitney_jobs.committed_rows import CommittedRows
 from jitney_jobs.dataset import Dataset
-from jitney_jobs.executors import load
-from jitney_jobs.feeder import Feeder
-from jitney_jobs.gathering import Gathering
 from jitney_jobs.job import Job
+from jitney_jobs.job_run import JobRun
 from jitney_jobs.journal import FileRows, JobJournal, Record
-from jitney_jobs.output import Ended, Output
-from jitney_jobs.prepare import Item
-from jitney_jobs.prepare_workers import Workers
-from jitney_jobs.rows import Chunk
-from jitney_jobs.tasks import Context, make_task
+from jitney_jobs.output import Output, write_errors
+from jitney_jobs.part_maker import WrittenPart
+from jitney_jobs.rows import Chunk, RowId
+from jitney_jobs.run_figures import RunFigures
+from jitney_jobs.tasks import make_task
 
+# Threads of Ray Data would join the cluster again once this process has left it, and end it
+# if the cluster is gone. Ray reads this when it is imported.
+os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 try:
     import ray
     import ray.data as ray_data
 except ImportError:
     raise InstallationError(f"a job on a cluster needs Ray: {install_extra('ray')}") from None
 
+from jitney_jobs.ray_actor import (
+    CALLS_AT_ONCE,
+    ClusterPlan,
+    Reading,
+    RowsActor,
+    columns_of_first_rows,
+    context_of,
+    read,
+)
+from jitney_jobs.ray_blocks import block_of
+from jitney_jobs.ray_board import Board, Failure, LimitReached, Message, Report, Taken
 
-@dataclass(frozen=True)
-class ActorFigures:
-    """What an engine's actor has done so far."""
-
-    actor: str
-    figures: dict[str, float]
-
-
-RayMessage = Chunk | Item | FileRows | ActorFigures
-"""What the stages send: a chunk that was read; a row, prepared or with its result; a file that was
-read to its end; counts of an actor."""
-RayBatch = dict[str, np.ndarray]
-"""A batch of Ray's. It has one column: messages, as Python's objects."""
-_COLUMN = "message"
+_RESUME = "`jitney batch resume` goes on, with --ray or without"
 _POLL_S = 0.2
-"""Longest wait for a batch, in seconds: then the job's thread looks at signals again."""
+"""Longest wait for the cluster, in seconds: then the job's thread looks at signals again."""
 _CONNECT_S = 10.0
 """Longest time to connect to the cluster's head."""
+_LOOK_S = 2.0
+"""The cluster's head, and Ray's process on this machine, are looked at so often."""
+_LOOKS = 3
+"""The cluster is gone if one of them does not answer so often in a row. Ray itself would end this
+process some seconds later, without a word that helps."""
+_STOP_S = 60.0
+"""Longest time for the actors to write what has ended, when a run stops."""
+_NEWS_S = 60.0
+"""The user is told so often what the run waits for."""
 _READ_TASKS = 500
 """Most tasks that the files are divided among."""
-_CHUNK_ROWS = 64
-"""Most rows of a chunk, which is prepared in one go."""
-_BATCH_ROWS = 16
-"""Rows that an engine's actor takes and gives back together."""
-_CALLS_AT_ONCE = 4
-"""So many calls of an engine's actor are under way at a time (max_concurrency). Each gives it a few
-batches, and waits for the slowest row. Meanwhile the rows of the other calls keep the engine full.
-"""
-_BLOCK_BYTES = 1 << 17
-"""Bytes of messages that Ray moves together, and makes again together if they are lost: those of
-some hundred prompts."""
+_CHUNK_ROWS = 1024
+"""Most rows that a reader gives at a time."""
+_BLOCK_ROWS = 4096
+"""A block has about so many rows. A part has at most one block's."""
+_BLOCK_PROMPTS = 256
+"""The same for prompts of a language model, which take longer than to send them."""
+_BLOCK_BYTES = (64 << 10, 8 << 20)
+"""But a block has at least and at most so many bytes, about."""
+_BLOCKS_OF_ACTOR = 8
+"""Each actor has so many blocks to do, if the input is large enough: so all of them end at about
+the same time."""
 _SHARE = 0.2
 """CPUs that an actor asks Ray for. It uses all that the node has; with so small a share every node
 can have one."""
 
 
-class RayPipeline(Gathering):
+class RayPipeline(JobRun):
     """A run on a cluster."""
 
     def __init__(
@@ -88,260 +100,446 @@ class RayPipeline(Gathering):
     ) -> None:
         """Join the cluster, which loads the model once, to know it. Raises UnavailableError if it
         is not there, and what loading raises."""
-        _connect(str(job.ray))
-        closing.callback(ray.shutdown)  # ends a cluster of this machine alone
-        gpus = int(ray.cluster_resources().get("GPU", 0))
-        load_once = ray.remote(num_cpus=_SHARE, num_gpus=min(1, gpus))(_context_of)
-        try:
-            context = ray.get(load_once.remote(job))
-        except ray.exceptions.RayTaskError as error:
-            raise _cause(error) from None
-        context = output.completed(context)
-        super().__init__(job, journal, output, make_task(context))
-        self._next_item = 0
-        """The key of the next item."""
-        self._sizes = dataset.sizes
-        self._figures.position = self._share_read()
-        self._batches = _stream(job, dataset, journal.record, context, gpus)
-        self._pulling: Future[RayBatch | None] | None = None
-        self._seen: dict[int, bytearray] = {}
-        """By file: 1 for each of its rows that has come in this run."""
-        self._figures_of_actors: dict[str, dict[str, float]] = {}
+        self._cluster = _Cluster(str(job.ray), closing)
+        context = self._cluster.call(context_of, job)
+        context = output.maker.completed(context)
+        task = make_task(context)
+        super().__init__(job, journal, output, task)
+        dataset.set_schema(dataset.schema, output.maker.columns_to_read(task.columns))
+        self._dataset = dataset
+        self._board = Board()
+        self._plan = ClusterPlan(
+            job=job,
+            dataset=dataset,
+            context=context,
+            schema=output.maker.schema,
+            number=f"{journal.record.next_number:05}",
+            mark=journal.mark_of_run,
+            repeated=frozenset(),
+            sharers=self._cluster.actors_of_node,
+            board=self._board,
+        )
+        if output.maker.is_table and output.maker.schema is None:
+            schema = self._cluster.call(columns_of_first_rows, self._plan)
+            if schema is not None:
+                output.maker.set_columns(self._finisher.fields, schema)
+                self._plan = replace(self._plan, schema=schema)
+        self._committed = CommittedRows(journal.record.done)
+        self._position_before = _share_done(dataset, journal.record)
+        self._stream: _Stream | None = None
+        """The pipeline of Ray's. None until the run begins."""
+        self._taking: Any = None
+        """A reference to what is on the board."""
+        self._reports: dict[str, Report] = {}
+        self._bad_files: dict[int, FileRows] = {}
+        """Files that could not be read to their end. They are noted when all of their rows that
+        were read are committed: until then it is not known how many these are."""
+        self._has_lost_order = False
+        """Whether a block was given up, so that those behind it must not be committed."""
+        self._rows_in_parts = 0
+        """Of this run."""
+        self._rows_before_round = 0
+        self._bad_in_parts = 0
+        """Those of the bad rows that the model or its preparation refused."""
+        self._told_at = -_NEWS_S
+        """When the user was last told what the run waits for, in monotonic seconds."""
+
+    def refuse_repeated(self, rows: frozenset[RowId]) -> None:
+        self._plan = replace(self._plan, repeated=rows)
+
+    # ------------------------------------------------------------------ the run
 
     def _advance(self) -> bool:
-        """Take what the cluster has finished, or wait a moment."""
-        began = time.monotonic()
-        if self._pulling is None:
-            self._pulling = in_background(lambda: next(self._batches, None))
-        wait([self._pulling], _POLL_S)
-        self._figures.run_s += time.monotonic() - began
-        if not self._pulling.done():
+        """Commit what the cluster has written, or wait a moment."""
+        if self._stream is None:
+            self._stream = self._begin_round()
+        wait([self._stream.ended], _POLL_S)
+        self._cluster.check()
+        has_ended = self._stream.ended.done()
+        self._look_at_board()
+        if not has_ended:
             return True
-        pulled = self._pulling
-        self._pulling = None
+        self._look_at_board_for_the_last_time()  # all messages came before the end
+        # What an actor had in hand when it died, or when it gave its last answer, is none of these.
+        done = {name: report._replace(ended=0, bad=0) for name, report in self._reports.items()}
+        self._reports = done
+        self._count()
         try:
-            batch = pulled.result()
+            self._stream.ended.result()
         except ray.exceptions.RayError as error:
             raise _cause(error) from None
-        if batch is None:
-            self._check_complete()
-            return False
-        for message in batch[_COLUMN]:
-            self._take(message)
-        return True
+        return self._end_round()
 
-    def _take(self, message: RayMessage) -> None:
-        match message:
-            case Item():
-                self._take_row(message)
-            case FileRows():
-                self._note(message)
-                self._figures.position = self._share_read()
-            case ActorFigures():
-                self._figures_of_actors[message.actor] = message.figures
-            case Chunk():
-                raise AssertionError("chunks are prepared on the cluster")
+    def _begin_round(self) -> "_Stream":
+        """Have the rows read that are not committed."""
+        record = copy.copy(self._journal.record)
+        record.parts = []
+        record.done = self._committed.ranges()
+        rows_left = None
+        if self._job.limit is not None:
+            rows_left = max(0, self._job.limit - self._done_before - self._rows_in_parts)
+        self._rows_before_round = self._rows_in_parts
+        return _Stream(self._cluster, self._plan, record, self._bad_files.keys(), rows_left)
 
-    def _share_read(self) -> float:
-        """The share of the input in files that this run or an earlier one has read to their end. A
-        file counts once, though Ray may read it again."""
-        read = sum(self._sizes[file] for file in self._journal.record.row_counts)
-        return read / max(1, sum(self._sizes))
-
-    def _take_row(self, item: Item) -> None:
-        """Unless it has come before. Rows that came together come together again."""
-        assert item.chunk is not None, "it came with its row"
-        first = item.chunk.id_of(item.rows[0])
-        last = item.chunk.id_of(item.rows[-1])
-        seen = self._seen.setdefault(first.file, bytearray())
-        if len(seen) <= last.row:
-            seen.extend(bytes(last.row + 1 - len(seen)))
-        if seen[first.row]:
-            return
-        for index in item.rows:
-            seen[item.chunk.indices[index]] = 1
-        item.key = self._next_item
-        self._next_item += 1
-        self._figures.taken += len(item.rows)
-        self._refuse_if_repeated(item)
-        self._finish(item, item.error or item.result)
-
-    def _on_rows_in_part(self, ended: Ended) -> None:
-        """Nothing: Ray bounds what is in flight."""
-
-    def _on_part_committed(self, part: list[Ended]) -> None:
-        """Nothing."""
-
-    def _check_complete(self) -> None:
-        """Raise UnavailableError if a row is missing, which Ray does not promise to notice."""
+    def _end_round(self) -> bool:
+        """Whether there is another round, for rows that are missing."""
         record = self._journal.record
-        came = self._done_before + self._figures.done
-        if came != record.total:
+        for bad in self._bad_files.values():
+            known = max(bad.row_count, self._committed.end_of(bad.file))
+            self._note(msgspec.structs.replace(bad, row_count=known))
+        if self._is_complete():
+            return False
+        if self._rows_in_parts == self._rows_before_round or self._job.ordered:
+            came = self._done_before + self._rows_in_parts
             there = f"{came:,} of {record.total or 0:,} rows"
             raise UnavailableError(f"{there} came back from the cluster: resume the job")
+        self._stream = self._begin_round()
+        return True
+
+    def _is_complete(self) -> bool:
+        """Whether all rows are in parts that can be: those that the limit allows, and of a file
+        that is damaged those that came."""
+        if self._is_cut:
+            return self._done_before + self._rows_in_parts >= (self._job.limit or 0)
+        record = self._journal.record
+        if record.total is None:
+            return False
+        return all(
+            file in record.bad_files or self._committed.covers(file, row_count)
+            for file, row_count in record.row_counts.items()
+        )
+
+    def _look_at_board_for_the_last_time(self) -> None:
+        if self._taking is not None:
+            self._look_at_board(waits=True)
+        self._look_at_board(waits=True)
+
+    def _look_at_board(self, waits: bool = False) -> None:
+        """Take what is there. Unless it ``waits``, what comes late is taken the next time."""
+        if self._taking is None:
+            self._taking = self._board.begin_taking()
+        ready, _ = ray.wait([self._taking], timeout=_CONNECT_S if waits else _POLL_S)
+        if not ready:
+            return
+        try:
+            taken: Taken = ray.get(self._taking)
+        except ray.exceptions.RayError as error:
+            raise _cause(error) from None
+        finally:
+            self._taking = None
+        self._reports |= taken.reports
+        for message in taken.messages:
+            self._take(message)
+        assert self._stream is not None, "the run has begun"
+        for block in self._stream.take_answers():
+            self._take_answer(block)
+        self._count()
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case WrittenPart():
+                self._commit(message)
+            case FileRows() if message.why_bad is not None:
+                self._bad_files[message.file] = message
+            case FileRows():
+                self._note(message)
+            case LimitReached():
+                self._is_cut = True
+            case Failure():
+                raise message.error
+
+    def _take_answer(self, answers: pa.Table) -> None:
+        """What actors answer for blocks, in the order of the input if that is kept."""
+        for answer in answers.to_pylist():
+            for data in answer["parts"]:
+                part = msgspec.json.decode(data, type=WrittenPart)
+                if self._has_lost_order:
+                    self._output.maker.remove(part.files)
+                else:
+                    self._commit(part)
+            if not answer["is_whole"]:
+                self._has_lost_order = True
+
+    def _commit(self, part: WrittenPart) -> None:
+        """Unless a part with some of its rows is committed: then they came twice."""
+        if self._committed.has_any_of(part.intervals):
+            self._output.maker.remove(part.files)
+            return
+        with write_errors(self._job):
+            self._output.commit(part, self._snapshot())
+        self._committed.add(part.intervals)
+        self._rows_in_parts += part.written + part.failed
+        self._bad_in_parts += part.failed - part.misfits
+
+    # ------------------------------------------------------------------ the end
+
+    def _commit_due(self) -> None:
+        """Nothing: a part is committed when it is found on the board."""
+
+    def _commit_rest(self) -> None:
+        """Have the actors write what has ended, if the run ends before its rows."""
+        if self._stream is None or self._stream.ended.done():
+            return
+        self._board.stop()
+        until = time.monotonic() + _STOP_S
+        # If the cluster fails meanwhile, what is not committed is done by the next run.
+        with contextlib.suppress(UnavailableError, ray.exceptions.RayError):
+            while not self._stream.ended.done() and time.monotonic() < until:
+                wait([self._stream.ended], _POLL_S)
+                self._cluster.check()
+                self._look_at_board()
+            self._look_at_board_for_the_last_time()
+
+    # ------------------------------------------------------------------ what is known of it
+
+    def _count(self) -> None:
+        """Have the figures say what the reports do."""
+        totals = dict.fromkeys(RunFigures.__struct_fields__, 0.0)
+        for report in self._reports.values():
+            for name in totals:
+                totals[name] += report.figures.get(name, 0.0)
+        figures = self._figures
+        for name in ("read_s", "prepare_s", "waited_s", "run_s", "write_s"):
+            setattr(figures, name, totals[name])
+        for name in ("taken", "most_in_flight"):
+            setattr(figures, name, int(totals[name]))
+        figures.position = min(1.0, self._position_before + totals["position"])
+        done = self._rows_in_parts + sum(report.ended for report in self._reports.values())
+        if done != figures.done:
+            figures.moved_at = time.time()
+        figures.done = done
+        figures.bad = self._bad_in_parts + sum(report.bad for report in self._reports.values())
+
+    def take_news(self) -> str | None:
+        errors = [report.waits_for for report in self._reports.values() if report.waits_for]
+        now = time.monotonic()
+        if not errors or now - self._told_at < _NEWS_S:
+            return None
+        self._told_at = now
+        return f"waits, and tries again: {errors[0]}"
+
+    def _bad_example(self) -> str | None:
+        examples = [report.bad_example for report in self._reports.values()]
+        return next((example for example in examples if example), None)
 
     def _snapshot(self) -> dict[str, float]:
         figures = super()._snapshot()
-        for of_actor in self._figures_of_actors.values():
-            for name, value in of_actor.items():
-                before = figures.get(name, 0.0)
-                # `most_rows` is no count: it says how many rows fit into one actor's step.
-                figures[name] = max(before, value) if name == "most_rows" else before + value
+        for report in self._reports.values():
+            for name, value in report.figures.items():
+                if name == "most_rows":  # no count: how many rows fit into one actor's step
+                    figures[name] = max(figures.get(name, 0.0), value)
+                elif name == "cpu_s":
+                    figures[name] += value
+                elif name not in RunFigures.__struct_fields__ or name == "tries":
+                    figures[name] = figures.get(name, 0.0) + value
         return figures
+
+
+def _share_done(dataset: Dataset, record: Record) -> float:
+    """The share of the input in files that are done, which are not read."""
+    sizes = dataset.sizes
+    done = sum(size for file, size in enumerate(sizes) if record.is_done(file))
+    return done / max(1, sum(sizes))
+
+
+# ------------------------------------------------------------------ Ray
+
+
+class _Cluster:
+    """The cluster that this process has joined."""
+
+    def __init__(self, address: str, closing: ExitStack) -> None:
+        """``local`` for one on this machine alone, which ends with ``closing``. Raises
+        UnavailableError."""
+        self.address = address
+        _connect(address)
+        closing.callback(self._leave)
+        resources = ray.cluster_resources()
+        # The head of a cluster may have no cores: then nothing runs there.
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        nodes = [node for node in alive if node["Resources"].get("CPU")]
+        self.gpus = int(resources.get("GPU", 0))
+        self.nodes = max(1, len(nodes))
+        self.actors = self.gpus or self.nodes
+        self.actors_of_node = max(1, self.gpus // self.nodes)
+        here = ray.get_runtime_context()
+        host, _, port = here.gcs_address.rpartition(":")
+        self._addresses = [(host, int(port))]
+        """Of the head, and of Ray's process on this machine."""
+        self._addresses += [
+            (node["NodeManagerAddress"], node["NodeManagerPort"])
+            for node in alive
+            if node["NodeID"] == here.get_node_id()
+        ]
+        self._looked_at = time.monotonic()
+        self._looking: Future[bool] | None = None
+        self._missed = 0
+        """How often in a row one of them did not answer."""
+
+    def call(self, function: Any, argument: Any) -> Any:
+        """In a task of Ray's, which may need a GPU. Raises what the function raises."""
+        task = ray.remote(num_cpus=_SHARE, num_gpus=min(1, self.gpus))(function)
+        try:
+            return ray.get(task.remote(argument))
+        except ray.exceptions.RayError as error:
+            raise _cause(error) from None
+
+    def check(self) -> None:
+        """Raise UnavailableError if the cluster is gone."""
+        if self._looking is None:
+            if time.monotonic() - self._looked_at >= _LOOK_S:
+                self._looking = in_background(self._answers)
+            return
+        if not self._looking.done():
+            return
+        self._missed = 0 if self._looking.result() else self._missed + 1
+        self._looking = None
+        self._looked_at = time.monotonic()
+        if self._missed >= _LOOKS:
+            raise UnavailableError(f"the Ray cluster at {self.address} is gone: {_RESUME}")
+
+    def _answers(self) -> bool:
+        try:
+            for address in self._addresses:
+                socket.create_connection(address, _CONNECT_S).close()
+        except OSError:
+            return False
+        return True
+
+    def _leave(self) -> None:
+        if self._missed < _LOOKS:
+            ray.shutdown()
 
 
 def _connect(address: str) -> None:
     """Join a Ray cluster, ``local`` for one on this machine alone. Raises UnavailableError."""
-    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)
+    # Ray's native part would print warnings that tell the user nothing.
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
         if host:  # Ray would try for minutes
             socket.create_connection((host, int(port)), _CONNECT_S).close()
-        ray.init(
-            address,
-            ignore_reinit_error=True,
-            include_dashboard=False if address == "local" else None,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+        with _without_native_output():
+            ray.init(
+                address,
+                ignore_reinit_error=True,
+                include_dashboard=False if address == "local" else None,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
     except (OSError, RuntimeError, ValueError) as error:
         raise UnavailableError(f"Ray is not at {address}: {error}") from None
 
 
-def _stream(
-    job: Job, dataset: Dataset, record: Record, context: Context, gpus: int
-) -> Iterator[RayBatch]:
-    """Batches of rows with their results, of files that were read to their end, and of counts."""
+@contextlib.contextmanager
+def _without_native_output() -> Iterator[None]:
+    """While Ray starts: it would say at which level it logs. Its errors are Python's."""
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), 2)
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+
+
+class _Stream:
+    """A pipeline of Ray Data, which a thread runs to its end."""
+
+    def __init__(
+        self,
+        cluster: _Cluster,
+        plan: ClusterPlan,
+        record: Record,
+        without: Any,
+        rows_left: int | None,
+    ) -> None:
+        """``without``: files that are not read."""
+        self._answers: queue.SimpleQueue[pa.Table] = queue.SimpleQueue()
+        files = range(len(plan.dataset.sizes))
+        left = [file for file in files if file not in without and not record.is_done(file)]
+        self.ended: Future[None] = Future()
+        if not left:
+            self.ended.set_result(None)
+            return
+        answers = _answers(cluster, plan, record, left, rows_left)
+        self.ended = in_background(lambda: self._pull(answers))
+
+    def _pull(self, answers: Iterator[pa.Table]) -> None:
+        for answer in answers:
+            self._answers.put(answer)
+
+    def take_answers(self) -> Iterator[pa.Table]:
+        """Those that have come."""
+        while not self._answers.empty():
+            yield self._answers.get()
+
+
+def _answers(
+    cluster: _Cluster,
+    plan: ClusterPlan,
+    record: Record,
+    files: list[int],
+    rows_left: int | None,
+) -> Iterator[pa.Table]:
+    """What the actors answer for each block."""
     settings = ray_data.DataContext.get_current()
     settings.enable_progress_bars = False
-    settings.execution_options.preserve_order = job.ordered
-    settings.target_max_block_size = _BLOCK_BYTES
+    settings.execution_options.preserve_order = plan.job.ordered
+    settings.target_max_block_size = _block_bytes(cluster, plan, files)
     settings.issue_detectors_config.detectors = []
-    left = [i for i in range(len(dataset.sizes)) if not record.is_done(i)]
-    shared = ray.put(record)
-    if not left:
-        return iter(())
-
-    def read(batch: RayBatch) -> Iterator[RayBatch]:
-        for chunk in dataset.chunks(ray.get(shared), _CHUNK_ROWS, batch["item"].tolist()):
-            yield _batch_of([chunk])
-
-    nodes = len([node for node in ray.nodes() if node["Alive"]])
-    tasks = min(_READ_TASKS, len(left))
-    files = ray_data.from_items(left, override_num_blocks=tasks)
-    chunks = files.map_batches(read, batch_size=None, num_cpus=_SHARE / 2, concurrency=nodes)
-    cores = int(ray.cluster_resources().get("CPU", 1))
-    preparers = max(1, cores // 2 if job.workers is None else job.workers)
-    rows = _apply(chunks, _Preparer, context, size=1, most=preparers)
-    needs = {"num_gpus": min(1, gpus), "max_concurrency": _CALLS_AT_ONCE}
-    rows = _apply(rows, _Engine, job, size=_BATCH_ROWS, most=gpus or nodes, **needs)
-    return iter(rows.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=1))
-
-
-def _apply(rows: Any, actor: type, argument: Any, *, size: int, most: int, **needs: Any) -> Any:
-    """Have a pool of at most so many actors work on ``rows``, in batches of that size."""
-    return rows.map_batches(
-        actor,
-        fn_constructor_args=(argument,),
-        batch_size=size,
-        compute=ray_data.ActorPoolStrategy(min_size=1, max_size=most),
-        num_cpus=_SHARE,
-        scheduling_strategy="SPREAD",
-        **needs,
+    shared = ray.put(plan)
+    reading = ray.put(Reading(record, _CHUNK_ROWS, rows_left))
+    # With a limit one task reads the files one after another, so that it finds the first rows.
+    tasks = 1 if rows_left is not None else min(_READ_TASKS, len(files))
+    blocks = ray_data.from_items(files, override_num_blocks=tasks).map_batches(
+        read,  # type: ignore[arg-type]  # Ray's types know no further arguments
+        fn_args=(shared, reading),
+        batch_size=None,
+        num_cpus=_SHARE / 2,
+        compute=ray_data.TaskPoolStrategy(size=cluster.nodes),
     )
+    answers = blocks.map_batches(
+        RowsActor,
+        fn_constructor_args=(shared,),
+        batch_size=None,
+        batch_format="pyarrow",
+        compute=ray_data.ActorPoolStrategy(
+            min_size=1,
+            max_size=cluster.actors,
+            initial_size=cluster.actors,
+            max_concurrent_calls_per_actor=CALLS_AT_ONCE,
+            max_tasks_in_flight_per_actor=CALLS_AT_ONCE + 1,
+            enable_true_multi_threading=True,
+        ),
+        num_cpus=_SHARE,
+        num_gpus=min(1, cluster.gpus),
+    )
+    return iter(answers.iter_batches(batch_size=None, batch_format="pyarrow"))
 
 
-class _Preparer:
-    """An actor that prepares chunks, in a process apart: a row may end it."""
-
-    def __init__(self, context: Context) -> None:
-        self._workers = Workers(context, 1)
-
-    def __call__(self, batch: RayBatch) -> RayBatch:
-        messages: list[RayMessage] = []
-        for message in batch[_COLUMN]:
-            if isinstance(message, Chunk):
-                messages += self._items_of(message)
-            else:
-                messages.append(message)
-        return _batch_of(messages)
-
-    def _items_of(self, chunk: Chunk) -> list[Item]:
-        """Each with a chunk of its own rows, which travels with it."""
-        items: list[Item] = []
-        rest: Chunk | None = chunk
-        while rest is not None:
-            prepared = self._workers.submit(rest).result()
-            for item in prepared.items:
-                assert item.chunk is not None, "the chunk was put back"
-                if len(item.rows) == 1:
-                    (row,) = item.rows
-                    item.chunk = item.chunk.slice(row, row + 1)
-                    item.rows = (0,)
-                items.append(item)
-            rest = prepared.rest
-        return items
-
-
-class _Engine:
-    """An actor that runs rows. Its batches come at the same time, so that the engine stays full."""
-
-    def __init__(self, job: Job) -> None:
-        self._executor, _ = load(job)
-        self._feeder = Feeder(self._executor, job.make_retry_policy())
-        self._calls: queue.SimpleQueue[tuple[Item, Future[None]]] = queue.SimpleQueue()
-        self._name = str(ray.get_runtime_context().get_actor_id())
-        threading.Thread(target=self._work, daemon=True).start()
-
-    async def __call__(self, batch: RayBatch) -> RayBatch:
-        messages: list[RayMessage] = list(batch[_COLUMN])
-        waiting = []
-        for message in messages:
-            if isinstance(message, Item):
-                future: Future[None] = Future()
-                self._calls.put((message, future))
-                waiting.append(asyncio.wrap_future(future))
-        await asyncio.gather(*waiting)
-        figures = {**self._executor.figures, "cpu_s": time.process_time()}
-        return _batch_of([*messages, ActorFigures(self._name, figures)])
-
-    def _work(self) -> None:
-        """The executor's thread: it takes all rows that have come, then lets the executor work
-        until more come. If it fails, so do the rows that it has, and with them the job."""
-        running: dict[int, Future[None]] = {}
-        try:
-            for key in itertools.count():
-                self._step_until_a_row_comes(running)
-                item, future = self._calls.get()
-                running[key] = future
-                item.key = key
-                self._feeder.add(item)
-        except Exception as error:
-            for future in running.values():
-                future.set_exception(error)
-            raise
-
-    def _step_until_a_row_comes(self, running: dict[int, Future[None]]) -> None:
-        """Returns at once if there is nothing to do. Rows that end are taken out of ``running``."""
-        while len(self._feeder) and self._calls.empty():
-            for item, result in self._feeder.step(has_input_ended=False):
-                item.prepared = None  # it need not be sent
-                item.result = result
-                running.pop(item.key).set_result(None)
-
-
-def _context_of(job: Job) -> Context:
-    """In a task of Ray's: what the job's tasks must know of the model."""
-    executor, context = load(job)
-    executor.close()
-    return context
-
-
-def _batch_of(messages: Sequence[RayMessage]) -> RayBatch:
-    array = np.empty(len(messages), object)
-    for index, message in enumerate(messages):
-        array[index] = message
-    return {_COLUMN: array}
+def _block_bytes(cluster: _Cluster, plan: ClusterPlan, files: list[int]) -> int:
+    """How large blocks are to be: Ray bounds them by bytes. What the first rows have tells."""
+    job = plan.job
+    most_rows = _BLOCK_PROMPTS if job.task == "generate" else _BLOCK_ROWS
+    most_rows = max(1, min(most_rows, job.part_rows, job.in_flight // 2))
+    least, most = _BLOCK_BYTES
+    chunks = plan.dataset.chunks(Record.empty(), _CHUNK_ROWS, files, skips_bad_files=True)
+    chunk = next((entry for entry in chunks if isinstance(entry, Chunk)), None)
+    if chunk is None:
+        return least
+    row_bytes = block_of(chunk, 0.0).nbytes / len(chunk)
+    # Of files that are rows, a block has only the names.
+    read_bytes = max(row_bytes, chunk.read_bytes / len(chunk))
+    rows = min(most_rows, most / read_bytes)
+    sizes = plan.dataset.sizes
+    share = sum(sizes[file] for file in files) / (cluster.actors * _BLOCKS_OF_ACTOR)
+    if not plan.dataset.files_are_rows:
+        rows = min(rows, max(share, least) / read_bytes)
+    return max(1, int(rows * row_bytes))
 
 
 def _cause(error: BaseException) -> BaseException:
@@ -350,4 +548,4 @@ def _cause(error: BaseException) -> BaseException:
     while cause is not None and not isinstance(cause, JitneyError):
         # Ray has the error of a task in an attribute, which not all of its errors have.
         cause = getattr(cause, "cause", None) or cause.__cause__
-    return cause or UnavailableError(f"the cluster failed: {error}")
+    return cause or UnavailableError(f"the Ray cluster failed: {_RESUME}; Ray says: {error}")

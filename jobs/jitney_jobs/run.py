@@ -20,10 +20,10 @@ from jitney_jobs.arrow import pa
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.executors import Models
 from jitney_jobs.fingerprints import fingerprints_of
-from jitney_jobs.gathering import Gathering
 from jitney_jobs.input_changes import ChangeKind, texts_of
 from jitney_jobs.input_files import kinds_text
 from jitney_jobs.job import Job, job_without_keys
+from jitney_jobs.job_run import JobRun
 from jitney_jobs.journal import End, InputNow, JobJournal, OutputPart, Record, read_journal
 from jitney_jobs.line_survey import model_of_lines, survey_lines
 from jitney_jobs.outcome import ExitStatus, final_status
@@ -141,7 +141,7 @@ def run_job(
         # the journal for one of an earlier run. The metrics need ``moved_at``.
         figures = {"moved_at": time.time()}
         observer = _Observer(job, journal, _state(journal.record, job, figures), closing)
-        pipeline: Gathering
+        pipeline: JobRun
         if job.ray:
             from jitney_jobs.ray_data import RayPipeline  # Ray may be missing
 
@@ -151,7 +151,7 @@ def run_job(
                 models = Models()
                 closing.callback(models.close)
             pipeline = Pipeline(job, dataset, journal, output, closing, models)
-        pipeline.repeated = repeated
+        pipeline.refuse_repeated(repeated)
         preview.check_named()
         preview.check_needed(pipeline.columns)
         observer.begin_display()
@@ -218,7 +218,7 @@ def _differences_at_end(dataset: Dataset) -> list[str]:
     return texts
 
 
-def _show(pipeline: Gathering, observer: "_Observer", figures: dict[str, float]) -> None:
+def _show(pipeline: JobRun, observer: "_Observer", figures: dict[str, float]) -> None:
     """What is new, and how far the run is."""
     news = pipeline.take_news()
     if news is not None:
@@ -246,7 +246,7 @@ def preview_of(job: Job) -> str:
 
 def _look_ahead(dataset: Dataset, output: Output) -> bytes | None:
     """The input's schema, as Arrow serializes it."""
-    schema = dataset.look_ahead(output.is_table)
+    schema = dataset.look_ahead(output.maker.is_table)
     return None if schema is None else schema.serialize().to_pybytes()
 
 

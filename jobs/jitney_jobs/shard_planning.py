@@ -7,7 +7,7 @@ counted. Several shards that begin at the same time make a plan each; the first 
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import msgspec
@@ -18,22 +18,18 @@ from jitney_jobs.dataset import Dataset
 from jitney_jobs.executors import Models
 from jitney_jobs.file_batches import RowCount
 from jitney_jobs.fingerprints import fingerprints_of
+from jitney_jobs.first_results import columns_of_map
 from jitney_jobs.job import Job, job_without_keys
 from jitney_jobs.journal import Record, read_journal
 from jitney_jobs.journal_entries import OutputPart, ReadStart, RowRange
 from jitney_jobs.line_survey import Survey, model_of_lines, survey_lines
-from jitney_jobs.output import Output, sample_of, write_errors
+from jitney_jobs.output import Output, write_errors
 from jitney_jobs.output_files import OutputFiles, output_files
-from jitney_jobs.prepare_workers import Workers
 from jitney_jobs.preview import Preview
-from jitney_jobs.rows import Chunk
 from jitney_jobs.shard_plan import Plan, create_plan, read_plan
 from jitney_jobs.shards import Shard
-from jitney_jobs.tasks import MapResult, make_task
 
 _VERSION = 1
-_CHUNK_ROWS = 64
-"""Rows that are given to ``map`` together, to learn its columns."""
 
 
 class CountedFile(msgspec.Struct, frozen=True):
@@ -95,11 +91,11 @@ def _make_plan(job: Job, shard: Shard, say: Callable[[str], None]) -> Plan:
             whole = msgspec.structs.replace(whole, model=model_of_lines(survey.models))
     with write_errors(job):
         output = Output(whole, dataset, _NoJournal())
-    schema = dataset.look_ahead(output.is_table)
+    schema = dataset.look_ahead(output.maker.is_table)
     dataset.set_schema(schema)
     Preview(whole, dataset).check_named()
     result_schema = None
-    if job.task == "map" and output.is_table:
+    if job.task == "map" and output.maker.is_table:
         result_schema = _result_schema(whole, dataset, output)
     say("the input's rows are counted, to divide them")
     counted = [_counted(dataset, index) for index in range(len(dataset.sizes))]
@@ -142,37 +138,12 @@ def _counted(dataset: Dataset, index: int) -> CountedFile:
 
 
 def _result_schema(job: Job, dataset: Dataset, output: Output) -> bytes | None:
-    """The output's schema as the first results of ``map`` have it: the same rows as in a job
-    without shards. Raises as the function's module does when it is imported."""
+    """Of a job with ``map``: the same columns as in a job without shards."""
     with ExitStack() as closing:
         models = Models()
         closing.callback(models.close)
         _, context = models.load(job)
-        context = output.completed(context)
-        task = make_task(context)
-        output.set_columns(task.fields)
-        count = 1 if job.workers is None else min(1, job.workers)
-        if job.row_timeout is not None:
-            count = 1  # a process can be ended, a thread cannot
-        workers = Workers(context, count, task.columns)
-        closing.callback(workers.close)
-        rows = sample_of(_results(dataset, workers))
-    if not rows:
-        return None
-    output.learn_columns_of(rows)
-    return output.new_schema
-
-
-def _results(dataset: Dataset, workers: Workers) -> Iterator[MapResult]:
-    """Of the good rows, from the first on."""
-    for entry in dataset.chunks(Record.empty(), _CHUNK_ROWS, skips_bad_files=True):
-        left = entry if isinstance(entry, Chunk) else None
-        while left is not None:
-            prepared = workers.submit(left).result()
-            left = prepared.rest
-            for item in prepared.items:
-                if item.error is None:
-                    yield item.prepared
+        return columns_of_map(output.maker.completed(context), dataset, output.maker)
 
 
 def divided(counted: list[CountedFile], shard_count: int) -> list[list[RowRange]]:

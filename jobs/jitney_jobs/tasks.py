@@ -1,7 +1,7 @@
 """What a job does with each row: the tasks, and what they are made of.
 
 A task is made in every process from the same :class:`Context`. Worker processes prepare rows with
-it (``prepare``), and the job's process makes columns of the results (``gathering``). ``map`` is
+it (``prepare``), and the job's process makes columns of the results (``finished_rows``). ``map`` is
 here; language models are in ``generate``, exported ones in ``tensors``, OpenAI's lines in
 ``openai_lines``.
 """

@@ -11,7 +11,13 @@ import torch
 from jitney.engine.assemble import load_model
 from jitney.errors import CheckpointError, ConfigError, UnsupportedModelError
 from jitney.execution import eagle
-from jitney.execution.checkpoint import INDEX, WEIGHTS, check_checkpoint, resolve_model
+from jitney.execution.checkpoint import (
+    CONSOLIDATED,
+    INDEX,
+    WEIGHTS,
+    check_checkpoint,
+    resolve_model,
+)
 from jitney.read_config import make_config
 
 from tests.tiny_models import make_checkpoint, make_head
@@ -73,6 +79,56 @@ def test_malformed_generation_config(folder: Path) -> None:
     assert refusal(folder).startswith("generation_config.json is not JSON")
 
 
+def renamed(folder: Path, name: str) -> Path:
+    (folder / WEIGHTS).rename(folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "model-00001-of-00001.safetensors"])
+def test_one_file_of_any_name(folder: Path, name: str) -> None:
+    """The weights are the same, and nothing is left in the folder."""
+    before = load(folder).module.lm_head.weight
+    files = {file.name for file in renamed(folder, name).iterdir()}
+    assert torch.equal(load(folder).module.lm_head.weight, before)
+    assert {file.name for file in folder.iterdir()} == files
+
+
+def test_all_of_a_numbered_row_need_no_index(sharded: Path) -> None:
+    before = load(sharded).module.lm_head.weight
+    (sharded / INDEX).unlink()
+    assert torch.equal(load(sharded).module.lm_head.weight, before)
+    missing = shard(sharded)
+    missing.unlink()
+    assert refusal(sharded) == f"{missing.name} is missing, and so is {INDEX}"
+
+
+def test_files_that_may_not_belong_together(folder: Path) -> None:
+    renamed(folder, "a.safetensors")
+    (folder / "b.safetensors").write_bytes((folder / "a.safetensors").read_bytes())
+    message = refusal(folder)
+    assert message.startswith(f"{INDEX} is missing, and which of these belong to the model")
+    assert message.endswith("a.safetensors, b.safetensors")
+
+
+def test_consolidated_weights(folder: Path) -> None:
+    """With the names of transformers it is a file like any other, with Mistral's own it is not."""
+    renamed(folder, CONSOLIDATED)
+    assert load(folder).num_parameters > 0
+    own_names = {"tok_embeddings.weight": torch.zeros(2, 2), "norm.weight": torch.zeros(2)}
+    safetensors.torch.save_file(own_names, folder / CONSOLIDATED)
+    message = refusal(folder)
+    assert message.startswith(f"{CONSOLIDATED} is in Mistral's own layout")
+    assert "`hf download NAME --exclude 'consolidated.safetensors'`" in message
+    assert "`python convert_mistral_weights_to_hf.py --input_dir" in message
+    (folder / "config.json").rename(folder / "params.json")
+    assert refusal(folder) == message
+
+
+def test_an_adapter_is_no_model(folder: Path) -> None:
+    message = refusal(renamed(folder, "adapter_model.safetensors"))
+    assert message.startswith("adapter_model.safetensors is an adapter")
+
+
 def test_no_weights(folder: Path) -> None:
     (folder / WEIGHTS).unlink()
     assert refusal(folder) == f"{WEIGHTS} is missing, and so is {INDEX}"
@@ -85,6 +141,7 @@ def test_pickles_are_not_read(folder: Path, name: str) -> None:
     message = refusal(folder)
     assert message.startswith(f"{name} is a pickle")
     assert "only safetensors are read" in message
+    assert "M.from_pretrained('FOLDER').save_pretrained('NEW')" in message
 
 
 def test_pickle_named_by_the_index(sharded: Path) -> None:

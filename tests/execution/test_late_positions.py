@@ -6,33 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from jitney.engine.assemble import load_runner
 from jitney.errors import InstallationError, UnsupportedModelError
 from jitney.execution import interface, probe
 from jitney.execution.probe_tokens import tokens_up_to
 from jitney.execution.support import layer_windows, named_lengths
 from jitney.read_config import make_config
-from jitney.sampling_params import SamplingParams
 
-from tests.execution.drive import drive
-from tests.execution.generate import eager, expected_outputs, make_prompts
+from tests.execution.like_generate import assert_like_generate, make_type, options_for
 from tests.tiny_models import make_config as make_hf_config
 from tests.tiny_models import make_model
 
-TINY = {
-    "vocab_size": 160,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
 MINISTRAL_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 1e6,
@@ -52,20 +36,6 @@ LLAMA_4 = {
     "interleave_moe_layer_step": 2,
     "floor_scale": 32,
 }
-
-
-def made(folder: Path, model_type: str, **fields: object) -> Path:
-    """A tiny random checkpoint."""
-    config = transformers.CONFIG_MAPPING[model_type](**{**TINY, **fields})
-    make_model(config).save_pretrained(folder)
-    return folder
-
-
-def options(folder: Path) -> Any:
-    return make_config({
-        "model": str(folder), "device": "cpu", "dtype": "float32", "threads": 1,
-        "kv_cache_bytes": 4 << 20,
-    })  # fmt: skip
 
 
 def module_with_attention(**fields: object) -> Any:
@@ -131,21 +101,14 @@ def test_kernels_that_go_wrong_at_late_positions_are_named() -> None:
 def test_tokens_far_behind_the_first_are_those_of_generate(
     tmp_path: Path, model_type: str, fields: dict[str, object]
 ) -> None:
-    folder = made(tmp_path / "m", model_type, **fields)
-    prompts = make_prompts(5, 17, 33, 70)
-    expected = expected_outputs(eager(folder), prompts, 24)
-    runner = load_runner(options(folder))
-    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, seed=0)
-    driven = drive(runner, [(prompt, params) for prompt in prompts], budget=64)
-    runner.close()
-    assert driven.outputs == expected
+    assert_like_generate(make_type(tmp_path / "m", model_type, **fields))
 
 
 def test_an_attention_that_counts_positions_by_its_cache_is_refused(tmp_path: Path) -> None:
     """Llama 4's: without a cache of transformers it takes a token's index in the step. Its factor
     is 1 at the first positions."""
-    folder = made(tmp_path / "m", "llama4_text", **LLAMA_4, attn_temperature_tuning=True)
+    folder = make_type(tmp_path, "llama4_text", **LLAMA_4, attn_temperature_tuning=True)
     with pytest.raises(
         UnsupportedModelError, match="does not go by the positions that it is given"
     ):
-        load_runner(options(folder))
+        load_runner(make_config(options_for(folder)))

@@ -84,34 +84,6 @@ def test_refused_by_configuration(tmp_path: Path, model_type: str) -> None:
     assert any(part in message for part in reason.split("|")), message
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
-        {
-            "rope_type": "longrope",
-            "rope_theta": 10000.0,
-            "short_factor": [1.0] * 8,
-            "long_factor": [2.0] * 8,
-            "original_max_position_embeddings": 64,
-        },
-    ],
-)
-def test_rotary_scaling_that_depends_on_the_batch(tmp_path: Path, rope: dict) -> None:
-    config = make_hf_config("llama", rope_parameters=rope).to_dict()
-    assert repr(rope["rope_type"]) in refusal(config_only(tmp_path / "m", config), "llama")
-
-
-def test_rotary_scaling_of_one_kind_of_layer(tmp_path: Path) -> None:
-    plain = {"rope_type": "default", "rope_theta": 10000.0}
-    rope = {
-        "sliding_attention": plain,
-        "full_attention": {**plain, "rope_type": "dynamic", "factor": 2.0},
-    }
-    config = make_hf_config("gemma3", rope_parameters=rope).to_dict()
-    assert "'dynamic'" in refusal(config_only(tmp_path / "m", config), "gemma3_text")
-
-
 def test_remote_code_is_never_run(tmp_path: Path) -> None:
     config = {
         "model_type": "homemade",
@@ -143,22 +115,6 @@ BY_PROBE = {
     "diffllama": ({}, "attends twice"),
     "doge": ({"head_dim": 16}, "a mask of its own"),
     "nemotron": ({}, "does not pass keyword arguments on"),
-    "deepseek_v3": (
-        {
-            "num_key_value_heads": 4,
-            "q_lora_rank": 16,
-            "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 16,
-            "v_head_dim": 16,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_group": 1,
-            "topk_group": 1,
-            "moe_intermediate_size": 32,
-        },
-        "different head sizes",
-    ),
 }
 
 

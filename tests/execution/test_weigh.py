@@ -10,6 +10,8 @@ from jitney.errors import ConfigError, UnsupportedModelError
 from jitney.execution import memory
 from jitney.read_config import make_config
 
+from tests.execution.like_generate import make_type, options_for
+from tests.execution.test_served_types import LONGCAT, MLA
 from tests.tiny_models import ARCHITECTURES, make_checkpoint, make_head
 
 
@@ -153,3 +155,15 @@ def test_what_plain_attention_does_not_hold_is_refused_as_at_load(
     for key, value in (("batch_invariant", True), ("kv_cache_dtype", "float8_e4m3")):
         with pytest.raises(ConfigError, match=key):
             assemble.weigh(make_config({**plain, key: value}))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"), [("deepseek_v3", MLA), ("longcat_flash", {**LONGCAT, "head_dim": 8})]
+)
+def test_blocks_of_latent_attention(
+    tmp_path: Path, model_type: str, fields: dict[str, object]
+) -> None:
+    """Also of one whose experts cannot run without weights."""
+    config = make_config(options_for(make_type(tmp_path, model_type, **fields)))
+    loaded = assemble.load_model(config)
+    assert assemble.weigh(config).block == memory.block_bytes(loaded.layers, 16, torch.float32)

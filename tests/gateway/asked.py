@@ -41,18 +41,20 @@ PARAMS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def ask(body: dict[str, Any], *, strict: bool = False) -> list[ServerRequest]:
+def ask(
+    body: dict[str, Any], *, strict: bool = False, known: ModelDescription = KNOWN
+) -> list[ServerRequest]:
     data = json.dumps(body).encode()
     ignored = IgnoredFields(strict=strict)
     if "prompt" in body:
-        return requests_of_completions(decode(data, CompletionRequest, ignored), KNOWN, "id")
+        return requests_of_completions(decode(data, CompletionRequest, ignored), known, "id")
     chat = decode(data, ChatRequest, ignored)
-    leave_out_of_chat(chat, KNOWN, ignored)
-    return [request_of_chat(chat, KNOWN, "id")]
+    leave_out_of_chat(chat, known, ignored)
+    return [request_of_chat(chat, known, "id")]
 
 
-def params_of(body: dict[str, Any]) -> dict[str, Any]:
-    return json.loads(ask(body)[0].inputs["sampling_parameters"])  # type: ignore[arg-type]
+def params_of(body: dict[str, Any], known: ModelDescription = KNOWN) -> dict[str, Any]:
+    return json.loads(ask(body, known=known)[0].inputs["sampling_parameters"])  # type: ignore[arg-type]
 
 
 def refused(body: dict[str, Any], *, strict: bool = False) -> tuple[Any, str]:

@@ -302,3 +302,20 @@ def test_null_stands_for_an_absent_field_everywhere() -> None:
             if not field.required and field.name != "params":
                 assert msgspec.convert(None, field.type) is None, (record, field.name)
                 assert field.default is None
+
+
+def test_what_a_client_leaves_unset_is_as_the_checkpoint_states() -> None:
+    known = msgspec.structs.replace(KNOWN, sampling_defaults={"temperature": 0.6, "top_k": 20})
+    for body in (CHAT, TEXT):
+        params = params_of({**body, "top_k": 5}, known)
+        assert (params["temperature"], params["top_k"]) == (0.6, 5)
+        assert params_of({**body, "temperature": None}, known)["temperature"] == 0.6
+
+
+def test_the_template_for_tools_tells_the_format_of_calls() -> None:
+    """A checkpoint may have one of its own for chats with tools."""
+    call = r"""{{ "<tool_call>\n{\"name\": <function-name>, \"arguments\": <object>}" }}"""
+    plain = msgspec.structs.replace(KNOWN, tool_format=None, chat_template="{{ messages }}")
+    with pytest.raises(FieldError, match="tells no format of calls"):
+        ask(CHAT, known=plain)
+    ask(CHAT, known=msgspec.structs.replace(plain, tool_template=call))

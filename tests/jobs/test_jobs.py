@@ -17,8 +17,8 @@ from jitney_jobs.dataset import Dataset
 from jitney_jobs.generate import GenerateOnServer
 from jitney_jobs.job import differences, make_job
 from jitney_jobs.outcome import error_limit
-from jitney_jobs.pipeline import worker_count
 from jitney_jobs.prepare_workers import Workers
+from jitney_jobs.row_runner import worker_count
 from jitney_jobs.rows import Chunk
 from jitney_jobs.run import read_record, run_job
 from jitney_jobs.tasks import Context, Map

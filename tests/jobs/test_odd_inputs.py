@@ -9,7 +9,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 from jitney.errors import InvalidArgumentError, UnavailableError
-from jitney_jobs import executors, file_batches, gathering, pipeline
+from jitney_jobs import executors, file_batches, part_filler, row_runner
 from jitney_jobs.command import resume, status
 from jitney_jobs.generate import GenerateOnServer, columns_of_prompt
 from jitney_jobs.job import make_job
@@ -185,8 +185,8 @@ def test_rows_that_are_large_are_few_at_a_time(
     """Rows of 10 KB: a chunk has 2 of them, 10 and one more chunk are on their way, a part has
     20."""
     monkeypatch.setattr(file_batches, "_BATCH_BYTES", 20_000)
-    monkeypatch.setattr(pipeline, "_IN_FLIGHT_BYTES", 100_000)
-    monkeypatch.setattr(gathering, "_PART_BYTES", 200_000)
+    monkeypatch.setattr(row_runner, "_IN_FLIGHT_BYTES", 100_000)
+    monkeypatch.setattr(part_filler, "_PART_BYTES", 200_000)
     rows = [{"id": i, "text": chr(97 + i % 26) * 10_000} for i in range(100)]
     source = tmp_path / f"in.{suffix}"
     table = pa.Table.from_pylist(rows)

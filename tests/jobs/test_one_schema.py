@@ -374,7 +374,7 @@ def test_parts_are_bounded_by_what_is_in_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Results of 1 MB for rows of 10 bytes."""
-    monkeypatch.setattr("jitney_jobs.gathering._PART_BYTES", 10_000_000)
+    monkeypatch.setattr("jitney_jobs.part_filler._PART_BYTES", 10_000_000)
     source = write_lines(tmp_path / "in.jsonl", ids(0, 60))
     assert run(source, tmp_path / "out", map="tests.jobs.job_rows:large", workers=1)
     parts = read_record(str(tmp_path / "out"), None).parts

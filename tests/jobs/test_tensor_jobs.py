@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from jitney.errors import CheckpointError, InvalidArgumentError
-from jitney_jobs import pipeline
+from jitney_jobs import row_runner
 from jitney_jobs.job import make_job
 from jitney_jobs.onnx_executor import BatchSizes, OnnxExecutor
 from jitney_jobs.run import read_record
@@ -120,7 +120,7 @@ def test_images_are_classified(tmp_path: Path, form: str) -> None:
 def test_few_images_wait_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their paths have few bytes, the arrays that are made of them 256 each: 10 of them, or two
     chunks of 8 that are not prepared yet, and one more chunk are on their way."""
-    monkeypatch.setattr(pipeline, "_IN_FLIGHT_BYTES", 10 * 256)
+    monkeypatch.setattr(row_runner, "_IN_FLIGHT_BYTES", 10 * 256)
     (source := tmp_path / "in").mkdir()
     for i in range(60):
         Image.fromarray(pictures()[i % 30]).save(source / f"{i:02}.png")

@@ -48,12 +48,33 @@ def test_parts_of_a_character_have_bytes(tmp_path: Path, kind: str) -> None:
 def test_missing_or_broken_files(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     folder.mkdir()
-    with pytest.raises(CheckpointError, match="the tokenizer in 'checkpoint' cannot be loaded"):
-        Tokenizer.load(folder)
     save("byte_level", folder)
     (folder / "tokenizer.json").write_text("{", encoding="utf-8")
     with pytest.raises(CheckpointError, match="the tokenizer in 'checkpoint' cannot be loaded"):
         Tokenizer.load(folder)
+
+
+def test_a_sentencepiece_model_alone_says_how_to_convert_it(tmp_path: Path) -> None:
+    """Where it cannot be read. A folder without any tokenizer is another matter."""
+    (tmp_path / "tokenizer.model").write_bytes(b"no model")
+    with pytest.raises(CheckpointError) as caught:
+        Tokenizer.load(tmp_path)
+    message = str(caught.value)
+    assert "it is tokenizer.model alone" in message
+    assert "pip install transformers sentencepiece protobuf" in message
+    assert "T.from_pretrained('FOLDER').save_pretrained('FOLDER')" in message
+
+
+def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.data.missing
+    assert tokenizer.vocab == {}
+    assert tokenizer.decode([5, 6]) == ""
+    decoder = tokenizer.decoder([5], skip_special_tokens=True)
+    assert decoder.feed(6) + decoder.flush() == ""
+    with pytest.raises(InvalidArgumentError, match=r"^messages cannot be used: .* no tokenizer"):
+        tokenizer.render_chat([], {})
 
 
 def test_chat(tmp_path: Path) -> None:

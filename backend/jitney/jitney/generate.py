@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from jitney.errors import InvalidArgumentError
@@ -96,6 +97,7 @@ def complete_on_terminal(
         llm = LLM(model, **given)
     with llm:
         Console(highlight=False).print(Text(text), style="dim", end="", soft_wrap=True)
-        for piece in llm.stream(text, params):
+        # A mapping, in which nothing is left to the checkpoint: the command has its own defaults.
+        for piece in llm.stream(text, msgspec.structs.asdict(params)):
             print(piece.text, end="", flush=True)
         print()

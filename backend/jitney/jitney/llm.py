@@ -39,7 +39,8 @@ from jitney.text.intake import encode_chat, encode_prompt, make_submit
 from jitney.text.tokenizer import Tokenizer, TokenizerData
 
 Prompt = str | list[int]
-Params = SamplingParams | Sequence[SamplingParams] | None
+OneParams = SamplingParams | Mapping[str, object]
+Params = OneParams | Sequence[OneParams] | None
 Running = dict[Any, OpenRequest]
 """Requests that were started and not collected yet (:meth:`LLM.collect_ended`). The keys are the
 caller's own."""
@@ -127,12 +128,15 @@ class LLM:
     ) -> list[Completed]:
         """Complete every prompt, a text or a list of token ids; results in the prompts' order.
 
-        ``params`` hold for all of them, or are one for each. Raises InvalidArgumentError before
+        ``params`` hold for all of them, or are one for each. Those that they leave unset are the
+        checkpoint's own (option ``generation_config``). A mapping of names and values says exactly
+        what is set. In SamplingParams a value that is the default counts as unset: to ask for a
+        temperature of 1, give ``{"temperature": 1.0}``. Raises InvalidArgumentError before
         anything runs if any prompt or parameter is wrong. A request that the engine refuses, or
         that fails later, does not stop the others: its result carries the error.
         """
         ids = [self._encode(prompt) for prompt in _listed(prompts)]
-        return self._complete(self.requests(ids, params), progress)
+        return self._complete(self.requests(ids, self._with_defaults(params)), progress)
 
     def chat(
         self,
@@ -150,17 +154,15 @@ class LLM:
         for raw in chats:
             chat = make_chat(raw, chat_template_parameters or {}, self.config)
             ids.append(encode_chat(chat, self.tokenizer, self.config, self.info))
-        return self._complete(self.requests(ids, params), progress)
+        return self._complete(self.requests(ids, self._with_defaults(params)), progress)
 
-    def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None
-    ) -> Iterator[SequenceDelta]:
+    def stream(self, prompt: Prompt, params: OneParams | None = None) -> Iterator[SequenceDelta]:
         """Complete one prompt piece by piece, as the engine's steps give something new.
 
         With ``n`` > 1 the pieces of the sequences come mixed, each with its ``index``. The prompt
         is checked at once, not at the first piece. Closing the iterator cancels the request.
         """
-        (submit,) = self.requests([self._encode(prompt)], params)
+        (submit,) = self.requests([self._encode(prompt)], self._with_defaults(params))
         return self._pieces(submit)
 
     def close(self) -> None:
@@ -189,9 +191,10 @@ class LLM:
         return max(1, most)
 
     def requests(self, prompts: list[list[int]], params: Params) -> list[Submit]:
-        """Requests of token ids for :meth:`start`. Raises InvalidArgumentError."""
+        """Requests of token ids for :meth:`start`. The checkpoint's own parameters are not filled
+        in. Raises InvalidArgumentError."""
         self._check_not_closed()
-        if params is None or isinstance(params, SamplingParams):
+        if params is None or isinstance(params, SamplingParams | Mapping):
             same = _parsed(params or SamplingParams())
             params_of_each = [same] * len(prompts)
         else:
@@ -232,6 +235,14 @@ class LLM:
         if not isinstance(prompt, list) or not all(type(each) is int for each in prompt):
             raise InvalidArgumentError.of("prompts", prompt, "texts or lists of token ids")
         return prompt.copy()
+
+    def _with_defaults(self, params: Params) -> Params:
+        """``params`` with the checkpoint's own where they are unset: see :meth:`generate`."""
+        defaults = self.info.sampling_defaults
+        are_one = params is None or isinstance(params, SamplingParams | Mapping)
+        if are_one or not isinstance(params, Iterable):
+            return {**defaults, **_stated(params)}
+        return [{**defaults, **_stated(own)} for own in params]
 
     def _request(self, prompt: list[int], params: SamplingParams) -> Submit:
         return make_submit(
@@ -369,9 +380,25 @@ def _listed(prompts: Prompt | Iterable[Prompt]) -> list[Any]:
     return listed
 
 
+def _stated(params: object) -> dict[str, object]:
+    """The parameters that the caller has set. Raises InvalidArgumentError."""
+    if params is None:
+        return {}
+    if isinstance(params, Mapping):
+        return {name: value for name, value in params.items() if value is not None}
+    if not isinstance(params, SamplingParams):
+        bound = "SamplingParams, or a mapping of names and values, or a list of them"
+        raise InvalidArgumentError.of("params", params, bound)
+    given = msgspec.structs.asdict(params)
+    unset = msgspec.structs.asdict(SamplingParams())
+    return {name: value for name, value in given.items() if value != unset[name]}
+
+
 def _parsed(params: object) -> SamplingParams:
     """``params`` with the types that its fields state: a struct made in Python may hold anything,
     such as one text as ``stop``. Raises InvalidArgumentError."""
+    if isinstance(params, Mapping):
+        return parse_sampling_params(params)
     if not isinstance(params, SamplingParams):
         raise InvalidArgumentError.of("params", params, "SamplingParams, or a list of them")
     return parse_sampling_params(msgspec.structs.asdict(params))

@@ -284,6 +284,9 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     overlap: bool = False
     """Whether the runner's ``launch`` returns before the step's end, so that the next step can be
     planned meanwhile."""
+    sampling_defaults: dict[str, float] = {}
+    """What the gateway and ``LLM`` fill in for sampling parameters that are left unset; empty with
+    option ``generation_config`` none."""
 
 
 class Footprint(msgspec.Struct, frozen=True, kw_only=True):

@@ -109,6 +109,8 @@ def quantizer() -> Quantizer | None:
 
 def grammar_compiler(data: TokenizerData, info: ModelInfo) -> Compile:
     """What compiles grammars for a model, or refuses them all if its tokenizer cannot be used."""
+    if data.missing:
+        return refuse  # the front has refused them before
     try:
         return GrammarCompiler(data, info)
     except ValueError as error:

@@ -24,6 +24,15 @@ GENERATION_CONFIG = "generation_config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
+CONSOLIDATED = "consolidated.safetensors"
+"""In Mistral's own layout, as a rule: with other names of tensors than transformers' modules have.
+"""
+_MISTRALS_OWN = "tok_embeddings.weight"
+"""A name of a tensor in that layout."""
+_ADAPTER = "adapter_model.safetensors"
+_NUMBERED = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})[.]safetensors")
+"""One of several files that belong together: their common name, its number, and how many."""
+
 # Files that hold pickles: reading one runs whatever code it carries.
 _PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".pkl", ".ckpt"})
 
@@ -58,6 +67,9 @@ class Checkpoint:
     num_bytes: int
     """Of the weight files."""
     gguf: GgufFile | None = None
+    lacks_index: bool = False
+    """Whether the weight files have names under which transformers does not look for them, and no
+    index that names them."""
 
     @property
     def config_name(self) -> str:
@@ -138,7 +150,13 @@ def check_checkpoint(path: Path) -> Checkpoint:
         num_values=values_by_dtype.total(),
         num_bytes=sum((folder / name).stat().st_size for name in contents.weight_files),
         gguf=contents.gguf,
+        lacks_index=contents.gguf is None and not _is_found_by_transformers(folder),
     )
+
+
+def _is_found_by_transformers(folder: Path) -> bool:
+    """Whether the folder has weights under a name that transformers looks for."""
+    return (folder / INDEX).exists() or (folder / WEIGHTS).exists()
 
 
 class _Contents(NamedTuple):
@@ -151,11 +169,16 @@ class _Contents(NamedTuple):
 
 
 def _contents_of_safetensors(folder: Path) -> _Contents:
+    has_own_layout = (folder / CONSOLIDATED).exists() and not (folder / CONFIG).exists()
+    if has_own_layout:
+        raise _mistrals_own()
     config = read_json(folder, CONFIG)
     files = _weight_files(folder)
     tensors: dict[str, StoredTensor] = {}
     for file in files:
         tensors.update(_read_header(folder, file))
+    if files == (CONSOLIDATED,) and _MISTRALS_OWN in tensors:
+        raise _mistrals_own()
     return _Contents(config, files, tensors)
 
 
@@ -255,12 +278,12 @@ def _bits_of(dtype: str) -> int:
 
 
 def _weight_files(folder: Path) -> tuple[str, ...]:
-    """The shards that the index names, or the one file. Raises CheckpointError if there are none,
-    or others than safetensors."""
+    """The shards that the index names, or the one file, or those that :func:`_files_without_index`
+    finds. Raises CheckpointError if there are none, or others than safetensors."""
     if not (folder / INDEX).exists():
-        if not (folder / WEIGHTS).exists():
-            raise _no_weights(folder)
-        return (WEIGHTS,)
+        if (folder / WEIGHTS).exists():
+            return (WEIGHTS,)
+        return _files_without_index(folder)
     weight_map = read_json(folder, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{INDEX} has no weight_map")
@@ -274,6 +297,48 @@ def _weight_files(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(set(weight_map.values())))
 
 
+def _files_without_index(folder: Path) -> tuple[str, ...]:
+    """The weight files of a folder that has them under other names, and no index: one file of any
+    name, or all of a numbered row. Raises CheckpointError if there is neither."""
+    names = sorted(file.name for file in folder.glob("*.safetensors"))
+    weights = [name for name in names if name != _ADAPTER]
+    if len(weights) > 1 and CONSOLIDATED in weights:
+        # A second copy of the same weights.
+        weights.remove(CONSOLIDATED)
+    if not weights:
+        if names:
+            raise CheckpointError(
+                f"{_ADAPTER} is an adapter, and {WEIGHTS} is missing: option model is the model "
+                "that it was made for, and option adapters the folder of its adapters"
+            )
+        raise _no_weights(folder)
+    numbered = [_NUMBERED.fullmatch(name) for name in weights]
+    first = numbered[0]
+    if first is None:
+        if len(weights) == 1:
+            return (weights[0],)
+        raise CheckpointError(
+            f"{INDEX} is missing, and which of these belong to the model is not clear: "
+            f"{', '.join(weights[:4])}"
+        )
+    common, _, count = first.groups()
+    numbers = range(1, int(count) + 1)
+    row = tuple(f"{common}-{number:05}-of-{count}.safetensors" for number in numbers)
+    for name in row:
+        if name not in weights:
+            raise CheckpointError(f"{name} is missing, and so is {INDEX}")
+    return row
+
+
+def _mistrals_own() -> CheckpointError:
+    return CheckpointError(
+        f"{CONSOLIDATED} is in Mistral's own layout, which is not read: fetch the model's other "
+        f"files (`hf download NAME --exclude '{CONSOLIDATED}'`) or, if it has none, convert it by "
+        "transformers' script: `python convert_mistral_weights_to_hf.py --input_dir FOLDER "
+        "--output_dir NEW`"
+    )
+
+
 def _no_weights(folder: Path) -> CheckpointError:
     """The error for a folder without safetensors."""
     pickles = sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLE_SUFFIXES)
@@ -281,5 +346,7 @@ def _no_weights(folder: Path) -> CheckpointError:
         return CheckpointError(f"{WEIGHTS} is missing, and so is {INDEX}")
     return CheckpointError(
         f"{pickles[0]} is a pickle, which can run code when it is read, and {WEIGHTS} is missing: "
-        "only safetensors are read; convert the checkpoint"
+        'only safetensors are read; convert the checkpoint where you trust it: `python -c "from '
+        "transformers import AutoModelForCausalLM as M; "
+        "M.from_pretrained('FOLDER').save_pretrained('NEW')\"`"
     )

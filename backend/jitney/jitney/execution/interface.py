@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from jitney.execution.attention import AttentionMetadata
@@ -134,6 +135,8 @@ class LoadedModel:
     pack: Pack | None = None
     """Turns an adapter's factors (``low_rank``) into the form that ``forward`` reads, which is kept
     as ``LowRank.packed``. None: ``forward`` reads the factors themselves."""
+    generation_config: Mapping[str, Any] = field(default_factory=dict)
+    """The checkpoint's ``generation_config.json`` as it stands; empty if there is none."""
     cache_scales: Mapping[int, KvScales] = field(default_factory=dict)
     """By layer, the scales of a float8 cache that the checkpoint states, on the device. Layers for
     which it states none are missing."""
@@ -182,11 +185,14 @@ def paged_attention(
     if "is_causal" not in extra:
         # Some architectures state it as an argument, others as an attribute of the layer.
         extra["is_causal"] = bool(vars(module).get("is_causal", True))
+    # The cache of a layer has heads of one size. The values of latent attention (MLA) are narrower
+    # than its keys: zeros fill them up, and the zeros that these give are cut off again.
+    size = max(query.shape[-1], value.shape[-1])
     call = AttentionCall(
         layer=module.layer_idx,  # type: ignore[arg-type]
-        query=query[0].transpose(0, 1),
-        key=key[0].transpose(0, 1),
-        value=value[0].transpose(0, 1),
+        query=_widened(query[0].transpose(0, 1), size),
+        key=_widened(key[0].transpose(0, 1), size),
+        value=_widened(value[0].transpose(0, 1), size),
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window or None,  # some architectures give 0 for no window
         softcap=softcap,
@@ -194,7 +200,13 @@ def paged_attention(
         mask=attention_mask,
         extra=extra,
     )
-    return paged(call).unsqueeze(0), None
+    return paged(call)[..., : value.shape[-1]].unsqueeze(0), None
+
+
+def _widened(heads: Tensor, size: int) -> Tensor:
+    """``heads`` [T, heads, head size] with zeros up to ``size``."""
+    missing = size - heads.shape[-1]
+    return functional.pad(heads, (0, missing)) if missing else heads
 
 
 def forward_module(

@@ -30,7 +30,7 @@ import torch
 
 from jitney.config import EngineConfig
 from jitney.errors import ConfigError
-from jitney.execution import machine, memory, options, probe
+from jitney.execution import machine, memory, options, probe, support
 from jitney.execution.acceleration import Accelerator, attention_by_layer
 from jitney.execution.draft import DraftInputs, DraftModel, NoInputs
 from jitney.execution.draft_setup import DraftSetup, setup_for
@@ -244,6 +244,9 @@ def _describe(config: EngineConfig, target: PreparedModel) -> ModelInfo:
         attention="+".join(kernels),
         num_parameters=model.num_parameters,
         max_num_batched_tokens=options.token_budget(config, model.device),
+        sampling_defaults=support.sampling_defaults(
+            model.generation_config, config, model.vocab_size
+        ),
     )
 
 

@@ -1,8 +1,7 @@
 """The proof, at load, that a module really runs through our attention and gives what it should.
 
-Three parts, all on a few dozen tokens (``probe_tokens``). :func:`record_layers` runs the module
-with a recorder instead of attention and refuses whatever a paged cache would get wrong silently.
-:func:`check_positions` refuses a module that does not count positions by the positions it is given.
+Two parts, both on a few dozen tokens (``probe_tokens``). :func:`record_layers` runs the module with
+a recorder instead of attention and refuses whatever a paged cache would get wrong silently.
 :func:`compare_with_eager` runs interleaved, chunked sequences over a real paged cache and compares
 their logits with those of transformers' own eager attention on each sequence alone.
 
@@ -41,9 +40,8 @@ from jitney.execution.interface import (
     StepFunction,
     forward_module,
 )
-from jitney.execution.late_cache import make_late_cache
 from jitney.execution.memory import make_layer_caches
-from jitney.execution.probe_tokens import BLOCK_SIZE, ProbeSequence, ProbeTokens
+from jitney.execution.probe_tokens import BLOCK_SIZE, ProbeTokens
 from jitney.execution.quantized import QuantizedLinear, float_inputs, layers_that_round_inputs
 from jitney.execution.reference import ReferenceAttention
 from jitney.execution.support import unservable
@@ -68,9 +66,6 @@ _PRODUCT_TOLERANCE = 0.06
 """The largest difference, relative to the norm of the right product, between a product with rounded
 inputs and one without. With inputs of 3 bits of fraction (e4m3) it is 0.027."""
 _PRODUCT_ROWS = 18
-_HANDED_OVER_TOLERANCE = 1e-3
-"""The largest difference, relative to its norm, of what a layer hands to attention when the same
-module runs twice on the same tokens. Both runs round alike."""
 
 
 def record_layers(module: PreTrainedModel, windows: list[int | None]) -> list[LayerSpec]:
@@ -80,7 +75,7 @@ def record_layers(module: PreTrainedModel, windows: list[int | None]) -> list[La
     for what a paged cache would get wrong.
     """
     recorder = _Recorder(module.config.model_type, windows)
-    ids = _probe_ids(module, ProbeTokens())[0]
+    ids = probe_ids(module, ProbeTokens())[0]
     positions = torch.arange(len(ids), device=ids.device)
     last = positions[-1:]
     logits = forward_module(module, ids, positions, last, recorder)
@@ -89,61 +84,6 @@ def record_layers(module: PreTrainedModel, windows: list[int | None]) -> list[La
             recorder.model_type, "it does not compute the logits of chosen tokens alone"
         )
     return recorder.specs()
-
-
-@torch.inference_mode()
-def check_positions(module: PreTrainedModel, tokens: ProbeTokens) -> None:
-    """Refuse a module that counts positions by anything but ``position_ids``, as Llama 4 does: by
-    the tokens in its cache, where it has one, and by a token's index in the step.
-
-    Each late sequence runs twice, without attention. At first a cache says how many tokens came
-    before, as in transformers' ``generate``. Then there is no cache, as in service. What layers
-    hand to attention must be the same. Raises UnsupportedModelError."""
-    for sequence, ids in zip(tokens.sequences, _probe_ids(module, tokens), strict=True):
-        if sequence.first_position == 0:
-            continue
-        positions = _positions(sequence, ids.device)
-        with_cache = _HandedOver()
-        module(
-            input_ids=ids.unsqueeze(0),
-            position_ids=positions.unsqueeze(0),
-            past_key_values=make_late_cache(module.config, sequence.first_position),
-            use_cache=True,
-            paged=with_cache,
-        )
-        without = _HandedOver()
-        forward_module(module, ids, positions, torch.arange(len(ids), device=ids.device), without)
-        if not without.is_same_as(with_cache):
-            raise unservable(
-                module.config.model_type,
-                f"its attention does not go by the positions that it is given, which shows at "
-                f"position {sequence.first_position:,}",
-            )
-
-
-class _HandedOver:
-    """A ``PagedFunction`` that keeps what layers hand to attention, and returns the query."""
-
-    def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
-
-    def __call__(self, call: AttentionCall) -> Tensor:
-        self.tensors += [call.query, call.key, call.value]
-        return call.query
-
-    def is_same_as(self, other: "_HandedOver") -> bool:
-        """Whether it was the same, but for rounding."""
-        for mine, its in zip(self.tensors, other.tensors, strict=True):
-            difference = (mine.float() - its.float()).norm()
-            # Not ``>``: that is false if one of them is NaN.
-            if not bool(difference <= _HANDED_OVER_TOLERANCE * its.float().norm()):
-                return False
-        return True
-
-
-def _positions(sequence: ProbeSequence, device: torch.device) -> Tensor:
-    """int64 [its length]"""
-    return sequence.first_position + torch.arange(sequence.length, device=device)
 
 
 def compare_with_eager(
@@ -183,16 +123,26 @@ def _eager_logits(module: PreTrainedModel, tokens: ProbeTokens) -> Tensor:
     logits = []
     module.set_attn_implementation("eager")
     try:
-        for sequence, ids in zip(tokens.sequences, _probe_ids(module, tokens), strict=True):
+        for sequence, ids in zip(tokens.sequences, probe_ids(module, tokens), strict=True):
             # At early positions the module is not told: it must count as we do.
             stated = {}
             if sequence.first_position > 0:
-                stated["position_ids"] = _positions(sequence, ids.device).unsqueeze(0)
+                stated["position_ids"] = sequence.positions(ids.device).unsqueeze(0)
             output = module(input_ids=ids.unsqueeze(0), use_cache=False, **stated)
             logits.append(output.logits[0])
     finally:
         module.set_attn_implementation(NAME)
     return torch.cat(logits).float()
+
+
+def runs_alone(module: PreTrainedModel) -> bool:
+    """Whether transformers can run the module by itself, with its own attention."""
+    try:
+        with torch.inference_mode():
+            _eager_logits(module, ProbeTokens())
+    except RuntimeError:
+        return False
+    return True
 
 
 def check_same(
@@ -368,7 +318,7 @@ def probe_logits(
         step = functools.partial(forward_module, module)
     tokens = tokens or ProbeTokens()
     block_size = max(block_size, BLOCK_SIZE)
-    all_ids = _probe_ids(module, tokens)
+    all_ids = probe_ids(module, tokens)
     device = all_ids[0].device
     caches = make_layer_caches(
         layers=specs,
@@ -405,7 +355,7 @@ def probe_logits(
     return torch.cat([torch.cat(of_sequence) for of_sequence in logits_of])
 
 
-def _probe_ids(module: PreTrainedModel, tokens: ProbeTokens) -> list[Tensor]:
+def probe_ids(module: PreTrainedModel, tokens: ProbeTokens) -> list[Tensor]:
     """The token ids of the sequences: fixed, spread over the vocabulary; int64 on the module's
     device."""
     weight = embedding_weight(module)

@@ -40,6 +40,10 @@ class ProbeSequence(NamedTuple):
     first_position: int = 0
     """Of its first token. The others follow it."""
 
+    def positions(self, device: torch.device) -> Tensor:
+        """int64 [length]"""
+        return self.first_position + torch.arange(self.length, device=device)
+
 
 class TokenGroup(NamedTuple):
     """Tokens whose logits are judged together."""

@@ -3,6 +3,7 @@ lists all steps. ``weigh`` takes the first two of them only.
 """
 
 import functools
+import logging
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,9 +23,13 @@ from jitney.execution import interface, machine, probe, support
 from jitney.execution.acceleration import Accelerator
 from jitney.execution.checkpoint import Checkpoint, check_checkpoint, resolve_model
 from jitney.execution.interface import LayerSpec, LoadedModel
+from jitney.execution.late_positions import check_positions
 from jitney.execution.probe_tokens import ProbeTokens, tokens_up_to
 from jitney.execution.quantized import QuantizedLinear, Quantizer, WeightFormat
+from jitney.execution.rotary_scaling import settle_factors
 from jitney.execution.weights import cache_scales, count_bytes, read_weights, weights_name
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -92,12 +97,9 @@ def judge(config: EngineConfig, tools: LoadTools, checkpoint: Checkpoint) -> Jud
         widened=widened,
         has_quantized_weights=has_quantized_weights,
     )
-    return Judged(
-        checkpoint=checkpoint,
-        config=hf_config,
-        dtype=dtype,
-        max_model_len=support.context_length(config, hf_config, is_draft=tools.is_draft),
-    )
+    max_model_len = support.context_length(config, hf_config, is_draft=tools.is_draft)
+    settle_factors(hf_config, max_model_len)
+    return Judged(checkpoint=checkpoint, config=hf_config, dtype=dtype, max_model_len=max_model_len)
 
 
 def _is_quantized_for_kernels(checkpoint: Checkpoint) -> bool:
@@ -252,6 +254,7 @@ def prove(read: ModuleWithWeights) -> LoadedModel:
         num_parameters=read.num_parameters,
         weight_bytes=count_bytes(module),
         forward=functools.partial(interface.forward_module, module),
+        generation_config=checkpoint.generation_config,
         cache_scales=cache_scales(checkpoint, kv_heads, device),
     )
 
@@ -262,12 +265,12 @@ def _probe(module: PreTrainedModel, max_model_len: int, weights: str) -> list[La
     try:
         layers = probe.record_layers(module, support.layer_windows(module.config))
         tokens = probe_tokens_of(module.config, max_model_len)
-        probe.check_positions(module, tokens)
         probe.compare_with_eager(module, layers, weights, tokens)
+        check_positions(module, tokens)
     except LoadError:
         raise
     except Exception as error:
-        raise failed_trial(module.config.model_type, error) from error
+        raise failed_trial(module, error) from error
     return layers
 
 
@@ -276,12 +279,21 @@ def probe_tokens_of(config: PreTrainedConfig, max_model_len: int) -> ProbeTokens
     return tokens_up_to(max_model_len, support.named_lengths(config, max_model_len))
 
 
-def failed_trial(model_type: str, error: Exception) -> MemoryError | UnsupportedModelError:
-    """What to raise if a module's trial step has raised ``error``, which is not a LoadError."""
+def failed_trial(module: PreTrainedModel, error: Exception) -> MemoryError | UnsupportedModelError:
+    """What to raise if a module's trial step has raised ``error``, which is not a LoadError. The
+    log gets the error itself: those of torch name sizes of tensors, and no reason."""
     if machine.is_out_of_memory(error):
         return MemoryError(str(error))
-    reason = f"a trial step over a paged cache failed ({first_line(error)})"
-    return support.unservable(model_type, reason)
+    _log.error("a trial step has failed", exc_info=error)
+    if isinstance(error, RuntimeError):
+        reason = "a trial step over a paged cache failed in torch (the log has the error)"
+        if not probe.runs_alone(module):
+            reason = "transformers itself fails on it (the log has the error)"
+    else:
+        reason = f"a trial step over a paged cache failed ({first_line(error)})"
+    if getattr(module.config, "kv_lora_rank", None):
+        reason = f"it attends over latents (MLA), and {reason}"
+    return support.unservable(module.config.model_type, reason)
 
 
 # ---------------------------------------------------------------------- once for each process

@@ -5,7 +5,7 @@ do not call us, masks of their own, …) is ``probe``'s. Architectures that cann
 UnsupportedModelError with the model type and the reason.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,16 +14,23 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from jitney.config import EngineConfig
-from jitney.errors import CheckpointError, ConfigError, UnsupportedModelError, first_line, show
-from jitney.execution.checkpoint import Checkpoint
+from jitney.errors import (
+    CheckpointError,
+    ConfigError,
+    InvalidArgumentError,
+    UnsupportedModelError,
+    first_line,
+    show,
+)
+from jitney.execution.checkpoint import GENERATION_CONFIG, Checkpoint
 from jitney.execution.machine import DTYPES
+from jitney.sampling_params import check_sampling_params, parse_sampling_params
 
-# Rotary scalings whose factors depend on the longest sequence of the whole batch: what a request
-# gets would depend on its neighbours, and keys cached before a change would be wrong after it.
-_BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 _CHECKPOINT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _LENGTH_NAMES = ("position", "length", "window", "chunk", "context", "floor_scale", "seq")
 """Parts of the names that configurations give to lengths, in tokens."""
+_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Fields of ``generation_config.json`` that are sampling parameters."""
 _PAGED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
@@ -135,6 +142,31 @@ def eos_ids(checkpoint: Checkpoint, vocab_size: int) -> frozenset[int]:
     return frozenset(ids)
 
 
+def sampling_defaults(
+    generation_config: Mapping[str, Any], config: EngineConfig, vocab_size: int
+) -> dict[str, float]:
+    """The sampling parameters that a ``generation_config.json`` states, by our names; empty if
+    option ``generation_config`` is none. Raises CheckpointError for one that no request may have.
+
+    ``do_sample: false`` is a temperature of 0. Without ``do_sample`` the others count, as in vLLM.
+    """
+    if config.generation_config == "none":
+        return {}
+    stated = {name: generation_config.get(name) for name in _SAMPLING_DEFAULTS}
+    given = {name: value for name, value in stated.items() if value is not None}
+    if generation_config.get("do_sample") is False:
+        given["temperature"] = 0.0
+    try:
+        params = parse_sampling_params(given)
+        check_sampling_params(params, config, vocab_size=vocab_size)
+    except InvalidArgumentError as error:
+        raise CheckpointError(
+            f"{GENERATION_CONFIG} cannot be used: {error} (option generation_config 'none' leaves "
+            "it out)"
+        ) from None
+    return {name: getattr(params, name) for name in given}
+
+
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:
     """The sliding window of each layer as the configuration states it, which is what transformers'
     own masks follow. None is full attention."""
@@ -173,23 +205,19 @@ def _obstacles(config: PreTrainedConfig) -> Iterator[str]:
         yield "it is an encoder-decoder, whose decoder reads a second sequence"
     if config.get_text_config() is not config:
         yield "it is a multi-modal model, and only text models are served"
-    for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
+    layer_types = getattr(config, "layer_types", None) or ()
+    for index, kind in enumerate(layer_types):
         if kind not in _PAGED_LAYER_TYPES:
             yield (
                 f"layer {index} is of type {kind!r}, and only full and sliding attention are kept "
                 "in a paged cache"
             )
-    for kind in _rope_types(getattr(config, "rope_parameters", None)):
-        if kind in _BATCH_DEPENDENT_ROPE:
-            yield (
-                f"its rotary scaling is {kind!r}, whose factors depend on the longest sequence of "
-                "a batch"
-            )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         yield "transformers has no causal language model of it"
         return  # what follows looks at the model's class
     cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if getattr(cls, "_is_stateful", False):
+    # A class of hybrids may also have no recurrent layer in a checkpoint, as in Granite 4.0 Micro.
+    if getattr(cls, "_is_stateful", False) and not layer_types:
         yield "it has recurrent layers, whose state is not kept in a paged cache"
     if not getattr(cls, "_supports_attention_backend", False):
         yield "its attention does not go through transformers' AttentionInterface"
@@ -197,13 +225,3 @@ def _obstacles(config: PreTrainedConfig) -> Iterator[str]:
         yield "it has cross-attention, which reads a second sequence"
     if not getattr(config, "is_causal", True):
         yield "its attention is not causal"
-
-
-def _rope_types(parameters: object) -> Iterator[str]:
-    """Every ``rope_type`` in ``rope_parameters``, which may be nested by layer type."""
-    if isinstance(parameters, dict):
-        kind = parameters.get("rope_type")
-        if isinstance(kind, str):
-            yield kind
-        for value in parameters.values():
-            yield from _rope_types(value)

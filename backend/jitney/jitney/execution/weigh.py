@@ -126,7 +126,7 @@ def _layers(module: PreTrainedModel, config: PreTrainedConfig) -> list[LayerSpec
         return _stated_layers(config, windows)
     except Exception as error:
         # Such as a TypeError if the module drops the argument ``paged`` on the way to attention.
-        raise failed_trial(config.model_type, error) from error
+        raise failed_trial(module, error) from error
 
 
 def _stated_layers(config: PreTrainedConfig, windows: list[int | None]) -> list[LayerSpec]:
@@ -134,6 +134,10 @@ def _stated_layers(config: PreTrainedConfig, windows: list[int | None]) -> list[
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if getattr(config, "kv_lora_rank", None):
+        # Latent attention (MLA) has keys for each head. ``head_dim`` is that of their rotary part.
+        kv_heads = heads
+        size = max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
     return [
         LayerSpec(num_heads=heads, num_kv_heads=kv_heads, head_size=size, window=window)
         for window in windows

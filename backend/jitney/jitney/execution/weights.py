@@ -5,12 +5,15 @@ A tensor that it reads onto the CPU, in the dtype that the file has, is a view o
 So nothing is copied before the tensor is sent to a device, straight from the page cache.
 """
 
+import json
 import logging
 import re
+import tempfile
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,7 @@ from transformers.utils import logging as hf_logging
 
 from jitney.errors import CheckpointError, LoadError, first_line
 from jitney.execution import interface
-from jitney.execution.checkpoint import Checkpoint
+from jitney.execution.checkpoint import CONFIG, INDEX, Checkpoint
 from jitney.execution.interface import KvScales
 from jitney.execution.machine import is_out_of_memory
 
@@ -97,6 +100,10 @@ def _from_pretrained(
     device_map: dict[str, torch.device] | None,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The module, and transformers' report of tensors that are missing or do not fit."""
+    if checkpoint.lacks_index:
+        with _folder_with_index(checkpoint) as folder:
+            named = replace(checkpoint, folder=folder, lacks_index=False)
+            return _from_pretrained(named, hf_config, dtype, skip, device_map)
     source: Path | None = checkpoint.folder
     cls: Any = AutoModelForCausalLM
     options: dict[str, Any] = {}
@@ -120,6 +127,20 @@ def _from_pretrained(
         **options,
     )
     return loaded
+
+
+@contextmanager
+def _folder_with_index(checkpoint: Checkpoint) -> Iterator[Path]:
+    """A folder with links to the weight files and an index of their tensors, for transformers. It
+    may be removed once the files are mapped."""
+    with tempfile.TemporaryDirectory(prefix="jitney-") as name:
+        folder = Path(name)
+        for file in (*checkpoint.weight_files, CONFIG):
+            (folder / file).symlink_to((checkpoint.folder / file).resolve())
+        weight_map = {tensor: stored.file for tensor, stored in checkpoint.tensors.items()}
+        index = {"metadata": {"total_size": checkpoint.num_bytes}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index))
+        yield folder
 
 
 @contextmanager

@@ -42,6 +42,7 @@ def perform(
         )
         return [("output_ids", np.array(prompt.ids, np.int32))]
     assert request.task == "detokenize"
+    tokenizer.check_takes("task detokenize")
     ids = request.prompt.tolist()
     check_token_ids("input_ids", ids, info.vocab_size)
     return [("text_output", string_array([tokenizer.decode(ids, skip_special_tokens=False)]))]

@@ -25,7 +25,8 @@ _INSTEAD_OF_CONTENT = ("tool_calls", *REASONING_KEYS)
 
 
 class Chat(msgspec.Struct, frozen=True):
-    """A checked chat. The content of a message is a string, or there is none."""
+    """A checked chat. The content of a message is a string or a list of parts
+    ``{"type": "text", "text": …}``, or there is none."""
 
     messages: list[dict[str, Any]]
     parameters: dict[str, Any] = {}
@@ -107,8 +108,7 @@ def _check_continued(chat: Chat) -> None:
 
 
 def _message(field: str, message: object) -> dict[str, Any]:
-    """A checked message. If its content is a list of parts, their texts are joined by line breaks,
-    as in vLLM."""
+    """A checked message. Its content is not None: a template would write that as a word."""
     if not isinstance(message, dict):
         raise InvalidArgumentError.of(field, message, 'an object such as {"role":…, "content":…}')
     role = message.get("role")
@@ -117,11 +117,13 @@ def _message(field: str, message: object) -> dict[str, Any]:
     _check_plain(field, message)
     content = message.get("content")
     if isinstance(content, list):
-        parts = [_text_of(f"{field}.content[{n}]", part) for n, part in enumerate(content)]
-        return {**message, "content": "\n".join(parts)}
+        texts = [_text_of(f"{field}.content[{n}]", part) for n, part in enumerate(content)]
+        return {**message, "content": [{"type": "text", "text": text} for text in texts]}
     if content is None:
         if not any(message.get(key) for key in _INSTEAD_OF_CONTENT):
             raise InvalidArgumentError(f"{field}.content is missing")
+        if "content" in message:
+            return {**message, "content": ""}
     elif not isinstance(content, str):
         raise InvalidArgumentError.of(f"{field}.content", content, "a string or a list of parts")
     return message

@@ -12,7 +12,7 @@ Its text, its CPU time and its memory are bounded.
 import datetime
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -22,6 +22,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import SecurityError
 
 from jitney.errors import InvalidArgumentError
+from jitney.text.content_forms import ContentForms, find_forms
 from jitney.text.template_budget import CpuBudget
 from jitney.text.template_environment import CPU, MEMORY, BoundedEnvironment, bounded_text
 from jitney.text.template_memory import MemoryBudget
@@ -32,6 +33,12 @@ REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 _CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
 """Marks where a message ends that the model continues; transformers has the same mark."""
+_MOST_OF_TINY = 1 << 20
+"""Characters of the tiny chats that show which contents a template takes."""
+_TINY_CPU_S = 0.5
+"""Seconds of CPU time for each of them."""
+_TINY_BYTES = 8 << 20
+"""Memory that a template may fill for each of them."""
 
 
 class ChatTemplate:
@@ -42,6 +49,7 @@ class ChatTemplate:
         self._source = source
         self._special_tokens = dict(special_tokens)
         self._compiled: jinja2.Template | None = None
+        self._forms = ContentForms()  # found when it is compiled
 
     def render(
         self,
@@ -58,31 +66,75 @@ class ChatTemplate:
         InvalidArgumentError if the template fails, or as soon as the text has more than ``most``
         characters."""
         if continues:
-            last = messages[-1]
-            messages = [*messages[:-1], {**last, "content": last["content"] + _CONTINUED}]
+            messages = [*messages[:-1], _marked(messages[-1])]
             parameters = {**parameters, "add_generation_prompt": False}
-        # Where two have the same name, the later one counts.
-        variables = {**self._special_tokens, "add_generation_prompt": True, **parameters}
         try:
-            if self._compiled is None:
-                self._compiled = _environment().from_string(self._source)
+            template = self._compile_once()
+            given = [self._forms.given(_with_reasoning(message)) for message in messages]
             cpu = CpuBudget()
-            parts = self._compiled.generate(
-                messages=[_with_reasoning(message) for message in messages],
-                tools=list(tools) or None,
-                documents=None,
-                **variables,
-                **{CPU: cpu, MEMORY: MemoryBudget(cpu)},
-            )
+            parts = self._generate(template, given, parameters, tools, cpu, MemoryBudget(cpu))
             # The mark is no part of the prompt.
             text = _joined(parts, most, more=len(_CONTINUED) if continues else 0)
-            return _up_to_mark(text, messages[-1]["content"]) if continues else text
+            return _up_to_mark(text, _last_text(given[-1])) if continues else text
         except InvalidArgumentError:
             raise
         except Exception as error:  # a template may raise anything on a chat that does not fit it
             raise InvalidArgumentError(
                 f"messages do not fit the model's chat template: {str(error)[:300]}"
             ) from None
+
+    def _compile_once(self) -> jinja2.Template:
+        if self._compiled is None:
+            template = _environment().from_string(self._source)
+
+            def render(messages: Sequence[Mapping[str, Any]]) -> str:
+                cpu = CpuBudget(_TINY_CPU_S)
+                memory = MemoryBudget(cpu, _TINY_BYTES)
+                parts = self._generate(template, messages, {}, (), cpu, memory)
+                return _joined(parts, _MOST_OF_TINY, more=0)
+
+            self._forms = find_forms(render)
+            self._compiled = template
+        return self._compiled
+
+    def _generate(
+        self,
+        template: jinja2.Template,
+        messages: Sequence[Mapping[str, Any]],
+        parameters: Mapping[str, object],
+        tools: Sequence[Mapping[str, Any]],
+        cpu: CpuBudget,
+        memory: MemoryBudget,
+    ) -> Iterator[str]:
+        """The text in parts, as the template makes them."""
+        # Where two have the same name, the later one counts.
+        variables = {**self._special_tokens, "add_generation_prompt": True, **parameters}
+        return template.generate(
+            messages=list(messages),
+            tools=list(tools) or None,
+            documents=None,
+            **variables,
+            **{CPU: cpu, MEMORY: memory},
+        )
+
+
+def _marked(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message, with the mark at the end of its text."""
+    content = message["content"]
+    if isinstance(content, list):
+        last = content[-1]
+        return {
+            **message,
+            "content": [*content[:-1], {**last, "text": last["text"] + _CONTINUED}],
+        }
+    return {**message, "content": content + _CONTINUED}
+
+
+def _last_text(message: Mapping[str, Any]) -> str:
+    """The text of a message, or that of its last part."""
+    content = message["content"]
+    text: str = content[-1]["text"] if isinstance(content, list) else content
+    return text
 
 
 def _joined(parts: Iterable[str], most: int, *, more: int) -> str:

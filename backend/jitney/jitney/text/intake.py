@@ -84,6 +84,7 @@ def encode_prompt(
     text: str, tokenizer: Tokenizer, config: EngineConfig, info: ModelInfo
 ) -> list[int]:
     """Ids of a completion prompt, with the special tokens that the tokenizer puts around it."""
+    tokenizer.check_takes("text_input")
     # Its bytes are counted only if they may be too many.
     if _MOST_BYTES_PER_CHARACTER * len(text) > max_prompt_bytes(config, info):
         size = len(text.encode("utf-8", "surrogatepass"))
@@ -140,6 +141,9 @@ def make_submit(
     (``max_answer_entries``).
     """
     check_sampling_params(params, config, vocab_size=info.vocab_size)
+    for name in ("stop", "bad_words", "structured_outputs"):
+        if getattr(params, name):
+            tokenizer.check_takes(name)
     if params.max_tokens == -1:
         most = _most_tokens(params, len(prompt_ids), config, info, stream=stream)
         params = msgspec.structs.replace(params, max_tokens=most)

@@ -20,8 +20,9 @@ class CpuBudget:
     """The CPU time that the rendering of one chat has left. It counts the time of the thread that
     makes it, so a busy machine refuses nothing that an idle one takes."""
 
-    def __init__(self) -> None:
-        self._end = time.thread_time() + _MOST_CPU_S
+    def __init__(self, most_s: float | None = None) -> None:
+        """``most_s``: seconds; None: those for the chat of a request."""
+        self._end = time.thread_time() + (_MOST_CPU_S if most_s is None else most_s)
         self._steps_to_check = _CHECK_EVERY
 
     def count(self, num_steps: int = 1) -> bool:

@@ -51,12 +51,14 @@ class MemoryBudget:
     those to which only it refers.
     """
 
-    def __init__(self, cpu: CpuBudget) -> None:
-        """``cpu`` is looked at while large values are weighed."""
+    def __init__(self, cpu: CpuBudget, most_bytes: int = _MOST_BYTES) -> None:
+        """``cpu`` is looked at while large values are weighed. ``most_bytes``: of all values that
+        the template holds at a time; no single one may be larger."""
         self._cpu = cpu
+        self._most_bytes = most_bytes
         self._held: dict[int, _Held] = {}  # by id(), in order: parts come before what they are in
         self._num_bytes = 0  # the sum of own_bytes
-        self._sweep_at = _SWEEP_BYTES
+        self._sweep_at = min(_SWEEP_BYTES, most_bytes)
 
     def note(self, value: Any) -> None:
         """Note a value that the template made. Raises InvalidArgumentError if it is too large, or
@@ -73,6 +75,7 @@ class MemoryBudget:
         return sum(map(self._weigh, values))
 
     def _check(self, num_bytes: int, most: int) -> None:
+        most = min(most, self._most_bytes)
         if num_bytes > most:
             raise too_large(most)
 
@@ -115,10 +118,10 @@ class MemoryBudget:
             value = self._held[key].value
             if sys.getrefcount(value) <= _REFERENCES:
                 self._num_bytes -= self._held.pop(key).own_bytes
-        if self._num_bytes > _MOST_BYTES:
+        if self._num_bytes > self._most_bytes:
             raise InvalidArgumentError(
                 "messages: the model's chat template holds more than "
-                f"{_MOST_BYTES >> 20} MiB of values to render them"
+                f"{self._most_bytes >> 20} MiB of values to render them"
             )
         self._sweep_at = self._num_bytes + _SWEEP_BYTES
 

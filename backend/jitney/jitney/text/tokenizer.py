@@ -11,6 +11,7 @@ Only tokenizers backed by the `tokenizers` library are taken, because the increm
 on its byte-exact decoding.
 """
 
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,8 @@ from jitney.errors import CheckpointError, InvalidArgumentError, UnsupportedMode
 from jitney.text.chat_template import ChatTemplate
 from jitney.text.detokenizer import DecodingRules, IncrementalDecoder
 
+_log = logging.getLogger(__name__)
+
 JsonObjects = Sequence[Mapping[str, object]]
 """The messages of a chat, or its tools."""
 
@@ -34,8 +37,29 @@ class TokenizerData(msgspec.Struct, frozen=True):
     """The tokenizer of the `tokenizers` library, as the text of a ``tokenizer.json``."""
     eos_id: int | None
     chat_template: str | None
+    """Of chats without tools, and of all chats if there is no ``tool_template``."""
     special_tokens: dict[str, Any]
     """Variables of the chat template, such as ``bos_token``."""
+    tool_template: str | None = None
+    """Of chats with tools, where a checkpoint has a template of its own for them."""
+    missing: bool = False
+    """Whether the checkpoint has no tokenizer. Then it takes and gives token ids, and
+    ``backend`` has no token."""
+
+
+_NO_TOKENIZER = TokenizerData(
+    backend=tokenizers.Tokenizer(tokenizers.models.BPE()).to_str(),
+    eos_id=None,
+    chat_template=None,
+    special_tokens={},
+    missing=True,
+)
+_FILES = (
+    "tokenizer*", "*.model", "vocab*", "merges.txt", "*.tiktoken", "tekken.json",
+    "special_tokens_map.json", "added_tokens.json", "*.spm",
+)  # fmt: skip
+"""Names of the files that tokenizers are read from."""
+_SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 
 
 def read_tokenizer(checkpoint: Path) -> TokenizerData:
@@ -53,16 +77,34 @@ def read_tokenizer(checkpoint: Path) -> TokenizerData:
         folder = checkpoint.parent
         if not (folder / "tokenizer.json").exists():
             options["gguf_file"] = checkpoint.name
+    elif not any(any(folder.glob(pattern)) for pattern in _FILES):
+        _log.warning("the checkpoint has no tokenizer: the model takes and gives token ids alone")
+        return _NO_TOKENIZER
     try:
         pretrained = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False, **options
         )
     except Exception as error:  # a broken file can raise anything
-        reason = str(error).strip().splitlines() or [type(error).__name__]
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        reason = lines[0][:300]
+        if not (folder / "tokenizer.json").exists():
+            alone = [name for name in _SENTENCEPIECE if (folder / name).exists()]
+            if alone:
+                reason = _how_to_convert(alone[0])
         raise CheckpointError(
-            f"the tokenizer in {checkpoint.name!r} cannot be loaded: {reason[0][:300]}"
+            f"the tokenizer in {checkpoint.name!r} cannot be loaded: {reason}"
         ) from error
     return describe_tokenizer(pretrained)
+
+
+def _how_to_convert(name: str) -> str:
+    """What to do about a SentencePiece model that comes without a ``tokenizer.json``."""
+    return (
+        f"it is {name} alone, which cannot be read here; where `pip install transformers "
+        'sentencepiece protobuf` was done, make a tokenizer.json of it: `python -c "from '
+        "transformers import AutoTokenizer as T; "
+        "T.from_pretrained('FOLDER').save_pretrained('FOLDER')\"`"
+    )
 
 
 def describe_tokenizer(pretrained: Any) -> TokenizerData:
@@ -73,13 +115,16 @@ def describe_tokenizer(pretrained: Any) -> TokenizerData:
             f"the tokenizer {type(pretrained).__name__} has no fast form (tokenizer.json)"
         )
     template = pretrained.chat_template
-    if isinstance(template, dict):  # several, by name
+    tool_template = None
+    if isinstance(template, dict):  # several, by name: transformers takes the same two
+        tool_template = template.get("tool_use")
         template = template.get("default")
     return TokenizerData(
         backend=backend.to_str(),
         eos_id=pretrained.eos_token_id,
         chat_template=template,
         special_tokens=dict(pretrained.special_tokens_map),
+        tool_template=tool_template,
     )
 
 
@@ -99,12 +144,24 @@ class Tokenizer:
         self._template: ChatTemplate | None = None
         if data.chat_template:
             self._template = ChatTemplate(data.chat_template, data.special_tokens)
+        self._tool_template = self._template
+        if data.tool_template:
+            self._tool_template = ChatTemplate(data.tool_template, data.special_tokens)
 
     @classmethod
     def load(cls, checkpoint: Path) -> "Tokenizer":
         """Read the tokenizer of a checkpoint: a folder or a GGUF file. Raises as
         :func:`read_tokenizer`."""
         return cls(read_tokenizer(checkpoint))
+
+    def check_takes(self, field: str) -> None:
+        """Raise InvalidArgumentError, naming the ``field`` that has a text, if there is no
+        tokenizer."""
+        if self.data.missing:
+            raise InvalidArgumentError(
+                f"{field} cannot be used: this model has no tokenizer, and takes and gives token "
+                "ids alone (input_ids)"
+            )
 
     @property
     def vocab(self) -> dict[str, int]:
@@ -138,9 +195,16 @@ class Tokenizer:
         """The text that the model's chat template makes of a chat; see :class:`ChatTemplate`.
         Raises InvalidArgumentError if there is no template, if it refuses the chat or fails, or if
         the text has more than ``most`` characters."""
-        if self._template is None:
+        self.check_takes("messages")
+        template = self._tool_template if tools else self._template
+        if template is None and self._tool_template is not None:
+            raise InvalidArgumentError(
+                "messages cannot be used without tools: this model has a chat template for chats "
+                "with tools alone"
+            )
+        if template is None:
             raise InvalidArgumentError("messages cannot be used: this model has no chat template")
-        return self._template.render(messages, parameters, tools, most, continues=continues)
+        return template.render(messages, parameters, tools, most, continues=continues)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The whole text of ``ids``; unknown ones decode to nothing."""

@@ -1,0 +1,94 @@
+"""A part of the proof at load: that a module counts positions by those that it is given. Called by
+``read_model``.
+"""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
+
+from jitney.execution.interface import AttentionCall, forward_module
+from jitney.execution.probe import probe_ids
+from jitney.execution.probe_tokens import ProbeTokens
+from jitney.execution.support import unservable
+
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 1e-2}
+"""The largest difference, relative to its norm, of what a layer hands to attention for a token when
+the same module runs twice on the same tokens. On a CPU both runs round alike; on a GPU the order of
+a sum may differ."""
+_LEAST_NORM = 1e-20
+"""Below it nothing is divided by: two zeros are the same."""
+
+
+@torch.inference_mode()
+def check_positions(module: PreTrainedModel, tokens: ProbeTokens) -> None:
+    """Refuse a module that counts positions by anything but ``position_ids``, as Llama 4 does: by
+    the tokens in its cache, where it has one, and by a token's index in the step.
+
+    Each late sequence runs twice, without attention. At first a cache says how many tokens came
+    before, as in transformers' ``generate``. Then there is no cache, as in service. What layers
+    hand to attention must be the same. Raises UnsupportedModelError."""
+    for sequence, ids in zip(tokens.sequences, probe_ids(module, tokens), strict=True):
+        if sequence.first_position == 0:
+            continue
+        positions = sequence.positions(ids.device)
+        with_cache = _HandedOver()
+        module(
+            input_ids=ids.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            past_key_values=_make_late_cache(module.config, sequence.first_position),
+            use_cache=True,
+            paged=with_cache,
+        )
+        without = _HandedOver()
+        forward_module(module, ids, positions, torch.arange(len(ids), device=ids.device), without)
+        if not without.is_same_as(with_cache):
+            raise unservable(
+                module.config.model_type,
+                f"its attention does not go by the positions that it is given, which shows at "
+                f"position {sequence.first_position:,}",
+            )
+
+
+class _HandedOver:
+    """A ``PagedFunction`` that keeps what layers hand to attention, and returns the query."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        self.tensors += [call.query, call.key, call.value]
+        return call.query
+
+    def is_same_as(self, other: "_HandedOver") -> bool:
+        """Whether it was the same, but for rounding, for most tokens: a router may send one of them
+        to another expert after a rounding."""
+        for mine, its in zip(self.tensors, other.tensors, strict=True):
+            right = its.float().flatten(1)
+            norms = right.norm(dim=-1).clamp_min(_LEAST_NORM)
+            difference = (mine.float().flatten(1) - right).norm(dim=-1) / norms
+            # Not ``>``: that is false if it is NaN.
+            if not bool(difference.median() <= _TOLERANCE[its.dtype]):
+                return False
+        return True
+
+
+class _LateLayer(DynamicLayer):
+    """Stands behind ``start`` tokens, whose keys and values it does not have. So a mask begins at
+    the first token that it has, as it does for a sliding window."""
+
+    def __init__(self, start: int) -> None:
+        super().__init__()
+        self._start = start
+
+    def get_seq_length(self) -> int:
+        return self._start + super().get_seq_length()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        held = super().get_seq_length()
+        return held + query_length, self._start
+
+
+def _make_late_cache(config: PreTrainedConfig, start: int) -> Cache:
+    """An empty cache of a sequence that has ``start`` tokens already."""
+    return Cache(layers=[_LateLayer(start) for _ in range(config.num_hidden_layers)])

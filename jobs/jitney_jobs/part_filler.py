@@ -1,0 +1,59 @@
+"""The part that fills: finished rows that are not yet written."""
+
+import time
+
+from jitney_jobs.job import Job
+from jitney_jobs.part_maker import Ended, PartMaker
+
+_PART_BYTES = 32 << 20
+"""A part is written when its rows have so many bytes in memory: columns of the input that are
+written, and the result's."""
+
+
+class PartFiller:
+    """Finished rows, until they are to be written."""
+
+    def __init__(self, job: Job, maker: PartMaker) -> None:
+        self._job = job
+        self._maker = maker
+        self._part: list[Ended] = []
+        self._row_count = 0
+        self._bytes = 0
+        """Approximate size of its rows as they are written."""
+        self._began = 0.0
+        """When its first row came, in monotonic seconds."""
+
+    def __len__(self) -> int:
+        """Its rows."""
+        return self._row_count
+
+    def add(self, ended: Ended) -> Ended | None:
+        """As many of the rows as there is room for, one at least. Returns the others."""
+        if not self._part:
+            self._began = time.monotonic()
+        room = max(1, self._job.part_rows - self._row_count)
+        taken = ended.slice(0, room)
+        self._part.append(taken)
+        self._row_count += len(taken.rows)
+        self._bytes += taken.result_bytes + self._maker.written_bytes(taken)
+        if room >= len(ended.rows):
+            return None
+        return ended.slice(room, len(ended.rows))
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is full, or old enough to be written."""
+        if not self._part:
+            return False
+        if self._row_count >= self._job.part_rows or self._bytes >= _PART_BYTES:
+            return True
+        age = time.monotonic() - self._began
+        return age >= self._job.part_seconds and self._maker.knows_columns(self._part)
+
+    def take(self) -> list[Ended]:
+        """The rows of the part. The next one is empty."""
+        part = self._part
+        self._part = []
+        self._row_count = 0
+        self._bytes = 0
+        return part

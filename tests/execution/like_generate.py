@@ -1,0 +1,57 @@
+"""Tiny random checkpoints of any type, and their tokens beside those of transformers' own
+``generate``."""
+
+from pathlib import Path
+
+import transformers
+from jitney.engine.assemble import load_runner
+from jitney.read_config import make_config
+from jitney.sampling_params import SamplingParams
+
+from tests.execution.drive import drive
+from tests.execution.generate import eager, expected_outputs, make_prompts
+from tests.tiny_models import make_model
+
+_TINY = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_NEW_TOKENS = 24
+
+
+def make_type(folder: Path, model_type: str, **fields: object) -> Path:
+    """A checkpoint of this type. A field of None is left to the type."""
+    given = {**_TINY, **fields}
+    stated = {name: value for name, value in given.items() if value is not None}
+    config = transformers.CONFIG_MAPPING[model_type](**stated)
+    make_model(config).save_pretrained(folder)
+    return folder
+
+
+def options_for(folder: Path, **more: object) -> dict[str, object]:
+    """Options of a load, of one thread and a small cache."""
+    small = {"threads": 1, "kv_cache_bytes": 4 << 20}
+    return {"model": str(folder), "device": "cpu", "dtype": "float32", **small, **more}
+
+
+def assert_like_generate(
+    folder: Path, lengths: tuple[int, ...] = (5, 17, 33, 70), **options: object
+) -> None:
+    """All prompts in one batch give the tokens that ``generate`` gives for each alone."""
+    prompts = make_prompts(*lengths)
+    expected = expected_outputs(eager(folder), prompts, _NEW_TOKENS)
+    runner = load_runner(make_config(options_for(folder, **options)))
+    params = SamplingParams(temperature=0.0, max_tokens=_NEW_TOKENS, ignore_eos=True, seed=0)
+    driven = drive(runner, [(prompt, params) for prompt in prompts], budget=64)
+    runner.close()
+    assert driven.outputs == expected
+    assert len({token for tokens in expected.values() for token in tokens}) > 4
