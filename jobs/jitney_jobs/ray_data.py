@@ -414,6 +414,9 @@ class _Cluster:
 def _connect(address: str) -> None:
     """Join a Ray cluster, ``local`` for one on this machine alone. Raises UnavailableError."""
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
+    # A cluster of this machine alone does the job in the place of this process: with Ray's niceness
+    # of 15 it would stand still beside other work.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     # Ray's native part would print warnings that tell the user nothing.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     host, _, port = address.removeprefix("ray://").rpartition(":")
