@@ -58,7 +58,7 @@ from jitney_jobs.ray_actor import (
     read,
 )
 from jitney_jobs.ray_blocks import block_of
-from jitney_jobs.ray_board import Board, Failure, LimitReached, Message, Report, Taken
+from jitney_jobs.ray_board import Board, BoardMessage, Failure, LimitReached, Report, Taken
 
 _RESUME = "`jitney batch resume` goes on, with --ray or without"
 _POLL_S = 0.2
@@ -235,7 +235,7 @@ class RayPipeline(JobRun):
             self._take_answer(block)
         self._count()
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: BoardMessage) -> None:
         match message:
             case WrittenPart():
                 self._commit(message)
