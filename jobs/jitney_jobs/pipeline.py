@@ -21,7 +21,7 @@ from jitney_jobs.job import Job
 from jitney_jobs.job_run import JobRun
 from jitney_jobs.journal import FileRows, JobJournal
 from jitney_jobs.output import Output, write_errors
-from jitney_jobs.part_filler import PartFiller
+from jitney_jobs.part_filler import PartFiller, in_parts
 from jitney_jobs.part_maker import Ended
 from jitney_jobs.prepare import Item
 from jitney_jobs.row_runner import RowRunner, chunk_rows, workers_of
@@ -254,7 +254,9 @@ class Pipeline(JobRun):
     def _write(self, part: list[Ended], figures: dict[str, float]) -> float:
         """In a thread. Returns the seconds that it took."""
         began = time.monotonic()
-        self._output.write(part, figures)
+        self._output.maker.learn_columns(part)
+        for rows in in_parts(part, self._job.part_rows):
+            self._output.write(rows, figures)
         return time.monotonic() - began
 
     def _finish_writing(self) -> None:
