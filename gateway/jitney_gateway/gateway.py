@@ -4,6 +4,7 @@
 ``pooling.py`` makes the answers of models that embed, classify or rank.
 """
 
+import asyncio
 import hmac
 import logging
 import secrets
@@ -197,6 +198,9 @@ class Gateway:
             response = await handler(request)
         except ClientDisconnect:
             response = error_response(CancelledError("the client has gone"), describe_error)
+        except asyncio.CancelledError:
+            # The gateway stops, and the time is over that open requests had: uvicorn cancels them.
+            response = error_response(UnavailableError("the gateway stops"), describe_error)
         except JitneyError as error:
             response = error_response(error, describe_error)
             if response.status_code >= 500:

@@ -12,6 +12,7 @@ has, nor does it try a storage again.
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -114,7 +115,7 @@ class Dataset:
         what is passed over."""
         _, output = file_system(self.job.output)
         bases: list[str] = []
-        hidden = 0
+        passed_over: Counter[str] = Counter()
         by_path: dict[str, pafs.FileInfo] = {}
         missing: InvalidArgumentError | None = None
         for path in self._paths:
@@ -129,7 +130,7 @@ class Dataset:
                 search = Found(folder_of_glob(path), [])
             bases.append(search.base)
             by_path |= {info.path: info for info in search.files}
-            hidden += search.hidden
+            passed_over.update(search.passed_over)
         if missing is not None and not by_path:
             raise missing
         self._bases = bases
@@ -142,9 +143,7 @@ class Dataset:
             found = [info for info in found if format_of(info.path) == self.format]
         if not found and not listed:
             raise InvalidArgumentError(f"input {self.job.input} has no files")
-        self.passed_over = kinds_of(unknown)
-        if hidden:
-            self.passed_over["hidden (_ or .)"] = hidden
+        self.passed_over = {**kinds_of(unknown), **passed_over}
         files = [InputFile(info.path, info.size, info.mtime_ns or 0) for info in found]
         return sorted(files, key=lambda file: file.path)
 

@@ -3,10 +3,11 @@ that the names of their folders state.
 """
 
 import fnmatch
+import os
 import posixpath
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from jitney.errors import InvalidArgumentError
@@ -32,14 +33,15 @@ class Found(NamedTuple):
     base: str
     """The folder that was searched. If the path is that of one file, the path."""
     files: list[pafs.FileInfo]
-    hidden: int = 0
-    """Files whose names, or those of their folders, begin with ``_`` or ``.``."""
+    passed_over: Mapping[str, int] = {}
+    """What is no file to be read, whatever its kind: what it is, with counts."""
 
 
 def find_files(fs: pafs.FileSystem, path: str) -> Found:
     """The files that a path means: that of a file, of a folder, or a glob. Below the folder, names
-    that begin with ``_`` or ``.`` are passed over. Raises InvalidArgumentError if there is
-    nothing, and OSError."""
+    that begin with ``_`` or ``.`` are passed over, and so is what a link leads to that leads back
+    to a folder above it: its files would be there many times. Raises InvalidArgumentError if there
+    is nothing, and OSError."""
     info = fs.get_file_info(path)
     if info.type == pafs.FileType.File:
         return Found(path, [info])
@@ -50,21 +52,54 @@ def find_files(fs: pafs.FileSystem, path: str) -> Found:
         if base != path:
             glob = path
     try:
-        infos = fs.get_file_info(pafs.FileSelector(base, recursive=True))
+        infos = list(_below(fs, base))
     except FileNotFoundError:
         raise InvalidArgumentError(f"input {path} is not there") from None
     found = []
-    hidden = 0
+    passed_over: Counter[str] = Counter()
     for info in infos:
-        is_file = info.type == pafs.FileType.File
+        if isinstance(info, str):
+            passed_over[info] += 1
+            continue
         is_meant = glob is None or _matches(info.path, glob)
-        if not is_file or not is_meant:
+        if info.type == pafs.FileType.Directory or not is_meant:
             continue
         if _is_hidden(info.path.removeprefix(base)):
-            hidden += 1
+            passed_over["hidden (_ or .)"] += 1
+        elif info.type != pafs.FileType.File:
+            passed_over["no file"] += 1
         else:
             found.append(info)
-    return Found(base, found, hidden)
+    return Found(base, found, passed_over)
+
+
+def _below(fs: pafs.FileSystem, base: str) -> Iterator[pafs.FileInfo | str]:
+    """What is below a folder; or a text that says why something is left out."""
+    if not isinstance(fs, pafs.LocalFileSystem):
+        yield from fs.get_file_info(pafs.FileSelector(base, recursive=True))
+        return
+    # Folder by folder: pyarrow would follow a link that leads back forty times, and several such
+    # links for ever.
+    left: list[tuple[str, tuple[str, ...]]] = [(base, (os.path.realpath(base),))]
+    while left:
+        folder, places = left.pop()  # where it is, and where those above it are
+        for entry in os.scandir(folder):
+            if entry.is_symlink() and not os.path.exists(entry.path):
+                yield "link to nothing"  # pyarrow does not list it
+        for info in fs.get_file_info(pafs.FileSelector(folder)):
+            try:
+                path = info.path
+            except UnicodeDecodeError:
+                yield "with a name that is no UTF-8"
+                continue
+            if info.type != pafs.FileType.Directory:
+                yield info
+                continue
+            place = os.path.realpath(path)
+            if place in places:
+                yield "link to a folder above it"
+            else:
+                left.append((path, (*places, place)))
 
 
 def kinds_of(files: Iterable["HasPath"]) -> dict[str, int]:

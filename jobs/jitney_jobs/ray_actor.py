@@ -7,6 +7,7 @@ part has rows of one block only: if a block comes again, because its node was lo
 parts, as far as time has not cut them.
 """
 
+import atexit
 import contextlib
 import functools
 import queue
@@ -35,7 +36,7 @@ from jitney_jobs.part_filler import PartFiller
 from jitney_jobs.part_maker import Ended, PartMaker, WrittenPart
 from jitney_jobs.prepare import Item
 from jitney_jobs.ray_blocks import Portion, block_of, portions_of
-from jitney_jobs.ray_board import Board, Failure, LimitReached, Message, Report
+from jitney_jobs.ray_board import Board, BoardMessage, Failure, LimitReached, Report
 from jitney_jobs.row_runner import RowRunner, chunk_rows, workers_of
 from jitney_jobs.rows import Chunk, RowId, reason
 from jitney_jobs.run_figures import RunFigures
@@ -105,7 +106,7 @@ class _Reader:
         self._position = 0.0
         """The share of the whole input that was read, beyond what the blocks tell."""
         self._read_s = 0.0
-        self._messages: list[Message] = []
+        self._messages: list[BoardMessage] = []
         self._reported_at = 0.0
         self._is_stopping = False
 
@@ -240,6 +241,8 @@ class RowsActor:
             chunk_rows=self._most_rows,
         )
         self._runner.repeated = self._plan.repeated
+        # Python would wait for the worker processes at its end, and these for the end of this one.
+        atexit.register(self._runner.close)
         self._name = str(ray.get_runtime_context().get_actor_id())
         self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         self._open: list[_Call] = []
@@ -247,7 +250,7 @@ class RowsActor:
         """Of the open calls, those that are not yet prepared."""
         self._writer = ThreadPoolExecutor(1, "jitney-parts")
         self._writing: deque[_Writing] = deque()
-        self._messages: list[Message] = []
+        self._messages: list[BoardMessage] = []
         """For the board."""
         self._reported_at = 0.0
         self._ended = 0

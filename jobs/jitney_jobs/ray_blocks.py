@@ -22,7 +22,7 @@ _FIXED = pa.schema(
         ("raw", pa.binary()),  # what was read of such a row
         ("read_bytes", pa.float64()),  # its share of those of its chunk
         ("replaced", pa.int64()),  # how many U+FFFD were put in place of what is no text
-        ("share", pa.float64()),  # of the input that the chunk is, at its first row
+        ("share", pa.float64()),  # what the row is of the whole input
     ]
 )
 
@@ -39,8 +39,6 @@ def block_of(chunk: Chunk, share: float) -> pa.Table:
     """``share``: what the chunk is of the whole input, 0 to 1."""
     count = len(chunk)
     unreadable = chunk.unreadable
-    first_only = np.zeros(count)
-    first_only[0] = 1
     if unreadable:
         rows = [unreadable.get(index, Unreadable(None, None)) for index in range(count)]  # type: ignore[arg-type]
         errors = pa.array([row.error for row in rows], pa.string())
@@ -56,7 +54,7 @@ def block_of(chunk: Chunk, share: float) -> pa.Table:
         raw,
         pa.array(np.full(count, chunk.read_bytes / count)),
         pa.array([chunk.replaced.get(index, 0) for index in range(count)], pa.int64()),
-        pa.array(first_only * share),
+        pa.array(np.full(count, share / count)),
     ]
     values = chunk.data.to_struct_array()
     return pa.Table.from_arrays([*fixed, values], [*_FIXED.names, "values"])

@@ -41,7 +41,7 @@ class Failure(NamedTuple):
     error: JitneyError
 
 
-Message = WrittenPart | FileRows | LimitReached | Failure
+BoardMessage = WrittenPart | FileRows | LimitReached | Failure
 
 
 class Taken(NamedTuple):
@@ -49,7 +49,7 @@ class Taken(NamedTuple):
 
     reports: dict[str, Report]
     """The last one of each process."""
-    messages: list[Message]
+    messages: list[BoardMessage]
     """Each is taken once."""
 
 
@@ -58,10 +58,10 @@ class _Board:
 
     def __init__(self) -> None:
         self._reports: dict[str, Report] = {}
-        self._messages: list[Message] = []
+        self._messages: list[BoardMessage] = []
         self._is_stopping = False
 
-    def put(self, name: str, report: Report, messages: Sequence[Message]) -> bool:
+    def put(self, name: str, report: Report, messages: Sequence[BoardMessage]) -> bool:
         """``report`` replaces the last one of that name. Returns whether to stop."""
         self._reports[name] = report
         self._messages += messages
@@ -85,7 +85,7 @@ class Board:
         board: Any = ray.remote(_Board)
         self._actor = board.options(num_cpus=0, scheduling_strategy=here).remote()
 
-    def put(self, name: str, report: Report, messages: Sequence[Message] = ()) -> bool:
+    def put(self, name: str, report: Report, messages: Sequence[BoardMessage] = ()) -> bool:
         """Returns whether to stop, once the messages are there. Raises ray.exceptions.RayError if
         the job's process has gone."""
         return bool(ray.get(self._actor.put.remote(name, report, messages)))

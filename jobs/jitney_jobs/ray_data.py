@@ -58,7 +58,7 @@ from jitney_jobs.ray_actor import (
     read,
 )
 from jitney_jobs.ray_blocks import block_of
-from jitney_jobs.ray_board import Board, Failure, LimitReached, Message, Report, Taken
+from jitney_jobs.ray_board import Board, BoardMessage, Failure, LimitReached, Report, Taken
 
 _RESUME = "`jitney batch resume` goes on, with --ray or without"
 _POLL_S = 0.2
@@ -235,7 +235,7 @@ class RayPipeline(JobRun):
             self._take_answer(block)
         self._count()
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: BoardMessage) -> None:
         match message:
             case WrittenPart():
                 self._commit(message)
@@ -414,6 +414,9 @@ class _Cluster:
 def _connect(address: str) -> None:
     """Join a Ray cluster, ``local`` for one on this machine alone. Raises UnavailableError."""
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
+    # A cluster of this machine alone does the job in the place of this process: with Ray's niceness
+    # of 15 it would stand still beside other work.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     # Ray's native part would print warnings that tell the user nothing.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     host, _, port = address.removeprefix("ray://").rpartition(":")

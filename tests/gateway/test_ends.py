@@ -216,6 +216,38 @@ def test_a_client_that_leaves_in_its_body_is_no_fault(caplog: pytest.LogCaptureF
     assert "Traceback" not in caplog.text
 
 
+@pytest.mark.parametrize("path", BODIES)
+def test_what_a_stop_cuts_off_may_be_tried_again(path: str) -> None:
+    """uvicorn cancels what is open when the time for the stop is over."""
+    sent: list[Any] = []
+    bodies = [{"type": "http.request", "body": json.dumps({"model": "m", **BODIES[path]}).encode()}]
+
+    async def receive() -> Any:
+        if not bodies:
+            await asyncio.sleep(60.0)
+        return bodies.pop()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope: dict[str, Any] = {
+        "type": "http", "method": "POST", "path": path, "headers": [], "query_string": b"",
+        "root_path": "", "scheme": "http", "http_version": "1.1", "asgi": {"spec_version": "2.3"},
+    }  # fmt: skip
+
+    async def play() -> None:
+        app = make_app(Slow(60.0), FixedKeys({}))  # type: ignore[arg-type]
+        task = asyncio.create_task(app(scope, receive, send))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        await task
+
+    asyncio.run(play())
+    assert sent[0]["status"] == 503
+    assert (b"retry-after", b"1") in sent[0]["headers"]
+    assert "the gateway stops" in json.loads(sent[1]["body"])["error"]["message"]
+
+
 def test_refusals_of_paths_have_the_apis_form() -> None:
     client = TestClient(make_app(Ending(KeyError()), FixedKeys({})))  # type: ignore[arg-type]
     refused = client.get("/v1/messages")

@@ -1,6 +1,7 @@
 """Inputs and settings that are easy to get wrong: none of them may lose or change a value without
 a word."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import pytest
 from jitney.errors import InvalidArgumentError, UnavailableError
 from jitney_jobs import executors, file_batches, part_filler, row_runner
 from jitney_jobs.command import resume, status
+from jitney_jobs.dataset import Dataset
 from jitney_jobs.generate import GenerateOnServer, columns_of_prompt
 from jitney_jobs.job import make_job
 from jitney_jobs.run import read_record, write_report
 
-from tests.jobs.job_rows import bad, fail_at_part, ids, read, run, write_lines
+from tests.jobs.job_rows import bad, fail_at_part, ids, job_of, read, run, write_lines
 
 MARKED = "tests.jobs.job_rows:marked"
 
@@ -215,3 +217,24 @@ def test_rows_that_are_large_are_few_at_a_time(
     parts = read_record(str(tmp_path / "out"), None).parts
     assert max(part.written for part in parts) <= 20
     assert parts[-1].figures["most_in_flight"] <= 12
+
+
+def test_what_is_no_file_is_passed_over_and_said(tmp_path: Path) -> None:
+    """Above all links that lead back: their files would be read many times, or for ever."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    write_lines(folder / "a.jsonl", ids(0, 2))
+    (folder / "loop").symlink_to(folder)
+    (folder / "up").symlink_to(tmp_path)
+    (folder / "gone.jsonl").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "elsewhere").mkdir()
+    write_lines(tmp_path / "elsewhere/b.jsonl", ids(2, 4))
+    (folder / "linked").symlink_to(tmp_path / "elsewhere")
+    with open(os.fsencode(folder) + b"/\xff.jsonl", "wb") as file:
+        file.write(b'{"id": 9}\n')
+    dataset = Dataset(job_of(folder, tmp_path / "out"))
+    names = [os.path.relpath(file.path, folder) for file in dataset.files]
+    assert names == ["a.jsonl", "linked/b.jsonl", "up/elsewhere/b.jsonl"]
+    assert "1 with a name that is no UTF-8" in dataset.summary
+    assert "1 link to nothing" in dataset.summary
+    assert "2 link to a folder above it" in dataset.summary

@@ -332,7 +332,7 @@ ROWS: list[dict[str, Any]] = [{"id": "20", "t": 'a"},{\\ ü'}, {"id": "21", "t":
         ("objects.json", "\n".join(json.dumps(row, indent=2) for row in ROWS).encode()),
         ("bom.json", b"\xef\xbb\xbf \n" + json.dumps(ROWS).encode()),
         ("array.jsonl", json.dumps(ROWS).encode()),
-        ("array.json.gz", gzip.compress(json.dumps(ROWS).encode())),
+        ("array.json.gz", gzip.compress(json.dumps(ROWS).encode(), mtime=0)),
         ("semicolons.csv", 'id;t\n20;"a""},{\\ ü"\n21;b\n'.encode()),
         ("tabs.csv", 'id\tt\n20\t"a""},{\\ ü"\n21\tb\n'.encode()),
         ("bars.csv", '"id"|"t"\n20|"a""},{\\ ü"\n21|b\n'.encode()),

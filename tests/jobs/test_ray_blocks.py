@@ -69,7 +69,9 @@ def test_rows_arrive_as_they_were(tmp_path: Path, kind: str) -> None:
     ]
     assert all(len(portion.chunk) <= 4 for portion in portions)
     assert all(portion.chunk.format == dataset.format for portion in portions)
-    assert sum(portion.share for portion in portions) == 0.25 * len(chunks)
+    assert sum(portion.share for portion in portions) == pytest.approx(0.25 * len(chunks))
+    (second_row,) = portions_of(sent.slice(1, 1), dataset, 4)
+    assert second_row.share == pytest.approx(0.25 / len(chunks[0]))
     before = [fact for chunk in chunks for fact in facts_of(chunk)]
     after = [fact for portion in portions for fact in facts_of(portion.chunk)]
     assert after == before

@@ -24,7 +24,7 @@ from tests.jobs.job_rows import ids, job_of, write_lines
 
 pytest.importorskip("ray")
 from jitney_jobs import ray_data
-from jitney_jobs.ray_board import Message, Report, Taken
+from jitney_jobs.ray_board import BoardMessage, Report, Taken
 
 Answers = list[dict[str, Any]]
 
@@ -81,7 +81,7 @@ class FakeCluster:
         yield pa.Table.from_pylist(answers, ANSWER)
 
     def shows(
-        self, *messages: Message, reports: Any = None, answers: Any = (), ends: Any = False
+        self, *messages: BoardMessage, reports: Any = None, answers: Any = (), ends: Any = False
     ) -> bool:
         """The next look at the board. Returns whether the run goes on."""
         if not self.rounds:

@@ -282,12 +282,14 @@ def test_runs_that_exclude_each_other(tmp_path: Path, place: Place) -> None:
     merge_shards(place.name)
 
 
+@pytest.mark.parametrize("step", ["Dataset", "divided"])
 def test_shards_that_plan_at_the_same_time_agree(
-    tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    """Another one has made its plan, and has written its first part, while this one counts."""
+    """Another one has made its plan, and has written its first part, before this one looks at the
+    output, or while it counts."""
     source = lines(tmp_path, 20, 60)
-    real = shard_planning.divided
+    real = getattr(shard_planning, step)
     others = iter([2])
 
     def overtaken(*arguments: Any) -> Any:
@@ -295,7 +297,7 @@ def test_shards_that_plan_at_the_same_time_agree(
             run_shards(source, place.name, index)
         return real(*arguments)
 
-    monkeypatch.setattr(shard_planning, "divided", overtaken)
+    monkeypatch.setattr(shard_planning, step, overtaken)
     run_shards(source, place.name, 0, 1)
     merge_shards(place.name)
     assert ids_of(place.folder) == list(range(20, 60))

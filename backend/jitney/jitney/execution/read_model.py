@@ -265,8 +265,8 @@ def _probe(module: PreTrainedModel, max_model_len: int, weights: str) -> list[La
     try:
         layers = probe.record_layers(module, support.layer_windows(module.config))
         tokens = probe_tokens_of(module.config, max_model_len)
-        check_positions(module, tokens)
         probe.compare_with_eager(module, layers, weights, tokens)
+        check_positions(module, tokens)
     except LoadError:
         raise
     except Exception as error:
