@@ -52,6 +52,8 @@ def _cast(array: pa.Array, name: str, kind: pa.DataType, errors: Errors) -> pa.A
         return array
     if pa.types.is_run_end_encoded(array.type):
         array = pc.run_end_decode(array)
+    if pa.types.is_list_view(array.type) or pa.types.is_large_list_view(array.type):
+        array = _list_of_view(array)
     try:
         return array.cast(kind)
     except pa.ArrowException:
@@ -77,6 +79,16 @@ def _cast_one(row: pa.Array, kind: pa.DataType) -> pa.Array:
             raise
         (value,) = values_of(row)
         return pa.array([json_text(value)], kind)
+
+
+def _list_of_view(views: pa.Array) -> pa.Array:
+    """Lists of the same values. Arrow's own cast makes an array without its last offset."""
+    lengths = pc.fill_null(pc.list_value_length(views), 0).to_numpy(zero_copy_only=False)
+    is_large = pa.types.is_large_list_view(views.type)
+    kind = np.int64 if is_large else np.int32
+    offsets = pa.array(np.concatenate(([0], np.cumsum(lengths))).astype(kind))
+    lists = pa.LargeListArray if is_large else pa.ListArray
+    return lists.from_arrays(offsets, views.flatten(), mask=pc.is_null(views))
 
 
 def _shown(row: pa.Array) -> str:

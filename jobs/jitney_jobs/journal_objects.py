@@ -34,6 +34,7 @@ from jitney_jobs.shards import Shard
 FOLDER = "_job/journal"
 _MARK = re.compile(r"part-(?:\d+-of-\d+-)?(?:\d+-)+(\d+)-[0-9a-f]+\.")
 """In the name of a part's file: its shard and its numbers, that of the claim, and a random word."""
+_OF_SHARD = re.compile(r"part-\d+-of-\d+-")
 _BEAT_S = 5.0
 _WATCH_S = 16.0
 """For so long ``_job/alive`` of a run that lives may stay as it is."""
@@ -62,6 +63,7 @@ class JournalObjects:
         """What the journal is called in errors."""
         if job.shard is not None:
             self._owner = f"shard {job.shard} of {self._owner}"
+        self._is_whole = job.shard is None
         self._token = secrets.token_hex(8)
         self._claim_number = sys.maxsize
         """The number of this run's claim. A run that has none finds a job that is complete."""
@@ -96,7 +98,11 @@ class JournalObjects:
         return f"-{self._claim_number}"
 
     def may_remove(self, part: str) -> bool:
-        """Whether a file of a part that no commit names is of a run that can commit no more."""
+        """Whether a file of a part that no commit names is of a run that can commit no more. So are
+        those of shards once the job goes on as a whole: then the shards are sealed. Their claims
+        have numbers of their own."""
+        if self._is_whole and _OF_SHARD.search(part):
+            return True
         mark = _MARK.search(part)
         return mark is None or int(mark[1]) <= self._claim_number
 

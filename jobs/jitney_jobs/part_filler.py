@@ -1,6 +1,7 @@
 """The part that fills: finished rows that are not yet written."""
 
 import time
+from collections.abc import Iterator, Sequence
 
 from jitney_jobs.job import Job
 from jitney_jobs.part_maker import Ended, PartMaker
@@ -42,13 +43,16 @@ class PartFiller:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is full, or old enough to be written."""
+        """Whether it is full, or old enough to be written. While the columns are not known it may
+        get more rows than a part has: those that set them. :func:`in_parts` divides it."""
         if not self._part:
             return False
-        if self._row_count >= self._job.part_rows or self._bytes >= _PART_BYTES:
+        if self._bytes >= _PART_BYTES:
             return True
         age = time.monotonic() - self._began
-        return age >= self._job.part_seconds and self._maker.knows_columns(self._part)
+        if self._row_count < self._job.part_rows and age < self._job.part_seconds:
+            return False
+        return self._maker.knows_columns(self._part)
 
     def take(self) -> list[Ended]:
         """The rows of the part. The next one is empty."""
@@ -57,3 +61,22 @@ class PartFiller:
         self._row_count = 0
         self._bytes = 0
         return part
+
+
+def in_parts(rows: Sequence[Ended], most_rows: int) -> Iterator[list[Ended]]:
+    """The same rows, in parts of at most so many."""
+    part: list[Ended] = []
+    room = most_rows
+    for ended in rows:
+        first = 0
+        while first < len(ended.rows):
+            taken = ended.slice(first, min(first + room, len(ended.rows)))
+            first += len(taken.rows)
+            room -= len(taken.rows)
+            part.append(taken)
+            if not room:
+                yield part
+                part = []
+                room = most_rows
+    if part:
+        yield part

@@ -244,10 +244,13 @@ class PartMaker:
 
     def knows_columns(self, part: Sequence[Ended]) -> bool:
         """Whether the columns are known, or this part has enough rows to set them: the first rows
-        of the input, however long they take, so that the columns do not depend on the time."""
+        of the input, however long they take, so that the columns do not depend on the time. A part
+        of bad rows alone needs none."""
         if self._known is not None:
             return True
         row_count = sum(len(ended.results) for ended in part)
+        if not row_count:
+            return True
         nbytes = sum(ended.result_bytes for ended in part)
         return row_count >= _SAMPLE_ROWS or nbytes >= _SAMPLE_BYTES
 
@@ -255,7 +258,7 @@ class PartMaker:
         """Have the first results of ``map`` set the types of its columns, unless they are known."""
         if self._known is not None:
             return
-        rows = sample_of(result for ended in part for result in ended.results)
+        rows = sample_of(result for ended in _in_order(part) for result in ended.results)
         if rows:
             self.learn_columns_of(rows)
 
@@ -305,7 +308,7 @@ class PartMaker:
     def write(self, part: Iterable[Ended], number: str) -> WrittenPart:
         """Write the files of a part. Rows that do not fit become bad ones. ``number`` is in the
         files' names. Raises OSError, and InvalidArgumentError if they would be too many."""
-        part = sorted(part, key=lambda ended: (ended.chunk.first, ended.rows[0]))
+        part = _in_order(part)
         total = sum(len(ended.rows) for ended in part)
         self.learn_columns(part)
         bad: list[BadRow] = []
@@ -377,6 +380,11 @@ class PartMaker:
             with contextlib.suppress(OSError):
                 self._fs.delete_file(temporary)
             raise
+
+
+def _in_order(part: Iterable[Ended]) -> list[Ended]:
+    """As their rows are in the input."""
+    return sorted(part, key=lambda ended: (ended.chunk.first, ended.rows[0]))
 
 
 def sample_of(results: Iterable[RowValues | MapResult]) -> list[RowValues]:

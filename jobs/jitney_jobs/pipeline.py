@@ -21,7 +21,7 @@ from jitney_jobs.job import Job
 from jitney_jobs.job_run import JobRun
 from jitney_jobs.journal import FileRows, JobJournal
 from jitney_jobs.output import Output, write_errors
-from jitney_jobs.part_filler import PartFiller
+from jitney_jobs.part_filler import PartFiller, in_parts
 from jitney_jobs.part_maker import Ended
 from jitney_jobs.prepare import Item
 from jitney_jobs.row_runner import RowRunner, chunk_rows, workers_of
@@ -104,6 +104,8 @@ class Pipeline(JobRun):
         closing.callback(self._reader.close)
         self._reading: Future[_Read] | None = None
         self._input_ended = False
+        self._all_ended = False
+        """Whether no row is left to do."""
         self._rows_left: int | None = None
         """Rows that may still be read, because of the setting ``limit``."""
         if job.limit is not None:
@@ -133,7 +135,8 @@ class Pipeline(JobRun):
             self._wait_for_rows()
             self._figures.waited_s += time.monotonic() - began
         all_are_fed = self._input_ended and self._runner.next_prepared is None
-        return not all_are_fed or self._runner.has_rows
+        self._all_ended = all_are_fed and not self._runner.has_rows
+        return not self._all_ended
 
     def _wait_for_rows(self) -> None:
         """Until a chunk has been read or prepared, or for a moment."""
@@ -218,35 +221,42 @@ class Pipeline(JobRun):
         before."""
         if self._part.is_due:
             self._finish_writing()  # one part is written at a time
-            self._begin_writing()
+            self._begin_writing(self._part.take())
         elif self._writing is not None and self._writing.done():
             self._finish_writing()  # so that an error is raised as soon as it is known
 
     def _make_room(self) -> None:
         """The run cannot go on while so much is in memory: have it written, or wait until it is."""
         if self._writing is None and self._part:
-            self._begin_writing()
+            self._begin_writing(self._part.take())
         self._finish_writing()
 
     def _commit_rest(self) -> None:
-        """Have all rows of the part written, and wait for that. Raises what went wrong."""
+        """Have the rows of the part written, and wait for that. Raises what went wrong."""
         self._finish_writing()
         # An earlier part that could not be written may be why the job ends. The next run writes its
         # rows, which would then come after these.
         is_out_of_order = self._job.ordered and self._has_lost_part
-        if self._part and not is_out_of_order:
-            self._begin_writing()
+        if is_out_of_order:
+            return
+        part = self._part.take()
+        if not self._all_ended and not self._output.maker.knows_columns(part):
+            # So few results must not set the columns: when a run is stopped would decide what fits.
+            part = [rows for rows in part if rows.error is not None]
+        if part:
+            self._begin_writing(part)
             self._finish_writing()
 
-    def _begin_writing(self) -> None:
-        part = self._part.take()
+    def _begin_writing(self, part: list[Ended]) -> None:
         self._in_writing = part
         self._writing = in_background(partial(self._write, part, self._snapshot()))
 
     def _write(self, part: list[Ended], figures: dict[str, float]) -> float:
         """In a thread. Returns the seconds that it took."""
         began = time.monotonic()
-        self._output.write(part, figures)
+        self._output.maker.learn_columns(part)
+        for rows in in_parts(part, self._job.part_rows):
+            self._output.write(rows, figures)
         return time.monotonic() - began
 
     def _finish_writing(self) -> None:

@@ -16,6 +16,8 @@ from jitney_jobs.arrow import pa, pq
 
 _MOST_FIELDS = 1000
 """An object of JSON with more fields than that is a map rather than a struct. It becomes text."""
+_MOST_DEEP = 64
+"""What has more lists and objects within one another becomes text: Arrow stores no such types."""
 _MOST_EXACT = 1 << 53
 """A double holds every integer up to this number."""
 _DIGITS = {8: 3, 16: 5, 32: 10, 64: 20}
@@ -204,7 +206,7 @@ class SeenTypes:
                 self._types[name] = known_type
                 continue  # text holds whatever comes
             values = [row.get(name) for row in rows]
-            kind = type_of(values)
+            kind = _storable_type(values)
             if pa.types.is_integer(kind) and _has_large(values):
                 self._has_large.add(name)
             kind = merged_type(known_type, kind)
@@ -226,6 +228,20 @@ def _is_name(name: Any) -> bool:
     except Exception:  # it is no text, or none that UTF-8 can hold
         return False
     return True
+
+
+def _storable_type(values: list[Any]) -> pa.DataType:
+    """As :func:`type_of`, but text for what is too deep."""
+    try:
+        kind = type_of(values)
+    except RecursionError:
+        return pa.string()
+    level = [kind]
+    for _ in range(_MOST_DEEP):
+        level = [each.field(index).type for each in level for index in range(each.num_fields)]
+        if not level:
+            return kind
+    return pa.string()
 
 
 def type_of(values: list[Any]) -> pa.DataType:

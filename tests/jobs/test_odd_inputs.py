@@ -74,6 +74,17 @@ def test_columns_of_views(tmp_path: Path) -> None:
     assert [row["text"] for row in read_job_of(source, tmp_path / "out")] == ["a", None]
 
 
+@pytest.mark.parametrize("view", [pa.list_view, pa.large_list_view])
+def test_lists_as_views(tmp_path: Path, view: Any) -> None:
+    """In several batches, of which the last has one row."""
+    values = [["a", "b"], None, [], ["c"], ["d"]]
+    table = pa.table({"id": range(5), "v": pa.array(values, view(pa.string_view()))})
+    with pa.ipc.new_stream(str(tmp_path / "in.arrows"), table.schema) as stream:
+        stream.write_table(table, max_chunksize=4)
+    rows = read_job_of(tmp_path / "in.arrows", tmp_path / "out")
+    assert [row["v"] for row in rows] == values
+
+
 def test_lines_with_a_byte_order_mark(tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     source.write_bytes(b'\xef\xbb\xbf{"id": 1}\r\n{"id": 2}')

@@ -11,11 +11,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from jitney.errors import InvalidArgumentError, UnavailableError
+from jitney.errors import CancelledError, InvalidArgumentError, UnavailableError
 from jitney_jobs.dataset import Dataset
-from jitney_jobs.run import read_record
+from jitney_jobs.run import read_record, run_job
 
-from tests.jobs.job_rows import bad, fail_at_part, ids, read, run, write_lines
+from tests.jobs.job_rows import bad, fail_at_part, ids, job_of, read, run, write_lines
 
 MARKED = "tests.jobs.job_rows:marked"
 
@@ -108,16 +108,18 @@ def test_types_that_drift_between_files(
     assert table["v"].combine_chunks().equals(both)
 
 
-def test_results_of_map_have_one_schema(tmp_path: Path) -> None:
+@pytest.mark.parametrize("bound", [{"part_seconds": 0.001}, {"part_rows": 40}])
+def test_results_of_map_have_one_schema(tmp_path: Path, bound: dict[str, Any]) -> None:
     """The first 256 rows set it, however small the parts are."""
     values: list[Any] = [None] * 100 + [1] * 100 + [0.5] * 100 + [{"a": 1}]
     (tmp_path / "values.json").write_text(json.dumps(values))
     rows = [{"id": i, "values": str(tmp_path / "values.json")} for i in range(len(values))]
     source = write_lines(tmp_path / "in.jsonl", rows)
-    settings: dict[str, Any] = {"map": "tests.jobs.job_rows:of_id", "keep": ["id"]}
+    settings: dict[str, Any] = {"map": "tests.jobs.job_rows:of_id", "keep": ["id"], **bound}
     settings["output_format"] = "parquet"
-    settings["part_seconds"] = 0.001
     assert run(source, tmp_path / "out", **settings)
+    counts = [pq.read_metadata(part).num_rows for part in (tmp_path / "out").glob("part-*")]
+    assert max(counts) <= bound.get("part_rows", 10_000)
     (bad_row,) = bad(tmp_path / "out")
     assert (bad_row["row"], bad_row["error"]) == (
         300,
@@ -128,6 +130,35 @@ def test_results_of_map_have_one_schema(tmp_path: Path) -> None:
     settings["schema"] = '{"made": "string"}'
     table = table_of(source, tmp_path / "text", **settings)
     assert table["made"].to_pylist()[-2:] == ["0.5", '{"a":1}']
+
+
+def test_a_stop_among_the_first_results_sets_no_columns(tmp_path: Path) -> None:
+    """They would be those of the few rows that happen to be done. Bad rows are committed."""
+    values: list[Any] = [1] * 100 + [0.5] * 200
+    (tmp_path / "values.json").write_text(json.dumps(values))
+    rows = [{"id": i, "values": str(tmp_path / "values.json")} for i in range(len(values))]
+    del rows[3]["values"]
+    source = write_lines(tmp_path / "in.jsonl", rows)
+    settings: dict[str, Any] = {"map": "tests.jobs.job_rows:of_id", "output_format": "parquet"}
+    job = job_of(source, tmp_path / "out", **settings, in_flight=16)
+    answers = iter([True, True, True, True, False])
+    with pytest.raises(CancelledError):
+        run_job(job, wanted=lambda: next(answers))
+    record = read_record(job.output, None)
+    assert (record.written, record.failed) == (0, 1)
+    assert run_job(job)
+    made = {row["id"]: row["made"] for row in read(tmp_path / "out")}
+    assert made == {i: float(value) for i, value in enumerate(values) if i != 3}
+
+
+@pytest.mark.parametrize("nested", ["[{}]", '{{"a":{}}}'])
+def test_values_too_deep_for_a_type_are_text(tmp_path: Path, nested: str) -> None:
+    value = "1"
+    for _ in range(200):
+        value = nested.format(value)
+    (tmp_path / "in.jsonl").write_text(f'{{"id": 1, "v": {value}}}\n{{"id": 2}}\n')
+    table = table_of(tmp_path / "in.jsonl", tmp_path / "out", output_format="parquet")
+    assert table["v"].to_pylist() == [value, None]
 
 
 def test_types_that_the_job_names(tmp_path: Path) -> None:
