@@ -6,30 +6,14 @@ its batches stay as small as it wants them.
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from jitney.errors import JitneyError
 
+from jitney_jobs.executor_protocol import Executor, Outcome
 from jitney_jobs.onnx_executor import BlockResult
 from jitney_jobs.rows import Arrays
 from jitney_jobs.texts import TextResult, TokenizedText
-
-
-class Inner(Protocol):
-    """The executor that runs chunks: what is asked of it here (``executors.Executor``)."""
-
-    figures: dict[str, float]
-
-    @property
-    def capacity(self) -> int: ...
-
-    def rank(self, prepared: Any, is_last: bool) -> Any: ...
-
-    def submit(self, key: int, prepared: Any) -> None: ...
-
-    def step(self) -> list[tuple[int, Any]]: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass
@@ -56,7 +40,7 @@ class _Chunk:
 class ChunkExecutor:
     """Takes a TokenizedText for each row, and gives a TextResult."""
 
-    def __init__(self, inner: Inner, in_blocks: bool) -> None:
+    def __init__(self, inner: Executor, in_blocks: bool) -> None:
         """``in_blocks``: the other executor takes blocks of rows (``onnx_executor.py``), of which a
         chunk is one of a single row. It does not join chunks: their lengths differ."""
         self._inner = inner
@@ -101,8 +85,8 @@ class ChunkExecutor:
             self._running[self._next_key] = chunk
             self._next_key += 1
 
-    def step(self) -> list[tuple[int, Any]]:
-        ended: list[tuple[int, Any]] = []
+    def step(self) -> list[Outcome]:
+        ended: list[Outcome] = []
         for key, result in self._inner.step():
             chunk = self._running.pop(key)
             text = chunk.text

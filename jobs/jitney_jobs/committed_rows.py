@@ -26,7 +26,7 @@ class CommittedRows:
         return index < len(ends) and self._firsts[interval.file][index] < interval.end
 
     def add(self, intervals: Iterable[Interval]) -> None:
-        """None of their rows is here."""
+        """Add intervals, of which no row is here."""
         for file, first, end in intervals:
             firsts = self._firsts.setdefault(file, [])
             ends = self._ends.setdefault(file, [])

@@ -22,7 +22,7 @@ from jitney_jobs.texts import TextResult
 
 
 class Finisher:
-    """Of one task."""
+    """Makes what is written of the rows of one task."""
 
     def __init__(self, job: Job, task: Task) -> None:
         self._job = job
@@ -34,7 +34,7 @@ class Finisher:
         """The result's columns as they are written. None if they are known only once there are
         rows."""
         fields = self._task.fields
-        return fields and _renamed(fields, self._result_names)
+        return None if fields is None else _renamed(fields, self._result_names)
 
     def ended(self, item: Item, result: Any) -> list[Ended]:
         """What is written of an item's rows, in their order. Raises UnavailableError and
@@ -85,7 +85,9 @@ class Finisher:
         columns = ended.columns
         if columns is None:
             return ended
-        renamed = columns.rename_columns([self._result_names[n] for n in columns.schema.names])
+        renamed = columns.rename_columns(
+            [self._result_names[name] for name in columns.schema.names]
+        )
         return replace(ended, columns=renamed)
 
 

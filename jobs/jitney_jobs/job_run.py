@@ -26,9 +26,11 @@ from jitney_jobs.tasks import Task
 from jitney_jobs.watchdog import Watchdog
 
 _RECENT_S = 300.0
-"""The rate of the last so many seconds tells when a job will end."""
+"""When a job will end is estimated from its rate in the last so many seconds."""
 _SAMPLE_S = 2.0
 """Between two samples for that rate."""
+_NEWS_S = 60.0
+"""The user is told so often what the run waits for."""
 
 
 class StopSignals:
@@ -57,7 +59,7 @@ class StopSignals:
 
 
 class JobRun(ABC):
-    """One run of a job."""
+    """What every run does. A subclass reads the rows, runs them, and has their parts written."""
 
     def __init__(self, job: Job, journal: JobJournal, output: Output, task: Task) -> None:
         self._finisher = Finisher(job, task)
@@ -80,6 +82,8 @@ class JobRun(ABC):
         """Seconds of this run and rows that had ended by then, of the last minutes."""
         self._is_cut = False
         """Whether rows were left out because of the setting ``limit``."""
+        self._told_at = -_NEWS_S
+        """When the user was last told what the run waits for, in monotonic seconds."""
 
     def run(
         self,
@@ -129,8 +133,13 @@ class JobRun(ABC):
         earlier one."""
 
     def take_news(self) -> str | None:
-        """What the user should know, and has not been told. For a run that waits for something."""
-        return None
+        """What the run waits for, if the user has not been told lately. Else None."""
+        error = self._waits_for()
+        now = time.monotonic()
+        if error is None or now - self._told_at < _NEWS_S:
+            return None
+        self._told_at = now
+        return f"waits, and tries again: {error}"
 
     @property
     def columns(self) -> Sequence[str] | None:
@@ -151,6 +160,10 @@ class JobRun(ABC):
         """The run ends: commit all rows that have ended. Raises what went wrong."""
 
     @abstractmethod
+    def _waits_for(self) -> str | None:
+        """The error that rows wait for to pass. None if none does."""
+
+    @abstractmethod
     def _bad_example(self) -> str | None:
         """One of the bad rows, for an error. None if there is none."""
 
@@ -159,7 +172,8 @@ class JobRun(ABC):
             self._journal.append(entry)
 
     def _check_bad_rows(self, has_ended: bool) -> None:
-        """Raise TooManyBadRows if there are. ``has_ended``: no more rows come."""
+        """Raise TooManyBadRows if more rows are bad than ``max_errors`` allows. ``has_ended``: no
+        more rows come."""
         bad = self._bad_before + self._figures.bad + self._output.misfits
         done = self._done_before + self._figures.done
         total = done if has_ended else self._journal.record.total
@@ -208,7 +222,7 @@ class JobRun(ABC):
         """The figures of this run so far, as the journal has them: those of :class:`RunFigures`,
 
         - ``run``: the number of its first part;
-        - ``cpu_s``: CPU seconds of all processes; on a cluster without those that read;
+        - ``cpu_s``: CPU seconds of all processes, but not of the readers on a cluster;
         - ``seconds``, ``at``: how long the run has taken, and when that was;
         - ``recent_s``, ``recent_done``: the last minutes, and the rows that ended in them;
         - and those of the executor.

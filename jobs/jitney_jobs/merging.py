@@ -78,7 +78,7 @@ def _merge(output: str, wait_s: float, max_errors: str | None, say: Callable[[st
         with _alone(output):
             shards = journals.read(journals.shards)
             _check_complete(output, shards)
-            _check(output, plan, shards)
+            _check_parts(output, plan, shards)
             _check_bad_rows(plan, shards, max_errors)
             for journal in shards:
                 if not journals.seal(journal):
@@ -111,7 +111,7 @@ def _wait_for_all(
             return
         left_s = until - time.monotonic()
         if left_s <= 0:
-            _check_complete(output, shards)
+            _check_complete(output, shards)  # none is: this raises
         if len(shards) != said:
             say(f"waits for {len(shards):,} of {len(journals.shards):,} shards")
         said = len(shards)
@@ -146,7 +146,7 @@ def _alone(output: str) -> Iterator[None]:
 # ------------------------------------------------------------------ checks
 
 
-def _check(output: str, plan: Plan, shards: list[ShardJournal]) -> None:
+def _check_parts(output: str, plan: Plan, shards: list[ShardJournal]) -> None:
     """Raises InvalidArgumentError unless each row is in one part, and each part is there."""
     _check_plan(plan)
     there = parts_in(*file_system(output))

@@ -23,7 +23,7 @@ from jitney_jobs.shards import Shard
 from jitney_jobs.storage import file_system
 
 
-class _Place(msgspec.Struct):
+class _BadRowId(msgspec.Struct):
     """What every line of an error file has: the row's file, and its index there."""
 
     file: str
@@ -129,7 +129,7 @@ class Output:
         """The bad rows in the error files of all parts. Raises InvalidArgumentError for one that is
         damaged."""
         files = {file.path: index for index, file in enumerate(self._dataset.files)}
-        decoder = msgspec.json.Decoder(_Place)
+        decoder = msgspec.json.Decoder(_BadRowId)
         for part in self._journal.record.parts:
             for name in part.files:
                 if not name.startswith(ERRORS):
@@ -145,7 +145,8 @@ class Output:
                     yield Interval(file, bad.row, bad.row + 1)
 
     def list_bad_files(self) -> None:
-        """Write their list beside the bad rows, or remove one that was there."""
+        """Write the list of bad files beside the bad rows; if no file is bad, remove an earlier
+        list. Raises OSError."""
         files = self._dataset.files
         reasons = self._journal.record.bad_files
         name = name_of_bad_files(self._job.its_shard)
@@ -162,7 +163,7 @@ class Output:
         self.maker.set_columns(of_result, self._journal.record.schema)
 
     def write(self, part: Sequence[Ended], figures: dict[str, float]) -> None:
-        """Write a part and commit it."""
+        """Write a part and commit it. Raises as :meth:`PartMaker.write` and :meth:`commit`."""
         number, mark = self._journal.next_part()
         self.commit(self.maker.write(part, f"{self._mark}{number:05}{mark}"), figures)
 

@@ -57,7 +57,7 @@ class PartWriter(Protocol):
         """Returns the rows that cannot be written, by their index in the block."""
 
     def files(self) -> dict[str, "bytes | pa.Buffer"]:
-        """Suffix of a file's name, and its bytes. ``{}`` stands for the part's number."""
+        """The bytes of each file by its name, in which ``{}`` stands for the part's number."""
 
 
 # ------------------------------------------------------------------ lines of JSON

@@ -183,7 +183,8 @@ class PartMaker:
             self._set_table(fields, of_result is not None, stated)
 
     def _check_written_schema(self, is_whole: bool) -> None:
-        """Whether the types that the job names are of columns that there are."""
+        """Raises InvalidArgumentError if the setting ``schema`` names a column that is not there.
+        ``is_whole``: all columns of the result are known."""
         schema = self._dataset.schema
         for name in self._dataset.written_schema.names:
             if schema is None:
@@ -194,7 +195,7 @@ class PartMaker:
                 raise InvalidArgumentError.of("schema", name, bound)
 
     def _set_table(self, fields: list[pa.Field], is_whole: bool, stated: bytes | None) -> None:
-        """``fields``: of the result, if they are ``is_whole``."""
+        """``fields``: of the result; empty unless ``is_whole``, which says that they are known."""
         self._known = pa.schema([*self._of_input, *fields], self._of_input.metadata)
         if self._format == "parquet":
             check_storable(self._known)
@@ -215,7 +216,8 @@ class PartMaker:
                 raise InvalidArgumentError.of("partition_by", name, bound)
 
     def completed(self, context: Context) -> Context:
-        """With what the workers must know of the output. Call it once the input has its schema."""
+        """The context, with what the workers must know of the output. Call it once the input has
+        its schema."""
         makes_columns = self._dataset.format == "text"
         if self._dataset.format in LINES and self.is_table:
             makes_columns = True
@@ -268,9 +270,11 @@ class PartMaker:
         written = self._dataset.written_schema
         fields = []
         for field in seen.schema():
-            if field.name not in self._of_input.names:
-                kind = written.field(field.name).type if field.name in written.names else field.type
-                fields.append(field.with_type(kind))
+            if field.name in self._of_input.names:
+                continue
+            if field.name in written.names:
+                field = field.with_type(written.field(field.name).type)
+            fields.append(field)
         there = {*self._of_input.names, *seen.schema().names}
         missing = [field for field in written if field.name not in there]
         known = pa.schema([*self._of_input, *fields, *missing], self._of_input.metadata)
@@ -307,12 +311,11 @@ class PartMaker:
         part = _in_order(part)
         total = sum(len(ended.rows) for ended in part)
         self.learn_columns(part)
-        bad = [
-            self.bad_row(ended.chunk, index, ended.error, ended.answer)
-            for ended in part
-            if ended.error is not None
-            for index in ended.rows
-        ]
+        bad: list[BadRow] = []
+        for ended in part:
+            if ended.error is not None:
+                for index in ended.rows:
+                    bad.append(self.bad_row(ended.chunk, index, ended.error, ended.answer))
         misfits: list[BadRow] = []
         non_finite = NonFinite(self._job.non_finite)
         writer = self._writer(non_finite)
@@ -325,7 +328,8 @@ class PartMaker:
             files[f"{ERRORS}/part-{number}.jsonl"] = b"".join(map(_bad_line, bad))
         for name, data in files.items():
             self.write_file(name, data)
-        # Each part is written in a new thread: give back what Arrow's pool keeps of its memory.
+        # On this machine each part has a new thread: give back what Arrow's pool keeps of its
+        # memory.
         pa.default_memory_pool().release_unused()
         return WrittenPart(
             files={name: len(data) for name, data in files.items()},
@@ -340,7 +344,8 @@ class PartMaker:
         )
 
     def remove(self, names: Iterable[str]) -> None:
-        """Files of a part that does not count. What cannot be removed is left to the next run."""
+        """Remove files of a part that does not count. What cannot be removed is left to the next
+        run."""
         for name in names:
             with contextlib.suppress(OSError):
                 self._fs.delete_file(f"{self._folder}/{name}")

@@ -30,8 +30,6 @@ from jitney_jobs.tasks import make_task
 
 _POLL_S = 0.2
 """Longest wait for a chunk, in seconds: then the job's thread looks at signals again."""
-_NEWS_S = 60.0
-"""The user is told so often what the run waits for."""
 
 
 class _Read(NamedTuple):
@@ -112,8 +110,6 @@ class Pipeline(JobRun):
         """Rows that may still be read, because of the setting ``limit``."""
         if job.limit is not None:
             self._rows_left = max(0, job.limit - self._done_before)
-        self._told_at = -_NEWS_S
-        """When the user was last told what the run waits for, in monotonic seconds."""
         self._held: dict[int, list[Ended]] = {}
         """Only if the order is kept: rows that ended before an earlier one, by their item's key."""
         self._next_key = 0
@@ -121,7 +117,7 @@ class Pipeline(JobRun):
         self._part = PartFiller(job, output.maker)
         self._writing: Future[float] | None = None
         """Of the part before. Gives the seconds that its writing took."""
-        self._written: list[Ended] = []
+        self._in_writing: list[Ended] = []
         """The rows of that part."""
         self._last_bad: Ended | None = None
         self._has_lost_part = False
@@ -189,13 +185,9 @@ class Pipeline(JobRun):
     def refuse_repeated(self, rows: frozenset[RowId]) -> None:
         self._runner.repeated = rows
 
-    def take_news(self) -> str | None:
+    def _waits_for(self) -> str | None:
         error = self._runner.waits_for
-        now = time.monotonic()
-        if error is None or now - self._told_at < _NEWS_S:
-            return None
-        self._told_at = now
-        return f"waits, and tries again: {reason(error)}"
+        return None if error is None else reason(error)
 
     # ------------------------------------------------------------------ parts
 
@@ -256,7 +248,7 @@ class Pipeline(JobRun):
             self._finish_writing()
 
     def _begin_writing(self, part: list[Ended]) -> None:
-        self._written = part
+        self._in_writing = part
         self._writing = in_background(partial(self._write, part, self._snapshot()))
 
     def _write(self, part: list[Ended], figures: dict[str, float]) -> float:
@@ -279,8 +271,8 @@ class Pipeline(JobRun):
         except BaseException:
             self._has_lost_part = True
             raise
-        self._runner.note_written(self._written)
-        self._written = []
+        self._runner.note_written(self._in_writing)
+        self._in_writing = []
 
     def _bad_example(self) -> str | None:
         bad = self._last_bad

@@ -40,8 +40,6 @@ class Item:
     """What the executor takes. Of a block it is arrays whose first dimension is the rows."""
     error: JitneyError | None = None
     """Why it is bad, if it could not be prepared. Such an item has one row."""
-    result: Any = None
-    """Only on a cluster: the executor's result, or a JitneyError."""
     key: int = 0
     """Items of a run count from 0, in the order of the input."""
     trouble: Trouble = field(default_factory=Trouble)
@@ -153,7 +151,7 @@ class _Making:
             if storage.replaced > replaced_before:
                 self.replaced[index] = storage.replaced - replaced_before
                 replaced_before = storage.replaced
-            item = self._prepared(index, row)
+            item = self._item_of(index, row)
             self._clock.begin(index + 1)
             self.items.append(item)
             nbytes += item.nbytes
@@ -169,7 +167,7 @@ class _Making:
         if self._context.takes_blocks:
             self.items = _joined(self.items)
 
-    def _prepared(self, index: int, row: RowValues | Exception) -> Item:
+    def _item_of(self, index: int, row: RowValues | Exception) -> Item:
         item = Item((index,))
         try:
             if isinstance(row, Exception):
@@ -219,17 +217,16 @@ def _joined(items: list[Item]) -> list[Item]:
     """Blocks of the rows whose arrays have the same shapes, and the bad rows."""
     joined: list[Item] = []
     rows: list[Item] = []
-    for item in [*items, None]:
-        ends = item is None or item.error is not None or not _are_alike(rows, item)
-        if rows and ends:
+    for item in items:
+        if rows and (item.error is not None or not _are_alike(rows, item)):
             joined.append(_block_of(rows))
             rows = []
-        if item is None:
-            break
         if item.error is not None:
             joined.append(item)
         else:
             rows.append(item)
+    if rows:
+        joined.append(_block_of(rows))
     return joined
 
 

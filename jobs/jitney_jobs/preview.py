@@ -29,8 +29,9 @@ class Preview:
         self._rows: list[RowValues] | None = None
 
     def check_named(self) -> None:
-        """The columns that the job names, and its other settings. Raises InvalidArgumentError if
-        one is not there or cannot be, and UnavailableError if the storage fails."""
+        """Check the columns that the job names, and its other settings. Raises
+        InvalidArgumentError if one is not there or cannot be, and UnavailableError if the storage
+        fails."""
         check_settings(self._job)
         if self._job.input_format == "openai":
             return
@@ -53,7 +54,7 @@ class Preview:
                 )
 
     def check_needed(self, columns: Sequence[str] | None) -> None:
-        """Those that the task may read, once the model is known. Raises InvalidArgumentError if
+        """``columns``: those that the task may read, None for all. Raises InvalidArgumentError if
         none of them is there."""
         there = self.columns
         if there and columns and self._job.task != "map":

@@ -39,8 +39,8 @@ from jitney_jobs.rows import Chunk, RowId
 from jitney_jobs.run_figures import RunFigures
 from jitney_jobs.tasks import make_task
 
-# Threads of Ray Data would join the cluster again once this process has left it, and end it
-# if the cluster is gone. Ray reads this when it is imported.
+# Threads of Ray Data would join the cluster again once this process has left it, and would end the
+# process if the cluster is gone. Ray reads this when it is imported.
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 try:
     import ray
@@ -72,8 +72,6 @@ _LOOKS = 3
 process some seconds later, without a word that helps."""
 _STOP_S = 60.0
 """Longest time for the actors to write what has ended, when a run stops."""
-_NEWS_S = 60.0
-"""The user is told so often what the run waits for."""
 _READ_TASKS = 500
 """Most tasks that the files are divided among."""
 _CHUNK_ROWS = 1024
@@ -82,7 +80,8 @@ _BLOCK_ROWS = 4096
 """A block has about so many rows. A part has at most one block's."""
 _BLOCK_PROMPTS = 256
 """The same for prompts of a language model, which take longer than to send them."""
-_BLOCK_BYTES = (64 << 10, 8 << 20)
+_LEAST_BLOCK_BYTES = 64 << 10
+_MOST_BLOCK_BYTES = 8 << 20
 """But a block has at least and at most so many bytes, about."""
 _BLOCKS_OF_ACTOR = 8
 """Each actor has so many blocks to do, if the input is large enough: so all of them end at about
@@ -141,8 +140,6 @@ class RayPipeline(JobRun):
         self._rows_before_round = 0
         self._bad_in_parts = 0
         """Those of the bad rows that the model or its preparation refused."""
-        self._told_at = -_NEWS_S
-        """When the user was last told what the run waits for, in monotonic seconds."""
 
     def refuse_repeated(self, rows: frozenset[RowId]) -> None:
         self._plan = replace(self._plan, repeated=rows)
@@ -160,7 +157,8 @@ class RayPipeline(JobRun):
         if not has_ended:
             return True
         self._look_at_board_for_the_last_time()  # all messages came before the end
-        # What an actor had in hand when it died, or when it gave its last answer, is none of these.
+        # Nothing is in an actor's hands any more. Its last report may still count rows that are in
+        # parts by now, or that were lost with it.
         done = {name: report._replace(ended=0, bad=0) for name, report in self._reports.items()}
         self._reports = done
         self._count()
@@ -182,13 +180,15 @@ class RayPipeline(JobRun):
         return _Stream(self._cluster, self._plan, record, self._bad_files.keys(), rows_left)
 
     def _end_round(self) -> bool:
-        """Whether there is another round, for rows that are missing."""
+        """Note the bad files, and begin another round if rows are missing. Returns whether it did.
+        Raises UnavailableError if that would not help."""
         record = self._journal.record
         for bad in self._bad_files.values():
             known = max(bad.row_count, self._committed.end_of(bad.file))
             self._note(msgspec.structs.replace(bad, row_count=known))
         if self._is_complete():
             return False
+        # Nothing came in this round; or, if the order is kept, later rows are committed already.
         if self._rows_in_parts == self._rows_before_round or self._job.ordered:
             came = self._done_before + self._rows_in_parts
             there = f"{came:,} of {record.total or 0:,} rows"
@@ -310,13 +310,9 @@ class RayPipeline(JobRun):
         figures.done = done
         figures.bad = self._bad_in_parts + sum(report.bad for report in self._reports.values())
 
-    def take_news(self) -> str | None:
-        errors = [report.waits_for for report in self._reports.values() if report.waits_for]
-        now = time.monotonic()
-        if not errors or now - self._told_at < _NEWS_S:
-            return None
-        self._told_at = now
-        return f"waits, and tries again: {errors[0]}"
+    def _waits_for(self) -> str | None:
+        errors = [report.waits_for for report in self._reports.values()]
+        return next((error for error in errors if error), None)
 
     def _bad_example(self) -> str | None:
         examples = [report.bad_example for report in self._reports.values()]
@@ -388,7 +384,7 @@ class _Cluster:
         """Raise UnavailableError if the cluster is gone."""
         if self._looking is None:
             if time.monotonic() - self._looked_at >= _LOOK_S:
-                self._looking = in_background(self._answers)
+                self._looking = in_background(self._is_reachable)
             return
         if not self._looking.done():
             return
@@ -398,7 +394,7 @@ class _Cluster:
         if self._missed >= _LOOKS:
             raise UnavailableError(f"the Ray cluster at {self.address} is gone: {_RESUME}")
 
-    def _answers(self) -> bool:
+    def _is_reachable(self) -> bool:
         try:
             for address in self._addresses:
                 socket.create_connection(address, _CONNECT_S).close()
@@ -468,7 +464,7 @@ class _Stream:
         if not left:
             self.ended.set_result(None)
             return
-        answers = _answers(cluster, plan, record, left, rows_left)
+        answers = _begin_pipeline(cluster, plan, record, left, rows_left)
         self.ended = in_background(lambda: self._pull(answers))
 
     def _pull(self, answers: Iterator[pa.Table]) -> None:
@@ -481,7 +477,7 @@ class _Stream:
             yield self._answers.get()
 
 
-def _answers(
+def _begin_pipeline(
     cluster: _Cluster,
     plan: ClusterPlan,
     record: Record,
@@ -529,19 +525,18 @@ def _block_bytes(cluster: _Cluster, plan: ClusterPlan, files: list[int]) -> int:
     job = plan.job
     most_rows = _BLOCK_PROMPTS if job.task == "generate" else _BLOCK_ROWS
     most_rows = max(1, min(most_rows, job.part_rows, job.in_flight // 2))
-    least, most = _BLOCK_BYTES
     chunks = plan.dataset.chunks(Record.empty(), _CHUNK_ROWS, files, skips_bad_files=True)
     chunk = next((entry for entry in chunks if isinstance(entry, Chunk)), None)
     if chunk is None:
-        return least
+        return _LEAST_BLOCK_BYTES
     row_bytes = block_of(chunk, 0.0).nbytes / len(chunk)
     # Of files that are rows, a block has only the names.
     read_bytes = max(row_bytes, chunk.read_bytes / len(chunk))
-    rows = min(most_rows, most / read_bytes)
+    rows = min(most_rows, _MOST_BLOCK_BYTES / read_bytes)
     sizes = plan.dataset.sizes
     share = sum(sizes[file] for file in files) / (cluster.actors * _BLOCKS_OF_ACTOR)
     if not plan.dataset.files_are_rows:
-        rows = min(rows, max(share, least) / read_bytes)
+        rows = min(rows, max(share, _LEAST_BLOCK_BYTES) / read_bytes)
     return max(1, int(rows * row_bytes))
 
 

@@ -157,7 +157,7 @@ def workers_of(job: Job, task: Task, dataset: Dataset, sharers: int = 1) -> int:
 
 
 class RowRunner:
-    """For one thread."""
+    """Has chunks prepared, and runs their rows. For one thread."""
 
     def __init__(
         self,
@@ -232,7 +232,7 @@ class RowRunner:
         return position
 
     def _refuse_if_repeated(self, item: Item) -> None:
-        """Before an item is run. Each line is one item."""
+        """Make the item bad if its line repeats a ``custom_id``. Each line is one item."""
         if not self.repeated:
             return
         chunk = item.chunk

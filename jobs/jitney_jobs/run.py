@@ -57,11 +57,9 @@ _STAGES = {
 }
 """Figures of a run -> their names in the report."""
 _SHOWN_FILES = 10
-"""So many bad files the status names."""
-
-
+"""Most bad files that the status names."""
 _LONG_TEXTS = {"end": "cut", "chunk-mean": "run in chunks"}
-"""What setting ``truncate`` does with them."""
+"""Setting ``truncate`` -> what becomes of long texts."""
 
 
 @errors_without_keys()
@@ -135,7 +133,9 @@ def run_job(
                 journal.append(End(at=time.time(), rows=0))
             return True
         preview = Preview(job, dataset)
-        if job.server is None:  # a server is asked first whether it is there: that is quick
+        # Before a model is loaded, which takes long; but a server is asked first whether it is
+        # there.
+        if job.server is None:
             preview.check_named()
         # This run has no part yet, so its figures lack ``run``, and ``_state`` takes every part in
         # the journal for one of an earlier run. The metrics need ``moved_at``.
@@ -152,7 +152,8 @@ def run_job(
                 closing.callback(models.close)
             pipeline = Pipeline(job, dataset, journal, output, closing, models)
         pipeline.refuse_repeated(repeated)
-        preview.check_named()
+        if job.server is not None:
+            preview.check_named()
         preview.check_needed(pipeline.columns)
         observer.begin_display()
         show = partial(_show, pipeline, observer)
@@ -173,7 +174,7 @@ def _go_on_with_list(dataset: Dataset, journal: JobJournal, were_bad: frozenset[
     changes = dataset.changes()
     for change in list(changes):
         was_bad = change.index in were_bad
-        # One that was cut off, and is whole now, has grown.
+        # A file that was cut off, and is whole now, counts as grown.
         is_other = change.kind is ChangeKind.REPLACED or (
             change.kind is ChangeKind.GROWN and was_bad
         )

@@ -106,22 +106,22 @@ class ShardJournals:
 def status_of_shards(output: str, plan: Plan) -> str:
     """Some lines on where all shards of a job stand."""
     journals = ShardJournals(output, plan)
-    each = journals.read(journals.shards)
-    records = [journal.record for journal in each]
-    complete = sum(journal.is_complete for journal in each)
+    shards = journals.read(journals.shards)
+    records = [journal.record for journal in shards]
+    complete = sum(journal.is_complete for journal in shards)
     written = sum(record.written for record in records)
     failed = sum(record.failed for record in records)
-    total = sum(end - first for ranges in plan.shards for _, first, end, *_ in ranges)
+    total = sum(rows.end - rows.first for ranges in plan.shards for rows in ranges)
     size = sum(file.size for file in plan.files)
-    if complete == len(each):
+    if complete == len(shards):
         state = "every shard is complete; they are not merged"
     else:
-        state = f"not complete: {complete:,} of {len(each):,} shards are"
+        state = f"not complete: {complete:,} of {len(shards):,} shards are"
     lines = [
         f"{without_keys(output)}: {state}",
         f"input   {len(plan.files):,} files, {size:,} bytes",
         f"rows    {written + failed:,} of {total:,}: {written:,} written, {failed:,} bad",
         f"parts   {sum(len(record.parts) for record in records):,}",
     ]
-    lines += [f"shard   {journal.shard}: {journal.text}" for journal in each]
+    lines += [f"shard   {journal.shard}: {journal.text}" for journal in shards]
     return "\n".join(lines)

@@ -17,7 +17,8 @@ from jitney_jobs.output_files import OutputFiles, output_files
 from jitney_jobs.shards import Shard
 
 _NAME = "_job/plan.json"
-_VERSION = 1
+VERSION = 1
+"""Of the plan's format."""
 _MOST_SHOWN = 5
 
 
@@ -89,6 +90,7 @@ class Created(NamedTuple):
 
     plan: Plan
     is_ours: bool
+    """Whether it is the one that was given, and not another run's."""
 
 
 def read_plan(files: OutputFiles) -> Plan | None:
@@ -105,9 +107,9 @@ def read_plan(files: OutputFiles) -> Plan | None:
     except (ValueError, msgspec.DecodeError) as error:
         bad = "put back a copy of it, or do the job anew with another output"
         raise InvalidArgumentError(f"{_NAME} of the output is damaged: {error}; {bad}") from None
-    if plan.version != _VERSION:
+    if plan.version != VERSION:
         raise InvalidArgumentError(
-            f"{_NAME} of the output is of version {plan.version}, not {_VERSION}: go on with the "
+            f"{_NAME} of the output is of version {plan.version}, not {VERSION}: go on with the "
             "version of Jitney that made it"
         )
     return plan
@@ -124,6 +126,7 @@ def create_plan(files: OutputFiles, plan: Plan) -> Created:
     """The plan, unless another run has created one. Raises as :func:`read_plan`, and
     InvalidArgumentError for a storage on which two runs would both create one."""
     data = encode(plan)
+    # A storage that creates the file twice would also create one for each of two runs.
     if files.create(_NAME, data) and files.create(_NAME, data):
         files.delete(_NAME)
         raise InvalidArgumentError(

@@ -16,7 +16,6 @@ from jitney.errors import InvalidArgumentError
 from jitney_jobs.addresses import without_keys
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.executors import Models
-from jitney_jobs.file_batches import RowCount
 from jitney_jobs.fingerprints import fingerprints_of
 from jitney_jobs.first_results import columns_of_map
 from jitney_jobs.job import Job, job_without_keys
@@ -26,10 +25,8 @@ from jitney_jobs.line_survey import Survey, model_of_lines, survey_lines
 from jitney_jobs.output import Output, write_errors
 from jitney_jobs.output_files import OutputFiles, output_files
 from jitney_jobs.preview import Preview
-from jitney_jobs.shard_plan import Plan, create_plan, read_plan
+from jitney_jobs.shard_plan import VERSION, Plan, create_plan, read_plan
 from jitney_jobs.shards import Shard
-
-_VERSION = 1
 
 
 class CountedFile(msgspec.Struct, frozen=True):
@@ -100,7 +97,7 @@ def _make_plan(job: Job, shard: Shard, say: Callable[[str], None]) -> Plan:
     say("the input's rows are counted, to divide them")
     counted = [_counted(dataset, index) for index in range(len(dataset.sizes))]
     return Plan(
-        version=_VERSION,
+        version=VERSION,
         id=secrets.token_hex(8),
         at=time.time(),
         job=msgspec.structs.replace(job_without_keys(whole), accept_changes=False),
@@ -132,7 +129,6 @@ class _NoJournal:
 
 
 def _counted(dataset: Dataset, index: int) -> CountedFile:
-    counted: RowCount
     counted, is_open = dataset.count_rows(index)
     return CountedFile(counted.rows, counted.starts, is_open)
 

@@ -81,7 +81,7 @@ class Map:
 
     fields = None
 
-    def __init__(self, context: "Context") -> None:
+    def __init__(self, context: Context) -> None:
         job = context.job
         name = str(job.map)
         self.columns = job.map_column or None
@@ -97,7 +97,7 @@ class Map:
 
     def prepare(self, row: RowValues) -> MapResult:
         names = list(row) if self._kept is None else self._kept
-        if self.columns is not None:  # a line has them all
+        if self.columns is not None:  # of lines, all columns come
             row = {name: value for name, value in row.items() if name in self.columns}
         result = self._function(row)
         if not isinstance(result, Mapping):

@@ -18,13 +18,13 @@ _OFFSET = re.compile(r"([+-])(\d\d):?(\d\d)")
 
 def seconds_of(name: str, text: str, least_s: float = 0.0) -> float:
     """Seconds of ``4h``, ``1h30m`` or ``1.5d``; of a bare 0, too. ``name``: the setting. Raises
-    InvalidArgumentError."""
+    InvalidArgumentError for another text, and for less than ``least_s`` seconds."""
     pieces = re.findall(r"(\d+(?:\.\d+)?)([dhms])", text)
     seconds = sum(float(number) * _UNITS[unit] for number, unit in pieces)
-    is_whole = "".join(number + unit for number, unit in pieces) == text != ""
+    is_time = bool(pieces) and "".join(number + unit for number, unit in pieces) == text
     if text == "0":
-        is_whole = True
-    if not is_whole or not least_s <= seconds <= _MOST_S:
+        is_time = True
+    if not is_time or not least_s <= seconds <= _MOST_S:
         raise InvalidArgumentError.of(name, text, "a time such as 4h, 90m or 1h30m")
     return seconds
 

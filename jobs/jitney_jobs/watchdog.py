@@ -9,13 +9,13 @@ from collections.abc import Mapping
 
 from jitney.errors import UnavailableError
 
+from jitney_jobs.outcome import ExitStatus
+
 _MOVING = ("done", "taken", "position", "steps", "tokens", "tries")
 """Figures of a run of which at least one changes while it works, or while it waits for a server as
 long as ``patience`` says."""
 _GRACE_S = 60.0
 """So much later than the job's thread should have ended the run, the process is ended."""
-_STUCK = 1
-"""The exit status of that. All that is committed counts, as after a kill."""
 
 
 class Watchdog:
@@ -49,10 +49,11 @@ class Watchdog:
         )
 
     def close(self) -> None:
+        """Watch no longer."""
         self._closed.set()
 
     def _watch(self) -> None:
         while not self._closed.wait(1.0):
             if time.monotonic() - self._checked_at > self._seconds + _GRACE_S:
                 print(f"error: {self._text}", file=sys.stderr, flush=True)
-                os._exit(_STUCK)
+                os._exit(ExitStatus.JOB_ERROR)  # what is committed counts, as after a kill
