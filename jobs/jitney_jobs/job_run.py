@@ -182,8 +182,9 @@ class JobRun(ABC):
             return
         last = self._output.misfit or self._bad_example()
         example = f"; one is {last}" if last else ""
+        ended = done if total is None else total
         raise TooManyBadRows(
-            f"{bad:,} of {done:,} rows are bad, more than max_errors "
+            f"{bad:,} of {ended:,} rows are bad, more than max_errors "
             f"({self._job.max_errors}) allows{example}"
         )
 

@@ -111,6 +111,7 @@ HANDS_ENVIRONMENT_ON = (
     "jitney_measure.",
     "jitney.engine.child_process",
     "jitney.stop_signals",  # reads there where its launcher writes to it: no option
+    "jitney_jobs.ray_data",  # starts Ray's processes, and quiets them
     "export.",
 )
 # The core decides from what it is given: no clock, no chance, no threads.
