@@ -267,6 +267,7 @@ def test_a_journal_without_one_of_its_objects_is_refused(
     assert ids_of(bucket.folder / "out") == list(range(20, 80))
 
 
+@pytest.mark.slow
 def test_many_commits_are_read_in_their_order(bucket: Bucket) -> None:
     """A bucket lists 10 before 2, and a thousand names at a time."""
     source = lines_in(bucket, 1100)
