@@ -96,7 +96,9 @@ def test_values_that_do_not_fit_the_columns_are_bad_rows(tmp_path: Path) -> None
     assert len(read(tmp_path / "out")) == 37
     for _ in range(2):  # the bad rows of the first run count in the second
         # Of how many depends on what was read, and committed, before the third one was found.
-        with pytest.raises(outcome.TooManyBadRows, match=r"3 of \d+ rows are bad, more than max_err"):
+        with pytest.raises(
+            outcome.TooManyBadRows, match=r"3 of \d+ rows are bad, more than max_err"
+        ):
             run(source, tmp_path / "few", **settings, max_errors=2)
     assert run(source, tmp_path / "few", **settings, max_errors="10%")
 
