@@ -255,7 +255,8 @@ def test_a_job_that_waits_for_its_next_try_holds_up_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And one whose error cannot pass has no next try."""
-    folder, source = tmp_path / "jobs", write_lines(tmp_path / "in.jsonl", ids(20, 40))
+    folder = tmp_path / "jobs"
+    source = write_lines(tmp_path / "in.jsonl", ids(20, 40))
     job_file(folder, "away", source)
     job_file(folder, "typo", source, mpa="x")
     job_file(folder, "good", source)

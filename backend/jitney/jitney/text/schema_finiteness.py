@@ -33,7 +33,7 @@ def leave_out_infinite(schema: Any, references: References) -> bool:
     search = _Search(references, with_bounds=True)
     search.look_at(schema)
     if not search.is_finite(schema):
-        # Whoever compiles the schema says which bounds contradict each other.
+        # The grammar's compiler says which bounds contradict each other.
         search = _Search(references, with_bounds=False)
         search.look_at(schema)
         return search.is_finite(schema)
