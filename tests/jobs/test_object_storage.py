@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from jitney_jobs.journal import InputFile, JobJournal, OutputPart
 from jitney_jobs.journal_objects import TakenOverError
 from jitney_jobs.run import read_record, run_job, status_of, write_report
 
-from tests.jobs.bucket import Bucket, bucket_in
+from tests.jobs.bucket import Bucket
 from tests.jobs.job_rows import bad, fail_at_part, ids, job_of, read, run, write_lines
 from tests.jobs.test_job_once import ROOT
 
@@ -29,13 +28,10 @@ ROWS = 300
 
 
 @pytest.fixture
-def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    root = tmp_path / "storage"
-    root.mkdir()
-    with bucket_in(root, monkeypatch) as bucket:
-        (bucket.folder / "in").mkdir()
-        yield bucket
-        assert bucket.uploads == 0, "a part is one PUT"
+def bucket(bucket: Bucket) -> Bucket:
+    """With a folder for an input."""
+    (bucket.folder / "in").mkdir()
+    return bucket
 
 
 def lines_in(bucket: Bucket, count: int) -> str:

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +23,13 @@ from jitney_jobs.output_files import LocalFiles
 from jitney_jobs.run import read_record, run_job
 from jitney_jobs.shard_plan import plan_of
 
-from tests.jobs.bucket import Bucket, bucket_in
+from tests.jobs.bucket import Bucket
 from tests.jobs.job_rows import bad, fail_at_part, ids, job_of, read, run, write_lines
 from tests.jobs.job_status import run_command
 from tests.jobs.test_lines_on_server import line
 from tests.jobs.test_outcome import batch, run_twice
 
 SHARDS = 3
-
-
-@pytest.fixture
-def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    root = tmp_path / "storage"
-    root.mkdir()
-    with bucket_in(root, monkeypatch) as bucket:
-        yield bucket
 
 
 class Place:

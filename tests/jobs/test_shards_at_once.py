@@ -4,14 +4,12 @@ command."""
 import re
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from jitney_jobs.merging import merge_shards
 from jitney_jobs.run import read_record
 
-from tests.jobs.bucket import Bucket, bucket_in
+from tests.jobs.bucket import Bucket
 from tests.jobs.job_rows import bad, ids, read, run, write_lines
 from tests.jobs.test_job_once import start
 
@@ -25,15 +23,6 @@ from tests.jobs.job_rows import run
 run(Path(sys.argv[1]), sys.argv[2], map="tests.jobs.job_rows:in_20_ms", ordered=True,
     shard="{shard}", part_rows=20, part_seconds=0.03, workers=1, in_flight=64)
 """
-
-
-@pytest.fixture
-def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    root = tmp_path / "storage"
-    root.mkdir()
-    with bucket_in(root, monkeypatch) as bucket:
-        yield bucket
-        assert bucket.uploads == 0, "a part is one PUT"
 
 
 def begin(source: Path, output: str, index: int) -> subprocess.Popen[str]:
