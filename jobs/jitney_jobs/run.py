@@ -143,7 +143,7 @@ def run_job(
         observer = _Observer(job, journal, _state(journal.record, job, figures), closing)
         pipeline: JobRun
         if job.ray:
-            from jitney_jobs.ray_data import RayPipeline  # Ray may be missing
+            from jitney_jobs.ray_pipeline import RayPipeline  # Ray may be missing
 
             pipeline = RayPipeline(job, dataset, journal, output, closing)
         else:
