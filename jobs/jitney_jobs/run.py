@@ -145,7 +145,7 @@ def run_job(
         if job.ray:
             from jitney_jobs.ray_pipeline import RayPipeline  # Ray may be missing
 
-            pipeline = RayPipeline(job, dataset, journal, output, closing)
+            pipeline = RayPipeline(job, dataset, journal, output, closing, say)
         else:
             if models is None:
                 models = Models()
