@@ -13,12 +13,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jitney.errors import CancelledError, InvalidArgumentError
+from jitney.errors import CancelledError
 
 from jitney_jobs.finished_rows import Finisher
 from jitney_jobs.job import Job
 from jitney_jobs.journal import End, Entry, JobJournal
-from jitney_jobs.outcome import TooManyBadRows, error_limit
+from jitney_jobs.outcome import TooManyBadRows, check_files, error_limit
 from jitney_jobs.output import Output, write_errors
 from jitney_jobs.rows import RowId
 from jitney_jobs.run_figures import RunFigures
@@ -117,7 +117,7 @@ class JobRun(ABC):
         if signals.is_stopped:
             return False
         self._check_bad_rows(has_ended=True)
-        self._check_bad_files()
+        self._check_files()
         with write_errors(self._job):
             self._output.remove_strays()  # of a run that still lived when this one took over
         if not self._is_cut:
@@ -198,16 +198,12 @@ class JobRun(ABC):
             expected = min(expected, self._job.limit)
         return max(done, expected)
 
-    def _check_bad_files(self) -> None:
+    def _check_files(self) -> None:
         """Raise InvalidArgumentError if no file could be read."""
         record = self._journal.record
         assert record.begin is not None, "the job has begun"
-        if record.shard_rows is not None:
-            return  # other shards may have read them: a merge knows
-        reasons = list(record.bad_files.values())
-        if reasons and len(reasons) == len(record.begin.files) and not record.written:
-            more = f"; so are all {len(reasons):,} files" if len(reasons) > 1 else ""
-            raise InvalidArgumentError(f"{reasons[0]}{more}")
+        if record.shard_rows is None:  # other shards may have read them: a merge knows
+            check_files(record.bad_files, len(record.begin.files), record.written)
 
     def _sample(self) -> None:
         """Note how far the run is, now and then."""

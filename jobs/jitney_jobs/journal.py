@@ -33,8 +33,9 @@ from jitney_jobs.journal_entries import (
     OutputPart,
     Reopened,
 )
-from jitney_jobs.journal_file import JournalFile, sync
+from jitney_jobs.journal_file import JournalFile
 from jitney_jobs.journal_record import REPLACE, Record
+from jitney_jobs.output_files import objects_at
 from jitney_jobs.row_ranges import Ranges
 from jitney_jobs.shard_plan import Plan
 from jitney_jobs.shards import Shard
@@ -53,12 +54,9 @@ __all__ = [
     "Ranges",
     "Record",
     "read_journal",
-    "sync",
 ]
 _MOST_SHOWN = 5
 """Differences that an error names."""
-_RETRIES = 3
-"""Of requests that only read a journal."""
 
 
 class _Store(Protocol):
@@ -257,9 +255,8 @@ def read_journal(output: str, journal: str | None, shard: Shard | None = None) -
     if folder is not None:
         return Record.read(folder / "journal.jsonl")
     from jitney_jobs.journal_objects import read_objects  # boto3 may be missing
-    from jitney_jobs.object_storage import Objects
 
-    record, _ = read_objects(Objects(output, _RETRIES), shard)
+    record, _ = read_objects(objects_at(output), shard)
     if record.elsewhere is not None:
         raise InvalidArgumentError(f"its journal is {record.elsewhere.place}: name that folder")
     return record

@@ -20,7 +20,7 @@ from jitney_jobs.arrow import pa, pafs
 from jitney_jobs.columns import NonFinite
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.job import Job
-from jitney_jobs.journal import ERRORS, Interval, Ranges, sync
+from jitney_jobs.journal import ERRORS, Interval, Ranges
 from jitney_jobs.json_lines import check_no_common_name, encoded
 from jitney_jobs.part_files import (
     CsvPart,
@@ -35,6 +35,7 @@ from jitney_jobs.rows import LINES, Chunk, RowValues
 from jitney_jobs.schemas import SeenTypes, check_storable
 from jitney_jobs.storage import file_system, objects_of
 from jitney_jobs.tasks import Context, MapResult
+from jitney_jobs.whole_files import sync
 
 _BLOCK_ROWS = 512
 """Most rows that are encoded together."""

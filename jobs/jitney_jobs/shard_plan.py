@@ -14,6 +14,7 @@ from jitney_jobs.fingerprints import print_differences
 from jitney_jobs.job import Job, differences, job_without_keys
 from jitney_jobs.journal_entries import Begin, InputFile, RowRange, check, encode
 from jitney_jobs.output_files import OutputFiles, output_files
+from jitney_jobs.row_ranges import row_count_of
 from jitney_jobs.shards import Shard
 
 _NAME = "_job/plan.json"
@@ -53,6 +54,17 @@ class Plan(msgspec.Struct, frozen=True):
         shard = job.its_shard
         assert shard is not None, "the job is a shard"
         return self.shards[shard.index]
+
+    @property
+    def row_count(self) -> int:
+        """Of all shards."""
+        return sum(row_count_of(ranges) for ranges in self.shards)
+
+    def with_model(self, job: Job) -> Job:
+        """A shard's job with the model that the lines of the input name, unless it names one."""
+        if job.model is not None:
+            return job
+        return msgspec.structs.replace(job, model=self.job.model)
 
     def begin_shard(self, entry: Begin) -> Begin:
         """The first line of a shard's journal. ``entry``: with the shard's own settings."""

@@ -22,14 +22,23 @@ from hypothesis import strategies as st
 from jitney.errors import InvalidArgumentError, UnavailableError
 from jitney_jobs import executors
 from jitney_jobs.dataset import Dataset
+from jitney_jobs.job_record import read_record
 from jitney_jobs.journal import InputFile, Interval, JobJournal, OutputPart, Ranges, Record
 from jitney_jobs.output import Output
 from jitney_jobs.part_maker import Ended
 from jitney_jobs.rows import Chunk
-from jitney_jobs.run import read_record
 from jitney_jobs.tasks import MapResult
 
-from tests.jobs.job_rows import bad, fail_at_part, ids, job_of, read, run, write_lines
+from tests.jobs.job_rows import (
+    bad,
+    fail_at_part,
+    ids,
+    job_of,
+    note_row_groups,
+    read,
+    run,
+    write_lines,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -194,14 +203,7 @@ def test_committed_row_groups_are_not_read_again(
         fail_at_part(patched, 1)
         with pytest.raises(UnavailableError):
             run(tmp_path / "in.parquet", tmp_path / "out", part_rows=20)
-    groups: list[int] = []
-    real = pq.ParquetFile.iter_batches
-
-    def noted(self: Any, size: int, row_groups: list[int], columns: list[str]) -> Any:
-        groups.extend(row_groups)
-        return real(self, size, row_groups=row_groups, columns=columns)
-
-    monkeypatch.setattr(pq.ParquetFile, "iter_batches", noted)
+    groups = note_row_groups(monkeypatch)
     assert run(tmp_path / "in.parquet", tmp_path / "out", part_rows=20)
     assert groups == [1, 2]
     assert [row["id"] for row in read(tmp_path / "out")] == list(range(20, 80))

@@ -17,7 +17,8 @@ from jitney.progress import Deadline
 from jitney_jobs import executors, worker
 from jitney_jobs import run as jobs_run
 from jitney_jobs.job import make_job, read_job
-from jitney_jobs.run import read_record, status_of
+from jitney_jobs.job_record import read_record
+from jitney_jobs.status import status_of
 from jitney_jobs.times import due_at
 from typer.testing import CliRunner
 

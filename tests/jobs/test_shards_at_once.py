@@ -6,8 +6,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from jitney_jobs.job_record import read_record
 from jitney_jobs.merging import merge_shards
-from jitney_jobs.run import read_record
 
 from tests.jobs.bucket import Bucket
 from tests.jobs.job_rows import bad, ids, read, run, write_lines
