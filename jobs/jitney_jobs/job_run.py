@@ -1,5 +1,5 @@
 """One run of a job, from its first row to its end: what is the same on this machine (``pipeline``)
-and on a cluster (``ray_data``).
+and on a cluster (``ray_pipeline``).
 
 It watches what is bad, late or stuck, keeps the figures, and notes in the journal that all is done.
 """

@@ -201,7 +201,7 @@ def _make_run(
 ) -> JobRun:
     """On a cluster, or on this machine. Raises as their loading of the model."""
     if job.ray:
-        from jitney_jobs.ray_data import RayPipeline  # Ray may be missing
+        from jitney_jobs.ray_pipeline import RayPipeline  # Ray may be missing
 
         return RayPipeline(job, dataset, journal, output, closing)
     if models is None:

@@ -23,7 +23,7 @@ from jitney_jobs.tasks import Context
 from tests.jobs.job_rows import ids, job_of, write_lines
 
 pytest.importorskip("ray")
-from jitney_jobs import ray_data
+from jitney_jobs import ray_pipeline
 from jitney_jobs.ray_board import BoardMessage, Report, Taken
 
 Answers = list[dict[str, Any]]
@@ -42,13 +42,13 @@ class FakeCluster:
         fake_ray = SimpleNamespace(
             get=lambda reference: reference,
             wait=lambda references, timeout: (references, []),
-            exceptions=ray_data.ray.exceptions,
+            exceptions=ray_pipeline.ray.exceptions,
         )
-        monkeypatch.setattr(ray_data, "ray", fake_ray)
-        monkeypatch.setattr(ray_data, "_POLL_S", 0.0)
-        monkeypatch.setattr(ray_data, "_Cluster", lambda address, closing: self)
-        monkeypatch.setattr(ray_data, "Board", lambda: self)
-        monkeypatch.setattr(ray_data, "_Stream", self._begin)
+        monkeypatch.setattr(ray_pipeline, "ray", fake_ray)
+        monkeypatch.setattr(ray_pipeline, "_POLL_S", 0.0)
+        monkeypatch.setattr(ray_pipeline, "Cluster", lambda address, closing: self)
+        monkeypatch.setattr(ray_pipeline, "Board", lambda: self)
+        monkeypatch.setattr(ray_pipeline, "Stream", self._begin)
         journal = JobJournal(job)
         closing.callback(journal.close)
         self.record = journal.record
@@ -56,7 +56,7 @@ class FakeCluster:
         self.folder = Path(job.output)
         self._output = Output(job, dataset, journal)
         journal.begin_or_resume(job, dataset.files, dataset.files_are_rows)
-        self.run = ray_data.RayPipeline(job, dataset, journal, self._output, closing)
+        self.run = ray_pipeline.RayPipeline(job, dataset, journal, self._output, closing)
 
     def call(self, function: object, argument: Any) -> Context:
         return Context(argument)

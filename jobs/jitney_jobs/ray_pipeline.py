@@ -1,6 +1,6 @@
-"""A run on a Ray cluster, as a Ray Data pipeline: tasks read files into blocks of Arrow, and a pool
-of actors prepares and runs their rows and writes the parts (``ray_actor``). This process commits
-the parts, which it finds on a board (``ray_board``).
+"""A run on a Ray cluster, as a Ray Data pipeline (``ray_stream``): tasks read files into blocks of
+Arrow (``ray_reader``), and a pool of actors prepares and runs their rows and writes the parts
+(``ray_actor``). This process commits the parts, which it finds on a board (``ray_board``).
 
 Ray does again what was lost with a node. A part counts once the journal has it, and the journal
 takes none that has a row of an earlier one: such a part is deleted. Rows that are missing then, in
@@ -11,23 +11,16 @@ The model, the input, the output and this package are needed on every node, unde
 
 import contextlib
 import copy
-import logging
-import os
-import queue
-import socket
-import sys
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import msgspec
-from jitney.errors import InstallationError, JitneyError, UnavailableError, install_extra
+from jitney.errors import UnavailableError
 
 from jitney_jobs.arrow import pa
-from jitney_jobs.background import in_background
 from jitney_jobs.committed_rows import CommittedRows
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.job import Job
@@ -35,60 +28,19 @@ from jitney_jobs.job_run import JobRun
 from jitney_jobs.journal import FileRows, JobJournal, Record
 from jitney_jobs.output import Output, write_errors
 from jitney_jobs.part_maker import WrittenPart
-from jitney_jobs.rows import Chunk, RowId
+from jitney_jobs.ray_board import Board, BoardMessage, Failure, LimitReached, Report, Taken
+from jitney_jobs.ray_cluster import CONNECT_S, Cluster, failure_of
+from jitney_jobs.ray_library import ray
+from jitney_jobs.ray_plan import ClusterPlan, columns_of_first_rows, context_of
+from jitney_jobs.ray_stream import Stream
+from jitney_jobs.rows import RowId
 from jitney_jobs.run_figures import RunFigures
 from jitney_jobs.tasks import make_task
 
-# Threads of Ray Data would join the cluster again once this process has left it, and would end the
-# process if the cluster is gone. Ray reads this when it is imported.
-os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
-try:
-    import ray
-    import ray.data as ray_data
-except ImportError:
-    raise InstallationError(f"a job on a cluster needs Ray: {install_extra('ray')}") from None
-
-from jitney_jobs.ray_actor import (
-    CALLS_AT_ONCE,
-    ClusterPlan,
-    Reading,
-    RowsActor,
-    columns_of_first_rows,
-    context_of,
-    read,
-)
-from jitney_jobs.ray_blocks import block_of
-from jitney_jobs.ray_board import Board, BoardMessage, Failure, LimitReached, Report, Taken
-
-_RESUME = "`jitney batch resume` goes on, with --ray or without"
 _POLL_S = 0.2
 """Longest wait for the cluster, in seconds: then the job's thread looks at signals again."""
-_CONNECT_S = 10.0
-"""Longest time to connect to the cluster's head."""
-_LOOK_S = 2.0
-"""The cluster's head, and Ray's process on this machine, are looked at so often."""
-_LOOKS = 3
-"""The cluster is gone if one of them does not answer so often in a row. Ray itself would end this
-process some seconds later, without a word that helps."""
 _STOP_S = 60.0
 """Longest time for the actors to write what has ended, when a run stops."""
-_READ_TASKS = 500
-"""Most tasks that the files are divided among."""
-_CHUNK_ROWS = 1024
-"""Most rows that a reader gives at a time."""
-_BLOCK_ROWS = 4096
-"""A block has about so many rows. A part has at most one block's."""
-_BLOCK_PROMPTS = 256
-"""The same for prompts of a language model, which take longer than to send them."""
-_LEAST_BLOCK_BYTES = 64 << 10
-_MOST_BLOCK_BYTES = 8 << 20
-"""But a block has at least and at most so many bytes, about."""
-_BLOCKS_OF_ACTOR = 8
-"""Each actor has so many blocks to do, if the input is large enough: so all of them end at about
-the same time."""
-_SHARE = 0.2
-"""CPUs that an actor asks Ray for. It uses all that the node has; with so small a share every node
-can have one."""
 
 
 class RayPipeline(JobRun):
@@ -99,7 +51,7 @@ class RayPipeline(JobRun):
     ) -> None:
         """Join the cluster, which loads the model once, to know it. Raises UnavailableError if it
         is not there, and what loading raises."""
-        self._cluster = _Cluster(str(job.ray), closing)
+        self._cluster = Cluster(str(job.ray), closing)
         context = self._cluster.call(context_of, job)
         context = output.maker.completed(context)
         task = make_task(context)
@@ -125,7 +77,7 @@ class RayPipeline(JobRun):
                 self._plan = replace(self._plan, schema=schema)
         self._committed = CommittedRows(journal.record.done)
         self._position_before = _share_done(dataset, journal.record)
-        self._stream: _Stream | None = None
+        self._stream: Stream | None = None
         """The pipeline of Ray's. None until the run begins."""
         self._taking: Any = None
         """A reference to what is on the board."""
@@ -165,10 +117,10 @@ class RayPipeline(JobRun):
         try:
             self._stream.ended.result()
         except ray.exceptions.RayError as error:
-            raise _cause(error) from None
+            raise failure_of(error) from None
         return self._end_round()
 
-    def _begin_round(self) -> "_Stream":
+    def _begin_round(self) -> Stream:
         """Have the rows read that are not committed."""
         record = copy.copy(self._journal.record)
         record.parts = []
@@ -177,7 +129,7 @@ class RayPipeline(JobRun):
         if self._job.limit is not None:
             rows_left = max(0, self._job.limit - self._done_before - self._rows_in_parts)
         self._rows_before_round = self._rows_in_parts
-        return _Stream(self._cluster, self._plan, record, self._bad_files.keys(), rows_left)
+        return Stream(self._cluster, self._plan, record, self._bad_files.keys(), rows_left)
 
     def _end_round(self) -> bool:
         """Note the bad files, and begin another round if rows are missing. Returns whether it did.
@@ -218,13 +170,13 @@ class RayPipeline(JobRun):
         """Take what is there. Unless it ``waits``, what comes late is taken the next time."""
         if self._taking is None:
             self._taking = self._board.begin_taking()
-        ready, _ = ray.wait([self._taking], timeout=_CONNECT_S if waits else _POLL_S)
+        ready, _ = ray.wait([self._taking], timeout=CONNECT_S if waits else _POLL_S)
         if not ready:
             return
         try:
             taken: Taken = ray.get(self._taking)
         except ray.exceptions.RayError as error:
-            raise _cause(error) from None
+            raise failure_of(error) from None
         finally:
             self._taking = None
         self._reports |= taken.reports
@@ -336,214 +288,3 @@ def _share_done(dataset: Dataset, record: Record) -> float:
     sizes = dataset.sizes
     done = sum(size for file, size in enumerate(sizes) if record.is_done(file))
     return done / max(1, sum(sizes))
-
-
-# ------------------------------------------------------------------ Ray
-
-
-class _Cluster:
-    """The cluster that this process has joined."""
-
-    def __init__(self, address: str, closing: ExitStack) -> None:
-        """``local`` for one on this machine alone, which ends with ``closing``. Raises
-        UnavailableError."""
-        self.address = address
-        _connect(address)
-        closing.callback(self._leave)
-        resources = ray.cluster_resources()
-        # The head of a cluster may have no cores: then nothing runs there.
-        alive = [node for node in ray.nodes() if node["Alive"]]
-        nodes = [node for node in alive if node["Resources"].get("CPU")]
-        self.gpus = int(resources.get("GPU", 0))
-        self.nodes = max(1, len(nodes))
-        self.actors = self.gpus or self.nodes
-        self.actors_of_node = max(1, self.gpus // self.nodes)
-        here = ray.get_runtime_context()
-        host, _, port = here.gcs_address.rpartition(":")
-        self._addresses = [(host, int(port))]
-        """Of the head, and of Ray's process on this machine."""
-        self._addresses += [
-            (node["NodeManagerAddress"], node["NodeManagerPort"])
-            for node in alive
-            if node["NodeID"] == here.get_node_id()
-        ]
-        self._looked_at = time.monotonic()
-        self._looking: Future[bool] | None = None
-        self._missed = 0
-        """How often in a row one of them did not answer."""
-
-    def call(self, function: Any, argument: Any) -> Any:
-        """In a task of Ray's, which may need a GPU. Raises what the function raises."""
-        task = ray.remote(num_cpus=_SHARE, num_gpus=min(1, self.gpus))(function)
-        try:
-            return ray.get(task.remote(argument))
-        except ray.exceptions.RayError as error:
-            raise _cause(error) from None
-
-    def check(self) -> None:
-        """Raise UnavailableError if the cluster is gone."""
-        if self._looking is None:
-            if time.monotonic() - self._looked_at >= _LOOK_S:
-                self._looking = in_background(self._is_reachable)
-            return
-        if not self._looking.done():
-            return
-        self._missed = 0 if self._looking.result() else self._missed + 1
-        self._looking = None
-        self._looked_at = time.monotonic()
-        if self._missed >= _LOOKS:
-            raise UnavailableError(f"the Ray cluster at {self.address} is gone: {_RESUME}")
-
-    def _is_reachable(self) -> bool:
-        try:
-            for address in self._addresses:
-                socket.create_connection(address, _CONNECT_S).close()
-        except OSError:
-            return False
-        return True
-
-    def _leave(self) -> None:
-        if self._missed < _LOOKS:
-            ray.shutdown()
-
-
-def _connect(address: str) -> None:
-    """Join a Ray cluster, ``local`` for one on this machine alone. Raises UnavailableError."""
-    logging.getLogger("ray.data").setLevel(logging.CRITICAL)
-    # A cluster of this machine alone does the job in the place of this process: with Ray's niceness
-    # of 15 it would stand still beside other work.
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    # Ray's native part would print warnings that tell the user nothing.
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    try:
-        if host:  # Ray would try for minutes
-            socket.create_connection((host, int(port)), _CONNECT_S).close()
-        with _without_native_output():
-            ray.init(
-                address,
-                ignore_reinit_error=True,
-                include_dashboard=False if address == "local" else None,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
-    except (OSError, RuntimeError, ValueError) as error:
-        raise UnavailableError(f"Ray is not at {address}: {error}") from None
-
-
-@contextlib.contextmanager
-def _without_native_output() -> Iterator[None]:
-    """While Ray starts: it would say at which level it logs. Its errors are Python's."""
-    sys.stderr.flush()
-    stderr = os.dup(2)
-    try:
-        with open(os.devnull, "wb") as nothing:
-            os.dup2(nothing.fileno(), 2)
-        yield
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
-
-
-class _Stream:
-    """A pipeline of Ray Data, which a thread runs to its end."""
-
-    def __init__(
-        self,
-        cluster: _Cluster,
-        plan: ClusterPlan,
-        record: Record,
-        without: Any,
-        rows_left: int | None,
-    ) -> None:
-        """``without``: files that are not read."""
-        self._answers: queue.SimpleQueue[pa.Table] = queue.SimpleQueue()
-        files = range(len(plan.dataset.sizes))
-        left = [file for file in files if file not in without and not record.is_done(file)]
-        self.ended: Future[None] = Future()
-        if not left:
-            self.ended.set_result(None)
-            return
-        answers = _begin_pipeline(cluster, plan, record, left, rows_left)
-        self.ended = in_background(lambda: self._pull(answers))
-
-    def _pull(self, answers: Iterator[pa.Table]) -> None:
-        for answer in answers:
-            self._answers.put(answer)
-
-    def take_answers(self) -> Iterator[pa.Table]:
-        """Those that have come."""
-        while not self._answers.empty():
-            yield self._answers.get()
-
-
-def _begin_pipeline(
-    cluster: _Cluster,
-    plan: ClusterPlan,
-    record: Record,
-    files: list[int],
-    rows_left: int | None,
-) -> Iterator[pa.Table]:
-    """What the actors answer for each block."""
-    settings = ray_data.DataContext.get_current()
-    settings.enable_progress_bars = False
-    settings.execution_options.preserve_order = plan.job.ordered
-    settings.target_max_block_size = _block_bytes(cluster, plan, files)
-    settings.issue_detectors_config.detectors = []
-    shared = ray.put(plan)
-    reading = ray.put(Reading(record, _CHUNK_ROWS, rows_left))
-    # With a limit one task reads the files one after another, so that it finds the first rows.
-    tasks = 1 if rows_left is not None else min(_READ_TASKS, len(files))
-    blocks = ray_data.from_items(files, override_num_blocks=tasks).map_batches(
-        read,  # type: ignore[arg-type]  # Ray's types know no further arguments
-        fn_args=(shared, reading),
-        batch_size=None,
-        num_cpus=_SHARE / 2,
-        compute=ray_data.TaskPoolStrategy(size=cluster.nodes),
-    )
-    answers = blocks.map_batches(
-        RowsActor,
-        fn_constructor_args=(shared,),
-        batch_size=None,
-        batch_format="pyarrow",
-        compute=ray_data.ActorPoolStrategy(
-            min_size=1,
-            max_size=cluster.actors,
-            initial_size=cluster.actors,
-            max_concurrent_calls_per_actor=CALLS_AT_ONCE,
-            max_tasks_in_flight_per_actor=CALLS_AT_ONCE + 1,
-            enable_true_multi_threading=True,
-        ),
-        num_cpus=_SHARE,
-        num_gpus=min(1, cluster.gpus),
-    )
-    return iter(answers.iter_batches(batch_size=None, batch_format="pyarrow"))
-
-
-def _block_bytes(cluster: _Cluster, plan: ClusterPlan, files: list[int]) -> int:
-    """How large blocks are to be: Ray bounds them by bytes. What the first rows have tells."""
-    job = plan.job
-    most_rows = _BLOCK_PROMPTS if job.task == "generate" else _BLOCK_ROWS
-    most_rows = max(1, min(most_rows, job.part_rows, job.in_flight // 2))
-    chunks = plan.dataset.chunks(Record.empty(), _CHUNK_ROWS, files, skips_bad_files=True)
-    chunk = next((entry for entry in chunks if isinstance(entry, Chunk)), None)
-    if chunk is None:
-        return _LEAST_BLOCK_BYTES
-    row_bytes = block_of(chunk, 0.0).nbytes / len(chunk)
-    # Of files that are rows, a block has only the names.
-    read_bytes = max(row_bytes, chunk.read_bytes / len(chunk))
-    rows = min(most_rows, _MOST_BLOCK_BYTES / read_bytes)
-    sizes = plan.dataset.sizes
-    share = sum(sizes[file] for file in files) / (cluster.actors * _BLOCKS_OF_ACTOR)
-    if not plan.dataset.files_are_rows:
-        rows = min(rows, max(share, _LEAST_BLOCK_BYTES) / read_bytes)
-    return max(1, int(rows * row_bytes))
-
-
-def _cause(error: BaseException) -> BaseException:
-    """The JitneyError that an error of Ray's came from; if there is none, one that tells of it."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, JitneyError):
-        # Ray has the error of a task in an attribute, which not all of its errors have.
-        cause = getattr(cause, "cause", None) or cause.__cause__
-    return cause or UnavailableError(f"the Ray cluster failed: {_RESUME}; Ray says: {error}")
