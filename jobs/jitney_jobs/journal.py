@@ -18,7 +18,8 @@ from jitney.errors import InvalidArgumentError
 
 from jitney_jobs.addresses import without_keys
 from jitney_jobs.fingerprints import print_differences
-from jitney_jobs.job import Job, differences, job_without_keys
+from jitney_jobs.job import Job, job_without_keys
+from jitney_jobs.job_differences import differences, differences_text
 from jitney_jobs.journal_entries import (
     ERRORS,
     VERSION,
@@ -55,8 +56,6 @@ __all__ = [
     "Record",
     "read_journal",
 ]
-_MOST_SHOWN = 5
-"""Differences that an error names."""
 
 
 class _Store(Protocol):
@@ -174,9 +173,7 @@ class JobJournal:
         if not accepts_changes:
             changes += changes_of_model
         if changes:
-            text = "; ".join(changes[:_MOST_SHOWN])
-            more = len(changes) - _MOST_SHOWN
-            text += f"; and {more:,} more" if more > 0 else ""
+            text = differences_text(changes)
             raise InvalidArgumentError(f"{self._owner} holds another job: {text}")
         goes_on = self.record.end is None or self.reopens
         if goes_on and (job != begin.job or changes_of_model):

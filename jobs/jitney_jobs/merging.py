@@ -30,7 +30,13 @@ from jitney_jobs.journal_entries import (
 from jitney_jobs.journal_file import lock_folder
 from jitney_jobs.journal_record import Record, without_errors
 from jitney_jobs.outcome import ShardsMissingError, TooManyBadRows, check_files, error_limit
-from jitney_jobs.output import lines_of_bad_files, name_of_bad_files, parts_in
+from jitney_jobs.output import (
+    check_parts,
+    files_of,
+    lines_of_bad_files,
+    name_of_bad_files,
+    parts_in,
+)
 from jitney_jobs.output_files import OutputFiles, objects_at, output_files
 from jitney_jobs.row_ranges import Ranges
 from jitney_jobs.shard_checks import undivided_text
@@ -164,13 +170,7 @@ def _check_parts(output: str, plan: Plan, shards: list[ShardJournal]) -> None:
         all_rows += record.done.intervals
         if record.schema is not None:
             schemas.add(record.schema)
-        for part in record.parts:
-            for file, size in part.files.items():
-                if there.get(file) != size:
-                    raise InvalidArgumentError(
-                        f"the committed part {file} of {output} has {there.get(file, 0):,} bytes, "
-                        f"but had {size:,}"
-                    )
+        check_parts(files_of(record), there, output)
     _check_files(plan, shards)
     twice = Ranges(all_rows).twice
     if twice is not None:

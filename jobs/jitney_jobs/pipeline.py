@@ -8,7 +8,7 @@ the next part fills, so at most two parts are in memory.
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack
 from functools import partial
@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from jitney_jobs.background import in_background, settle
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.executors import Models
+from jitney_jobs.finished_rows import Finisher
 from jitney_jobs.job import Job
-from jitney_jobs.job_run import JobRun
 from jitney_jobs.journal import FileRows, JobJournal
 from jitney_jobs.output import Output, write_errors
 from jitney_jobs.part_filler import PartFiller, in_parts
@@ -26,6 +26,7 @@ from jitney_jobs.part_maker import Ended
 from jitney_jobs.prepare import Item
 from jitney_jobs.row_runner import RowRunner, chunk_rows, workers_of
 from jitney_jobs.rows import Chunk, RowId, reason
+from jitney_jobs.run_meter import RunMeter
 from jitney_jobs.tasks import make_task
 
 _POLL_S = 0.2
@@ -72,8 +73,9 @@ class _Reader:
         return _Read(entry, time.monotonic() - began)
 
 
-class Pipeline(JobRun):
-    """A run on this machine. Owns every row between the input and the journal."""
+class Pipeline:
+    """Of a run on this machine (``job_run.RowPipeline``). Owns every row between the input and the
+    journal."""
 
     def __init__(
         self,
@@ -88,7 +90,15 @@ class Pipeline(JobRun):
         self._executor, context = models.load(job)
         context = output.maker.completed(context)
         task = make_task(context)
-        super().__init__(job, journal, output, task)
+        self._job = job
+        self._journal = journal
+        self._output = output
+        self._task = task
+        self._finisher = Finisher(job, task)
+        output.set_columns(self._finisher.fields)
+        self.meter = RunMeter(journal.record, output)
+        self.is_cut = False
+        self._figures = self.meter.figures
         dataset.set_schema(dataset.schema, output.maker.columns_to_read(task.columns))
         most_rows = chunk_rows(job, task, dataset)
         self._runner = RowRunner(
@@ -109,7 +119,7 @@ class Pipeline(JobRun):
         self._rows_left: int | None = None
         """Rows that may still be read, because of the setting ``limit``."""
         if job.limit is not None:
-            self._rows_left = max(0, job.limit - self._done_before)
+            self._rows_left = max(0, job.limit - self.meter.done_before)
         self._held: dict[int, list[Ended]] = {}
         """Only if the order is kept: rows that ended before an earlier one, by their item's key."""
         self._next_key = 0
@@ -123,7 +133,7 @@ class Pipeline(JobRun):
         self._has_lost_part = False
         """Whether a part could not be written."""
 
-    def _advance(self) -> bool:
+    def advance(self) -> bool:
         self._read_ahead()
         self._figures.position = self._runner.feed() or self._figures.position
         began = time.monotonic()
@@ -154,7 +164,7 @@ class Pipeline(JobRun):
         """Hand to the workers what is read, while the budget allows more."""
         while not self._input_ended:
             if self._rows_left == 0:
-                self._is_cut = True
+                self.is_cut = True
                 self._input_ended = True
                 return
             if self._reading is None:
@@ -169,7 +179,8 @@ class Pipeline(JobRun):
             if isinstance(read.entry, Chunk):
                 self._runner.take(self._within_limit(read.entry))
             elif read.entry is not None:
-                self._note(read.entry)
+                with write_errors(self._job):
+                    self._journal.append(read.entry)
             else:
                 self._input_ended = True
 
@@ -182,10 +193,14 @@ class Pipeline(JobRun):
         self._rows_left -= len(chunk)
         return chunk
 
+    @property
+    def columns(self) -> Sequence[str] | None:
+        return self._task.columns
+
     def refuse_repeated(self, rows: frozenset[RowId]) -> None:
         self._runner.repeated = rows
 
-    def _waits_for(self) -> str | None:
+    def waits_for(self) -> str | None:
         error = self._runner.waits_for
         return None if error is None else reason(error)
 
@@ -214,9 +229,9 @@ class Pipeline(JobRun):
             rest: Ended | None = rows
             while rest is not None:
                 rest = self._part.add(rest)
-                self._commit_due()
+                self.commit_due()
 
-    def _commit_due(self) -> None:
+    def commit_due(self) -> None:
         """Have the part written if it is full or old. Raises what went wrong in writing the part
         before."""
         if self._part.is_due:
@@ -231,7 +246,7 @@ class Pipeline(JobRun):
             self._begin_writing(self._part.take())
         self._finish_writing()
 
-    def _commit_rest(self) -> None:
+    def commit_rest(self) -> None:
         """Have the rows of the part written, and wait for that. Raises what went wrong."""
         self._finish_writing()
         # An earlier part that could not be written may be why the job ends. The next run writes its
@@ -249,7 +264,7 @@ class Pipeline(JobRun):
 
     def _begin_writing(self, part: list[Ended]) -> None:
         self._in_writing = part
-        self._writing = in_background(partial(self._write, part, self._snapshot()))
+        self._writing = in_background(partial(self._write, part, self.snapshot()))
 
     def _write(self, part: list[Ended], figures: dict[str, float]) -> float:
         """In a thread. Returns the seconds that it took."""
@@ -274,13 +289,13 @@ class Pipeline(JobRun):
         self._runner.note_written(self._in_writing)
         self._in_writing = []
 
-    def _bad_example(self) -> str | None:
+    def bad_example(self) -> str | None:
         bad = self._last_bad
         if bad is None:
             return None
         return self._output.maker.bad_row(bad.chunk, bad.rows[-1], str(bad.error)).text
 
-    def _snapshot(self) -> dict[str, float]:
-        figures = {**super()._snapshot(), **self._runner.executor_figures}
+    def snapshot(self) -> dict[str, float]:
+        figures = self.meter.snapshot() | self._runner.executor_figures
         figures["cpu_s"] += self._runner.workers_cpu_s
         return figures

@@ -14,7 +14,7 @@ from jitney_jobs.dataset import Dataset
 from jitney_jobs.executors import Models
 from jitney_jobs.fingerprints import fingerprints_of
 from jitney_jobs.job import Job
-from jitney_jobs.job_run import JobRun
+from jitney_jobs.job_run import JobRun, RowPipeline
 from jitney_jobs.journal import End, JobJournal, Record
 from jitney_jobs.line_survey import SurveyedJob, survey_job
 from jitney_jobs.observer import Observer
@@ -70,6 +70,7 @@ def run_job(
         go_on_with_list(dataset, journal, were_bad)
         _set_schema(dataset, output, journal.record)
         if plan is not None and not plan.ranges_of(job):
+            # There are more shards than rows, and none for this one.
             with write_errors(job):
                 journal.append(End(at=time.time(), rows=0))
             return True
@@ -181,16 +182,17 @@ def _run_rows(
     # the journal for one of an earlier run. The metrics need ``moved_at``.
     state = state_of(journal.record, job, {"moved_at": time.time()})
     observer = Observer(job, journal, state, closing)
-    run = _make_run(job, dataset, journal, output, models=models, closing=closing)
-    run.refuse_repeated(repeated)
+    pipeline = _make_pipeline(job, dataset, journal, output, models=models, closing=closing)
+    pipeline.refuse_repeated(repeated)
     if job.server is not None:
         preview.check_named()
-    preview.check_needed(run.columns)
+    preview.check_needed(pipeline.columns)
     observer.begin_display()
+    run = JobRun(job, journal, output, pipeline)
     return run.run(partial(_show, run, observer), wanted, partial(differences_at_end, dataset))
 
 
-def _make_run(
+def _make_pipeline(
     job: Job,
     dataset: Dataset,
     journal: JobJournal,
@@ -198,7 +200,7 @@ def _make_run(
     *,
     models: Models | None,
     closing: ExitStack,
-) -> JobRun:
+) -> RowPipeline:
     """On a cluster, or on this machine. Raises as their loading of the model."""
     if job.ray:
         from jitney_jobs.ray_pipeline import RayPipeline  # Ray may be missing

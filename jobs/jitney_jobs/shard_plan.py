@@ -11,7 +11,8 @@ import msgspec
 from jitney.errors import InvalidArgumentError
 
 from jitney_jobs.fingerprints import print_differences
-from jitney_jobs.job import Job, differences, job_without_keys
+from jitney_jobs.job import Job, job_without_keys
+from jitney_jobs.job_differences import differences, differences_text
 from jitney_jobs.journal_entries import Begin, InputFile, RowRange, check, encode
 from jitney_jobs.output_files import OutputFiles, output_files
 from jitney_jobs.row_ranges import row_count_of
@@ -20,7 +21,6 @@ from jitney_jobs.shards import Shard
 _NAME = "_job/plan.json"
 VERSION = 1
 """Of the plan's format."""
-_MOST_SHOWN = 5
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -88,12 +88,9 @@ class Plan(msgspec.Struct, frozen=True):
         if not job.accept_changes:
             changes += print_differences(self.prints, prints)
         if changes:
-            text = "; ".join(changes[:_MOST_SHOWN])
-            more = len(changes) - _MOST_SHOWN
-            text += f"; and {more:,} more" if more > 0 else ""
             raise InvalidArgumentError(
-                f"{self.job.output} holds a job of shards that differs: {text}. To divide it anew, "
-                "choose another output"
+                f"{self.job.output} holds a job of shards that differs: "
+                f"{differences_text(changes)}. To divide it anew, choose another output"
             )
 
 

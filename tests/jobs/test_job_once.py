@@ -17,13 +17,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from jitney.errors import InvalidArgumentError, UnavailableError
 from jitney_jobs import executors
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.job_record import read_record
-from jitney_jobs.journal import InputFile, Interval, JobJournal, OutputPart, Ranges, Record
+from jitney_jobs.journal import InputFile, Interval, JobJournal, OutputPart, Record
 from jitney_jobs.output import Output
 from jitney_jobs.part_maker import Ended
 from jitney_jobs.rows import Chunk
@@ -393,14 +391,3 @@ def test_an_error_of_the_system_that_is_not_of_the_output_is_not_called_so(
     monkeypatch.setattr(executors, "load", load)
     with pytest.raises(OSError, match=r"^the model's disk is gone"):
         run(write_lines(tmp_path / "in.jsonl", ids(20, 30)), tmp_path / "out")
-
-
-@given(st.lists(st.integers(0, 40), unique=True), st.randoms())
-def test_ranges_are_a_set_of_rows(rows: list[int], order: random.Random) -> None:
-    intervals = Ranges(Interval(file, row, row + 1) for file in (0, 1) for row in rows).intervals
-    order.shuffle(intervals)
-    ranges = Ranges(intervals)
-    assert sum(end - first for _, first, end in ranges.intervals) == 2 * len(rows)
-    for first in range(40):
-        end = first + order.randint(0, 4)
-        assert ranges.covers(1, first, end) == (set(range(first, end)) <= set(rows))

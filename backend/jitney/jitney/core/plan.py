@@ -213,7 +213,7 @@ class Planner:
             end = start + count
             if len(sequence.table) * block_size < end and not self._grow_table(plan, sequence, end):
                 continue  # it was preempted
-            if seconds is not None:  # its kind is limited
+            if seconds is not None:  # it is limited
                 limits.count_decode(sequence, seconds)
             if next_is_pending:
                 # The token is carried: the device replaces this 0 by the pending token.
