@@ -11,7 +11,7 @@ from jitney_jobs.output import write_errors
 from jitney_jobs.output_files import objects_at
 
 if TYPE_CHECKING:
-    from jitney_measure.pages.page import Block, Table
+    from jitney_measure.pages.page import Block, Plot, Table
 
 _STAGES = {
     "read_s": "read: the reader's thread at work",
@@ -69,7 +69,7 @@ def _summary(record: Record, figures: JobFigures) -> "list[Block]":
     ]
 
 
-def _plot_of_throughput(record: Record) -> "Block":
+def _plot_of_throughput(record: Record) -> "Plot":
     from jitney_measure.pages.plots import over_time  # matplotlib may be missing
 
     caption = "Throughput over time, a point for each part."
