@@ -91,6 +91,15 @@ def _list_of_view(views: pa.Array) -> pa.Array:
     return lists.from_arrays(offsets, views.flatten(), mask=pc.is_null(views))
 
 
+def is_exact(array: pa.Array, kind: pa.DataType) -> bool:
+    """Whether each of the values has one of that type, without loss."""
+    try:
+        _cast(array, "", plain(array.type), {}).cast(kind)
+    except pa.ArrowException:
+        return False
+    return True
+
+
 def _shown(row: pa.Array) -> str:
     text = str(row[0])
     return text if len(text) <= 80 else f"{text[:80]}…"
@@ -253,7 +262,11 @@ def fitted(value: Any, kind: pa.DataType) -> Any:
 
 def _integer(value: Any, kind: pa.DataType) -> int:
     is_number = isinstance(value, int | float | np.integer | np.floating)
-    if not is_number or isinstance(value, bool) or value != int(value):
+    if not is_number or isinstance(value, bool):
+        raise _misfit(value, kind)
+    if isinstance(value, float | np.floating) and not math.isfinite(value):
+        raise _misfit(value, kind)
+    if value != int(value):
         raise _misfit(value, kind)
     return int(value)
 
@@ -302,6 +315,9 @@ def json_text(value: Any) -> str:
         value = value.tolist()
     if not _is_json(value):
         raise InvalidArgumentError(f"{value!r:.80} is no text, and no value of JSON")
+    if isinstance(value, float) and not math.isfinite(value):
+        return _NAMES.get(value, "NaN")
+    value = NonFinite("text").replaced(value)
     return msgspec.json.encode(value).decode()
 
 

@@ -26,14 +26,16 @@ from jitney.errors import JitneyError, UnavailableError
 
 from jitney_jobs.arrow import pa
 from jitney_jobs.dataset import Dataset
+from jitney_jobs.ended_rows import Ended
 from jitney_jobs.executors import load
 from jitney_jobs.finished_rows import Finisher
 from jitney_jobs.first_results import columns_of_map
 from jitney_jobs.job import Job
 from jitney_jobs.journal import FileRows, Record
 from jitney_jobs.output import write_errors
+from jitney_jobs.output_columns import OutputColumns
 from jitney_jobs.part_filler import PartFiller
-from jitney_jobs.part_maker import Ended, PartMaker, WrittenPart
+from jitney_jobs.part_maker import PartMaker, WrittenPart
 from jitney_jobs.prepare import Item
 from jitney_jobs.ray_blocks import Portion, block_of, portions_of
 from jitney_jobs.ray_board import Board, BoardMessage, Failure, LimitReached, Report
@@ -229,7 +231,7 @@ class RowsActor:
         dataset = self._plan.dataset
         self._finisher = Finisher(job, task)
         self._maker = PartMaker(job, dataset)
-        self._maker.set_columns(self._finisher.fields, self._plan.schema)
+        self._maker.columns.set_result(self._finisher.fields, self._plan.schema)
         self._figures = RunFigures(moved_at=time.time())
         self._most_rows = chunk_rows(job, task, dataset)
         self._runner = RowRunner(
@@ -468,4 +470,4 @@ def context_of(job: Job) -> Context:
 def columns_of_first_rows(plan: ClusterPlan) -> bytes | None:
     """In a task of Ray's: :func:`~jitney_jobs.first_results.columns_of_map`. These rows are run
     once more later."""
-    return columns_of_map(plan.context, plan.dataset, PartMaker(plan.job, plan.dataset))
+    return columns_of_map(plan.context, plan.dataset, OutputColumns(plan.job, plan.dataset))

@@ -247,7 +247,7 @@ def preview_of(job: Job) -> str:
 
 def _look_ahead(dataset: Dataset, output: Output) -> bytes | None:
     """The input's schema, as Arrow serializes it."""
-    schema = dataset.look_ahead(output.maker.is_table)
+    schema = dataset.look_ahead(output.maker.columns.is_table)
     return None if schema is None else schema.serialize().to_pybytes()
 
 

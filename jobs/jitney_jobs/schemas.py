@@ -18,7 +18,7 @@ _MOST_FIELDS = 1000
 """An object of JSON with more fields than that is a map rather than a struct. It becomes text."""
 _MOST_DEEP = 64
 """What has more lists and objects within one another becomes text: Arrow stores no such types."""
-_MOST_EXACT = 1 << 53
+MOST_EXACT = 1 << 53
 """A double holds every integer up to this number."""
 _DIGITS = {8: 3, 16: 5, 32: 10, 64: 20}
 """Bits of an integer -> most digits that it has."""
@@ -105,16 +105,49 @@ def unified(schemas: Iterable[pa.Schema]) -> pa.Schema:
     return pa.schema(list(fields.values()), metadata)
 
 
-def most_exact(own: pa.DataType, of_all: pa.DataType) -> int | None:
-    """The largest integer of type ``own`` that ``of_all``, a type for several files, holds. None if
-    it holds them all."""
+def may_round(own: pa.DataType, of_all: pa.DataType) -> bool:
+    """Whether ``own`` has integers, or has some in it, that ``of_all``, a type for several files,
+    does not hold: of 64 bits where that is a double."""
+    for mine, common in _children(own, of_all):
+        if may_round(mine, common):
+            return True
+    own = plain(_values(own))
     if not pa.types.is_integer(own) or own.bit_width < 64:
-        return None
+        return False
     if pa.types.is_floating(of_all):
-        return _MOST_EXACT
-    if pa.types.is_uint64(own) and pa.types.is_int64(of_all):
-        return (1 << 63) - 1
-    return None
+        return True
+    return pa.types.is_uint64(own) and pa.types.is_int64(of_all)
+
+
+def with_texts(own: pa.DataType, of_all: pa.DataType) -> pa.DataType:
+    """``of_all`` with text in place of what :func:`may_round`."""
+    if not may_round(own, of_all):
+        return of_all
+    types = pa.types
+    if types.is_struct(of_all):
+        fields = []
+        for field in of_all:
+            index = own.get_field_index(field.name)
+            if index >= 0:
+                field = field.with_type(with_texts(own.field(index).type, field.type))
+            fields.append(field)
+        return pa.struct(fields)
+    if is_list(of_all):
+        return pa.list_(with_texts(own.value_type, of_all.value_type))
+    return pa.string()
+
+
+def _children(own: pa.DataType, of_all: pa.DataType) -> list[tuple[pa.DataType, pa.DataType]]:
+    """The types in two nested ones that belong together."""
+    if is_list(own) and is_list(of_all):
+        return [(own.value_type, of_all.value_type)]
+    pairs = []
+    if pa.types.is_struct(own) and pa.types.is_struct(of_all):
+        for field in of_all:
+            index = own.get_field_index(field.name)
+            if index >= 0:
+                pairs.append((own.field(index).type, field.type))
+    return pairs
 
 
 # ------------------------------------------------------------------ types that can be written
@@ -219,7 +252,7 @@ class SeenTypes:
 
 
 def _has_large(values: list[Any]) -> bool:
-    return any(isinstance(value, int) and abs(value) > _MOST_EXACT for value in values)
+    return any(isinstance(value, int) and abs(value) > MOST_EXACT for value in values)
 
 
 def _is_name(name: Any) -> bool:
