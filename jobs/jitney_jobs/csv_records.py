@@ -134,10 +134,10 @@ def csv_records(
 
 
 def _fault(fields: list[str], header: list[str] | None) -> str | None:
-    """Why a record is bad."""
-    if not fields or header is None:
+    """Why a record is bad. ``header``: None if it is the header."""
+    if not fields:
         return None
-    if len(fields) != len(header):
+    if header is not None and len(fields) != len(header):
         return f"{len(fields)} fields, but the header has {len(header)}"
     try:
         "".join(fields).encode()

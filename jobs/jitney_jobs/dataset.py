@@ -20,7 +20,7 @@ from jitney.errors import InvalidArgumentError
 
 from jitney_jobs.addresses import text_without_keys
 from jitney_jobs.arrow import pa, pafs
-from jitney_jobs.columns import in_schema, taken, without_columns
+from jitney_jobs.columns import in_schema, shown_row, taken, without_columns
 from jitney_jobs.file_batches import BEGINNING, Batch, RowCount, path_batches
 from jitney_jobs.file_reader import FileReader
 from jitney_jobs.input_changes import InputChange
@@ -293,7 +293,7 @@ class Dataset:
             data = data.append_column(name, array)
         found = in_schema(data, schema)
         for index, error in found.errors.items():
-            unreadable.setdefault(index, Unreadable(error, b""))
+            unreadable.setdefault(index, Unreadable(error, b"", shown_row(data, index)))
         return found.data
 
 

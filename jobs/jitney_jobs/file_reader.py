@@ -1,6 +1,7 @@
 """Reads one file of a job's input at a time, of whichever format, and tries again when the storage
 fails. ``table_batches`` and ``text_batches`` read the formats."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import BinaryIO, TypeVar
@@ -11,6 +12,7 @@ from jitney_jobs.arrow import pa, pafs
 from jitney_jobs.delimiters import check_delimiter
 from jitney_jobs.encodings import Encoding
 from jitney_jobs.file_batches import BEGINNING, READ_ERRORS, Batch, RowCount
+from jitney_jobs.file_signs import SIGN_BYTES, check_is_table
 from jitney_jobs.input_changes import up_to_listed_end
 from jitney_jobs.job import InputFormat, Job
 from jitney_jobs.journal import InputFile, Ranges
@@ -36,6 +38,8 @@ from jitney_jobs.text_batches import (
 )
 
 T = TypeVar("T")
+_TABLES = {"parquet": "Parquet", "arrow": "Arrow"}
+"""Formats that state their columns, as ``file_signs`` calls them."""
 
 
 class FileReader:
@@ -51,12 +55,22 @@ class FileReader:
             delimiter=None if job.delimiter is None else check_delimiter(job.delimiter),
         )
 
+    @contextlib.contextmanager
+    def _opened(self, path: str) -> Iterator[BinaryIO]:
+        """Raises InvalidArgumentError for a file of another format, so far as its first bytes tell
+        that; for lines and CSV ``text_batches`` does so."""
+        with self._fs.open_input_file(path) as raw:
+            if self._format in _TABLES:
+                check_is_table(raw.read(SIGN_BYTES), path, _TABLES[self._format])
+                raw.seek(0)
+            yield raw
+
     def _retried(self, path: str, read: Callable[[BinaryIO], T]) -> T:
         """What ``read`` gives for the open file."""
         trouble = Trouble()
         while True:
             try:
-                with self._fs.open_input_file(path) as raw:
+                with self._opened(path) as raw:
                     return read(raw)
             except READ_ERRORS as error:
                 trouble.wait(self._retry_policy, read_error(path, error))
@@ -128,7 +142,7 @@ class FileReader:
         columns: Sequence[str] | None,
         start: ReadStart,
     ) -> Iterator[Batch]:
-        with self._fs.open_input_file(file.path) as raw:
+        with self._opened(file.path) as raw:
             if self._format == "parquet":
                 yield from parquet_batches(raw, file, index, done, size, columns)
             elif self._format == "arrow":

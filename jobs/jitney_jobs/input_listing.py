@@ -50,7 +50,7 @@ class InputListing:
         """Sets the format, by the files that are read, and notes what is passed over."""
         there = self._files_there(is_listed=listed is not None)
         if self.format == "auto":
-            self.format = common_format(self._job.input, listed or there)
+            self.format = common_format(self._job.input, listed or there, self.passed_over)
         read = there
         if self._job.input_format == "auto":
             unknown = [info for info in there if format_of(info.path) != self.format]
@@ -86,7 +86,10 @@ class InputListing:
             raise missing
         self.bases = bases
         self.passed_over = dict(passed_over)
-        return [info for info in by_path.values() if not info.path.startswith(f"{output}/")]
+        there = [info for info in by_path.values() if not info.path.startswith(f"{output}/")]
+        if by_path and not there and not is_listed:
+            raise InvalidArgumentError.of("input", self._job.input, "outside of the output")
+        return there
 
     @property
     def summary(self) -> str:

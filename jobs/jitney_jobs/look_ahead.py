@@ -50,7 +50,7 @@ def schema_of_files(reader: FileReader, files: Sequence[InputFile]) -> pa.Schema
 def _exact_field(
     reader: FileReader, file: InputFile, schema: pa.Schema, field: pa.Field
 ) -> pa.Field:
-    """With text for integers of a file that the type of all files would not hold: an id of 19
+    """With text for values of a file that the type of all files would not hold: an id of 19
     digits, where another file has doubles."""
     index = schema.get_field_index(field.name)
     if index < 0:

@@ -45,6 +45,8 @@ class Unreadable(NamedTuple):
 
     error: str
     raw: bytes
+    values: RowValues | None = None
+    """What it has, if that is known, though some of it has not its column's type."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,8 @@ class Chunk:
     def given(self, index: int) -> Any:
         """A row for an error file: its values, or else its bytes."""
         if index in self.unreadable:
-            return shown_bytes(self.unreadable[index].raw)
+            unreadable = self.unreadable[index]
+            return shown_bytes(unreadable.raw) if unreadable.values is None else unreadable.values
         if self.format in LINES:
             line = self.data.column(LINE)[index].as_py()
             row = self._decoded(line)

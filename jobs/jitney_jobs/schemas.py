@@ -20,8 +20,12 @@ _MOST_DEEP = 64
 """What has more lists and objects within one another becomes text: Arrow stores no such types."""
 MOST_EXACT = 1 << 53
 """A double holds every integer up to this number."""
+_UNITS = ("ns", "us", "ms", "s")
+"""Of times, the finest first."""
 _DIGITS = {8: 3, 16: 5, 32: 10, 64: 20}
 """Bits of an integer -> most digits that it has."""
+_DIGITS_OF_DOUBLE = 15
+"""Every decimal of no more digits comes back from a double as it was."""
 _MOST_DIGITS = 38
 """Of a decimal of 128 bits."""
 _TOKEN = re.compile(r"[A-Za-z_][\w.]*|\"[^\"]*\"|\d+|[^\s]")
@@ -47,6 +51,8 @@ def merged_type(one: pa.DataType, other: pa.DataType) -> pa.DataType:
     for kind, less in ((one, other), (other, one)):
         if pa.types.is_timestamp(kind) and kind.tz is None and pa.types.is_date(less):
             return kind
+        if _are_of_two_zones(kind, less):
+            return pa.timestamp(min(kind.unit, less.unit, key=_UNITS.index), "UTC")
         if pa.types.is_decimal(kind) and pa.types.is_integer(less):
             return _decimal_for(kind, less)
     schemas = [pa.schema({"column": one}), pa.schema({"column": other})]
@@ -54,6 +60,12 @@ def merged_type(one: pa.DataType, other: pa.DataType) -> pa.DataType:
         return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
     except pa.ArrowException:  # such as of a number and a text
         return pa.string()
+
+
+def _are_of_two_zones(one: pa.DataType, other: pa.DataType) -> bool:
+    """Whether both are times of zones: the same times are those of UTC."""
+    are_times = pa.types.is_timestamp(one) and pa.types.is_timestamp(other)
+    return bool(are_times and one.tz and other.tz and one.tz != other.tz)
 
 
 def _decimal_for(kind: pa.DataType, whole: pa.DataType) -> pa.DataType:
@@ -106,17 +118,23 @@ def unified(schemas: Iterable[pa.Schema]) -> pa.Schema:
 
 
 def may_round(own: pa.DataType, of_all: pa.DataType) -> bool:
-    """Whether ``own`` has integers, or has some in it, that ``of_all``, a type for several files,
-    does not hold: of 64 bits where that is a double."""
+    """Whether ``own`` may have values, or has some in it, that ``of_all``, a type for several
+    files, does not hold: integers of 64 bits and long decimals where that is a double, and times
+    where it has a finer unit."""
     for mine, common in _children(own, of_all):
         if may_round(mine, common):
             return True
+    types = pa.types
     own = plain(_values(own))
-    if not pa.types.is_integer(own) or own.bit_width < 64:
+    if types.is_timestamp(own) and types.is_timestamp(of_all):
+        return bool(own.unit != of_all.unit)  # a finer one has fewer years
+    if types.is_decimal(own):
+        return bool(types.is_floating(of_all) and own.precision > _DIGITS_OF_DOUBLE)
+    if not types.is_integer(own) or own.bit_width < 64:
         return False
-    if pa.types.is_floating(of_all):
+    if types.is_floating(of_all):
         return True
-    return pa.types.is_uint64(own) and pa.types.is_int64(of_all)
+    return bool(types.is_uint64(own) and types.is_int64(of_all))
 
 
 def with_texts(own: pa.DataType, of_all: pa.DataType) -> pa.DataType:

@@ -32,9 +32,11 @@ def holds_all(raw: BinaryIO, format: InputFormat, name: str, kind: pa.DataType) 
     ranges tell that if all of them are stated; otherwise the column is read."""
     if format == "parquet":
         parquet = pq.ParquetFile(raw, pre_buffer=False, buffer_size=BUFFER_BYTES)
-        largest = _largest_stated(parquet.metadata, name)
-        if largest is not None and pa.types.is_floating(kind):
-            return largest <= MOST_EXACT
+        own = parquet.schema_arrow.field(name).type
+        if pa.types.is_integer(own) and pa.types.is_floating(kind):
+            largest = _largest_stated(parquet.metadata, name)
+            if largest is not None:
+                return largest <= MOST_EXACT
         columns = (data.column(0) for data in parquet.iter_batches(columns=[name]))
     else:
         reader = _open_arrow(raw)

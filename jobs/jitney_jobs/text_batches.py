@@ -10,7 +10,7 @@ from jitney.errors import InvalidArgumentError
 from jitney_jobs.arrow import pa
 from jitney_jobs.cr_lines import LINE_ENDS, CrLines, has_cr_lines
 from jitney_jobs.csv_records import CsvRecord, csv_records
-from jitney_jobs.delimiters import SAMPLE_BYTES, delimiter_of
+from jitney_jobs.delimiters import SAMPLE_BYTES, delimiter_of, delimiter_stated
 from jitney_jobs.encodings import Encoding
 from jitney_jobs.file_batches import (
     BEGINNING,
@@ -20,6 +20,7 @@ from jitney_jobs.file_batches import (
     check_names,
     is_full,
 )
+from jitney_jobs.file_signs import check_is_text
 from jitney_jobs.input_files import compression_of
 from jitney_jobs.journal import InputFile
 from jitney_jobs.journal_entries import ReadStart
@@ -56,6 +57,7 @@ class _TextFile:
             raise InvalidArgumentError(f"input {path}: {error}") from None
         self._is_as_stored = self.text is self._source
         self._head: bytes = self.text.peek(SAMPLE_BYTES)[:SAMPLE_BYTES]
+        check_is_text(self._head, path, is_unpacked=codec is not None)
         self._has_cr_lines = has_cr_lines(self._head)
 
     @property
@@ -69,7 +71,11 @@ class _TextFile:
 
     def records(self) -> Iterator[CsvRecord]:
         """Of CSV, with the header."""
-        return csv_records(self._lines(), self.delimiter, self._form.encoding)
+        lines = self._lines()
+        offset = 0
+        if delimiter_stated(self._head) is not None:
+            offset = len(lines.readline())  # Excel's line, which is no record
+        return csv_records(lines, self.delimiter, self._form.encoding, offset=offset)
 
     def records_from(
         self, start: ReadStart, header: list[str], delimiter: str
