@@ -367,7 +367,7 @@ def _check_together(job: Job) -> None:
     if job.task != "map" and job.model is None and not is_openai:
         raise InvalidArgumentError(f"task {job.task} needs the setting model")
     for path in (job.input, *job.more_inputs):
-        if f"{job.output}/".startswith(f"{path}/"):
+        if _is_in(job.output, path):
             raise InvalidArgumentError.of("output", job.output, "outside of the input")
     Encoding(job.encoding, job.decode_errors).check()
     if job.delimiter is not None:
@@ -393,6 +393,15 @@ def _check_together(job: Job) -> None:
         if is_url != needs_url:
             bound = "HOST:PORT, or http://HOST:PORT for openai lines and no others"
             raise InvalidArgumentError.of("server", job.server, bound)
+
+
+def _is_in(path: str, folder: str) -> bool:
+    """Whether a path is a folder's own or leads into it, through whatever links."""
+    if f"{path}/".startswith(f"{folder}/"):
+        return True
+    if "://" in path or "://" in folder:
+        return False
+    return f"{os.path.realpath(path)}/".startswith(f"{os.path.realpath(folder)}/")
 
 
 def read_job(path: Path) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from jitney_jobs.journal_entries import (
     Interval,
     OutputPart,
     Reopened,
+    Undone,
 )
 from jitney_jobs.journal_file import JournalFile
 from jitney_jobs.journal_record import REPLACE, Record
@@ -178,6 +179,10 @@ class JobJournal:
         goes_on = self.record.end is None or self.reopens
         if goes_on and (job != begin.job or changes_of_model):
             self.append(Again(job, prints, time.time()))
+        rows = self.record.written + self.record.failed
+        has_more = job.limit is None or job.limit > rows
+        if not self.record.has_final_columns and has_more:
+            self.append(Undone())
 
     def _begin(self, entry: Begin) -> None:
         before = self.record.begin

@@ -15,10 +15,11 @@ from jitney.errors import InvalidArgumentError, UnavailableError
 from jitney_jobs.addresses import without_keys
 from jitney_jobs.arrow import pa, pafs
 from jitney_jobs.dataset import Dataset
+from jitney_jobs.ended_rows import Ended
 from jitney_jobs.job import Job
 from jitney_jobs.journal import ERRORS, InputFile, Interval, OutputPart, Record
 from jitney_jobs.json_lines import encoded
-from jitney_jobs.part_maker import Ended, PartMaker, WrittenPart
+from jitney_jobs.part_maker import PartMaker, WrittenPart
 from jitney_jobs.shards import Shard
 from jitney_jobs.storage import file_system
 
@@ -154,7 +155,7 @@ class Output:
 
     def set_columns(self, of_result: pa.Schema | None) -> None:
         """As :meth:`PartMaker.set_columns`; the parts that are there keep theirs."""
-        self.maker.set_columns(of_result, self._journal.record.schema)
+        self.maker.columns.set_result(of_result, self._journal.record.schema)
 
     def write(self, part: Sequence[Ended], figures: dict[str, float]) -> None:
         """Write a part and commit it. Raises as :meth:`PartMaker.write` and :meth:`commit`."""
@@ -171,7 +172,7 @@ class Output:
         self.counts.long_texts += part.long_texts
         # Until the journal has the columns, each part brings them: the part that set them may have
         # been lost.
-        schema = None if self._journal.record.schema is not None else self.maker.schema
+        schema = None if self._journal.record.schema is not None else self.maker.columns.schema
         committed = OutputPart(
             number=self._journal.record.next_number,
             files=part.files,
@@ -180,6 +181,7 @@ class Output:
             failed=part.failed,
             figures={**figures, **self.counts.to_dict()},
             schema=schema,
+            has_final_columns=self.maker.columns.are_final,
         )
         try:
             self._journal.append(committed)

@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 
 from jitney_jobs.background import in_background, settle
 from jitney_jobs.dataset import Dataset
+from jitney_jobs.ended_rows import Ended
 from jitney_jobs.executors import Models
 from jitney_jobs.finished_rows import Finisher
+from jitney_jobs.held_results import HeldResults
 from jitney_jobs.job import Job
 from jitney_jobs.journal import FileRows, JobJournal
 from jitney_jobs.output import Output, write_errors
 from jitney_jobs.part_filler import PartFiller, in_parts
-from jitney_jobs.part_maker import Ended
 from jitney_jobs.prepare import Item
 from jitney_jobs.row_runner import RowRunner, chunk_rows, workers_of
 from jitney_jobs.rows import Chunk, RowId, reason
@@ -88,7 +89,7 @@ class Pipeline:
     ) -> None:
         """Raises a LoadError, and InvalidArgumentError for a task that cannot be done."""
         self._executor, context = models.load(job)
-        context = output.maker.completed(context)
+        context = output.maker.columns.completed(context)
         task = make_task(context)
         self._job = job
         self._journal = journal
@@ -99,7 +100,7 @@ class Pipeline:
         self.meter = RunMeter(journal.record, output)
         self.is_cut = False
         self._figures = self.meter.figures
-        dataset.set_schema(dataset.schema, output.maker.columns_to_read(task.columns))
+        dataset.set_schema(dataset.schema, output.maker.columns.to_read(task.columns))
         most_rows = chunk_rows(job, task, dataset)
         self._runner = RowRunner(
             self._executor,
@@ -125,6 +126,9 @@ class Pipeline:
         self._next_key = 0
         """Only if the order is kept: the key of the next item of the part."""
         self._part = PartFiller(job, output.maker)
+        with write_errors(job):
+            assert journal.record.begin is not None, "the job has begun"
+            self._held_results = HeldResults(output.maker, journal.record.begin)
         self._writing: Future[float] | None = None
         """Of the part before. Gives the seconds that its writing took."""
         self._in_writing: list[Ended] = []
@@ -177,7 +181,8 @@ class Pipeline:
             self._reading = None
             self._figures.read_s += read.seconds
             if isinstance(read.entry, Chunk):
-                self._runner.take(self._within_limit(read.entry))
+                chunk = self._within_limit(read.entry)
+                self._runner.take(self._held_results.put_into(chunk))
             elif read.entry is not None:
                 with write_errors(self._job):
                     self._journal.append(read.entry)
@@ -239,6 +244,9 @@ class Pipeline:
             self._begin_writing(self._part.take())
         elif self._writing is not None and self._writing.done():
             self._finish_writing()  # so that an error is raised as soon as it is known
+        if self._part.waits_for_columns:
+            with write_errors(self._job):
+                self._held_results.save_each(self._job.part_seconds, self._part.rows)
 
     def _make_room(self) -> None:
         """The run cannot go on while so much is in memory: have it written, or wait until it is."""
@@ -254,13 +262,26 @@ class Pipeline:
         is_out_of_order = self._job.ordered and self._has_lost_part
         if is_out_of_order:
             return
-        part = self._part.take()
-        if not self._all_ended and not self._output.maker.knows_columns(part):
-            # So few results must not set the columns: when a run is stopped would decide what fits.
-            part = [rows for rows in part if rows.error is not None]
+        part = self._last_part()
         if part:
             self._begin_writing(part)
             self._finish_writing()
+
+    def _last_part(self) -> list[Ended]:
+        """What is left to write. Of rows that are too few to set the columns, only the bad ones:
+        otherwise when a run is stopped would decide what fits."""
+        has_too_few = self._part.waits_for_columns
+        part = self._part.take()
+        is_whole = self._all_ended and not self.is_cut
+        if is_whole or not has_too_few:
+            return part
+        with write_errors(self._job):
+            self._held_results.save(part)
+        if self._all_ended:
+            # The user wants to see these rows. A run without the limit writes them again.
+            self._output.maker.columns.are_final = False
+            return part
+        return [rows for rows in part if rows.error is not None]
 
     def _begin_writing(self, part: list[Ended]) -> None:
         self._in_writing = part
@@ -269,9 +290,12 @@ class Pipeline:
     def _write(self, part: list[Ended], figures: dict[str, float]) -> float:
         """In a thread. Returns the seconds that it took."""
         began = time.monotonic()
-        self._output.maker.learn_columns(part)
+        self._output.maker.columns.learn(part)
         for rows in in_parts(part, self._job.part_rows):
             self._output.write(rows, figures)
+        columns = self._output.maker.columns
+        if columns.known is not None and columns.are_final:
+            self._held_results.remove()
         return time.monotonic() - began
 
     def _finish_writing(self) -> None:

@@ -55,7 +55,7 @@ class RayPipeline:
         is not there, and what loading raises."""
         self._cluster = Cluster(str(job.ray), closing)
         context = self._cluster.call(context_of, job)
-        context = output.maker.completed(context)
+        context = output.maker.columns.completed(context)
         task = make_task(context)
         self._job = job
         self._journal = journal
@@ -66,24 +66,24 @@ class RayPipeline:
         self.meter = RunMeter(journal.record, output)
         self.is_cut = False
         self._figures = self.meter.figures
-        dataset.set_schema(dataset.schema, output.maker.columns_to_read(task.columns))
+        dataset.set_schema(dataset.schema, output.maker.columns.to_read(task.columns))
         self._dataset = dataset
         self._board = Board()
         self._plan = ClusterPlan(
             job=job,
             dataset=dataset,
             context=context,
-            schema=output.maker.schema,
+            schema=output.maker.columns.schema,
             number=f"{journal.record.next_number:05}",
             mark=journal.mark_of_run,
             repeated=frozenset(),
             sharers=self._cluster.actors_of_node,
             board=self._board,
         )
-        if output.maker.is_table and output.maker.schema is None:
+        if output.maker.columns.is_table and output.maker.columns.schema is None:
             schema = self._cluster.call(columns_of_first_rows, self._plan)
             if schema is not None:
-                output.maker.set_columns(self._finisher.fields, schema)
+                output.maker.columns.set_result(self._finisher.fields, schema)
                 self._plan = replace(self._plan, schema=schema)
         self._committed = CommittedRows(journal.record.done)
         self._position_before = _share_done(dataset, journal.record)

@@ -146,7 +146,7 @@ def _nothing_to_do(job: Job, ended_at: float) -> str:
 
 def _look_ahead(dataset: Dataset, output: Output) -> bytes | None:
     """The input's schema, as Arrow serializes it."""
-    schema = dataset.look_ahead(output.maker.is_table)
+    schema = dataset.look_ahead(output.maker.columns.is_table)
     return None if schema is None else schema.serialize().to_pybytes()
 
 

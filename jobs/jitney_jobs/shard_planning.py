@@ -1,7 +1,7 @@
 """Makes the plan of a job that is divided into shards: which rows each of them does.
 
 All of the input is looked at once for that: Parquet states its rows, in other files they are
-counted. Several shards that begin at the same time make a plan each; the first one counts.
+counted. Of several shards that begin at the same time one does so, and the others wait.
 """
 
 import secrets
@@ -23,10 +23,14 @@ from jitney_jobs.journal_entries import OutputPart, ReadStart, RowRange
 from jitney_jobs.line_survey import survey_job
 from jitney_jobs.output import Output, write_errors
 from jitney_jobs.output_files import OutputFiles, output_files
+from jitney_jobs.planning_claim import PlanningClaim
 from jitney_jobs.preview import Preview
 from jitney_jobs.shard_checks import undivided_text
 from jitney_jobs.shard_plan import VERSION, Plan, create_plan, read_plan
 from jitney_jobs.shards import Shard
+
+_POLL_S = 0.5
+"""Between two looks for a plan that another shard makes."""
 
 
 class CountedFile(msgspec.Struct, frozen=True):
@@ -46,10 +50,30 @@ def plan_for(job: Job, shard: Shard, say: Callable[[str], None]) -> Plan:
         files = output_files(job.output, job.retries)
         plan = read_plan(files)
     if plan is None:
-        plan = _make_or_read(job, shard, files, say)
+        plan = _make_or_wait(job, shard, files, say)
     job = plan.with_model(job)
     plan.check(job, shard, fingerprints_of(job))
     return plan
+
+
+def _make_or_wait(job: Job, shard: Shard, files: OutputFiles, say: Callable[[str], None]) -> Plan:
+    """The plan that this shard makes, or another one."""
+    claim = PlanningClaim(files)
+    has_said = False
+    while True:
+        with write_errors(job):
+            may_make = claim.take()
+            plan = read_plan(files)
+        if may_make:
+            break
+        if plan is not None:
+            return plan
+        if not has_said:
+            say("another shard divides the input: this one waits for it")
+        has_said = True
+        time.sleep(_POLL_S)
+    with claim:
+        return plan or _make_or_read(job, shard, files, say)
 
 
 def _make_or_read(job: Job, shard: Shard, files: OutputFiles, say: Callable[[str], None]) -> Plan:
@@ -80,11 +104,11 @@ def _make_plan(job: Job, shard: Shard, say: Callable[[str], None]) -> Plan:
     whole = surveyed.job
     with write_errors(job):
         output = Output(whole, dataset, _NoJournal())
-    schema = dataset.look_ahead(output.maker.is_table)
+    schema = dataset.look_ahead(output.maker.columns.is_table)
     dataset.set_schema(schema)
     Preview(whole, dataset).check_named()
     result_schema = None
-    if job.task == "map" and output.maker.is_table:
+    if job.task == "map" and output.maker.columns.is_table:
         result_schema = _result_schema(whole, dataset, output)
     say("the input's rows are counted, to divide them")
     counted = [_counted(dataset, index) for index in range(len(dataset.sizes))]
@@ -131,7 +155,8 @@ def _result_schema(job: Job, dataset: Dataset, output: Output) -> bytes | None:
         models = Models()
         closing.callback(models.close)
         _, context = models.load(job)
-        return columns_of_map(output.maker.completed(context), dataset, output.maker)
+        columns = output.maker.columns
+        return columns_of_map(columns.completed(context), dataset, columns)
 
 
 def divided(counted: list[CountedFile], shard_count: int) -> list[list[RowRange]]:

@@ -20,10 +20,10 @@ import pytest
 from jitney.errors import InvalidArgumentError, UnavailableError
 from jitney_jobs import executors
 from jitney_jobs.dataset import Dataset
+from jitney_jobs.ended_rows import Ended
 from jitney_jobs.job_record import read_record
 from jitney_jobs.journal import InputFile, Interval, JobJournal, OutputPart, Record
 from jitney_jobs.output import Output
-from jitney_jobs.part_maker import Ended
 from jitney_jobs.rows import Chunk
 from jitney_jobs.tasks import MapResult
 

@@ -73,13 +73,25 @@ JSON_LINES: dict[str, Kind] = {
         b'{"n": 18446744073709551615}\n{"n": 1}\n',
         good=text_table(n=[str(2**64 - 1), "1"]),
     ),
-    "jsonl: nan, which is no JSON": of_bytes(
+    "jsonl: bare nan and infinities": of_bytes(
         "a.jsonl",
-        b'{"n": 1}\n{"n": NaN}\n',
-        good=pa.table({"n": [1]}),
-        bad={1: "malformed|invalid"},
-        raw={1: '{"n": NaN}\n'},
+        b'{"n": 1, "v": "a NaN, \\"Infinity"}\n{"n": NaN}\n{"n": [Infinity, {"m": -Infinity}]}\n',
+        good=text_table(
+            n=["1", "NaN", '["Infinity",{"m":"-Infinity"}]'],
+            v=['a NaN, "Infinity', None, None],
+        ),
     ),
+    "jsonl: bare nan among floats": of_bytes(
+        "a.jsonl",
+        b'{"n": 1}\n{"n": NaN}\n{"n": -Infinity}\n{"n": [NaN]\n{"n": nan}\n',
+        good=pa.table({"n": [1.0, float("nan"), float("-inf")]}),
+        bad={3: "malformed|truncated", 4: "malformed|invalid"},
+        raw={4: '{"n": nan}\n'},
+    ),
+    "json: a bare nan in an object over lines": of_bytes(
+        "a.json", b'{"n": NaN,\n "m": 1}\n', good=pa.table({"n": [float("nan")], "m": [1]})
+    ),
+    "jsonl: carriage returns alone": of_bytes("a.jsonl", LINES.replace(b"\n", b"\r"), good=NUMBERS),
     "jsonl: whole numbers, then a float": of_bytes(
         "a.jsonl", b'{"n": 1}\n{"n": 0.5}\n', good=pa.table({"n": [1.0, 0.5]})
     ),
@@ -155,6 +167,21 @@ CSV: dict[str, Kind] = {
         good=text_table(a=['x, "y"', ""], b=["line\nbreak", "2"]),
     ),
     "csv: crlf": of_bytes("a.csv", b"a,b\r\n1,2\r\n3,4\r\n", good=TWO),
+    "csv: carriage returns alone": of_bytes(
+        "a.csv",
+        b'a,b\r1,"x\ry"\r5\r3,4\r',
+        good=text_table(a=["1", "3"], b=["x\ry", "4"]),
+        bad={1: "1 fields, but the header has 2"},
+    ),
+    "csv: carriage returns alone, utf-16": of_bytes(
+        "a.csv", "a;b\r1;2\r3;4".encode("utf-16"), good=TWO
+    ),
+    "csv: a carriage return in a field": of_bytes(
+        "a.csv",
+        b"a,b\n1,2\nx\ry,5\n3,4\n",
+        good=TWO,
+        bad={1: "a carriage return stands in a field without quotes"},
+    ),
     "csv: no last newline": of_bytes("a.csv", b"a,b\n1,2\n3,4", good=TWO),
     "csv: a quote that is not closed": of_bytes(
         "a.csv",
