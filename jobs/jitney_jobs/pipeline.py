@@ -25,6 +25,7 @@ from jitney_jobs.journal import FileRows, JobJournal
 from jitney_jobs.output import Output, write_errors
 from jitney_jobs.part_filler import PartFiller, in_parts
 from jitney_jobs.prepare import Item
+from jitney_jobs.row_order import RowOrder
 from jitney_jobs.row_runner import RowRunner, chunk_rows, workers_of
 from jitney_jobs.rows import Chunk, RowId, reason
 from jitney_jobs.run_meter import RunMeter
@@ -88,7 +89,7 @@ class Pipeline:
         models: Models,
     ) -> None:
         """Raises a LoadError, and InvalidArgumentError for a task that cannot be done."""
-        self._executor, context = models.load(job)
+        executor, context = models.load(job)
         context = output.maker.columns.completed(context)
         task = make_task(context)
         self._job = job
@@ -99,14 +100,13 @@ class Pipeline:
         output.set_columns(self._finisher.fields)
         self.meter = RunMeter(journal.record, output)
         self.is_cut = False
-        self._figures = self.meter.figures
         dataset.set_schema(dataset.schema, output.maker.columns.to_read(task.columns))
         most_rows = chunk_rows(job, task, dataset)
         self._runner = RowRunner(
-            self._executor,
+            executor,
             context,
             task,
-            self._figures,
+            self.meter.figures,
             workers=workers_of(job, task, dataset),
             chunk_rows=most_rows,
         )
@@ -121,10 +121,7 @@ class Pipeline:
         """Rows that may still be read, because of the setting ``limit``."""
         if job.limit is not None:
             self._rows_left = max(0, job.limit - self.meter.done_before)
-        self._held: dict[int, list[Ended]] = {}
-        """Only if the order is kept: rows that ended before an earlier one, by their item's key."""
-        self._next_key = 0
-        """Only if the order is kept: the key of the next item of the part."""
+        self._order = RowOrder() if job.ordered else None
         self._part = PartFiller(job, output.maker)
         with write_errors(job):
             assert journal.record.begin is not None, "the job has begun"
@@ -139,15 +136,16 @@ class Pipeline:
 
     def advance(self) -> bool:
         self._read_ahead()
-        self._figures.position = self._runner.feed() or self._figures.position
+        figures = self.meter.figures
+        figures.position = self._runner.feed() or figures.position
         began = time.monotonic()
         if self._runner.has_rows:
             for item, result in self._runner.step(self._input_ended):
                 self._finish(item, result)
-            self._figures.run_s += time.monotonic() - began
+            figures.run_s += time.monotonic() - began
         else:
             self._wait_for_rows()
-            self._figures.waited_s += time.monotonic() - began
+            figures.waited_s += time.monotonic() - began
         all_are_fed = self._input_ended and self._runner.next_prepared is None
         self._all_ended = all_are_fed and not self._runner.has_rows
         return not self._all_ended
@@ -179,7 +177,7 @@ class Pipeline:
                 return
             read = self._reading.result()
             self._reading = None
-            self._figures.read_s += read.seconds
+            self.meter.figures.read_s += read.seconds
             if isinstance(read.entry, Chunk):
                 chunk = self._within_limit(read.entry)
                 self._runner.take(self._held_results.put_into(chunk))
@@ -214,19 +212,16 @@ class Pipeline:
     def _finish(self, item: Item, result: Any) -> None:
         """The model is done with rows, for good."""
         ended = self._finisher.ended(item, result)
-        self._figures.done += len(item.rows)
-        self._figures.moved_at = time.time()
+        figures = self.meter.figures
+        figures.done += len(item.rows)
+        figures.moved_at = time.time()
         for rows in ended:
             if rows.error is not None:
-                self._figures.bad += len(rows.rows)
+                figures.bad += len(rows.rows)
                 self._last_bad = rows
-        if not self._job.ordered:
-            self._add_all_to_part(ended)
-            return
-        self._held[item.key] = ended
-        while self._next_key in self._held:
-            self._add_all_to_part(self._held.pop(self._next_key))
-            self._next_key += 1
+        if self._order is not None:
+            ended = self._order.in_turn(item.key, ended)
+        self._add_all_to_part(ended)
 
     def _add_all_to_part(self, ended: list[Ended]) -> None:
         for rows in ended:
@@ -306,7 +301,7 @@ class Pipeline:
         self._writing = None
         try:
             with write_errors(self._job):
-                self._figures.write_s += writing.result()
+                self.meter.figures.write_s += writing.result()
         except BaseException:
             self._has_lost_part = True
             raise
