@@ -22,11 +22,12 @@ import msgspec
 from jitney.errors import JitneyError, UnavailableError
 
 from jitney_jobs.arrow import pa
+from jitney_jobs.ended_rows import Ended
 from jitney_jobs.executors import load
 from jitney_jobs.finished_rows import Finisher
 from jitney_jobs.output import write_errors
 from jitney_jobs.part_filler import PartFiller
-from jitney_jobs.part_maker import Ended, PartMaker, WrittenPart
+from jitney_jobs.part_maker import PartMaker, WrittenPart
 from jitney_jobs.prepare import Item
 from jitney_jobs.ray_blocks import Portion, intervals_of, portions_of, without_rows
 from jitney_jobs.ray_board import BoardMessage, Failure, Report
@@ -147,7 +148,7 @@ class RowsActor:
         dataset = self._plan.dataset
         self._finisher = Finisher(job, task)
         self._maker = PartMaker(job, dataset)
-        self._maker.set_columns(self._finisher.fields, self._plan.schema)
+        self._maker.columns.set_result(self._finisher.fields, self._plan.schema)
         self._figures = RunFigures(moved_at=time.time())
         self._most_rows = chunk_rows(job, task, dataset)
         self._runner = RowRunner(

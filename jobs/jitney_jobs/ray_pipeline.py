@@ -13,7 +13,7 @@ The model, the input, the output and this package are needed on every node, unde
 import contextlib
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack
 from dataclasses import replace
@@ -25,8 +25,8 @@ from jitney.errors import UnavailableError
 from jitney_jobs.arrow import pa
 from jitney_jobs.committed_rows import CommittedRows
 from jitney_jobs.dataset import Dataset
+from jitney_jobs.finished_rows import Finisher
 from jitney_jobs.job import Job
-from jitney_jobs.job_run import JobRun
 from jitney_jobs.journal import FileRows, Interval, JobJournal, Record
 from jitney_jobs.output import Output, write_errors
 from jitney_jobs.part_maker import WrittenPart
@@ -38,6 +38,7 @@ from jitney_jobs.ray_plan import ClusterPlan, columns_of_first_rows, context_of
 from jitney_jobs.ray_stream import Stream
 from jitney_jobs.rows import RowId
 from jitney_jobs.run_figures import RunFigures
+from jitney_jobs.run_meter import RunMeter
 from jitney_jobs.tasks import make_task
 
 _POLL_S = 0.2
@@ -48,8 +49,8 @@ _STOP_S = 60.0
 """Longest time for the actors to write what has ended, when a run stops."""
 
 
-class RayPipeline(JobRun):
-    """A run on a cluster."""
+class RayPipeline:
+    """Of a run on a cluster (``job_run.RowPipeline``)."""
 
     def __init__(
         self,
@@ -65,27 +66,35 @@ class RayPipeline(JobRun):
         loading raises."""
         self._cluster = Cluster(str(job.ray), closing)
         context = self._cluster.call(context_of, job, job.patience_s, say)
-        context = output.maker.completed(context)
+        context = output.maker.columns.completed(context)
         task = make_task(context)
-        super().__init__(job, journal, output, task)
-        dataset.set_schema(dataset.schema, output.maker.columns_to_read(task.columns))
+        self._job = job
+        self._journal = journal
+        self._output = output
+        self._task = task
+        self._finisher = Finisher(job, task)
+        output.set_columns(self._finisher.fields)
+        self.meter = RunMeter(journal.record, output)
+        self.is_cut = False
+        self._figures = self.meter.figures
+        dataset.set_schema(dataset.schema, output.maker.columns.to_read(task.columns))
         self._dataset = dataset
         self._board = Board()
         self._plan = ClusterPlan(
             job=job,
             dataset=dataset,
             context=context,
-            schema=output.maker.schema,
+            schema=output.maker.columns.schema,
             number=f"{journal.record.next_number:05}",
             mark=journal.mark_of_run,
             repeated=frozenset(),
             sharers=self._cluster.actors_of_node,
             board=self._board,
         )
-        if output.maker.is_table and output.maker.schema is None:
+        if output.maker.columns.is_table and output.maker.columns.schema is None:
             schema = self._cluster.call(columns_of_first_rows, self._plan, job.patience_s, say)
             if schema is not None:
-                output.maker.set_columns(self._finisher.fields, schema)
+                output.maker.columns.set_result(self._finisher.fields, schema)
                 self._plan = replace(self._plan, schema=schema)
         self._committed = CommittedRows(journal.record.done)
         self._committed_lately: list[Interval] = []
@@ -115,12 +124,16 @@ class RayPipeline(JobRun):
         self._bad_in_parts = 0
         """Those of the bad rows that the model or its preparation refused."""
 
+    @property
+    def columns(self) -> Sequence[str] | None:
+        return self._task.columns
+
     def refuse_repeated(self, rows: frozenset[RowId]) -> None:
         self._plan = replace(self._plan, repeated=rows)
 
     # ------------------------------------------------------------------ the run
 
-    def _advance(self) -> bool:
+    def advance(self) -> bool:
         """Commit what the cluster has written, or wait a moment."""
         if self._stream is None:
             self._stream = self._begin_round()
@@ -148,7 +161,7 @@ class RayPipeline(JobRun):
         record.done = self._committed.ranges()
         rows_left = None
         if self._job.limit is not None:
-            rows_left = max(0, self._job.limit - self._done_before - self._rows_in_parts)
+            rows_left = max(0, self._job.limit - self.meter.done_before - self._rows_in_parts)
         self._rows_before_round = self._rows_in_parts
         self._waiting = WaitForRoom(self._cluster, self._job.patience_s)
         return Stream(self._cluster, self._plan, record, self._bad_files.keys(), rows_left)
@@ -164,7 +177,7 @@ class RayPipeline(JobRun):
             return False
         # Nothing came in this round; or, if the order is kept, later rows are committed already.
         if self._rows_in_parts == self._rows_before_round or self._job.ordered:
-            came = self._done_before + self._rows_in_parts
+            came = self.meter.done_before + self._rows_in_parts
             there = f"{came:,} of {record.total or 0:,} rows"
             raise UnavailableError(f"{there} came back from the cluster: resume the job")
         self._stream = self._begin_round()
@@ -173,8 +186,8 @@ class RayPipeline(JobRun):
     def _is_complete(self) -> bool:
         """Whether all rows are in parts that can be: those that the limit allows, and of a file
         that is damaged those that came."""
-        if self._is_cut:
-            return self._done_before + self._rows_in_parts >= (self._job.limit or 0)
+        if self.is_cut:
+            return self.meter.done_before + self._rows_in_parts >= (self._job.limit or 0)
         record = self._journal.record
         if record.total is None:
             return False
@@ -232,7 +245,7 @@ class RayPipeline(JobRun):
             case FileRows():
                 self._note(message)
             case LimitReached():
-                self._is_cut = True
+                self.is_cut = True
             case Failure():
                 raise message.error
 
@@ -248,13 +261,17 @@ class RayPipeline(JobRun):
             if not answer["is_whole"]:
                 self._has_lost_order = True
 
+    def _note(self, entry: FileRows) -> None:
+        with write_errors(self._job):
+            self._journal.append(entry)
+
     def _commit(self, part: WrittenPart) -> None:
         """Unless a part with some of its rows is committed: then they came twice."""
         if self._committed.has_any_of(part.intervals):
             self._output.maker.remove(part.files)
             return
         with write_errors(self._job):
-            self._output.commit(part, self._snapshot())
+            self._output.commit(part, self.snapshot())
         self._committed.add(part.intervals)
         self._committed_lately += part.intervals
         self._starts_before = self._starts
@@ -263,10 +280,10 @@ class RayPipeline(JobRun):
 
     # ------------------------------------------------------------------ the end
 
-    def _commit_due(self) -> None:
+    def commit_due(self) -> None:
         """Nothing: a part is committed when it is found on the board."""
 
-    def _commit_rest(self) -> None:
+    def commit_rest(self) -> None:
         """Have the actors write what has ended, if the run ends before its rows."""
         if self._stream is None or self._stream.ended.done():
             return
@@ -300,16 +317,16 @@ class RayPipeline(JobRun):
         figures.done = done
         figures.bad = self._bad_in_parts + sum(report.bad for report in self._reports.values())
 
-    def _waits_for(self) -> str | None:
+    def waits_for(self) -> str | None:
         errors = [self._missing, *(report.waits_for for report in self._reports.values())]
         return next((error for error in errors if error), None)
 
-    def _bad_example(self) -> str | None:
+    def bad_example(self) -> str | None:
         examples = [report.bad_example for report in self._reports.values()]
         return next((example for example in examples if example), None)
 
-    def _snapshot(self) -> dict[str, float]:
-        figures = super()._snapshot()
+    def snapshot(self) -> dict[str, float]:
+        figures = self.meter.snapshot()
         for report in self._reports.values():
             for name, value in report.figures.items():
                 if name == "most_rows":  # no count: how many rows fit into one actor's step

@@ -7,7 +7,7 @@ from jitney_jobs.dataset import Dataset
 from jitney_jobs.executors import load
 from jitney_jobs.first_results import columns_of_map
 from jitney_jobs.job import Job
-from jitney_jobs.part_maker import PartMaker
+from jitney_jobs.output_columns import OutputColumns
 from jitney_jobs.ray_board import Board
 from jitney_jobs.rows import RowId
 from jitney_jobs.tasks import Context
@@ -45,4 +45,4 @@ def context_of(job: Job) -> Context:
 def columns_of_first_rows(plan: ClusterPlan) -> bytes | None:
     """In a task of Ray's: :func:`~jitney_jobs.first_results.columns_of_map`. These rows are run
     once more later."""
-    return columns_of_map(plan.context, plan.dataset, PartMaker(plan.job, plan.dataset))
+    return columns_of_map(plan.context, plan.dataset, OutputColumns(plan.job, plan.dataset))

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from jitney_jobs.job_record import read_record
 from jitney_jobs.outcome import ExitStatus
-from jitney_jobs.run import read_record
 
 from tests.http_server import listening
 from tests.jobs.job_rows import bad, ids, read, write_lines

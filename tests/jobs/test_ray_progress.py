@@ -14,6 +14,7 @@ import pytest
 from jitney.errors import UnavailableError
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.job import Job
+from jitney_jobs.job_run import JobRun
 from jitney_jobs.journal import FileRows, Interval, JobJournal
 from jitney_jobs.outcome import TooManyBadRows
 from jitney_jobs.output import Output
@@ -59,7 +60,10 @@ class FakeCluster:
         self.folder = Path(job.output)
         self._output = Output(job, dataset, journal)
         journal.begin_or_resume(job, dataset.files, dataset.files_are_rows)
-        self.run = ray_pipeline.RayPipeline(job, dataset, journal, self._output, closing, print)
+        self.pipeline = ray_pipeline.RayPipeline(
+            job, dataset, journal, self._output, closing, print
+        )
+        self.run = JobRun(job, journal, self._output, self.pipeline)
 
     def call(self, function: object, argument: Any, patience_s: float, say: object) -> Context:
         return Context(argument)
@@ -97,14 +101,14 @@ class FakeCluster:
     ) -> bool:
         """The next look at the board. Returns whether the run goes on."""
         if not self.rounds:
-            self.run._advance()
+            self.pipeline.advance()
         self._taken = Taken(
             reports or {}, list(messages), {"actor": 1} if starts is None else starts
         )
         self._answers += answers
         if ends:
             self._ended.set_result(None)
-        return self.run._advance()
+        return self.pipeline.advance()
 
     def part(self, file: int, first: int, end: int) -> WrittenPart:
         """As an actor has written it."""
@@ -207,7 +211,7 @@ def test_the_figures_are_those_of_all_processes(
         "other": Report({"position": 0.25, "taken": 8.0, "steps": 3.0, "most_rows": 6.0}, 2),
     }
     assert cluster.shows(cluster.part(0, 0, 3), reports=reports)
-    figures = cluster.run._snapshot()
+    figures = cluster.pipeline.snapshot()
     assert figures["position"] == 0.625
     assert figures["done"] == 3 + 5 + 2
     assert figures["bad"] == 1
@@ -237,7 +241,7 @@ def test_the_share_of_a_resumed_job_has_the_files_that_are_done(
     resumed = FakeCluster(monkeypatch, job, closing)
     assert resumed.shows(reports={"actor": Report({"position": 0.25})})
     assert resumed.rounds == [[2, 3]]
-    assert resumed.run._snapshot()["position"] == 0.75
+    assert resumed.pipeline.snapshot()["position"] == 0.75
 
 
 def test_the_board_is_told_what_is_committed(
@@ -278,7 +282,7 @@ def test_the_user_is_told_of_a_cluster_without_room(
     assert needs in str(cluster.run.take_news())
     cluster.shows(starts={"actor": 1})
     cluster.shows()
-    assert cluster.run._waits_for() is None
+    assert cluster.pipeline.waits_for() is None
 
 
 def test_a_run_waits_for_room_as_long_as_its_patience(
