@@ -62,11 +62,14 @@ class _Board:
         self._reports: dict[str, Report] = {}
         self._messages: list[BoardMessage] = []
         self._starts: dict[str, int] = {}
+        self._actors: list[Any] = []
+        """Handles of those of this round."""
         self._committed = CommittedRows(Ranges())
         self._is_stopping = False
 
-    def begin(self, name: str) -> None:
+    def begin(self, name: str, actor: Any) -> None:
         """An actor has begun."""
+        self._actors.append(actor)
         starts = self._starts.get(name, 0)
         before = self._reports.pop(name, None)
         if before is not None:  # of a process that died
@@ -90,8 +93,14 @@ class _Board:
         """Those of the rows that are in committed parts."""
         return [part for interval in rows for part in self._committed.within(interval)]
 
+    def end_actors(self) -> None:
+        """Also those that Ray would start again."""
+        for actor in self._actors:
+            ray.kill(actor, no_restart=True)
+
     def end_round(self) -> None:
         """All actors and readers have ended."""
+        self._actors = []
         self._reports = {name: _without_rows(each) for name, each in self._reports.items()}
 
     def stop(self) -> None:
@@ -119,8 +128,8 @@ class Board:
         return bool(ray.get(self._actor.put.remote(name, report, messages)))
 
     def begin(self, name: str) -> None:
-        """An actor has begun. Raises as :meth:`put`."""
-        ray.get(self._actor.begin.remote(name))
+        """The caller, an actor, has begun. Raises as :meth:`put`."""
+        ray.get(self._actor.begin.remote(name, ray.get_runtime_context().current_actor))
 
     def begin_taking(self, committed: Iterable[Interval]) -> Any:
         """A reference, which ``ray.get`` makes a :class:`Taken` of. ``committed``: rows that have
@@ -131,6 +140,10 @@ class Board:
         """Those of the rows that are in committed parts of this run. Raises as :meth:`put`."""
         found: list[Interval] = ray.get(self._actor.committed_of.remote(list(rows)))
         return found
+
+    def end_actors(self) -> None:
+        """End the actors of this round, whatever they do. Returns at once."""
+        self._actor.end_actors.remote()
 
     def end_round(self) -> None:
         """All actors and readers have ended. Returns at once."""

@@ -111,6 +111,8 @@ class RayPipeline:
         """The same when a part was last committed."""
         self._waiting: WaitForRoom | None = None
         """None once an actor of this round has begun."""
+        self._is_ending = False
+        """Whether the run ends before its rows."""
         self._missing: str | None = None
         """What the cluster lacks, so that no actor has begun."""
         self._bad_files: dict[int, FileRows] = {}
@@ -230,7 +232,9 @@ class RayPipeline:
     def _check_starts(self) -> None:
         """Raise UnavailableError if an actor dies again and again."""
         for name, count in self._starts.items():
-            if count - self._starts_before.get(name, 0) > _MOST_STARTS:
+            if count - self._starts_before.get(name, 0) > _MOST_STARTS and not self._is_ending:
+                self._is_ending = True
+                self._board.end_actors()
                 raise UnavailableError(
                     f"an actor of the Ray cluster has died {_MOST_STARTS} times since a part was "
                     f"last committed, of too little memory, or of a row; Ray's logs say more"
@@ -287,6 +291,7 @@ class RayPipeline:
         """Have the actors write what has ended, if the run ends before its rows."""
         if self._stream is None or self._stream.ended.done():
             return
+        self._is_ending = True
         self._board.stop()
         until = time.monotonic() + _STOP_S
         # If the cluster fails meanwhile, what is not committed is done by the next run.
@@ -295,6 +300,11 @@ class RayPipeline:
                 wait([self._stream.ended], _POLL_S)
                 self._cluster.check()
                 self._look_at_board()
+            if not self._stream.ended.done():
+                # Its thread must end before this process leaves the cluster, which it may join
+                # again for the next job.
+                self._board.end_actors()
+                wait([self._stream.ended], CONNECT_S)
             self._look_at_board_for_the_last_time()
 
     # ------------------------------------------------------------------ what is known of it

@@ -10,9 +10,9 @@ from jitney_jobs.ray_board import Report, _Board
 def test_rows_in_the_hands_of_a_dead_actor_do_not_count() -> None:
     """What it did before stays in the figures."""
     board = _Board()
-    board.begin("actor")
+    board.begin("actor", None)
     board.put("actor", Report({"taken": 9.0}, ended=5, bad=2, waits_for="a server"), [])
-    board.begin("actor")
+    board.begin("actor", None)
     board.put("actor", Report({"taken": 4.0}, ended=1), [])
     taken = board.take([])
     assert taken.starts == {"actor": 2}

@@ -68,6 +68,10 @@ class FakeCluster:
     def call(self, function: object, argument: Any, patience_s: float, say: object) -> Context:
         return Context(argument)
 
+    @property
+    def has_ended(self) -> bool:
+        return self._ended.done()
+
     def check(self) -> None:
         """It is there."""
 
@@ -76,6 +80,9 @@ class FakeCluster:
         taken = self._taken
         self._taken = taken._replace(messages=[])
         return taken
+
+    def end_actors(self) -> None:
+        self._ended.set_exception(ray_pipeline.ray.exceptions.RayActorError())
 
     def end_round(self) -> None:
         """No report has rows in an actor's hands any more."""
@@ -265,6 +272,7 @@ def test_an_actor_that_dies_again_and_again_ends_the_run(
     assert cluster.shows(starts={"actor": 9})
     with pytest.raises(UnavailableError, match=r"an actor of the Ray cluster has died 4 times"):
         cluster.shows(starts={"actor": 10})
+    assert cluster.has_ended, "this process may join the cluster again for another job"
 
 
 def test_the_user_is_told_of_a_cluster_without_room(
