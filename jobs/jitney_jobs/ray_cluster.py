@@ -191,7 +191,11 @@ def _connect(address: str) -> None:
                 logging_level=logging.ERROR,
             )
     except (OSError, RuntimeError, ValueError) as error:
-        raise UnavailableError(f"Ray is not at {address}: {error}") from None
+        text = f"Ray is not at {address}: {error}"
+        if address == "auto" and isinstance(error, ConnectionError):
+            # Ray's text names an option that only its own commands have.
+            text = "no Ray cluster runs on this machine (--ray auto), and RAY_ADDRESS names none"
+        raise UnavailableError(text) from None
 
 
 def _log_lines(data: Mapping[str, Any], ignore_prefix: bool) -> None:

@@ -1,11 +1,15 @@
 """What a user reads of Ray's errors: a line of ours, and nothing of Ray's processes."""
 
 import logging
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from jitney.errors import LoadError, UnavailableError
 
 pytest.importorskip("ray")
+from jitney_jobs import ray_cluster
 from jitney_jobs.ray_errors import failure_of
 from jitney_jobs.ray_library import ray
 
@@ -50,3 +54,15 @@ def test_other_errors_are_one_line_of_ours(
     assert "\n" not in str(found)
     assert "`jitney batch resume` goes on, with --ray or without" in str(found)
     assert "Ray says: " in caplog.text
+
+
+def test_no_cluster_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(*_: Any, **__: Any) -> None:
+        raise ConnectionError("specify the one to connect to by the flag --address")
+
+    fake = SimpleNamespace(init=init, _private=SimpleNamespace(worker=SimpleNamespace()))
+    monkeypatch.setattr(ray_cluster, "ray", fake)
+    with ExitStack() as closing, pytest.raises(UnavailableError) as caught:
+        ray_cluster.Cluster("auto", closing)
+    expected = "no Ray cluster runs on this machine (--ray auto), and RAY_ADDRESS names none"
+    assert str(caught.value) == expected
