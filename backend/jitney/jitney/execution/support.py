@@ -24,6 +24,7 @@ from jitney.errors import (
 )
 from jitney.execution.checkpoint import GENERATION_CONFIG, Checkpoint
 from jitney.execution.machine import DTYPES
+from jitney.execution.text_half import text_part
 from jitney.sampling_params import check_sampling_params, parse_sampling_params
 
 _CHECKPOINT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -62,10 +63,20 @@ def parse_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     except Exception as error:  # validation errors come in many classes
         reason = first_line(error, checkpoint.folder)
         raise CheckpointError(f"{checkpoint.config_name} cannot be used: {reason}") from error
-    obstacle = next(_obstacles(config), None)
+    text = text_part(config)
+    if text is None:
+        raise unservable(
+            config.model_type, "transformers has no causal language model of its text half alone"
+        )
+    if text is not config and checkpoint.config.get("quantization_config"):
+        raise unservable(
+            config.model_type,
+            "its weights are quantized, and of a multi-modal model only plain weights are read",
+        )
+    obstacle = next(_obstacles(text), None)
     if obstacle is not None:
-        raise unservable(config.model_type, obstacle)
-    return config
+        raise unservable(text.model_type, obstacle)
+    return text
 
 
 def context_length(
@@ -129,7 +140,11 @@ def eos_ids(checkpoint: Checkpoint, vocab_size: int) -> frozenset[int]:
     """The tokens that end a sequence: those in ``generation_config.json`` and in ``config.json``.
     Raises CheckpointError for what is no token id."""
     ids: set[int] = set()
-    for source in (checkpoint.generation_config, checkpoint.config):
+    text = checkpoint.config.get("text_config")
+    sources = [checkpoint.generation_config, checkpoint.config]
+    if isinstance(text, dict):
+        sources.append(text)
+    for source in sources:
         value = source.get("eos_token_id")
         if value is None:
             continue
@@ -203,8 +218,6 @@ def _obstacles(config: PreTrainedConfig) -> Iterator[str]:
     """Each reason why a model of this configuration, as transformers reads it, cannot be served."""
     if getattr(config, "is_encoder_decoder", False):
         yield "it is an encoder-decoder, whose decoder reads a second sequence"
-    if config.get_text_config() is not config:
-        yield "it is a multi-modal model, and only text models are served"
     layer_types = getattr(config, "layer_types", None) or ()
     for index, kind in enumerate(layer_types):
         if kind not in _PAGED_LAYER_TYPES:

@@ -31,6 +31,7 @@ from jitney.execution import interface
 from jitney.execution.checkpoint import CONFIG, INDEX, Checkpoint
 from jitney.execution.interface import KvScales
 from jitney.execution.machine import is_out_of_memory
+from jitney.execution.text_half import KEY_MAPPING, is_text_half
 
 _log = logging.getLogger(__name__)
 
@@ -109,6 +110,8 @@ def _from_pretrained(
     options: dict[str, Any] = {}
     if device_map is not None:
         options["device_map"] = device_map
+    if is_text_half(checkpoint, hf_config):
+        options["key_mapping"] = KEY_MAPPING
     if checkpoint.gguf is not None:
         # AutoModelForCausalLM would look for a folder; the architecture's own class does not.
         source = None
