@@ -11,6 +11,7 @@ import codecs
 import gzip
 import io
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -237,6 +238,27 @@ def one_damaged(folder: Path) -> None:
     (folder / "b.parquet").write_bytes(bytes_of(NUMBERS)[:-20])
 
 
+def two_files(first: pa.Array, second: pa.Array, together: list[Any] | pa.Array) -> Kind:
+    """A column that has another type in each of two files."""
+
+    def write(folder: Path) -> None:
+        pq.write_table(pa.table({"v": first}), folder / "a.parquet")
+        pq.write_table(pa.table({"v": second}), folder / "b.parquet")
+
+    return Kind(write, good=pa.table({"v": together}))
+
+
+def runs_and_views() -> pa.Array:
+    runs = pa.RunEndEncodedArray.from_arrays([2, 3], ["a", None])
+    views = pa.array([["x"], None, []], pa.list_view(pa.string()))
+    return pa.StructArray.from_arrays([runs, views], ["r", "v"])
+
+
+def runs_in_a_map() -> pa.Array:
+    runs = pa.RunEndEncodedArray.from_arrays([2], ["a"])
+    return pa.MapArray.from_arrays([0, 2], pa.array(["x", "y"]), runs)
+
+
 DAMAGED_PARQUET = r"a\.parquet cannot be read"
 TABLES: dict[str, Kind] = {
     "parquet: no bytes": of_bytes("a.parquet", b"", error=DAMAGED_PARQUET),
@@ -279,6 +301,49 @@ TABLES: dict[str, Kind] = {
     "arrow: no batches": Kind(arrow_of("a.arrow", NUMBERS.slice(0, 0)), good=NUMBERS.slice(0, 0)),
     "arrow: metadata": Kind(arrow_of("a.arrow", with_metadata()), good=with_metadata()),
     "arrow: no bytes": of_bytes("a.arrow", b"", error=r"a\.arrow cannot be read"),
+    "arrow: a Parquet file": of_bytes(
+        "a.arrow", bytes_of(NUMBERS), error=r"a\.arrow is a file of another kind, Parquet"
+    ),
+    "parquet: an Arrow file": Kind(
+        arrow_of("a.parquet", NUMBERS), error=r"a\.parquet is a file of another kind, Arrow"
+    ),
+    "parquet: decimals beside doubles": two_files(
+        pa.array([Decimal("12345678901234567890.12")], pa.decimal128(30, 2)),
+        pa.array([0.5]),
+        ["12345678901234567890.12", "0.5"],
+    ),
+    "parquet: short decimals beside doubles": two_files(
+        pa.array([Decimal("1.12")], pa.decimal128(15, 2)), pa.array([0.5]), [1.12, 0.5]
+    ),
+    "parquet: times of two zones": two_files(
+        pa.array([NOON], pa.timestamp("ms", "Asia/Tokyo")),
+        pa.array([NOON], pa.timestamp("us", "Europe/Zurich")),
+        pa.array([NOON.replace(microsecond=123000), NOON], pa.timestamp("us", "UTC")),
+    ),
+    "parquet: times that a finer unit does not hold": two_files(
+        pa.array([253402300800], pa.timestamp("s", "UTC")),
+        pa.array([1], pa.timestamp("ns", "UTC")),
+        ["10000-01-01 00:00:00Z", "1970-01-01 00:00:00.000000001Z"],
+    ),
+    "parquet: objects with times beside texts": two_files(
+        pa.array([{"a": 1, "t": NOON.replace(tzinfo=None)}]),
+        pa.array(["x"]),
+        ['{"a":1,"t":"2026-03-29T12:30:15.123456"}', "x"],
+    ),
+    "arrow: runs and views in a struct": Kind(
+        arrow_of("a.arrow", pa.table({"v": runs_and_views()})),
+        good=pa.table(
+            {
+                "v": pa.array(
+                    [{"r": "a", "v": ["x"]}, {"r": "a", "v": None}, {"r": None, "v": []}],
+                    pa.struct({"r": pa.string(), "v": pa.list_(pa.string())}),
+                )
+            }
+        ),
+    ),
+    "arrow: runs in a map": Kind(
+        arrow_of("a.arrow", pa.table({"v": runs_in_a_map()})), error="runs or views of lists in"
+    ),
     "arrow: text": of_bytes("a.arrow", b"n\n1\n2\n", error=r"a\.arrow cannot be read"),
     "feather": Kind(
         lambda folder: pyarrow.feather.write_feather(NUMBERS, str(folder / "a.feather"), "zstd"),
@@ -417,6 +482,15 @@ JSON_LINES: dict[str, Kind] = {
         json.dumps({"rows": [{"n": 1}]}, indent=2).encode(),
         good=pa.table({"rows": [[{"n": 1}]]}),
     ),
+    "json: objects in one line": of_bytes("a.json", b'{"n": 1}{"n": 2} {"n": 3}', good=NUMBERS),
+    "jsonl: gzip that is not named so": of_bytes(
+        "a.jsonl", gzip.compress(LINES), error=r"a\.jsonl is a file of another kind, gzip"
+    ),
+    "jsonl.gz: compressed twice": of_bytes(
+        "a.jsonl.gz",
+        gzip.compress(gzip.compress(LINES)),
+        error=r"a\.jsonl\.gz holds, compressed, a file of another kind, gzip",
+    ),
     "jsonl.gz": of_bytes("a.jsonl.gz", gzip.compress(LINES), good=NUMBERS),
     "jsonl.gz: two members": of_bytes(
         "a.jsonl.gz", gzip.compress(LINES[:9]) + gzip.compress(LINES[9:]), good=NUMBERS
@@ -462,6 +536,18 @@ CSV: dict[str, Kind] = {
         b"a,b\n1,2\nx\ry,5\n3,4\n",
         good=TWO,
         bad={1: "a carriage return stands in a field without quotes"},
+    ),
+    "csv: a zip file": of_bytes(
+        "a.csv", b"PK\x03\x04\x14\0\xff\xfe", error=r"a\.csv is a file of another kind, zip \(Excel"
+    ),
+    "csv: a Parquet file": of_bytes("a.csv", bytes_of(NUMBERS), error="another kind, Parquet"),
+    "csv: a header that is no text": of_bytes(
+        "a.csv",
+        "gr\u00fc\u00df,b\n1,2\n".encode("latin-1"),
+        error="its header: it has bytes that are no",
+    ),
+    "csv: Excel's line with the delimiter": of_bytes(
+        "a.csv", b"sep=|\r\na|b\r\n1|2\r\n3|4\r\n", good=TWO
     ),
     "csv: no last newline": of_bytes("a.csv", b"a,b\n1,2\n3,4", good=TWO),
     "csv: a quote that is not closed": of_bytes(
@@ -565,6 +651,20 @@ def hidden(folder: Path) -> None:
     (folder / "_delta_log" / "0.json").write_bytes(LINES)
 
 
+def pipe_beside_file(folder: Path) -> None:
+    (folder / "a.jsonl").write_bytes(LINES)
+    os.mkfifo(folder / "b.jsonl")
+
+
+def folder_named_as_file(folder: Path) -> None:
+    """As Spark names what it writes."""
+    below = folder / "a.parquet"
+    below.mkdir()
+    pq.write_table(NUMBERS, below / "part-0.snappy.parquet")
+    (below / "_SUCCESS").touch()
+    (below / "_metadata").write_bytes(b"PAR1")
+
+
 def one_unknown(folder: Path) -> None:
     (folder / "a.jsonl").write_bytes(LINES)
     (folder / "b.xlsx").write_bytes(b"PK")
@@ -608,6 +708,10 @@ FOLDERS: dict[str, Kind] = {
     "names with spaces and umlauts": Kind(odd_names, good=NUMBERS),
     "a name in capitals": Kind(upper_case, good=NUMBERS),
     "hidden files": Kind(hidden, good=NUMBERS),
+    "hidden files alone": of_bytes("_a.jsonl", LINES, error=r"passed over: 1 hidden"),
+    "a pipe beside a file": Kind(pipe_beside_file, good=NUMBERS),
+    "a pipe": Kind(pipe_beside_file, error="and no pipe or device", file="b.jsonl"),
+    "a folder named as a file": Kind(folder_named_as_file, good=NUMBERS),
     "a file of an unknown kind beside others": Kind(one_unknown, good=NUMBERS),
     "files of an unknown kind": of_bytes("a.xlsx", b"PK", error="xlsx"),
     "several formats": Kind(several_formats, error="csv, jsonl: name input_format"),
