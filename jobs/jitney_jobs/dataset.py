@@ -5,8 +5,8 @@ often. Rows that are committed do not come again. A file that is committed as a 
 and a row group of Parquet is not read; in other files committed rows are read and left out. A
 storage that fails is tried again, and then ends the job.
 
-:class:`Dataset` is used by the reader's thread of ``pipeline``, and by tasks of ``ray_data``. The
-files are ``input_listing``'s, their schema ``look_ahead``'s, and ``file_reader`` reads each.
+:class:`Dataset` is used by the reader's thread of ``pipeline``, and by the tasks of ``ray_reader``.
+The files are ``input_listing``'s, their schema ``look_ahead``'s, and ``file_reader`` reads each.
 ``pyarrow.dataset`` reads the columns that the folders' names state. It does not read the rows: its
 scanner neither tells which row of which file a row is, nor leaves out row groups that the journal
 has, nor does it try a storage again.

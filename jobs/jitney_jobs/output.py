@@ -101,12 +101,7 @@ class Output:
         """Remove what the journal does not name, and check that what it names is there. Raises
         InvalidArgumentError."""
         there = self.remove_strays()
-        for name, size in self._committed().items():
-            if there.get(name) != size:
-                raise InvalidArgumentError(
-                    f"the committed part {name} of {self._folder} has {there.get(name, 0):,} "
-                    f"bytes, but had {size:,}"
-                )
+        check_parts(self._committed(), there, self._folder)
 
     def remove_strays(self) -> dict[str, int]:
         """Remove parts that the journal does not name, of runs that can commit no more. Returns
@@ -119,8 +114,7 @@ class Output:
 
     def _committed(self) -> dict[str, int]:
         """Names and bytes of all parts that the journal names."""
-        parts = self._journal.record.parts
-        return {name: size for part in parts for name, size in part.files.items()}
+        return files_of(self._journal.record)
 
     def _parts(self) -> dict[str, int]:
         """Names and bytes of all parts of the job, finished or not; of a shard only its own."""
@@ -194,6 +188,22 @@ class Output:
         except UnavailableError:  # another run has taken over: it does these rows
             self.maker.remove(part.files)
             raise
+
+
+def files_of(record: Record) -> dict[str, int]:
+    """Names and bytes of the files of all parts that a journal names."""
+    return {name: size for part in record.parts for name, size in part.files.items()}
+
+
+def check_parts(committed: Mapping[str, int], there: Mapping[str, int], output: str) -> None:
+    """Raises InvalidArgumentError unless each committed file is there as a whole. Both mappings:
+    names and bytes."""
+    for name, size in committed.items():
+        if there.get(name) != size:
+            raise InvalidArgumentError(
+                f"the committed part {name} of {output} has {there.get(name, 0):,} bytes, but had "
+                f"{size:,}"
+            )
 
 
 def parts_in(fs: pafs.FileSystem, folder: str, mark: str = "") -> dict[str, int]:

@@ -20,7 +20,7 @@ from jitney_jobs.columns import NonFinite
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.ended_rows import Ended, in_order
 from jitney_jobs.job import Job
-from jitney_jobs.journal import ERRORS, Interval, Ranges, sync
+from jitney_jobs.journal import ERRORS, Interval, Ranges
 from jitney_jobs.output_columns import OutputColumns
 from jitney_jobs.part_files import (
     CsvPart,
@@ -33,6 +33,7 @@ from jitney_jobs.part_files import (
 )
 from jitney_jobs.rows import LINES, Chunk, RowValues
 from jitney_jobs.storage import file_system, objects_of
+from jitney_jobs.whole_files import sync
 
 _BLOCK_ROWS = 512
 """Most rows that are encoded together."""

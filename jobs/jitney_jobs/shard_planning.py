@@ -6,7 +6,6 @@ counted. Of several shards that begin at the same time one does so, and the othe
 
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -21,11 +20,12 @@ from jitney_jobs.first_results import columns_of_map
 from jitney_jobs.job import Job, job_without_keys
 from jitney_jobs.journal import Record, read_journal
 from jitney_jobs.journal_entries import OutputPart, ReadStart, RowRange
-from jitney_jobs.line_survey import Survey, model_of_lines, survey_lines
+from jitney_jobs.line_survey import survey_job
 from jitney_jobs.output import Output, write_errors
 from jitney_jobs.output_files import OutputFiles, output_files
 from jitney_jobs.planning_claim import PlanningClaim
 from jitney_jobs.preview import Preview
+from jitney_jobs.shard_checks import undivided_text
 from jitney_jobs.shard_plan import VERSION, Plan, create_plan, read_plan
 from jitney_jobs.shards import Shard
 
@@ -51,8 +51,7 @@ def plan_for(job: Job, shard: Shard, say: Callable[[str], None]) -> Plan:
         plan = read_plan(files)
     if plan is None:
         plan = _make_or_wait(job, shard, files, say)
-    if job.model is None:
-        job = msgspec.structs.replace(job, model=plan.job.model)  # that of OpenAI's lines
+    job = plan.with_model(job)
     plan.check(job, shard, fingerprints_of(job))
     return plan
 
@@ -89,8 +88,7 @@ def _make_or_read(job: Job, shard: Shard, files: OutputFiles, say: Callable[[str
     with write_errors(job):
         created = create_plan(files, made)
     if created.is_ours:
-        rows = sum(each.end - each.first for ranges in made.shards for each in ranges)
-        say(f"{rows:,} rows are divided into {shard.count:,} shards")
+        say(f"{made.row_count:,} rows are divided into {shard.count:,} shards")
     return created.plan
 
 
@@ -99,17 +97,11 @@ def _make_plan(job: Job, shard: Shard, say: Callable[[str], None]) -> Plan:
     whole = msgspec.structs.replace(job, shard=None)
     with write_errors(job):
         if read_journal(job.output, None).begin is not None:
-            raise InvalidArgumentError(
-                f"{without_keys(job.output)} holds a job that is not divided into shards: choose "
-                "another output"
-            )
+            raise InvalidArgumentError(f"{undivided_text(job.output)}: choose another output")
     dataset = Dataset(whole)
     say(f"{without_keys(job.input)}: {dataset.summary}")
-    survey = Survey(frozenset(), Counter())
-    if job.input_format == "openai" and job.task != "map":
-        survey = survey_lines(dataset)
-        if job.model is None and job.server is None:
-            whole = msgspec.structs.replace(whole, model=model_of_lines(survey.models))
+    surveyed = survey_job(whole, dataset)
+    whole = surveyed.job
     with write_errors(job):
         output = Output(whole, dataset, _NoJournal())
     schema = dataset.look_ahead(output.maker.columns.is_table)
@@ -131,7 +123,7 @@ def _make_plan(job: Job, shard: Shard, say: Callable[[str], None]) -> Plan:
         prints=fingerprints_of(whole),
         schema=None if schema is None else schema.serialize().to_pybytes(),
         result_schema=result_schema,
-        repeated=sorted(survey.repeated),
+        repeated=sorted(surveyed.repeated),
         shards=divided(counted, shard.count),
     )
 

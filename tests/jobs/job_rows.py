@@ -179,3 +179,16 @@ def fail_at_part(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
         append(self, line)
 
     monkeypatch.setattr(JobJournal, "append", failing)
+
+
+def note_row_groups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that gets the row groups of Parquet files as they are read from now on."""
+    groups: list[int] = []
+    real = pq.ParquetFile.iter_batches
+
+    def noted(self: Any, size: int, row_groups: list[int], columns: list[str]) -> Any:
+        groups.extend(row_groups)
+        return real(self, size, row_groups=row_groups, columns=columns)
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", noted)
+    return groups

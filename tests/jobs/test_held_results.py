@@ -10,8 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from jitney_jobs import prepare
+from jitney_jobs.job_record import read_record
 from jitney_jobs.pipeline import Pipeline
-from jitney_jobs.run import read_record, status_of
+from jitney_jobs.status import status_of
 
 from tests.jobs.job_rows import bad, job_of, read, run
 

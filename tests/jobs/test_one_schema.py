@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 from jitney.errors import CancelledError, InvalidArgumentError, UnavailableError
 from jitney_jobs.dataset import Dataset
-from jitney_jobs.run import read_record, run_job
+from jitney_jobs.job_record import read_record
+from jitney_jobs.run import run_job
 
 from tests.jobs.job_rows import bad, fail_at_part, ids, job_of, read, run, write_lines
 

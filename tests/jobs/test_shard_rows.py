@@ -21,7 +21,7 @@ from jitney_jobs.rows import Chunk
 from jitney_jobs.shard_planning import CountedFile, divided
 from jitney_jobs.shards import Shard
 
-from tests.jobs.job_rows import ids, job_of, write_lines
+from tests.jobs.job_rows import ids, job_of, note_row_groups, write_lines
 
 ROWS = 90
 MakeFile = Callable[[Path], Path]
@@ -232,14 +232,7 @@ def test_a_shard_does_not_parse_lines_before_its_own(
 def test_a_shard_reads_no_row_groups_and_no_batches_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    groups: list[int] = []
-    real = pq.ParquetFile.iter_batches
-
-    def noted(self: Any, size: int, row_groups: list[int], columns: list[str]) -> Any:
-        groups.extend(row_groups)
-        return real(self, size, row_groups=row_groups, columns=columns)
-
-    monkeypatch.setattr(pq.ParquetFile, "iter_batches", noted)
+    groups = note_row_groups(monkeypatch)
     (tmp_path / "parquet").mkdir()
     dataset = opened(parquet(tmp_path / "parquet"))
     read_rows(dataset, record_of(dataset, plan_rows(dataset, 4)[-2]))

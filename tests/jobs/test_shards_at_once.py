@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from jitney_jobs import planning_claim
+from jitney_jobs.job_record import read_record
 from jitney_jobs.merging import merge_shards
 from jitney_jobs.output_files import output_files
-from jitney_jobs.run import read_record
 
 from tests.jobs.bucket import Bucket
 from tests.jobs.job_rows import bad, ids, read, run, write_lines

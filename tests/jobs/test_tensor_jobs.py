@@ -13,8 +13,8 @@ import pytest
 from jitney.errors import CheckpointError, InvalidArgumentError
 from jitney_jobs import row_runner
 from jitney_jobs.job import make_job
+from jitney_jobs.job_record import read_record
 from jitney_jobs.onnx_executor import BatchSizes, OnnxExecutor
-from jitney_jobs.run import read_record
 from jitney_jobs.tensors import Tensors
 from jitney_server.standins.signature import Signature, TensorInfo
 from PIL import Image
