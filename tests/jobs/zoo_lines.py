@@ -135,6 +135,24 @@ JSON_LINES: dict[str, Kind] = {
         json.dumps({"rows": [{"n": 1}]}, indent=2).encode(),
         good=pa.table({"rows": [[{"n": 1}]]}),
     ),
+    "jsonl: integers that no double holds, in objects beside floats": of_bytes(
+        "a.jsonl",
+        b'{"s": {"id": 1152921504606846977}, "l": [0.5]}\n'
+        b'{"s": {"id": 0.5}, "l": [1, -1152921504606846977]}\n',
+        good=pa.table(
+            {
+                "s": [{"id": "1152921504606846977"}, {"id": "0.5"}],
+                "l": [["0.5"], ["1", "-1152921504606846977"]],
+            }
+        ),
+    ),
+    "jsonl: an integer that no double holds, where the job names a double": of_bytes(
+        "a.jsonl",
+        b'{"n": 1}\n{"n": 1152921504606846977}\n',
+        good=pa.table({"n": [1.0]}),
+        bad={1: "1152921504606846977 is no value of type double"},
+        settings={"schema": '{"n": "double"}'},
+    ),
     "json: objects in one line": of_bytes("a.json", b'{"n": 1}{"n": 2} {"n": 3}', good=NUMBERS),
     "jsonl.gz": of_bytes("a.jsonl.gz", gzip.compress(LINES), good=NUMBERS),
     "jsonl.gz: two members": of_bytes(
