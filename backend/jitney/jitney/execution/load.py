@@ -37,7 +37,7 @@ from jitney.execution.draft_setup import DraftSetup, setup_for
 from jitney.execution.first_steps import first_steps
 from jitney.execution.interface import AttentionFunction, KvScales, LayerCache, LoadedModel
 from jitney.execution.low_rank import find_sites
-from jitney.execution.quantized import Quantizer, layers_that_round_inputs
+from jitney.execution.quantized import Quantizer, drop_floats, layers_that_round_inputs
 from jitney.execution.read_model import LoadTools, load_model, probe_tokens_of
 from jitney.execution.runner import TorchRunner
 from jitney.messages import ModelInfo
@@ -133,7 +133,9 @@ def load_and_prepare(config: EngineConfig, tools: LoadTools, setup: DraftSetup) 
     model = load_model(config, tools)
     if config.adapters is not None:
         model = replace(model, sites=find_sites(model.module))
-    return speed_up(config, tools, setup, model)
+    prepared = speed_up(config, tools, setup, model)
+    drop_floats(prepared.model.module)
+    return prepared
 
 
 # ---------------------------------------------------------------------- speed-up

@@ -25,11 +25,15 @@ from jitney.execution.checkpoint import Checkpoint, check_checkpoint, resolve_mo
 from jitney.execution.interface import LayerSpec, LoadedModel
 from jitney.execution.late_positions import check_positions
 from jitney.execution.probe_tokens import ProbeTokens, tokens_up_to
-from jitney.execution.quantized import QuantizedLinear, Quantizer, WeightFormat
+from jitney.execution.quantized import QuantizedLinear, Quantizer, WeightFormat, hold_floats
 from jitney.execution.rotary_scaling import settle_factors
 from jitney.execution.weights import cache_scales, count_bytes, read_weights, weights_name
 
 _log = logging.getLogger(__name__)
+
+_MOST_FLOATS = 2 << 30
+"""Bytes of floats that quantized layers may hold while they are checked, if so many are free four
+times over."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +73,12 @@ class ModuleWithWeights:
 
 
 def load_model(config: EngineConfig, tools: LoadTools) -> LoadedModel:
-    """Load and check the checkpoint of ``config``, and prove that it runs on a paged cache."""
+    """Load and check the checkpoint of ``config``, and prove that it runs on a paged cache. Its
+    quantized layers may hold floats afterwards, for further checks: ``quantized.drop_floats``."""
     checkpoint = check_checkpoint(resolve_model(config.model))
     judged = judge(config, tools, checkpoint)
     read = read_module(config, tools, judged)
+    hold_floats(read.module, min(_MOST_FLOATS, machine.available_memory(tools.device) // 4))
     return prove(read)
 
 
@@ -171,6 +177,7 @@ def _read_quantized(
         judged.dtype,
         device=tools.device if weight_format.in_place else None,
         skip=weight_format.reads_itself,
+        given=weight_format.given_tensors,
     )
     sizes = _linear_sizes(module)
     weight_format.after_reading(module)
