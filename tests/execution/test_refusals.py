@@ -55,14 +55,9 @@ def config_only(folder: Path, config: dict[str, object]) -> Path:
 
 
 BY_CONFIG = {
-    "mamba": ({}, "linear_attention|recurrent"),
     "rwkv": ({}, "recurrent"),
     "recurrent_gemma": ({}, "linear_attention|recurrent"),
-    "qwen3_next": ({}, "'linear_attention'"),
-    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "'conv'"),
     "llama4_text": ({}, "'chunked_attention'"),
-    "granitemoehybrid": ({}, "linear_attention|recurrent"),
-    "jamba": ({}, "linear_attention|recurrent"),
     "t5": ({}, "encoder-decoder"),
     "bart": ({"is_encoder_decoder": True}, "encoder-decoder"),
     "falcon": ({}, "AttentionInterface"),

@@ -21,7 +21,9 @@ from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from jitney.execution.attention import AttentionMetadata
-from jitney.execution.low_rank import BeginProducts, Hooks, Pack, Site, plain_products
+from jitney.execution.low_rank import AdapterSpan, BeginProducts, Hooks, Pack, Site, plain_products
+from jitney.execution.state_rows import SlotCache
+from jitney.execution.state_slots import StateLayout, StateSlots
 
 NAME = "jitney"
 
@@ -107,6 +109,16 @@ class LayerSpec:
     head_size: int
     window: int | None
 
+    @property
+    def is_paged(self) -> bool:
+        """Whether the layer keeps K and V: see :data:`UNPAGED`."""
+        return self.num_kv_heads > 0
+
+
+UNPAGED = LayerSpec(num_heads=0, num_kv_heads=0, head_size=0, window=None)
+"""A layer that keeps nothing in blocks. Its caches are tensors without elements, so that a layer's
+number is its index among the caches."""
+
 
 @dataclass(frozen=True)
 class LoadedModel:
@@ -140,17 +152,28 @@ class LoadedModel:
     cache_scales: Mapping[int, KvScales] = field(default_factory=dict)
     """By layer, the scales of a float8 cache that the checkpoint states, on the device. Layers for
     which it states none are missing."""
+    states: StateLayout | None = None
+    """What layers keep beside K and V, or in place of them."""
 
 
 class PagedStep:
-    """One step's attention: the metadata of its rows, and the caches by layer index."""
+    """One step's attention: the metadata of its rows, and the caches by layer index. In a model
+    with state layers also the states of its rows."""
 
-    def __init__(self, layers: list[LayerCache], meta: AttentionMetadata) -> None:
+    def __init__(
+        self, layers: list[LayerCache], meta: AttentionMetadata, states: StateSlots | None = None
+    ) -> None:
         self.layers = layers
         self.meta = meta
+        self.cache: SlotCache | None = None
+        """What a model with state layers is called with."""
+        if states is not None:
+            self.cache = SlotCache(states, meta.slots)
 
     def __call__(self, call: AttentionCall) -> Tensor:
         """Returns [T, heads, head size]."""
+        if self.cache is not None and self.cache.slots.layout.shares_attention:
+            call = call._replace(layer=self.cache.attending)
         cache = self.layers[call.layer]
         return cache.attend(call, cache, self.meta)
 
@@ -224,8 +247,13 @@ def forward_module(
     under one adapter each. It returns a function that adds (x A^T) B^T to the result of each linear
     layer that adapters change (see ``low_rank``).
     """
-    # Only a step in service has adapters; a recorder has none.
-    adapted = paged.meta.adapted if isinstance(paged, PagedStep) else []
+    # Only a step in service has adapters and states; a recorder has none.
+    adapted: list[AdapterSpan] = []
+    caches: dict[str, SlotCache] = {}
+    if isinstance(paged, PagedStep):
+        adapted = paged.meta.adapted
+        if paged.cache is not None:
+            caches[paged.cache.slots.layout.cache_argument] = paged.cache
     with torch.inference_mode(), Hooks(module, adapted, begin_products):
         output = module(
             input_ids=ids.unsqueeze(0),
@@ -233,5 +261,6 @@ def forward_module(
             use_cache=False,
             logits_to_keep=indices,
             paged=paged,
+            **caches,
         )
     return output.logits[0]

@@ -27,6 +27,9 @@ from jitney.execution.late_positions import check_positions
 from jitney.execution.probe_tokens import ProbeTokens, tokens_up_to
 from jitney.execution.quantized import QuantizedLinear, Quantizer, WeightFormat
 from jitney.execution.rotary_scaling import settle_factors
+from jitney.execution.state_rows import replace_forwards
+from jitney.execution.state_slots import StateLayout
+from jitney.execution.state_trial import try_modules
 from jitney.execution.weights import cache_scales, count_bytes, read_weights, weights_name
 
 _log = logging.getLogger(__name__)
@@ -239,7 +242,8 @@ def prove(read: ModuleWithWeights) -> LoadedModel:
     checkpoint = judged.checkpoint
     device = probe.embedding_weight(module).device
     with machine.threads_for(read.needed_bytes):  # few bytes: too little work for many threads
-        layers = _probe(module, judged.max_model_len, weights_name(checkpoint))
+        proven = _probe(module, judged.max_model_len, weights_name(checkpoint))
+    layers = proven.layers
     vocab_size = len(probe.embedding_weight(module))
     kv_heads = [layer.num_kv_heads for layer in layers]
     return LoadedModel(
@@ -256,22 +260,37 @@ def prove(read: ModuleWithWeights) -> LoadedModel:
         forward=functools.partial(interface.forward_module, module),
         generation_config=checkpoint.generation_config,
         cache_scales=cache_scales(checkpoint, kv_heads, device),
+        states=proven.states,
     )
 
 
-def _probe(module: PreTrainedModel, max_model_len: int, weights: str) -> list[LayerSpec]:
+class _Proven(NamedTuple):
+    layers: list[LayerSpec]
+    """What each layer keeps in blocks, and how it attends."""
+    states: StateLayout | None
+    """None: no layer keeps states."""
+
+
+def _probe(module: PreTrainedModel, max_model_len: int, weights: str) -> _Proven:
     """What each layer keeps and how it attends. Raises MemoryError if memory runs out. Raises
     LoadError for any other error within a check: then the architecture cannot be served."""
     try:
-        layers = probe.record_layers(module, support.layer_windows(module.config))
+        windows = support.layer_windows(module.config)
+        states = None
+        if support.has_state_layers(module.config):
+            layers, recorded = probe.record_stateful_layers(module, windows)
+            states = try_modules(module, recorded)
+            replace_forwards(module, states.modules)
+        else:
+            layers = probe.record_layers(module, windows)
         tokens = probe_tokens_of(module.config, max_model_len)
-        probe.compare_with_eager(module, layers, weights, tokens)
-        check_positions(module, tokens)
+        probe.compare_with_eager(module, layers, weights, tokens, states)
+        check_positions(module, tokens, states)
     except LoadError:
         raise
     except Exception as error:
         raise failed_trial(module, error) from error
-    return layers
+    return _Proven(layers, states)
 
 
 def probe_tokens_of(config: PreTrainedConfig, max_model_len: int) -> ProbeTokens:

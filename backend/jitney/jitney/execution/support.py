@@ -5,11 +5,12 @@ do not call us, masks of their own, …) is ``probe``'s. Architectures that cann
 UnsupportedModelError with the model type and the reason.
 """
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -32,6 +33,13 @@ _LENGTH_NAMES = ("position", "length", "window", "chunk", "context", "floor_scal
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields of ``generation_config.json`` that are sampling parameters."""
 _PAGED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_STATE_LAYER_TYPES = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
+"""Layers with states; the hybrid ones attend as well."""
+_BARE_LAYER_TYPES = frozenset({"moe", "mlp"})
+"""Layers that keep nothing."""
+_CACHE_ARGUMENTS = ("past_key_values", "cache_params")
+"""Names under which transformers' models take a cache."""
+_SERVED_LAYER_TYPES = _PAGED_LAYER_TYPES | _STATE_LAYER_TYPES | _BARE_LAYER_TYPES
 
 
 def unservable(model_type: str, reason: str) -> UnsupportedModelError:
@@ -177,7 +185,19 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None]:
     types = getattr(config, "layer_types", None)
     if types is None:
         return [window] * config.num_hidden_layers
-    return [window if kind == "sliding_attention" else None for kind in types]
+    return [window if kind in ("sliding_attention", "hybrid_sliding") else None for kind in types]
+
+
+def has_state_layers(config: PreTrainedConfig) -> bool:
+    """Whether layers keep states (see ``state_slots``)."""
+    layer_types = getattr(config, "layer_types", None) or ()
+    return any(kind in _STATE_LAYER_TYPES for kind in layer_types)
+
+
+def cache_argument(model: type[PreTrainedModel] | PreTrainedModel) -> str | None:
+    """The name under which a model takes a cache of transformers; None if it takes none."""
+    names = inspect.signature(model.forward).parameters
+    return next((name for name in _CACHE_ARGUMENTS if name in names), None)
 
 
 def named_lengths(config: PreTrainedConfig, max_model_len: int) -> list[int]:
@@ -207,19 +227,22 @@ def _obstacles(config: PreTrainedConfig) -> Iterator[str]:
         yield "it is a multi-modal model, and only text models are served"
     layer_types = getattr(config, "layer_types", None) or ()
     for index, kind in enumerate(layer_types):
-        if kind not in _PAGED_LAYER_TYPES:
+        if kind not in _SERVED_LAYER_TYPES:
             yield (
-                f"layer {index} is of type {kind!r}, and only full and sliding attention are kept "
-                "in a paged cache"
+                f"layer {index} is of type {kind!r}, and only full and sliding attention, linear "
+                "attention and convolutions are served"
             )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         yield "transformers has no causal language model of it"
         return  # what follows looks at the model's class
     cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     # A class of hybrids may also have no recurrent layer in a checkpoint, as in Granite 4.0 Micro.
-    if getattr(cls, "_is_stateful", False) and not layer_types:
-        yield "it has recurrent layers, whose state is not kept in a paged cache"
-    if not getattr(cls, "_supports_attention_backend", False):
+    is_known = layer_types and cache_argument(cls) is not None
+    if getattr(cls, "_is_stateful", False) and not is_known:
+        yield "it has recurrent layers, whose state is not in a cache of transformers"
+    # Classes with states do not state it. Whether they attend through it shows in the trial.
+    states_it = has_state_layers(config) or getattr(cls, "_supports_attention_backend", False)
+    if not states_it:
         yield "its attention does not go through transformers' AttentionInterface"
     if getattr(config, "add_cross_attention", False):
         yield "it has cross-attention, which reads a second sequence"

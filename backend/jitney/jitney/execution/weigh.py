@@ -84,12 +84,13 @@ def _weigh_one(config: EngineConfig, tools: LoadTools) -> _Weighed:
     weights = count_bytes(module)
     if weight_format is not None:
         weights = weight_format.loaded_bytes(module)
+    kept = _kept(module, judged.config)
     model = LoadedModel(
         module=module,
         config=judged.config,
         dtype=judged.dtype,
         device=tools.device,
-        layers=_layers(module, judged.config),
+        layers=kept.layers,
         eos_ids=frozenset(),
         max_model_len=judged.max_model_len,
         vocab_size=len(probe.embedding_weight(module)),
@@ -106,6 +107,7 @@ def _weigh_one(config: EngineConfig, tools: LoadTools) -> _Weighed:
         cache_dtype=options.dtype_name(cache_dtype),
         weights=model.weight_bytes,
         block=memory.block_bytes(model.layers, config.block_size, cache_dtype),
+        slot=kept.slot_bytes,
         step_token=without_logits,
         step_row=with_logits - without_logits,
         tensors=_tensor_sizes(checkpoint),
@@ -113,17 +115,27 @@ def _weigh_one(config: EngineConfig, tools: LoadTools) -> _Weighed:
     return _Weighed(footprint, judged.config.hidden_size, model.dtype)
 
 
-def _layers(module: PreTrainedModel, config: PreTrainedConfig) -> list[LayerSpec]:
+class _Kept(NamedTuple):
+    """What a model keeps of a sequence."""
+
+    layers: list[LayerSpec]
+    slot_bytes: int = 0
+
+
+def _kept(module: PreTrainedModel, config: PreTrainedConfig) -> _Kept:
     """The layers as the probe records them or, if it cannot, as the configuration states them.
     Raises UnsupportedModelError if the module cannot be served, as ``read_model.prove`` does."""
     windows = support.layer_windows(config)
     try:
-        return probe.record_layers(module, windows)
+        if support.has_state_layers(config):
+            layers, recorded = probe.record_stateful_layers(module, windows)
+            return _Kept(layers, recorded.layout.slot_bytes)
+        return _Kept(probe.record_layers(module, windows))
     except LoadError:
         raise
     except RuntimeError:
         # A module that looks at values of tensors cannot run on the meta device.
-        return _stated_layers(config, windows)
+        return _Kept(_stated_layers(config, windows))
     except Exception as error:
         # Such as a TypeError if the module drops the argument ``paged`` on the way to attention.
         raise failed_trial(module, error) from error
