@@ -56,7 +56,6 @@ def config_only(folder: Path, config: dict[str, object]) -> Path:
 
 BY_CONFIG = {
     "rwkv": ({}, "recurrent"),
-    "recurrent_gemma": ({}, "linear_attention|recurrent"),
     "llama4_text": ({}, "'chunked_attention'"),
     "t5": ({}, "encoder-decoder"),
     "bart": ({"is_encoder_decoder": True}, "encoder-decoder"),
@@ -110,6 +109,8 @@ BY_PROBE = {
     "diffllama": ({}, "attends twice"),
     "doge": ({"head_dim": 16}, "a mask of its own"),
     "nemotron": ({}, "does not pass keyword arguments on"),
+    # Its recurrent layers keep their states themselves.
+    "recurrent_gemma": ({"num_hidden_layers": 3}, "its states are not in a cache"),
 }
 
 

@@ -134,8 +134,10 @@ def _refuse_kernel_options(config: EngineConfig) -> None:
 def load_and_prepare(config: EngineConfig, tools: LoadTools, setup: DraftSetup) -> PreparedModel:
     """The steps up to speed-up, for a model or its draft model."""
     model = load_model(config, tools)
+    if model.states is not None:
+        options.refuse_for_states(config, is_draft=tools.is_draft)
     if config.adapters is not None:
-        model = replace(model, sites=find_sites(model.module))
+        model = replace(model, sites=find_sites(model.module, without=_state_paths(model)))
     return speed_up(config, tools, setup, model)
 
 
@@ -166,6 +168,12 @@ def speed_up(
     if not model.fused:
         _check_sites(model)
     return PreparedModel(model=finish(model), attention=attention, accelerator=accelerator)
+
+
+def _state_paths(model: LoadedModel) -> list[str]:
+    """The modules with states. No adapter changes a layer in them: they compute rows in groups, and
+    not the tokens of a step in their order."""
+    return [] if model.states is None else [each.path for each in model.states.modules]
 
 
 def _rearrange(config: EngineConfig, model: LoadedModel, accelerator: Accelerator) -> LoadedModel:
