@@ -24,6 +24,9 @@ import msgspec
 from jitney.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "deadline"]
+Chunking = Literal["any", "whole"]
+"""How a model lets its prompts be cut: anywhere; or never. Then a prompt is one row, in a step of
+its own, and each later row of its sequence has one token."""
 
 # --------------------------------------------------------------------------- front -> engine
 
@@ -284,6 +287,12 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     overlap: bool = False
     """Whether the runner's ``launch`` returns before the step's end, so that the next step can be
     planned meanwhile."""
+    cache: str = "paged"
+    """How layers keep their past: ``paged``; or ``opaque``, in transformers' own cache object, one
+    for each sequence."""
+    num_slots: int = 0
+    """Most sequences that may hold a slot (see ``core.slots``); 0: the model has none."""
+    chunking: Chunking = "any"
     sampling_defaults: dict[str, float] = {}
     """What the gateway and ``LLM`` fill in for sampling parameters that are left unset; empty with
     option ``generation_config`` none."""
