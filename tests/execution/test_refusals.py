@@ -60,14 +60,11 @@ BY_CONFIG = {
     "recurrent_gemma": ({}, "linear_attention|recurrent"),
     "qwen3_next": ({}, "'linear_attention'"),
     "lfm2": ({"layer_types": ["conv", "full_attention"]}, "'conv'"),
-    "llama4_text": ({}, "'chunked_attention'"),
     "granitemoehybrid": ({}, "linear_attention|recurrent"),
     "jamba": ({}, "linear_attention|recurrent"),
     "t5": ({}, "encoder-decoder"),
     "bart": ({"is_encoder_decoder": True}, "encoder-decoder"),
-    "falcon": ({}, "AttentionInterface"),
-    "bloom": ({}, "AttentionInterface"),
-    "gptj": ({}, "AttentionInterface"),
+    "xglm": ({}, "AttentionInterface"),
     "gemma3": ({}, "multi-modal"),
     "llava": ({}, "multi-modal"),
     "vit": ({}, "no causal language model"),
@@ -112,9 +109,7 @@ def test_unknown_type(tmp_path: Path) -> None:
 
 BY_PROBE = {
     "bert": ({"is_decoder": False}, "not causal"),
-    "diffllama": ({}, "attends twice"),
     "doge": ({"head_dim": 16}, "a mask of its own"),
-    "nemotron": ({}, "does not pass keyword arguments on"),
 }
 
 

@@ -253,20 +253,18 @@ class Planner:
             if start >= sequence.max_computed:
                 continue
             # Fourth: the step has no seconds left for it.
-            limited = limits.is_active and limits.is_limited(sequence)
-            seconds = 0.0
-            if limited:
-                needed = limits.seconds_for_decode(sequence)
-                if needed is None:
+            seconds = None
+            if limits.is_active and limits.is_limited(sequence):
+                seconds = limits.seconds_for_decode(sequence)
+                if seconds is None:
                     limits.note_held_back(sequence)
                     continue
-                seconds = needed
             # A pending token takes a slot, too.
             count = 1 if next_is_pending else sequence.num_tokens - start
             end = start + count
             if len(sequence.table) * block_size < end and not self._grow_table(plan, sequence, end):
                 continue  # it was preempted
-            if limited:
+            if seconds is not None:  # it is limited
                 limits.count_decode(sequence, seconds)
             if next_is_pending:
                 # The token is carried: the device replaces this 0 by the pending token.

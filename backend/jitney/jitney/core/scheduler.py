@@ -182,6 +182,11 @@ class Scheduler:
             return self._held.get(key)
         return self.live.requests[key].message
 
+    def is_running(self, key: int) -> bool:
+        """Whether a sequence of the request has been admitted, and has not ended."""
+        request = self.live.requests.get(key)
+        return request is not None and request.num_running > 0
+
     def reset_counts(self) -> None:
         """Count from zero: the engine does so at the beginning of its step."""
         self._counts = StepStats()

@@ -143,6 +143,10 @@ class Engine:
             return True
         return self.scheduler.has_work or self._steps.num_in_flight > 0
 
+    def is_running(self, key: int) -> bool:
+        """Whether a request has been admitted, and has not ended."""
+        return self.scheduler.is_running(key)
+
     def step(self) -> StepReport | None:
         """Make one step. None: there was nothing to do, and nothing is in flight. If every open
         request waits for a grammar or an adapter, it sleeps until something comes or a deadline is

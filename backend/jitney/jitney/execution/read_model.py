@@ -19,11 +19,14 @@ from jitney.errors import (
     UnsupportedModelError,
     first_line,
 )
-from jitney.execution import interface, machine, probe, support
+from jitney.execution import interface, latents, machine, probe, support
 from jitney.execution.acceleration import Accelerator
+from jitney.execution.carry import carry_in_cache
 from jitney.execution.checkpoint import Checkpoint, check_checkpoint, resolve_model
 from jitney.execution.interface import LayerSpec, LoadedModel
 from jitney.execution.late_positions import check_positions
+from jitney.execution.own_attention import bridge_own_attention
+from jitney.execution.position_offset import add_position_offset
 from jitney.execution.probe_tokens import ProbeTokens, tokens_up_to
 from jitney.execution.quantized import QuantizedLinear, Quantizer, WeightFormat
 from jitney.execution.rotary_scaling import settle_factors
@@ -73,7 +76,8 @@ def load_model(config: EngineConfig, tools: LoadTools) -> LoadedModel:
     checkpoint = check_checkpoint(resolve_model(config.model))
     judged = judge(config, tools, checkpoint)
     read = read_module(config, tools, judged)
-    return prove(read)
+    # Adapters may change ``kv_b_proj``, which latents make a part of other products.
+    return prove(read, keeps_latents=config.adapters is None)
 
 
 # ---------------------------------------------------------------------- config
@@ -231,15 +235,24 @@ def _check_sizes(module: nn.Module, sizes: dict[str, _LinearSize], weights: str)
 # ---------------------------------------------------------------------- proof
 
 
-def prove(read: ModuleWithWeights) -> LoadedModel:
+def prove(read: ModuleWithWeights, *, keeps_latents: bool = True) -> LoadedModel:
     """Check with ``probe`` that the module runs on a paged cache. Returns the model, with what the
-    checks found out about its layers."""
+    checks found out about its layers.
+
+    ``keeps_latents``: layers that attend over latents keep these in the cache, and not the keys and
+    values that are made of them."""
     judged = read.judged
     module = read.module
     checkpoint = judged.checkpoint
     device = probe.embedding_weight(module).device
+    over_latents: list[nn.Module] = []
+    if keeps_latents:
+        over_latents = latents.use_latents(module)
+    bridge_own_attention(module)
+    add_position_offset(module)
     with machine.threads_for(read.needed_bytes):  # few bytes: too little work for many threads
         layers = _probe(module, judged.max_model_len, weights_name(checkpoint))
+    latents.keep_up_projections(over_latents)
     vocab_size = len(probe.embedding_weight(module))
     kv_heads = [layer.num_kv_heads for layer in layers]
     return LoadedModel(
@@ -263,14 +276,32 @@ def _probe(module: PreTrainedModel, max_model_len: int, weights: str) -> list[La
     """What each layer keeps and how it attends. Raises MemoryError if memory runs out. Raises
     LoadError for any other error within a check: then the architecture cannot be served."""
     try:
-        layers = probe.record_layers(module, support.layer_windows(module.config))
-        tokens = probe_tokens_of(module.config, max_model_len)
-        probe.compare_with_eager(module, layers, weights, tokens)
-        check_positions(module, tokens)
-    except LoadError:
+        return _run_checks(module, max_model_len, weights)
+    except CheckpointError:
         raise
     except Exception as error:
-        raise failed_trial(module, error) from error
+        if machine.is_out_of_memory(error):
+            raise MemoryError(str(error)) from error
+        first_error = error
+    # Perhaps the module needs transformers' cache: to take the step to its layers, or to know the
+    # positions of its tokens.
+    carry_in_cache(module)
+    try:
+        return _run_checks(module, max_model_len, weights)
+    except Exception as error:
+        if machine.is_out_of_memory(error):
+            raise MemoryError(str(error)) from error
+    if isinstance(first_error, LoadError):
+        raise first_error
+    raise failed_trial(module, first_error) from first_error
+
+
+def _run_checks(module: PreTrainedModel, max_model_len: int, weights: str) -> list[LayerSpec]:
+    """See :func:`_probe`."""
+    layers = probe.record_layers(module, support.layer_windows(module.config))
+    tokens = probe_tokens_of(module.config, max_model_len)
+    probe.compare_with_eager(module, layers, weights, tokens)
+    check_positions(module, tokens)
     return layers
 
 

@@ -23,7 +23,10 @@ from jitney.errors import (
     show,
 )
 from jitney.execution.checkpoint import GENERATION_CONFIG, Checkpoint
+from jitney.execution.interface import looks_up_attention
 from jitney.execution.machine import DTYPES
+from jitney.execution.own_attention import OWN_ATTENTION
+from jitney.execution.position_offset import position_offset
 from jitney.sampling_params import check_sampling_params, parse_sampling_params
 
 _CHECKPOINT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -31,7 +34,9 @@ _LENGTH_NAMES = ("position", "length", "window", "chunk", "context", "floor_scal
 """Parts of the names that configurations give to lengths, in tokens."""
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields of ``generation_config.json`` that are sampling parameters."""
-_PAGED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_PAGED_LAYER_TYPES = frozenset({
+    "full_attention", "sliding_attention", "chunked_attention", "indexed_attention",
+})  # fmt: skip
 
 
 def unservable(model_type: str, reason: str) -> UnsupportedModelError:
@@ -78,7 +83,11 @@ def context_length(
     """
     asked = config.max_model_len
     stated: int | None = getattr(hf_config, "max_position_embeddings", None)
+    if stated is not None:
+        stated -= position_offset(hf_config)
     if asked is None:
+        # Without learned or rotary positions there is no end; this is what it was trained with.
+        stated = stated or getattr(hf_config, "max_seq_len", None)
         if stated is None:
             raise ConfigError(
                 "option max_model_len is missing, and the checkpoint does not state a context "
@@ -180,6 +189,15 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in types]
 
 
+def layer_chunks(config: PreTrainedConfig) -> list[int | None]:
+    """The chunks of each layer in which it attends, in tokens. None: it has none."""
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return [None] * config.num_hidden_layers
+    chunk: int | None = getattr(config, "attention_chunk_size", None)
+    return [chunk if kind == "chunked_attention" else None for kind in types]
+
+
 def named_lengths(config: PreTrainedConfig, max_model_len: int) -> list[int]:
     """The lengths below ``max_model_len`` that the configuration names, such as
     ``original_max_position_embeddings``. A module may compute something else from there on."""
@@ -208,10 +226,7 @@ def _obstacles(config: PreTrainedConfig) -> Iterator[str]:
     layer_types = getattr(config, "layer_types", None) or ()
     for index, kind in enumerate(layer_types):
         if kind not in _PAGED_LAYER_TYPES:
-            yield (
-                f"layer {index} is of type {kind!r}, and only full and sliding attention are kept "
-                "in a paged cache"
-            )
+            yield f"layer {index} is of type {kind!r}, and only attention is kept in a paged cache"
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         yield "transformers has no causal language model of it"
         return  # what follows looks at the model's class
@@ -219,7 +234,7 @@ def _obstacles(config: PreTrainedConfig) -> Iterator[str]:
     # A class of hybrids may also have no recurrent layer in a checkpoint, as in Granite 4.0 Micro.
     if getattr(cls, "_is_stateful", False) and not layer_types:
         yield "it has recurrent layers, whose state is not kept in a paged cache"
-    if not getattr(cls, "_supports_attention_backend", False):
+    if not looks_up_attention(cls) and config.model_type not in OWN_ATTENTION:
         yield "its attention does not go through transformers' AttentionInterface"
     if getattr(config, "add_cross_attention", False):
         yield "it has cross-attention, which reads a second sequence"

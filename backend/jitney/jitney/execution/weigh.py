@@ -5,19 +5,23 @@ for plans of what fits where.
 import dataclasses
 import functools
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from msgspec.structs import replace
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from jitney.config import EngineConfig
 from jitney.errors import LoadError
 from jitney.execution import interface, machine, memory, options, probe, support
 from jitney.execution.acceleration import Accelerator
+from jitney.execution.carry import carry_in_cache
 from jitney.execution.checkpoint import Checkpoint, check_checkpoint, resolve_model
 from jitney.execution.draft_setup import DraftSetup, setup_for
 from jitney.execution.interface import LayerSpec, LoadedModel
+from jitney.execution.latents import use_latents
+from jitney.execution.own_attention import bridge_own_attention
 from jitney.execution.quantized import Quantizer
 from jitney.execution.read_model import LoadTools, failed_trial, find_weight_format, judge
 from jitney.execution.weights import count_bytes
@@ -77,10 +81,18 @@ def _weigh_one(config: EngineConfig, tools: LoadTools) -> _Weighed:
     judged = judge(config, tools, checkpoint)
     weight_format = find_weight_format(config, tools, judged)
     interface.register()
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(judged.config)]
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(
-            judged.config, dtype=judged.dtype, attn_implementation=interface.NAME
+            judged.config,
+            dtype=judged.dtype,
+            attn_implementation=interface.first_attention(model_class),
         )
+    interface.set_attention(module, interface.NAME)
+    keeps_latents = config.adapters is None
+    if keeps_latents:
+        use_latents(module)
+    bridge_own_attention(module)
     weights = count_bytes(module)
     if weight_format is not None:
         weights = weight_format.loaded_bytes(module)
@@ -89,7 +101,7 @@ def _weigh_one(config: EngineConfig, tools: LoadTools) -> _Weighed:
         config=judged.config,
         dtype=judged.dtype,
         device=tools.device,
-        layers=_layers(module, judged.config),
+        layers=_layers(module, judged.config, keeps_latents=keeps_latents),
         eos_ids=frozenset(),
         max_model_len=judged.max_model_len,
         vocab_size=len(probe.embedding_weight(module)),
@@ -113,7 +125,9 @@ def _weigh_one(config: EngineConfig, tools: LoadTools) -> _Weighed:
     return _Weighed(footprint, judged.config.hidden_size, model.dtype)
 
 
-def _layers(module: PreTrainedModel, config: PreTrainedConfig) -> list[LayerSpec]:
+def _layers(
+    module: PreTrainedModel, config: PreTrainedConfig, *, keeps_latents: bool
+) -> list[LayerSpec]:
     """The layers as the probe records them or, if it cannot, as the configuration states them.
     Raises UnsupportedModelError if the module cannot be served, as ``read_model.prove`` does."""
     windows = support.layer_windows(config)
@@ -123,24 +137,50 @@ def _layers(module: PreTrainedModel, config: PreTrainedConfig) -> list[LayerSpec
         raise
     except RuntimeError:
         # A module that looks at values of tensors cannot run on the meta device.
-        return _stated_layers(config, windows)
+        return _stated_layers(config, windows, keeps_latents=keeps_latents)
+    except Exception:
+        carry_in_cache(module)  # as ``prove`` does
+    try:
+        return probe.record_layers(module, windows)
+    except LoadError:
+        raise
+    except RuntimeError:
+        return _stated_layers(config, windows, keeps_latents=keeps_latents)
     except Exception as error:
         # Such as a TypeError if the module drops the argument ``paged`` on the way to attention.
         raise failed_trial(module, error) from error
 
 
-def _stated_layers(config: PreTrainedConfig, windows: list[int | None]) -> list[LayerSpec]:
+def _stated_layers(
+    config: PreTrainedConfig, windows: list[int | None], *, keeps_latents: bool
+) -> list[LayerSpec]:
     """The layers as the configuration states them: all alike but for their ``windows``."""
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    if getattr(config, "kv_lora_rank", None):
-        # Latent attention (MLA) has keys for each head. ``head_dim`` is that of their rotary part.
+    value_sizes: list[int | None] = [None] * len(windows)
+    has_latents = keeps_latents and bool(getattr(config, "kv_lora_rank", None))
+    if has_latents:
+        kv_heads = 1
+        # ``head_dim`` is that of the rotary part.
+        size = config.kv_lora_rank + config.qk_rope_head_dim
+        index_size = getattr(config, "index_head_dim", None) or 0
+        kinds = getattr(config, "indexer_types", None) or ["full"] * len(windows)
+        value_sizes = [0 if kind == "shared" else index_size for kind in kinds]
+    elif getattr(config, "kv_lora_rank", None):
+        # They are kept as keys and values of each head.
         kv_heads = heads
         size = max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
     return [
-        LayerSpec(num_heads=heads, num_kv_heads=kv_heads, head_size=size, window=window)
-        for window in windows
+        LayerSpec(
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_size=size,
+            window=window,
+            value_size=value_size,
+            has_latents=has_latents,
+        )
+        for window, value_size in zip(windows, value_sizes, strict=True)
     ]
 
 
