@@ -208,7 +208,7 @@ def digits(arguments: argparse.Namespace, folder: Path) -> None:
 def _after_first_part(output: Path, figure: str | None = None) -> dict[str, float]:
     """What a job did after its first part was committed, and the seconds of that: the start of a
     cluster and of its actors is not in them. ``figure``: the amount, else rows."""
-    from jitney_jobs.run import read_record
+    from jitney_jobs.job_record import read_record
 
     record = read_record(str(output), None)
     first, *rest = record.parts

@@ -34,7 +34,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jitney.engine.assemble import load_runner
@@ -54,6 +54,14 @@ from benchmarks.workloads import (
 
 PYLM = Path(__file__).parent.parent / "model_repository/pylm/1/checkpoint"
 STREAMS = (1, 2, 4)
+
+
+class TimedWorkload(NamedTuple):
+    """Requests that all engines get by turns."""
+
+    title: str
+    workload: Workload
+    temperature: float
 
 
 def repeating(streams: int, vocab_size: int) -> Workload:
@@ -114,12 +122,12 @@ def deepen(folder: Path, layers: int, noise: float) -> Path:
 
 def compare(
     engines: dict[str, Engine],
-    workloads: list[tuple[str, Workload, float]],
+    workloads: list[TimedWorkload],
     rounds: int,
     keys: Iterator[int],
     clock: Callable[[], float],
 ) -> None:
-    """Run each workload (title, requests, temperature) on all engines by turns; print a table."""
+    """Run each workload on all engines by turns; print a table."""
     print("| workload | speculation | output tok/s | of off | steps |\n|---|---|---:|---:|---:|")
     for title, workload, temperature in workloads:
         rates: dict[str, list[float]] = {name: [] for name in engines}
@@ -136,8 +144,8 @@ def compare(
             print(f"| {title} | {name} | {rate:.1f} | {ratio:.2f} | {steps[name]} |", flush=True)
 
 
-def main() -> int:
-    """Measure, and print a table."""
+def parse_arguments() -> argparse.Namespace:
+    """Those of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="a checkpoint; else m100 is made")
     parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, help="of the model")
@@ -150,65 +158,101 @@ def main() -> int:
     parser.add_argument("--cpu-time", action="store_true")
     parser.add_argument("--only", default="", help="workloads with this in their title")
     parser.add_argument("--noise", type=float, default=10.0)
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def make_model(arguments: argparse.Namespace, folder: Path) -> Path:
+    """The model that all engines run. It is in ``folder`` if it has to be made."""
+    if arguments.pair:
+        return Path(arguments.pair / "target")
+    if arguments.demo:
+        return deepen(folder, 43, arguments.noise)
+    return Path(arguments.model) if arguments.model else MODELS["m100"](folder / "m100")
+
+
+def speculations(arguments: argparse.Namespace) -> dict[str, dict[str, str]]:
+    """The settings of ``speculation`` that are measured, by the names that the table has."""
+    found: dict[str, dict[str, str]] = {"n-grams": {}}
+    if arguments.pair:
+        draft = arguments.pair / "draft"
+        found["draft model"] = {"drafter": "draft_model", "model": str(draft)}
+        head = arguments.pair / "head"
+        if head.exists():
+            found["head"] = {"drafter": "eagle", "model": str(head)}
+    elif arguments.demo:
+        found["draft model"] = {"drafter": "draft_model", "model": str(PYLM)}
+    return found
+
+
+def load_engines(arguments: argparse.Namespace, clock: Callable[[], float]) -> dict[str, Engine]:
+    """An engine without speculation, "off", and one for each way to speculate."""
     options: dict[str, object] = {
         "quantization": arguments.quantization,
-        "threads": arguments.threads,
+        "threads": 1 if arguments.cpu_time else arguments.threads,
         "max_num_seqs": MAX_NUM_SEQS,
         "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
         "kv_cache_bytes": 1 << 29,
         "prefix_caching": False,
     }
-    clock: Callable[[], float] = time.monotonic
-    if arguments.cpu_time:
-        options["threads"] = 1
-        clock = time.process_time
-    keys = itertools.count()
-    runs_code = bool(arguments.demo or arguments.pair)
     with tempfile.TemporaryDirectory() as folder:
-        draft_model = PYLM
-        if arguments.pair:
-            options["model"] = str(arguments.pair / "target")
-            draft_model = arguments.pair / "draft"
-        elif arguments.demo:
-            options["model"] = str(deepen(Path(folder), 43, arguments.noise))
-        else:
-            options["model"] = arguments.model or str(MODELS["m100"](Path(folder) / "m100"))
+        options["model"] = str(make_model(arguments, Path(folder)))
         off = make_config(options)
         runner = load_runner(off)
-        engines = {
-            "off": Engine(off, runner, clock),
-            "n-grams": Engine(make_config(options | {"speculation": {}}), runner, clock),
-        }
-        drafters = {"draft model": ("draft_model", draft_model)} if runs_code else {}
-        if arguments.pair and (arguments.pair / "head").exists():
-            drafters["head"] = ("eagle", arguments.pair / "head")
-        for name, (drafter, model) in drafters.items():
-            speculation = {"drafter": drafter, "model": str(model)}
+        engines = {"off": Engine(off, runner, clock)}
+        for name, speculation in speculations(arguments).items():
             config = make_config(options | {"speculation": speculation})
-            engines[name] = Engine(config, load_runner(config), clock)
-    if runs_code:
-        code = [python_code(streams) for streams in STREAMS]
-        workloads = [(each.name, each, 0.0) for each in code]
-        if arguments.pair:
-            repeated = [python_code(streams, 64, 3) for streams in STREAMS]
-            workloads += [(each.name, each, 0.0) for each in repeated]
-        workloads += [(f"{each.name}, sampled", each, 0.7) for each in code]
-        if arguments.requests:
-            mixed = mixed_code(arguments.requests)
-            workloads += [(mixed.name, mixed, 0.0), (f"{mixed.name}, sampled", mixed, 1.0)]
-        first = code[0]
+            # n-grams need no drafter of their own: both engines share the model.
+            own = load_runner(config) if "drafter" in speculation else runner
+            engines[name] = Engine(config, own, clock)
+    return engines
+
+
+def workloads_of_code(arguments: argparse.Namespace) -> list[TimedWorkload]:
+    """For models that know Python code."""
+    code = [python_code(streams) for streams in STREAMS]
+    workloads = [TimedWorkload(each.name, each, 0.0) for each in code]
+    if arguments.pair:
+        repeated = [python_code(streams, 64, 3) for streams in STREAMS]
+        workloads += [TimedWorkload(each.name, each, 0.0) for each in repeated]
+    workloads += [TimedWorkload(f"{each.name}, sampled", each, 0.7) for each in code]
+    if arguments.requests:
+        workloads += greedy_and_sampled(mixed_code(arguments.requests))
+    return workloads
+
+
+def workloads_of_ids(arguments: argparse.Namespace) -> list[TimedWorkload]:
+    """Random ids, for any model."""
+    size = arguments.vocab_size
+    repeats = [repeating(streams, size) for streams in STREAMS]
+    workloads = [TimedWorkload(each.name, each, 0.0) for each in repeats]
+    if arguments.requests:
+        workloads += greedy_and_sampled(w1(size).head(arguments.requests))
+    return workloads
+
+
+def greedy_and_sampled(mixed: Workload) -> list[TimedWorkload]:
+    """Many streams, at temperatures 0 and 1."""
+    return [
+        TimedWorkload(mixed.name, mixed, 0.0),
+        TimedWorkload(f"{mixed.name}, sampled", mixed, 1.0),
+    ]
+
+
+def main() -> int:
+    """Measure, and print a table."""
+    arguments = parse_arguments()
+    clock = time.process_time if arguments.cpu_time else time.monotonic
+    engines = load_engines(arguments, clock)
+    if arguments.demo or arguments.pair:
+        workloads = workloads_of_code(arguments)
+        first = workloads[0].workload
     else:
-        size = arguments.vocab_size
-        some = [repeating(streams, size) for streams in STREAMS]
-        first = warm_up(size)
-        workloads = [(each.name, each, 0.0) for each in some]
-        if arguments.requests:
-            mixed = w1(size).head(arguments.requests)
-            workloads += [(mixed.name, mixed, 0.0), (f"{mixed.name}, sampled", mixed, 1.0)]
+        workloads = workloads_of_ids(arguments)
+        first = warm_up(arguments.vocab_size)
+    keys = itertools.count()
     for engine in engines.values():
         serve(engine, first, keys)
-    chosen = [each for each in workloads if arguments.only in each[0]]
+    chosen = [each for each in workloads if arguments.only in each.title]
     compare(engines, chosen, arguments.rounds, keys, clock)
     return 0
 

@@ -22,7 +22,7 @@ VOCAB_SIZE = 160
 MAX_LENGTH = 256
 BOS_ID, EOS_ID = 1, 2
 
-_ROPE_SHAPE = {
+TINY_SHAPE = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -36,11 +36,12 @@ _ROPE_SHAPE = {
     "eos_token_id": EOS_ID,
     "pad_token_id": 0,
 }
+"""Fields that the configuration of most types has."""
 _ABSENT = object()
 _ALTERNATING = ["sliding_attention", "full_attention"]
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
-# name -> (configuration class, what differs from _ROPE_SHAPE; _ABSENT removes a field)
+# name -> (configuration class, what differs from TINY_SHAPE; _ABSENT removes a field)
 ARCHITECTURES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("LlamaConfig", {}),
     "qwen2": ("Qwen2Config", {"head_dim": _ABSENT}),
@@ -119,7 +120,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, object]]] = {
 def make_config(architecture: str, **overrides: object) -> transformers.PreTrainedConfig:
     """The tiny configuration of ``architecture``; an override of None stays in it as None."""
     name, differences = ARCHITECTURES[architecture]
-    fields = {**_ROPE_SHAPE, **differences}
+    fields = {**TINY_SHAPE, **differences}
     fields = {key: value for key, value in fields.items() if value is not _ABSENT}
     return getattr(transformers, name)(**{**fields, **overrides})
 

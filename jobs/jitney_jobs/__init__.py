@@ -12,12 +12,18 @@ A job over files is a pipeline whose every queue is bounded:
 - another thread writes the parts (``part_maker``, ``part_files``) and commits them (``output``).
 
 ``job`` holds the settings, ``run`` puts all of it together, ``job_run`` is a run from its first row
-to its end, and ``worker`` runs the job files of a folder. ``ray_data`` runs a job on a cluster,
-whose actors have what is between a reader and a commit (``ray_actor``); rows come to them in blocks
-(``ray_blocks``), and what they tell lies on a board (``ray_board``). ``shard_planning`` divides a
+to its end, and ``worker`` runs the job files of a folder. ``run_meter`` measures a run, and
+``observer`` shows it. ``job_record`` reads what the journal says afterwards; ``status`` and
+``report`` tell it (``job_figures``).
+
+``ray_pipeline`` runs a job on a cluster (``ray_cluster``, ``ray_stream``), whose actors have what
+is between a reader and a commit (``ray_actor``); rows come to them in blocks (``ray_reader``,
+``ray_blocks``), and what they tell lies on a board (``ray_board``). ``shard_planning`` divides a
 job into shards, which share a plan (``shard_plan``), and ``merging`` makes one job of them again.
+
 ``outcome`` judges what goes wrong, and ``preview`` checks columns before anything runs.
-``fingerprints`` and ``input_changes`` tell what has changed between two runs of a job.
+``fingerprints``, ``job_differences`` and ``input_changes`` tell what has changed between two runs
+of a job, and ``changed_input`` what a run does about it.
 
 A row is known by its file and its index there. The journal is written before the model is loaded
 (``journal``, with ``journal_entries``, ``journal_record``, ``journal_file`` and

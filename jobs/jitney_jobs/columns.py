@@ -50,10 +50,7 @@ def _cast(array: pa.Array, name: str, kind: pa.DataType, errors: Errors) -> pa.A
     """Row by row if the whole cannot be cast: what fails is in ``errors`` then, and null."""
     if array.type.equals(kind):
         return array
-    if pa.types.is_run_end_encoded(array.type):
-        array = pc.run_end_decode(array)
-    if pa.types.is_list_view(array.type) or pa.types.is_large_list_view(array.type):
-        array = _list_of_view(array)
+    array = _plain_array(array)
     try:
         return array.cast(kind)
     except pa.ArrowException:
@@ -69,30 +66,94 @@ def _cast(array: pa.Array, name: str, kind: pa.DataType, errors: Errors) -> pa.A
     return pa.concat_arrays(rows) if rows else pa.nulls(0, kind)
 
 
+def _plain_array(array: pa.Array) -> pa.Array:
+    """The same values without views and runs, wherever they are in it. Arrow's own casts make nulls
+    of runs in structs, and lose the last offset of views of lists."""
+    kind = array.type
+    types = pa.types
+    if types.is_run_end_encoded(kind):
+        return _plain_array(pc.run_end_decode(array))
+    if types.is_list_view(kind) or types.is_large_list_view(kind):
+        return _plain_array(_list_of_view(array))
+    wanted = plain(kind)
+    if kind.equals(wanted):
+        return array
+    if types.is_struct(kind):
+        children = [_plain_array(array.field(index)) for index in range(kind.num_fields)]
+        fields = [field.with_type(child.type) for field, child in zip(kind, children, strict=True)]
+        return pa.StructArray.from_arrays(children, fields=fields, mask=array.is_null())
+    if types.is_list(kind) or types.is_large_list(kind):
+        lengths = pc.fill_null(pc.list_value_length(array), 0)
+        return _list_of(array, lengths, is_large=types.is_large_list(kind))
+    if _has_runs(kind):
+        raise InvalidArgumentError(f"runs or views of lists in type {kind} cannot be read")
+    return array.cast(wanted)
+
+
+def _has_runs(kind: pa.DataType) -> bool:
+    """Whether a type has runs or views of lists in it."""
+    types = pa.types
+    if types.is_run_end_encoded(kind) or types.is_list_view(kind):
+        return True
+    if types.is_large_list_view(kind):
+        return True
+    return any(_has_runs(kind.field(index).type) for index in range(kind.num_fields))
+
+
 def _cast_one(row: pa.Array, kind: pa.DataType) -> pa.Array:
     try:
         return row.cast(kind)
     except pa.ArrowException:
         if is_text(row.type) and not is_text(kind) and row[0].as_py() == "":
             return pa.nulls(1, kind)  # an empty field of CSV
-        if not is_text(kind):
+        if not is_text(kind) or not row.type.equals(in_microseconds(row.type)):
             raise
         (value,) = values_of(row)
-        return pa.array([json_text(value)], kind)
+        return pa.array([_text_of_nested(value)], kind)
+
+
+def _text_of_nested(value: Any) -> str:
+    """A value of Arrow's as JSON; times and decimals in it are texts, bytes are in base64."""
+    value = NonFinite("text").replaced(value)
+    return msgspec.json.encode(value).decode()
 
 
 def _list_of_view(views: pa.Array) -> pa.Array:
     """Lists of the same values. Arrow's own cast makes an array without its last offset."""
-    lengths = pc.fill_null(pc.list_value_length(views), 0).to_numpy(zero_copy_only=False)
-    is_large = pa.types.is_large_list_view(views.type)
+    lengths = pc.fill_null(pc.list_value_length(views), 0)
+    return _list_of(views, lengths, is_large=pa.types.is_large_list_view(views.type))
+
+
+def _list_of(lists: pa.Array, lengths: pa.Array, is_large: bool) -> pa.Array:
     kind = np.int64 if is_large else np.int32
-    offsets = pa.array(np.concatenate(([0], np.cumsum(lengths))).astype(kind))
-    lists = pa.LargeListArray if is_large else pa.ListArray
-    return lists.from_arrays(offsets, views.flatten(), mask=pc.is_null(views))
+    ends = np.cumsum(lengths.to_numpy(zero_copy_only=False))
+    offsets = pa.array(np.concatenate(([0], ends)).astype(kind))
+    make = pa.LargeListArray if is_large else pa.ListArray
+    return make.from_arrays(offsets, _plain_array(lists.flatten()), mask=pc.is_null(lists))
+
+
+def is_exact(array: pa.Array, kind: pa.DataType) -> bool:
+    """Whether each of the values has one of that type, without loss."""
+    array = _plain_array(array)
+    types = pa.types
+    if types.is_struct(array.type) and types.is_struct(kind):
+        return all(
+            is_exact(child, kind.field(field.name).type)
+            for field, child in zip(array.type, array.flatten(), strict=True)
+        )
+    if is_list(array.type) and is_list(kind):
+        return is_exact(array.flatten(), kind.value_type)
+    try:
+        return bool(array.cast(kind).cast(array.type).equals(array))
+    except pa.ArrowException:
+        return False
 
 
 def _shown(row: pa.Array) -> str:
-    text = str(row[0])
+    try:
+        text = str(row[0])
+    except Exception:  # Python does not have it, such as a date after the year 9999
+        text = " ".join(str(row).split())
     return text if len(text) <= 80 else f"{text[:80]}…"
 
 
@@ -253,7 +314,11 @@ def fitted(value: Any, kind: pa.DataType) -> Any:
 
 def _integer(value: Any, kind: pa.DataType) -> int:
     is_number = isinstance(value, int | float | np.integer | np.floating)
-    if not is_number or isinstance(value, bool) or value != int(value):
+    if not is_number or isinstance(value, bool):
+        raise _misfit(value, kind)
+    if isinstance(value, float | np.floating) and not math.isfinite(value):
+        raise _misfit(value, kind)
+    if value != int(value):
         raise _misfit(value, kind)
     return int(value)
 
@@ -302,6 +367,9 @@ def json_text(value: Any) -> str:
         value = value.tolist()
     if not _is_json(value):
         raise InvalidArgumentError(f"{value!r:.80} is no text, and no value of JSON")
+    if isinstance(value, float) and not math.isfinite(value):
+        return _NAMES.get(value, "NaN")
+    value = NonFinite("text").replaced(value)
     return msgspec.json.encode(value).decode()
 
 

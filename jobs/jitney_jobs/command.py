@@ -62,7 +62,7 @@ def run(
     except InvalidArgumentError as error:
         raise SettingsError(str(error)) from None
     if dry_run:
-        from jitney_jobs.run import preview_of
+        from jitney_jobs.preview import preview_of
 
         print(preview_of(job))
     else:
@@ -116,7 +116,7 @@ def resume(
 ) -> None:
     """Go on with a job that was stopped or killed, with the settings in its journal. Its output may
     have been moved since."""
-    from jitney_jobs.run import read_record
+    from jitney_jobs.job_record import read_record
 
     try:
         its_shard = None if shard is None else Shard.of(shard)
@@ -129,7 +129,8 @@ def resume(
 
 def status(output: _Output, journal: _Journal = None) -> None:
     """Say how far a job is, with each of its shards until they are merged. It may be running."""
-    from jitney_jobs.run import read_record, status_of, unmerged_status
+    from jitney_jobs.job_record import read_record, unmerged_status
+    from jitney_jobs.status import status_of
 
     if journal is None:
         of_shards = unmerged_status(output)
@@ -143,7 +144,8 @@ def status(output: _Output, journal: _Journal = None) -> None:
 
 def report(output: _Output, journal: _Journal = None) -> None:
     """Write the job's report page, `_job/report.html` in its output."""
-    from jitney_jobs.run import read_record, write_report
+    from jitney_jobs.job_record import read_record
+    from jitney_jobs.report import write_report
 
     print(write_report(read_record(output, journal)))
 
@@ -159,8 +161,9 @@ def merge(
 ) -> None:
     """Make one job of shards that are complete (`--shard`). It moves no rows; once more, it does
     nothing. The exit status is that of a job, or 6 if shards are missing."""
+    from jitney_jobs.job_record import read_record
     from jitney_jobs.merging import merge_shards
-    from jitney_jobs.run import exit_status, read_record, status_of
+    from jitney_jobs.status import exit_status, status_of
 
     try:
         wait_s = seconds_of("wait", wait)
@@ -182,7 +185,9 @@ def merge(
 def _run_and_report(job: Job, retry_bad: bool) -> None:
     # Before the imports, which take a while.
     _say(f"{without_keys(job.input)} to {without_keys(job.output)}")
-    from jitney_jobs.run import exit_status, read_record, run_job, status_of
+    from jitney_jobs.job_record import read_record
+    from jitney_jobs.run import run_job
+    from jitney_jobs.status import exit_status, status_of
 
     sys.path.insert(0, os.getcwd())  # functions of the user's, which workers import too
     status = ExitStatus.STOPPED

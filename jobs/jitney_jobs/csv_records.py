@@ -18,6 +18,13 @@ _MOST_BYTES = 32 << 20
 """Of a record. A quote that is not closed is noticed then, at the latest."""
 
 
+_REASONS = {
+    "new-line character seen in unquoted field": "a carriage return stands in a field without "
+    "quotes",
+}
+"""What Python says of a record, in words that fit here."""
+
+
 class CsvRecord(NamedTuple):
     """A record, or a line that is none."""
 
@@ -101,7 +108,7 @@ def csv_records(
         try:
             fields = next(reader, None)
         except csv.Error as why:
-            error = str(why)
+            error = _REASONS.get(str(why).partition(" - ")[0], str(why))
         if fields is None and error is None:
             return
         if fields is not None:
@@ -127,10 +134,10 @@ def csv_records(
 
 
 def _fault(fields: list[str], header: list[str] | None) -> str | None:
-    """Why a record is bad."""
-    if not fields or header is None:
+    """Why a record is bad. ``header``: None if it is the header."""
+    if not fields:
         return None
-    if len(fields) != len(header):
+    if header is not None and len(fields) != len(header):
         return f"{len(fields)} fields, but the header has {len(header)}"
     try:
         "".join(fields).encode()

@@ -3,6 +3,7 @@
 import csv
 import io
 import posixpath
+import re
 from itertools import islice
 
 from jitney.errors import InvalidArgumentError
@@ -12,6 +13,7 @@ _CANDIDATES = (",", ";", "\t", "|")
 _MOST_RECORDS = 20
 SAMPLE_BYTES = 1 << 16
 """How much of a file is looked at."""
+_SEP_LINE = re.compile(rb'(?:\xef\xbb\xbf)?"?sep=([,;|\t:])"?(?:\r\n?|\n)')
 _NAMES = {"tab": "\t", "\\t": "\t"}
 """How a delimiter may be called that is hard to type."""
 
@@ -25,8 +27,12 @@ def check_delimiter(given: str) -> str:
 
 
 def delimiter_of(path: str, sample: bytes) -> str:
-    """By the file's name (``.tsv``), or else by its beginning, ``sample``: what divides the header
-    into the most fields, and the records under it into as many. A comma if nothing does."""
+    """By a line that states it, by the file's name (``.tsv``), or by its beginning, ``sample``:
+    what divides the header into the most fields, and the records under it into as many. A comma if
+    nothing does."""
+    stated = delimiter_stated(sample)
+    if stated is not None:
+        return stated
     if ".tsv" in posixpath.basename(path).lower():
         return "\t"
     text = sample.decode("utf-8", "replace").removeprefix("\ufeff")
@@ -39,6 +45,13 @@ def delimiter_of(path: str, sample: bytes) -> str:
             best = delimiter
             most_fields = fields
     return best
+
+
+def delimiter_stated(sample: bytes) -> str | None:
+    """What a first line ``sep=;`` says, which Excel writes and heeds. None: there is no such
+    line."""
+    found = _SEP_LINE.match(sample)
+    return None if found is None else found[1].decode()
 
 
 def _common_fields(text: str, delimiter: str) -> int:

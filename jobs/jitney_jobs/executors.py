@@ -69,13 +69,17 @@ class EngineExecutor:
     """A checkpoint, run by the engine in this process."""
 
     def __init__(self, llm: LLM, row_timeout_s: float | None = None) -> None:
-        """``row_timeout_s``: a row is bad that is not done so long after its first token."""
+        """``row_timeout_s``: a row is bad whose first token is not there so long after the engine
+        has begun with its prompt, or that is not done so long after its first token."""
         self._llm = llm
         self._row_timeout_s = row_timeout_s
         self.figures = llm.figures
         self._running: Running = {}
+        self._prefilling_since: dict[int, float] = {}
+        """When the engine began with the prompt of a row that has no token yet, in monotonic
+        seconds. Only with a timeout, as ``_generating_since``."""
         self._generating_since: dict[int, float] = {}
-        """When the first token of a row was there, in monotonic seconds. Only with a timeout."""
+        """When the first token of a row was there."""
         self._tiers: set[str | None] = set()
         """The tiers of all rows submitted so far. The capacity is at most what the engine's queue
         takes of each of them."""
@@ -99,7 +103,7 @@ class EngineExecutor:
     def step(self) -> list[Outcome]:
         ended: list[Outcome] = []
         for key, done in self._llm.collect_ended(self._running):
-            self._generating_since.pop(key, None)
+            self._forget_times(key)
             ended.append((key, done.error or done))
         if self._row_timeout_s is not None:
             ended += self._end_slow_rows(self._row_timeout_s)
@@ -110,16 +114,26 @@ class EngineExecutor:
         now = time.monotonic()
         slow: list[Outcome] = []
         for key, request in self._running.items():
-            if not request.completion.has_pending:
+            if request.completion.has_pending:
+                what = "generate"
+                since = self._generating_since.setdefault(key, now)
+            elif self._llm.is_running(request):
+                what = "prefill"
+                since = self._prefilling_since.setdefault(key, now)
+            else:
+                self._prefilling_since.pop(key, None)  # it waits, perhaps again
                 continue
-            since = self._generating_since.setdefault(key, now)
             if now - since > timeout_s:
-                said = f"it took longer than row_timeout ({timeout_s:g} s) to generate"
+                said = f"it took longer than row_timeout ({timeout_s:g} s) to {what}"
                 slow.append((key, InvalidArgumentError(said)))
         for key, _ in slow:
-            del self._generating_since[key]
+            self._forget_times(key)
         self._llm.cancel(self._running, [key for key, _ in slow])
         return slow
+
+    def _forget_times(self, key: int) -> None:
+        self._prefilling_since.pop(key, None)
+        self._generating_since.pop(key, None)
 
     def close(self) -> None:
         self._llm.close()

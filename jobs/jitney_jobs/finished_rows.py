@@ -10,10 +10,10 @@ from jitney.errors import InvalidArgumentError, JitneyError, UnavailableError
 from jitney_jobs.arrow import pa
 from jitney_jobs.column_names import result_names
 from jitney_jobs.columns import taken
+from jitney_jobs.ended_rows import Ended
 from jitney_jobs.failures import JobRefusedError, RequestError
 from jitney_jobs.job import Job
 from jitney_jobs.onnx_executor import BlockResult
-from jitney_jobs.part_maker import Ended
 from jitney_jobs.prepare import Item
 from jitney_jobs.rows import Chunk, reason
 from jitney_jobs.tasks import MapResult, Task

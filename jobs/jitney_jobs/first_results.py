@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.journal import Record
-from jitney_jobs.part_maker import PartMaker, sample_of
+from jitney_jobs.output_columns import OutputColumns, sample_of
 from jitney_jobs.prepare_workers import Workers
 from jitney_jobs.rows import Chunk
 from jitney_jobs.tasks import Context, MapResult, make_task
@@ -15,12 +15,12 @@ _CHUNK_ROWS = 64
 """Rows that are given to ``map`` together."""
 
 
-def columns_of_map(context: Context, dataset: Dataset, maker: PartMaker) -> bytes | None:
-    """The output's schema as the first results of ``map`` have it, which ``maker`` learns. None if
-    there is no good row. Raises as the function's module does when it is imported."""
+def columns_of_map(context: Context, dataset: Dataset, columns: OutputColumns) -> bytes | None:
+    """The output's schema as the first results of ``map`` have it, which ``columns`` learns. None
+    if there is no good row. Raises as the function's module does when it is imported."""
     job = context.job
     task = make_task(context)
-    maker.set_columns(task.fields)
+    columns.set_result(task.fields)
     count = 1 if job.workers is None else min(1, job.workers)
     if job.row_timeout is not None:
         count = 1  # a process can be ended, a thread cannot
@@ -28,8 +28,8 @@ def columns_of_map(context: Context, dataset: Dataset, maker: PartMaker) -> byte
         rows = sample_of(_results(dataset, workers))
     if not rows:
         return None
-    maker.learn_columns_of(rows)
-    return maker.schema
+    columns.learn_from(rows)
+    return columns.schema
 
 
 def _results(dataset: Dataset, workers: Workers) -> Iterator[MapResult]:

@@ -45,6 +45,9 @@ def find_files(fs: pafs.FileSystem, path: str) -> Found:
     info = fs.get_file_info(path)
     if info.type == pafs.FileType.File:
         return Found(path, [info])
+    if info.type == pafs.FileType.Unknown:
+        bound = "a file, a folder or a glob, and no pipe or device"
+        raise InvalidArgumentError.of("input", path, bound)
     base = path
     glob = None
     if info.type != pafs.FileType.Directory:
@@ -143,8 +146,11 @@ class HasPath(Protocol):
     def path(self) -> str: ...
 
 
-def common_format(source: str, found: Sequence[HasPath]) -> InputFormat:
-    """By the files' names. Raises InvalidArgumentError if they have several formats, or none."""
+def common_format(
+    source: str, found: Sequence[HasPath], passed_over: Mapping[str, int]
+) -> InputFormat:
+    """By the files' names. Raises InvalidArgumentError, which says what was ``passed_over``, if
+    they have several formats, or none."""
     formats = {format_of(info.path) for info in found} - {None}
     if len(formats) == 1:
         (format,) = formats
@@ -152,6 +158,8 @@ def common_format(source: str, found: Sequence[HasPath]) -> InputFormat:
         return format
     known = ", ".join(sorted(map(str, formats))) or "no known kind"
     there = kinds_text(kinds_of(found)) or "no files"
+    if passed_over:
+        there += f"; passed over: {kinds_text(passed_over)}"
     raise InvalidArgumentError(
         f"input {source} has files of {known}: name input_format; there are {there}"
     )

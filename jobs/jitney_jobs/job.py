@@ -229,7 +229,7 @@ def make_job(settings: dict[str, Any]) -> Job:
     settings = _with_one_input(settings)
     _check_names(settings)
     job = _converted(_decoded(_with_filled_paths(settings)))
-    job = msgspec.structs.replace(job, **_absolute_paths(job), **_contents_of_files(job))
+    job = msgspec.structs.replace(job, **absolute_paths(job), **_contents_of_files(job))
     if job.input_format == "openai":
         job = msgspec.structs.replace(job, keep=[])  # the result is a whole line
     error_limit(job.max_errors)
@@ -311,7 +311,7 @@ def _converted(settings: dict[str, Any]) -> Job:
         raise InvalidArgumentError(f"{name} is {show(settings[name])}: {bound}") from None
 
 
-def _absolute_paths(job: Job) -> dict[str, Any]:
+def absolute_paths(job: Job) -> dict[str, Any]:
     """The paths of local files as absolute ones, so that a job can be resumed from elsewhere."""
     names = ["input", "output", "tokenizer", "journal", "ca_file", "api_key_file"]
     if job.model is not None and job.server is None and Path(job.model).exists():
@@ -367,7 +367,7 @@ def _check_together(job: Job) -> None:
     if job.task != "map" and job.model is None and not is_openai:
         raise InvalidArgumentError(f"task {job.task} needs the setting model")
     for path in (job.input, *job.more_inputs):
-        if f"{job.output}/".startswith(f"{path}/"):
+        if _is_in(job.output, path):
             raise InvalidArgumentError.of("output", job.output, "outside of the input")
     Encoding(job.encoding, job.decode_errors).check()
     if job.delimiter is not None:
@@ -395,6 +395,15 @@ def _check_together(job: Job) -> None:
             raise InvalidArgumentError.of("server", job.server, bound)
 
 
+def _is_in(path: str, folder: str) -> bool:
+    """Whether a path is a folder's own or leads into it, through whatever links."""
+    if f"{path}/".startswith(f"{folder}/"):
+        return True
+    if "://" in path or "://" in folder:
+        return False
+    return f"{os.path.realpath(path)}/".startswith(f"{os.path.realpath(folder)}/")
+
+
 def read_job(path: Path) -> dict[str, Any]:
     """The settings of a job file. Raises InvalidArgumentError."""
     try:
@@ -416,29 +425,6 @@ def read_job(path: Path) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise InvalidArgumentError(f"the job file {path} must hold settings, such as 'input: …'")
     return settings
-
-
-def differences(before: Job, now: Job) -> list[str]:
-    """The settings that shape the output and differ: ``prompt was 'a', is 'b'``."""
-    # Journals of earlier versions have the tokenizer's path as it was given.
-    before = msgspec.structs.replace(before, **_absolute_paths(before))
-    old = _flat(before)
-    new = _flat(now)
-    return [
-        f"{name} was {show(old.get(name))}, is {show(new.get(name))}"
-        for name in {**old, **new}
-        if old.get(name) != new.get(name)
-    ]
-
-
-def _flat(job: Job) -> dict[str, Any]:
-    """The settings that shape the output, with each of the engine's options by itself:
-    ``engine.dtype``."""
-    fields = job.fields_that_shape_output
-    for name, value in fields.pop("engine").items():
-        if name not in CHANGEABLE_IN_ENGINE:
-            fields[f"engine.{name}"] = value
-    return fields
 
 
 def job_without_keys(job: Job) -> Job:

@@ -1,87 +1,77 @@
 """One run of a job, from its first row to its end: what is the same on this machine (``pipeline``)
-and on a cluster (``ray_data``).
+and on a cluster (``ray_pipeline``).
 
-It watches what is bad, late or stuck, keeps the figures, and notes in the journal that all is done.
+It watches what is bad, late or stuck, and notes in the journal that all is done.
 """
 
 import contextlib
-import signal
-import threading
 import time
-from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Protocol
 
-from jitney.errors import CancelledError, InvalidArgumentError
+from jitney.errors import CancelledError
 
-from jitney_jobs.finished_rows import Finisher
 from jitney_jobs.job import Job
-from jitney_jobs.journal import End, Entry, JobJournal
-from jitney_jobs.outcome import TooManyBadRows, error_limit
+from jitney_jobs.journal import End, JobJournal
+from jitney_jobs.outcome import TooManyBadRows, check_files, error_limit
 from jitney_jobs.output import Output, write_errors
 from jitney_jobs.rows import RowId
-from jitney_jobs.run_figures import RunFigures
-from jitney_jobs.tasks import Task
+from jitney_jobs.run_meter import RunMeter
+from jitney_jobs.stop_signals import StopSignals
 from jitney_jobs.watchdog import Watchdog
 
-_RECENT_S = 300.0
-"""When a job will end is estimated from its rate in the last so many seconds."""
-_SAMPLE_S = 2.0
-"""Between two samples for that rate."""
 _NEWS_S = 60.0
 """The user is told so often what the run waits for."""
 
 
-class StopSignals:
-    """While it is entered, SIGINT and SIGTERM only set ``is_stopped``. A second signal of the same
-    kind does what it did before. Threads other than the main one get no signals."""
+class RowPipeline(Protocol):
+    """Reads the rows of a job, runs them, and commits them in parts. The job's thread calls it."""
 
-    def __init__(self) -> None:
-        self.is_stopped = False
-        self._before: dict[int, Any] = {}
-        """The handlers that are put back."""
+    meter: RunMeter
+    is_cut: bool
+    """Whether rows were left out because of the setting ``limit``."""
 
-    def __enter__(self) -> "StopSignals":
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.getsignal(number)
-                signal.signal(number, self._stop)
-        return self
+    @property
+    def columns(self) -> Sequence[str] | None:
+        """Columns of the input that the task reads. None: all."""
 
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+    def refuse_repeated(self, rows: frozenset[RowId]) -> None:
+        """Before the run: rows that are bad, because they repeat the ``custom_id`` of an earlier
+        one."""
 
-    def _stop(self, number: int, frame: object) -> None:
-        self.is_stopped = True
-        signal.signal(number, self._before[number])
+    def advance(self) -> bool:
+        """Work for a while, and finish the rows that have ended. Returns whether rows are in flight
+        or still unread."""
+
+    def commit_due(self) -> None:
+        """Commit what is to be committed now. Raises what went wrong with an earlier part."""
+
+    def commit_rest(self) -> None:
+        """The run ends: commit all rows that have ended. Raises what went wrong."""
+
+    def waits_for(self) -> str | None:
+        """The error that rows wait for to pass. None if none does."""
+
+    def bad_example(self) -> str | None:
+        """One of the bad rows, for an error. None if there is none."""
+
+    def snapshot(self) -> dict[str, float]:
+        """The figures of this run so far, as the journal has them: those of the meter, with the CPU
+        seconds of all processes that are known, and those of the executor."""
 
 
-class JobRun(ABC):
-    """What every run does. A subclass reads the rows, runs them, and has their parts written."""
+class JobRun:
+    """Runs a pipeline to its end."""
 
-    def __init__(self, job: Job, journal: JobJournal, output: Output, task: Task) -> None:
-        self._finisher = Finisher(job, task)
-        output.set_columns(self._finisher.fields)
-        self._figures = RunFigures(moved_at=time.time())
-        self._began = time.monotonic()
-        self._cpu_began = time.process_time()
-        self._first_part = journal.record.next_number
-        """The number of this run's first part. The journal knows the run by it."""
+    def __init__(
+        self, job: Job, journal: JobJournal, output: Output, pipeline: RowPipeline
+    ) -> None:
         self._job = job
         self._journal = journal
         self._output = output
-        self._task = task
+        self._pipeline = pipeline
+        self._meter = pipeline.meter
         self._error_limit = error_limit(job.max_errors)
-        self._bad_before = journal.record.failed
-        """Bad rows of the runs before."""
-        self._done_before = journal.record.failed + journal.record.written
-        """All rows of the runs before."""
-        self._samples: deque[tuple[float, int]] = deque()
-        """Seconds of this run and rows that had ended by then, of the last minutes."""
-        self._is_cut = False
-        """Whether rows were left out because of the setting ``limit``."""
         self._told_at = -_NEWS_S
         """When the user was last told what the run waits for, in monotonic seconds."""
 
@@ -98,89 +88,59 @@ class JobRun(ABC):
         TooManyBadRows, UnavailableError if input, model or output are away or nothing moves,
         InvalidArgumentError if no file can be read, JobRefusedError, and CancelledError as soon as
         the job is not ``wanted``."""
+        pipeline = self._pipeline
         watchdog = Watchdog(self._job.watchdog_s)
         with StopSignals() as signals, contextlib.closing(watchdog):
             try:
                 more = True
                 while more and not signals.is_stopped:
-                    more = self._advance()
+                    more = pipeline.advance()
                     self._check_bad_rows(has_ended=False)
                     if not wanted():
                         raise CancelledError("it was cancelled")
-                    self._sample()
-                    figures = self._snapshot()
+                    self._meter.sample()
+                    figures = pipeline.snapshot()
                     on_progress(figures)
                     watchdog.check(figures)
-                    self._commit_due()
+                    pipeline.commit_due()
             finally:
-                self._commit_rest()
+                pipeline.commit_rest()
         if signals.is_stopped:
             return False
         self._check_bad_rows(has_ended=True)
-        self._check_bad_files()
+        self._check_files()
         with write_errors(self._job):
             self._output.remove_strays()  # of a run that still lived when this one took over
-        if not self._is_cut:
-            record = self._journal.record
-            rows = record.written + record.failed
-            self._note(End(at=time.time(), rows=rows, input_changes=check_input()))
-        on_progress(self._snapshot())
+        if not pipeline.is_cut:
+            self._note_end(check_input())
+        on_progress(pipeline.snapshot())
         return True
-
-    @abstractmethod
-    def refuse_repeated(self, rows: frozenset[RowId]) -> None:
-        """Before :meth:`run`: rows that are bad, because they repeat the ``custom_id`` of an
-        earlier one."""
 
     def take_news(self) -> str | None:
         """What the run waits for, if the user has not been told lately. Else None."""
-        error = self._waits_for()
+        error = self._pipeline.waits_for()
         now = time.monotonic()
         if error is None or now - self._told_at < _NEWS_S:
             return None
         self._told_at = now
         return f"waits, and tries again: {error}"
 
-    @property
-    def columns(self) -> Sequence[str] | None:
-        """Columns of the input that the task reads. None: all."""
-        return self._task.columns
-
-    @abstractmethod
-    def _advance(self) -> bool:
-        """Work for a while, and finish the rows that have ended. Returns whether rows are in flight
-        or still unread."""
-
-    @abstractmethod
-    def _commit_due(self) -> None:
-        """Commit what is to be committed now. Raises what went wrong with an earlier part."""
-
-    @abstractmethod
-    def _commit_rest(self) -> None:
-        """The run ends: commit all rows that have ended. Raises what went wrong."""
-
-    @abstractmethod
-    def _waits_for(self) -> str | None:
-        """The error that rows wait for to pass. None if none does."""
-
-    @abstractmethod
-    def _bad_example(self) -> str | None:
-        """One of the bad rows, for an error. None if there is none."""
-
-    def _note(self, entry: Entry) -> None:
+    def _note_end(self, input_changes: list[str]) -> None:
+        record = self._journal.record
+        rows = record.written + record.failed
         with write_errors(self._job):
-            self._journal.append(entry)
+            self._journal.append(End(at=time.time(), rows=rows, input_changes=input_changes))
 
     def _check_bad_rows(self, has_ended: bool) -> None:
         """Raise TooManyBadRows if more rows are bad than ``max_errors`` allows. ``has_ended``: no
         more rows come."""
-        bad = self._bad_before + self._figures.bad + self._output.misfits
-        done = self._done_before + self._figures.done
+        bad = self._meter.bad
+        done = self._meter.done
         total = done if has_ended else self._journal.record.total
         known = self._known_rows(done) if total is None else total
         if not self._error_limit.is_exceeded(bad, known, all_known=total is not None):
             return
-        last = self._output.misfit or self._bad_example()
+        last = self._output.misfit or self._pipeline.bad_example()
         example = f"; one is {last}" if last else ""
         ended = done if total is None else total
         raise TooManyBadRows(
@@ -190,53 +150,17 @@ class JobRun(ABC):
 
     def _known_rows(self, done: int) -> float:
         """Rows of the input, as its size lets expect; at least those that have ended."""
-        position = self._figures.position
-        if not position:
+        figures = self._meter.figures
+        if not figures.position:
             return done
-        expected = (self._done_before + self._figures.taken) / position
+        expected = (self._meter.done_before + figures.taken) / figures.position
         if self._job.limit is not None:
             expected = min(expected, self._job.limit)
         return max(done, expected)
 
-    def _check_bad_files(self) -> None:
+    def _check_files(self) -> None:
         """Raise InvalidArgumentError if no file could be read."""
         record = self._journal.record
         assert record.begin is not None, "the job has begun"
-        if record.shard_rows is not None:
-            return  # other shards may have read them: a merge knows
-        reasons = list(record.bad_files.values())
-        if reasons and len(reasons) == len(record.begin.files) and not record.written:
-            more = f"; so are all {len(reasons):,} files" if len(reasons) > 1 else ""
-            raise InvalidArgumentError(f"{reasons[0]}{more}")
-
-    def _sample(self) -> None:
-        """Note how far the run is, now and then."""
-        seconds = time.monotonic() - self._began
-        samples = self._samples
-        if samples and seconds - samples[-1][0] < _SAMPLE_S:
-            return
-        samples.append((seconds, self._figures.done))
-        while samples[0][0] < seconds - _RECENT_S:
-            samples.popleft()
-
-    def _snapshot(self) -> dict[str, float]:
-        """The figures of this run so far, as the journal has them: those of :class:`RunFigures`,
-
-        - ``run``: the number of its first part;
-        - ``cpu_s``: CPU seconds of all processes, but not of the readers on a cluster;
-        - ``seconds``, ``at``: how long the run has taken, and when that was;
-        - ``recent_s``, ``recent_done``: the last minutes, and the rows that ended in them;
-        - and those of the executor.
-        """
-        figures = self._figures.to_dict()
-        figures["bad"] += self._output.misfits
-        figures |= self._output.counts.to_dict()
-        figures["run"] = self._first_part
-        figures["cpu_s"] = time.process_time() - self._cpu_began
-        figures["seconds"] = time.monotonic() - self._began
-        figures["at"] = time.time()
-        if self._samples:
-            began_s, done = self._samples[0]
-            figures["recent_s"] = figures["seconds"] - began_s
-            figures["recent_done"] = figures["done"] - done
-        return figures
+        if record.shard_rows is None:  # other shards may have read them: a merge knows
+            check_files(record.bad_files, len(record.begin.files), record.written)

@@ -18,7 +18,8 @@ from jitney.errors import InvalidArgumentError
 
 from jitney_jobs.addresses import without_keys
 from jitney_jobs.fingerprints import print_differences
-from jitney_jobs.job import Job, differences, job_without_keys
+from jitney_jobs.job import Job, job_without_keys
+from jitney_jobs.job_differences import differences, differences_text
 from jitney_jobs.journal_entries import (
     ERRORS,
     VERSION,
@@ -32,9 +33,11 @@ from jitney_jobs.journal_entries import (
     Interval,
     OutputPart,
     Reopened,
+    Undone,
 )
-from jitney_jobs.journal_file import JournalFile, sync
+from jitney_jobs.journal_file import JournalFile
 from jitney_jobs.journal_record import REPLACE, Record
+from jitney_jobs.output_files import objects_at
 from jitney_jobs.row_ranges import Ranges
 from jitney_jobs.shard_plan import Plan
 from jitney_jobs.shards import Shard
@@ -53,12 +56,7 @@ __all__ = [
     "Ranges",
     "Record",
     "read_journal",
-    "sync",
 ]
-_MOST_SHOWN = 5
-"""Differences that an error names."""
-_RETRIES = 3
-"""Of requests that only read a journal."""
 
 
 class _Store(Protocol):
@@ -176,13 +174,15 @@ class JobJournal:
         if not accepts_changes:
             changes += changes_of_model
         if changes:
-            text = "; ".join(changes[:_MOST_SHOWN])
-            more = len(changes) - _MOST_SHOWN
-            text += f"; and {more:,} more" if more > 0 else ""
+            text = differences_text(changes)
             raise InvalidArgumentError(f"{self._owner} holds another job: {text}")
         goes_on = self.record.end is None or self.reopens
         if goes_on and (job != begin.job or changes_of_model):
             self.append(Again(job, prints, time.time()))
+        rows = self.record.written + self.record.failed
+        has_more = job.limit is None or job.limit > rows
+        if not self.record.has_final_columns and has_more:
+            self.append(Undone())
 
     def _begin(self, entry: Begin) -> None:
         before = self.record.begin
@@ -257,9 +257,8 @@ def read_journal(output: str, journal: str | None, shard: Shard | None = None) -
     if folder is not None:
         return Record.read(folder / "journal.jsonl")
     from jitney_jobs.journal_objects import read_objects  # boto3 may be missing
-    from jitney_jobs.object_storage import Objects
 
-    record, _ = read_objects(Objects(output, _RETRIES), shard)
+    record, _ = read_objects(objects_at(output), shard)
     if record.elsewhere is not None:
         raise InvalidArgumentError(f"its journal is {record.elsewhere.place}: name that folder")
     return record

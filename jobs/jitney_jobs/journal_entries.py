@@ -125,6 +125,9 @@ class OutputPart(msgspec.Struct, frozen=True, tag="part"):
     """Of this run until this part: ``run_figures.py``."""
     schema: bytes | None = None
     """The output's schema, as Arrow serializes it. Only the first part of Parquet has it."""
+    has_final_columns: bool = True
+    """False if a limit left too few rows to set the columns: a run that goes beyond it does all
+    rows again (:class:`Undone`)."""
 
 
 class End(msgspec.Struct, frozen=True, tag="end"):
@@ -143,6 +146,11 @@ class Reopened(msgspec.Struct, frozen=True, tag="reopened"):
 
     intervals: list[Interval] = msgspec.field(name="rows")
     """The bad rows."""
+
+
+class Undone(msgspec.Struct, frozen=True, tag="undone"):
+    """No part so far counts any more: their columns were set by too few rows. All rows are done
+    again."""
 
 
 class Claim(msgspec.Struct, frozen=True, tag="claim"):
@@ -188,6 +196,7 @@ Entry = (
     | OutputPart
     | End
     | Reopened
+    | Undone
     | Claim
     | Released
     | Elsewhere

@@ -10,6 +10,7 @@ from jitney.errors import UnavailableError
 from jitney_jobs.job import Job
 from jitney_jobs.journal_entries import Entry, encode
 from jitney_jobs.journal_record import Record, read_file
+from jitney_jobs.whole_files import sync
 
 
 class JournalFile:
@@ -101,12 +102,3 @@ def lock_folder(folder: Path, owner: str, kind: int = fcntl.LOCK_EX) -> int:
         os.close(lock)
         raise UnavailableError(f"another run writes to {owner}") from None
     return lock
-
-
-def sync(path: Path) -> None:
-    """Make a local file, or the names in a folder, survive a loss of power."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

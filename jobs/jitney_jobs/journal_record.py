@@ -29,6 +29,7 @@ from jitney_jobs.journal_entries import (
     Released,
     Reopened,
     Sealed,
+    Undone,
     decode,
     was_reopened,
 )
@@ -72,6 +73,8 @@ class Record:
         self.bad_files: dict[int, str] = {}
         """Why files cannot be read to their end, by the file's index."""
         self.schema: bytes | None = None
+        self.has_final_columns = True
+        """As in :class:`OutputPart`, of the last part."""
         self.parts: list[OutputPart] = []
         """Without their intervals, of which there may be as many as rows."""
         self.written = 0
@@ -122,10 +125,13 @@ class Record:
                 self.written += entry.written
                 self.failed += entry.failed
                 self.schema = self.schema or entry.schema
+                self.has_final_columns = entry.has_final_columns
             case End():
                 self.end = entry
             case Reopened():
                 self._reopen(entry)
+            case Undone():
+                self._forget_parts()
             case Claim():
                 self.claim = entry
             case Released() if self.claim is not None and self.claim.token == entry.token:
@@ -146,8 +152,14 @@ class Record:
         self.shard_rows = None if entry.ranges is None else ShardRows(entry.ranges)
         self.row_counts = {}
         self.bad_files = {}
+        self._forget_parts()
         self.schema = entry.result_schema
+
+    def _forget_parts(self) -> None:
+        self.schema = None
+        self.has_final_columns = True
         self.parts = []
+        self.written = 0
         self.failed = 0
         self.done = Ranges()
         self.end = None
@@ -256,7 +268,7 @@ class RecordReader:
             repair = REPLACE if was_reopened(line) else self._repair
             raise self._damaged(where, str(error), repair) from None
         self._record.apply(entry)
-        if isinstance(entry, Begin):
+        if isinstance(entry, Begin | Undone):
             self._intervals = []
         elif isinstance(entry, OutputPart):
             self._intervals += entry.intervals

@@ -4,10 +4,15 @@ their own.
 Lines are found and decoded here rather than by ``pyarrow.json``: a line that is no JSON is one bad
 row, whose bytes and offset are told, and a text that looks like a time stays a text. Where all
 lines of a chunk fit the job's schema, ``pyarrow.json`` makes the columns of them.
+
+A number may be a bare ``NaN``, ``Infinity`` or ``-Infinity``. JSON has none of these, but Python,
+pandas and Spark write and read them.
 """
 
 import codecs
 import io
+import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,12 +21,52 @@ import numpy as np
 from jitney.errors import InvalidArgumentError
 
 from jitney_jobs.arrow import pa, pa_json
-from jitney_jobs.columns import Columns, of_values
+from jitney_jobs.columns import Columns, NonFinite, of_values
+
+_STRING_OR_BARE = re.compile(rb'"(?:[^"\\]|\\.)*"|-?Infinity|NaN', re.DOTALL)
+"""A whole string, or a number that JSON does not have."""
 
 
 def decoded(line: bytes) -> dict[str, Any]:
     """Raises what msgspec raises for a line that is no object of JSON."""
+    try:
+        return strictly_decoded(line)
+    except msgspec.DecodeError:
+        if not _may_have_bare(line):
+            raise
+    strictly_decoded(with_nulls(line))  # whatever else is wrong with the line
+    row: dict[str, Any] = json.loads(line.removeprefix(codecs.BOM_UTF8))
+    return row
+
+
+def strictly_decoded(line: bytes) -> dict[str, Any]:
+    """As :func:`decoded`, but a bare NaN or Infinity is no JSON."""
     return msgspec.json.decode(line.removeprefix(codecs.BOM_UTF8), type=dict)
+
+
+def _may_have_bare(text: bytes) -> bool:
+    """Whether a text may have a bare NaN or Infinity. They may stand in a string, too."""
+    return b"NaN" in text or b"Infinity" in text
+
+
+def with_nulls(text: bytes) -> bytes:
+    """JSON with null in place of each bare NaN and Infinity."""
+    return _with_finite(text, NonFinite("null"))
+
+
+def _with_finite(text: bytes, non_finite: NonFinite) -> bytes:
+    """JSON with what the job says in place of each bare NaN and Infinity. Raises
+    InvalidArgumentError if they are errors."""
+    if not _may_have_bare(text):
+        return text
+
+    def replaced(found: re.Match[bytes]) -> bytes:
+        token = found[0]
+        if token.startswith(b'"'):
+            return token
+        return encoded(non_finite.replaced(float(token)))
+
+    return _STRING_OR_BARE.sub(replaced, text)
 
 
 def columns_of_lines(
@@ -77,16 +122,26 @@ def joined(row: bytes, result: bytes) -> bytes:
     return head + comma + tail
 
 
-def kept(line: bytes, keep: Sequence[str] | None, further: Mapping[str, Any]) -> bytes:
+def kept(
+    line: bytes, keep: Sequence[str] | None, further: Mapping[str, Any], non_finite: NonFinite
+) -> bytes:
     """An object of JSON of the line's fields, or of those that are kept, and of further columns.
-    Values stay as they are written in the line."""
+    Values stay as they are written in the line, but for NaN and infinities. Raises
+    InvalidArgumentError if these are errors."""
     line = line.strip().removeprefix(codecs.BOM_UTF8)
-    if keep is None and not further:
-        return line
-    fields = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
+    if keep is None:
+        line = _with_finite(line, non_finite)
+        if not further:
+            return line
+    fields = msgspec.json.decode(with_nulls(line), type=dict[str, msgspec.Raw])
     fields |= {name: msgspec.Raw(encoded(value)) for name, value in further.items()}
     if keep is None:
         return encoded(fields)
+    if _may_have_bare(line):  # only those of columns that are kept count
+        values = decoded(line)
+        for name in keep:
+            if name in values:
+                fields[name] = msgspec.Raw(encoded(non_finite.replaced(values[name])))
     return encoded({name: fields.get(name) for name in keep})
 
 

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import msgspec
 from jitney.errors import InvalidArgumentError
 
+from jitney_jobs.json_lines import with_nulls
+
 _BLOCK_BYTES = 1 << 20
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|["\[\]{},]', re.DOTALL)
 """A whole string, or one character of structure. A quote alone is a string whose end is missing."""
@@ -60,7 +62,7 @@ def _is_no_line(line: bytes, may_be_object: bool) -> bool:
     if not may_be_object or not text.startswith(b"{"):
         return False
     try:
-        msgspec.json.decode(text)
+        msgspec.json.decode(with_nulls(text))
     except msgspec.DecodeError as error:
         return "truncated" in str(error)
     except RecursionError:

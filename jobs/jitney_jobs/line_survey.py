@@ -13,6 +13,7 @@ import numpy as np
 from jitney.errors import InvalidArgumentError, show
 
 from jitney_jobs.dataset import Dataset
+from jitney_jobs.job import Job
 from jitney_jobs.journal import Record
 from jitney_jobs.rows import Chunk, RowId
 
@@ -29,6 +30,15 @@ class Survey(NamedTuple):
     """Name of a model -> how many lines name it."""
 
 
+class SurveyedJob(NamedTuple):
+    """A job, and what the survey of its lines added to it."""
+
+    job: Job
+    """With the model that all lines name, unless it names one itself, or asks a server."""
+    repeated: frozenset[RowId]
+    """As in :class:`Survey`."""
+
+
 class _Line(msgspec.Struct):
     custom_id: Any = None
     body: msgspec.Raw = msgspec.Raw()
@@ -36,6 +46,17 @@ class _Line(msgspec.Struct):
 
 class _Body(msgspec.Struct):
     model: Any = None
+
+
+def survey_job(job: Job, dataset: Dataset) -> SurveyedJob:
+    """Only lines for OpenAI's API are surveyed; any other job comes back as it is. Raises
+    InvalidArgumentError if the lines name no model, or several, and the job names none."""
+    if job.input_format != "openai" or job.task == "map":
+        return SurveyedJob(job, frozenset())
+    survey = survey_lines(dataset)
+    if job.model is None and job.server is None:
+        job = msgspec.structs.replace(job, model=model_of_lines(survey.models))
+    return SurveyedJob(job, survey.repeated)
 
 
 def survey_lines(dataset: Dataset) -> Survey:

@@ -29,10 +29,17 @@ from jitney_jobs.journal_entries import (
 )
 from jitney_jobs.journal_file import lock_folder
 from jitney_jobs.journal_record import Record, without_errors
-from jitney_jobs.outcome import ShardsMissingError, TooManyBadRows, error_limit
-from jitney_jobs.output import lines_of_bad_files, name_of_bad_files, parts_in
-from jitney_jobs.output_files import OutputFiles, output_files
+from jitney_jobs.outcome import ShardsMissingError, TooManyBadRows, check_files, error_limit
+from jitney_jobs.output import (
+    check_parts,
+    files_of,
+    lines_of_bad_files,
+    name_of_bad_files,
+    parts_in,
+)
+from jitney_jobs.output_files import OutputFiles, objects_at, output_files
 from jitney_jobs.row_ranges import Ranges
+from jitney_jobs.shard_checks import undivided_text
 from jitney_jobs.shard_journals import ShardJournal, ShardJournals
 from jitney_jobs.shard_plan import Plan, plan_of
 from jitney_jobs.storage import file_system
@@ -90,7 +97,7 @@ def _merge(output: str, wait_s: float, max_errors: str | None, say: Callable[[st
     elif there.begin.id == plan.id:
         say(f"{without_keys(output)} is merged already")
     if there.begin.id != plan.id:
-        raise InvalidArgumentError(f"{output} holds a job that is not divided into shards")
+        raise InvalidArgumentError(undivided_text(output))
     _list_bad_files(files, there, journals)
 
 
@@ -163,14 +170,8 @@ def _check_parts(output: str, plan: Plan, shards: list[ShardJournal]) -> None:
         all_rows += record.done.intervals
         if record.schema is not None:
             schemas.add(record.schema)
-        for part in record.parts:
-            for file, size in part.files.items():
-                if there.get(file) != size:
-                    raise InvalidArgumentError(
-                        f"the committed part {file} of {output} has {there.get(file, 0):,} bytes, "
-                        f"but had {size:,}"
-                    )
-    _check_bad_files(plan, shards)
+        check_parts(files_of(record), there, output)
+    _check_files(plan, shards)
     twice = Ranges(all_rows).twice
     if twice is not None:
         raise InvalidArgumentError(f"{_rows_text(twice, plan.files)} are in two shards of {output}")
@@ -181,15 +182,13 @@ def _check_parts(output: str, plan: Plan, shards: list[ShardJournal]) -> None:
         )
 
 
-def _check_bad_files(plan: Plan, shards: list[ShardJournal]) -> None:
-    """Whether some file could be read, as in a job without shards."""
+def _check_files(plan: Plan, shards: list[ShardJournal]) -> None:
+    """As in a job without shards."""
     reasons: dict[int, str] = {}
     for journal in shards:
         reasons |= journal.record.bad_files
     written = sum(journal.record.written for journal in shards)
-    if reasons and len(reasons) == len(plan.files) and not written:
-        more = f"; so are all {len(reasons):,} files" if len(reasons) > 1 else ""
-        raise InvalidArgumentError(f"{next(iter(reasons.values()))}{more}")
+    check_files(reasons, len(plan.files), written)
 
 
 def _check_plan(plan: Plan) -> None:
@@ -342,9 +341,8 @@ def _put_journal(output: str, files: OutputFiles, data: bytes) -> None:
         files.put("_job/journal.jsonl", data)
         return
     from jitney_jobs.journal_objects import FOLDER, read_objects
-    from jitney_jobs.object_storage import Objects
 
-    objects = Objects(output, retries=3)
+    objects = objects_at(output)
     for _ in range(_TRIES):
         record, number = read_objects(objects)
         if record.begin is not None:

@@ -1,19 +1,21 @@
-"""An exported model, run by ONNX Runtime in this process: an executor (``executors.py``)."""
+"""An exported model, run by ONNX Runtime: an executor (``executors.py``)."""
 
 import time
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from jitney.errors import CheckpointError, JitneyError
-from jitney_server.standins.batch import BatchArrays, Batcher, ModelRequest
 from jitney_server.standins.exchange import model_path
 from jitney_server.standins.signature import Signature, TensorInfo
 
+from jitney_jobs.background import SerialCalls
 from jitney_jobs.job import Job
+from jitney_jobs.onnx_session import ModelCallEnded, ModelSession, SessionApart, SessionHere
 from jitney_jobs.tensors import Arrays, chosen_output
 
 _ROWS = (8, 16, 32, 64, 128)
@@ -21,6 +23,8 @@ _ROWS = (8, 16, 32, 64, 128)
 _ELEMENTS = (512, 1024, 2048, 4096)
 """Batch sizes to try if rows are padded: numbers of elements in all inputs of all rows, padding
 included. See :class:`OnnxExecutor`."""
+_POLL_S = 0.2
+"""Longest wait for a batch, in seconds: then the job's thread looks at signals again."""
 _MEASURED = 3
 """So many full batches of each size are timed. The fastest of them counts, because the first ones
 also allocate."""
@@ -81,17 +85,9 @@ class OnnxExecutor:
 
     def __init__(self, job: Job) -> None:
         """Raises a LoadError, and InvalidArgumentError for an output that the model lacks."""
-        from jitney_server.standins.onnx_options import read_options
-        from jitney_server.standins.onnx_session import OnnxSession  # onnxruntime may be missing
-
-        # Threads of ONNX Runtime that wait may spin if the job has the cores for itself. On a
-        # cluster it does not.
-        may_spin = "1" if job.ray is None else "0"
-        parameters = {"session.intra_op.allow_spinning": {"string_value": may_spin}}
-        options = read_options({"parameters": parameters}, None)
-        session = OnnxSession(_file_of(Path(str(job.model))), options)
+        self._session = _session_of(job)
+        session = self._session
         self.signature = _of_rows(session.signature)
-        self._batcher = Batcher(session.run, session.signature, batching=True)
         self._output = chosen_output(job, self.signature)
         self._may_pad = _may_pad(self.signature, self._output)
         can_batch = session.signature.can_batch
@@ -108,7 +104,12 @@ class OnnxExecutor:
         self._most_elements = 1
         """Of a row that waits."""
         self._running: _Batch | None = None
-        self._pool = ThreadPoolExecutor(1, "jitney-session")
+        """The batch that was begun last."""
+        self._before: _Batch | None = None
+        """The one before it, if that has not ended."""
+        self._patience = 1.0
+        """How many times as long as a row a batch may take."""
+        self._calls = SerialCalls()
         self.figures = dict.fromkeys(("steps", "rows_in_steps", "most_rows"), 0.0)
 
     @property
@@ -135,11 +136,14 @@ class OnnxExecutor:
 
     def step(self) -> list[tuple[int, BlockResult]]:
         """Begin to run the next batch: together, or each row alone if that fails. Returns the
-        blocks that the batch of the call before has ended."""
-        ended = self._running
-        self._running = self._begin_batch()
-        if ended is None:
+        blocks that the batch before has ended, once it has."""
+        if self._before is None:
+            self._before = self._running
+            self._running = self._begin_batch()
+        ended = self._before
+        if ended is None or not wait([ended.results], _POLL_S).done:
             return []
+        self._before = None
         done = []
         for piece in ended.results.result():
             held = piece.held
@@ -166,20 +170,22 @@ class OnnxExecutor:
                 self._waiting.popleft()
         self._waiting_rows -= row_count
         self._most_elements = max([1, *(held.elements_of_row for held in self._waiting)])
-        results = self._pool.submit(
-            self._run, pieces=pieces, rows_of_full_batch=most_rows, size=self._sizes.now
-        )
+        run = partial(self._run, pieces=pieces, rows_of_full_batch=most_rows, size=self._sizes.now)
+        results = self._calls.submit(run)
         return _Batch(row_count, results)
 
     def _run(self, pieces: list[_Slice], rows_of_full_batch: int, size: int) -> list[_Slice]:
-        """In the pool's thread. Returns the pieces with their results; those of rows that had to be
+        """In a thread. Returns the pieces with their results; those of rows that had to be
         run alone are single rows."""
         began = time.perf_counter()
         blocks = [piece.arrays or {} for piece in pieces]
         if self._may_pad:
             blocks = _padded(blocks)
-        answers = self._batcher.execute([self._request_of(block) for block in blocks])
         row_count = sum(piece.row_count for piece in pieces)
+        try:
+            answers = self._session.run(blocks, self._output, self._patience)
+        except ModelCallEnded as error:
+            return self._run_alone(pieces, error)
         # Only a full batch tells how fast its size is.
         if row_count >= rows_of_full_batch:
             elements = sum(map(_elements, blocks))
@@ -195,11 +201,22 @@ class OnnxExecutor:
         ended = []
         for piece, block, answer in zip(pieces, blocks, answers, strict=True):
             if not isinstance(answer, JitneyError):
-                ended.append(piece._replace(arrays=_on_host(answer)))
+                ended.append(piece._replace(arrays=answer))
             elif piece.row_count == 1:
                 ended.append(piece._replace(arrays=None, error=answer))
             else:
                 ended += self._run_each_row(piece, block)
+        return ended
+
+    def _run_alone(self, pieces: list[_Slice], error: ModelCallEnded) -> list[_Slice]:
+        """For a batch that did not end: any of its rows may be why."""
+        if sum(piece.row_count for piece in pieces) == 1:
+            return [pieces[0]._replace(arrays=None, error=error)]
+        ended = []
+        for piece in pieces:
+            ended += self._run_each_row(piece, piece.arrays or {})
+        if all(each.error is None for each in ended):
+            self._patience *= 2  # it was not stuck: so many rows take so long
         return ended
 
     def _run_each_row(self, piece: _Slice, block: Arrays) -> list[_Slice]:
@@ -207,20 +224,31 @@ class OnnxExecutor:
         rows = []
         for index in range(piece.row_count):
             row = {name: array[index : index + 1] for name, array in block.items()}
-            (answer,) = self._batcher.execute([self._request_of(row)])
+            try:
+                (answer,) = self._session.run([row], self._output)
+            except ModelCallEnded as error:
+                answer = error
             if isinstance(answer, JitneyError):
                 rows.append(_Slice(piece.held, 1, None, answer))
             else:
-                rows.append(_Slice(piece.held, 1, _on_host(answer)))
+                rows.append(_Slice(piece.held, 1, answer))
         return rows
-
-    def _request_of(self, block: Arrays) -> ModelRequest:
-        inputs: BatchArrays = dict(block)
-        return ModelRequest(inputs, (self._output,))
 
     def close(self) -> None:
         self._waiting.clear()
-        self._pool.shutdown(cancel_futures=True)
+        self._session.close()
+        self._calls.close()
+
+
+def _session_of(job: Job) -> ModelSession:
+    """Raises a LoadError."""
+    file = _file_of(Path(str(job.model)))
+    # Threads of ONNX Runtime that wait may spin if the job has the cores for itself. On a cluster
+    # it does not.
+    may_spin = job.ray is None
+    if job.row_timeout is None:
+        return SessionHere(file, may_spin)
+    return SessionApart(file, may_spin, job.row_timeout)
 
 
 class BatchSizes:
@@ -279,11 +307,6 @@ def _result_of(pieces: list[_Slice]) -> BlockResult:
     if len(good) == 1:
         return BlockResult(good[0], errors)
     return BlockResult(_joined_results(good), errors)
-
-
-def _on_host(answer: BatchArrays) -> Arrays:
-    """An answer of arrays: inputs on the host have outputs there."""
-    return {name: array for name, array in answer.items() if isinstance(array, np.ndarray)}
 
 
 def _joined_results(parts: list[Arrays]) -> Arrays:

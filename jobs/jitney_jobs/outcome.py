@@ -17,7 +17,7 @@ it ends the job, which can be resumed.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -69,6 +69,17 @@ def final_status(bad: int, bad_files: int, late: bool) -> ExitStatus:
     if bad or bad_files:
         return ExitStatus.BAD_ROWS
     return ExitStatus.LATE if late else ExitStatus.COMPLETE
+
+
+def check_files(reasons: Mapping[int, str], file_count: int, written: int) -> None:
+    """Raises InvalidArgumentError if no file of a job could be read. ``reasons``: why a file could
+    not be read to its end, by the file's index. ``file_count``: files of the input. ``written``:
+    rows that were written."""
+    if written or not reasons or len(reasons) < file_count:
+        return
+    first_reason = next(iter(reasons.values()))
+    more = f"; so are all {len(reasons):,} files" if len(reasons) > 1 else ""
+    raise InvalidArgumentError(f"{first_reason}{more}")
 
 
 def is_worth_another_try(error: BaseException) -> bool:

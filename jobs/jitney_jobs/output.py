@@ -15,10 +15,11 @@ from jitney.errors import InvalidArgumentError, UnavailableError
 from jitney_jobs.addresses import without_keys
 from jitney_jobs.arrow import pa, pafs
 from jitney_jobs.dataset import Dataset
+from jitney_jobs.ended_rows import Ended
 from jitney_jobs.job import Job
 from jitney_jobs.journal import ERRORS, InputFile, Interval, OutputPart, Record
 from jitney_jobs.json_lines import encoded
-from jitney_jobs.part_maker import Ended, PartMaker, WrittenPart
+from jitney_jobs.part_maker import PartMaker, WrittenPart
 from jitney_jobs.shards import Shard
 from jitney_jobs.storage import file_system
 
@@ -100,12 +101,7 @@ class Output:
         """Remove what the journal does not name, and check that what it names is there. Raises
         InvalidArgumentError."""
         there = self.remove_strays()
-        for name, size in self._committed().items():
-            if there.get(name) != size:
-                raise InvalidArgumentError(
-                    f"the committed part {name} of {self._folder} has {there.get(name, 0):,} "
-                    f"bytes, but had {size:,}"
-                )
+        check_parts(self._committed(), there, self._folder)
 
     def remove_strays(self) -> dict[str, int]:
         """Remove parts that the journal does not name, of runs that can commit no more. Returns
@@ -118,8 +114,7 @@ class Output:
 
     def _committed(self) -> dict[str, int]:
         """Names and bytes of all parts that the journal names."""
-        parts = self._journal.record.parts
-        return {name: size for part in parts for name, size in part.files.items()}
+        return files_of(self._journal.record)
 
     def _parts(self) -> dict[str, int]:
         """Names and bytes of all parts of the job, finished or not; of a shard only its own."""
@@ -160,7 +155,7 @@ class Output:
 
     def set_columns(self, of_result: pa.Schema | None) -> None:
         """As :meth:`PartMaker.set_columns`; the parts that are there keep theirs."""
-        self.maker.set_columns(of_result, self._journal.record.schema)
+        self.maker.columns.set_result(of_result, self._journal.record.schema)
 
     def write(self, part: Sequence[Ended], figures: dict[str, float]) -> None:
         """Write a part and commit it. Raises as :meth:`PartMaker.write` and :meth:`commit`."""
@@ -177,7 +172,7 @@ class Output:
         self.counts.long_texts += part.long_texts
         # Until the journal has the columns, each part brings them: the part that set them may have
         # been lost.
-        schema = None if self._journal.record.schema is not None else self.maker.schema
+        schema = None if self._journal.record.schema is not None else self.maker.columns.schema
         committed = OutputPart(
             number=self._journal.record.next_number,
             files=part.files,
@@ -186,12 +181,29 @@ class Output:
             failed=part.failed,
             figures={**figures, **self.counts.to_dict()},
             schema=schema,
+            has_final_columns=self.maker.columns.are_final,
         )
         try:
             self._journal.append(committed)
         except UnavailableError:  # another run has taken over: it does these rows
             self.maker.remove(part.files)
             raise
+
+
+def files_of(record: Record) -> dict[str, int]:
+    """Names and bytes of the files of all parts that a journal names."""
+    return {name: size for part in record.parts for name, size in part.files.items()}
+
+
+def check_parts(committed: Mapping[str, int], there: Mapping[str, int], output: str) -> None:
+    """Raises InvalidArgumentError unless each committed file is there as a whole. Both mappings:
+    names and bytes."""
+    for name, size in committed.items():
+        if there.get(name) != size:
+            raise InvalidArgumentError(
+                f"the committed part {name} of {output} has {there.get(name, 0):,} bytes, but had "
+                f"{size:,}"
+            )
 
 
 def parts_in(fs: pafs.FileSystem, folder: str, mark: str = "") -> dict[str, int]:

@@ -8,17 +8,19 @@ the same one, one does.
 import contextlib
 import errno
 import os
-import secrets
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from jitney.errors import InvalidArgumentError
 
 from jitney_jobs.addresses import without_keys
-from jitney_jobs.journal_file import sync
+from jitney_jobs.whole_files import sync, write_beside, write_whole
 
-_RETRIES = 3
-"""Of requests to object storage."""
+if TYPE_CHECKING:
+    from jitney_jobs.object_storage import Objects
+
+_REQUEST_RETRIES = 3
+"""How often a request to object storage is sent again where no job says how often."""
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -51,7 +53,8 @@ class LocalFiles:
     def create(self, name: str, data: bytes) -> bool:
         """Raises InvalidArgumentError if the file system has no hard links."""
         path = self._folder / name
-        temporary = self._write(path, data)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = write_beside(path, [data])
         try:
             os.link(temporary, path)
         except FileExistsError:
@@ -70,32 +73,26 @@ class LocalFiles:
 
     def put(self, name: str, data: bytes) -> None:
         path = self._folder / name
-        os.replace(self._write(path, data), path)
-        sync(path.parent)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, [data])
 
     def delete(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             (self._folder / name).unlink()
 
-    def _write(self, path: Path, data: bytes) -> Path:
-        """A file beside ``path``, on the disk. Its name is of this call alone."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-        try:
-            temporary.write_bytes(data)
-            sync(temporary)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
-        return temporary
 
-
-def output_files(output: str, retries: int = _RETRIES) -> OutputFiles:
+def output_files(output: str, retries: int = _REQUEST_RETRIES) -> OutputFiles:
     """Raises InvalidArgumentError for storages on which two runs cannot be told apart."""
     if "://" not in output:
         return LocalFiles(Path(output))
     if output.startswith("s3://"):
-        from jitney_jobs.object_storage import Objects  # boto3 may be missing
-
-        return Objects(output, retries)
+        return objects_at(output, retries)
     raise InvalidArgumentError.of("output", without_keys(output), "local or s3:// with shards")
+
+
+def objects_at(address: str, retries: int = _REQUEST_RETRIES) -> "Objects":
+    """The objects below an address on S3. A request that fails is sent again ``retries`` times.
+    Raises InvalidArgumentError, and InstallationError if boto3 is missing."""
+    from jitney_jobs.object_storage import Objects
+
+    return Objects(address, retries)

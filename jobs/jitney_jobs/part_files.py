@@ -112,7 +112,7 @@ class LinesWriter:
 
     def _kept(self, line: bytes, chunk: Chunk) -> bytes | Exception:
         try:
-            return kept(line, self._keep, chunk.further)
+            return kept(line, self._keep, chunk.further, self._non_finite)
         except Exception as error:
             return error
 

@@ -3,8 +3,9 @@
 import time
 from collections.abc import Iterator, Sequence
 
+from jitney_jobs.ended_rows import Ended
 from jitney_jobs.job import Job
-from jitney_jobs.part_maker import Ended, PartMaker
+from jitney_jobs.part_maker import PartMaker
 
 _PART_BYTES = 32 << 20
 """A part is written when its rows have so many bytes in memory: columns of the input that are
@@ -52,7 +53,17 @@ class PartFiller:
         age = time.monotonic() - self._began
         if self._row_count < self._job.part_rows and age < self._job.part_seconds:
             return False
-        return self._maker.knows_columns(self._part)
+        return self._maker.columns.are_known(self._part)
+
+    @property
+    def rows(self) -> Sequence[Ended]:
+        """Those that it has."""
+        return self._part
+
+    @property
+    def waits_for_columns(self) -> bool:
+        """Whether it has too few results to set the columns, which are not known."""
+        return not self._maker.columns.are_known(self._part)
 
     def take(self) -> list[Ended]:
         """The rows of the part. The next one is empty."""

@@ -8,7 +8,7 @@ the next part fills, so at most two parts are in memory.
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack
 from functools import partial
@@ -16,16 +16,19 @@ from typing import Any, NamedTuple
 
 from jitney_jobs.background import in_background, settle
 from jitney_jobs.dataset import Dataset
+from jitney_jobs.ended_rows import Ended
 from jitney_jobs.executors import Models
+from jitney_jobs.finished_rows import Finisher
+from jitney_jobs.held_results import HeldResults
 from jitney_jobs.job import Job
-from jitney_jobs.job_run import JobRun
 from jitney_jobs.journal import FileRows, JobJournal
 from jitney_jobs.output import Output, write_errors
 from jitney_jobs.part_filler import PartFiller, in_parts
-from jitney_jobs.part_maker import Ended
 from jitney_jobs.prepare import Item
+from jitney_jobs.row_order import RowOrder
 from jitney_jobs.row_runner import RowRunner, chunk_rows, workers_of
 from jitney_jobs.rows import Chunk, RowId, reason
+from jitney_jobs.run_meter import RunMeter
 from jitney_jobs.tasks import make_task
 
 _POLL_S = 0.2
@@ -72,8 +75,9 @@ class _Reader:
         return _Read(entry, time.monotonic() - began)
 
 
-class Pipeline(JobRun):
-    """A run on this machine. Owns every row between the input and the journal."""
+class Pipeline:
+    """Of a run on this machine (``job_run.RowPipeline``). Owns every row between the input and the
+    journal."""
 
     def __init__(
         self,
@@ -85,17 +89,24 @@ class Pipeline(JobRun):
         models: Models,
     ) -> None:
         """Raises a LoadError, and InvalidArgumentError for a task that cannot be done."""
-        self._executor, context = models.load(job)
-        context = output.maker.completed(context)
+        executor, context = models.load(job)
+        context = output.maker.columns.completed(context)
         task = make_task(context)
-        super().__init__(job, journal, output, task)
-        dataset.set_schema(dataset.schema, output.maker.columns_to_read(task.columns))
+        self._job = job
+        self._journal = journal
+        self._output = output
+        self._task = task
+        self._finisher = Finisher(job, task)
+        output.set_columns(self._finisher.fields)
+        self.meter = RunMeter(journal.record, output)
+        self.is_cut = False
+        dataset.set_schema(dataset.schema, output.maker.columns.to_read(task.columns))
         most_rows = chunk_rows(job, task, dataset)
         self._runner = RowRunner(
-            self._executor,
+            executor,
             context,
             task,
-            self._figures,
+            self.meter.figures,
             workers=workers_of(job, task, dataset),
             chunk_rows=most_rows,
         )
@@ -109,12 +120,12 @@ class Pipeline(JobRun):
         self._rows_left: int | None = None
         """Rows that may still be read, because of the setting ``limit``."""
         if job.limit is not None:
-            self._rows_left = max(0, job.limit - self._done_before)
-        self._held: dict[int, list[Ended]] = {}
-        """Only if the order is kept: rows that ended before an earlier one, by their item's key."""
-        self._next_key = 0
-        """Only if the order is kept: the key of the next item of the part."""
+            self._rows_left = max(0, job.limit - self.meter.done_before)
+        self._order = RowOrder() if job.ordered else None
         self._part = PartFiller(job, output.maker)
+        with write_errors(job):
+            assert journal.record.begin is not None, "the job has begun"
+            self._held_results = HeldResults(output.maker, journal.record.begin)
         self._writing: Future[float] | None = None
         """Of the part before. Gives the seconds that its writing took."""
         self._in_writing: list[Ended] = []
@@ -123,17 +134,18 @@ class Pipeline(JobRun):
         self._has_lost_part = False
         """Whether a part could not be written."""
 
-    def _advance(self) -> bool:
+    def advance(self) -> bool:
         self._read_ahead()
-        self._figures.position = self._runner.feed() or self._figures.position
+        figures = self.meter.figures
+        figures.position = self._runner.feed() or figures.position
         began = time.monotonic()
         if self._runner.has_rows:
             for item, result in self._runner.step(self._input_ended):
                 self._finish(item, result)
-            self._figures.run_s += time.monotonic() - began
+            figures.run_s += time.monotonic() - began
         else:
             self._wait_for_rows()
-            self._figures.waited_s += time.monotonic() - began
+            figures.waited_s += time.monotonic() - began
         all_are_fed = self._input_ended and self._runner.next_prepared is None
         self._all_ended = all_are_fed and not self._runner.has_rows
         return not self._all_ended
@@ -154,7 +166,7 @@ class Pipeline(JobRun):
         """Hand to the workers what is read, while the budget allows more."""
         while not self._input_ended:
             if self._rows_left == 0:
-                self._is_cut = True
+                self.is_cut = True
                 self._input_ended = True
                 return
             if self._reading is None:
@@ -165,11 +177,13 @@ class Pipeline(JobRun):
                 return
             read = self._reading.result()
             self._reading = None
-            self._figures.read_s += read.seconds
+            self.meter.figures.read_s += read.seconds
             if isinstance(read.entry, Chunk):
-                self._runner.take(self._within_limit(read.entry))
+                chunk = self._within_limit(read.entry)
+                self._runner.take(self._held_results.put_into(chunk))
             elif read.entry is not None:
-                self._note(read.entry)
+                with write_errors(self._job):
+                    self._journal.append(read.entry)
             else:
                 self._input_ended = True
 
@@ -182,10 +196,14 @@ class Pipeline(JobRun):
         self._rows_left -= len(chunk)
         return chunk
 
+    @property
+    def columns(self) -> Sequence[str] | None:
+        return self._task.columns
+
     def refuse_repeated(self, rows: frozenset[RowId]) -> None:
         self._runner.repeated = rows
 
-    def _waits_for(self) -> str | None:
+    def waits_for(self) -> str | None:
         error = self._runner.waits_for
         return None if error is None else reason(error)
 
@@ -194,19 +212,16 @@ class Pipeline(JobRun):
     def _finish(self, item: Item, result: Any) -> None:
         """The model is done with rows, for good."""
         ended = self._finisher.ended(item, result)
-        self._figures.done += len(item.rows)
-        self._figures.moved_at = time.time()
+        figures = self.meter.figures
+        figures.done += len(item.rows)
+        figures.moved_at = time.time()
         for rows in ended:
             if rows.error is not None:
-                self._figures.bad += len(rows.rows)
+                figures.bad += len(rows.rows)
                 self._last_bad = rows
-        if not self._job.ordered:
-            self._add_all_to_part(ended)
-            return
-        self._held[item.key] = ended
-        while self._next_key in self._held:
-            self._add_all_to_part(self._held.pop(self._next_key))
-            self._next_key += 1
+        if self._order is not None:
+            ended = self._order.in_turn(item.key, ended)
+        self._add_all_to_part(ended)
 
     def _add_all_to_part(self, ended: list[Ended]) -> None:
         for rows in ended:
@@ -214,9 +229,9 @@ class Pipeline(JobRun):
             rest: Ended | None = rows
             while rest is not None:
                 rest = self._part.add(rest)
-                self._commit_due()
+                self.commit_due()
 
-    def _commit_due(self) -> None:
+    def commit_due(self) -> None:
         """Have the part written if it is full or old. Raises what went wrong in writing the part
         before."""
         if self._part.is_due:
@@ -224,6 +239,9 @@ class Pipeline(JobRun):
             self._begin_writing(self._part.take())
         elif self._writing is not None and self._writing.done():
             self._finish_writing()  # so that an error is raised as soon as it is known
+        if self._part.waits_for_columns:
+            with write_errors(self._job):
+                self._held_results.save_each(self._job.part_seconds, self._part.rows)
 
     def _make_room(self) -> None:
         """The run cannot go on while so much is in memory: have it written, or wait until it is."""
@@ -231,7 +249,7 @@ class Pipeline(JobRun):
             self._begin_writing(self._part.take())
         self._finish_writing()
 
-    def _commit_rest(self) -> None:
+    def commit_rest(self) -> None:
         """Have the rows of the part written, and wait for that. Raises what went wrong."""
         self._finish_writing()
         # An earlier part that could not be written may be why the job ends. The next run writes its
@@ -239,24 +257,40 @@ class Pipeline(JobRun):
         is_out_of_order = self._job.ordered and self._has_lost_part
         if is_out_of_order:
             return
-        part = self._part.take()
-        if not self._all_ended and not self._output.maker.knows_columns(part):
-            # So few results must not set the columns: when a run is stopped would decide what fits.
-            part = [rows for rows in part if rows.error is not None]
+        part = self._last_part()
         if part:
             self._begin_writing(part)
             self._finish_writing()
 
+    def _last_part(self) -> list[Ended]:
+        """What is left to write. Of rows that are too few to set the columns, only the bad ones:
+        otherwise when a run is stopped would decide what fits."""
+        has_too_few = self._part.waits_for_columns
+        part = self._part.take()
+        is_whole = self._all_ended and not self.is_cut
+        if is_whole or not has_too_few:
+            return part
+        with write_errors(self._job):
+            self._held_results.save(part)
+        if self._all_ended:
+            # The user wants to see these rows. A run without the limit writes them again.
+            self._output.maker.columns.are_final = False
+            return part
+        return [rows for rows in part if rows.error is not None]
+
     def _begin_writing(self, part: list[Ended]) -> None:
         self._in_writing = part
-        self._writing = in_background(partial(self._write, part, self._snapshot()))
+        self._writing = in_background(partial(self._write, part, self.snapshot()))
 
     def _write(self, part: list[Ended], figures: dict[str, float]) -> float:
         """In a thread. Returns the seconds that it took."""
         began = time.monotonic()
-        self._output.maker.learn_columns(part)
+        self._output.maker.columns.learn(part)
         for rows in in_parts(part, self._job.part_rows):
             self._output.write(rows, figures)
+        columns = self._output.maker.columns
+        if columns.known is not None and columns.are_final:
+            self._held_results.remove()
         return time.monotonic() - began
 
     def _finish_writing(self) -> None:
@@ -267,20 +301,20 @@ class Pipeline(JobRun):
         self._writing = None
         try:
             with write_errors(self._job):
-                self._figures.write_s += writing.result()
+                self.meter.figures.write_s += writing.result()
         except BaseException:
             self._has_lost_part = True
             raise
         self._runner.note_written(self._in_writing)
         self._in_writing = []
 
-    def _bad_example(self) -> str | None:
+    def bad_example(self) -> str | None:
         bad = self._last_bad
         if bad is None:
             return None
         return self._output.maker.bad_row(bad.chunk, bad.rows[-1], str(bad.error)).text
 
-    def _snapshot(self) -> dict[str, float]:
-        figures = {**super()._snapshot(), **self._runner.executor_figures}
+    def snapshot(self) -> dict[str, float]:
+        figures = self.meter.snapshot() | self._runner.executor_figures
         figures["cpu_s"] += self._runner.workers_cpu_s
         return figures

@@ -49,7 +49,8 @@ class Item:
 
 
 class Prepared(NamedTuple):
-    """Rows of a chunk: all of them, or the first ones if what was made of them is large."""
+    """Rows of a chunk: all of them, or the first ones if what was made of them is large, or has
+    taken long."""
 
     items: list[Item]
     columns: pa.RecordBatch | None
@@ -72,6 +73,8 @@ Preparer = Callable[[Chunk], Prepared]
 
 MADE_BYTES = 4 << 20
 """A worker gives back what it has made once that is so large, though rows may be left."""
+_MADE_S = 2.0
+"""Or once it has worked for so many seconds: what is not given back is lost if the job stops."""
 
 
 def make_preparer(context: Context, clock: RowClock | None = None) -> Preparer:
@@ -124,7 +127,7 @@ def _whole_block(task: Tensors, chunk: Chunk) -> Item | None:
 
 
 class _Making:
-    """Prepares a chunk row by row, until what it has made is large."""
+    """Prepares a chunk row by row, until what it has made is large, or has taken long."""
 
     def __init__(self, context: Context, task: Task, chunk: Chunk, clock: RowClock) -> None:
         self._context = context
@@ -144,6 +147,7 @@ class _Making:
         """Raises UnavailableError if the storage fails, and any exception if Python has not all
         values of the chunk."""
         nbytes = 0
+        began = time.monotonic()
         schema = self._context.columns
         self._clock.begin(0)
         replaced_before = storage.replaced
@@ -160,7 +164,7 @@ class _Making:
                 self._rows.append(self._written(row))
                 if self._chunk.format == "text":
                     nbytes += len(self._rows[-1].get("text", ""))
-            if nbytes >= MADE_BYTES:
+            if nbytes >= MADE_BYTES or time.monotonic() - began >= _MADE_S:
                 break
         if schema is not None:
             self._make_columns(schema)
@@ -169,6 +173,11 @@ class _Making:
 
     def _item_of(self, index: int, row: RowValues | Exception) -> Item:
         item = Item((index,))
+        known = self._chunk.results.get(index)
+        if known is not None:
+            item.prepared = known
+            item.nbytes = size_of(known)
+            return item
         try:
             if isinstance(row, Exception):
                 raise row

@@ -8,10 +8,7 @@ here has a clock that says so, in memory that the job's process reads.
 """
 
 import multiprocessing
-import multiprocessing.connection
-import os
 import queue
-import signal
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -23,6 +20,7 @@ from jitney.errors import InvalidArgumentError, UnavailableError
 
 from jitney_jobs.arrow import pa
 from jitney_jobs.background import settle
+from jitney_jobs.child_process import live_as_child
 from jitney_jobs.columns import of_values
 from jitney_jobs.prepare import (
     MADE_BYTES,
@@ -219,11 +217,7 @@ class _Process:
 
 def _serve(pipe: Any, cells: Cells) -> None:
     """The life of a worker process: until the job's process kills it, or has ended itself."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # they are for the job's process
-        signal.signal(number, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    threading.Thread(target=_end_with_job, args=(parent.sentinel,), daemon=True).start()
+    live_as_child()
     prepare = make_preparer(pipe.recv(), RowClock(cells))
     while True:
         chunk = pipe.recv()
@@ -233,9 +227,3 @@ def _serve(pipe: Any, cells: Cells) -> None:
             pipe.send(error)
         except (Exception, SystemExit) as error:  # of reading the chunk, or of sending the rows
             pipe.send(InvalidArgumentError(reason(error)))
-
-
-def _end_with_job(sentinel: int) -> None:
-    """End this worker process once the job's process has ended, of which ``sentinel`` tells."""
-    multiprocessing.connection.wait([sentinel])
-    os._exit(1)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from jitney.errors import InvalidArgumentError, show
 
-from jitney_jobs.addresses import without_keys
+from jitney_jobs.addresses import errors_without_keys, without_keys
 from jitney_jobs.column_names import check_any_there, check_columns, needed_columns
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.generate import check_settings
@@ -102,6 +102,17 @@ class Preview:
         for number, row in enumerate(self._first_rows()[:most]):
             lines.append(f"row {number:<3} {_row_text(row)}")
         return "\n".join(lines)
+
+
+@errors_without_keys()
+def preview_of(job: Job) -> str:
+    """What a job would read and write. Nothing is written. Raises as
+    :func:`~jitney_jobs.run.run_job` does before the model is loaded."""
+    dataset = Dataset(job)
+    dataset.set_schema(dataset.look_ahead(is_typed=False))
+    preview = Preview(job, dataset)
+    preview.check_named()
+    return preview.text()
 
 
 def _row_text(row: RowValues) -> str:

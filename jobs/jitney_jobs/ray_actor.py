@@ -1,5 +1,4 @@
-"""The stages of a run on a cluster: readers, which are tasks, and actors, which prepare and run
-rows and write the parts.
+"""Actors of a run on a cluster, which prepare and run rows and write the parts.
 
 An actor is what a run on this machine has behind its reader (``row_runner``, ``part_filler``,
 ``part_maker``). Ray calls it with blocks, several at a time, so that the executor stays full. A
@@ -15,146 +14,39 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
-import ray
 from jitney.errors import JitneyError, UnavailableError
 
 from jitney_jobs.arrow import pa
-from jitney_jobs.dataset import Dataset
+from jitney_jobs.ended_rows import Ended
 from jitney_jobs.executors import load
 from jitney_jobs.finished_rows import Finisher
-from jitney_jobs.first_results import columns_of_map
-from jitney_jobs.job import Job
-from jitney_jobs.journal import FileRows, Record
 from jitney_jobs.output import write_errors
 from jitney_jobs.part_filler import PartFiller
-from jitney_jobs.part_maker import Ended, PartMaker, WrittenPart
+from jitney_jobs.part_maker import PartMaker, WrittenPart
 from jitney_jobs.prepare import Item
-from jitney_jobs.ray_blocks import Portion, block_of, portions_of
-from jitney_jobs.ray_board import Board, BoardMessage, Failure, LimitReached, Report
+from jitney_jobs.ray_blocks import Portion, portions_of
+from jitney_jobs.ray_board import BoardMessage, Failure, Report
+from jitney_jobs.ray_library import ray
+from jitney_jobs.ray_plan import ClusterPlan
 from jitney_jobs.row_runner import RowRunner, chunk_rows, workers_of
 from jitney_jobs.rows import Chunk, RowId, reason
 from jitney_jobs.run_figures import RunFigures
-from jitney_jobs.tasks import Context, make_task
+from jitney_jobs.tasks import make_task
 
 CALLS_AT_ONCE = 4
 """Blocks that an actor works on at a time. While it waits for the slowest rows of one, those of the
 others keep the executor full."""
 _REPORT_S = 0.5
-"""Between two reports of a process."""
+"""Between two reports of an actor."""
 _POLL_S = 0.1
 """Longest wait for a block, in seconds."""
 _RESULT = pa.schema([("is_whole", pa.bool_()), ("parts", pa.list_(pa.binary()))])
 """What an actor answers for a block. ``parts``: only if the order is kept."""
-
-
-@dataclass(frozen=True)
-class ClusterPlan:
-    """What every process of a run on a cluster must know of it."""
-
-    job: Job
-    dataset: Dataset
-    """With the schema."""
-    context: Context
-    schema: bytes | None
-    """Of the parts, as the journal has it."""
-    number: str
-    """How the numbers of the run's parts begin."""
-    mark: str
-    """What their numbers end with, before what an actor adds."""
-    repeated: frozenset[RowId]
-    """Rows that repeat the ``custom_id`` of an earlier one."""
-    sharers: int
-    """Actors that share a machine."""
-    board: Board
-
-
-# ------------------------------------------------------------------ readers
-
-
-class Reading(NamedTuple):
-    """What a reader must know beside the plan."""
-
-    record: Record
-    """With the rows that need not be read."""
-    chunk_rows: int
-    rows_left: int | None
-    """Rows that may still be read, because of the setting ``limit``."""
-
-
-def read(batch: dict[str, Any], plan: Any, reading: Any) -> Iterator[pa.Table]:
-    """A task of Ray's: the rows of some files, known by their indices in the column ``item``.
-    ``plan`` and ``reading`` are references."""
-    files = batch["item"].tolist()
-    reader = _Reader(ray.get(plan), ray.get(reading), files)
-    yield from reader.blocks()
-
-
-class _Reader:
-    """Of some files."""
-
-    def __init__(self, plan: ClusterPlan, reading: Reading, files: list[int]) -> None:
-        self._plan = plan
-        self._reading = reading
-        self._files = files
-        self._name = f"reader of file {files[0]} and {len(files) - 1} more"
-        self._position = 0.0
-        """The share of the whole input that was read, beyond what the blocks tell."""
-        self._read_s = 0.0
-        self._messages: list[BoardMessage] = []
-        self._reported_at = 0.0
-        self._is_stopping = False
-
-    def blocks(self) -> Iterator[pa.Table]:
-        """Ends early if the run stops."""
-        try:
-            yield from self._blocks()
-        except JitneyError as error:
-            self._messages.append(Failure(error))
-        self._report()
-
-    def _blocks(self) -> Iterator[pa.Table]:
-        record, most_rows, rows_left = self._reading
-        position = 0.0
-        entries = self._plan.dataset.chunks(record, most_rows, self._files)
-        began = time.monotonic()
-        for entry in entries:
-            self._read_s += time.monotonic() - began
-            if isinstance(entry, FileRows):
-                self._messages.append(entry)
-            elif rows_left == 0:
-                self._messages.append(LimitReached())
-                return
-            else:
-                chunk = entry
-                if rows_left is not None:
-                    if len(chunk) > rows_left:
-                        chunk = chunk.slice(0, rows_left)
-                    rows_left -= len(chunk)
-                yield block_of(chunk, entry.position - position)
-                position = entry.position
-            if time.monotonic() - self._reported_at >= _REPORT_S:
-                self._report()
-            if self._is_stopping:
-                return
-            began = time.monotonic()
-        sizes = self._plan.dataset.sizes
-        whole = sum(sizes[file] for file in self._files) / max(1, sum(sizes))
-        self._position = max(0.0, whole - position)
-
-    def _report(self) -> None:
-        figures = {"read_s": self._read_s, "position": self._position}
-        self._is_stopping = self._plan.board.put(self._name, Report(figures), self._messages)
-        self._messages = []
-        self._reported_at = time.monotonic()
-
-
-# ------------------------------------------------------------------ actors
 
 
 @dataclass
@@ -229,7 +121,7 @@ class RowsActor:
         dataset = self._plan.dataset
         self._finisher = Finisher(job, task)
         self._maker = PartMaker(job, dataset)
-        self._maker.set_columns(self._finisher.fields, self._plan.schema)
+        self._maker.columns.set_result(self._finisher.fields, self._plan.schema)
         self._figures = RunFigures(moved_at=time.time())
         self._most_rows = chunk_rows(job, task, dataset)
         self._runner = RowRunner(
@@ -453,19 +345,3 @@ class RowsActor:
         except Exception:  # the error before is the one to tell
             self._report()
             self._give_up()
-
-
-# ------------------------------------------------------------------ before the run
-
-
-def context_of(job: Job) -> Context:
-    """In a task of Ray's: what the job's tasks must know of the model."""
-    executor, context = load(job)
-    executor.close()
-    return context
-
-
-def columns_of_first_rows(plan: ClusterPlan) -> bytes | None:
-    """In a task of Ray's: :func:`~jitney_jobs.first_results.columns_of_map`. These rows are run
-    once more later."""
-    return columns_of_map(plan.context, plan.dataset, PartMaker(plan.job, plan.dataset))

@@ -8,12 +8,11 @@ commits the parts, and says there when all are to stop.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import ray
 from jitney.errors import JitneyError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from jitney_jobs.journal import FileRows
 from jitney_jobs.part_maker import WrittenPart
+from jitney_jobs.ray_library import NodeAffinitySchedulingStrategy, ray
 
 
 class Report(NamedTuple):

@@ -142,6 +142,6 @@ class ShardRows:
         return rows_before / max(1, total)
 
 
-def row_count_of(intervals: Iterable[Interval]) -> int:
-    """How many rows disjoint intervals have."""
-    return sum(end - first for _, first, end in intervals)
+def row_count_of(ranges: Iterable[Interval | RowRange]) -> int:
+    """How many rows disjoint intervals, or the ranges of a shard, have."""
+    return sum(each.end - each.first for each in ranges)

@@ -18,10 +18,10 @@ from typing import Any
 from jitney.errors import JitneyError
 
 from jitney_jobs.dataset import Dataset
+from jitney_jobs.ended_rows import Ended
 from jitney_jobs.executor_protocol import Executor
 from jitney_jobs.feeder import Feeder
 from jitney_jobs.job import Job
-from jitney_jobs.part_maker import Ended
 from jitney_jobs.prepare import MADE_BYTES, Item, Prepared
 from jitney_jobs.prepare_workers import Workers
 from jitney_jobs.rows import Chunk, RowId

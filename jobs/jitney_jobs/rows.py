@@ -7,7 +7,7 @@ of JSON are one such column; the worker decodes them.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from jitney.errors import InvalidArgumentError, JitneyError
@@ -16,10 +16,11 @@ from jitney_jobs.addresses import text_without_keys
 from jitney_jobs.arrow import pa
 from jitney_jobs.columns import from_bytes, rows_of, shown_row, to_bytes
 from jitney_jobs.job import InputFormat
-from jitney_jobs.json_lines import decoded
+from jitney_jobs.json_lines import decoded, strictly_decoded
 from jitney_jobs.nested import value_at
 from jitney_jobs.storage import Storage
 
+T = TypeVar("T")
 RowValues = dict[str, Any]
 """Column -> value."""
 Arrays = dict[str, np.ndarray]
@@ -44,6 +45,8 @@ class Unreadable(NamedTuple):
 
     error: str
     raw: bytes
+    values: RowValues | None = None
+    """What it has, if that is known, though some of it has not its column's type."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,9 @@ class Chunk:
     """Index in this chunk -> how many U+FFFD were put in place of what is no text, if any were.
     Of files that are texts it is known once they are prepared."""
 
+    results: dict[int, Any] = field(default_factory=dict)
+    """Index in this chunk -> what an earlier run has prepared of the row."""
+
     def __len__(self) -> int:
         return len(self.indices)
 
@@ -88,20 +94,15 @@ class Chunk:
 
     def slice(self, first: int, end: int) -> "Chunk":
         """A chunk of the rows [first, end) of this one."""
-        unreadable = {
-            index - first: row for index, row in self.unreadable.items() if first <= index < end
-        }
-        replaced = {
-            index - first: count for index, count in self.replaced.items() if first <= index < end
-        }
         return replace(
             self,
             indices=self.indices[first:end],
             data=self.data.slice(first, end - first),
             columns=None if self.columns is None else self.columns.slice(first, end - first),
             offsets=self.offsets[first:end],
-            unreadable=unreadable,
-            replaced=replaced,
+            unreadable=_between(self.unreadable, first, end),
+            replaced=_between(self.replaced, first, end),
+            results=_between(self.results, first, end),
             read_bytes=self.read_bytes * (end - first) // len(self),
         )
 
@@ -132,6 +133,8 @@ class Chunk:
 
     def _decoded(self, line: bytes) -> RowValues | Exception:
         try:
+            if self.format == "openai":  # the service takes JSON alone
+                return {**strictly_decoded(line), **self.further}
             return {**decoded(line), **self.further}
         except Exception as error:  # a line may be anything
             return error
@@ -139,7 +142,8 @@ class Chunk:
     def given(self, index: int) -> Any:
         """A row for an error file: its values, or else its bytes."""
         if index in self.unreadable:
-            return shown_bytes(self.unreadable[index].raw)
+            unreadable = self.unreadable[index]
+            return shown_bytes(unreadable.raw) if unreadable.values is None else unreadable.values
         if self.format in LINES:
             line = self.data.column(LINE)[index].as_py()
             row = self._decoded(line)
@@ -168,6 +172,11 @@ class Chunk:
         if state["columns"] is not None:
             state["columns"] = from_bytes(state["columns"])
         self.__dict__.update(state)
+
+
+def _between(by_index: Mapping[int, T], first: int, end: int) -> dict[int, T]:
+    """What belongs to the rows [first, end) of a chunk, by their index behind the first."""
+    return {index - first: value for index, value in by_index.items() if first <= index < end}
 
 
 def _text_row(storage: Storage, path: str) -> RowValues | Exception:

@@ -7,7 +7,7 @@ class RunFigures(msgspec.Struct, kw_only=True):
     """What one run has done so far. The job's thread owns it; other threads return their seconds.
     On a cluster each actor has its own, and the run adds them up.
 
-    ``JobRun._snapshot`` adds what is known elsewhere.
+    ``RunMeter.snapshot`` adds what is known elsewhere.
     """
 
     read_s: float = 0.0

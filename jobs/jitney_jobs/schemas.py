@@ -18,10 +18,14 @@ _MOST_FIELDS = 1000
 """An object of JSON with more fields than that is a map rather than a struct. It becomes text."""
 _MOST_DEEP = 64
 """What has more lists and objects within one another becomes text: Arrow stores no such types."""
-_MOST_EXACT = 1 << 53
+MOST_EXACT = 1 << 53
 """A double holds every integer up to this number."""
+_UNITS = ("ns", "us", "ms", "s")
+"""Of times, the finest first."""
 _DIGITS = {8: 3, 16: 5, 32: 10, 64: 20}
 """Bits of an integer -> most digits that it has."""
+_DIGITS_OF_DOUBLE = 15
+"""Every decimal of no more digits comes back from a double as it was."""
 _MOST_DIGITS = 38
 """Of a decimal of 128 bits."""
 _TOKEN = re.compile(r"[A-Za-z_][\w.]*|\"[^\"]*\"|\d+|[^\s]")
@@ -47,6 +51,8 @@ def merged_type(one: pa.DataType, other: pa.DataType) -> pa.DataType:
     for kind, less in ((one, other), (other, one)):
         if pa.types.is_timestamp(kind) and kind.tz is None and pa.types.is_date(less):
             return kind
+        if _are_of_two_zones(kind, less):
+            return pa.timestamp(min(kind.unit, less.unit, key=_UNITS.index), "UTC")
         if pa.types.is_decimal(kind) and pa.types.is_integer(less):
             return _decimal_for(kind, less)
     schemas = [pa.schema({"column": one}), pa.schema({"column": other})]
@@ -54,6 +60,12 @@ def merged_type(one: pa.DataType, other: pa.DataType) -> pa.DataType:
         return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
     except pa.ArrowException:  # such as of a number and a text
         return pa.string()
+
+
+def _are_of_two_zones(one: pa.DataType, other: pa.DataType) -> bool:
+    """Whether both are times of zones: the same times are those of UTC."""
+    are_times = pa.types.is_timestamp(one) and pa.types.is_timestamp(other)
+    return bool(are_times and one.tz and other.tz and one.tz != other.tz)
 
 
 def _decimal_for(kind: pa.DataType, whole: pa.DataType) -> pa.DataType:
@@ -105,16 +117,55 @@ def unified(schemas: Iterable[pa.Schema]) -> pa.Schema:
     return pa.schema(list(fields.values()), metadata)
 
 
-def most_exact(own: pa.DataType, of_all: pa.DataType) -> int | None:
-    """The largest integer of type ``own`` that ``of_all``, a type for several files, holds. None if
-    it holds them all."""
-    if not pa.types.is_integer(own) or own.bit_width < 64:
-        return None
-    if pa.types.is_floating(of_all):
-        return _MOST_EXACT
-    if pa.types.is_uint64(own) and pa.types.is_int64(of_all):
-        return (1 << 63) - 1
-    return None
+def may_round(own: pa.DataType, of_all: pa.DataType) -> bool:
+    """Whether ``own`` may have values, or has some in it, that ``of_all``, a type for several
+    files, does not hold: integers of 64 bits and long decimals where that is a double, and times
+    where it has a finer unit."""
+    for mine, common in _children(own, of_all):
+        if may_round(mine, common):
+            return True
+    types = pa.types
+    own = plain(_values(own))
+    if types.is_timestamp(own) and types.is_timestamp(of_all):
+        return bool(own.unit != of_all.unit)  # a finer one has fewer years
+    if types.is_decimal(own):
+        return bool(types.is_floating(of_all) and own.precision > _DIGITS_OF_DOUBLE)
+    if not types.is_integer(own) or own.bit_width < 64:
+        return False
+    if types.is_floating(of_all):
+        return True
+    return bool(types.is_uint64(own) and types.is_int64(of_all))
+
+
+def with_texts(own: pa.DataType, of_all: pa.DataType) -> pa.DataType:
+    """``of_all`` with text in place of what :func:`may_round`."""
+    if not may_round(own, of_all):
+        return of_all
+    types = pa.types
+    if types.is_struct(of_all):
+        fields = []
+        for field in of_all:
+            index = own.get_field_index(field.name)
+            if index >= 0:
+                field = field.with_type(with_texts(own.field(index).type, field.type))
+            fields.append(field)
+        return pa.struct(fields)
+    if is_list(of_all):
+        return pa.list_(with_texts(own.value_type, of_all.value_type))
+    return pa.string()
+
+
+def _children(own: pa.DataType, of_all: pa.DataType) -> list[tuple[pa.DataType, pa.DataType]]:
+    """The types in two nested ones that belong together."""
+    if is_list(own) and is_list(of_all):
+        return [(own.value_type, of_all.value_type)]
+    pairs = []
+    if pa.types.is_struct(own) and pa.types.is_struct(of_all):
+        for field in of_all:
+            index = own.get_field_index(field.name)
+            if index >= 0:
+                pairs.append((own.field(index).type, field.type))
+    return pairs
 
 
 # ------------------------------------------------------------------ types that can be written
@@ -219,7 +270,7 @@ class SeenTypes:
 
 
 def _has_large(values: list[Any]) -> bool:
-    return any(isinstance(value, int) and abs(value) > _MOST_EXACT for value in values)
+    return any(isinstance(value, int) and abs(value) > MOST_EXACT for value in values)
 
 
 def _is_name(name: Any) -> bool:

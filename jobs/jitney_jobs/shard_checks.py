@@ -6,6 +6,7 @@ from jitney_jobs.addresses import without_keys
 from jitney_jobs.job import Job
 from jitney_jobs.journal import Record, read_journal
 from jitney_jobs.output import write_errors
+from jitney_jobs.row_ranges import row_count_of
 from jitney_jobs.shard_plan import Plan, plan_of
 
 
@@ -17,10 +18,7 @@ def is_merged(plan: Plan, job: Job) -> bool:
     if begin is None:
         return False
     if begin.id != plan.id:
-        raise InvalidArgumentError(
-            f"{without_keys(job.output)} holds a job that is not divided into shards: choose "
-            "another output"
-        )
+        raise InvalidArgumentError(f"{undivided_text(job.output)}: choose another output")
     return True
 
 
@@ -33,6 +31,10 @@ def check_division(job: Job, plan: Plan | None, record: Record) -> None:
         division = plan_of(job.output)
     if division is not None:
         raise InvalidArgumentError(unmerged_text(job.output, division))
+
+
+def undivided_text(output: str) -> str:
+    return f"{without_keys(output)} holds a job that is not divided into shards"
 
 
 def unmerged_text(output: str, plan: Plan) -> str:
@@ -54,5 +56,4 @@ def merged_text(job: Job, retry_bad: bool) -> str:
 def rows_text(plan: Plan, job: Job) -> str:
     """What a shard has to do, for the user."""
     ranges = plan.ranges_of(job)
-    rows = sum(each.end - each.first for each in ranges)
-    return f"shard {job.shard}: {rows:,} rows of {len(ranges):,} files"
+    return f"shard {job.shard}: {row_count_of(ranges):,} rows of {len(ranges):,} files"

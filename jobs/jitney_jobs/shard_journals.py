@@ -10,11 +10,10 @@ from jitney.progress import clock_text
 from jitney_jobs.addresses import without_keys
 from jitney_jobs.journal_entries import Sealed, encode
 from jitney_jobs.journal_record import Record, read_file
+from jitney_jobs.output_files import objects_at
 from jitney_jobs.shard_plan import Plan
 from jitney_jobs.shards import Shard
 
-_RETRIES = 3
-"""Of requests to object storage."""
 _READERS = 16
 
 
@@ -58,9 +57,7 @@ class ShardJournals:
         self._folder = Path(output, "_job")
         self._objects = None
         if output.startswith("s3://"):
-            from jitney_jobs.object_storage import Objects  # boto3 may be missing
-
-            self._objects = Objects(output, _RETRIES)
+            self._objects = objects_at(output)
 
     def read(self, shards: list[Shard]) -> list[ShardJournal]:
         with ThreadPoolExecutor(1 if self._objects is None else _READERS) as pool:
@@ -111,7 +108,6 @@ def status_of_shards(output: str, plan: Plan) -> str:
     complete = sum(journal.is_complete for journal in shards)
     written = sum(record.written for record in records)
     failed = sum(record.failed for record in records)
-    total = sum(rows.end - rows.first for ranges in plan.shards for rows in ranges)
     size = sum(file.size for file in plan.files)
     if complete == len(shards):
         state = "every shard is complete; they are not merged"
@@ -120,7 +116,7 @@ def status_of_shards(output: str, plan: Plan) -> str:
     lines = [
         f"{without_keys(output)}: {state}",
         f"input   {len(plan.files):,} files, {size:,} bytes",
-        f"rows    {written + failed:,} of {total:,}: {written:,} written, {failed:,} bad",
+        f"rows    {written + failed:,} of {plan.row_count:,}: {written:,} written, {failed:,} bad",
         f"parts   {sum(len(record.parts) for record in records):,}",
     ]
     lines += [f"shard   {journal.shard}: {journal.text}" for journal in shards]

@@ -11,15 +11,16 @@ import msgspec
 from jitney.errors import InvalidArgumentError
 
 from jitney_jobs.fingerprints import print_differences
-from jitney_jobs.job import Job, differences, job_without_keys
+from jitney_jobs.job import Job, job_without_keys
+from jitney_jobs.job_differences import differences, differences_text
 from jitney_jobs.journal_entries import Begin, InputFile, RowRange, check, encode
 from jitney_jobs.output_files import OutputFiles, output_files
+from jitney_jobs.row_ranges import row_count_of
 from jitney_jobs.shards import Shard
 
 _NAME = "_job/plan.json"
 VERSION = 1
 """Of the plan's format."""
-_MOST_SHOWN = 5
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -54,6 +55,17 @@ class Plan(msgspec.Struct, frozen=True):
         assert shard is not None, "the job is a shard"
         return self.shards[shard.index]
 
+    @property
+    def row_count(self) -> int:
+        """Of all shards."""
+        return sum(row_count_of(ranges) for ranges in self.shards)
+
+    def with_model(self, job: Job) -> Job:
+        """A shard's job with the model that the lines of the input name, unless it names one."""
+        if job.model is not None:
+            return job
+        return msgspec.structs.replace(job, model=self.job.model)
+
     def begin_shard(self, entry: Begin) -> Begin:
         """The first line of a shard's journal. ``entry``: with the shard's own settings."""
         return msgspec.structs.replace(
@@ -76,12 +88,9 @@ class Plan(msgspec.Struct, frozen=True):
         if not job.accept_changes:
             changes += print_differences(self.prints, prints)
         if changes:
-            text = "; ".join(changes[:_MOST_SHOWN])
-            more = len(changes) - _MOST_SHOWN
-            text += f"; and {more:,} more" if more > 0 else ""
             raise InvalidArgumentError(
-                f"{self.job.output} holds a job of shards that differs: {text}. To divide it anew, "
-                "choose another output"
+                f"{self.job.output} holds a job of shards that differs: "
+                f"{differences_text(changes)}. To divide it anew, choose another output"
             )
 
 

@@ -1,12 +1,11 @@
 """Makes the plan of a job that is divided into shards: which rows each of them does.
 
 All of the input is looked at once for that: Parquet states its rows, in other files they are
-counted. Several shards that begin at the same time make a plan each; the first one counts.
+counted. Of several shards that begin at the same time one does so, and the others wait.
 """
 
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -21,12 +20,17 @@ from jitney_jobs.first_results import columns_of_map
 from jitney_jobs.job import Job, job_without_keys
 from jitney_jobs.journal import Record, read_journal
 from jitney_jobs.journal_entries import OutputPart, ReadStart, RowRange
-from jitney_jobs.line_survey import Survey, model_of_lines, survey_lines
+from jitney_jobs.line_survey import survey_job
 from jitney_jobs.output import Output, write_errors
 from jitney_jobs.output_files import OutputFiles, output_files
+from jitney_jobs.planning_claim import PlanningClaim
 from jitney_jobs.preview import Preview
+from jitney_jobs.shard_checks import undivided_text
 from jitney_jobs.shard_plan import VERSION, Plan, create_plan, read_plan
 from jitney_jobs.shards import Shard
+
+_POLL_S = 0.5
+"""Between two looks for a plan that another shard makes."""
 
 
 class CountedFile(msgspec.Struct, frozen=True):
@@ -46,11 +50,30 @@ def plan_for(job: Job, shard: Shard, say: Callable[[str], None]) -> Plan:
         files = output_files(job.output, job.retries)
         plan = read_plan(files)
     if plan is None:
-        plan = _make_or_read(job, shard, files, say)
-    if job.model is None:
-        job = msgspec.structs.replace(job, model=plan.job.model)  # that of OpenAI's lines
+        plan = _make_or_wait(job, shard, files, say)
+    job = plan.with_model(job)
     plan.check(job, shard, fingerprints_of(job))
     return plan
+
+
+def _make_or_wait(job: Job, shard: Shard, files: OutputFiles, say: Callable[[str], None]) -> Plan:
+    """The plan that this shard makes, or another one."""
+    claim = PlanningClaim(files)
+    has_said = False
+    while True:
+        with write_errors(job):
+            may_make = claim.take()
+            plan = read_plan(files)
+        if may_make:
+            break
+        if plan is not None:
+            return plan
+        if not has_said:
+            say("another shard divides the input: this one waits for it")
+        has_said = True
+        time.sleep(_POLL_S)
+    with claim:
+        return plan or _make_or_read(job, shard, files, say)
 
 
 def _make_or_read(job: Job, shard: Shard, files: OutputFiles, say: Callable[[str], None]) -> Plan:
@@ -65,8 +88,7 @@ def _make_or_read(job: Job, shard: Shard, files: OutputFiles, say: Callable[[str
     with write_errors(job):
         created = create_plan(files, made)
     if created.is_ours:
-        rows = sum(each.end - each.first for ranges in made.shards for each in ranges)
-        say(f"{rows:,} rows are divided into {shard.count:,} shards")
+        say(f"{made.row_count:,} rows are divided into {shard.count:,} shards")
     return created.plan
 
 
@@ -75,24 +97,18 @@ def _make_plan(job: Job, shard: Shard, say: Callable[[str], None]) -> Plan:
     whole = msgspec.structs.replace(job, shard=None)
     with write_errors(job):
         if read_journal(job.output, None).begin is not None:
-            raise InvalidArgumentError(
-                f"{without_keys(job.output)} holds a job that is not divided into shards: choose "
-                "another output"
-            )
+            raise InvalidArgumentError(f"{undivided_text(job.output)}: choose another output")
     dataset = Dataset(whole)
     say(f"{without_keys(job.input)}: {dataset.summary}")
-    survey = Survey(frozenset(), Counter())
-    if job.input_format == "openai" and job.task != "map":
-        survey = survey_lines(dataset)
-        if job.model is None and job.server is None:
-            whole = msgspec.structs.replace(whole, model=model_of_lines(survey.models))
+    surveyed = survey_job(whole, dataset)
+    whole = surveyed.job
     with write_errors(job):
         output = Output(whole, dataset, _NoJournal())
-    schema = dataset.look_ahead(output.maker.is_table)
+    schema = dataset.look_ahead(output.maker.columns.is_table)
     dataset.set_schema(schema)
     Preview(whole, dataset).check_named()
     result_schema = None
-    if job.task == "map" and output.maker.is_table:
+    if job.task == "map" and output.maker.columns.is_table:
         result_schema = _result_schema(whole, dataset, output)
     say("the input's rows are counted, to divide them")
     counted = [_counted(dataset, index) for index in range(len(dataset.sizes))]
@@ -107,7 +123,7 @@ def _make_plan(job: Job, shard: Shard, say: Callable[[str], None]) -> Plan:
         prints=fingerprints_of(whole),
         schema=None if schema is None else schema.serialize().to_pybytes(),
         result_schema=result_schema,
-        repeated=sorted(survey.repeated),
+        repeated=sorted(surveyed.repeated),
         shards=divided(counted, shard.count),
     )
 
@@ -139,7 +155,8 @@ def _result_schema(job: Job, dataset: Dataset, output: Output) -> bytes | None:
         models = Models()
         closing.callback(models.close)
         _, context = models.load(job)
-        return columns_of_map(output.maker.completed(context), dataset, output.maker)
+        columns = output.maker.columns
+        return columns_of_map(columns.completed(context), dataset, columns)
 
 
 def divided(counted: list[CountedFile], shard_count: int) -> list[list[RowRange]]:

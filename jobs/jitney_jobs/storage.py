@@ -15,6 +15,7 @@ from jitney_jobs.encodings import Encoding
 from jitney_jobs.input_files import compression_of
 from jitney_jobs.job import LIST, Job
 from jitney_jobs.outcome import Trouble
+from jitney_jobs.output_files import objects_at
 
 if TYPE_CHECKING:
     from jitney_jobs.object_storage import Objects
@@ -42,9 +43,7 @@ def objects_of(job: Job) -> "Objects | None":
     """The objects below a job's output on S3. None for an output elsewhere."""
     if not job.output.startswith("s3://"):
         return None
-    from jitney_jobs.object_storage import Objects  # boto3 may be missing
-
-    return Objects(job.output, job.retries)
+    return objects_at(job.output, job.retries)
 
 
 def open_inputs(job: Job) -> tuple[pafs.FileSystem, list[str]]:

@@ -21,6 +21,7 @@ from jitney.errors import InvalidArgumentError
 
 from jitney_jobs.job import make_job, read_job
 from jitney_jobs.outcome import ExitStatus, is_worth_another_try
+from jitney_jobs.whole_files import write_whole
 
 if TYPE_CHECKING:
     from jitney_jobs.executors import Models
@@ -65,8 +66,7 @@ def submit(folder: _Folder, file: Annotated[Path, typer.Argument(help="A job fil
     if waiting.exists() or (folder / JobState.RUNNING / waiting.name).exists():
         raise InvalidArgumentError(f"a job {file.stem} waits or runs in {folder}")
     folder.mkdir(parents=True, exist_ok=True)
-    waiting.with_suffix(".new").write_text(yaml.safe_dump(settings), encoding="utf-8")
-    waiting.with_suffix(".new").rename(waiting)
+    write_whole(waiting, [yaml.safe_dump(settings).encode()])
 
 
 def cancel(folder: _Folder, name: Annotated[str, typer.Argument(help="The job's name.")]) -> None:
@@ -257,7 +257,9 @@ class _Queue:
 
     def _run(self, claim: _Claim) -> _Ended:
         """Raises what :func:`~jitney_jobs.run.run_job` raises."""
-        from jitney_jobs.run import exit_status, note_of, read_record, run_job
+        from jitney_jobs.job_record import read_record
+        from jitney_jobs.run import run_job
+        from jitney_jobs.status import exit_status, note_of
 
         began = time.time()
         job = make_job({**self._defaults, **read_job(claim.path)})

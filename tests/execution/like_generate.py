@@ -10,27 +10,14 @@ from jitney.sampling_params import SamplingParams
 
 from tests.execution.drive import drive
 from tests.execution.generate import eager, expected_outputs, make_prompts
-from tests.tiny_models import make_model
+from tests.tiny_models import TINY_SHAPE, make_model
 
-_TINY = {
-    "vocab_size": 160,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
 _NEW_TOKENS = 24
 
 
 def make_type(folder: Path, model_type: str, **fields: object) -> Path:
     """A checkpoint of this type. A field of None is left to the type."""
-    given = {**_TINY, **fields}
+    given = {**TINY_SHAPE, **fields}
     stated = {name: value for name, value in given.items() if value is not None}
     config = transformers.CONFIG_MAPPING[model_type](**stated)
     make_model(config).save_pretrained(folder)

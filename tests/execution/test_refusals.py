@@ -56,12 +56,9 @@ def config_only(folder: Path, config: dict[str, object]) -> Path:
 
 BY_CONFIG = {
     "rwkv": ({}, "recurrent"),
-    "llama4_text": ({}, "'chunked_attention'"),
     "t5": ({}, "encoder-decoder"),
     "bart": ({"is_encoder_decoder": True}, "encoder-decoder"),
-    "falcon": ({}, "AttentionInterface"),
-    "bloom": ({}, "AttentionInterface"),
-    "gptj": ({}, "AttentionInterface"),
+    "xglm": ({}, "AttentionInterface"),
     "gemma3": ({}, "multi-modal"),
     "llava": ({}, "multi-modal"),
     "vit": ({}, "no causal language model"),
@@ -106,9 +103,7 @@ def test_unknown_type(tmp_path: Path) -> None:
 
 BY_PROBE = {
     "bert": ({"is_decoder": False}, "not causal"),
-    "diffllama": ({}, "attends twice"),
     "doge": ({"head_dim": 16}, "a mask of its own"),
-    "nemotron": ({}, "does not pass keyword arguments on"),
     # Its recurrent layers keep their states themselves.
     "recurrent_gemma": ({"num_hidden_layers": 3}, "its states are not in a cache"),
 }

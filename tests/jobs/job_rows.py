@@ -93,6 +93,22 @@ def ending(row: dict[str, Any]) -> dict[str, Any]:
     return {"twice": 2 * row["id"]}
 
 
+def noted(row: dict[str, Any]) -> dict[str, Any]:
+    """Notes in the row's log that it is done; stops the job at rows that are to, the first time.
+    The values of the first 20 rows are numbers, and those of all others texts."""
+    log = Path(row["log"])
+    is_first = not log.exists() or str(row["id"]) not in log.read_text().split()
+    with log.open("a") as file:
+        file.write(f"{row['id']} ")
+    if row["stops"] and is_first:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return {"made": row["id"] if row["id"] < 20 else f"text {row['id']}"}
+
+
+def noted_otherwise(row: dict[str, Any]) -> dict[str, Any]:
+    return {"made": -row["id"]}
+
+
 def slowly(row: dict[str, Any]) -> dict[str, Any]:
     time.sleep(0.002)
     return {"twice": 2 * row["id"]}
@@ -163,3 +179,16 @@ def fail_at_part(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
         append(self, line)
 
     monkeypatch.setattr(JobJournal, "append", failing)
+
+
+def note_row_groups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that gets the row groups of Parquet files as they are read from now on."""
+    groups: list[int] = []
+    real = pq.ParquetFile.iter_batches
+
+    def noted(self: Any, size: int, row_groups: list[int], columns: list[str]) -> Any:
+        groups.extend(row_groups)
+        return real(self, size, row_groups=row_groups, columns=columns)
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", noted)
+    return groups

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from jitney_gateway.keys import FileKeys
 from jitney_jobs.batches import records
-from jitney_jobs.batches.records import Folder, write_whole
+from jitney_jobs.batches.records import Folder, write_private
 from jitney_jobs.batches.service import BatchService
 
 OLD = "o" * 24
@@ -49,7 +49,7 @@ def test_a_full_disk_keeps_no_key_that_is_taken_away(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(records, "write_whole", full)
+        patched.setattr(records, "write_private", full)
         write(file, f"bob:{NEW}\n")
         assert dict(keys.refreshed_owners()) == {NEW: "bob"}
     assert sorted(dict(keys.refreshed_owners()).values()) == ["bob", "bob"]
@@ -65,10 +65,10 @@ def test_gateways_that_start_at_once_agree_on_the_keys_of_jobs(
     both = threading.Barrier(2)
 
     def together(path: Path, pieces: list[bytes]) -> None:
-        write_whole(path, pieces)
+        write_private(path, pieces)
         both.wait(60)
 
-    monkeypatch.setattr(records, "write_whole", together)
+    monkeypatch.setattr(records, "write_private", together)
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(
             lambda _: dict(FileKeys(file, [BatchService(folder)]).refreshed_owners()), range(2)

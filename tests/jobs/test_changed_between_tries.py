@@ -15,8 +15,11 @@ import pyarrow.parquet as pq
 import pytest
 from jitney.errors import InvalidArgumentError, UnavailableError
 from jitney_jobs.fingerprints import fingerprints_of, print_differences
-from jitney_jobs.job import differences, make_job
-from jitney_jobs.run import read_record, run_job, status_of
+from jitney_jobs.job import make_job
+from jitney_jobs.job_differences import differences
+from jitney_jobs.job_record import read_record
+from jitney_jobs.run import run_job
+from jitney_jobs.status import status_of
 
 from tests.jobs.job_rows import fail_at_part, ids, job_of, read, run, write_lines
 

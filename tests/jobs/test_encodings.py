@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from jitney.errors import InvalidArgumentError, UnavailableError
 from jitney_jobs.encodings import DecodeErrors, Encoding
-from jitney_jobs.run import read_record, status_of
+from jitney_jobs.job_record import read_record
+from jitney_jobs.status import status_of
 
 from tests.jobs.job_rows import fail_at_part, read, run
 

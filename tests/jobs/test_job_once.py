@@ -17,19 +17,26 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from jitney.errors import InvalidArgumentError, UnavailableError
 from jitney_jobs import executors
 from jitney_jobs.dataset import Dataset
-from jitney_jobs.journal import InputFile, Interval, JobJournal, OutputPart, Ranges, Record
+from jitney_jobs.ended_rows import Ended
+from jitney_jobs.job_record import read_record
+from jitney_jobs.journal import InputFile, Interval, JobJournal, OutputPart, Record
 from jitney_jobs.output import Output
-from jitney_jobs.part_maker import Ended
 from jitney_jobs.rows import Chunk
-from jitney_jobs.run import read_record
 from jitney_jobs.tasks import MapResult
 
-from tests.jobs.job_rows import bad, fail_at_part, ids, job_of, read, run, write_lines
+from tests.jobs.job_rows import (
+    bad,
+    fail_at_part,
+    ids,
+    job_of,
+    note_row_groups,
+    read,
+    run,
+    write_lines,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -194,14 +201,7 @@ def test_committed_row_groups_are_not_read_again(
         fail_at_part(patched, 1)
         with pytest.raises(UnavailableError):
             run(tmp_path / "in.parquet", tmp_path / "out", part_rows=20)
-    groups: list[int] = []
-    real = pq.ParquetFile.iter_batches
-
-    def noted(self: Any, size: int, row_groups: list[int], columns: list[str]) -> Any:
-        groups.extend(row_groups)
-        return real(self, size, row_groups=row_groups, columns=columns)
-
-    monkeypatch.setattr(pq.ParquetFile, "iter_batches", noted)
+    groups = note_row_groups(monkeypatch)
     assert run(tmp_path / "in.parquet", tmp_path / "out", part_rows=20)
     assert groups == [1, 2]
     assert [row["id"] for row in read(tmp_path / "out")] == list(range(20, 80))
@@ -391,14 +391,3 @@ def test_an_error_of_the_system_that_is_not_of_the_output_is_not_called_so(
     monkeypatch.setattr(executors, "load", load)
     with pytest.raises(OSError, match=r"^the model's disk is gone"):
         run(write_lines(tmp_path / "in.jsonl", ids(20, 30)), tmp_path / "out")
-
-
-@given(st.lists(st.integers(0, 40), unique=True), st.randoms())
-def test_ranges_are_a_set_of_rows(rows: list[int], order: random.Random) -> None:
-    intervals = Ranges(Interval(file, row, row + 1) for file in (0, 1) for row in rows).intervals
-    order.shuffle(intervals)
-    ranges = Ranges(intervals)
-    assert sum(end - first for _, first, end in ranges.intervals) == 2 * len(rows)
-    for first in range(40):
-        end = first + order.randint(0, 4)
-        assert ranges.covers(1, first, end) == (set(range(first, end)) <= set(rows))

@@ -15,12 +15,14 @@ from jitney.progress import Progress, State
 from jitney_jobs import executors, outcome
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.generate import GenerateOnServer
-from jitney_jobs.job import differences, make_job
+from jitney_jobs.job import make_job
+from jitney_jobs.job_differences import differences
+from jitney_jobs.job_record import read_record
 from jitney_jobs.outcome import error_limit
 from jitney_jobs.prepare_workers import Workers
 from jitney_jobs.row_runner import worker_count
 from jitney_jobs.rows import Chunk
-from jitney_jobs.run import read_record, run_job
+from jitney_jobs.run import run_job
 from jitney_jobs.tasks import Context, Map
 from typer.testing import CliRunner
 

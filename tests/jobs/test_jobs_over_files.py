@@ -16,7 +16,7 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 import pytest
 from jitney.errors import InvalidArgumentError, UnavailableError
-from jitney_jobs import dataset, outcome, storage
+from jitney_jobs import dataset, input_listing, outcome, storage
 from jitney_jobs.journal import JobJournal, Record
 from jitney_jobs.rows import Chunk
 
@@ -197,7 +197,7 @@ def test_a_storage_that_fails_makes_no_bad_rows(
     always = 1_000_000
     for failing in (always, 3):
         failing_storage = Storage(failing)
-        for module in (dataset, storage):
+        for module in (input_listing, storage):
             monkeypatch.setattr(
                 module, "file_system", lambda place, fs=failing_storage: (fs, place)
             )

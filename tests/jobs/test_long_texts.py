@@ -13,7 +13,8 @@ from jitney.errors import InternalError, InvalidArgumentError, UnavailableError
 from jitney_jobs.chunk_executor import ChunkExecutor
 from jitney_jobs.executors import Outcome
 from jitney_jobs.job import make_job
-from jitney_jobs.run import read_record, status_of
+from jitney_jobs.job_record import read_record
+from jitney_jobs.status import status_of
 from jitney_jobs.texts import TextResult, TokenizedText, merged_output
 from onnx import TensorProto, helper, numpy_helper
 from tokenizers import Tokenizer, models, pre_tokenizers, processors

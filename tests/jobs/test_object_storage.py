@@ -16,9 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 from jitney.errors import InvalidArgumentError, JitneyError, UnavailableError
 from jitney_jobs import command, journal_objects
+from jitney_jobs.job_record import read_record
 from jitney_jobs.journal import InputFile, JobJournal, OutputPart
 from jitney_jobs.journal_objects import TakenOverError
-from jitney_jobs.run import read_record, run_job, status_of, write_report
+from jitney_jobs.report import write_report
+from jitney_jobs.run import run_job
+from jitney_jobs.status import status_of
 
 from tests.jobs.bucket import Bucket
 from tests.jobs.job_rows import bad, fail_at_part, ids, job_of, read, run, write_lines

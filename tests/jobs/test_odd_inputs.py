@@ -15,7 +15,8 @@ from jitney_jobs.command import resume, status
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.generate import GenerateOnServer, columns_of_prompt
 from jitney_jobs.job import make_job
-from jitney_jobs.run import read_record, write_report
+from jitney_jobs.job_record import read_record
+from jitney_jobs.report import write_report
 
 from tests.jobs.job_rows import bad, fail_at_part, ids, job_of, read, run, write_lines
 

@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 from jitney.errors import CancelledError, InvalidArgumentError, UnavailableError
 from jitney_jobs.dataset import Dataset
-from jitney_jobs.run import read_record, run_job
+from jitney_jobs.job_record import read_record
+from jitney_jobs.run import run_job
 
 from tests.jobs.job_rows import bad, fail_at_part, ids, job_of, read, run, write_lines
 
@@ -306,7 +307,56 @@ def test_columns_of_folders_have_types(tmp_path: Path) -> None:
         assert [(row["year"], row["name"]) for row in rows] == [(None, "1"), (2025, "b")]
 
 
+ID = 2**60 + 1
+"""No double holds it."""
+
+
+def write_table(path: Path, table: pa.Table, form: str) -> None:
+    if form == "arrow":
+        with pa.ipc.new_file(str(path.with_suffix(".arrow")), table.schema) as sink:
+            sink.write_table(table)
+    else:
+        has_ranges = form == "parquet"
+        pq.write_table(table, path.with_suffix(".parquet"), write_statistics=has_ranges)
+
+
+@pytest.mark.parametrize("form", ["parquet", "parquet without ranges", "arrow"])
+def test_integers_that_no_double_holds_beside_doubles(tmp_path: Path, form: str) -> None:
+    """As text, wherever they are; smaller ones become doubles."""
+    large = {"v": [7, ID], "s": [{"id": ID, "x": "a"}, None], "l": [[1, -ID], []], "small": [7, 8]}
+    doubles = {"v": [0.5, None], "s": [{"id": 0.5}, {"x": "b"}], "l": [[0.5], None]}
+    doubles["small"] = [0.5, None]
+    (tmp_path / "in").mkdir()
+    write_table(tmp_path / "in/a", pa.table(large), form)
+    write_table(tmp_path / "in/b", pa.table(doubles), form)
+    table = table_of(tmp_path / "in", tmp_path / "out")
+    assert table.schema.field("small").type == pa.float64()
+    assert table["v"].to_pylist() == ["7", str(ID), "0.5", None]
+    assert [row and row["id"] for row in table["s"].to_pylist()] == [str(ID), None, "0.5", None]
+    assert table["l"].to_pylist() == [["1", str(-ID)], [], ["0.5"], None]
+
+
 # ------------------------------------------------------------------ NaN and infinities
+
+
+def test_bare_nan_in_lines_is_written_as_the_job_says(tmp_path: Path) -> None:
+    """Of columns that are kept; the rest of each line stays as it came."""
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"a": 1.50, "b": "NaN", "c": NaN}\n{"a": -Infinity, "b": "\\"Infinity"}\n')
+    whole: dict[str, Any] = {"map": MARKED, "ordered": True}
+    for choice, line in (
+        ("null", '{"a": 1.50, "b": "NaN", "c": null,"mark":true}'),
+        ("text", '{"a": 1.50, "b": "NaN", "c": "NaN","mark":true}'),
+    ):
+        output = tmp_path / choice
+        assert run(source, output, non_finite=choice, **whole)
+        assert (output / "part-00000.jsonl").read_text().splitlines()[0] == line
+        assert read_record(str(output), None).parts[-1].figures["non_finite"] == 2
+    assert run(source, tmp_path / "kept", non_finite="error", keep=["a", "b"], **whole)
+    assert read(tmp_path / "kept") == [{"a": 1.5, "b": "NaN", "mark": True}]
+    (error,) = bad(tmp_path / "kept")
+    assert "JSON has no -Infinity" in error["error"]
+    assert error["input"] == {"a": "-Infinity", "b": '"Infinity'}
 
 
 @pytest.mark.parametrize("source", ["map", "input"])

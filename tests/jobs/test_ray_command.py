@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jitney_jobs.run import read_record, run_job
+from jitney_jobs.job_record import read_record
+from jitney_jobs.run import run_job
 
 from tests.jobs.job_rows import ids, job_of, read, write_lines
 

@@ -16,8 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 from jitney.errors import LoadError, UnavailableError
 from jitney_jobs.job import Job
+from jitney_jobs.job_record import read_record
 from jitney_jobs.outcome import TooManyBadRows
-from jitney_jobs.run import read_record, run_job
+from jitney_jobs.run import run_job
 
 from tests.jobs.bucket import bucket_in
 from tests.jobs.job_rows import bad, ids, job_of, read, run, write_lines

@@ -14,6 +14,7 @@ import pytest
 from jitney.errors import UnavailableError
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.job import Job
+from jitney_jobs.job_run import JobRun
 from jitney_jobs.journal import FileRows, Interval, JobJournal
 from jitney_jobs.outcome import TooManyBadRows
 from jitney_jobs.output import Output
@@ -23,7 +24,7 @@ from jitney_jobs.tasks import Context
 from tests.jobs.job_rows import ids, job_of, write_lines
 
 pytest.importorskip("ray")
-from jitney_jobs import ray_data
+from jitney_jobs import ray_pipeline
 from jitney_jobs.ray_board import BoardMessage, Report, Taken
 
 Answers = list[dict[str, Any]]
@@ -42,13 +43,13 @@ class FakeCluster:
         fake_ray = SimpleNamespace(
             get=lambda reference: reference,
             wait=lambda references, timeout: (references, []),
-            exceptions=ray_data.ray.exceptions,
+            exceptions=ray_pipeline.ray.exceptions,
         )
-        monkeypatch.setattr(ray_data, "ray", fake_ray)
-        monkeypatch.setattr(ray_data, "_POLL_S", 0.0)
-        monkeypatch.setattr(ray_data, "_Cluster", lambda address, closing: self)
-        monkeypatch.setattr(ray_data, "Board", lambda: self)
-        monkeypatch.setattr(ray_data, "_Stream", self._begin)
+        monkeypatch.setattr(ray_pipeline, "ray", fake_ray)
+        monkeypatch.setattr(ray_pipeline, "_POLL_S", 0.0)
+        monkeypatch.setattr(ray_pipeline, "Cluster", lambda address, closing: self)
+        monkeypatch.setattr(ray_pipeline, "Board", lambda: self)
+        monkeypatch.setattr(ray_pipeline, "Stream", self._begin)
         journal = JobJournal(job)
         closing.callback(journal.close)
         self.record = journal.record
@@ -56,7 +57,8 @@ class FakeCluster:
         self.folder = Path(job.output)
         self._output = Output(job, dataset, journal)
         journal.begin_or_resume(job, dataset.files, dataset.files_are_rows)
-        self.run = ray_data.RayPipeline(job, dataset, journal, self._output, closing)
+        self.pipeline = ray_pipeline.RayPipeline(job, dataset, journal, self._output, closing)
+        self.run = JobRun(job, journal, self._output, self.pipeline)
 
     def call(self, function: object, argument: Any) -> Context:
         return Context(argument)
@@ -85,12 +87,12 @@ class FakeCluster:
     ) -> bool:
         """The next look at the board. Returns whether the run goes on."""
         if not self.rounds:
-            self.run._advance()
+            self.pipeline.advance()
         self._taken = Taken(reports or {}, list(messages))
         self._answers += answers
         if ends:
             self._ended.set_result(None)
-        return self.run._advance()
+        return self.pipeline.advance()
 
     def part(self, file: int, first: int, end: int) -> WrittenPart:
         """As an actor has written it."""
@@ -193,7 +195,7 @@ def test_the_figures_are_those_of_all_processes(
         "other": Report({"position": 0.25, "taken": 8.0, "steps": 3.0, "most_rows": 6.0}, 2),
     }
     assert cluster.shows(cluster.part(0, 0, 3), reports=reports)
-    figures = cluster.run._snapshot()
+    figures = cluster.pipeline.snapshot()
     assert figures["position"] == 0.625
     assert figures["done"] == 3 + 5 + 2
     assert figures["bad"] == 1
@@ -223,4 +225,4 @@ def test_the_share_of_a_resumed_job_has_the_files_that_are_done(
     resumed = FakeCluster(monkeypatch, job, closing)
     assert resumed.shows(reports={"actor": Report({"position": 0.25})})
     assert resumed.rounds == [[2, 3]]
-    assert resumed.run._snapshot()["position"] == 0.75
+    assert resumed.pipeline.snapshot()["position"] == 0.75

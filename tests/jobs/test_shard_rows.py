@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jitney.errors import InvalidArgumentError
-from jitney_jobs import dataset as dataset_module
-from jitney_jobs import file_batches
+from jitney_jobs import table_batches, text_batches
 from jitney_jobs.dataset import Dataset
-from jitney_jobs.journal import Begin, FileRows, InputNow, Record
+from jitney_jobs.file_reader import FileReader
+from jitney_jobs.journal import Begin, FileRows, InputFile, InputNow, Record
 from jitney_jobs.journal_entries import VERSION, ReadStart, RowRange
 from jitney_jobs.rows import Chunk
 from jitney_jobs.shard_planning import CountedFile, divided
 from jitney_jobs.shards import Shard
 
-from tests.jobs.job_rows import ids, job_of, write_lines
+from tests.jobs.job_rows import ids, job_of, note_row_groups, write_lines
 
 ROWS = 90
 MakeFile = Callable[[Path], Path]
@@ -195,7 +195,7 @@ def test_shards_together_read_what_a_job_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: MakeFile
 ) -> None:
     """The same rows under the same numbers, with the same offsets."""
-    monkeypatch.setattr(file_batches, "_START_BYTES", 100)
+    monkeypatch.setattr(text_batches, "_START_BYTES", 100)
     dataset = opened(make(tmp_path))
     whole, _ = read_rows(dataset, record_of(dataset, None))
     assert len(whole) >= ROWS
@@ -216,7 +216,7 @@ def test_shards_together_read_what_a_job_reads(
 def test_a_shard_does_not_parse_lines_before_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: MakeFile
 ) -> None:
-    monkeypatch.setattr(file_batches, "_START_BYTES", 100)
+    monkeypatch.setattr(text_batches, "_START_BYTES", 100)
     source = make(tmp_path)
     dataset = opened(source)
     last = plan_rows(dataset, 4)[-1]
@@ -232,21 +232,14 @@ def test_a_shard_does_not_parse_lines_before_its_own(
 def test_a_shard_reads_no_row_groups_and_no_batches_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    groups: list[int] = []
-    real = pq.ParquetFile.iter_batches
-
-    def noted(self: Any, size: int, row_groups: list[int], columns: list[str]) -> Any:
-        groups.extend(row_groups)
-        return real(self, size, row_groups=row_groups, columns=columns)
-
-    monkeypatch.setattr(pq.ParquetFile, "iter_batches", noted)
+    groups = note_row_groups(monkeypatch)
     (tmp_path / "parquet").mkdir()
     dataset = opened(parquet(tmp_path / "parquet"))
     read_rows(dataset, record_of(dataset, plan_rows(dataset, 4)[-2]))
     assert groups == [2, 3], "rows 45 to 67"
 
     batches: list[int] = []
-    given_batches = file_batches._record_batches
+    given_batches = table_batches._record_batches
 
     def noted_batches(reader: Any, first: int) -> Any:
         for number, batch in enumerate(given_batches(reader, first), first):
@@ -256,7 +249,7 @@ def test_a_shard_reads_no_row_groups_and_no_batches_of_others(
     (tmp_path / "arrow").mkdir()
     dataset = opened(arrow(tmp_path / "arrow"))
     ranges = plan_rows(dataset, 4)[-2]
-    monkeypatch.setattr(file_batches, "_record_batches", noted_batches)
+    monkeypatch.setattr(table_batches, "_record_batches", noted_batches)
     read_rows(dataset, record_of(dataset, ranges))
     assert batches == [2, 3]
 
@@ -270,13 +263,13 @@ def test_files_that_a_shard_has_no_rows_of_are_not_opened(
     dataset = opened(tmp_path / "in")
     ranges = plan_rows(dataset, 4)[2]
     opened_files: list[int] = []
-    real = Dataset._batches
+    real = FileReader._batches
 
-    def noted(self: Dataset, index: int, *rest: Any) -> Any:
+    def noted(self: FileReader, file: InputFile, index: int, *rest: Any) -> Any:
         opened_files.append(index)
-        return real(self, index, *rest)
+        return real(self, file, index, *rest)
 
-    monkeypatch.setattr(dataset_module.Dataset, "_batches", noted)
+    monkeypatch.setattr(FileReader, "_batches", noted)
     rows, _ = read_rows(dataset, record_of(dataset, ranges))
     assert [row["id"] for _, row in rows] == list(range(20, 30))
     assert opened_files == [2]

@@ -6,8 +6,11 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
+from jitney_jobs import planning_claim
+from jitney_jobs.job_record import read_record
 from jitney_jobs.merging import merge_shards
-from jitney_jobs.run import read_record
+from jitney_jobs.output_files import output_files
 
 from tests.jobs.bucket import Bucket
 from tests.jobs.job_rows import bad, ids, read, run, write_lines
@@ -72,6 +75,41 @@ def check_merged(tmp_path: Path, source: Path, output: str, folder: Path) -> Non
     assert (record.written, record.total) == (ROWS, ROWS)
     named = {name for part in record.parts for name in part.files}
     assert named == {path.name for path in folder.glob("*part-*")}
+
+
+def test_one_shard_counts_the_input_and_the_others_wait(tmp_path: Path) -> None:
+    source = lines(tmp_path)
+    output = tmp_path / "out"
+    count = "Path(sys.argv[1], '../counts').open('a').write('x'); "
+    script = SCRIPT.replace(
+        "run(Path",
+        "import time\n"
+        "from jitney_jobs import shard_planning\n"
+        "real = shard_planning._counted\n"
+        "def counted(*given):\n"
+        f"    {count}time.sleep(1)\n"
+        "    return real(*given)\n"
+        "shard_planning._counted = counted\n"
+        "run(Path",
+        1,
+    )
+    shards = [start(source, output, script.replace("{shard}", f"{i}/{SHARDS}")) for i in range(3)]
+    for shard in shards:
+        said = shard.communicate(timeout=300)
+        assert shard.returncode == 0, said
+    assert (tmp_path / "counts").read_text() == "xx", "each of the two files once"
+    check_merged(tmp_path, source, str(output), output)
+    assert not (output / "_job/planning").exists()
+
+
+def test_a_shard_that_died_while_it_planned_holds_up_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning_claim, "_STALE_S", 1.0)
+    output = tmp_path / "out"
+    assert planning_claim.PlanningClaim(output_files(str(output))).take()
+    assert run(lines(tmp_path), output, shard="0/1")
+    assert len(read(output)) == ROWS
 
 
 def lines(tmp_path: Path) -> Path:

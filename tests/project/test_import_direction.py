@@ -111,7 +111,8 @@ HANDS_ENVIRONMENT_ON = (
     "jitney_measure.",
     "jitney.engine.child_process",
     "jitney.stop_signals",  # reads there where its launcher writes to it: no option
-    "jitney_jobs.ray_data",  # starts Ray's processes, and quiets them
+    "jitney_jobs.ray_cluster",  # starts Ray's processes, and quiets them
+    "jitney_jobs.ray_library",  # as that, before Ray is imported
     "export.",
 )
 # The core decides from what it is given: no clock, no chance, no threads.

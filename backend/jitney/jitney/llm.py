@@ -221,6 +221,11 @@ class LLM:
             results.append((key, _completed_of(request)))
         return results
 
+    def is_running(self, request: OpenRequest) -> bool:
+        """Whether a request that was started has left the queue, and has not ended. With
+        ``process=True`` it is not known: False."""
+        return self._open.is_running(request)
+
     def cancel(self, running: Running, keys: Iterable[Any]) -> None:
         """Take requests out of ``running``, and end them without a result."""
         requests = [running.pop(key) for key in keys]

@@ -79,6 +79,10 @@ class OpenRequests:
             # The engine has nothing to do. So it knows no request, and none may be open here.
             assert not self._open, "requests are open, but no step is made"
 
+    def is_running(self, request: OpenRequest) -> bool:
+        """Whether the engine has admitted a request, and it has not ended."""
+        return self._engine.is_running(request.submit.key)
+
     def cancel(self, keys: Iterable[int]) -> None:
         """Cancel those of these requests that are still open."""
         for key in keys:

@@ -34,7 +34,7 @@ from jitney_jobs.batches.records import (
     Folder,
     R,
     new_id,
-    write_whole,
+    write_private,
 )
 from jitney_jobs.batches.work import start_batch
 from jitney_jobs.times import due_at
@@ -184,7 +184,7 @@ class Batches:
                 owner=request.state.owner,
             )
             pieces = iter(lambda: file.file.read(_PIECE_BYTES), b"")
-            await asyncio.to_thread(write_whole, folder.files / record.id, pieces)
+            await asyncio.to_thread(write_private, folder.files / record.id, pieces)
             await asyncio.to_thread(folder.save, record)
         finally:
             await form.close()

@@ -22,7 +22,8 @@ import msgspec
 from jitney_gateway.keys import read_keys
 from jitney_gateway.refusals import StatusError
 
-from jitney_jobs.journal import Record, sync
+from jitney_jobs.journal import Record
+from jitney_jobs.whole_files import write_whole
 
 _ID = re.compile(r"(?:file-|batch_)[0-9a-f]{24}(?:-output|-errors)?")
 OPEN = ("in_progress", "finalizing")
@@ -107,7 +108,7 @@ class Folder:
     def save(self, record: FileRecord | BatchRecord) -> None:
         """Survives a loss of power."""
         path = self._folder_of(type(record)) / f"{record.id}.json"
-        write_whole(path, [msgspec.json.encode(record)])
+        write_private(path, [msgspec.json.encode(record)])
 
     def load(self, kind: type[R], id_: str) -> R:
         """Raises StatusError if there is none."""
@@ -140,7 +141,7 @@ class Folder:
         path = self.key_file(owner)
         if not path.exists():
             new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-            write_whole(new, [f"{owner}:{secrets.token_hex(24)}\n".encode()])
+            write_private(new, [f"{owner}:{secrets.token_hex(24)}\n".encode()])
             with contextlib.suppress(FileExistsError):  # another gateway was faster
                 os.link(new, path)
             new.unlink()
@@ -177,15 +178,6 @@ def new_id(kind: str) -> str:
     return f"{kind}{time.time_ns():016x}{secrets.token_hex(4)}"
 
 
-def write_whole(path: Path, pieces: Iterable[bytes]) -> None:
-    """All of it or nothing. Only this process' user can read it."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
-            file.writelines(pieces)
-        sync(temporary)
-        temporary.rename(path)
-        sync(path.parent)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+def write_private(path: Path, pieces: Iterable[bytes]) -> None:
+    """Write a file as a whole or not at all. Only this process' user can read it."""
+    write_whole(path, pieces, mode=0o600)

@@ -32,7 +32,7 @@ from jitney_jobs.batches.records import (
     FileRecord,
     FinalStatus,
     Folder,
-    write_whole,
+    write_private,
 )
 from jitney_jobs.journal import Record
 from jitney_jobs.openai_form import request_digest
@@ -88,7 +88,7 @@ def start_batch(folder: Folder, batch: BatchRecord, lines: Path) -> None:
         job["sampling"] = _BACKGROUND
     work.mkdir()
     (work / "input.jsonl").hardlink_to(lines)
-    write_whole(work / "job.yaml", [msgspec.json.encode(job)])  # JSON is YAML too
+    write_private(work / "job.yaml", [msgspec.json.encode(job)])  # JSON is YAML too
     folder.save(batch)
 
 
@@ -243,7 +243,7 @@ class BatchWork:
         """A file of the lines, if there are any."""
         id_ = f"file-{batch.id[-24:]}-{what}"
         path = self._folder.files / id_
-        write_whole(path, lines)
+        write_private(path, lines)
         if not path.stat().st_size:
             path.unlink()
             return None

@@ -143,6 +143,10 @@ class Engine:
             return True
         return self.scheduler.has_work or self._steps.num_in_flight > 0
 
+    def is_running(self, key: int) -> bool:
+        """Whether a request has been admitted, and has not ended."""
+        return self.scheduler.is_running(key)
+
     def step(self) -> StepReport | None:
         """Make one step. None: there was nothing to do, and nothing is in flight. If every open
         request waits for a grammar or an adapter, it sleeps until something comes or a deadline is
@@ -411,6 +415,10 @@ class Engine:
             num_blocks=info.num_blocks,
             max_model_len=info.max_model_len,
             max_num_batched_tokens=info.max_num_batched_tokens,
+            num_slots=info.num_slots,
+            chunking=info.chunking,
+            # Transformers' own cache objects share nothing.
+            forks_share_blocks=info.cache != "opaque",
         )
         self._steps = Steps(
             self.scheduler,

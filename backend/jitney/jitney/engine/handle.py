@@ -73,6 +73,10 @@ class EngineHandle(Protocol):
         """Whether :meth:`step` has to be called although no request is open any more: with overlap,
         the last step may still be in flight. Asked only while no request is open."""
 
+    def is_running(self, key: int) -> bool:
+        """Whether a request has been admitted, and has not ended; False if that is not known here.
+        For a front that does not :meth:`run`."""
+
     def reset(self) -> None:
         """Forget every request, without an event: the caller has ended them."""
 
@@ -105,6 +109,9 @@ class LocalEngine:
     @property
     def has_work(self) -> bool:
         return self.engine.has_work
+
+    def is_running(self, key: int) -> bool:
+        return self.engine.is_running(key)
 
     def reset(self) -> None:
         self.engine.reset()

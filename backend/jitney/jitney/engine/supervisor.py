@@ -168,6 +168,10 @@ class SupervisedEngine:
         step that is in flight when all requests have been cancelled."""
         return False
 
+    def is_running(self, key: int) -> bool:
+        """Not known here: the engine's process does not tell."""
+        return False
+
     def run_in_thread(self) -> None:
         """Have a thread :meth:`run` it and keep the reports for :meth:`step`."""
         self._thread = threading.Thread(

@@ -233,10 +233,11 @@ def cache_shape(
 ) -> tuple[int, int, int, int]:
     """Shape of one layer's key cache, and of its value cache: [blocks, KV heads, tokens, head].
 
-    The head size is rounded up to a multiple of HEAD_ALIGNMENT; int8 adds SCALE_BYTES.
+    The head size is rounded up to a multiple of HEAD_ALIGNMENT; int8 adds SCALE_BYTES. A head size
+    of 0 stays 0.
     """
     padded = (head_size + HEAD_ALIGNMENT - 1) // HEAD_ALIGNMENT * HEAD_ALIGNMENT
-    scale = SCALE_BYTES if dtype == torch.int8 else 0
+    scale = SCALE_BYTES if dtype == torch.int8 and head_size > 0 else 0
     return (num_blocks, num_kv_heads, block_size, padded + scale)
 
 

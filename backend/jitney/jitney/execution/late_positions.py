@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     Cache,
@@ -76,7 +77,7 @@ class _HandedOver:
 
     def __call__(self, call: AttentionCall) -> Tensor:
         self.tensors += [call.query, call.key, call.value]
-        return call.query
+        return functional.pad(call.query, (0, call.value_size - call.query.shape[-1]))
 
     def is_same_as(self, other: "_HandedOver") -> bool:
         """Whether it was the same, but for rounding, for most tokens: a router may send one of them
@@ -92,8 +93,7 @@ class _HandedOver:
 
 
 class _LateLayer(DynamicLayer):
-    """Stands behind ``start`` tokens, whose keys and values it does not have. So a mask begins at
-    the first token that it has, as it does for a sliding window."""
+    """Stands behind ``start`` tokens, whose keys and values it does not have."""
 
     def __init__(self, start: int) -> None:
         super().__init__()
@@ -103,8 +103,7 @@ class _LateLayer(DynamicLayer):
         return self._start + super().get_seq_length()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        held = super().get_seq_length()
-        return held + query_length, self._start
+        return self.get_seq_length() + query_length, 0
 
 
 def _make_late_cache(config: PreTrainedConfig, start: int) -> Cache:

@@ -223,14 +223,8 @@ def block_bytes(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype
     """Bytes of one block: K and V of every layer."""
     elements = 0
     for layer in layers:
-        shape = cache_shape(
-            num_blocks=1,
-            block_size=block_size,
-            num_kv_heads=layer.num_kv_heads,
-            head_size=layer.head_size,
-            dtype=dtype,
-        )
-        elements += 2 * math.prod(shape)
+        for shape in _cache_shapes(layer, 1, block_size, dtype):
+            elements += math.prod(shape)
     return elements * dtype.itemsize
 
 
@@ -263,17 +257,35 @@ def make_layer_caches(
     """
     caches = []
     for layer, attend in zip(layers, attention, strict=True):
-        shape = cache_shape(
+        of_keys, of_values = _cache_shapes(layer, num_blocks, block_size, dtype)
+        keys = _zeros(of_keys, dtype, device)
+        values = _zeros(of_values, dtype, device)
+        caches.append(LayerCache(keys, values, attend, again=layer.again))
+    return caches
+
+
+class _CacheShapes(NamedTuple):
+    """Of one layer's key cache and value cache."""
+
+    keys: tuple[int, ...]
+    values: tuple[int, ...]
+
+
+def _cache_shapes(
+    layer: LayerSpec, num_blocks: int, block_size: int, dtype: torch.dtype
+) -> _CacheShapes:
+    """The shapes of a layer's caches."""
+    shapes = [
+        cache_shape(
             num_blocks=num_blocks,
             block_size=block_size,
             num_kv_heads=layer.num_kv_heads,
-            head_size=layer.head_size,
+            head_size=head_size,
             dtype=dtype,
         )
-        keys = _zeros(shape, dtype, device)
-        values = _zeros(shape, dtype, device)
-        caches.append(LayerCache(keys, values, attend))
-    return caches
+        for head_size in (layer.head_size, layer.cached_value_size)
+    ]
+    return _CacheShapes(*shapes)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -285,6 +297,8 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     """
     if device.type != "cpu" or math.prod(shape) == 0:
         return torch.zeros(shape, dtype=dtype, device=device)
+    if math.prod(shape) == 0:  # of latents, which have no values
+        return torch.zeros(shape, dtype=dtype)
     pages = mmap.mmap(
         -1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     )

@@ -19,11 +19,14 @@ from jitney.errors import (
     UnsupportedModelError,
     first_line,
 )
-from jitney.execution import interface, machine, probe, support
+from jitney.execution import interface, latents, machine, probe, support
 from jitney.execution.acceleration import Accelerator
+from jitney.execution.carry import carry_in_cache
 from jitney.execution.checkpoint import Checkpoint, check_checkpoint, resolve_model
 from jitney.execution.interface import LayerSpec, LoadedModel
 from jitney.execution.late_positions import check_positions
+from jitney.execution.own_attention import bridge_own_attention
+from jitney.execution.position_offset import add_position_offset
 from jitney.execution.probe_tokens import ProbeTokens, tokens_up_to
 from jitney.execution.quantized import QuantizedLinear, Quantizer, WeightFormat
 from jitney.execution.rotary_scaling import settle_factors
@@ -76,7 +79,8 @@ def load_model(config: EngineConfig, tools: LoadTools) -> LoadedModel:
     checkpoint = check_checkpoint(resolve_model(config.model))
     judged = judge(config, tools, checkpoint)
     read = read_module(config, tools, judged)
-    return prove(read)
+    # Adapters may change ``kv_b_proj``, which latents make a part of other products.
+    return prove(read, keeps_latents=config.adapters is None)
 
 
 # ---------------------------------------------------------------------- config
@@ -234,16 +238,25 @@ def _check_sizes(module: nn.Module, sizes: dict[str, _LinearSize], weights: str)
 # ---------------------------------------------------------------------- proof
 
 
-def prove(read: ModuleWithWeights) -> LoadedModel:
+def prove(read: ModuleWithWeights, *, keeps_latents: bool = True) -> LoadedModel:
     """Check with ``probe`` that the module runs on a paged cache. Returns the model, with what the
-    checks found out about its layers."""
+    checks found out about its layers.
+
+    ``keeps_latents``: layers that attend over latents keep these in the cache, and not the keys and
+    values that are made of them."""
     judged = read.judged
     module = read.module
     checkpoint = judged.checkpoint
     device = probe.embedding_weight(module).device
+    over_latents: list[nn.Module] = []
+    if keeps_latents:
+        over_latents = latents.use_latents(module)
+    bridge_own_attention(module)
+    add_position_offset(module)
     with machine.threads_for(read.needed_bytes):  # few bytes: too little work for many threads
         proven = _probe(module, judged.max_model_len, weights_name(checkpoint))
     layers = proven.layers
+    latents.keep_up_projections(over_latents)
     vocab_size = len(probe.embedding_weight(module))
     kv_heads = [layer.num_kv_heads for layer in layers]
     return LoadedModel(
@@ -275,21 +288,40 @@ def _probe(module: PreTrainedModel, max_model_len: int, weights: str) -> _Proven
     """What each layer keeps and how it attends. Raises MemoryError if memory runs out. Raises
     LoadError for any other error within a check: then the architecture cannot be served."""
     try:
-        windows = support.layer_windows(module.config)
-        states = None
-        if support.has_state_layers(module.config):
-            layers, recorded = probe.record_stateful_layers(module, windows)
-            states = try_modules(module, recorded)
-            replace_forwards(module, states.modules)
-        else:
-            layers = probe.record_layers(module, windows)
-        tokens = probe_tokens_of(module.config, max_model_len)
-        probe.compare_with_eager(module, layers, weights, tokens, states)
-        check_positions(module, tokens, states)
-    except LoadError:
+        return _run_checks(module, max_model_len, weights)
+    except CheckpointError:
         raise
     except Exception as error:
-        raise failed_trial(module, error) from error
+        if machine.is_out_of_memory(error):
+            raise MemoryError(str(error)) from error
+        first_error = error
+    # Perhaps the module needs transformers' cache: to take the step to its layers, or to know the
+    # positions of its tokens. One with state layers has had a cache.
+    if not support.has_state_layers(module.config):
+        carry_in_cache(module)
+        try:
+            return _run_checks(module, max_model_len, weights)
+        except Exception as error:
+            if machine.is_out_of_memory(error):
+                raise MemoryError(str(error)) from error
+    if isinstance(first_error, LoadError):
+        raise first_error
+    raise failed_trial(module, first_error) from first_error
+
+
+def _run_checks(module: PreTrainedModel, max_model_len: int, weights: str) -> _Proven:
+    """See :func:`_probe`."""
+    windows = support.layer_windows(module.config)
+    states = None
+    if support.has_state_layers(module.config):
+        layers, recorded = probe.record_stateful_layers(module, windows)
+        states = try_modules(module, recorded)
+        replace_forwards(module, states.modules)
+    else:
+        layers = probe.record_layers(module, windows)
+    tokens = probe_tokens_of(module.config, max_model_len)
+    probe.compare_with_eager(module, layers, weights, tokens, states)
+    check_positions(module, tokens, states)
     return _Proven(layers, states)
 
 

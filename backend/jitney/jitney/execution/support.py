@@ -24,7 +24,10 @@ from jitney.errors import (
     show,
 )
 from jitney.execution.checkpoint import GENERATION_CONFIG, Checkpoint
+from jitney.execution.interface import looks_up_attention
 from jitney.execution.machine import DTYPES
+from jitney.execution.own_attention import OWN_ATTENTION
+from jitney.execution.position_offset import position_offset
 from jitney.sampling_params import check_sampling_params, parse_sampling_params
 
 _CHECKPOINT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -32,7 +35,9 @@ _LENGTH_NAMES = ("position", "length", "window", "chunk", "context", "floor_scal
 """Parts of the names that configurations give to lengths, in tokens."""
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields of ``generation_config.json`` that are sampling parameters."""
-_PAGED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_PAGED_LAYER_TYPES = frozenset({
+    "full_attention", "sliding_attention", "chunked_attention", "indexed_attention",
+})  # fmt: skip
 _STATE_LAYER_TYPES = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 """Layers with states; the hybrid ones attend as well."""
 _BARE_LAYER_TYPES = frozenset({"moe", "mlp"})
@@ -86,7 +91,11 @@ def context_length(
     """
     asked = config.max_model_len
     stated: int | None = getattr(hf_config, "max_position_embeddings", None)
+    if stated is not None:
+        stated -= position_offset(hf_config)
     if asked is None:
+        # Without learned or rotary positions there is no end; this is what it was trained with.
+        stated = stated or getattr(hf_config, "max_seq_len", None)
         if stated is None:
             raise ConfigError(
                 "option max_model_len is missing, and the checkpoint does not state a context "
@@ -200,6 +209,15 @@ def cache_argument(model: type[PreTrainedModel] | PreTrainedModel) -> str | None
     return next((name for name in _CACHE_ARGUMENTS if name in names), None)
 
 
+def layer_chunks(config: PreTrainedConfig) -> list[int | None]:
+    """The chunks of each layer in which it attends, in tokens. None: it has none."""
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return [None] * config.num_hidden_layers
+    chunk: int | None = getattr(config, "attention_chunk_size", None)
+    return [chunk if kind == "chunked_attention" else None for kind in types]
+
+
 def named_lengths(config: PreTrainedConfig, max_model_len: int) -> list[int]:
     """The lengths below ``max_model_len`` that the configuration names, such as
     ``original_max_position_embeddings``. A module may compute something else from there on."""
@@ -229,8 +247,8 @@ def _obstacles(config: PreTrainedConfig) -> Iterator[str]:
     for index, kind in enumerate(layer_types):
         if kind not in _SERVED_LAYER_TYPES:
             yield (
-                f"layer {index} is of type {kind!r}, and only full and sliding attention, linear "
-                "attention and convolutions are served"
+                f"layer {index} is of type {kind!r}, and only attention, linear attention and "
+                "convolutions are served"
             )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         yield "transformers has no causal language model of it"
@@ -240,9 +258,9 @@ def _obstacles(config: PreTrainedConfig) -> Iterator[str]:
     is_known = layer_types and cache_argument(cls) is not None
     if getattr(cls, "_is_stateful", False) and not is_known:
         yield "it has recurrent layers, whose state is not in a cache of transformers"
-    # Classes with states do not state it. Whether they attend through it shows in the trial.
-    states_it = has_state_layers(config) or getattr(cls, "_supports_attention_backend", False)
-    if not states_it:
+    # Mamba has no attention at all.
+    attends = looks_up_attention(cls) or config.model_type in OWN_ATTENTION
+    if not attends and not has_state_layers(config):
         yield "its attention does not go through transformers' AttentionInterface"
     if getattr(config, "add_cross_attention", False):
         yield "it has cross-attention, which reads a second sequence"

@@ -5,19 +5,23 @@ for plans of what fits where.
 import dataclasses
 import functools
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from msgspec.structs import replace
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from jitney.config import EngineConfig
 from jitney.errors import LoadError
 from jitney.execution import interface, machine, memory, options, probe, support
 from jitney.execution.acceleration import Accelerator
+from jitney.execution.carry import carry_in_cache
 from jitney.execution.checkpoint import Checkpoint, check_checkpoint, resolve_model
 from jitney.execution.draft_setup import DraftSetup, setup_for
 from jitney.execution.interface import LayerSpec, LoadedModel
+from jitney.execution.latents import use_latents
+from jitney.execution.own_attention import bridge_own_attention
 from jitney.execution.quantized import Quantizer
 from jitney.execution.read_model import LoadTools, failed_trial, find_weight_format, judge
 from jitney.execution.weights import count_bytes
@@ -77,14 +81,22 @@ def _weigh_one(config: EngineConfig, tools: LoadTools) -> _Weighed:
     judged = judge(config, tools, checkpoint)
     weight_format = find_weight_format(config, tools, judged)
     interface.register()
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(judged.config)]
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(
-            judged.config, dtype=judged.dtype, attn_implementation=interface.NAME
+            judged.config,
+            dtype=judged.dtype,
+            attn_implementation=interface.first_attention(model_class),
         )
+    interface.set_attention(module, interface.NAME)
+    keeps_latents = config.adapters is None
+    if keeps_latents:
+        use_latents(module)
+    bridge_own_attention(module)
     weights = count_bytes(module)
     if weight_format is not None:
         weights = weight_format.loaded_bytes(module)
-    kept = _kept(module, judged.config)
+    kept = _kept(module, judged.config, keeps_latents=keeps_latents)
     model = LoadedModel(
         module=module,
         config=judged.config,
@@ -122,7 +134,7 @@ class _Kept(NamedTuple):
     slot_bytes: int = 0
 
 
-def _kept(module: PreTrainedModel, config: PreTrainedConfig) -> _Kept:
+def _kept(module: PreTrainedModel, config: PreTrainedConfig, *, keeps_latents: bool) -> _Kept:
     """The layers as the probe records them or, if it cannot, as the configuration states them.
     Raises UnsupportedModelError if the module cannot be served, as ``read_model.prove`` does."""
     windows = support.layer_windows(config)
@@ -135,24 +147,50 @@ def _kept(module: PreTrainedModel, config: PreTrainedConfig) -> _Kept:
         raise
     except RuntimeError:
         # A module that looks at values of tensors cannot run on the meta device.
-        return _Kept(_stated_layers(config, windows))
+        return _Kept(_stated_layers(config, windows, keeps_latents=keeps_latents))
+    except Exception:
+        carry_in_cache(module)  # as ``prove`` does
+    try:
+        return _Kept(probe.record_layers(module, windows))
+    except LoadError:
+        raise
+    except RuntimeError:
+        return _Kept(_stated_layers(config, windows, keeps_latents=keeps_latents))
     except Exception as error:
         # Such as a TypeError if the module drops the argument ``paged`` on the way to attention.
         raise failed_trial(module, error) from error
 
 
-def _stated_layers(config: PreTrainedConfig, windows: list[int | None]) -> list[LayerSpec]:
+def _stated_layers(
+    config: PreTrainedConfig, windows: list[int | None], *, keeps_latents: bool
+) -> list[LayerSpec]:
     """The layers as the configuration states them: all alike but for their ``windows``."""
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    if getattr(config, "kv_lora_rank", None):
-        # Latent attention (MLA) has keys for each head. ``head_dim`` is that of their rotary part.
+    value_sizes: list[int | None] = [None] * len(windows)
+    has_latents = keeps_latents and bool(getattr(config, "kv_lora_rank", None))
+    if has_latents:
+        kv_heads = 1
+        # ``head_dim`` is that of the rotary part.
+        size = config.kv_lora_rank + config.qk_rope_head_dim
+        index_size = getattr(config, "index_head_dim", None) or 0
+        kinds = getattr(config, "indexer_types", None) or ["full"] * len(windows)
+        value_sizes = [0 if kind == "shared" else index_size for kind in kinds]
+    elif getattr(config, "kv_lora_rank", None):
+        # They are kept as keys and values of each head.
         kv_heads = heads
         size = max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
     return [
-        LayerSpec(num_heads=heads, num_kv_heads=kv_heads, head_size=size, window=window)
-        for window in windows
+        LayerSpec(
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_size=size,
+            window=window,
+            value_size=value_size,
+            has_latents=has_latents,
+        )
+        for window, value_size in zip(windows, value_sizes, strict=True)
     ]
 
 

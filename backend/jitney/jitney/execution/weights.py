@@ -89,6 +89,7 @@ def read_weights(
     _refuse_keys(f"{name} has a wrong shape of", report["mismatched_keys"])
     if checkpoint.gguf is not None:
         checkpoint.gguf.finish(module)
+    interface.set_attention(module, interface.NAME)
     return module
 
 
@@ -105,6 +106,7 @@ def _from_pretrained(
             named = replace(checkpoint, folder=folder, lacks_index=False)
             return _from_pretrained(named, hf_config, dtype, skip, device_map)
     source: Path | None = checkpoint.folder
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
     cls: Any = AutoModelForCausalLM
     options: dict[str, Any] = {}
     if device_map is not None:
@@ -112,14 +114,14 @@ def _from_pretrained(
     if checkpoint.gguf is not None:
         # AutoModelForCausalLM would look for a folder; the architecture's own class does not.
         source = None
-        cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
+        cls = model_class
         names = checkpoint.tensors.keys() - skip
         options["state_dict"] = {name: checkpoint.gguf.floats(name, dtype) for name in names}
     loaded: tuple[PreTrainedModel, dict[str, Any]] = cls.from_pretrained(
         source,
         config=hf_config,
         dtype=dtype,
-        attn_implementation=interface.NAME,
+        attn_implementation=interface.first_attention(model_class),
         use_safetensors=True,
         local_files_only=True,
         trust_remote_code=False,

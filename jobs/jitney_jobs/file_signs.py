@@ -1,0 +1,52 @@
+"""What a file is by its first bytes, whatever its name says."""
+
+from jitney.errors import InvalidArgumentError
+
+SIGN_BYTES = 32
+"""How much of a file is looked at."""
+_SIGNS = (
+    (b"\x1f\x8b", "gzip"),
+    (b"\x28\xb5\x2f\xfd", "zstd"),
+    (b"\x04\x22\x4d\x18", "lz4"),
+    (b"BZh91AY&SY", "bzip2"),
+    (b"\xfd7zXZ\0", "xz"),
+    (b"PK\x03\x04", "zip (Excel's .xlsx is one)"),
+    (b"PAR1", "Parquet"),
+    (b"ARROW1\0", "Arrow"),
+    (b"ORC", "ORC"),
+    (b"Obj\x01", "Avro"),
+    (b"SQLite format 3\0", "SQLite"),
+    (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an old Excel's (.xls)"),
+    (b"%PDF-", "PDF"),
+    (b"\x89HDF\r\n\x1a\n", "HDF5"),
+)
+_TEXT_CONTROLS = b"\t\n\r\f"
+
+
+def kind_of(head: bytes) -> str | None:
+    """Of a file that begins so. None: it may be a text, or anything else."""
+    for sign, kind in _SIGNS:
+        if head.startswith(sign) and any(byte < 32 and byte not in _TEXT_CONTROLS for byte in head):
+            return kind
+    return None
+
+
+def check_is_text(head: bytes, path: str, is_unpacked: bool) -> None:
+    """``is_unpacked``: ``head`` was compressed. Raises InvalidArgumentError if a file that should
+    have lines or CSV has something else."""
+    kind = kind_of(head[:SIGN_BYTES])
+    if kind is not None:
+        what = "holds, compressed," if is_unpacked else "is"
+        raise InvalidArgumentError(
+            f"input {path} {what} a file of another kind, {kind}: name it so, or convert it"
+        )
+
+
+def check_is_table(head: bytes, path: str, expected: str) -> None:
+    """Raises InvalidArgumentError if a file that should be Parquet or Arrow is known to be
+    something else."""
+    kind = kind_of(head[:SIGN_BYTES])
+    if kind is not None and kind != expected:
+        raise InvalidArgumentError(
+            f"input {path} is a file of another kind, {kind}: name it so, or convert it"
+        )
