@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jitney.engine.assemble import load_runner
+from jitney.engine.assemble import load_runner, weigh
 from jitney.execution.runner import TorchRunner
 from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
@@ -119,6 +119,19 @@ def test_prompt_logprobs_advance_a_state_once(case: Case, monkeypatch: pytest.Mo
         token = prompt[position]
         (own,) = [each.logprob for each in candidates if each.token_id == token]
         assert own == pytest.approx(float(right[position - 1, token]), abs=2e-3)
+
+
+def test_a_plan_counts_slots_and_blocks_as_the_load_does(case: Case) -> None:
+    """A plan runs the module without weights."""
+    config = make_config(options_for(case.folder, max_model_len=256, max_num_seqs=8))
+    footprint = weigh(config)
+    info = case.runner.info
+    assert case.runner._model.states is not None
+    assert footprint.slot == case.runner._model.states.slot_bytes > 0
+    slots = info.num_slots * footprint.slot
+    assert info.num_slots == 8
+    if footprint.block:
+        assert info.kv_cache_bytes - slots == info.num_blocks * footprint.block
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "bamba", "jamba", "lfm2"])

@@ -5,10 +5,12 @@ for plans of what fits where.
 import dataclasses
 import functools
 import re
+import traceback
 from typing import Any, NamedTuple
 
 import torch
 from msgspec.structs import replace
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -140,8 +142,7 @@ def _kept(module: PreTrainedModel, config: PreTrainedConfig, *, keeps_latents: b
     windows = support.layer_windows(config)
     try:
         if support.has_state_layers(config):
-            layers, recorded = probe.record_stateful_layers(module, windows)
-            return _Kept(layers, recorded.layout.slot_bytes)
+            return _record_states(module, windows)
         return _Kept(probe.record_layers(module, windows))
     except LoadError:
         raise
@@ -159,6 +160,42 @@ def _kept(module: PreTrainedModel, config: PreTrainedConfig, *, keeps_latents: b
     except Exception as error:
         # Such as a TypeError if the module drops the argument ``paged`` on the way to attention.
         raise failed_trial(module, error) from error
+
+
+def _record_states(module: PreTrainedModel, windows: list[int | None]) -> _Kept:
+    """The layers and states of a model with state layers. Experts look at values of tensors, which
+    the meta device does not have: modules that fail so give their input instead, as its shape is
+    right. Raises what the model raises if that does not help."""
+    passed: set[type] = set()
+    while True:
+        try:
+            layers, recorded = probe.record_stateful_layers(module, windows)
+        except RuntimeError as error:
+            kind = type(_failed_module(error))
+            if kind in passed or kind is type(module):
+                raise
+            passed.add(kind)
+            for child in module.modules():
+                if type(child) is kind:
+                    child.forward = _first_input
+        else:
+            return _Kept(layers, recorded.layout.slot_bytes)
+
+
+def _failed_module(error: RuntimeError) -> nn.Module | None:
+    """The innermost module in whose ``forward`` the error was raised."""
+    failed = None
+    frames = traceback.walk_tb(error.__traceback__)
+    for frame, _ in frames:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            failed = owner
+    return failed
+
+
+def _first_input(x: Tensor, *args: object, **kwargs: object) -> Tensor:
+    """Stands in place of the ``forward`` of experts."""
+    return x
 
 
 def _stated_layers(
