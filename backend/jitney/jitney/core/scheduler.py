@@ -1,8 +1,8 @@
 """The scheduler: which sequence computes which tokens in the next step, and what follows.
 
-Owns all requests from submission to their terminal event, and the KV manager. The engine's thread
-alone calls it. ``plan`` fills a step, ``outcome`` applies its output, and ``policy`` has what the
-options ``tiers`` and ``speculation`` change in both.
+Owns all requests from submission to their terminal event, the KV manager and the slots. The
+engine's thread alone calls it. ``plan`` fills a step, ``outcome`` applies its output, and
+``policy`` has what the options ``tiers`` and ``speculation`` change in both.
 
 Steps take sequences by *rank*: ``priority * aging_s + arrival``, lower first. Waiting ``aging_s``
 seconds weighs as much as one unit of priority, so an old request overtakes younger ones without its
@@ -37,6 +37,7 @@ from jitney.core.planned_step import PlannedStep
 from jitney.core.policy.choose import choose_policies
 from jitney.core.policy.seam import TierTerms
 from jitney.core.request import Request, Sequence, SequenceState
+from jitney.core.slots import Slots
 from jitney.core.step_plan import plain_row
 from jitney.core.taking_back import (
     Ranked,
@@ -46,7 +47,16 @@ from jitney.core.taking_back import (
     waiting_users_behind,
 )
 from jitney.errors import InvalidArgumentError, JitneyError, UnavailableError
-from jitney.messages import Cancelled, Event, Failed, FinishReason, StepStats, Submit, Tokens
+from jitney.messages import (
+    Cancelled,
+    Chunking,
+    Event,
+    Failed,
+    FinishReason,
+    StepStats,
+    Submit,
+    Tokens,
+)
 from jitney.rank import Blocked, Order, Rank
 
 
@@ -60,7 +70,19 @@ class Scheduler:
         num_blocks: int,
         max_model_len: int,
         max_num_batched_tokens: int,
+        num_slots: int = 0,
+        chunking: Chunking = "any",
+        forks_share_blocks: bool = True,
     ) -> None:
+        """The last three are of models with slots. ``forks_share_blocks``: whether a fork reads the
+        blocks of its leader, or gets copies of all of them."""
+        # The budget of a step has a token for each running sequence.
+        max_running = min(config.max_num_seqs, max_num_batched_tokens)
+        if num_slots:
+            max_running = min(max_running, num_slots)
+            # What a slot holds is the past of all tokens. So a sequence cannot begin with cached
+            # blocks, and a wrong draft could not be taken back.
+            config = msgspec.structs.replace(config, prefix_caching=False, speculation=None)
         self.config = config
         self.max_model_len = max_model_len
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -72,12 +94,16 @@ class Scheduler:
         self.policies = choose_policies(
             config,
             self.kv,
-            # The budget of a step has a token for each running sequence.
-            max_running=min(config.max_num_seqs, max_num_batched_tokens),
+            max_running=max_running,
             watermark=watermark,
         )
         self._admission = self.policies.admission
-        self.live = LiveRequests(self.kv, self._admission)
+        self.live = LiveRequests(
+            self.kv,
+            self._admission,
+            Slots(num_slots),
+            forks_share_blocks=forks_share_blocks,
+        )
         self._held = HeldRequests()
         # Requests that were taken back and are held, as they were then. By key.
         self._taken_back: dict[int, Request] = {}
@@ -87,6 +113,7 @@ class Scheduler:
             self.policies,
             max_num_batched_tokens=max_num_batched_tokens,
             watermark=watermark,
+            chunking=chunking,
         )
         self.reset_counts()
 
@@ -330,6 +357,8 @@ class Scheduler:
         a step is in flight: then nothing can be computed before that step is updated."""
         live = self.live
         assert len(live.in_flight) < 2, "two steps are neither updated nor reverted"
+        if live.to_restart:
+            live.restart_reverted(now)
         step = self._planner.make(now, self._counts)
         rows = step.batch.rows
         assert rows or live.in_flight or not live.requests, "work waits, and the step is empty"
@@ -364,32 +393,46 @@ class Scheduler:
     def revert(self, batch: Batch) -> None:
         """Undo the plan of the latest step in flight, which failed or is dropped: its tokens count
         as not planned, and its copies are still pending. The device must be done with the step.
-        What the step has written is harmless: the same slots are written again before they are
-        read."""
+        What the step has written into blocks is harmless: it is written again before it is read.
+        What it has left behind in slots (see ``slots``) is not: their sequences begin anew."""
         self.live.revert(batch)
 
-    def retry(self, rows: list[Row]) -> Batch:
-        """Plan ``rows`` again, which are all rows of a reverted step, or some of them. Rows whose
-        sequences have ended are left out, and every pending copy is made. No step may be in
-        flight. None is planned ahead before this one is complete, because ``sample_index`` of the
-        sequences still holds the indices of the reverted step."""
+    def retry(self, rows: list[Row], now: float) -> Batch:
+        """Plan ``rows`` again, which are all rows of a reverted step, or some of them. Rows that
+        are complete, or whose sequences have ended, are left out, and every pending copy is made.
+        Sequences that began anew may need several steps until these rows are complete: call this
+        until the batch is empty. No step may be in flight. None is planned ahead before this one is
+        complete, because ``sample_index`` of the sequences still holds the indices of the reverted
+        step."""
         live = self.live
-        assert not live.in_flight
+        live.restart_reverted(now)
+        again: list[tuple[Row, Sequence]] = []
+        for row in rows:
+            sequence = live.sequence_of(row)
+            if sequence is not None and sequence.num_computed < row.end - row.drafts:
+                again.append((row, sequence))
         # The policy of drafts must know which rows have asked the draft model. It learns that from
         # update(), which is never called for the reverted step. The rows that are planned here do
         # not ask again.
-        self.policies.drafts.note_rows(rows)
+        self.policies.drafts.note_rows([row for row, _ in again])
+        if live.slots.is_used:
+            sequences = [sequence for _, sequence in again]
+            step = self._planner.make_restarted(sequences, now, self._counts)
+        else:
+            step = self._plan_plain(again)
+        if step.batch.rows:
+            live.in_flight.append(step)
+        return step.batch
+
+    def _plan_plain(self, rows: list[tuple[Row, Sequence]]) -> PlannedStep:
+        """A step of these reverted rows."""
         plain_rows: list[Row] = []
-        for row in rows:
-            sequence = live.sequence_of(row)
-            if sequence is not None:
-                plain = plain_row(row, sequence)
-                sequence.num_planned = plain.end
-                plain_rows.append(plain)
+        for row, sequence in rows:
+            plain = plain_row(row, sequence)
+            sequence.num_planned = plain.end
+            plain_rows.append(plain)
         batch = Batch(plain_rows, self.kv.pending_copies())
-        if plain_rows:
-            live.in_flight.append(PlannedStep(batch, must_complete_first=True))
-        return batch
+        return PlannedStep(batch, must_complete_first=True)
 
     # ------------------------------------------------------------------ parts
 
@@ -403,6 +446,7 @@ class Scheduler:
             num_blocks=self.kv.num_blocks,
             max_model_len=self.max_model_len,
             max_running=terms.most_running,
+            has_slots=self.live.slots.is_used,
         )
         if message.key in self._held:
             return needs

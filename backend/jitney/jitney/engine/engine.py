@@ -415,6 +415,10 @@ class Engine:
             num_blocks=info.num_blocks,
             max_model_len=info.max_model_len,
             max_num_batched_tokens=info.max_num_batched_tokens,
+            num_slots=info.num_slots,
+            chunking=info.chunking,
+            # Transformers' own cache objects share nothing.
+            forks_share_blocks=info.cache != "opaque",
         )
         self._steps = Steps(
             self.scheduler,

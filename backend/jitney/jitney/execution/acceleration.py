@@ -93,7 +93,11 @@ def attention_by_layer(
     ``dtype`` is the cache's. Raises ConfigError as :func:`attention_for` does."""
     functions: dict[Hashable, AttentionFunction] = {}
     of_layers = []
+    # A layer without K and V never attends: any function will do, such as that of its neighbours.
+    paged = [spec for spec in model.layers if spec.is_paged]
     for spec in model.layers:
+        if not spec.is_paged and paged:
+            spec = paged[0]
         if needs_torch(spec, dtype):
             own = torch_attention(spec, batch_invariant=config.batch_invariant)
             own_kind = (own.name, spec.chunk, spec.has_slopes)

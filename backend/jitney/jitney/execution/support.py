@@ -5,11 +5,12 @@ do not call us, masks of their own, …) is ``probe``'s. Architectures that cann
 UnsupportedModelError with the model type and the reason.
 """
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -38,6 +39,13 @@ _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_pena
 _PAGED_LAYER_TYPES = frozenset({
     "full_attention", "sliding_attention", "chunked_attention", "indexed_attention",
 })  # fmt: skip
+_STATE_LAYER_TYPES = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
+"""Layers with states; the hybrid ones attend as well."""
+_BARE_LAYER_TYPES = frozenset({"moe", "mlp"})
+"""Layers that keep nothing."""
+_CACHE_ARGUMENTS = ("past_key_values", "cache_params")
+"""Names under which transformers' models take a cache."""
+_SERVED_LAYER_TYPES = _PAGED_LAYER_TYPES | _STATE_LAYER_TYPES | _BARE_LAYER_TYPES
 
 
 def unservable(model_type: str, reason: str) -> UnsupportedModelError:
@@ -201,7 +209,19 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None]:
     types = getattr(config, "layer_types", None)
     if types is None:
         return [window] * config.num_hidden_layers
-    return [window if kind == "sliding_attention" else None for kind in types]
+    return [window if kind in ("sliding_attention", "hybrid_sliding") else None for kind in types]
+
+
+def has_state_layers(config: PreTrainedConfig) -> bool:
+    """Whether layers keep states (see ``state_slots``)."""
+    layer_types = getattr(config, "layer_types", None) or ()
+    return any(kind in _STATE_LAYER_TYPES for kind in layer_types)
+
+
+def cache_argument(model: type[PreTrainedModel] | PreTrainedModel) -> str | None:
+    """The name under which a model takes a cache of transformers; None if it takes none."""
+    names = inspect.signature(model.forward).parameters
+    return next((name for name in _CACHE_ARGUMENTS if name in names), None)
 
 
 def layer_chunks(config: PreTrainedConfig) -> list[int | None]:
@@ -238,16 +258,22 @@ def _obstacles(config: PreTrainedConfig) -> Iterator[str]:
         yield "it is an encoder-decoder, whose decoder reads a second sequence"
     layer_types = getattr(config, "layer_types", None) or ()
     for index, kind in enumerate(layer_types):
-        if kind not in _PAGED_LAYER_TYPES:
-            yield f"layer {index} is of type {kind!r}, and only attention is kept in a paged cache"
+        if kind not in _SERVED_LAYER_TYPES:
+            yield (
+                f"layer {index} is of type {kind!r}, and only attention, linear attention and "
+                "convolutions are served"
+            )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         yield "transformers has no causal language model of it"
         return  # what follows looks at the model's class
     cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     # A class of hybrids may also have no recurrent layer in a checkpoint, as in Granite 4.0 Micro.
-    if getattr(cls, "_is_stateful", False) and not layer_types:
-        yield "it has recurrent layers, whose state is not kept in a paged cache"
-    if not looks_up_attention(cls) and config.model_type not in OWN_ATTENTION:
+    is_known = layer_types and cache_argument(cls) is not None
+    if getattr(cls, "_is_stateful", False) and not is_known:
+        yield "it has recurrent layers, whose state is not in a cache of transformers"
+    # Mamba has no attention at all.
+    attends = looks_up_attention(cls) or config.model_type in OWN_ATTENTION
+    if not attends and not has_state_layers(config):
         yield "its attention does not go through transformers' AttentionInterface"
     if getattr(config, "add_cross_attention", False):
         yield "it has cross-attention, which reads a second sequence"
