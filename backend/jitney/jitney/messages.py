@@ -293,6 +293,9 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_slots: int = 0
     """Most sequences that may hold a slot (see ``core.slots``); 0: the model has none."""
     chunking: Chunking = "any"
+    slowdown: float = 1.0
+    """With opaque caches: how much longer eight sequences take, one after the other, than eight
+    tokens in one pass."""
     sampling_defaults: dict[str, float] = {}
     """What the gateway and ``LLM`` fill in for sampling parameters that are left unset; empty with
     option ``generation_config`` none."""

@@ -36,13 +36,19 @@ from jitney.execution.draft import DraftInputs, DraftModel, NoInputs
 from jitney.execution.draft_setup import DraftSetup, setup_for
 from jitney.execution.first_steps import first_steps
 from jitney.execution.interface import AttentionFunction, KvScales, LayerCache, LoadedModel
+from jitney.execution.load_model import load_model
+from jitney.execution.load_opaque import make_opaque_runner, plan_opaque
 from jitney.execution.low_rank import find_sites
+from jitney.execution.opaque_runner import OpaqueRunner
 from jitney.execution.quantized import Quantizer, layers_that_round_inputs
-from jitney.execution.read_model import LoadTools, load_model, probe_tokens_of
+from jitney.execution.read_model import LoadTools, probe_tokens_of
 from jitney.execution.runner import TorchRunner
 from jitney.messages import ModelInfo
 
 _log = logging.getLogger(__name__)
+
+LoadedRunner = TorchRunner | OpaqueRunner
+"""What a load gives: a ``protocols.Runner``, with what adapters and shutdown ask for."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,7 @@ class Allocation:
 @machine.typed_errors()
 def load_runner(
     config: EngineConfig, accelerator: Accelerator | None = None, quantizer: Quantizer | None = None
-) -> TorchRunner:
+) -> LoadedRunner:
     """Load the model, size and allocate the KV cache, warm the kernels up, log the ledger.
 
     Without ``accelerator`` everything runs in plain torch. Without ``quantizer`` a quantized
@@ -106,9 +112,11 @@ def load_runner(
     # Refused early, before weights are read. Whether an accelerator fits the model shows only once
     # the model is loaded.
     if accelerator is None:
-        _refuse_kernel_options(config)
+        options.refuse_gpu_options(config)
 
     target = load_and_prepare(config, tools, setup)
+    if target.model.opaque is not None:
+        return _load_opaque(config, target, started)
     if target.accelerator is None:
         _refuse_kernel_options(config)
     draft = None
@@ -118,6 +126,20 @@ def load_runner(
     allocation = allocate(config, info, setup, target, draft)
     runner = make_runner(config, info, target, draft, allocation)
     _log.info("%s", allocation.ledger)
+    _log_loaded(target.model, runner.info, time.monotonic() - started)
+    return runner
+
+
+def _load_opaque(config: EngineConfig, target: PreparedModel, started: float) -> OpaqueRunner:
+    """The rest of a load, of a model with opaque caches. Its passes have one sequence each, so it
+    serves ``batch_invariant`` without kernels."""
+    options.refuse_gpu_options(config)
+    if config.speculation is not None:
+        _log.warning("option speculation has no effect: opaque caches take no drafts back")
+    info = _describe(config, target)
+    ledger = plan_opaque(config, target.model, info)
+    runner = make_opaque_runner(target.model, info, ledger)
+    _log.info("%s", ledger)
     _log_loaded(target.model, runner.info, time.monotonic() - started)
     return runner
 
@@ -133,6 +155,8 @@ def load_and_prepare(config: EngineConfig, tools: LoadTools, setup: DraftSetup) 
     model = load_model(config, tools)
     if config.adapters is not None:
         model = replace(model, sites=find_sites(model.module))
+    if model.opaque is not None:  # it runs as it is
+        return PreparedModel(model=model, attention=[], accelerator=None)
     return speed_up(config, tools, setup, model)
 
 

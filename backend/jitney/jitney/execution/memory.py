@@ -23,6 +23,9 @@ from jitney.execution.low_rank import adapter_bytes
 _CPU_SHARE = 0.25
 _CPU_MOST = 4 << 30
 _GPU_SHARE = 0.9
+_SLOT_TOKENS = 1024
+"""So many tokens of blocks are left beside each slot, if there are fewer slots than sequences may
+run."""
 _SPARE_SHARE = 1 / 64
 """This share of the free memory stays unused, unless ``kv_cache_bytes`` is set. An engine that
 replaces this one after a crash must get a cache of the same size, and may find a little less memory
@@ -58,6 +61,9 @@ class Ledger:
     block_bytes: int
     adapters: int
     """Of the adapters that may be in memory at once."""
+    num_slots: int = 0
+    """See ``core.slots``; 0: the model has none."""
+    slot_bytes: int = 0
 
     def __str__(self) -> str:
         tokens = self.num_blocks * self.block_size
@@ -68,6 +74,8 @@ class Ledger:
             f"{tokens:,} tokens, {token_bytes:,} bytes each)",
             f"activations at most about {_mib(self.steps.activations)}",
         ]
+        if self.num_slots:
+            parts.insert(2, f"in it {self.num_slots:,} slots of {self.slot_bytes:,} bytes")
         if self.steps.graphs:
             parts.append(f"graphs at most about {_mib(self.steps.graphs)}")
         if self.adapters:
@@ -89,6 +97,10 @@ class Needs:
     steps: StepMemory
     adapter_bytes: int
     """Of the adapters that may be in memory at once."""
+    slot_bytes: int = 0
+    """Of one slot (see ``core.slots``)."""
+    most_slots: int = 0
+    """How many sequences may run, if each holds a slot; 0: the model has no slots."""
 
     @property
     def beside_cache(self) -> int:
@@ -103,11 +115,16 @@ def plan_memory(config: EngineConfig, needs: Needs, available: int) -> Ledger:
     size is not enough for one block.
     """
     size = _cache_bytes(config, needs, available)
-    num_blocks = size // needs.block_bytes
+    num_slots = _num_slots(config, needs, size)
+    for_blocks = size - num_slots * needs.slot_bytes
+    if needs.block_bytes:
+        num_blocks = for_blocks // needs.block_bytes
+    else:  # slots hold all that is kept: there are blocks for every sequence
+        num_blocks = num_slots * _sequence_blocks(config, needs)
     if num_blocks < 1:
         bound = f"enough for one block of {config.block_size}, {needs.block_bytes:,} bytes"
         raise wrong_size(config, size, bound)
-    cache = num_blocks * needs.block_bytes
+    cache = num_blocks * needs.block_bytes + num_slots * needs.slot_bytes
     return Ledger(
         weights=needs.weight_bytes,
         cache=cache,
@@ -117,7 +134,29 @@ def plan_memory(config: EngineConfig, needs: Needs, available: int) -> Ledger:
         num_blocks=num_blocks,
         block_size=config.block_size,
         block_bytes=needs.block_bytes,
+        num_slots=num_slots,
+        slot_bytes=needs.slot_bytes,
     )
+
+
+def _num_slots(config: EngineConfig, needs: Needs, size: int) -> int:
+    """How many slots the cache of this size has beside its blocks: as many as there are sequences
+    of ``_SLOT_TOKENS`` tokens that fit. Raises ConfigError if not even one slot and block do."""
+    if not needs.most_slots:
+        return 0
+    tokens = min(_SLOT_TOKENS, needs.max_model_len)
+    sequence_bytes = needs.slot_bytes + math.ceil(tokens / config.block_size) * needs.block_bytes
+    if not sequence_bytes:
+        return needs.most_slots
+    if size < needs.slot_bytes + needs.block_bytes:
+        bound = f"enough for a slot of {needs.slot_bytes:,} bytes and a block of "
+        raise wrong_size(config, size, f"{bound}{needs.block_bytes:,}")
+    return max(1, min(needs.most_slots, size // sequence_bytes))
+
+
+def _sequence_blocks(config: EngineConfig, needs: Needs) -> int:
+    """Blocks of a sequence of full length."""
+    return math.ceil(needs.max_model_len / config.block_size)
 
 
 def _cache_bytes(config: EngineConfig, needs: Needs, available: int) -> int:
@@ -160,8 +199,8 @@ def _default_share(device: torch.device, available: int) -> int:
 
 def _most_useful_bytes(config: EngineConfig, needs: Needs) -> int:
     """The size of a cache that ``max_num_seqs`` sequences of full length fill."""
-    sequence_blocks = math.ceil(needs.max_model_len / config.block_size)
-    return config.max_num_seqs * sequence_blocks * needs.block_bytes
+    sequence_bytes = _sequence_blocks(config, needs) * needs.block_bytes + needs.slot_bytes
+    return config.max_num_seqs * sequence_bytes
 
 
 def wrong_size(config: EngineConfig, size: int, bound: str) -> ConfigError:
@@ -193,8 +232,9 @@ def block_bytes(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype
 def estimate_steps(model: LoadedModel, tokens: int, logits_rows: int) -> StepMemory:
     """An estimate of what a step needs, from the widths that the configuration states: what one
     layer holds at once of all ``tokens``, and the logits of ``logits_rows`` of them."""
-    hidden = model.config.hidden_size
-    width = getattr(model.config, "intermediate_size", None) or 4 * hidden
+    config = model.config.get_text_config(decoder=True)
+    hidden = config.hidden_size
+    width = getattr(config, "intermediate_size", None) or 4 * hidden
     widest = width if isinstance(width, int) else max(width)  # some state one per layer
     # Four rows of the hidden size, the layer's input among them. Three rows of the MLP's width: the
     # gate, the up projection, and their product.
