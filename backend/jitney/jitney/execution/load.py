@@ -36,14 +36,20 @@ from jitney.execution.draft import DraftInputs, DraftModel, NoInputs
 from jitney.execution.draft_setup import DraftSetup, setup_for
 from jitney.execution.first_steps import first_steps
 from jitney.execution.interface import AttentionFunction, KvScales, LayerCache, LoadedModel
+from jitney.execution.load_model import load_model
+from jitney.execution.load_opaque import make_opaque_runner, plan_opaque
 from jitney.execution.low_rank import find_sites
+from jitney.execution.opaque_runner import OpaqueRunner
 from jitney.execution.quantized import Quantizer, drop_floats, layers_that_round_inputs
-from jitney.execution.read_model import LoadTools, load_model, probe_tokens_of
+from jitney.execution.read_model import LoadTools, probe_tokens_of
 from jitney.execution.runner import TorchRunner
 from jitney.execution.state_slots import StateSlots
 from jitney.messages import ModelInfo
 
 _log = logging.getLogger(__name__)
+
+LoadedRunner = TorchRunner | OpaqueRunner
+"""What a load gives: a ``protocols.Runner``, with what adapters and shutdown ask for."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,7 @@ class Allocation:
 @machine.typed_errors()
 def load_runner(
     config: EngineConfig, accelerator: Accelerator | None = None, quantizer: Quantizer | None = None
-) -> TorchRunner:
+) -> LoadedRunner:
     """Load the model, size and allocate the KV cache, warm the kernels up, log the ledger.
 
     Without ``accelerator`` everything runs in plain torch. Without ``quantizer`` a quantized
@@ -109,9 +115,11 @@ def load_runner(
     # Refused early, before weights are read. Whether an accelerator fits the model shows only once
     # the model is loaded.
     if accelerator is None:
-        _refuse_kernel_options(config)
+        options.refuse_gpu_options(config)
 
     target = load_and_prepare(config, tools, setup)
+    if target.model.opaque is not None:
+        return _load_opaque(config, target, started)
     if target.accelerator is None:
         _refuse_kernel_options(config)
     draft = None
@@ -121,6 +129,20 @@ def load_runner(
     allocation = allocate(config, info, setup, target, draft)
     runner = make_runner(config, info, target, draft, allocation)
     _log.info("%s", allocation.ledger)
+    _log_loaded(target.model, runner.info, time.monotonic() - started)
+    return runner
+
+
+def _load_opaque(config: EngineConfig, target: PreparedModel, started: float) -> OpaqueRunner:
+    """The rest of a load, of a model with opaque caches. Its passes have one sequence each, so it
+    serves ``batch_invariant`` without kernels."""
+    options.refuse_gpu_options(config)
+    if config.speculation is not None:
+        _log.warning("option speculation has no effect: opaque caches take no drafts back")
+    info = _describe(config, target)
+    ledger = plan_opaque(config, target.model, info)
+    runner = make_opaque_runner(target.model, info, ledger)
+    _log.info("%s", ledger)
     _log_loaded(target.model, runner.info, time.monotonic() - started)
     return runner
 
@@ -138,7 +160,10 @@ def load_and_prepare(config: EngineConfig, tools: LoadTools, setup: DraftSetup) 
         options.refuse_for_states(config, is_draft=tools.is_draft)
     if config.adapters is not None:
         model = replace(model, sites=find_sites(model.module, without=_state_paths(model)))
-    prepared = speed_up(config, tools, setup, model)
+    if model.opaque is not None:  # it runs as it is
+        prepared = PreparedModel(model=model, attention=[], accelerator=None)
+    else:
+        prepared = speed_up(config, tools, setup, model)
     drop_floats(prepared.model.module)
     return prepared
 
@@ -335,6 +360,7 @@ def _needs_of(
 ) -> memory.Needs:
     """What the model needs without its draft model. ``dtype`` is the cache's."""
     model = target.model
+    most_running = min(config.max_num_seqs, info.max_num_batched_tokens)
     steps = None
     copied_rank = 0  # of the copies of adapters that kernels make; 0: they make none
     if target.accelerator is not None:
@@ -351,6 +377,7 @@ def _needs_of(
         steps=steps,
         adapter_bytes=memory.resident_adapters_bytes(config, model, copied_rank),
         slot_bytes=0 if model.states is None else model.states.slot_bytes,
+        most_slots=0 if model.states is None else most_running,
     )
 
 
@@ -371,6 +398,7 @@ def make_runner(
         num_blocks=ledger.num_blocks,
         kv_cache_bytes=ledger.cache,
         num_slots=ledger.num_slots,
+        cache=_kind_of_cache(target.model),
     )
     if target.accelerator is None or allocation.states is not None:
         runner = TorchRunner(target.model, allocation.caches, info, states=allocation.states)
@@ -389,6 +417,18 @@ def make_runner(
         )
     runner.warm_up(first_steps(info, tokens_to_propose))
     return runner
+
+
+def _kind_of_cache(model: LoadedModel) -> str:
+    """``ModelInfo.cache`` of a model that is not opaque."""
+    kinds = []
+    if any(layer.has_latents for layer in model.layers):
+        kinds.append("latents")
+    if any(layer.is_paged and not layer.has_latents for layer in model.layers):
+        kinds.append("paged")
+    if model.states is not None:
+        kinds.append("state")
+    return "+".join(kinds)
 
 
 def _log_loaded(model: LoadedModel, info: ModelInfo, seconds: float) -> None:
