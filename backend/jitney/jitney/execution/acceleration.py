@@ -94,6 +94,9 @@ def attention_by_layer(
     functions: dict[Hashable, AttentionFunction] = {}
     of_layers = []
     for spec in model.layers:
+        if spec.chunk is not None and spec.chunk % config.block_size != 0:
+            bound = f"a divisor of {spec.chunk}, the chunks in which the model attends"
+            raise ConfigError.of("block_size", config.block_size, bound)
         if needs_torch(spec, dtype):
             own = torch_attention(spec, batch_invariant=config.batch_invariant)
             own_kind = (own.name, spec.chunk, spec.has_slopes)
