@@ -286,11 +286,23 @@ def _describe(config: EngineConfig, target: PreparedModel) -> ModelInfo:
         attention="+".join(kernels),
         num_parameters=model.num_parameters,
         max_num_batched_tokens=options.token_budget(config, model.device),
-        cache="paged" if model.states is None else "state",
+        cache=_kind_of_cache(model),
         sampling_defaults=support.sampling_defaults(
             model.generation_config, config, model.vocab_size
         ),
     )
+
+
+def _kind_of_cache(model: LoadedModel) -> str:
+    """``ModelInfo.cache`` of a model that is not opaque."""
+    kinds = []
+    if any(layer.has_latents for layer in model.layers):
+        kinds.append("latents")
+    if any(layer.is_paged and not layer.has_latents for layer in model.layers):
+        kinds.append("paged")
+    if model.states is not None:
+        kinds.append("state")
+    return "+".join(kinds)
 
 
 def allocate(
@@ -398,7 +410,6 @@ def make_runner(
         num_blocks=ledger.num_blocks,
         kv_cache_bytes=ledger.cache,
         num_slots=ledger.num_slots,
-        cache=_kind_of_cache(target.model),
     )
     if target.accelerator is None or allocation.states is not None:
         runner = TorchRunner(target.model, allocation.caches, info, states=allocation.states)
@@ -417,18 +428,6 @@ def make_runner(
         )
     runner.warm_up(first_steps(info, tokens_to_propose))
     return runner
-
-
-def _kind_of_cache(model: LoadedModel) -> str:
-    """``ModelInfo.cache`` of a model that is not opaque."""
-    kinds = []
-    if any(layer.has_latents for layer in model.layers):
-        kinds.append("latents")
-    if any(layer.is_paged and not layer.has_latents for layer in model.layers):
-        kinds.append("paged")
-    if model.states is not None:
-        kinds.append("state")
-    return "+".join(kinds)
 
 
 def _log_loaded(model: LoadedModel, info: ModelInfo, seconds: float) -> None:
