@@ -9,6 +9,11 @@ memory, tells what the tokens should have been.
 With ``overlap`` it is a device beside the host as well: steps are launched, run later and in order,
 with block tables and known tokens as they were at the launch, and carried tokens out of the step
 before. What a device would not notice, or not always, it notes in ``violations``.
+
+With ``num_slots`` it keeps in each slot what a sequence has computed, as a state does: a row
+appends to it, wherever the row says that it begins. So a slot that is not emptied, is shared, or is
+ahead of its tokens after a failed step changes every token after it. An ``opaque`` model has
+nothing else: no block is ever written or read.
 """
 
 import time
@@ -17,7 +22,7 @@ from dataclasses import replace
 
 from jitney.batch import Batch, Row, RowOutput, StepOutput
 from jitney.errors import InternalError
-from jitney.messages import ModelInfo
+from jitney.messages import Chunking, ModelInfo
 
 from tests.fake_tokens import (
     VOCAB_SIZE,
@@ -25,6 +30,7 @@ from tests.fake_tokens import (
     candidates,
     digest_of,
     make_slot,
+    next_slot,
     pick,
     reads_output,
     start_digest,
@@ -89,6 +95,9 @@ class FakeRunner:
         overlap: bool = False,
         launch_faults: Callable[[Batch], None] | None = None,
         device: Callable[[], bool] | None = None,
+        num_slots: int = 0,
+        cache: str = "paged",
+        chunking: Chunking = "any",
     ) -> None:
         self.info = ModelInfo(
             vocab_size=vocab_size,
@@ -102,7 +111,14 @@ class FakeRunner:
             num_parameters=0,
             max_num_batched_tokens=max_num_batched_tokens,
             overlap=overlap,
+            num_slots=num_slots,
+            cache=cache,
+            chunking=chunking,
         )
+        self.slots: list[list[Slot]] = [[] for _ in range(num_slots)]
+        """What each slot holds: the past of its sequence."""
+        self._is_dropped = False
+        """Whether the step before the one that runs has failed: nobody will use what this gives."""
         self.memory: list[Slot | None] = [None] * (num_blocks * block_size)
         self.bad_keys: set[int] = set()
         self.batches = 0
@@ -136,8 +152,14 @@ class FakeRunner:
         sources = [self.memory[source * size : (source + 1) * size] for source, _ in batch.copies]
         for (_, destination), slots in zip(batch.copies, sources, strict=True):
             self.memory[destination * size : (destination + 1) * size] = slots
+        states = [self.slots[source].copy() for source, _ in batch.slot_copies]
+        for (_, destination), state in zip(batch.slot_copies, states, strict=True):
+            self.slots[destination] = state
         for row in batch.rows:
-            self._write(row)
+            if row.slot is not None:
+                self._advance(row, len(batch.rows))
+            if self.info.cache != "opaque":
+                self._write(row)
         if self.faults is not None:
             self.faults(batch, True)
         outputs = [self._serve(row) for row in batch.rows]
@@ -187,7 +209,7 @@ class FakeRunner:
             )
             for row in batch.rows
         ]
-        taken = Batch(rows, batch.copies.copy())
+        taken = Batch(rows, batch.copies.copy(), batch.slot_copies.copy())
         for other in self.in_flight:
             self._check_apart(other.batch, taken)
         before = self.in_flight[-1] if self.in_flight else None
@@ -240,6 +262,7 @@ class FakeRunner:
             self._check(row.token_ids == [0], "a carried token is given as well")
             row.token_ids = [token]
             row.output.append(token)
+        self._is_dropped = step.before is not None and step.before.error is not None
         try:
             step.output = self._execute(step.batch)
         except Exception as error:
@@ -255,6 +278,13 @@ class FakeRunner:
                     shared = (writes & (their_writes | their_reads)) | (reads & their_writes)
                     self._check(not shared, f"steps in flight share the blocks {sorted(shared)}")
         for row in second.rows:
+            for other in first.rows:
+                same = (row.key, row.index) == (other.key, other.index)
+                shared = row.slot is not None and row.slot == other.slot
+                self._check(same or not shared, "steps in flight share a slot")
+            copied_slots = {slot for copy in first.slot_copies for slot in copy}
+            is_new = row.start == 0 and row.slot in copied_slots
+            self._check(not is_new, "a slot is handed out that a step in flight copies")
             size = self.info.block_size
             begun = {row.block_table[p // size] for p in range(row.start, row.end) if p % size == 0}
             self._check(not begun & copied, "a block is handed out that a step in flight copies")
@@ -286,6 +316,32 @@ class FakeRunner:
             before = self._digest_before(row, position)
             self.memory[self._slot(row, position)] = make_slot(before, token)
 
+    def _advance(self, row: Row, num_rows: int) -> None:
+        """Append a row's tokens to what its slot holds."""
+        assert row.slot is not None
+        if self.info.chunking == "whole":
+            is_prompt = row.start == 0 and row.end == len(row.prompt) and num_rows == 1
+            is_single = row.start >= len(row.prompt) and len(row.token_ids) == 1
+            self._check(is_prompt or is_single, "a prompt is cut, or not alone")
+        self._check(row.drafts == 0, "drafts of a sequence with a slot")
+        state = self.slots[row.slot]
+        if row.start == 0:
+            state.clear()
+        for token in row.token_ids:
+            adapter = None if row.adapter is None else row.adapter.version
+            state.append(next_slot(state, token, adapter))
+
+    def _past(self, row: Row) -> list[Slot | None]:
+        """What the row computes with: the slots of blocks of all its positions, or what the slot of
+        its sequence holds."""
+        if row.slot is None:
+            return [self.memory[self._slot(row, position)] for position in range(row.end)]
+        if self.info.cache != "opaque":  # a hybrid: its blocks and its slot say the same
+            blocks = [self.memory[self._slot(row, position)] for position in range(row.end)]
+            agree = blocks == self.slots[row.slot]
+            self._check(agree or self._is_dropped, "a slot is not at the row's position")
+        return list(self.slots[row.slot])
+
     def _digest_before(self, row: Row, position: int) -> bytes:
         """The digest of the context in front of ``position``, as the memory has it."""
         if position == 0:
@@ -300,7 +356,7 @@ class FakeRunner:
         vocab_size = self.info.vocab_size
         tokens = []
         if row.sample:
-            slots = [self.memory[self._slot(row, position)] for position in range(row.end)]
+            slots = self._past(row)
             history = self._history(row)
             allowed: Sequence[int] = range(vocab_size)
             if row.grammar is not None:

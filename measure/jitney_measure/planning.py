@@ -93,7 +93,7 @@ def choose_sizes(
     for _ in range(_CHOICE_ROUNDS):
         split = choice.split_memory(choice.suggest_batch(split))
     batch = split.batch
-    cache = split.num_blocks * footprint.block
+    cache = split.num_blocks * footprint.block + split.num_slots * footprint.slot
     return Sizes(
         config=msgspec.structs.replace(
             config,
@@ -105,7 +105,9 @@ def choose_sizes(
             prefix_caching=False,
             speculation=None,
         ),
-        limits=EngineLimits(split.num_blocks, batch.seqs, batch.budget, streams),
+        limits=EngineLimits(
+            split.num_blocks, min(batch.seqs, split.num_slots), batch.budget, streams
+        ),
         requests=choice.requests,
         cut=float((totals > context).mean()),
         memory=memory,
@@ -136,6 +138,9 @@ class _Split:
     steps: int
     """Bytes for the activations of a step."""
     num_blocks: int
+    num_slots: int
+    """Sequences that can run at once by what they hold beside blocks: as many as may run, where
+    they hold nothing."""
 
 
 @dataclass(frozen=True)
@@ -166,13 +171,27 @@ class _Choice:
             share = self.rest * (self.config.kv_cache_fraction or _CACHE_SHARE)
             cache = int(min(left_by_steps, share))
         # The cache must hold the longest request, and fit beside the weights and a step.
-        longest = math.ceil(self.context / self.config.block_size) * self.footprint.block
+        num_slots = self._num_slots(batch, cache)
+        slots = num_slots * self.footprint.slot
+        most_blocks = math.ceil(self.context / self.config.block_size)
+        longest = most_blocks * self.footprint.block + slots
         if longest <= cache <= self.rest - steps:
-            return _Split(batch, steps, cache // self.footprint.block)
+            num_blocks = batch.seqs * most_blocks  # where blocks cost nothing
+            if self.footprint.block:
+                num_blocks = (cache - slots) // self.footprint.block
+            return _Split(batch, steps, num_blocks, num_slots)
         smaller = self._halved(batch)
         if smaller == batch:
             raise self._too_small(steps, max(longest, cache))
         return self.split_memory(smaller)
+
+    def _num_slots(self, batch: _Batch, cache: int) -> int:
+        """The slots of a cache of so many bytes. As in the engine, they fill at most half of it, if
+        sequences need blocks, too."""
+        if self.footprint.slot == 0:
+            return batch.seqs
+        share = cache // 2 if self.footprint.block else cache
+        return max(1, min(batch.seqs, share // self.footprint.slot))
 
     def _halved(self, batch: _Batch) -> _Batch:
         """Half of the options that are not given, from 1; the same batch if there is no smaller."""

@@ -34,6 +34,9 @@ _RUNNER = (
     "launch_faults",
     "overlap",
     "device",
+    "num_slots",
+    "cache",
+    "chunking",
 )
 
 

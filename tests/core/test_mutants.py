@@ -46,7 +46,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "blocks are cached before they are written": (
         "outcome", FULL, "sequence.num_tokens // block_size",
     ),
-    "a prompt may be all hits": ("plan", USABLE, "sequence.num_tokens // self._block_size"),
+    "a prompt may be all hits": ("admit", USABLE, "sequence.num_tokens // self._block_size"),
     "the first running sequence is preempted": ("plan", "running[-1]", "running[0]"),
     "one token too many": ("outcome", ">= request.max_output", "> request.max_output"),
     "forks run beyond max_num_seqs": (
@@ -172,7 +172,47 @@ ADMISSION_FAULTS: dict[str, tuple[str, ...]] = {
         "policy/tiers", "self._overdue[tier] += 1", "self._overdue[0] += 1",
     ),
 }  # fmt: skip
-ALL_FAULTS = FAULTS | PLANNING_FAULTS | ADMISSION_FAULTS
+# The same, noticed by test_slots.py alone.
+SLOT_FAULTS: dict[str, tuple[str, ...]] = {
+    "a fork shares the slot of its leader": (
+        "outcome", "live.slots.fork(leader.slot)", "leader.slot",
+    ),
+    "no copy of a slot is pending": ("slots", "self._pending_copies[slot] = source", "pass"),
+    "the source of a copy is not held": ("slots", "self._holders[source] += 1", "pass"),
+    "a slot is never given back": ("live", "            self.slots.release(slot)\n", ""),
+    "a slot is given back twice": (
+        "live", "self.slots.release(slot)\n", "[self.slots.release(slot) for _ in '12']\n",
+    ),
+    "a slot in flight is given back": (
+        "live",
+        "            step.deferred.append(DeferredFree(table, sequence.num_computed, slot))",
+        "            step.deferred.append(DeferredFree(table, sequence.num_computed))\n"
+        "            self.slots.release(slot)",
+    ),
+    "a failed step leaves slots ahead": ("live", "self.to_restart.append(sequence)", "pass"),
+    "a fork waits for no slot": ("outcome", "if not live.slots.is_short:", "if True:"),
+    "a sequence waits for no slot": ("admit", "if live.slots.is_short:", "if False:"),
+    "forks of opaque caches share blocks": (
+        "outcome", "share=live.forks_share_blocks", "share=True",
+    ),
+    "forks with slots count blocks as shared": ("needs", "0 if has_slots else ", ""),
+    "sequences with slots read the prefix cache": ("scheduler", "prefix_caching=False, ", ""),
+    "sequences with slots have drafts": ("scheduler", ", speculation=None)", ")"),
+    "a recomputation behind a whole prompt has chunks": (
+        "plan",
+        "if sequence.num_planned and plan.tokens_left:\n"
+        "                self._plan_known(plan, sequence, 1)",
+        "if sequence.num_planned and plan.tokens_left:\n"
+        "                self._plan_chunk(plan, sequence, plan.tokens_left)",
+    ),
+    "forced tokens behind a whole prompt have one row": ("plan", "budget = 1\n", "pass\n"),
+    "prompts go first": (
+        "plan",
+        "            self._is_turn_of_prompts = False\n            return",
+        "            return",
+    ),
+}  # fmt: skip
+ALL_FAULTS = FAULTS | PLANNING_FAULTS | ADMISSION_FAULTS | SLOT_FAULTS
 
 
 @pytest.mark.slow
@@ -185,5 +225,7 @@ def test_a_fault_is_noticed(tmp_path: Path, fault: str) -> None:
         runs = [["tier_planning"]]
     if fault in ADMISSION_FAULTS:
         runs = [["tier_admission"]]
+    if fault in SLOT_FAULTS:
+        runs = [["slots"]]
     files = [[f"core/test_{name}.py" for name in run] for run in runs]
     assert_noticed(tmp_path, f"core/{name}.py", changes, files)

@@ -119,9 +119,22 @@ class Traffic(RuleBasedStateMachine):
             st.sampled_from([None, 20]),
         ),
         limits=st.tuples(st.sampled_from([None, 1, 2]), st.sampled_from([None, None, 0, 2])),
+        slots=st.sampled_from([0, 0, 0, 1, 2, 4, 12]),
+        kind=st.tuples(st.sampled_from(["state", "opaque"]), st.sampled_from(["any", "whole"])),
     )
     def start(
-        self, num_blocks, block_size, budget, overlap, pace, drafts, foresight, asks, **options
+        self,
+        num_blocks,
+        block_size,
+        budget,
+        overlap,
+        pace,
+        drafts,
+        foresight,
+        asks,
+        slots,
+        kind,
+        **options,
     ) -> None:
         tiers, targets, limits = (options.pop(name) for name in ("tiers", "seconds", "limits"))
         options["tiers"] = [
@@ -139,6 +152,9 @@ class Traffic(RuleBasedStateMachine):
             overlap=overlap,
             launch_faults=self._maybe_raise_at_launch,
             device=lambda: chance.random() < pace[1],
+            num_slots=slots,
+            cache=kind[0] if slots else "paged",
+            chunking=kind[1] if slots else "any",
         )
         self.now = 100.0
         options |= {"model": "fake", "block_size": block_size, "aging_s": 1.0}
@@ -267,7 +283,7 @@ class Traffic(RuleBasedStateMachine):
         for _ in range(20):
             self.step(0.0)
             self.integrity()
-            if kv.pending_copies():
+            if kv.pending_copies() or self.engine.scheduler.live.slots.pending_copies():
                 break
         else:
             return
@@ -282,9 +298,11 @@ class Traffic(RuleBasedStateMachine):
 
     def _owners_of_copies(self) -> list[tuple[int, int]]:
         """(key, index) of the sequences at either end of a pending copy."""
-        copied = {block for copy in self.engine.scheduler.kv.pending_copies() for block in copy}
-        running = self.engine.scheduler.live.running
-        return [(one.request.message.key, one.index) for one in running if copied & set(one.table)]
+        live = self.engine.scheduler.live
+        copied = {block for copy in live.kv.pending_copies() for block in copy}
+        slots = {slot for copy in live.slots.pending_copies() for slot in copy}
+        owners = [one for one in live.running if copied & set(one.table) or one.slot in slots]
+        return [(one.request.message.key, one.index) for one in owners]
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -351,6 +369,8 @@ class Traffic(RuleBasedStateMachine):
             assert steps <= bound, "the engine does not drain"
         assert all(one.terminal is not None for one in self.requests.values())
         assert self.engine.scheduler.kv.num_used == 0, "a block leaked"
+        slots = self.engine.scheduler.live.slots
+        assert slots.num_free == slots.num_slots, "a slot leaked"
         assert self.runner.in_flight == []
         assert self.engine.step() is None
         pool = self.pool
@@ -438,6 +458,8 @@ class Traffic(RuleBasedStateMachine):
         size, scheduler = self.runner.info.block_size, self.engine.scheduler
         prompt, n = len(one.submit.prompt), one.submit.params.n
         at_once = min(scheduler.config.max_num_seqs, self.runner.info.max_num_batched_tokens)
+        slots = self.runner.info.num_slots
+        at_once = min(at_once, slots or at_once)
         if tiers := scheduler.config.tiers:
             cap = tiers[int(one.submit.params.tier or len(tiers) - 1)].max_running
             at_once = min(at_once, cap or at_once)
@@ -446,7 +468,7 @@ class Traffic(RuleBasedStateMachine):
         for index in range(min(n, at_once) if together else 1):
             for position in range(prompt + one.most - 1):
                 block = position // size
-                shared = n <= at_once and (block + 1) * size <= prompt
+                shared = n <= at_once and (block + 1) * size <= prompt and not slots
                 blocks.add((block, 0 if shared else index))
         return one.most >= 1 and len(blocks) <= self.runner.info.num_blocks
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from jitney.engine.assemble import load_runner
 from jitney.errors import InstallationError, UnsupportedModelError
-from jitney.execution import interface, probe
+from jitney.execution import interface, probe, read_model
 from jitney.execution.probe_tokens import tokens_up_to
 from jitney.execution.support import layer_windows, named_lengths
 from jitney.read_config import make_config
@@ -96,6 +96,8 @@ def test_kernels_that_go_wrong_at_late_positions_are_named() -> None:
         ("ministral3", {"rope_parameters": MINISTRAL_ROPE}),
         # Its rotary module gives one tensor of complex numbers.
         ("llama4_text", {**LLAMA_4, "attn_temperature_tuning": False}),
+        # Its attention asks the cache for the positions.
+        ("llama4_text", {**LLAMA_4, "attn_temperature_tuning": True, "attn_scale": 1.0}),
     ],
 )
 def test_tokens_far_behind_the_first_are_those_of_generate(
@@ -104,9 +106,12 @@ def test_tokens_far_behind_the_first_are_those_of_generate(
     assert_like_generate(make_type(tmp_path / "m", model_type, **fields))
 
 
-def test_an_attention_that_counts_positions_by_its_cache_is_refused(tmp_path: Path) -> None:
+def test_an_attention_that_counts_positions_by_its_cache_gets_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Llama 4's: without a cache of transformers it takes a token's index in the step. Its factor
     is 1 at the first positions."""
+    monkeypatch.setattr(read_model, "carry_in_cache", lambda module: None)
     folder = make_type(tmp_path, "llama4_text", **LLAMA_4, attn_temperature_tuning=True)
     with pytest.raises(
         UnsupportedModelError, match="does not go by the positions that it is given"

@@ -114,6 +114,10 @@ class Row:
     """Of prompt and output, if a penalty depends on them. Like ``output``, they may be read only
     until ``launch`` returns. The scheduler sets them in every row that needs them. If another
     caller does not, the sampler counts all tokens of the row anew, which takes time."""
+    slot: int | None = None
+    """What the sequence holds beside its blocks, if the model has slots. A row whose ``start`` is 0
+    begins with an empty slot; any other goes on from what the slot holds, which is the past of the
+    tokens before ``start``."""
     named_tokens: NamedTokens | None = None
     """Those of ``params``, ``stop_ids`` and ``bad_words_ids``, if a sample depends on them. The
     scheduler sets them in every row that needs them. If another caller does not, the sampler makes
@@ -137,6 +141,9 @@ class Batch:
     rows: list[Row]
     copies: list[tuple[int, int]] = field(default_factory=list)
     """Blocks to copy before the rows are computed: (source, destination), K and V of all layers."""
+    slot_copies: list[tuple[int, int]] = field(default_factory=list)
+    """Slots to copy before the rows are computed: (source, destination). All sources are read
+    before any destination is written."""
 
     @property
     def num_tokens(self) -> int:

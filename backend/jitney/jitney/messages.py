@@ -24,6 +24,9 @@ import msgspec
 from jitney.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "deadline"]
+Chunking = Literal["any", "whole"]
+"""How a model lets its prompts be cut: anywhere; or never. Then a prompt is one row, in a step of
+its own, and each later row of its sequence has one token."""
 
 # --------------------------------------------------------------------------- front -> engine
 
@@ -284,6 +287,12 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     overlap: bool = False
     """Whether the runner's ``launch`` returns before the step's end, so that the next step can be
     planned meanwhile."""
+    cache: str = "paged"
+    """How layers keep their past: ``paged``; or ``opaque``, in transformers' own cache object, one
+    for each sequence."""
+    num_slots: int = 0
+    """Most sequences that may hold a slot (see ``core.slots``); 0: the model has none."""
+    chunking: Chunking = "any"
     sampling_defaults: dict[str, float] = {}
     """What the gateway and ``LLM`` fill in for sampling parameters that are left unset; empty with
     option ``generation_config`` none."""
@@ -301,6 +310,8 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
     """All weights, in the form in which they are loaded."""
     block: int
     """One KV block."""
+    slot: int = 0
+    """The states of one sequence; 0 if the model keeps none."""
     step_token: int
     """The activations for one token of a step; an estimate."""
     step_row: int

@@ -21,6 +21,7 @@ def integrity_checks(live: LiveRequests, num_held: int) -> Iterator[None]:
     _check_deadlines(live)
     _check_sequences_in_flight(live)
     _check_copies_in_flight(live)
+    _check_slots(live)
     tables = [(sequence.table, sequence.num_computed) for sequence in live.running]
     for step in live.in_flight:
         tables += [(deferred.table, deferred.num_computed) for deferred in step.deferred]
@@ -54,6 +55,7 @@ def _check_sequence(sequence: Sequence, kv: KvCache) -> None:
         assert sequence.num_offered_blocks <= sequence.num_computed // kv.block_size
     else:
         assert not sequence.table, "a sequence that does not run holds blocks"
+        assert sequence.slot is None, "a sequence that does not run holds a slot"
     if sequence.state is SequenceState.WAITING:
         nothing_computed = sequence.num_computed == sequence.num_planned == 0
         assert nothing_computed, "a sequence without blocks has nothing computed"
@@ -139,12 +141,31 @@ def _check_sequences_in_flight(live: LiveRequests) -> None:
         assert pending == samples[key], f"{pending} samples pending, {samples[key]} in flight"
 
 
+def _check_slots(live: LiveRequests) -> None:
+    """Each running sequence holds a slot of its own, if the model has any."""
+    slots = [sequence.slot for sequence in live.running]
+    for slot in slots:
+        assert (slot is not None) == live.slots.is_used, "a sequence runs without a slot"
+    for step in live.in_flight:
+        slots += [deferred.slot for deferred in step.deferred]
+        for row in step.batch.rows:
+            sequence = live.sequence_of(row)
+            assert sequence is None or row.slot == sequence.slot, "a row in flight has another slot"
+    live.slots.check_integrity(slot for slot in slots if slot is not None)
+
+
 def _check_copies_in_flight(live: LiveRequests) -> None:
     """If steps are in flight, each pending copy is made by exactly one of them."""
-    if not live.in_flight:
-        return
-    not_found = set(live.kv.pending_copies())
-    for step in live.in_flight:
-        assert not_found.issuperset(step.batch.copies), "a copy in flight is not pending any more"
-        not_found.difference_update(step.batch.copies)
+    steps = [step.batch for step in live.in_flight]
+    if steps:
+        _check_copies(live.kv.pending_copies(), [batch.copies for batch in steps])
+        _check_copies(live.slots.pending_copies(), [batch.slot_copies for batch in steps])
+
+
+def _check_copies(pending: list[tuple[int, int]], of_steps: list[list[tuple[int, int]]]) -> None:
+    """``of_steps``: the copies that each of the steps in flight makes."""
+    not_found = set(pending)
+    for copies in of_steps:
+        assert not_found.issuperset(copies), "a copy in flight is not pending any more"
+        not_found.difference_update(copies)
     assert not not_found, "no step in flight makes a pending copy"

@@ -144,21 +144,22 @@ class KvCache:
         table.append(self._take())
         return True
 
-    def fork(self, table: list[int], num_tokens: int) -> list[int] | None:
+    def fork(self, table: list[int], num_tokens: int, *, share: bool = True) -> list[int] | None:
         """A second table over the first ``num_tokens`` tokens of ``table``, all of it written.
 
         Full blocks are shared; a partial last one gets a block of its own and a pending copy.
-        Until that copy is made the source is held, so that it is not reused even if ``table``
-        ends. None, and nothing changed, if no block is free.
+        Without ``share`` that holds for full blocks, too. Until a copy is made its source is held,
+        so that it is not reused even if ``table`` ends. None, and nothing changed, if too few
+        blocks are free.
         """
-        num_full, rest = divmod(num_tokens, self.block_size)
-        forked = table[:num_full]
-        if rest and not self.num_available:
+        num_shared = num_tokens // self.block_size if share else 0
+        copied = table[num_shared : self.blocks_for(num_tokens)]
+        forked = table[:num_shared]
+        if self.num_available < len(copied):
             return None
         for block in forked:
             self._refs[block] += 1
-        if rest:
-            source = table[num_full]
+        for source in copied:
             destination = self._take()
             self._pending_copies[destination] = source
             self._refs[source] += 1

@@ -7,8 +7,8 @@
                      preempt           (a waiting sequence may end, too)
 
 Owned by the scheduler. ``plan`` and ``outcome`` move sequences through these methods, so that
-queues, block tables and counters always agree. Steps in flight are noted here too, because blocks
-that a step still uses are freed only when it is complete. ``integrity`` checks all of it.
+queues, block tables, slots and counters always agree. Steps in flight are noted here too, because
+blocks that a step still uses are freed only when it is complete. ``integrity`` checks all of it.
 """
 
 from bisect import insort
@@ -19,16 +19,28 @@ from jitney.core.kv_cache import KvCache
 from jitney.core.planned_step import DeferredFree, PlannedStep
 from jitney.core.policy.seam import Admission
 from jitney.core.request import Request, Sequence, SequenceState, order, remove_ordered
+from jitney.core.slots import Slots
 from jitney.messages import Finished
 
 _ENDED = SequenceState.ENDED  # a name of its own saves time: it is read for each row of each step
 
 
 class LiveRequests:
-    """Requests by key, their sequences by state, and the blocks that these hold."""
+    """Requests by key, their sequences by state, and the blocks and slots that these hold."""
 
-    def __init__(self, kv: KvCache, admission: Admission) -> None:
+    def __init__(
+        self,
+        kv: KvCache,
+        admission: Admission,
+        slots: Slots | None = None,
+        *,
+        forks_share_blocks: bool = True,
+    ) -> None:
+        """Without ``slots`` no sequence holds one. ``forks_share_blocks``: whether a fork reads the
+        full blocks of its leader; else it gets copies of them."""
         self.kv = kv
+        self.slots = slots or Slots(0)
+        self.forks_share_blocks = forks_share_blocks
         self.admission = admission
         """Holds the waiting sequences."""
         self.requests: dict[int, Request] = {}
@@ -45,6 +57,9 @@ class LiveRequests:
         self.in_flight: list[PlannedStep] = []
         """Steps in flight, the oldest first. At most one, or two between a plan ahead and the next
         update."""
+        self.to_restart: list[Sequence] = []
+        """Sequences of reverted steps whose slots may hold more than their computed tokens: see
+        :meth:`restart_reverted`."""
 
     @property
     def num_waiting_requests(self) -> int:
@@ -72,8 +87,8 @@ class LiveRequests:
         self.admission.add(sequence)
 
     def admit(self, sequence: Sequence, table: list[int], num_computed: int, now: float) -> None:
-        """Run ``sequence`` on ``table``. Its first ``num_computed`` tokens are written, and the
-        blocks that these fill have been offered to the prefix cache."""
+        """Run ``sequence`` on ``table``, and on its slot if it has one. Its first ``num_computed``
+        tokens are written, and the blocks that these fill have been offered to the prefix cache."""
         assert sequence.state is SequenceState.WAITING
         self.admission.remove(sequence)  # ignored for a fork that runs as soon as it is made
         sequence.table = table
@@ -120,8 +135,19 @@ class LiveRequests:
         self.preemptions += 1
         self.wait(sequence, now)
 
+    def restart_reverted(self, now: float) -> None:
+        """Preempt the sequences of reverted steps that hold slots: they begin anew from token 0. A
+        step that fails may have computed some of its rows, and what a slot holds cannot be taken
+        back by a token. No step may be in flight."""
+        assert not self.in_flight
+        for sequence in self.to_restart:
+            # It may have ended meanwhile, or stand in the list twice.
+            if sequence.state is SequenceState.RUNNING:
+                self.preempt(sequence, now)
+        self.to_restart.clear()
+
     def end_sequence(self, sequence: Sequence) -> None:
-        """A live sequence leaves its queue and frees its blocks."""
+        """A live sequence leaves its queue and frees its blocks and its slot."""
         assert sequence.state is not SequenceState.ENDED
         if sequence.state is SequenceState.RUNNING:
             self._leave_running(sequence)
@@ -168,15 +194,18 @@ class LiveRequests:
         self.reserved_blocks -= sequence.reserved_blocks
 
     def _give_up_table(self, sequence: Sequence) -> None:
-        """Free the blocks of a sequence. If a step in flight may use them, they are freed when it
-        is complete (*deferred free*)."""
+        """Free the blocks and the slot of a sequence. If a step in flight may use them, they are
+        freed when it is complete (*deferred free*)."""
         table = sequence.table
         sequence.table = []
+        slot = sequence.slot
+        sequence.slot = None
         step = self._step_that_may_use(sequence)
         if step is None:
             self.kv.release(table)
+            self.slots.release(slot)
         else:
-            step.deferred.append(DeferredFree(table, sequence.num_computed))
+            step.deferred.append(DeferredFree(table, sequence.num_computed, slot))
 
     def _step_that_may_use(self, sequence: Sequence) -> PlannedStep | None:
         """The step in flight that may use the blocks of a sequence which gives up its table."""
@@ -191,9 +220,9 @@ class LiveRequests:
         step = self.in_flight[0]
         if sequence.num_planned > sequence.num_computed:
             return step  # it computes the sequence
-        # A step may also copy blocks of sequences that it does not compute. Copies are rare. So the
-        # tables are not searched: if the step makes any copy, it may use the blocks.
-        if step.batch.copies:
+        # A step may also copy blocks and slots of sequences that it does not compute. Copies are
+        # rare. So the tables are not searched: if the step makes any copy, it may use them.
+        if step.batch.copies or step.batch.slot_copies:
             return step
         return None
 
@@ -214,12 +243,13 @@ class LiveRequests:
         step = self.in_flight.pop(0)
         assert step.batch is batch, "this step is not the oldest in flight"
         self.kv.complete_copies(batch.copies)
+        self.slots.complete_copies(batch.slot_copies)
         self._release(step)
         return step
 
     def revert(self, batch: Batch) -> None:
         """Undo the plan of the latest step in flight. The device must be done with it. Its copies
-        are still pending."""
+        are still pending. Sequences with slots begin anew, once no step is in flight."""
         assert self.in_flight, "no step is in flight"
         step = self.in_flight.pop()
         assert step.batch is batch, "this step is not the latest in flight"
@@ -229,6 +259,12 @@ class LiveRequests:
                 sequence.num_planned -= len(row.token_ids)
                 if row.drafts or row.propose:
                     self.free_lookahead(sequence)
+                if sequence.slot is not None:
+                    self.to_restart.append(sequence)
+        if batch.slot_copies:
+            # A copy may have been made from a slot that this step has changed, or not at all.
+            copied = {destination for _, destination in batch.slot_copies}
+            self.to_restart += [each for each in self.running if each.slot in copied]
         if self.in_flight:  # the step before this one may still use the same tables
             self.in_flight[-1].deferred += step.deferred
         else:
@@ -238,3 +274,4 @@ class LiveRequests:
         """Do the deferred frees of a step."""
         for deferred in step.deferred:
             self.kv.release(deferred.table)
+            self.slots.release(deferred.slot)

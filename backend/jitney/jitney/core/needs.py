@@ -22,18 +22,25 @@ class RequestNeeds:
     """Blocks of one sequence at its longest. Its last token is never computed and needs no slot."""
     request_blocks: int
     """Blocks of all sequences that run at once. If all n can, they share the full blocks of the
-    prompt. If fewer can, no block counts as shared, because a fork that waited may find no block of
-    the prompt in the cache any more."""
+    prompt, unless the model has slots. If fewer can, no block counts as shared, because a
+    fork that waited may find no block of the prompt in the cache any more."""
 
 
 def needs_of(
-    message: Submit, config: EngineConfig, *, num_blocks: int, max_model_len: int, max_running: int
+    message: Submit,
+    config: EngineConfig,
+    *,
+    num_blocks: int,
+    max_model_len: int,
+    max_running: int,
+    has_slots: bool = False,
 ) -> RequestNeeds:
     """Work out the needs. Raises InvalidArgumentError, with the numbers, if an empty cache could
     not hold the request.
 
     With ``eviction: preempt`` one sequence must fit, because the others can wait for it. With
-    ``never`` all sequences that run at once must fit together.
+    ``never`` all sequences that run at once must fit together. With slots (``has_slots``) no block
+    counts as shared: a sequence whose step failed begins anew, in blocks of its own.
     """
     size = len(message.prompt)
     max_output = min(message.params.max_tokens, max_model_len - size)
@@ -49,7 +56,7 @@ def needs_of(
         # All n sequences end when the prompt is computed, and nothing is forked.
         request_blocks = sequence_blocks
     elif n <= max_running:
-        shared = size // block_size
+        shared = 0 if has_slots else size // block_size
         request_blocks = shared + n * (sequence_blocks - shared)
     else:
         request_blocks = max_running * sequence_blocks

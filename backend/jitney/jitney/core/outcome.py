@@ -254,8 +254,8 @@ def _collect_prompt_logprobs(request: Request, row: Row, result: RowOutput) -> N
 
 
 def _fork(live: LiveRequests, leader: Sequence, alive: list[Sequence], now: float) -> None:
-    """Give every sequence in ``alive`` a table over the prompt's blocks. Full blocks are shared, a
-    partial last one is copied."""
+    """Give every sequence in ``alive`` a table over the prompt's blocks, and a copy of the leader's
+    slot if it has one. Full blocks are shared if forks may share any; the others are copied."""
     num_computed = leader.num_computed
     hashes = leader.hashes[: num_computed // live.kv.block_size]
     for sequence in alive:
@@ -267,10 +267,13 @@ def _fork(live: LiveRequests, leader: Sequence, alive: list[Sequence], now: floa
         if live.admission.running_counts.is_full(sequence.request.tier):
             live.wait(sequence, now)
             continue
-        table = live.kv.fork(leader.table, num_computed)
-        if table is None:  # no block is free for the copy
+        table = None
+        if not live.slots.is_short:
+            table = live.kv.fork(leader.table, num_computed, share=live.forks_share_blocks)
+        if table is None:  # no slot is free, or no block for a copy
             live.preempt(sequence, now)
         else:
+            sequence.slot = live.slots.fork(leader.slot)
             live.admit(sequence, table, num_computed, now)
 
 

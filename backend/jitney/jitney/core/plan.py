@@ -27,19 +27,24 @@ A plan *ahead* is made while a step is in flight. It differs in five things:
   gets its row in the next plan.
 - Nothing is preempted: :attr:`Planner.can_plan_ahead` has checked that there is a block for each
   decode. Tokens that a grammar forces and that do not fit are computed in the next step.
-- It copies no blocks.
+- It copies no blocks and no slots.
+
+Models whose prompts may not be cut (``Chunking``) take other steps: a prompt has one of its own,
+whatever the budget is, and each later row of its sequence has one token. Steps with a prompt and
+steps of decodes take turns, so that neither waits for long.
 
 What may shape a step beside rank and budget is asked of ``policy``.
 """
 
 from jitney.config import EngineConfig
+from jitney.core.admit import Admitter
 from jitney.core.live import LiveRequests
 from jitney.core.planned_step import PlannedStep
 from jitney.core.policy.draft_budget import DraftBudget
 from jitney.core.policy.seam import Policies
-from jitney.core.request import Request, Sequence
+from jitney.core.request import Sequence, SequenceState
 from jitney.core.step_plan import StepPlan
-from jitney.messages import StepStats
+from jitney.messages import Chunking, StepStats
 
 # A plan ahead saves sequences the wait for the host. But a sequence that it leaves out has a row
 # only in every second step. So a plan ahead is made only if it leaves out at most this part of the
@@ -60,18 +65,21 @@ class Planner:
         *,
         max_num_batched_tokens: int,
         watermark: int,
+        chunking: Chunking = "any",
     ) -> None:
         """Admissions leave ``watermark`` blocks free."""
         self._live = live
         self._kv = live.kv
+        self._admitter = Admitter(config, live, watermark)
         self._admission = policies.admission
         self._limits = policies.limits
         self._drafts = policies.drafts
         self._draft_budget = DraftBudget(live.kv, policies)
         self._block_size = config.block_size
-        self._caching = config.prefix_caching
         self._preempts = config.eviction == "preempt"
-        self._watermark = watermark
+        self._cuts_prompts = chunking == "any"
+        self._is_turn_of_prompts = True
+        """If prompts are not cut: whether the next step has a prompt, if there is one."""
         self._max_tokens = max_num_batched_tokens
         self._prefill_share = int(max_num_batched_tokens * _PREFILL_SHARE)
 
@@ -82,10 +90,12 @@ class Planner:
         live = self._live
         if not live.in_flight:
             return True
+        if live.to_restart:
+            return False
         # An urgent sequence is admitted before the running ones are planned. If others must be
         # preempted for it, no step is planned ahead, because a plan ahead preempts nobody.
         urgent = self._admission.urgent(live.running)
-        if urgent is not None and self._to_preempt(urgent, self._hits(urgent)):
+        if urgent is not None and self._to_preempt(urgent, self._admitter.hits(urgent)):
             return False
         step = live.in_flight[-1]
         if step.must_complete_first:  # forks begin with its samples, or it is a retry
@@ -118,25 +128,66 @@ class Planner:
             self._draft_budget.begin(live.running, self._max_tokens)
         self._limits.begin(live.running)
         self._drafts.begin(live.running, self._limits)
+        if self._cuts_prompts:
+            self._plan_chunked(plan, preemptions_before)
+        else:
+            self._plan_uncut(plan, preemptions_before)
+        self._admission.note_planned(now)
+        self._add_copies(plan)
+        plan.step.target = self._limits.target
+        return plan.step
+
+    def make_restarted(
+        self, sequences: list[Sequence], now: float, counts: StepStats
+    ) -> PlannedStep:
+        """Plan a step of some of these sequences alone: live ones, which were restarted. They are
+        admitted if they wait and there is room."""
+        plan = StepPlan(now=now, counts=counts, ahead=False, tokens_left=self._max_tokens)
+        for sequence in sequences:
+            if not plan.tokens_left:
+                break
+            waits = sequence.state is SequenceState.WAITING
+            if waits and not self._admitter.admit(plan, sequence, hits=[]):
+                continue
+            count = sequence.num_tokens - sequence.num_planned
+            if self._cuts_prompts:
+                self._plan_known(plan, sequence, min(count, plan.tokens_left))
+            elif sequence.num_planned:
+                self._plan_known(plan, sequence, 1)
+            elif not plan.step.batch.rows:
+                self._plan_whole_prompt(plan, sequence)
+                break
+        self._add_copies(plan)
+        plan.step.must_complete_first = True
+        return plan.step
+
+    def _plan_chunked(self, plan: StepPlan, preemptions_before: int) -> None:
+        """Plan rows of decodes, chunks and newly admitted sequences."""
         prefills = self._plan_decodes(plan)
         for sequence in prefills:  # all of them still run: `_plan_decodes` says why
             self._plan_chunk(plan, sequence, plan.tokens_left)
-        # A step that preempts admits nobody, because blocks are short. There is one exception, in
-        # which the step would be empty otherwise. A fork runs alone, and a grammar has forced more
-        # tokens than its blocks have slots for: it preempts itself. Its leader has ended, but a
-        # pending copy to the fork has held a block of the leader. This block is free now. So there
-        # is room to admit the fork again.
-        has_preempted = live.preemptions > preemptions_before
-        if not has_preempted or not live.running:
+        if self._may_admit(preemptions_before):
             self._admit_waiting(plan)
-        self._admission.note_planned(now)
+
+    def _may_admit(self, preemptions_before: int) -> bool:
+        """Whether waiting sequences may be admitted, once the running ones are planned. Not in a
+        step that preempts, because blocks are short.
+
+        There is one exception, in which the step would be empty otherwise. A fork runs alone, and a
+        grammar has forced more tokens than its blocks have slots for: it preempts itself. Its
+        leader has ended, but a pending copy to the fork has held a block of the leader. This block
+        is free now. So there is room to admit the fork again."""
+        has_preempted = self._live.preemptions > preemptions_before
+        return not has_preempted or not self._live.running
+
+    def _add_copies(self, plan: StepPlan) -> None:
+        """Complete a plan: it makes the pending copies. A plan ahead makes none, because the step
+        in flight makes all that are pending, and forks are made when it is complete."""
         assert plan.tokens_left >= 0, "the step is over its budget"
-        # A plan ahead makes no copies: the step in flight makes all that are pending, and forks
-        # are made when it is complete.
         if not plan.ahead:
-            plan.step.batch.copies = self._kv.pending_copies()
-        plan.step.target = self._limits.target
-        return plan.step
+            batch = plan.step.batch
+            batch.copies = self._kv.pending_copies()
+            batch.slot_copies = self._live.slots.pending_copies()
 
     # ------------------------------------------------------------------ what can be planned ahead
 
@@ -249,6 +300,8 @@ class Planner:
         on."""
         num_after = len(self._live.running) - next_index
         budget = max(plan.tokens_left - plan.min_prefill_tokens - num_after, 1)
+        if not self._cuts_prompts:
+            budget = 1
         slots = len(sequence.table) * self._block_size - sequence.num_planned
         num_known = sequence.num_tokens - sequence.num_planned
         self._plan_known(plan, sequence, min(num_known, budget, slots))
@@ -297,6 +350,46 @@ class Planner:
         tokens = sequence.tokens(start, start + count)
         plan.add_row(sequence, tokens, sample)
 
+    # ------------------------------------------------------------------ prompts that are not cut
+
+    def _plan_uncut(self, plan: StepPlan, preemptions_before: int) -> None:
+        """Plan either one prompt, or the rows of one token. ``preemptions_before``: as they were
+        before the plan."""
+        if self._is_turn_of_prompts and self._plan_a_prompt(plan, preemptions_before):
+            self._is_turn_of_prompts = False
+            return
+        for sequence in self._plan_decodes(plan):
+            # Behind its prompt, a recomputation goes on by single tokens.
+            if sequence.num_planned and plan.tokens_left:
+                self._plan_known(plan, sequence, 1)
+        self._is_turn_of_prompts = True
+        if not plan.step.batch.rows and self._plan_a_prompt(plan, preemptions_before):
+            self._is_turn_of_prompts = False
+
+    def _plan_a_prompt(self, plan: StepPlan, preemptions_before: int) -> bool:
+        """Plan the first prompt, by order, of those that are not computed. Its sequence may be
+        admitted for it. False: there is none, or no room for it."""
+        for sequence in self._live.running:
+            if not sequence.num_planned:
+                self._plan_whole_prompt(plan, sequence)
+                return True
+        first = self._admission.first()
+        if first is None or not self._may_admit(preemptions_before):
+            return False
+        if first.request.slots_needed > self._admission.running_counts.num_free_slots:
+            return False
+        if not self._admitter.admit(plan, first, hits=[]):
+            return False
+        self._plan_whole_prompt(plan, first)
+        return True
+
+    def _plan_whole_prompt(self, plan: StepPlan, sequence: Sequence) -> None:
+        """Plan a prompt in a step that has no other row. The step takes as many tokens as it
+        needs."""
+        size = len(sequence.prompt)
+        plan.tokens_left = max(plan.tokens_left, size)
+        self._plan_known(plan, sequence, size)
+
     # ------------------------------------------------------------------ waiting sequences
 
     def _admit_urgent(self, plan: StepPlan) -> None:
@@ -311,14 +404,14 @@ class Planner:
             sequence = self._admission.urgent(live.running)
             if sequence is None:
                 return
-            hits = self._hits(sequence)
+            hits = self._admitter.hits(sequence)
             if not plan.ahead:
                 for victim in self._to_preempt(sequence, hits):
                     live.preempt(victim, plan.now)
             if sequence.request.slots_needed > counts.num_free_slots:
                 return
             # Nothing was allocated since `hits` were found. So they are still cached.
-            if not self._admit(plan, sequence, hits, spare):
+            if not self._admitter.admit(plan, sequence, hits, spare):
                 return
 
     def _to_preempt(self, urgent: Sequence, hits: list[int]) -> list[Sequence]:
@@ -339,59 +432,6 @@ class Planner:
             sequence = admission.first()
             if sequence is None or sequence.request.slots_needed > free_slots:
                 return
-            if not self._admit(plan, sequence, self._hits(sequence)):
+            if not self._admitter.admit(plan, sequence, self._admitter.hits(sequence)):
                 return
             self._plan_chunk(plan, sequence, plan.tokens_left)
-
-    def _admit(self, plan: StepPlan, sequence: Sequence, hits: list[int], spare: int = 0) -> bool:
-        """Run a waiting sequence, with blocks for all of its tokens: first ``hits``, the cached
-        blocks that it begins with, then new ones. If too few blocks are free, returns False and
-        changes nothing.
-
-        If anything runs, blocks must stay free: ``spare``, or the watermark if that is more."""
-        request = sequence.request
-        kv = self._kv
-        if not self._preempts and kv.pending_copies():
-            # Until this step has made a copy, its source is held beside all reserved blocks.
-            return False
-        reserve = sequence.reserved_blocks
-        if not request.num_running:
-            reserve += request.reserved_blocks
-        if self._live.reserved_blocks + reserve > kv.num_blocks:
-            return False
-        num_new = kv.blocks_for(sequence.num_tokens) - len(hits)
-        # If nothing runs, no blocks will be freed. So the sequence must not wait for blocks that it
-        # does not need itself.
-        stay_free = 0
-        if self._live.running:
-            stay_free = max(self._watermark, spare)
-        table = kv.allocate(hits, num_new, spare=stay_free)
-        if table is None:
-            # When a sequence ends, its reservation is given up at once. But its blocks are freed
-            # only when no step in flight uses them. So in a plan ahead a reserved block may not be
-            # free yet.
-            assert self._preempts or plan.ahead, "a reserved block is not free"
-            return False
-        num_cached = len(hits) * kv.block_size
-        request.set_prompt_counts(sequence, num_cached)
-        sequence.decodes_from = sequence.num_tokens
-        if sequence.output:  # see the docstring of decodes_from
-            sequence.decodes_from -= 1
-        self._live.admit(sequence, table, num_cached, plan.now)
-        if self._reads_cache(request):
-            # A preempted sequence looks up its output, too, but only the prompt is counted.
-            prompt_size = len(sequence.prompt)
-            plan.counts.prefix_query_tokens += prompt_size
-            plan.counts.prefix_hit_tokens += min(num_cached, prompt_size)
-        return True
-
-    def _reads_cache(self, request: Request) -> bool:
-        return self._caching and request.reads_cache
-
-    def _hits(self, sequence: Sequence) -> list[int]:
-        """The cached blocks that a waiting sequence would begin with."""
-        if not self._reads_cache(sequence.request):
-            return []
-        # At least one token must be computed, to have logits to sample from.
-        usable = (sequence.num_tokens - 1) // self._block_size
-        return self._kv.find(sequence.hash_blocks(usable, self._block_size))

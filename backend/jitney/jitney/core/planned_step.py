@@ -3,7 +3,7 @@ and neither updated nor reverted yet.
 
 Without overlap at most one step is in flight. With overlap the next one is planned meanwhile, so
 for a moment there are two. Blocks that a step in flight still reads or writes must not be allocated
-again: block tables that are given up meanwhile are freed when it is complete.
+again, and neither may slots: what is given up meanwhile is freed when it is complete.
 """
 
 from dataclasses import dataclass, field
@@ -13,11 +13,12 @@ from jitney.batch import Batch
 
 
 class DeferredFree(NamedTuple):
-    """A block table that was given up while a step in flight could still use its blocks."""
+    """A block table, and a slot, that were given up while a step in flight could still use them."""
 
     table: list[int]
     num_computed: int
     """Its leading tokens that are written: ``integrity`` checks the blocks after them."""
+    slot: int | None = None
 
 
 @dataclass(slots=True)

@@ -277,6 +277,8 @@ class Sequence:
     """Of prompt and ``output``; None if no penalty depends on them."""
     table: list[int] = field(default_factory=list, init=False)
     """Blocks of positions 0, block_size, 2·block_size, …; empty unless RUNNING."""
+    slot: int | None = field(default=None, init=False)
+    """See ``slots``. None unless RUNNING, and for models without slots."""
     hashes: list[bytes] = field(default_factory=list, init=False)
     """Hashes of its leading full blocks, as far as they were asked for. They depend on the tokens
     and on ``Request.root`` alone, so they stay when it is preempted."""

@@ -1,8 +1,8 @@
 """The scheduler: which sequence computes which tokens in the next step, and what follows.
 
-Owns all requests from submission to their terminal event, and the KV manager. The engine's thread
-alone calls it. ``plan`` fills a step, ``outcome`` applies its output, and ``policy`` has what the
-options ``tiers`` and ``speculation`` change in both.
+Owns all requests from submission to their terminal event, the KV manager and the slots. The
+engine's thread alone calls it. ``plan`` fills a step, ``outcome`` applies its output, and
+``policy`` has what the options ``tiers`` and ``speculation`` change in both.
 
 Steps take sequences by *rank*: ``priority * aging_s + arrival``, lower first. Waiting ``aging_s``
 seconds weighs as much as one unit of priority, so an old request overtakes younger ones without its
@@ -19,7 +19,7 @@ dropped.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -37,10 +37,26 @@ from jitney.core.planned_step import PlannedStep
 from jitney.core.policy.choose import choose_policies
 from jitney.core.policy.seam import TierTerms
 from jitney.core.request import Request, Sequence, SequenceState
+from jitney.core.slots import Slots
 from jitney.core.step_plan import plain_row
-from jitney.core.taking_back import Ranked, TakenBack, resumable, users_that_make_way
+from jitney.core.taking_back import (
+    Ranked,
+    TakenBack,
+    resumable,
+    users_that_make_way,
+    waiting_users_behind,
+)
 from jitney.errors import InvalidArgumentError, JitneyError, UnavailableError
-from jitney.messages import Cancelled, Event, Failed, FinishReason, StepStats, Submit, Tokens
+from jitney.messages import (
+    Cancelled,
+    Chunking,
+    Event,
+    Failed,
+    FinishReason,
+    StepStats,
+    Submit,
+    Tokens,
+)
 from jitney.rank import Blocked, Order, Rank
 
 
@@ -54,7 +70,19 @@ class Scheduler:
         num_blocks: int,
         max_model_len: int,
         max_num_batched_tokens: int,
+        num_slots: int = 0,
+        chunking: Chunking = "any",
+        forks_share_blocks: bool = True,
     ) -> None:
+        """The last three are of models with slots. ``forks_share_blocks``: whether a fork reads the
+        blocks of its leader, or gets copies of all of them."""
+        # The budget of a step has a token for each running sequence.
+        max_running = min(config.max_num_seqs, max_num_batched_tokens)
+        if num_slots:
+            max_running = min(max_running, num_slots)
+            # What a slot holds is the past of all tokens. So a sequence cannot begin with cached
+            # blocks, and a wrong draft could not be taken back.
+            config = msgspec.structs.replace(config, prefix_caching=False, speculation=None)
         self.config = config
         self.max_model_len = max_model_len
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -66,12 +94,16 @@ class Scheduler:
         self.policies = choose_policies(
             config,
             self.kv,
-            # The budget of a step has a token for each running sequence.
-            max_running=min(config.max_num_seqs, max_num_batched_tokens),
+            max_running=max_running,
             watermark=watermark,
         )
         self._admission = self.policies.admission
-        self.live = LiveRequests(self.kv, self._admission)
+        self.live = LiveRequests(
+            self.kv,
+            self._admission,
+            Slots(num_slots),
+            forks_share_blocks=forks_share_blocks,
+        )
         self._held = HeldRequests()
         # Requests that were taken back and are held, as they were then. By key.
         self._taken_back: dict[int, Request] = {}
@@ -81,6 +113,7 @@ class Scheduler:
             self.policies,
             max_num_batched_tokens=max_num_batched_tokens,
             watermark=watermark,
+            chunking=chunking,
         )
         self.reset_counts()
 
@@ -131,29 +164,34 @@ class Scheduler:
         return Rank(terms.tier, self._rank_s(message, terms), message.key)
 
     @property
-    def may_take_back(self) -> bool:
-        """Whether any request may ever make way for one that needs its resource."""
+    def may_preempt_users(self) -> bool:
+        """Whether running requests may make way for one that needs their resource."""
         return self._preempts and self.policies.making_way.is_possible
 
     def who_makes_way(self, blocked: Blocked) -> list[int]:
         """Keys of the requests to :meth:`take_back` so that a blocked one has room for its
-        resource. Empty: nobody makes way."""
-        assert self.may_take_back
+        resource. Empty: nobody makes way.
+
+        If the options say so, running requests make way. Else those do that wait to run."""
         users = [[self._ranked(order) for order in orders] for orders in blocked.users]
         urgent = self._ranked(blocked.first)
-        found = users_that_make_way(urgent, users, self.policies.making_way)
+        found: Iterable[Ranked] = ()
+        if self.may_preempt_users:
+            found = users_that_make_way(urgent, users, self.policies.making_way)
+        if not found:
+            found = waiting_users_behind(urgent, users, self.config.aging_s)
         return [user.order.key for user in found]
 
     def _ranked(self, order: Order) -> Ranked:
         """An open request."""
-        message = self._message_of(order.key)
-        return Ranked(order, self._admission.tier_terms_of(message).tier, message)
-
-    def _message_of(self, key: int) -> Submit:
-        """The message of an open request."""
+        key = order.key
         if key in self._held:
-            return self._held.get(key)
-        return self.live.requests[key].message
+            message = self._held.get(key)
+            return Ranked(order, self.rank_of(message), message, is_running=False)
+        request = self.live.requests[key]
+        message = request.message
+        is_running = request.num_running > 0
+        return Ranked(order, self.rank_of(message), message, is_running)
 
     def is_running(self, key: int) -> bool:
         """Whether a sequence of the request has been admitted, and has not ended."""
@@ -319,6 +357,8 @@ class Scheduler:
         a step is in flight: then nothing can be computed before that step is updated."""
         live = self.live
         assert len(live.in_flight) < 2, "two steps are neither updated nor reverted"
+        if live.to_restart:
+            live.restart_reverted(now)
         step = self._planner.make(now, self._counts)
         rows = step.batch.rows
         assert rows or live.in_flight or not live.requests, "work waits, and the step is empty"
@@ -353,32 +393,46 @@ class Scheduler:
     def revert(self, batch: Batch) -> None:
         """Undo the plan of the latest step in flight, which failed or is dropped: its tokens count
         as not planned, and its copies are still pending. The device must be done with the step.
-        What the step has written is harmless: the same slots are written again before they are
-        read."""
+        What the step has written into blocks is harmless: it is written again before it is read.
+        What it has left behind in slots (see ``slots``) is not: their sequences begin anew."""
         self.live.revert(batch)
 
-    def retry(self, rows: list[Row]) -> Batch:
-        """Plan ``rows`` again, which are all rows of a reverted step, or some of them. Rows whose
-        sequences have ended are left out, and every pending copy is made. No step may be in
-        flight. None is planned ahead before this one is complete, because ``sample_index`` of the
-        sequences still holds the indices of the reverted step."""
+    def retry(self, rows: list[Row], now: float) -> Batch:
+        """Plan ``rows`` again, which are all rows of a reverted step, or some of them. Rows that
+        are complete, or whose sequences have ended, are left out, and every pending copy is made.
+        Sequences that began anew may need several steps until these rows are complete: call this
+        until the batch is empty. No step may be in flight. None is planned ahead before this one is
+        complete, because ``sample_index`` of the sequences still holds the indices of the reverted
+        step."""
         live = self.live
-        assert not live.in_flight
+        live.restart_reverted(now)
+        again: list[tuple[Row, Sequence]] = []
+        for row in rows:
+            sequence = live.sequence_of(row)
+            if sequence is not None and sequence.num_computed < row.end - row.drafts:
+                again.append((row, sequence))
         # The policy of drafts must know which rows have asked the draft model. It learns that from
         # update(), which is never called for the reverted step. The rows that are planned here do
         # not ask again.
-        self.policies.drafts.note_rows(rows)
+        self.policies.drafts.note_rows([row for row, _ in again])
+        if live.slots.is_used:
+            sequences = [sequence for _, sequence in again]
+            step = self._planner.make_restarted(sequences, now, self._counts)
+        else:
+            step = self._plan_plain(again)
+        if step.batch.rows:
+            live.in_flight.append(step)
+        return step.batch
+
+    def _plan_plain(self, rows: list[tuple[Row, Sequence]]) -> PlannedStep:
+        """A step of these reverted rows."""
         plain_rows: list[Row] = []
-        for row in rows:
-            sequence = live.sequence_of(row)
-            if sequence is not None:
-                plain = plain_row(row, sequence)
-                sequence.num_planned = plain.end
-                plain_rows.append(plain)
+        for row, sequence in rows:
+            plain = plain_row(row, sequence)
+            sequence.num_planned = plain.end
+            plain_rows.append(plain)
         batch = Batch(plain_rows, self.kv.pending_copies())
-        if plain_rows:
-            live.in_flight.append(PlannedStep(batch, must_complete_first=True))
-        return batch
+        return PlannedStep(batch, must_complete_first=True)
 
     # ------------------------------------------------------------------ parts
 
@@ -392,6 +446,7 @@ class Scheduler:
             num_blocks=self.kv.num_blocks,
             max_model_len=self.max_model_len,
             max_running=terms.most_running,
+            has_slots=self.live.slots.is_used,
         )
         if message.key in self._held:
             return needs

@@ -57,6 +57,7 @@ class StepPlan:
         )
         # Fields with a default are set here, because each argument makes the call above slower.
         row.carried = carried
+        row.slot = sequence.slot
         row.grammar = sequence.grammar
         row.adapter = request.adapter
         row.counts = sequence.counts

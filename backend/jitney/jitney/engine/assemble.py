@@ -22,7 +22,7 @@ from jitney.execution.acceleration import Accelerator, AcceleratorKind
 from jitney.execution.checkpoint import resolve_model
 from jitney.execution.interface import LoadedModel
 from jitney.execution.machine import resolve_device
-from jitney.execution.quantized import Quantizer
+from jitney.execution.quantized import Quantizer, drop_floats
 from jitney.execution.runner import TorchRunner
 from jitney.execution.weigh import weigh as weigh_model
 from jitney.messages import Footprint, ModelInfo
@@ -123,7 +123,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
     :data:`~jitney.engine.loading.LoadModel`: that gives a runner, and what is beside it.)"""
     device = resolve_device(config.device)
     tools = read_model.LoadTools(device, accelerator_for(config, device), quantizer())
-    return read_model.load_model(config, tools)
+    model = read_model.load_model(config, tools)
+    drop_floats(model.module)
+    return model
 
 
 def weigh(config: EngineConfig) -> Footprint:

@@ -309,7 +309,7 @@ class Engine:
         - They change while it waits: it fails, because they are another adapter.
         - The load fails for any other reason: that is tried again for some time
           (``Pending.hold_for_retry``)."""
-        if not self.scheduler.may_take_back:
+        if not self.pending.may_be_blocked:
             return
         # First, so that requests that have just ended release their adapters.
         self._note_ended(_ended_by(self._events), now)
@@ -415,6 +415,10 @@ class Engine:
             num_blocks=info.num_blocks,
             max_model_len=info.max_model_len,
             max_num_batched_tokens=info.max_num_batched_tokens,
+            num_slots=info.num_slots,
+            chunking=info.chunking,
+            # Transformers' own cache objects share nothing.
+            forks_share_blocks=info.cache != "opaque",
         )
         self._steps = Steps(
             self.scheduler,

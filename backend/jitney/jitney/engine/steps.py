@@ -225,10 +225,14 @@ class Steps:
         A row that raises alone fails its request. Nothing else is in flight."""
         parts = _halves(rows)
         while parts:
-            # A request may have ended since, in another part: its rows are left out.
-            batch = self._scheduler.retry(parts.pop(0))
+            part = parts.pop(0)
+            # A request may have ended since, in another part: its rows are left out. So are rows
+            # that are complete.
+            batch = self._scheduler.retry(part, self._clock())
             if not batch.rows:
                 continue
+            # Its sequences may have begun anew. Then they need further steps.
+            parts.insert(0, part)
             output = None
             if self._launch(batch):
                 output = self._wait_for_oldest()

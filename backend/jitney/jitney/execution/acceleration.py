@@ -6,7 +6,7 @@ plain torch.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Protocol
 
 import torch
@@ -16,6 +16,7 @@ from jitney.errors import ConfigError
 from jitney.execution.attention import AttentionShape
 from jitney.execution.checkpoint import Checkpoint
 from jitney.execution.interface import AttentionFunction, KvScales, LayerCache, LoadedModel
+from jitney.execution.layer_attention import by_kernel, needs_torch, torch_attention
 from jitney.execution.memory import StepMemory
 from jitney.execution.reference import ReferenceAttention
 from jitney.execution.runner import TorchRunner
@@ -90,9 +91,18 @@ def attention_by_layer(
 ) -> list[AttentionFunction]:
     """Each layer's attention function, by option ``attention``. Layers of one shape share theirs.
     ``dtype`` is the cache's. Raises ConfigError as :func:`attention_for` does."""
-    functions: dict[AttentionShape, AttentionFunction] = {}
+    functions: dict[Hashable, AttentionFunction] = {}
     of_layers = []
+    # A layer without K and V never attends: any function will do, such as that of its neighbours.
+    paged = [spec for spec in model.layers if spec.is_paged]
     for spec in model.layers:
+        if not spec.is_paged and paged:
+            spec = paged[0]
+        if needs_torch(spec, dtype):
+            own = torch_attention(spec, batch_invariant=config.batch_invariant)
+            own_kind = (own.name, spec.chunk, spec.has_slopes)
+            of_layers.append(functions.setdefault(own_kind, own))
+            continue
         shape = AttentionShape(
             device=model.device,
             dtype=dtype,
@@ -104,7 +114,11 @@ def attention_by_layer(
         )
         if shape not in functions:
             functions[shape] = attention_for(config.attention, shape, accelerator)
-        of_layers.append(functions[shape])
+        attend = functions[shape]
+        if spec.chunk is not None or spec.has_slopes:
+            kind = (shape, spec.chunk, spec.has_slopes)
+            attend = functions.setdefault(kind, by_kernel(attend, spec))
+        of_layers.append(attend)
     return of_layers
 
 

@@ -10,6 +10,7 @@ No mask function is registered under the name, so transformers builds no masks: 
 position p sees what the block table holds up to p.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -21,9 +22,14 @@ from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from jitney.execution.attention import AttentionMetadata
-from jitney.execution.low_rank import BeginProducts, Hooks, Pack, Site, plain_products
+from jitney.execution.low_rank import AdapterSpan, BeginProducts, Hooks, Pack, Site, plain_products
+from jitney.execution.state_rows import SlotCache
+from jitney.execution.state_slots import StateLayout, StateSlots
 
 NAME = "jitney"
+LATENTS = "jitney_latents"
+"""The attribute of an attention module that says how it makes keys and values of latents. Set by
+``latents.use_latents``."""
 
 
 class AttentionCall(NamedTuple):
@@ -50,9 +56,65 @@ class AttentionCall(NamedTuple):
     """[heads]: one more score for each head, which counts in the denominator of the softmax."""
     mask: Tensor | None = None
     """Not served: the probe refuses a model that brings one."""
+    slopes: Tensor | None = None
+    """float32 [heads]: ALiBi. A score becomes larger by its head's slope, times the key's position
+    less the query's."""
+    latents: "Latents | None" = None
+    """If set, ``key`` [T, 1, rank + rotary] is what the cache keeps of each token, and ``value`` is
+    its first ``rank`` elements. ``query`` is as for keys that are made of it (:class:`Latents`)."""
+    token_index: "TokenIndex | None" = None
+    """With latents: which of the tokens before it each query sees. None: all."""
     extra: Mapping[str, Any] = MappingProxyType({})
     """All other keyword arguments that the layer gave. Attention ignores them, so the probe refuses
     those that would change its result. ``is_causal`` is always among them."""
+
+    @property
+    def value_size(self) -> int:
+        """The last dimension of the result, which is [T, heads, value size]."""
+        return self.value.shape[-1] if self.latents is None else self.latents.value_size
+
+    @property
+    def index_key_size(self) -> int:
+        """Elements of the key that the cache keeps for each token beside its latent."""
+        index = self.token_index
+        if index is None or index.is_shared(self.layer):
+            return 0
+        return index.key_size
+
+
+class Latents(Protocol):
+    """How one layer of latent attention (MLA, https://arxiv.org/abs/2405.04434) makes keys and
+    values of a token's latent, [rank], and its rotary part, which all heads share."""
+
+    rank: int
+    rotary_size: int
+    value_size: int
+    """Of one head."""
+    key_up: Tensor
+    """[heads, head size - rotary size, rank]: head h's key is ``key_up[h] @ latent``, then the
+    rotary part."""
+    value_up: Tensor
+    """[heads, rank, value size]: head h's value is ``latent @ value_up[h]``."""
+
+
+class TokenIndex(Protocol):
+    """Chooses, within one step, the tokens that each query attends to (DeepSeek Sparse Attention).
+
+    Layers may share the choice of a layer before them."""
+
+    key_size: int
+
+    def is_shared(self, layer: int) -> bool:
+        """Whether ``layer`` takes the choice of a layer before it, and so keeps no keys."""
+
+    def choose(
+        self, row: int, tokens: slice, context: int, exchange: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """The tokens that a row's queries see, among those up to their own: int64 [queries, k],
+        indices in the row's ``context``.
+
+        ``tokens`` are the row's in the step. ``exchange`` writes their keys [queries, key size] to
+        the cache, and returns those of the whole context."""
 
 
 PagedFunction = Callable[[AttentionCall], Tensor]
@@ -62,15 +124,17 @@ class LayerCache(NamedTuple):
     """One layer's part of the KV cache and the function that reads and writes it."""
 
     keys: Tensor
-    """Its shape is :func:`attention.cache_shape`."""
+    """Its shape is :func:`attention.cache_shape`. With latents it holds these."""
     values: Tensor
-    """As the keys."""
+    """As the keys. With latents it holds the keys of the layer's :class:`TokenIndex`, if any."""
     attend: "AttentionFunction"
     key_scale: Tensor | None = None
     """float32 [KV heads], of a float8 cache that has scales. A key is what the cache holds, times
     the scale of its head."""
     value_scale: Tensor | None = None
     """The same for values."""
+    again: int | None = None
+    """The number of the cache for this layer's next call in the same step. None: it has no more."""
 
 
 class KvScales(NamedTuple):
@@ -87,7 +151,7 @@ class AttentionFunction(Protocol):
 
     def __call__(self, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata) -> Tensor:
         """Write the new K and V to their slots, converted to the cache's dtype, then attend
-        causally over each row's block table. Returns [T, heads, head size] of the query's dtype.
+        causally over each row's block table. Returns [T, heads, value size] of the query's dtype.
         """
 
 
@@ -100,12 +164,42 @@ least one. All three are int64. Returns logits [len(indices), vocabulary]."""
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What one layer keeps in the cache and how it attends."""
+    """What one layer keeps in the cache and how it attends.
+
+    A layer that attends more than once in a pass has a specification, and a cache, for each time:
+    the first stands at the layer's own number, the others behind those of all layers."""
 
     num_heads: int
     num_kv_heads: int
     head_size: int
+    """Of the keys."""
     window: int | None
+    value_size: int | None = None
+    """Of the values in the cache. None: that of the keys."""
+    chunk: int | None = None
+    """The query at position p sees no key before ``p // chunk * chunk``."""
+    has_slopes: bool = False
+    """Whether it attends with ALiBi."""
+    has_latents: bool = False
+    """Whether it keeps latents: one row a token, of ``head_size``. ``value_size`` is that of the
+    keys of its index."""
+    again: int | None = None
+    """See :class:`LayerCache`."""
+
+    @property
+    def cached_value_size(self) -> int:
+        """Of the values in the cache."""
+        return self.head_size if self.value_size is None else self.value_size
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether the layer keeps K and V: see :data:`UNPAGED`."""
+        return self.num_kv_heads > 0
+
+
+UNPAGED = LayerSpec(num_heads=0, num_kv_heads=0, head_size=0, window=None)
+"""A layer that keeps nothing in blocks. Its caches are tensors without elements, so that a layer's
+number is its index among the caches."""
 
 
 @dataclass(frozen=True)
@@ -140,19 +234,64 @@ class LoadedModel:
     cache_scales: Mapping[int, KvScales] = field(default_factory=dict)
     """By layer, the scales of a float8 cache that the checkpoint states, on the device. Layers for
     which it states none are missing."""
+    states: StateLayout | None = None
+    """What layers keep beside K and V, or in place of them."""
 
 
 class PagedStep:
-    """One step's attention: the metadata of its rows, and the caches by layer index."""
+    """One step's attention: the metadata of its rows, and the caches by layer index. In a model
+    with state layers also the states of its rows."""
 
-    def __init__(self, layers: list[LayerCache], meta: AttentionMetadata) -> None:
+    def __init__(
+        self, layers: list[LayerCache], meta: AttentionMetadata, states: StateSlots | None = None
+    ) -> None:
         self.layers = layers
         self.meta = meta
+        self._next: dict[int, int] = {}
+        """By layer, for those that attend again: the number of the cache of the next call."""
+        self.cache: SlotCache | None = None
+        """What a model with state layers is called with."""
+        if states is not None:
+            self.cache = SlotCache(states, meta.slots)
 
     def __call__(self, call: AttentionCall) -> Tensor:
-        """Returns [T, heads, head size]."""
-        cache = self.layers[call.layer]
+        """Returns [T, heads, value size]."""
+        layer = call.layer
+        if self.cache is not None and self.cache.slots.layout.shares_attention:
+            layer = self.cache.attending
+        cache = self.take_cache(layer)
         return cache.attend(call, cache, self.meta)
+
+    def take_cache(self, layer: int) -> LayerCache:
+        """The cache for the layer's next call in this step."""
+        cache = self.layers[self._next.get(layer, layer)]
+        if cache.again is not None:
+            self._next[layer] = cache.again
+        return cache
+
+
+def first_attention(cls: type[PreTrainedModel]) -> str:
+    """The attention function that a module of this class is made with: ours, if the class allows
+    it. :func:`set_attention` may change it afterwards."""
+    if cls._supports_attention_backend:
+        return NAME
+    # transformers' own choice. Falcon's eager attention adds its ALiBi twice.
+    return "sdpa" if cls._supports_sdpa else "eager"
+
+
+def looks_up_attention(cls: type[PreTrainedModel]) -> bool:
+    """Whether modules of this class look their attention function up. Some do, although
+    transformers does not know it (StableLM, BioGPT)."""
+    names = vars(sys.modules[cls.__module__])
+    return bool(cls._supports_attention_backend) or "ALL_ATTENTION_FUNCTIONS" in names
+
+
+def set_attention(module: PreTrainedModel, name: str) -> None:
+    """Let ``module`` look up this attention function. Without effect for one that looks up none."""
+    if module._supports_attention_backend:
+        module.set_attn_implementation(name)
+    elif looks_up_attention(type(module)):
+        module.config._attn_implementation_internal = name
 
 
 def register() -> None:
@@ -185,6 +324,27 @@ def paged_attention(
     if "is_causal" not in extra:
         # Some architectures state it as an argument, others as an attribute of the layer.
         extra["is_causal"] = bool(vars(module).get("is_causal", True))
+    latents: Latents | None = vars(module).get(LATENTS)
+    if latents is not None:
+        index: TokenIndex | None = extra.pop("indices", None)
+        # The layer hands over latents and their rotary parts, each as one head (``latents``).
+        row = torch.cat((key[0], value[0]), dim=-1).transpose(0, 1)
+        call = AttentionCall(
+            layer=module.layer_idx,  # type: ignore[arg-type]
+            query=query[0].transpose(0, 1),
+            key=row,
+            value=row[..., : latents.rank],
+            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            window=sliding_window or None,
+            softcap=softcap,
+            sinks=s_aux,
+            # A layer with an index folds it into a mask, which our index takes the place of.
+            mask=attention_mask if index is None else None,
+            latents=latents,
+            token_index=index,
+            extra=extra,
+        )
+        return paged(call).unsqueeze(0), None
     # The cache of a layer has heads of one size. The values of latent attention (MLA) are narrower
     # than its keys: zeros fill them up, and the zeros that these give are cut off again.
     size = max(query.shape[-1], value.shape[-1])
@@ -224,8 +384,13 @@ def forward_module(
     under one adapter each. It returns a function that adds (x A^T) B^T to the result of each linear
     layer that adapters change (see ``low_rank``).
     """
-    # Only a step in service has adapters; a recorder has none.
-    adapted = paged.meta.adapted if isinstance(paged, PagedStep) else []
+    # Only a step in service has adapters and states; a recorder has none.
+    adapted: list[AdapterSpan] = []
+    caches: dict[str, SlotCache] = {}
+    if isinstance(paged, PagedStep):
+        adapted = paged.meta.adapted
+        if paged.cache is not None:
+            caches[paged.cache.slots.layout.cache_argument] = paged.cache
     with torch.inference_mode(), Hooks(module, adapted, begin_products):
         output = module(
             input_ids=ids.unsqueeze(0),
@@ -233,5 +398,6 @@ def forward_module(
             use_cache=False,
             logits_to_keep=indices,
             paged=paged,
+            **caches,
         )
     return output.logits[0]

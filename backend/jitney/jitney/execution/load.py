@@ -37,9 +37,10 @@ from jitney.execution.draft_setup import DraftSetup, setup_for
 from jitney.execution.first_steps import first_steps
 from jitney.execution.interface import AttentionFunction, KvScales, LayerCache, LoadedModel
 from jitney.execution.low_rank import find_sites
-from jitney.execution.quantized import Quantizer, layers_that_round_inputs
+from jitney.execution.quantized import Quantizer, drop_floats, layers_that_round_inputs
 from jitney.execution.read_model import LoadTools, load_model, probe_tokens_of
 from jitney.execution.runner import TorchRunner
+from jitney.execution.state_slots import StateSlots
 from jitney.messages import ModelInfo
 
 _log = logging.getLogger(__name__)
@@ -81,6 +82,8 @@ class Allocation:
 
     ledger: memory.Ledger
     caches: list[LayerCache]
+    states: StateSlots | None
+    """None: the model keeps no states."""
     draft_caches: list[LayerCache]
     """Empty without a draft model."""
     draft_inputs: DraftInputs
@@ -131,9 +134,13 @@ def _refuse_kernel_options(config: EngineConfig) -> None:
 def load_and_prepare(config: EngineConfig, tools: LoadTools, setup: DraftSetup) -> PreparedModel:
     """The steps up to speed-up, for a model or its draft model."""
     model = load_model(config, tools)
+    if model.states is not None:
+        options.refuse_for_states(config, is_draft=tools.is_draft)
     if config.adapters is not None:
-        model = replace(model, sites=find_sites(model.module))
-    return speed_up(config, tools, setup, model)
+        model = replace(model, sites=find_sites(model.module, without=_state_paths(model)))
+    prepared = speed_up(config, tools, setup, model)
+    drop_floats(prepared.model.module)
+    return prepared
 
 
 # ---------------------------------------------------------------------- speed-up
@@ -149,6 +156,9 @@ def speed_up(
     # The attention functions are kept, even if the accelerator cannot rearrange the module.
     if accelerator is not None and not accelerator.fits(attention):
         accelerator = None
+    # The steps of a GPU's kernels are recorded once, with the slots that rows have then.
+    if model.states is not None and model.device.type == "cuda":
+        accelerator = None
 
     # An EAGLE head reads hidden states, the target's and its own. So the setup changes both modules
     # to give them. For an ordinary draft model it changes nothing.
@@ -162,13 +172,19 @@ def speed_up(
     return PreparedModel(model=finish(model), attention=attention, accelerator=accelerator)
 
 
+def _state_paths(model: LoadedModel) -> list[str]:
+    """The modules with states. No adapter changes a layer in them: they compute rows in groups, and
+    not the tokens of a step in their order."""
+    return [] if model.states is None else [each.path for each in model.states.modules]
+
+
 def _rearrange(config: EngineConfig, model: LoadedModel, accelerator: Accelerator) -> LoadedModel:
     """The rearranged model, which is checked to give the same logits as before."""
     # As a rule a step has one token of each running sequence.
     usual_tokens = min(options.token_budget(config, model.device), config.max_num_seqs)
     tokens = probe_tokens_of(model.config, model.max_model_len)
     with machine.threads_for(model.weight_bytes):  # few bytes: too little work for many threads
-        before = probe.probe_logits(model.module, model.layers, tokens=tokens)
+        before = probe.probe_logits(model.module, model.layers, tokens=tokens, states=model.states)
         rounds_inputs = bool(layers_that_round_inputs(model.module))
         faster = accelerator.speed_up(model, usual_tokens)
     # ``before`` was computed over a cache of the model's own dtype, and so is ``after``. In service
@@ -181,6 +197,7 @@ def _rearrange(config: EngineConfig, model: LoadedModel, accelerator: Accelerato
         block_size=config.block_size,
         step=faster.forward,
         tokens=tokens,
+        states=model.states,
     )
     probe.check_same(before, after, rounds_inputs=rounds_inputs, tokens=tokens)
     return faster
@@ -244,6 +261,7 @@ def _describe(config: EngineConfig, target: PreparedModel) -> ModelInfo:
         attention="+".join(kernels),
         num_parameters=model.num_parameters,
         max_num_batched_tokens=options.token_budget(config, model.device),
+        cache="paged" if model.states is None else "state",
         sampling_defaults=support.sampling_defaults(
             model.generation_config, config, model.vocab_size
         ),
@@ -280,8 +298,11 @@ def allocate(
 
     draft_caches: list[LayerCache] = []
     draft_inputs: DraftInputs = NoInputs()
+    states = None
     try:
         caches = target.empty_caches(config, dtype, ledger.num_blocks)
+        if model.states is not None:
+            states = StateSlots(model.states, ledger.num_slots, model.device)
         if draft is not None:
             draft_caches = draft.empty_caches(config, dtype, ledger.num_blocks)
             draft_inputs = setup.inputs(ledger.num_blocks, ledger.block_size)
@@ -293,6 +314,7 @@ def allocate(
     return Allocation(
         ledger=ledger,
         caches=_with_scales(caches, scales),
+        states=states,
         draft_caches=_with_scales(draft_caches, draft_scales),
         draft_inputs=draft_inputs,
     )
@@ -328,6 +350,7 @@ def _needs_of(
         block_bytes=memory.block_bytes(model.layers, config.block_size, dtype),
         steps=steps,
         adapter_bytes=memory.resident_adapters_bytes(config, model, copied_rank),
+        slot_bytes=0 if model.states is None else model.states.slot_bytes,
     )
 
 
@@ -343,9 +366,14 @@ def make_runner(
 ) -> TorchRunner:
     """The runner, warmed up by its first steps."""
     ledger = allocation.ledger
-    info = msgspec.structs.replace(info, num_blocks=ledger.num_blocks, kv_cache_bytes=ledger.cache)
-    if target.accelerator is None:
-        runner = TorchRunner(target.model, allocation.caches, info)
+    info = msgspec.structs.replace(
+        info,
+        num_blocks=ledger.num_blocks,
+        kv_cache_bytes=ledger.cache,
+        num_slots=ledger.num_slots,
+    )
+    if target.accelerator is None or allocation.states is not None:
+        runner = TorchRunner(target.model, allocation.caches, info, states=allocation.states)
     else:
         runner = target.accelerator.runner(target.model, allocation.caches, info)
     tokens_to_propose = 0
@@ -366,4 +394,6 @@ def make_runner(
 def _log_loaded(model: LoadedModel, info: ModelInfo, seconds: float) -> None:
     what = f"a {model.config.model_type} of {info.num_parameters:,} parameters in {info.dtype}"
     where = f"on {info.device} with {info.attention} attention, context {info.max_model_len:,}"
+    if model.states is not None:
+        where += f", states of {len({key.layer for key in model.states.shapes})} layers in slots"
     _log.info("loaded %s %s, in %.1f s", what, where, seconds)

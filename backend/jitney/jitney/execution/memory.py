@@ -49,6 +49,7 @@ class Ledger:
 
     weights: int
     cache: int
+    """Blocks and slots."""
     steps: StepMemory
     """Measured on a GPU, else estimated."""
     free: int
@@ -58,16 +59,24 @@ class Ledger:
     block_bytes: int
     adapters: int
     """Of the adapters that may be in memory at once."""
+    num_slots: int = 0
+    slot_bytes: int = 0
+    """Of one slot: all states of one sequence."""
 
     def __str__(self) -> str:
         tokens = self.num_blocks * self.block_size
         token_bytes = self.block_bytes // self.block_size
+        slots = self.num_slots * self.slot_bytes
         parts = [
             f"weights {_mib(self.weights)}",
-            f"KV cache {_mib(self.cache)} ({self.num_blocks:,} blocks of {self.block_size}: "
-            f"{tokens:,} tokens, {token_bytes:,} bytes each)",
-            f"activations at most about {_mib(self.steps.activations)}",
+            f"KV cache {_mib(self.cache - slots)} ({self.num_blocks:,} blocks of "
+            f"{self.block_size}: {tokens:,} tokens, {token_bytes:,} bytes each)",
         ]
+        if self.num_slots:
+            parts.append(
+                f"states {_mib(slots)} ({self.num_slots:,} slots of {self.slot_bytes:,} bytes)"
+            )
+        parts.append(f"activations at most about {_mib(self.steps.activations)}")
         if self.steps.graphs:
             parts.append(f"graphs at most about {_mib(self.steps.graphs)}")
         if self.adapters:
@@ -89,6 +98,8 @@ class Needs:
     steps: StepMemory
     adapter_bytes: int
     """Of the adapters that may be in memory at once."""
+    slot_bytes: int = 0
+    """Of one slot: all states of one sequence. 0: the model keeps none."""
 
     @property
     def beside_cache(self) -> int:
@@ -103,11 +114,15 @@ def plan_memory(config: EngineConfig, needs: Needs, available: int) -> Ledger:
     size is not enough for one block.
     """
     size = _cache_bytes(config, needs, available)
-    num_blocks = size // needs.block_bytes
-    if num_blocks < 1:
+    num_slots = _num_slots(config, needs, size)
+    size_of_blocks = size - num_slots * needs.slot_bytes
+    num_blocks = _num_blocks(config, needs, size_of_blocks)
+    if num_blocks < 1 or (needs.slot_bytes and num_slots < 1):
         bound = f"enough for one block of {config.block_size}, {needs.block_bytes:,} bytes"
+        if needs.slot_bytes:
+            bound += f", and one slot of {needs.slot_bytes:,} bytes"
         raise wrong_size(config, size, bound)
-    cache = num_blocks * needs.block_bytes
+    cache = num_blocks * needs.block_bytes + num_slots * needs.slot_bytes
     return Ledger(
         weights=needs.weight_bytes,
         cache=cache,
@@ -117,7 +132,30 @@ def plan_memory(config: EngineConfig, needs: Needs, available: int) -> Ledger:
         num_blocks=num_blocks,
         block_size=config.block_size,
         block_bytes=needs.block_bytes,
+        num_slots=num_slots,
+        slot_bytes=needs.slot_bytes,
     )
+
+
+def _num_slots(config: EngineConfig, needs: Needs, size: int) -> int:
+    """How many slots a cache of ``size`` bytes has: at most one for each sequence that may run, and
+    no more than fill half of the cache where a sequence needs blocks, too."""
+    if needs.slot_bytes == 0:
+        return 0
+    most = size // needs.slot_bytes
+    if needs.block_bytes:
+        # One at least, if a block fits beside it.
+        fitting = (size - needs.block_bytes) // needs.slot_bytes
+        most = min(fitting, max(1, size // 2 // needs.slot_bytes))
+    return max(0, min(most, config.max_num_seqs))
+
+
+def _num_blocks(config: EngineConfig, needs: Needs, size: int) -> int:
+    """How many blocks fill ``size`` bytes. If a model keeps nothing in blocks, as many as
+    ``max_num_seqs`` sequences of full length need: they cost nothing, and limit nothing."""
+    if needs.block_bytes == 0:
+        return config.max_num_seqs * math.ceil(needs.max_model_len / config.block_size)
+    return size // needs.block_bytes
 
 
 def _cache_bytes(config: EngineConfig, needs: Needs, available: int) -> int:
@@ -161,7 +199,7 @@ def _default_share(device: torch.device, available: int) -> int:
 def _most_useful_bytes(config: EngineConfig, needs: Needs) -> int:
     """The size of a cache that ``max_num_seqs`` sequences of full length fill."""
     sequence_blocks = math.ceil(needs.max_model_len / config.block_size)
-    return config.max_num_seqs * sequence_blocks * needs.block_bytes
+    return config.max_num_seqs * (sequence_blocks * needs.block_bytes + needs.slot_bytes)
 
 
 def wrong_size(config: EngineConfig, size: int, bound: str) -> ConfigError:
@@ -185,14 +223,8 @@ def block_bytes(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype
     """Bytes of one block: K and V of every layer."""
     elements = 0
     for layer in layers:
-        shape = cache_shape(
-            num_blocks=1,
-            block_size=block_size,
-            num_kv_heads=layer.num_kv_heads,
-            head_size=layer.head_size,
-            dtype=dtype,
-        )
-        elements += 2 * math.prod(shape)
+        for shape in _cache_shapes(layer, 1, block_size, dtype):
+            elements += math.prod(shape)
     return elements * dtype.itemsize
 
 
@@ -225,17 +257,35 @@ def make_layer_caches(
     """
     caches = []
     for layer, attend in zip(layers, attention, strict=True):
-        shape = cache_shape(
+        of_keys, of_values = _cache_shapes(layer, num_blocks, block_size, dtype)
+        keys = _zeros(of_keys, dtype, device)
+        values = _zeros(of_values, dtype, device)
+        caches.append(LayerCache(keys, values, attend, again=layer.again))
+    return caches
+
+
+class _CacheShapes(NamedTuple):
+    """Of one layer's key cache and value cache."""
+
+    keys: tuple[int, ...]
+    values: tuple[int, ...]
+
+
+def _cache_shapes(
+    layer: LayerSpec, num_blocks: int, block_size: int, dtype: torch.dtype
+) -> _CacheShapes:
+    """The shapes of a layer's caches."""
+    shapes = [
+        cache_shape(
             num_blocks=num_blocks,
             block_size=block_size,
             num_kv_heads=layer.num_kv_heads,
-            head_size=layer.head_size,
+            head_size=head_size,
             dtype=dtype,
         )
-        keys = _zeros(shape, dtype, device)
-        values = _zeros(shape, dtype, device)
-        caches.append(LayerCache(keys, values, attend))
-    return caches
+        for head_size in (layer.head_size, layer.cached_value_size)
+    ]
+    return _CacheShapes(*shapes)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -245,8 +295,10 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     seconds on gigabytes that may never be used, and the tensor begins at a page, not 16 bytes after
     one as malloc's does.
     """
-    if device.type != "cpu":
+    if device.type != "cpu" or math.prod(shape) == 0:
         return torch.zeros(shape, dtype=dtype, device=device)
+    if math.prod(shape) == 0:  # of latents, which have no values
+        return torch.zeros(shape, dtype=dtype)
     pages = mmap.mmap(
         -1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     )

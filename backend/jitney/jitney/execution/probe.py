@@ -22,29 +22,35 @@ those of each sequence at late positions; the largest of these.
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from jitney.batch import Row
 from jitney.errors import CheckpointError, InstallationError
+from jitney.execution.alibi import ALIBI_ELEMENTS
 from jitney.execution.attention import build_metadata
+from jitney.execution.carry import step_cache_for
 from jitney.execution.interface import (
     NAME,
+    UNPAGED,
     AttentionCall,
     AttentionFunction,
     LayerSpec,
     PagedStep,
     StepFunction,
     forward_module,
+    set_attention,
 )
+from jitney.execution.layer_attention import torch_attention
 from jitney.execution.memory import make_layer_caches
 from jitney.execution.probe_tokens import BLOCK_SIZE, ProbeTokens
 from jitney.execution.quantized import QuantizedLinear, float_inputs, layers_that_round_inputs
-from jitney.execution.reference import ReferenceAttention
-from jitney.execution.support import unservable
+from jitney.execution.state_slots import StateLayout, StateSlots
+from jitney.execution.state_trial import RecordedStates, record_states
+from jitney.execution.support import layer_chunks, unservable
 from jitney.sampling_params import SamplingParams
 
 _HARMLESS = frozenset({
@@ -74,7 +80,7 @@ def record_layers(module: PreTrainedModel, windows: list[int | None]) -> list[La
     ``windows`` are the configuration's (``support.layer_windows``). Raises UnsupportedModelError
     for what a paged cache would get wrong.
     """
-    recorder = _Recorder(module.config.model_type, windows)
+    recorder = _Recorder(module.config, windows)
     ids = probe_ids(module, ProbeTokens())[0]
     positions = torch.arange(len(ids), device=ids.device)
     last = positions[-1:]
@@ -86,11 +92,23 @@ def record_layers(module: PreTrainedModel, windows: list[int | None]) -> list[La
     return recorder.specs()
 
 
+def record_stateful_layers(
+    module: PreTrainedModel, windows: list[int | None]
+) -> tuple[list[LayerSpec], RecordedStates]:
+    """As :func:`record_layers`, for a model with state layers: also what states it keeps. Layers
+    that do not attend are ``interface.UNPAGED``."""
+    recorder = _Recorder(module.config, windows)
+    ids = probe_ids(module, ProbeTokens())[0]
+    recorded = record_states(module, ids, recorder)
+    return recorder.found(), recorded
+
+
 def compare_with_eager(
     module: PreTrainedModel,
     specs: list[LayerSpec],
     weights: str = "the weight file",
     tokens: ProbeTokens | None = None,
+    states: StateLayout | None = None,
 ) -> None:
     """Check the module over a paged cache against eager attention; see the module's docstring.
 
@@ -100,7 +118,7 @@ def compare_with_eager(
     """
     tokens = tokens or ProbeTokens()
     with float_inputs(module), torch.inference_mode():
-        paged = probe_logits(module, specs, tokens=tokens)
+        paged = probe_logits(module, specs, tokens=tokens, states=states)
         expected = _eager_logits(module, tokens)
     if not torch.isfinite(expected).all():
         raise CheckpointError(
@@ -121,17 +139,21 @@ def _eager_logits(module: PreTrainedModel, tokens: ProbeTokens) -> Tensor:
     """Logits [tokens, vocabulary] of the sequences, each alone, by transformers' own eager
     attention: float32."""
     logits = []
-    module.set_attn_implementation("eager")
+    set_attention(module, "eager")
     try:
         for sequence, ids in zip(tokens.sequences, probe_ids(module, tokens), strict=True):
             # At early positions the module is not told: it must count as we do.
-            stated = {}
+            stated: dict[str, Any] = {}
             if sequence.first_position > 0:
-                stated["position_ids"] = sequence.positions(ids.device).unsqueeze(0)
+                positions = sequence.positions(ids.device).unsqueeze(0)
+                stated["position_ids"] = positions
+                cache = step_cache_for(module, positions)
+                if cache is not None:
+                    stated["past_key_values"] = cache
             output = module(input_ids=ids.unsqueeze(0), use_cache=False, **stated)
             logits.append(output.logits[0])
     finally:
-        module.set_attn_implementation(NAME)
+        set_attention(module, NAME)
     return torch.cat(logits).float()
 
 
@@ -237,32 +259,41 @@ def embedding_weight(module: PreTrainedModel) -> Tensor:
 
 
 class _Recorder:
-    """A ``PagedFunction`` that notes each layer's call and returns zeros. Raises
+    """A ``PagedFunction`` that notes each layer's calls and returns zeros. Raises
     UnsupportedModelError for a call that cannot be served."""
 
-    def __init__(self, model_type: str, windows: list[int | None]) -> None:
-        self.model_type = model_type
+    def __init__(self, config: PreTrainedConfig, windows: list[int | None]) -> None:
+        self.model_type = config.model_type
         self._windows = windows
-        self._specs: dict[int, LayerSpec] = {}
+        self._chunks = layer_chunks(config)
+        self._specs: dict[int, list[LayerSpec]] = {}
+        """By layer, in the order of its calls."""
 
     def __call__(self, call: AttentionCall) -> Tensor:
         problem = next(self._problems(call), None)
         if problem is not None:
             raise unservable(self.model_type, problem)
-        self._specs[call.layer] = LayerSpec(
+        has_latents = call.latents is not None
+        head_size = call.key.shape[2]
+        if call.slopes is not None:
+            head_size += ALIBI_ELEMENTS
+        spec = LayerSpec(
             num_heads=call.query.shape[1],
             num_kv_heads=call.key.shape[1],
-            head_size=call.key.shape[2],
+            head_size=head_size,
             window=call.window,
+            value_size=call.index_key_size if has_latents else None,
+            chunk=self._chunks[call.layer],
+            has_slopes=call.slopes is not None,
+            has_latents=has_latents,
         )
-        return torch.zeros_like(call.query)
+        self._specs.setdefault(call.layer, []).append(spec)
+        return call.query.new_zeros((*call.query.shape[:2], call.value_size))
 
     def _problems(self, call: AttentionCall) -> Iterator[str]:
         """What a paged cache would get wrong in this call. The caller stops at the first problem,
         so a check may rely on those before it."""
         layer = call.layer
-        if layer in self._specs:
-            yield f"layer {layer} attends twice in one pass"
         if not 0 <= layer < len(self._windows):
             yield f"it attends in layer {layer}, outside its own count"
         if call.mask is not None:
@@ -282,17 +313,46 @@ class _Recorder:
                 unknown.append(name)
         if unknown:
             yield f"layer {layer} asks attention for {', '.join(unknown)}"
+        if call.latents is not None:
+            return
         if call.key.shape != call.value.shape or call.query.shape[-1] != call.key.shape[-1]:
             yield "its keys and values have different head sizes"
 
+    def found(self) -> list[LayerSpec]:
+        """By layer index; ``interface.UNPAGED`` if a layer never called. Raises
+        UnsupportedModelError if one called twice."""
+        specs = [UNPAGED] * len(self._windows)
+        for layer, calls in self._specs.items():
+            if len(calls) > 1:
+                raise unservable(self.model_type, f"layer {layer} attends twice in one pass")
+            specs[layer] = calls[0]
+        return specs
+
     def specs(self) -> list[LayerSpec]:
-        """By layer index. Raises UnsupportedModelError if a layer never called."""
-        layers = range(len(self._windows))
+        """By layer index; then those of the second calls and further ones. Raises
+        UnsupportedModelError if a layer never called."""
+        found: list[LayerSpec] = []
+        layers = range(self._num_layers())
         for layer in layers:
             if layer not in self._specs:
                 reason = f"layer {layer} does not attend through our interface"
                 raise unservable(self.model_type, reason)
-        return [self._specs[layer] for layer in layers]
+            found.append(self._specs[layer][0])
+        for layer in layers:
+            last = layer
+            for spec in self._specs[layer][1:]:
+                found[last] = replace(found[last], again=len(found))
+                last = len(found)
+                found.append(spec)
+        return found
+
+    def _num_layers(self) -> int:
+        """How many layers there are. A model whose layers attend again may count each time as a
+        layer (HRM)."""
+        calls = sum(len(specs) for specs in self._specs.values())
+        if calls == len(self._windows):
+            return len(self._specs)
+        return len(self._windows)
 
 
 @torch.inference_mode()
@@ -303,6 +363,7 @@ def probe_logits(
     block_size: int = BLOCK_SIZE,
     step: StepFunction | None = None,
     tokens: ProbeTokens | None = None,
+    states: StateLayout | None = None,
 ) -> Tensor:
     """Logits [tokens, vocabulary] of all sequences over a paged cache.
 
@@ -313,7 +374,7 @@ def probe_logits(
     and not for less.
     """
     if attention is None:
-        attention = [ReferenceAttention()] * len(specs)
+        attention = [torch_attention(spec) for spec in specs]
     if step is None:
         step = functools.partial(forward_module, module)
     tokens = tokens or ProbeTokens()
@@ -328,19 +389,26 @@ def probe_logits(
         device=device,
         num_blocks=tokens.num_blocks,
     )
+    slots = None
+    if states is not None:
+        slots = StateSlots(states, num_slots=len(tokens.sequences), device=device)
 
     logits_of: list[list[Tensor]] = [[] for _ in tokens.sequences]
-    for number in range(tokens.num_steps):
-        chunks = [sequence.chunks[number] for sequence in tokens.sequences]
+    for step_number in range(tokens.num_steps):
+        chunks = [sequence.chunks[step_number] for sequence in tokens.sequences]
         rows = []
         positions = []
-        for sequence, ids, chunk in zip(tokens.sequences, all_ids, chunks, strict=True):
+        for number, (sequence, ids, chunk) in enumerate(
+            zip(tokens.sequences, all_ids, chunks, strict=True)
+        ):
             row = probe_row(
                 prompt=ids.tolist(),
                 start=chunk.start,
                 count=chunk.num_tokens,
                 block_table=sequence.block_table,
             )
+            if slots is not None:
+                row.slot = number
             rows.append(row)
             first = sequence.first_position + chunk.start
             positions.append(torch.arange(first, first + chunk.num_tokens, device=device))
@@ -348,7 +416,7 @@ def probe_logits(
         meta = replace(build_metadata(rows, block_size, device), positions=torch.cat(positions))
         step_ids = torch.tensor([token for row in rows for token in row.token_ids], device=device)
         all_tokens = torch.arange(len(step_ids), device=device)
-        logits = step(step_ids, meta.positions, all_tokens, PagedStep(caches, meta))
+        logits = step(step_ids, meta.positions, all_tokens, PagedStep(caches, meta, slots))
         parts = logits.split([chunk.num_tokens for chunk in chunks])
         for of_sequence, part in zip(logits_of, parts, strict=True):
             of_sequence.append(part)

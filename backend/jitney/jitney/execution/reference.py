@@ -5,6 +5,8 @@ are [tokens, head elements], as the last two dimensions of :func:`attention.cach
 of int8 the last bytes of a token are its scale.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -27,23 +29,52 @@ class ReferenceAttention:
         write(call.key, cache.keys, meta, cache.key_scale)
         write(call.value, cache.values, meta, cache.value_scale)
         out = torch.empty_like(call.query)
-        query_start = meta.query_start.tolist()
-        for r, context in enumerate(meta.context_len.tolist()):
-            num_blocks = (context + meta.block_size - 1) // meta.block_size
-            blocks = meta.block_table[r, :num_blocks].long()
-            tokens = slice(query_start[r], query_start[r + 1])
-            out[tokens] = _attend_row(call, tokens, cache, blocks, context)
+        for row in rows_of(meta):
+            out[row.tokens] = _attend_row(call, row, cache)
         return out
 
 
+class StepRow(NamedTuple):
+    """A row of a step."""
+
+    tokens: slice
+    """Its tokens in the step, which are the last of its context."""
+    context: int
+    blocks: Tensor
+    """int64: the blocks that its context is in."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Its tokens in the step."""
+        return int(self.tokens.stop - self.tokens.start)
+
+
+def rows_of(meta: AttentionMetadata) -> list[StepRow]:
+    """The rows of a step, in order."""
+    query_start = meta.query_start.tolist()
+    rows = []
+    for r, context in enumerate(meta.context_len.tolist()):
+        num_blocks = (context + meta.block_size - 1) // meta.block_size
+        blocks = meta.block_table[r, :num_blocks].long()
+        rows.append(StepRow(slice(query_start[r], query_start[r + 1]), context, blocks))
+    return rows
+
+
 def write(new: Tensor, cache: Tensor, meta: AttentionMetadata, scale: Tensor | None) -> None:
-    """Put ``new`` [T, KV heads, head] into its slots, converted to the cache's dtype.
+    """:func:`write_slots` for all tokens of a step."""
+    write_slots(new, cache, meta.slot_mapping, meta.block_size, scale)
+
+
+def write_slots(
+    new: Tensor, cache: Tensor, slots: Tensor, block_size: int, scale: Tensor | None
+) -> None:
+    """Put ``new`` [T, KV heads, head] into ``slots`` [T], converted to the cache's dtype.
 
     ``scale`` [KV heads], if given, is that of a float8 cache. A cache of int8 gets a scale for each
     token and head, by which the largest element becomes 127.
     """
-    block = torch.div(meta.slot_mapping, meta.block_size, rounding_mode="floor")
-    offset = meta.slot_mapping % meta.block_size
+    block = torch.div(slots, block_size, rounding_mode="floor")
+    offset = slots % block_size
     elements = cache[..., : new.shape[-1]]  # without the padding, and without the scale of int8
     # Below, a slice stands between two index tensors. torch puts the dimension of index tensors
     # first then: ``elements[block, :, offset]`` is [T, KV heads, head], as ``new`` is.
@@ -58,13 +89,17 @@ def write(new: Tensor, cache: Tensor, meta: AttentionMetadata, scale: Tensor | N
     elements[block, :, offset] = new.to(cache.dtype)
 
 
-def _gather(cache: Tensor, blocks: Tensor, scale: Tensor | None) -> Tensor:
+def gather(cache: Tensor, blocks: Tensor, scale: Tensor | None) -> Tensor:
     """What was written to these blocks, one after the other: float32 [KV heads, tokens, head]."""
-    stored = cache[blocks].transpose(0, 1).flatten(1, 2)
-    if cache.dtype == torch.int8:
+    return dequantized(cache[blocks].transpose(0, 1).flatten(1, 2), scale)
+
+
+def dequantized(stored: Tensor, scale: Tensor | None) -> Tensor:
+    """What a cache holds [KV heads, …, head] as float32."""
+    if stored.dtype == torch.int8:
         return stored[..., :-SCALE_BYTES] * _scales(stored)[..., None]
     if scale is not None:
-        return stored.float() * scale[:, None, None]
+        return stored.float() * scale.view(-1, *[1] * (stored.dim() - 1))
     return stored.float()
 
 
@@ -73,15 +108,22 @@ def _scales(cache: Tensor) -> Tensor:
     return cache[..., -SCALE_BYTES:].view(torch.float32).squeeze(-1)
 
 
-def _attend_row(
-    call: AttentionCall, tokens: slice, cache: LayerCache, blocks: Tensor, context: int
+def _attend_row(call: AttentionCall, row: StepRow, cache: LayerCache) -> Tensor:
+    """Attention of one row over what it has in the cache. Returns [its tokens, heads, head]."""
+    query = call.query[row.tokens].float()
+    head_size = query.shape[-1]
+    keys = gather(cache.keys, row.blocks, cache.key_scale)[:, : row.context, :head_size]
+    values = gather(cache.values, row.blocks, cache.value_scale)[:, : row.context, :head_size]
+    return attend_in_slices(query, keys, values, call)
+
+
+def attend_in_slices(
+    query: Tensor, keys: Tensor, values: Tensor, call: AttentionCall, chosen: Tensor | None = None
 ) -> Tensor:
-    """Attention of one row: of its ``tokens`` in the step, which are the last of its ``context``,
-    over the ``blocks`` of its table. Returns [its tokens, heads, head]."""
-    query = call.query[tokens].float()
-    num_tokens, num_heads, head_size = query.shape
-    keys = _gather(cache.keys, blocks, cache.key_scale)[:, :context, :head_size]
-    values = _gather(cache.values, blocks, cache.value_scale)[:, :context, :head_size]
+    """:func:`_attend`, for some queries at a time, so that memory has a bound. ``chosen`` int64
+    [n, k], if given, are the only keys that each query may see."""
+    num_tokens, num_heads, _ = query.shape
+    context = keys.shape[1]
     before = context - num_tokens  # tokens that earlier steps computed
     slice_len = max(1, _SLICE_SCORES // (num_heads * context))
     parts = []
@@ -89,14 +131,22 @@ def _attend_row(
         part = query[begin : begin + slice_len]
         # No query of the slice sees what comes behind the slice's last one.
         seen = before + begin + len(part)
-        parts.append(_attend(part, keys[:, :seen], values[:, :seen], call))
+        hidden = None
+        if chosen is not None:
+            hidden = torch.ones((len(part), context), dtype=torch.bool, device=query.device)
+            hidden.scatter_(1, chosen[begin : begin + slice_len], False)
+            hidden = hidden[:, :seen]
+        parts.append(_attend(part, keys[:, :seen], values[:, :seen], call, hidden))
     return torch.cat(parts)
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, call: AttentionCall) -> Tensor:
-    """Attention of the last n of c positions, with the scale, window, softcap and sinks of
-    ``call``: ``query`` [n, heads, head] over ``keys`` and ``values`` [KV heads, c, head]. Returns
-    [n, heads, head].
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, call: AttentionCall, hidden: Tensor | None
+) -> Tensor:
+    """Attention of the last n of c positions, with the scale, window, softcap, sinks and slopes of
+    ``call``: ``query`` [n, heads, head] over ``keys`` [KV heads, c, head] and ``values`` [KV heads,
+    c, value]. ``hidden`` bool [n, c]: keys that a query does not see although they are before it.
+    Returns [n, heads, value].
     """
     n, num_heads, head_size = query.shape
     num_kv_heads, context, _ = keys.shape
@@ -108,9 +158,14 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, call: AttentionCall) ->
 
     positions = torch.arange(context, device=query.device)
     distance = positions[-n:, None] - positions  # [n, c]: how far each key is behind the query
+    if call.slopes is not None:
+        slopes = call.slopes.view(num_kv_heads, -1, 1, 1)
+        scores = scores - slopes * distance
     unseen = distance < 0
     if call.window is not None:
         unseen |= distance >= call.window
+    if hidden is not None:
+        unseen |= hidden
     scores = scores.masked_fill(unseen, float("-inf")).reshape(num_heads, n, context)
 
     if call.sinks is not None:

@@ -5,11 +5,12 @@ do not call us, masks of their own, …) is ``probe``'s. Architectures that cann
 UnsupportedModelError with the model type and the reason.
 """
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -23,7 +24,11 @@ from jitney.errors import (
     show,
 )
 from jitney.execution.checkpoint import GENERATION_CONFIG, Checkpoint
+from jitney.execution.interface import looks_up_attention
 from jitney.execution.machine import DTYPES
+from jitney.execution.own_attention import OWN_ATTENTION
+from jitney.execution.position_offset import position_offset
+from jitney.execution.text_half import text_part
 from jitney.sampling_params import check_sampling_params, parse_sampling_params
 
 _CHECKPOINT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -31,7 +36,16 @@ _LENGTH_NAMES = ("position", "length", "window", "chunk", "context", "floor_scal
 """Parts of the names that configurations give to lengths, in tokens."""
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields of ``generation_config.json`` that are sampling parameters."""
-_PAGED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_PAGED_LAYER_TYPES = frozenset({
+    "full_attention", "sliding_attention", "chunked_attention", "indexed_attention",
+})  # fmt: skip
+_STATE_LAYER_TYPES = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
+"""Layers with states; the hybrid ones attend as well."""
+_BARE_LAYER_TYPES = frozenset({"moe", "mlp"})
+"""Layers that keep nothing."""
+_CACHE_ARGUMENTS = ("past_key_values", "cache_params")
+"""Names under which transformers' models take a cache."""
+_SERVED_LAYER_TYPES = _PAGED_LAYER_TYPES | _STATE_LAYER_TYPES | _BARE_LAYER_TYPES
 
 
 def unservable(model_type: str, reason: str) -> UnsupportedModelError:
@@ -62,10 +76,20 @@ def parse_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     except Exception as error:  # validation errors come in many classes
         reason = first_line(error, checkpoint.folder)
         raise CheckpointError(f"{checkpoint.config_name} cannot be used: {reason}") from error
-    obstacle = next(_obstacles(config), None)
+    text = text_part(config)
+    if text is None:
+        raise unservable(
+            config.model_type, "transformers has no causal language model of its text half alone"
+        )
+    if text is not config and checkpoint.config.get("quantization_config"):
+        raise unservable(
+            config.model_type,
+            "its weights are quantized, and of a multi-modal model only plain weights are read",
+        )
+    obstacle = next(_obstacles(text), None)
     if obstacle is not None:
-        raise unservable(config.model_type, obstacle)
-    return config
+        raise unservable(text.model_type, obstacle)
+    return text
 
 
 def context_length(
@@ -78,7 +102,11 @@ def context_length(
     """
     asked = config.max_model_len
     stated: int | None = getattr(hf_config, "max_position_embeddings", None)
+    if stated is not None:
+        stated -= position_offset(hf_config)
     if asked is None:
+        # Without learned or rotary positions there is no end; this is what it was trained with.
+        stated = stated or getattr(hf_config, "max_seq_len", None)
         if stated is None:
             raise ConfigError(
                 "option max_model_len is missing, and the checkpoint does not state a context "
@@ -129,7 +157,11 @@ def eos_ids(checkpoint: Checkpoint, vocab_size: int) -> frozenset[int]:
     """The tokens that end a sequence: those in ``generation_config.json`` and in ``config.json``.
     Raises CheckpointError for what is no token id."""
     ids: set[int] = set()
-    for source in (checkpoint.generation_config, checkpoint.config):
+    text = checkpoint.config.get("text_config")
+    sources = [checkpoint.generation_config, checkpoint.config]
+    if isinstance(text, dict):
+        sources.append(text)
+    for source in sources:
         value = source.get("eos_token_id")
         if value is None:
             continue
@@ -177,7 +209,28 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None]:
     types = getattr(config, "layer_types", None)
     if types is None:
         return [window] * config.num_hidden_layers
-    return [window if kind == "sliding_attention" else None for kind in types]
+    return [window if kind in ("sliding_attention", "hybrid_sliding") else None for kind in types]
+
+
+def has_state_layers(config: PreTrainedConfig) -> bool:
+    """Whether layers keep states (see ``state_slots``)."""
+    layer_types = getattr(config, "layer_types", None) or ()
+    return any(kind in _STATE_LAYER_TYPES for kind in layer_types)
+
+
+def cache_argument(model: type[PreTrainedModel] | PreTrainedModel) -> str | None:
+    """The name under which a model takes a cache of transformers; None if it takes none."""
+    names = inspect.signature(model.forward).parameters
+    return next((name for name in _CACHE_ARGUMENTS if name in names), None)
+
+
+def layer_chunks(config: PreTrainedConfig) -> list[int | None]:
+    """The chunks of each layer in which it attends, in tokens. None: it has none."""
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return [None] * config.num_hidden_layers
+    chunk: int | None = getattr(config, "attention_chunk_size", None)
+    return [chunk if kind == "chunked_attention" else None for kind in types]
 
 
 def named_lengths(config: PreTrainedConfig, max_model_len: int) -> list[int]:
@@ -203,23 +256,24 @@ def _obstacles(config: PreTrainedConfig) -> Iterator[str]:
     """Each reason why a model of this configuration, as transformers reads it, cannot be served."""
     if getattr(config, "is_encoder_decoder", False):
         yield "it is an encoder-decoder, whose decoder reads a second sequence"
-    if config.get_text_config() is not config:
-        yield "it is a multi-modal model, and only text models are served"
     layer_types = getattr(config, "layer_types", None) or ()
     for index, kind in enumerate(layer_types):
-        if kind not in _PAGED_LAYER_TYPES:
+        if kind not in _SERVED_LAYER_TYPES:
             yield (
-                f"layer {index} is of type {kind!r}, and only full and sliding attention are kept "
-                "in a paged cache"
+                f"layer {index} is of type {kind!r}, and only attention, linear attention and "
+                "convolutions are served"
             )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         yield "transformers has no causal language model of it"
         return  # what follows looks at the model's class
     cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     # A class of hybrids may also have no recurrent layer in a checkpoint, as in Granite 4.0 Micro.
-    if getattr(cls, "_is_stateful", False) and not layer_types:
-        yield "it has recurrent layers, whose state is not kept in a paged cache"
-    if not getattr(cls, "_supports_attention_backend", False):
+    is_known = layer_types and cache_argument(cls) is not None
+    if getattr(cls, "_is_stateful", False) and not is_known:
+        yield "it has recurrent layers, whose state is not in a cache of transformers"
+    # Mamba has no attention at all.
+    attends = looks_up_attention(cls) or config.model_type in OWN_ATTENTION
+    if not attends and not has_state_layers(config):
         yield "its attention does not go through transformers' AttentionInterface"
     if getattr(config, "add_cross_attention", False):
         yield "it has cross-attention, which reads a second sequence"

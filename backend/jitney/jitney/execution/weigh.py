@@ -5,19 +5,25 @@ for plans of what fits where.
 import dataclasses
 import functools
 import re
-from typing import NamedTuple
+import traceback
+from typing import Any, NamedTuple
 
 import torch
 from msgspec.structs import replace
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from jitney.config import EngineConfig
 from jitney.errors import LoadError
 from jitney.execution import interface, machine, memory, options, probe, support
 from jitney.execution.acceleration import Accelerator
+from jitney.execution.carry import carry_in_cache
 from jitney.execution.checkpoint import Checkpoint, check_checkpoint, resolve_model
 from jitney.execution.draft_setup import DraftSetup, setup_for
 from jitney.execution.interface import LayerSpec, LoadedModel
+from jitney.execution.latents import use_latents
+from jitney.execution.own_attention import bridge_own_attention
 from jitney.execution.quantized import Quantizer
 from jitney.execution.read_model import LoadTools, failed_trial, find_weight_format, judge
 from jitney.execution.weights import count_bytes
@@ -77,19 +83,28 @@ def _weigh_one(config: EngineConfig, tools: LoadTools) -> _Weighed:
     judged = judge(config, tools, checkpoint)
     weight_format = find_weight_format(config, tools, judged)
     interface.register()
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(judged.config)]
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(
-            judged.config, dtype=judged.dtype, attn_implementation=interface.NAME
+            judged.config,
+            dtype=judged.dtype,
+            attn_implementation=interface.first_attention(model_class),
         )
+    interface.set_attention(module, interface.NAME)
+    keeps_latents = config.adapters is None
+    if keeps_latents:
+        use_latents(module)
+    bridge_own_attention(module)
     weights = count_bytes(module)
     if weight_format is not None:
         weights = weight_format.loaded_bytes(module)
+    kept = _kept(module, judged.config, keeps_latents=keeps_latents)
     model = LoadedModel(
         module=module,
         config=judged.config,
         dtype=judged.dtype,
         device=tools.device,
-        layers=_layers(module, judged.config),
+        layers=kept.layers,
         eos_ids=frozenset(),
         max_model_len=judged.max_model_len,
         vocab_size=len(probe.embedding_weight(module)),
@@ -106,6 +121,7 @@ def _weigh_one(config: EngineConfig, tools: LoadTools) -> _Weighed:
         cache_dtype=options.dtype_name(cache_dtype),
         weights=model.weight_bytes,
         block=memory.block_bytes(model.layers, config.block_size, cache_dtype),
+        slot=kept.slot_bytes,
         step_token=without_logits,
         step_row=with_logits - without_logits,
         tensors=_tensor_sizes(checkpoint),
@@ -113,34 +129,105 @@ def _weigh_one(config: EngineConfig, tools: LoadTools) -> _Weighed:
     return _Weighed(footprint, judged.config.hidden_size, model.dtype)
 
 
-def _layers(module: PreTrainedModel, config: PreTrainedConfig) -> list[LayerSpec]:
+class _Kept(NamedTuple):
+    """What a model keeps of a sequence."""
+
+    layers: list[LayerSpec]
+    slot_bytes: int = 0
+
+
+def _kept(module: PreTrainedModel, config: PreTrainedConfig, *, keeps_latents: bool) -> _Kept:
     """The layers as the probe records them or, if it cannot, as the configuration states them.
     Raises UnsupportedModelError if the module cannot be served, as ``read_model.prove`` does."""
     windows = support.layer_windows(config)
     try:
-        return probe.record_layers(module, windows)
+        if support.has_state_layers(config):
+            return _record_states(module, windows)
+        return _Kept(probe.record_layers(module, windows))
     except LoadError:
         raise
     except RuntimeError:
         # A module that looks at values of tensors cannot run on the meta device.
-        return _stated_layers(config, windows)
+        return _Kept(_stated_layers(config, windows, keeps_latents=keeps_latents))
+    except Exception:
+        carry_in_cache(module)  # as ``prove`` does
+    try:
+        return _Kept(probe.record_layers(module, windows))
+    except LoadError:
+        raise
+    except RuntimeError:
+        return _Kept(_stated_layers(config, windows, keeps_latents=keeps_latents))
     except Exception as error:
         # Such as a TypeError if the module drops the argument ``paged`` on the way to attention.
         raise failed_trial(module, error) from error
 
 
-def _stated_layers(config: PreTrainedConfig, windows: list[int | None]) -> list[LayerSpec]:
+def _record_states(module: PreTrainedModel, windows: list[int | None]) -> _Kept:
+    """The layers and states of a model with state layers. Experts look at values of tensors, which
+    the meta device does not have: modules that fail so give their input instead, as its shape is
+    right. Raises what the model raises if that does not help."""
+    passed: set[type] = set()
+    while True:
+        try:
+            layers, recorded = probe.record_stateful_layers(module, windows)
+        except RuntimeError as error:
+            kind = type(_failed_module(error))
+            if kind in passed or kind is type(module):
+                raise
+            passed.add(kind)
+            for child in module.modules():
+                if type(child) is kind:
+                    child.forward = _first_input
+        else:
+            return _Kept(layers, recorded.layout.slot_bytes)
+
+
+def _failed_module(error: RuntimeError) -> nn.Module | None:
+    """The innermost module in whose ``forward`` the error was raised."""
+    failed = None
+    frames = traceback.walk_tb(error.__traceback__)
+    for frame, _ in frames:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            failed = owner
+    return failed
+
+
+def _first_input(x: Tensor, *args: object, **kwargs: object) -> Tensor:
+    """Stands in place of the ``forward`` of experts."""
+    return x
+
+
+def _stated_layers(
+    config: PreTrainedConfig, windows: list[int | None], *, keeps_latents: bool
+) -> list[LayerSpec]:
     """The layers as the configuration states them: all alike but for their ``windows``."""
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    if getattr(config, "kv_lora_rank", None):
-        # Latent attention (MLA) has keys for each head. ``head_dim`` is that of their rotary part.
+    value_sizes: list[int | None] = [None] * len(windows)
+    has_latents = keeps_latents and bool(getattr(config, "kv_lora_rank", None))
+    if has_latents:
+        kv_heads = 1
+        # ``head_dim`` is that of the rotary part.
+        size = config.kv_lora_rank + config.qk_rope_head_dim
+        index_size = getattr(config, "index_head_dim", None) or 0
+        kinds = getattr(config, "indexer_types", None) or ["full"] * len(windows)
+        value_sizes = [0 if kind == "shared" else index_size for kind in kinds]
+    elif getattr(config, "kv_lora_rank", None):
+        # They are kept as keys and values of each head.
         kv_heads = heads
         size = max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
     return [
-        LayerSpec(num_heads=heads, num_kv_heads=kv_heads, head_size=size, window=window)
-        for window in windows
+        LayerSpec(
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_size=size,
+            window=window,
+            value_size=value_size,
+            has_latents=has_latents,
+        )
+        for window, value_size in zip(windows, value_sizes, strict=True)
     ]
 
 

@@ -31,6 +31,7 @@ from jitney.execution import interface
 from jitney.execution.checkpoint import CONFIG, INDEX, Checkpoint
 from jitney.execution.interface import KvScales
 from jitney.execution.machine import is_out_of_memory
+from jitney.execution.text_half import KEY_MAPPING, is_text_half
 
 _log = logging.getLogger(__name__)
 
@@ -50,8 +51,10 @@ def read_weights(
     dtype: torch.dtype,
     device: torch.device | None = None,
     skip: Collection[str] = (),
+    given: dict[str, Any] | None = None,
 ) -> PreTrainedModel:
     """The module of ``checkpoint`` in ``dtype``. ``skip``: tensors of a GGUF file that stay unread.
+    ``given``: what is read in place of the files (``WeightFormat.given_tensors``).
 
     With a ``device``, transformers moves each tensor there as it reads it, if it can. Else the
     module is on the CPU, for the caller to move. A tensor that the model needs and the files lack
@@ -76,6 +79,7 @@ def read_weights(
                 hf_config=hf_config,
                 dtype=dtype,
                 skip=skip,
+                given=given,
                 device_map=device_map,
             )
     except LoadError:
@@ -89,6 +93,7 @@ def read_weights(
     _refuse_keys(f"{name} has a wrong shape of", report["mismatched_keys"])
     if checkpoint.gguf is not None:
         checkpoint.gguf.finish(module)
+    interface.set_attention(module, interface.NAME)
     return module
 
 
@@ -97,29 +102,35 @@ def _from_pretrained(
     hf_config: PreTrainedConfig,
     dtype: torch.dtype,
     skip: Collection[str],
+    given: dict[str, Any] | None,
     device_map: dict[str, torch.device] | None,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The module, and transformers' report of tensors that are missing or do not fit."""
-    if checkpoint.lacks_index:
+    if checkpoint.lacks_index and given is None:
         with _folder_with_index(checkpoint) as folder:
             named = replace(checkpoint, folder=folder, lacks_index=False)
-            return _from_pretrained(named, hf_config, dtype, skip, device_map)
+            return _from_pretrained(named, hf_config, dtype, skip, given, device_map)
     source: Path | None = checkpoint.folder
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
     cls: Any = AutoModelForCausalLM
     options: dict[str, Any] = {}
     if device_map is not None:
         options["device_map"] = device_map
+    if is_text_half(checkpoint, hf_config):
+        options["key_mapping"] = KEY_MAPPING
     if checkpoint.gguf is not None:
+        names = checkpoint.tensors.keys() - skip
+        given = {name: checkpoint.gguf.floats(name, dtype) for name in names}
+    if given is not None:
         # AutoModelForCausalLM would look for a folder; the architecture's own class does not.
         source = None
-        cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
-        names = checkpoint.tensors.keys() - skip
-        options["state_dict"] = {name: checkpoint.gguf.floats(name, dtype) for name in names}
+        cls = model_class
+        options["state_dict"] = given
     loaded: tuple[PreTrainedModel, dict[str, Any]] = cls.from_pretrained(
         source,
         config=hf_config,
         dtype=dtype,
-        attn_implementation=interface.NAME,
+        attn_implementation=interface.first_attention(model_class),
         use_safetensors=True,
         local_files_only=True,
         trust_remote_code=False,

@@ -208,9 +208,10 @@ class _Fuser:
         except Misfit:
             return self._norm_with_scale(norm, 1.0 + weight, epsilon)
 
-    def _norm_with_scale(self, norm: nn.Module, scale: Tensor, epsilon: float) -> FusedNorm:
+    def _norm_with_scale(self, norm: Any, scale: Tensor, epsilon: float) -> FusedNorm:
         form = NormForm(scale.contiguous(), epsilon)
         fused = FusedNorm(form, self._kernels.norm(form))
+        fused.weight = norm.weight.detach()
         self._checker.check(norm, fused, width=scale.numel(), scales=NORM_SCALES, arguments={})
         return fused
 

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from jitney.execution.interface import AttentionCall, StepFunction, forward_module
@@ -60,8 +61,15 @@ class StandIn:
 
     def __call__(self, call: AttentionCall) -> Tensor:
         self.calls.append(call)
+        if call.token_index is not None:
+            # It runs modules of the layer.
+            tokens = slice(0, len(call.query))
+            call.token_index.choose(0, tokens, len(call.query), exchange=lambda keys: keys)
         group = call.query.shape[1] // call.value.shape[1]
-        return 0.5 * call.query + call.value.repeat_interleave(group, 1)
+        missing = call.value_size - call.value.shape[-1]  # of latents, which are no values
+        value = functional.pad(call.value, (0, missing)).repeat_interleave(group, 1)
+        query = functional.pad(call.query, (0, call.value_size - call.query.shape[-1]))
+        return 0.5 * query + value
 
 
 # ------------------------------------------------------------------ running a model

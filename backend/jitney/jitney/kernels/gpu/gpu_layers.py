@@ -148,7 +148,8 @@ class GpuHeadAttention:
 
         if isinstance(paged, PagedStep):
             cache = paged.layers[form.layer]
-            if isinstance(cache.attend, GpuAttention):
+            # A layer that attends again has other caches, too: ``paged`` knows whose turn it is.
+            if isinstance(cache.attend, GpuAttention) and cache.again is None:
                 call = form.call(query, key, value)
                 return cache.attend(call, cache, paged.meta, self._transform(cos, sin))
 
