@@ -237,6 +237,8 @@ def estimate_steps(model: LoadedModel, tokens: int, logits_rows: int) -> StepMem
     # Four rows of the hidden size, the layer's input among them. Three rows of the MLP's width: the
     # gate, the up projection, and their product.
     layer = tokens * (4 * hidden + 3 * widest) * model.dtype.itemsize
+    if model.states is not None:
+        layer += tokens * model.states.scan_bytes
     # Each logit is there twice: as the model computes it, and in float32 for the sampler.
     logit_bytes = model.dtype.itemsize + torch.float32.itemsize
     logits = min(tokens, logits_rows) * model.vocab_size * logit_bytes
