@@ -288,11 +288,14 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Whether the runner's ``launch`` returns before the step's end, so that the next step can be
     planned meanwhile."""
     cache: str = "paged"
-    """How layers keep their past: ``paged``; or ``opaque``, in transformers' own cache object, one
-    for each sequence."""
+    """How layers keep their past: ``paged``; ``state``, in states of fixed size, beside blocks if
+    layers attend; or ``opaque``, in transformers' own cache object, one for each sequence."""
     num_slots: int = 0
     """Most sequences that may hold a slot (see ``core.slots``); 0: the model has none."""
     chunking: Chunking = "any"
+    slowdown: float = 1.0
+    """With opaque caches: how much longer eight sequences take, one after the other, than eight
+    tokens in one pass."""
     sampling_defaults: dict[str, float] = {}
     """What the gateway and ``LLM`` fill in for sampling parameters that are left unset; empty with
     option ``generation_config`` none."""

@@ -50,8 +50,11 @@ def read_weights(
     dtype: torch.dtype,
     device: torch.device | None = None,
     skip: Collection[str] = (),
+    *,
+    keeps_own_attention: bool = False,
 ) -> PreTrainedModel:
     """The module of ``checkpoint`` in ``dtype``. ``skip``: tensors of a GGUF file that stay unread.
+    ``keeps_own_attention``: it attends by transformers' own functions, not by ours.
 
     With a ``device``, transformers moves each tensor there as it reads it, if it can. Else the
     module is on the CPU, for the caller to move. A tensor that the model needs and the files lack
@@ -77,6 +80,7 @@ def read_weights(
                 dtype=dtype,
                 skip=skip,
                 device_map=device_map,
+                keeps_own_attention=keeps_own_attention,
             )
     except LoadError:
         raise
@@ -89,7 +93,8 @@ def read_weights(
     _refuse_keys(f"{name} has a wrong shape of", report["mismatched_keys"])
     if checkpoint.gguf is not None:
         checkpoint.gguf.finish(module)
-    interface.set_attention(module, interface.NAME)
+    if not keeps_own_attention:
+        interface.set_attention(module, interface.NAME)
     return module
 
 
@@ -99,16 +104,27 @@ def _from_pretrained(
     dtype: torch.dtype,
     skip: Collection[str],
     device_map: dict[str, torch.device] | None,
+    *,
+    keeps_own_attention: bool,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The module, and transformers' report of tensors that are missing or do not fit."""
     if checkpoint.lacks_index:
         with _folder_with_index(checkpoint) as folder:
             named = replace(checkpoint, folder=folder, lacks_index=False)
-            return _from_pretrained(named, hf_config, dtype, skip, device_map)
+            return _from_pretrained(
+                named,
+                hf_config=hf_config,
+                dtype=dtype,
+                skip=skip,
+                device_map=device_map,
+                keeps_own_attention=keeps_own_attention,
+            )
     source: Path | None = checkpoint.folder
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
     cls: Any = AutoModelForCausalLM
     options: dict[str, Any] = {}
+    if not keeps_own_attention:
+        options["attn_implementation"] = interface.first_attention(model_class)
     if device_map is not None:
         options["device_map"] = device_map
     if checkpoint.gguf is not None:
@@ -121,7 +137,6 @@ def _from_pretrained(
         source,
         config=hf_config,
         dtype=dtype,
-        attn_implementation=interface.first_attention(model_class),
         use_safetensors=True,
         local_files_only=True,
         trust_remote_code=False,
