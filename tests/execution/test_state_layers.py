@@ -143,6 +143,18 @@ def test_batch_invariant_takes_opaque_caches(case: Case) -> None:
     runner.close()
 
 
+def test_adapters_change_layers_outside_of_modules_with_states(case: Case, tmp_path: Path) -> None:
+    """The runner's first steps have an adapter of zeros for all of them."""
+    runner = load(case.folder, adapters=str(tmp_path))
+    states = runner._model.states
+    assert states is not None
+    for path in runner.sites:
+        assert not any(path.startswith(f"{module.path}.") for module in states.modules)
+    driven = drive(runner, [(case.prompts[0], GREEDY)])
+    runner.close()
+    assert driven.outputs == {(0, 0): case.expected[0, 0]}
+
+
 def test_no_drafts_are_taken(case: Case) -> None:
     """A state cannot be taken back. A model with states is no draft model either."""
     llama = make_checkpoint(case.folder / "llama")

@@ -107,6 +107,8 @@ class SlotCache(Cache):
                     is_batch=False,
                 )
             )
+        # Slots that follow each other are read and written where they are, without a copy.
+        going_on.sort(key=lambda row: row.slot)
         longest = max((row.num_tokens for row in going_on), default=0)
         for offset in range(longest):
             rows = [row for row in going_on if row.num_tokens > offset]
