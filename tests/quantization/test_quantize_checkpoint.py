@@ -196,7 +196,7 @@ def test_torchao_in_a_process_that_has_imported_transformers_without_it(tmp_path
 # --------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize("method", ["bitsandbytes", "fp8", "mxfp4", None])
+@pytest.mark.parametrize("method", ["hqq", "aqlm", None])
 def test_other_methods_are_refused_by_name(tmp_path: Path, method: str | None) -> None:
     folder = make_checkpoint(tmp_path / "m")
     config = json.loads((folder / "config.json").read_text())
@@ -205,7 +205,8 @@ def test_other_methods_are_refused_by_name(tmp_path: Path, method: str | None) -
     with pytest.raises(UnsupportedModelError) as caught:
         load(folder)
     message = str(caught.value)
-    assert f"quantized by {method!r}, and only torchao, compressed-tensors, gptq and awq" in message
+    assert f"quantized by {method!r}, and only torchao, compressed-tensors, gptq, awq," in message
+    assert "bitsandbytes and modelopt are read" in message
     assert "option quantization" in message
 
 

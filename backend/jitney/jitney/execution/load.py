@@ -40,7 +40,7 @@ from jitney.execution.load_model import load_model
 from jitney.execution.load_opaque import make_opaque_runner, plan_opaque
 from jitney.execution.low_rank import find_sites
 from jitney.execution.opaque_runner import OpaqueRunner
-from jitney.execution.quantized import Quantizer, layers_that_round_inputs
+from jitney.execution.quantized import Quantizer, drop_floats, layers_that_round_inputs
 from jitney.execution.read_model import LoadTools, probe_tokens_of
 from jitney.execution.runner import TorchRunner
 from jitney.execution.state_slots import StateSlots
@@ -161,8 +161,11 @@ def load_and_prepare(config: EngineConfig, tools: LoadTools, setup: DraftSetup) 
     if config.adapters is not None:
         model = replace(model, sites=find_sites(model.module, without=_state_paths(model)))
     if model.opaque is not None:  # it runs as it is
-        return PreparedModel(model=model, attention=[], accelerator=None)
-    return speed_up(config, tools, setup, model)
+        prepared = PreparedModel(model=model, attention=[], accelerator=None)
+    else:
+        prepared = speed_up(config, tools, setup, model)
+    drop_floats(prepared.model.module)
+    return prepared
 
 
 # ---------------------------------------------------------------------- speed-up

@@ -28,7 +28,7 @@ from jitney.execution.late_positions import check_positions
 from jitney.execution.own_attention import bridge_own_attention
 from jitney.execution.position_offset import add_position_offset
 from jitney.execution.probe_tokens import ProbeTokens, tokens_up_to
-from jitney.execution.quantized import QuantizedLinear, Quantizer, WeightFormat
+from jitney.execution.quantized import QuantizedLinear, Quantizer, WeightFormat, hold_floats
 from jitney.execution.rotary_scaling import settle_factors
 from jitney.execution.state_rows import replace_forwards
 from jitney.execution.state_slots import StateLayout
@@ -36,6 +36,10 @@ from jitney.execution.state_trial import try_modules
 from jitney.execution.weights import cache_scales, count_bytes, read_weights, weights_name
 
 _log = logging.getLogger(__name__)
+
+_MOST_FLOATS = 2 << 30
+"""Bytes of floats that quantized layers may hold while they are checked, if so many are free four
+times over."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +176,8 @@ def _read_plain(tools: LoadTools, judged: Judged) -> ModuleWithWeights:
 def _read_quantized(
     tools: LoadTools, judged: Judged, weight_format: WeightFormat
 ) -> ModuleWithWeights:
-    """Read weights that are quantized in the checkpoint, or quantize them."""
+    """Read weights that are quantized in the checkpoint, or quantize them. The layers may hold
+    floats afterwards, for checks: ``quantized.drop_floats``."""
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(judged.config, dtype=judged.dtype)
     needed = weight_format.needed_bytes(skeleton)
@@ -186,11 +191,13 @@ def _read_quantized(
         device=tools.device if weight_format.in_place else None,
         skip=weight_format.reads_itself,
         keeps_own_attention=judged.keeps_own_attention,
+        given=weight_format.given_tensors,
     )
     sizes = _linear_sizes(module)
     weight_format.after_reading(module)
     _check_sizes(module, sizes, weights_name(judged.checkpoint))
     _finish_module(module, tools.device)
+    hold_floats(module, min(_MOST_FLOATS, machine.available_memory(tools.device) // 4))
     return ModuleWithWeights(
         judged=judged,
         module=module,

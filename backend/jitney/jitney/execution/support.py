@@ -28,6 +28,7 @@ from jitney.execution.interface import looks_up_attention
 from jitney.execution.machine import DTYPES
 from jitney.execution.own_attention import OWN_ATTENTION
 from jitney.execution.position_offset import position_offset
+from jitney.execution.text_half import text_part
 from jitney.sampling_params import check_sampling_params, parse_sampling_params
 
 _CHECKPOINT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -84,9 +85,19 @@ def parse_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     except Exception as error:  # validation errors come in many classes
         reason = first_line(error, checkpoint.folder)
         raise CheckpointError(f"{checkpoint.config_name} cannot be used: {reason}") from error
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise unservable(config.model_type, "transformers has no causal language model of it")
-    return config
+    text = text_part(config)
+    if text is None:
+        raise unservable(
+            config.model_type, "transformers has no causal language model of its text half alone"
+        )
+    if text is not config and checkpoint.config.get("quantization_config"):
+        raise unservable(
+            config.model_type,
+            "its weights are quantized, and of a multi-modal model only plain weights are read",
+        )
+    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise unservable(text.model_type, "transformers has no causal language model of it")
+    return text
 
 
 def context_length(
@@ -159,7 +170,11 @@ def eos_ids(checkpoint: Checkpoint, vocab_size: int) -> frozenset[int]:
     """The tokens that end a sequence: those in ``generation_config.json`` and in ``config.json``.
     Raises CheckpointError for what is no token id."""
     ids: set[int] = set()
-    for source in (checkpoint.generation_config, checkpoint.config):
+    text = checkpoint.config.get("text_config")
+    sources = [checkpoint.generation_config, checkpoint.config]
+    if isinstance(text, dict):
+        sources.append(text)
+    for source in sources:
         value = source.get("eos_token_id")
         if value is None:
             continue
@@ -260,8 +275,6 @@ def _obstacles(config: PreTrainedConfig) -> Iterator[str]:
     """Each reason why a model of this configuration cannot run on a paged cache."""
     if getattr(config, "is_encoder_decoder", False):
         yield "it is an encoder-decoder, whose decoder reads a second sequence"
-    if config.get_text_config() is not config:
-        yield "it is a multi-modal model, and only text models are served"
     layer_types = getattr(config, "layer_types", None) or ()
     for index, kind in enumerate(layer_types):
         if kind not in _SERVED_LAYER_TYPES:

@@ -147,8 +147,11 @@ class EightBitLinear(QuantizedLinear):
 
     def float_product(self, x: Tensor) -> Tensor:
         """Multiply float32 x [T, in_features], as it is, by the weight, and add the bias."""
-        parts = [functional.linear(x, rows.float()) for rows in self.weight.split(_ROWS_AT_ONCE)]
-        y = torch.cat(parts, 1) * self.scale
+        if self.float_budget is None:
+            parts = self.weight.split(_ROWS_AT_ONCE)
+        else:  # a load is under way
+            parts = (self.hold(self.weight.float),)
+        y = torch.cat([functional.linear(x, rows.float()) for rows in parts], 1) * self.scale
         if self.bias is not None:
             y = y + self.bias
         return y.to(self.dtype)

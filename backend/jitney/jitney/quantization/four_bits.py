@@ -132,7 +132,8 @@ class Int4Linear(QuantizedLinear):
             quantized, scale = Int8Linear.quantize_rows(x.reshape(-1, self.group_size))
             x = (quantized * scale).view(x.shape)
         bias = None if self.bias is None else self.bias.float()
-        return functional.linear(x.float(), self.dequantized(), bias).to(self.dtype)
+        weight = self.hold(self.dequantized)
+        return functional.linear(x.float(), weight, bias).to(self.dtype)
 
 
 class _FourBitMergeKey(NamedTuple):

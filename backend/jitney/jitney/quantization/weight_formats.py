@@ -46,6 +46,7 @@ class E4m3Weights:
     layers: Layers
     dtype: torch.dtype
     reads_itself = ()
+    given_tensors = None
     in_place = True
 
     def needed_bytes(self, skeleton: PreTrainedModel) -> int:
@@ -82,6 +83,7 @@ class IntegerWeights:
     layers: Layers
     dtype: torch.dtype
     reads_itself = ()
+    given_tensors = None
     in_place = True
 
     @property
@@ -175,6 +177,7 @@ class DecompressedWeights:
     """Weights of compressed-tensors, which its own library decompresses to the model's dtype."""
 
     reads_itself = ()
+    given_tensors = None
     in_place = True
 
     def needed_bytes(self, skeleton: PreTrainedModel) -> int:
@@ -201,6 +204,7 @@ class TorchaoWeights:
     checkpoint: Checkpoint
     dtype: torch.dtype
     reads_itself = ()
+    given_tensors = None
     in_place = True
 
     def needed_bytes(self, skeleton: PreTrainedModel) -> int:
