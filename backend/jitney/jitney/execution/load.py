@@ -123,7 +123,9 @@ def load_runner(
     if target.accelerator is None:
         _refuse_kernel_options(config)
     draft = None
-    if options.has_draft_model(config):
+    if target.model.states is not None and config.speculation is not None:
+        _log.warning("option speculation has no effect: states take no drafts back")
+    elif options.has_draft_model(config):
         draft = _prepare_draft(config, tools, setup, target)
     info = _describe(config, target)
     allocation = allocate(config, info, setup, target, draft)
@@ -156,8 +158,6 @@ def _refuse_kernel_options(config: EngineConfig) -> None:
 def load_and_prepare(config: EngineConfig, tools: LoadTools, setup: DraftSetup) -> PreparedModel:
     """The steps up to speed-up, for a model or its draft model."""
     model = load_model(config, tools)
-    if model.states is not None:
-        options.refuse_for_states(config, is_draft=tools.is_draft)
     if config.adapters is not None:
         model = replace(model, sites=find_sites(model.module, without=_state_paths(model)))
     if model.opaque is not None:  # it runs as it is
@@ -187,14 +187,19 @@ def speed_up(
 
     # An EAGLE head reads hidden states, the target's and its own. So the setup changes both modules
     # to give them. For an ordinary draft model it changes nothing.
-    finish = setup.before_rearranging(model)
+    # Where the model has states it gets no drafts, and nobody reads its hidden states.
+    finish = None
+    if model.states is None:
+        finish = setup.before_rearranging(model)
     if accelerator is not None:
         model = _rearrange(config, model, accelerator)
     # A model that is fused as a whole can change a layer that was joined with others: it knows
     # which columns of the joined result are the layer's (`low_rank.Part`). Others do not.
     if not model.fused:
         _check_sites(model)
-    return PreparedModel(model=finish(model), attention=attention, accelerator=accelerator)
+    if finish is not None:
+        model = finish(model)
+    return PreparedModel(model=model, attention=attention, accelerator=accelerator)
 
 
 def _state_paths(model: LoadedModel) -> list[str]:

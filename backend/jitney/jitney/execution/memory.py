@@ -70,17 +70,14 @@ class Ledger:
     def __str__(self) -> str:
         tokens = self.num_blocks * self.block_size
         token_bytes = self.block_bytes // self.block_size
-        slots = self.num_slots * self.slot_bytes
         parts = [
             f"weights {_mib(self.weights)}",
-            f"KV cache {_mib(self.cache - slots)} ({self.num_blocks:,} blocks of "
-            f"{self.block_size}: {tokens:,} tokens, {token_bytes:,} bytes each)",
+            f"KV cache {_mib(self.cache)} ({self.num_blocks:,} blocks of {self.block_size}: "
+            f"{tokens:,} tokens, {token_bytes:,} bytes each)",
+            f"activations at most about {_mib(self.steps.activations)}",
         ]
         if self.num_slots:
-            parts.append(
-                f"states {_mib(slots)} ({self.num_slots:,} slots of {self.slot_bytes:,} bytes)"
-            )
-        parts.append(f"activations at most about {_mib(self.steps.activations)}")
+            parts.insert(2, f"in it {self.num_slots:,} slots of {self.slot_bytes:,} bytes")
         if self.steps.graphs:
             parts.append(f"graphs at most about {_mib(self.steps.graphs)}")
         if self.adapters:
@@ -128,8 +125,6 @@ def plan_memory(config: EngineConfig, needs: Needs, available: int) -> Ledger:
         num_blocks = num_slots * _sequence_blocks(config, needs)
     if num_blocks < 1:
         bound = f"enough for one block of {config.block_size}, {needs.block_bytes:,} bytes"
-        if needs.slot_bytes:
-            bound += f", and one slot of {needs.slot_bytes:,} bytes"
         raise wrong_size(config, size, bound)
     cache = num_blocks * needs.block_bytes + num_slots * needs.slot_bytes
     return Ledger(
@@ -246,6 +241,8 @@ def estimate_steps(model: LoadedModel, tokens: int, logits_rows: int) -> StepMem
     # Four rows of the hidden size, the layer's input among them. Three rows of the MLP's width: the
     # gate, the up projection, and their product.
     layer = tokens * (4 * hidden + 3 * widest) * model.dtype.itemsize
+    if model.states is not None:
+        layer += tokens * model.states.scan_bytes
     # Each logit is there twice: as the model computes it, and in float32 for the sampler.
     logit_bytes = model.dtype.itemsize + torch.float32.itemsize
     logits = min(tokens, logits_rows) * model.vocab_size * logit_bytes
@@ -304,9 +301,9 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     seconds on gigabytes that may never be used, and the tensor begins at a page, not 16 bytes after
     one as malloc's does.
     """
-    if device.type != "cpu" or math.prod(shape) == 0:
+    if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    if math.prod(shape) == 0:  # of latents, which have no values
+    if math.prod(shape) == 0:  # of latents, which have no values, and of layers without attention
         return torch.zeros(shape, dtype=dtype)
     pages = mmap.mmap(
         -1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS

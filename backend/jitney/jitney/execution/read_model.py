@@ -172,7 +172,8 @@ def _read_plain(tools: LoadTools, judged: Judged) -> ModuleWithWeights:
 def _read_quantized(
     tools: LoadTools, judged: Judged, weight_format: WeightFormat
 ) -> ModuleWithWeights:
-    """Read weights that are quantized in the checkpoint, or quantize them."""
+    """Read weights that are quantized in the checkpoint, or quantize them. The layers may hold
+    floats afterwards, for checks: ``quantized.drop_floats``."""
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(judged.config, dtype=judged.dtype)
     needed = weight_format.needed_bytes(skeleton)
@@ -192,6 +193,7 @@ def _read_quantized(
     weight_format.after_reading(module)
     _check_sizes(module, sizes, weights_name(judged.checkpoint))
     _finish_module(module, tools.device)
+    hold_floats(module, min(_MOST_FLOATS, machine.available_memory(tools.device) // 4))
     return ModuleWithWeights(
         judged=judged,
         module=module,
