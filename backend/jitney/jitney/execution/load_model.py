@@ -18,7 +18,6 @@ from jitney.execution.interface import LoadedModel
 from jitney.execution.opaque import OpaqueModule
 from jitney.execution.opaque_trial import try_opaque
 from jitney.execution.probe import embedding_weight
-from jitney.execution.quantized import hold_floats
 from jitney.execution.read_model import (
     LoadTools,
     ModuleWithWeights,
@@ -29,10 +28,6 @@ from jitney.execution.read_model import (
 from jitney.execution.weights import count_bytes, weights_name
 
 _log = logging.getLogger(__name__)
-
-_MOST_FLOATS = 2 << 30
-"""Bytes of floats that quantized layers may hold while they are checked, if so many are free four
-times over."""
 
 
 def load_model(config: EngineConfig, tools: LoadTools) -> LoadedModel:
@@ -50,7 +45,6 @@ def load_model(config: EngineConfig, tools: LoadTools) -> LoadedModel:
     if why_not_paged is None:
         try:
             read = read_module(config, tools, judged)
-            hold_floats(read.module, min(_MOST_FLOATS, machine.available_memory(tools.device) // 4))
             # Adapters may change ``kv_b_proj``, which latents make a part of other products.
             return prove(read, keeps_latents=config.adapters is None)
         except UnsupportedModelError as refusal:

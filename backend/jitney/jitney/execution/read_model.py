@@ -28,7 +28,7 @@ from jitney.execution.late_positions import check_positions
 from jitney.execution.own_attention import bridge_own_attention
 from jitney.execution.position_offset import add_position_offset
 from jitney.execution.probe_tokens import ProbeTokens, tokens_up_to
-from jitney.execution.quantized import QuantizedLinear, Quantizer, WeightFormat
+from jitney.execution.quantized import QuantizedLinear, Quantizer, WeightFormat, hold_floats
 from jitney.execution.rotary_scaling import settle_factors
 from jitney.execution.state_rows import replace_forwards
 from jitney.execution.state_slots import StateLayout
@@ -36,6 +36,10 @@ from jitney.execution.state_trial import try_modules
 from jitney.execution.weights import cache_scales, count_bytes, read_weights, weights_name
 
 _log = logging.getLogger(__name__)
+
+_MOST_FLOATS = 2 << 30
+"""Bytes of floats that quantized layers may hold while they are checked, if so many are free four
+times over."""
 
 
 @dataclass(frozen=True)
