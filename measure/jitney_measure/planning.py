@@ -93,7 +93,7 @@ def choose_sizes(
     for _ in range(_CHOICE_ROUNDS):
         split = choice.split_memory(choice.suggest_batch(split))
     batch = split.batch
-    cache = split.num_blocks * footprint.block
+    cache = split.num_blocks * footprint.block + batch.seqs * footprint.slot
     return Sizes(
         config=msgspec.structs.replace(
             config,
@@ -166,9 +166,10 @@ class _Choice:
             share = self.rest * (self.config.kv_cache_fraction or _CACHE_SHARE)
             cache = int(min(left_by_steps, share))
         # The cache must hold the longest request, and fit beside the weights and a step.
-        longest = math.ceil(self.context / self.config.block_size) * self.footprint.block
+        slots = batch.seqs * self.footprint.slot
+        longest = slots + math.ceil(self.context / self.config.block_size) * self.footprint.block
         if longest <= cache <= self.rest - steps:
-            return _Split(batch, steps, cache // self.footprint.block)
+            return _Split(batch, steps, (cache - slots) // self.footprint.block)
         smaller = self._halved(batch)
         if smaller == batch:
             raise self._too_small(steps, max(longest, cache))

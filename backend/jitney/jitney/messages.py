@@ -313,6 +313,10 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
     """All weights, in the form in which they are loaded."""
     block: int
     """One KV block."""
+    slot: int = 0
+    """What each running sequence takes beside its blocks."""
+    cache: str = "paged"
+    """The kind of the cache: see :class:`ModelInfo`."""
     step_token: int
     """The activations for one token of a step; an estimate."""
     step_row: int

@@ -47,7 +47,7 @@ def load_model(config: EngineConfig, tools: LoadTools) -> LoadedModel:
         raise support.unservable(
             model_type, f"as a draft model it needs a paged cache: {why_not_paged}"
         )
-    _refuse_options(config, model_type)
+    refuse_options(config, model_type)
     read = read_module(config, tools, replace(judged, keeps_own_attention=True))
     try:
         model = _prove_opaque(config, read)
@@ -58,7 +58,7 @@ def load_model(config: EngineConfig, tools: LoadTools) -> LoadedModel:
     return model
 
 
-def _refuse_options(config: EngineConfig, model_type: str) -> None:
+def refuse_options(config: EngineConfig, model_type: str) -> None:
     """Raise ConfigError for options that opaque caches cannot serve. Options that only make a
     paged cache faster (``speculation``, ``prefix_caching``, ``fuse``, …) have no effect instead."""
     if config.kv_cache_dtype != "auto":
