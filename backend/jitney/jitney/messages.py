@@ -315,7 +315,9 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
     block: int
     """One KV block."""
     slot: int = 0
-    """The states of one sequence; 0 if the model keeps none."""
+    """Of one slot: what a running sequence takes beside its blocks. 0: nothing."""
+    cache: str = "paged"
+    """The kind of the cache: see :class:`ModelInfo`."""
     step_token: int
     """The activations for one token of a step; an estimate."""
     step_row: int

@@ -43,6 +43,7 @@ def load_model(config: EngineConfig, tools: LoadTools) -> LoadedModel:
         elif config.batch_invariant:
             why_not_paged = "with batch_invariant, no state is computed beside others"
     if why_not_paged is None:
+        read = read_module(config, tools, judged)
         try:
             read = read_module(config, tools, judged)
             # Adapters may change ``kv_b_proj``, which latents make a part of other products.
@@ -51,11 +52,12 @@ def load_model(config: EngineConfig, tools: LoadTools) -> LoadedModel:
             if tools.is_draft:
                 raise
             why_not_paged = refusal.reason
+        del read  # its weights, before they are read again
     if tools.is_draft:
         raise support.unservable(
             model_type, f"as a draft model it needs a paged cache: {why_not_paged}"
         )
-    _refuse_options(config, model_type)
+    refuse_options(config, model_type)
     read = read_module(config, tools, replace(judged, keeps_own_attention=True))
     try:
         model = _prove_opaque(config, read)
@@ -66,7 +68,7 @@ def load_model(config: EngineConfig, tools: LoadTools) -> LoadedModel:
     return model
 
 
-def _refuse_options(config: EngineConfig, model_type: str) -> None:
+def refuse_options(config: EngineConfig, model_type: str) -> None:
     """Raise ConfigError for options that opaque caches cannot serve. Options that only make a
     paged cache faster (``speculation``, ``prefix_caching``, ``fuse``, …) have no effect instead."""
     if config.kv_cache_dtype != "auto":
