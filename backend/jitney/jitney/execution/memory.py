@@ -244,7 +244,6 @@ def estimate_steps(model: LoadedModel, tokens: int, logits_rows: int) -> StepMem
 
 def token_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     """An estimate of what a step needs for each of its tokens, beside logits."""
-    config = config.get_text_config(decoder=True)
     hidden: int = config.hidden_size
     width = getattr(config, "intermediate_size", None) or 4 * hidden
     widest = width if isinstance(width, int) else max(width)  # some state one per layer
