@@ -27,6 +27,11 @@ _LOOK_S = 2.0
 _LOOKS = 3
 """The cluster is gone if one of them does not answer so often in a row. Ray itself would end this
 process some seconds later, without a word that helps."""
+_HTTP2_SETTINGS = b"\x04"
+"""The type of a frame, which is byte 3 of its head."""
+_HTTP2_HEAD_BYTES = 9
+_HTTP2_BEGINNING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _HTTP2_SETTINGS + b"\0" * 5
+"""What a client begins with: a fixed text, and settings of which none differs (RFC 9113, 3.4)."""
 _POLL_S = 0.2
 CPU_SHARE = 0.2
 """CPUs that an actor asks Ray for. It uses all that the node has; with so small a share every node
@@ -178,8 +183,8 @@ def _connect(address: str) -> None:
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
-        if host:  # Ray would try for minutes
-            socket.create_connection((host, int(port)), CONNECT_S).close()
+        if host:  # Ray would try for minutes, and then end the process
+            _check_is_grpc(host, int(port))
         # What happens to a node would be printed on stdout, in many lines. No setting prevents it.
         ray._private.worker.print_to_stdstream = _log_lines
         with _without_native_output(), _with_our_signals():
@@ -196,6 +201,23 @@ def _connect(address: str) -> None:
             # Ray's text names an option that only its own commands have.
             text = "no Ray cluster runs on this machine (--ray auto), and RAY_ADDRESS names none"
         raise UnavailableError(text) from None
+
+
+def _check_is_grpc(host: str, port: int) -> None:
+    """Raises OSError if nothing there speaks gRPC, as the head of a cluster does: over HTTP/2,
+    whose server begins with its settings."""
+    answer = b""
+    with socket.create_connection((host, port), CONNECT_S) as connection:
+        if os.environ.get("RAY_USE_TLS") == "1":
+            return
+        connection.sendall(_HTTP2_BEGINNING)
+        while len(answer) < _HTTP2_HEAD_BYTES:
+            data = connection.recv(_HTTP2_HEAD_BYTES - len(answer))
+            if not data:
+                break
+            answer += data
+    if answer[3:4] != _HTTP2_SETTINGS:
+        raise ConnectionError("what answers there is no Ray")
 
 
 def _log_lines(data: Mapping[str, Any], ignore_prefix: bool) -> None:
