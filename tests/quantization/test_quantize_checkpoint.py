@@ -133,7 +133,7 @@ def test_e4m3_whose_activations_are_not_to_be_rounded(tmp_path: Path) -> None:
 
 
 def test_scales_that_are_e4m3_themselves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """They are no weights, and need no scales of their own. The log says what decompressing costs."""
+    """They are no weights, and need no scales. The log says what decompressing costs."""
     pytest.importorskip("compressed_tensors")
     folder, dense = make_nvfp4(tmp_path / "m")
     with caplog.at_level(logging.INFO):
