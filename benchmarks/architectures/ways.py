@@ -57,7 +57,7 @@ def make_prompts() -> Tokens:
     ]
 
 
-def expected(folder: Path, prompts: Tokens) -> Tokens:
+def generated(folder: Path, prompts: Tokens) -> Tokens:
     """The greedy tokens of transformers itself, each prompt alone."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32
