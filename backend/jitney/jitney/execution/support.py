@@ -6,6 +6,7 @@ UnsupportedModelError with the model type and the reason.
 """
 
 import inspect
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -31,9 +32,15 @@ from jitney.execution.position_offset import position_offset
 from jitney.execution.text_half import text_part
 from jitney.sampling_params import check_sampling_params, parse_sampling_params
 
+_log = logging.getLogger(__name__)
+
 _CHECKPOINT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _LENGTH_NAMES = ("position", "length", "window", "chunk", "context", "floor_scale", "seq")
 """Parts of the names that configurations give to lengths, in tokens."""
+_TRAINED_LENGTHS = ("max_seq_len", "seq_length")
+"""Fields with the length of the sequences that a model was trained with (MPT, Bloom)."""
+_UNSTATED_LENGTH = 2048
+"""The default of ``max_model_len`` for a checkpoint that states no length."""
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields of ``generation_config.json`` that are sampling parameters."""
 _PAGED_LAYER_TYPES = frozenset({
@@ -106,12 +113,15 @@ def context_length(
         stated -= position_offset(hf_config)
     if asked is None:
         # Without learned or rotary positions there is no end; this is what it was trained with.
-        stated = stated or getattr(hf_config, "max_seq_len", None)
+        for name in _TRAINED_LENGTHS:
+            stated = stated or getattr(hf_config, name, None)
         if stated is None:
-            raise ConfigError(
-                "option max_model_len is missing, and the checkpoint does not state a context "
-                "length"
+            _log.warning(
+                "the checkpoint does not state a context length: it gets %s tokens, unless option "
+                "max_model_len says more",
+                f"{_UNSTATED_LENGTH:,}",
             )
+            return _UNSTATED_LENGTH
         return int(stated)
     if stated is not None and asked > stated:
         if is_draft:
