@@ -1,7 +1,6 @@
 """Types that were refused for reasons that do not hold: their tokens are those of transformers' own
 ``generate``. What transformers itself cannot run is refused without an error of torch."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -119,12 +118,3 @@ def test_an_error_of_torch_over_a_paged_cache_is_not_shown(
     with pytest.raises(UnsupportedModelError) as caught:
         load_runner(make_config(options_for(folder)))
     assert "over a paged cache failed in torch (the log has the error)" in str(caught.value)
-
-
-def test_a_hybrid_with_a_recurrent_layer_is_refused_still(tmp_path: Path) -> None:
-    folder = make_type(tmp_path, "granitemoehybrid", **GRANITE_4)
-    config = json.loads((folder / "config.json").read_text())
-    config["layer_types"] = ["mamba", "attention"]
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModelError, match="layer 0 is of type"):
-        load_runner(make_config(options_for(folder)))
