@@ -314,7 +314,9 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
     block: int
     """One KV block."""
     slot: int = 0
-    """The states of one sequence; 0 if the model keeps none."""
+    """What each running sequence takes beside its blocks."""
+    cache: str = "paged"
+    """The kind of the cache: see :class:`ModelInfo`."""
     step_token: int
     """The activations for one token of a step; an estimate."""
     step_row: int

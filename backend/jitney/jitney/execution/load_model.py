@@ -36,11 +36,6 @@ def load_model(config: EngineConfig, tools: LoadTools) -> LoadedModel:
     judged = judge(config, tools, checkpoint)
     model_type = judged.config.model_type
     why_not_paged = judged.paged_obstacle
-    if why_not_paged is None and support.has_state_layers(judged.config):
-        if tools.is_draft:
-            why_not_paged = "a state takes no drafts back"
-        elif config.batch_invariant:
-            why_not_paged = "with batch_invariant, no state is computed beside others"
     if why_not_paged is None:
         try:
             # Adapters may change ``kv_b_proj``, which latents make a part of other products.
@@ -53,7 +48,7 @@ def load_model(config: EngineConfig, tools: LoadTools) -> LoadedModel:
         raise support.unservable(
             model_type, f"as a draft model it needs a paged cache: {why_not_paged}"
         )
-    _refuse_options(config, model_type)
+    refuse_options(config, model_type)
     read = read_module(config, tools, replace(judged, keeps_own_attention=True))
     try:
         model = _prove_opaque(config, read)
@@ -64,7 +59,7 @@ def load_model(config: EngineConfig, tools: LoadTools) -> LoadedModel:
     return model
 
 
-def _refuse_options(config: EngineConfig, model_type: str) -> None:
+def refuse_options(config: EngineConfig, model_type: str) -> None:
     """Raise ConfigError for options that opaque caches cannot serve. Options that only make a
     paged cache faster (``speculation``, ``prefix_caching``, ``fuse``, …) have no effect instead."""
     if config.kv_cache_dtype != "auto":

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from transformers import PreTrainedConfig
 
 from jitney.config import EngineConfig
 from jitney.errors import ConfigError
@@ -233,19 +234,28 @@ def block_bytes(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype
 def estimate_steps(model: LoadedModel, tokens: int, logits_rows: int) -> StepMemory:
     """An estimate of what a step needs, from the widths that the configuration states: what one
     layer holds at once of all ``tokens``, and the logits of ``logits_rows`` of them."""
-    config = model.config.get_text_config(decoder=True)
-    hidden = config.hidden_size
+    layer = tokens * token_bytes(model.config, model.dtype)
+    if model.states is not None:
+        layer += tokens * model.states.scan_bytes
+    logits = min(tokens, logits_rows) * logits_bytes(model.vocab_size, model.dtype)
+    return StepMemory(layer + logits)
+
+
+def token_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
+    """An estimate of what a step needs for each of its tokens, beside logits."""
+    config = config.get_text_config(decoder=True)
+    hidden: int = config.hidden_size
     width = getattr(config, "intermediate_size", None) or 4 * hidden
     widest = width if isinstance(width, int) else max(width)  # some state one per layer
     # Four rows of the hidden size, the layer's input among them. Three rows of the MLP's width: the
     # gate, the up projection, and their product.
-    layer = tokens * (4 * hidden + 3 * widest) * model.dtype.itemsize
-    if model.states is not None:
-        layer += tokens * model.states.scan_bytes
+    return (4 * hidden + 3 * widest) * dtype.itemsize
+
+
+def logits_bytes(vocab_size: int, dtype: torch.dtype) -> int:
+    """What a step needs for one row of logits."""
     # Each logit is there twice: as the model computes it, and in float32 for the sampler.
-    logit_bytes = model.dtype.itemsize + torch.float32.itemsize
-    logits = min(tokens, logits_rows) * model.vocab_size * logit_bytes
-    return StepMemory(layer + logits)
+    return vocab_size * (dtype.itemsize + torch.float32.itemsize)
 
 
 def make_layer_caches(

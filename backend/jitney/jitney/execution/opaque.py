@@ -38,6 +38,15 @@ class OpaqueTraits(NamedTuple):
     """How much longer eight sequences take one after the other than eight tokens in one pass."""
 
 
+class CacheSizes(NamedTuple):
+    """Bytes of a cache object."""
+
+    of_token: int
+    """By which it grows with each token."""
+    fixed: int
+    """What it takes beside that."""
+
+
 class Computed(NamedTuple):
     """What a pass gave."""
 
@@ -60,6 +69,8 @@ class OpaqueModule:
         self._takes_num_logits = "logits_to_keep" in parameters
         names = [name for name in _CACHE_NAMES if name in parameters]
         self._cache_name = names[0] if names else None
+        self.takes_caches = self._cache_name is not None
+        """Whether there is an argument for them."""
         self.makes_caches = True
         """Whether the module makes a cache object if none is handed in. If it does not, it is given
         an empty one."""

@@ -15,7 +15,13 @@ from torch import Tensor
 
 from jitney.errors import CheckpointError, first_line
 from jitney.execution.machine import is_out_of_memory, synchronize
-from jitney.execution.opaque import OpaqueCache, OpaqueModule, OpaqueTraits, cache_bytes
+from jitney.execution.opaque import (
+    CacheSizes,
+    OpaqueCache,
+    OpaqueModule,
+    OpaqueTraits,
+    cache_bytes,
+)
 from jitney.execution.probe import TOLERANCE, embedding_weight, token_distances
 from jitney.execution.support import unservable
 from jitney.messages import Chunking
@@ -69,16 +75,42 @@ def try_opaque(opaque: OpaqueModule, max_model_len: int, weights: str) -> Opaque
     raise unservable(opaque.module.config.model_type, reason)
 
 
+@torch.inference_mode()
+def cache_sizes(opaque: OpaqueModule, max_model_len: int) -> CacheSizes | None:
+    """The sizes of the caches of a module on the meta device; None if it cannot run there."""
+    try:
+        return _measure_sizes(opaque, _token_ids(opaque, min(max_model_len, _MOST_TOKENS)))
+    except Exception:  # many classes, by what the module asks of the values of its tensors
+        _log.debug("a module does not run on the meta device", exc_info=True)
+        return None
+
+
+def _token_ids(opaque: OpaqueModule, count: int) -> Tensor:
+    """Fixed token ids, spread over the vocabulary, as in ``probe.probe_ids``."""
+    weight = embedding_weight(opaque.module)
+    size = len(weight)
+    return (torch.arange(count, device=weight.device) * 7919 + size // 3) % size
+
+
+def _measure_sizes(opaque: OpaqueModule, ids: Tensor) -> CacheSizes:
+    """The sizes of a cache, from one of few tokens and one of many."""
+    few = max(1, len(ids) // 3)
+    many = len(ids)
+    bytes_of_few = cache_bytes(opaque.compute(ids[:few], 0, None).cache)
+    bytes_of_many = cache_bytes(opaque.compute(ids, 0, None).cache)
+    of_token = 0
+    if many > few:
+        of_token = -(-max(0, bytes_of_many - bytes_of_few) // (many - few))
+    return CacheSizes(of_token, fixed=max(0, bytes_of_many - of_token * many))
+
+
 class _Trial:
     """The passes of one trial, over the same tokens."""
 
     def __init__(self, opaque: OpaqueModule, num_tokens: int) -> None:
         self._opaque = opaque
-        weight = embedding_weight(opaque.module)
-        size = len(weight)
-        # Fixed, and spread over the vocabulary, as in ``probe.probe_ids``.
-        self._ids = (torch.arange(num_tokens, device=weight.device) * 7919 + size // 3) % size
-        self._tolerance = TOLERANCE[weight.dtype]
+        self._ids = _token_ids(opaque, num_tokens)
+        self._tolerance = TOLERANCE[embedding_weight(opaque.module).dtype]
         self.expected = self._expect()
         """Logits [tokens, vocabulary]: what every other way of computing the tokens must give."""
 
@@ -90,7 +122,8 @@ class _Trial:
 
     def find_how_caches_are_made(self) -> None:
         """Raise _RefusedError if there are no caches."""
-        for makes_caches in (True, False):
+        options = (True, False) if self._opaque.takes_caches else ()
+        for makes_caches in options:
             self._opaque.makes_caches = makes_caches
             cache = self._opaque.compute(self._ids[:1], 0, None).cache
             if cache is not None and cache_bytes(cache) > 0:
@@ -151,19 +184,13 @@ class _Trial:
         return float(torch.stack(distances).max())
 
     def measure(self, chunking: Chunking) -> OpaqueTraits:
-        """The sizes of a cache of few tokens and of many, and the time of steps."""
-        few = max(1, len(self._ids) // 3)
-        many = len(self._ids)
-        bytes_of_few = cache_bytes(self._opaque.compute(self._ids[:few], 0, None).cache)
-        bytes_of_many = cache_bytes(self._opaque.compute(self._ids, 0, None).cache)
-        token_bytes = 0
-        if many > few:
-            token_bytes = -(-max(0, bytes_of_many - bytes_of_few) // (many - few))
+        """The sizes of caches, and the time of steps."""
+        sizes = _measure_sizes(self._opaque, self._ids)
         return OpaqueTraits(
             chunking=chunking,
             vocab_size=self.expected.shape[1],
-            token_bytes=token_bytes,
-            fixed_bytes=max(0, bytes_of_many - token_bytes * many),
+            token_bytes=sizes.of_token,
+            fixed_bytes=sizes.fixed,
             slowdown=self._slowdown(),
         )
 
