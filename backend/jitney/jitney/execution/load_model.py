@@ -37,13 +37,15 @@ def load_model(config: EngineConfig, tools: LoadTools) -> LoadedModel:
     model_type = judged.config.model_type
     why_not_paged = judged.paged_obstacle
     if why_not_paged is None:
+        read = read_module(config, tools, judged)
         try:
             # Adapters may change ``kv_b_proj``, which latents make a part of other products.
-            return prove(read_module(config, tools, judged), keeps_latents=config.adapters is None)
+            return prove(read, keeps_latents=config.adapters is None)
         except UnsupportedModelError as refusal:
             if tools.is_draft:
                 raise
             why_not_paged = refusal.reason
+        del read  # its weights, before they are read again
     if tools.is_draft:
         raise support.unservable(
             model_type, f"as a draft model it needs a paged cache: {why_not_paged}"
