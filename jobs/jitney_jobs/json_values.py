@@ -18,7 +18,7 @@ _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|["\[\]{},]', re.DOTALL)
 _IS_JSON = re.compile(r"\.json(\.\w+)?$", re.IGNORECASE)
 """Names of files that are said to be JSON, and not JSON lines."""
 _TRAILING = re.compile(r"trailing characters \(byte (\d+)\)")
-"""What msgspec says of a value that another one follows."""
+"""What msgspec says of a value that something follows, whose first byte is the last of so many."""
 _OPENING = b"[{"
 _CLOSING = b"]}"
 
@@ -69,7 +69,7 @@ def _is_no_line(line: bytes, may_be_object: bool) -> bool:
     except msgspec.DecodeError as error:
         trailing = _TRAILING.search(str(error))
         if trailing is not None:
-            return text[int(trailing[1]) :].lstrip().startswith(b"{")
+            return text[: int(trailing[1])].endswith(b"{")
         return "truncated" in str(error)
     except RecursionError:
         return False

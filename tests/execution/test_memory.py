@@ -127,7 +127,7 @@ def test_not_enough_for_one_block(options: dict[str, object], key: str) -> None:
 
 def test_activations_count_logits_of_sampled_rows_only() -> None:
     config = SimpleNamespace(hidden_size=64, intermediate_size=[128, 32])
-    model = SimpleNamespace(config=config, vocab_size=1000, dtype=torch.bfloat16)
+    model = SimpleNamespace(config=config, vocab_size=1000, dtype=torch.bfloat16, states=None)
     small, large = (estimate_steps(model, 512, rows).activations for rows in (8, 16))
     assert large - small == 8 * 1000 * 6
     assert small == 512 * (4 * 64 + 3 * 128) * 2 + 8 * 1000 * 6

@@ -165,7 +165,7 @@ def test_an_output_that_leads_into_the_input_by_a_link(tmp_path: Path) -> None:
 
 def test_an_input_inside_of_the_output(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in.jsonl", ids(0, 5))
-    with pytest.raises(InvalidArgumentError, match=r"in\.jsonl.*must be outside of the output"):
+    with pytest.raises(InvalidArgumentError, match="must be outside of the output"):
         run(source, tmp_path)
 
 

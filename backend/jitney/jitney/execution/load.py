@@ -291,11 +291,23 @@ def _describe(config: EngineConfig, target: PreparedModel) -> ModelInfo:
         attention="+".join(kernels),
         num_parameters=model.num_parameters,
         max_num_batched_tokens=options.token_budget(config, model.device),
-        cache="paged" if model.states is None else "state",
+        cache=_kind_of_cache(model),
         sampling_defaults=support.sampling_defaults(
             model.generation_config, config, model.vocab_size
         ),
     )
+
+
+def _kind_of_cache(model: LoadedModel) -> str:
+    """``ModelInfo.cache`` of a model that is not opaque."""
+    kinds = []
+    if any(layer.has_latents for layer in model.layers):
+        kinds.append("latents")
+    if any(layer.is_paged and not layer.has_latents for layer in model.layers):
+        kinds.append("paged")
+    if model.states is not None:
+        kinds.append("state")
+    return "+".join(kinds)
 
 
 def allocate(
@@ -365,6 +377,7 @@ def _needs_of(
 ) -> memory.Needs:
     """What the model needs without its draft model. ``dtype`` is the cache's."""
     model = target.model
+    most_running = min(config.max_num_seqs, info.max_num_batched_tokens)
     steps = None
     copied_rank = 0  # of the copies of adapters that kernels make; 0: they make none
     if target.accelerator is not None:
@@ -381,7 +394,7 @@ def _needs_of(
         steps=steps,
         adapter_bytes=memory.resident_adapters_bytes(config, model, copied_rank),
         slot_bytes=0 if model.states is None else model.states.slot_bytes,
-        most_slots=0 if model.states is None else config.max_num_seqs,
+        most_slots=0 if model.states is None else most_running,
     )
 
 

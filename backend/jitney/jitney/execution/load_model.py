@@ -31,7 +31,8 @@ _log = logging.getLogger(__name__)
 
 
 def load_model(config: EngineConfig, tools: LoadTools) -> LoadedModel:
-    """Load and check the checkpoint of ``config``, and prove that it runs on one kind of cache."""
+    """Load and check the checkpoint of ``config``, and prove that it runs on one kind of cache. Its
+    quantized layers may hold floats afterwards, for further checks: ``quantized.drop_floats``."""
     checkpoint = check_checkpoint(resolve_model(config.model))
     judged = judge(config, tools, checkpoint)
     model_type = judged.config.model_type
@@ -39,6 +40,7 @@ def load_model(config: EngineConfig, tools: LoadTools) -> LoadedModel:
     if why_not_paged is None:
         read = read_module(config, tools, judged)
         try:
+            read = read_module(config, tools, judged)
             # Adapters may change ``kv_b_proj``, which latents make a part of other products.
             return prove(read, keeps_latents=config.adapters is None)
         except UnsupportedModelError as refusal:

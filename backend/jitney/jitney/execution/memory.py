@@ -66,6 +66,7 @@ class Ledger:
     num_slots: int = 0
     """See ``core.slots``; 0: the model has none."""
     slot_bytes: int = 0
+    """Of one slot: all states of one sequence."""
 
     def __str__(self) -> str:
         tokens = self.num_blocks * self.block_size
@@ -100,7 +101,7 @@ class Needs:
     adapter_bytes: int
     """Of the adapters that may be in memory at once."""
     slot_bytes: int = 0
-    """Of one slot (see ``core.slots``)."""
+    """Of one slot (see ``core.slots``): what a sequence keeps beside its blocks."""
     most_slots: int = 0
     """How many sequences may run, if each holds a slot; 0: the model has no slots."""
 
@@ -243,7 +244,6 @@ def estimate_steps(model: LoadedModel, tokens: int, logits_rows: int) -> StepMem
 
 def token_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     """An estimate of what a step needs for each of its tokens, beside logits."""
-    config = config.get_text_config(decoder=True)
     hidden: int = config.hidden_size
     width = getattr(config, "intermediate_size", None) or 4 * hidden
     widest = width if isinstance(width, int) else max(width)  # some state one per layer

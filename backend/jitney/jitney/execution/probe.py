@@ -314,6 +314,9 @@ class _Recorder:
                 f"layer {layer} attends with a window of {call.window}, but its configuration "
                 f"states {stated}"
             )
+        chunk = self._chunks[layer]
+        if chunk is not None and chunk % BLOCK_SIZE != 0:
+            yield f"layer {layer} attends in chunks of {chunk} tokens, which are no whole blocks"
         unknown = []
         for name, value in sorted(call.extra.items()):
             is_asked_for = value is not None and value is not False

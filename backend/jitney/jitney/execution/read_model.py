@@ -202,8 +202,8 @@ def _read_quantized(
         judged.dtype,
         device=tools.device if weight_format.in_place else None,
         skip=weight_format.reads_itself,
-        keeps_own_attention=judged.keeps_own_attention,
         given=weight_format.given_tensors,
+        keeps_own_attention=judged.keeps_own_attention,
     )
     sizes = _linear_sizes(module)
     weight_format.after_reading(module)

@@ -90,17 +90,16 @@ def parse_config(checkpoint: Checkpoint) -> PreTrainedConfig:
         # Its decoder alone would read a second sequence all the same.
         raise unservable(config.model_type, "transformers has no causal language model of it")
     text = text_part(config)
-    if text is None:
+    if text is None or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise unservable(
-            config.model_type, "transformers has no causal language model of its text half alone"
+            config.model_type,
+            "transformers has no causal language model of it or of its text half",
         )
     if text is not config and checkpoint.config.get("quantization_config"):
         raise unservable(
             config.model_type,
             "its weights are quantized, and of a multi-modal model only plain weights are read",
         )
-    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise unservable(text.model_type, "transformers has no causal language model of it")
     return text
 
 
@@ -284,7 +283,7 @@ def _obstacles(config: PreTrainedConfig) -> Iterator[str]:
         if kind not in _SERVED_LAYER_TYPES:
             yield (
                 f"layer {index} is of type {kind!r}, and only attention, linear attention and "
-                "convolutions are served"
+                "convolutions are kept in blocks and slots"
             )
     cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     # A class of hybrids may also have no recurrent layer in a checkpoint, as in Granite 4.0 Micro.
