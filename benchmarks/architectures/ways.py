@@ -131,7 +131,11 @@ def _generate(llm: LLM, prompts: Tokens, count: int) -> Tokens:
 
 
 def _bytes_for(folder: Path, num_tokens: int) -> int:
-    """The bytes of a cache of so many tokens."""
+    """The bytes of a cache of so many tokens. If a model keeps states alone, whatever the tokens:
+    those of two sequences."""
     with LLM(folder, **_BASE) as llm:
-        of_token = _BASE["kv_cache_bytes"] / (llm.info.num_blocks * llm.info.block_size)
+        info = llm.info
+    if info.cache == "state" and info.kv_cache_bytes < _BASE["kv_cache_bytes"] // 2:
+        return 2 * info.kv_cache_bytes // info.num_slots
+    of_token = _BASE["kv_cache_bytes"] / (info.num_blocks * info.block_size)
     return int(of_token * num_tokens)
