@@ -202,6 +202,13 @@ OWN: dict[str, dict[str, Any]] = {
         },
         "vision_config": {"num_hidden_layers": 3},
     },
+    "qwen2_5_vl_text": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [2, 3, 3],
+        }
+    },
     "qwen3_5_moe_text": {"layer_types": _HYBRID},
     "qwen3_5_text": {"layer_types": _HYBRID},
     "qwen3_next": {"layer_types": _HYBRID},

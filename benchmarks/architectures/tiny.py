@@ -71,14 +71,14 @@ def make_model(config: PreTrainedConfig, seed: int = 0) -> nn.Module:
         raise NotMadeError(f"it has {size:,} parameters, and at most {MOST_PARAMETERS:,} are made")
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    _spread(model, torch.Generator().manual_seed(seed))
+    spread(model, torch.Generator().manual_seed(seed))
     if model.can_generate():
         model.generation_config.eos_token_id = None
     model.eval()
     return model
 
 
-def _spread(model: nn.Module, generator: torch.Generator) -> None:
+def spread(model: nn.Module, generator: torch.Generator) -> None:
     """Draw weights of products and embeddings wide: as a model draws them itself, most of what a
     token does is lost on the way, and a wrong mask or position would not show."""
     with torch.no_grad():

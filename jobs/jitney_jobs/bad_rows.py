@@ -4,8 +4,8 @@ from typing import Any
 
 import msgspec
 
-from jitney_jobs.columns import NonFinite
 from jitney_jobs.json_lines import encoded
+from jitney_jobs.non_finite import NonFinite
 from jitney_jobs.rows import RowValues
 
 

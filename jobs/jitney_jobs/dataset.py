@@ -30,8 +30,9 @@ from jitney_jobs.job import Job
 from jitney_jobs.journal import FileRows, InputFile, Ranges, Record
 from jitney_jobs.look_ahead import schema_of_files, schema_of_lines
 from jitney_jobs.rows import LINES, Chunk, RowId, Unreadable
-from jitney_jobs.schemas import unified, written_schema
+from jitney_jobs.schemas import unified
 from jitney_jobs.storage import open_inputs
+from jitney_jobs.written_types import written_schema
 
 
 class Dataset:

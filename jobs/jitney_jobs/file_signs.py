@@ -42,11 +42,12 @@ def check_is_text(head: bytes, path: str, is_unpacked: bool) -> None:
         )
 
 
-def check_is_table(head: bytes, path: str, expected: str) -> None:
-    """Raises InvalidArgumentError if a file that should be Parquet or Arrow is known to be
-    something else."""
+def kind_error(head: bytes, path: str, expected: str) -> InvalidArgumentError | None:
+    """For a file that should be Parquet or Arrow and could not be read: the error, if it is known
+    to be something else."""
     kind = kind_of(head[:SIGN_BYTES])
-    if kind is not None and kind != expected:
-        raise InvalidArgumentError(
-            f"input {path} is a file of another kind, {kind}: name it so, or convert it"
-        )
+    if kind is None or kind == expected:
+        return None
+    return InvalidArgumentError(
+        f"input {path} is a file of another kind, {kind}: name it so, or convert it"
+    )

@@ -214,9 +214,12 @@ def _is_below(path: str, base: str) -> bool:
 
 def _schema_of_paths(paths: Sequence[str]) -> pa.Schema:
     """What pyarrow takes the columns for that folders' names state. It opens no file for that; but
-    it wants to know a format and a file system."""
+    it wants to know a format and a file system. Raises InvalidArgumentError."""
     hive = ds.HivePartitioning.discover()
     options = ds.FileSystemFactoryOptions(partition_base_dir="/", partitioning=hive)
     system = pafs.LocalFileSystem()
     factory = ds.FileSystemDatasetFactory(system, list(paths), ds.CsvFileFormat(), options)
-    return factory.inspect(fragments=0)
+    try:
+        return factory.inspect(fragments=0)
+    except pa.ArrowInvalid as error:
+        raise InvalidArgumentError(f"the names of the input's folders: {error}") from None

@@ -21,7 +21,9 @@ import numpy as np
 from jitney.errors import InvalidArgumentError
 
 from jitney_jobs.arrow import pa, pa_json
-from jitney_jobs.columns import Columns, NonFinite, of_values
+from jitney_jobs.columns import Columns, of_values
+from jitney_jobs.non_finite import NonFinite
+from jitney_jobs.schemas import holds_floats, large_type
 
 _STRING_OR_BARE = re.compile(rb'"(?:[^"\\]|\\.)*"|-?Infinity|NaN', re.DOTALL)
 """A whole string, or a number that JSON does not have."""
@@ -74,12 +76,19 @@ def columns_of_lines(
 ) -> Columns:
     """The columns of ``schema``. ``rows``: the decoded lines, with further columns and without
     those that are not kept. ``is_whole``: there are no such columns."""
-    if is_whole:
+    if is_whole and not _has_large(rows, schema):
         try:
             return Columns(_read(b"\n".join(lines), len(lines), schema), {})
         except pa.ArrowInvalid:
             pass  # a line does not fit: find out which, and whether it can be made to fit
     return of_values(rows, schema)
+
+
+def _has_large(rows: Sequence[dict[str, Any]], schema: pa.Schema) -> bool:
+    """Whether integers that no double holds are where the schema has floats: ``pyarrow.json`` would
+    round them."""
+    names = [field.name for field in schema if holds_floats(field.type)]
+    return any(not pa.types.is_null(large_type(row.get(name))) for name in names for row in rows)
 
 
 def _read(data: bytes, row_count: int, schema: pa.Schema) -> pa.RecordBatch:

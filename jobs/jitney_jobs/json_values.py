@@ -17,6 +17,8 @@ _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|["\[\]{},]', re.DOTALL)
 """A whole string, or one character of structure. A quote alone is a string whose end is missing."""
 _IS_JSON = re.compile(r"\.json(\.\w+)?$", re.IGNORECASE)
 """Names of files that are said to be JSON, and not JSON lines."""
+_TRAILING = re.compile(r"trailing characters \(byte (\d+)\)")
+"""What msgspec says of a value that something follows, whose first byte is the last of so many."""
 _OPENING = b"[{"
 _CLOSING = b"]}"
 
@@ -30,8 +32,8 @@ class Located(NamedTuple):
 
 
 def lines_or_values(source: Iterable[bytes], path: str) -> Iterator[Located]:
-    """The lines of a file, but for empty ones. Its values instead, if it begins with
-    an array, or is called ``.json`` and begins with an object over several lines. Raises
+    """The lines of a file, but for empty ones. Its values instead, if it begins with an array, or
+    is called ``.json`` and begins with an object over several lines, or with several in one. Raises
     InvalidArgumentError for a file that breaks off in such a value."""
     lines = iter(source)
     head: list[bytes] = []
@@ -55,15 +57,19 @@ def lines_from(lines: Iterable[bytes], offset: int) -> Iterator[Located]:
 
 def _is_no_line(line: bytes, may_be_object: bool) -> bool:
     """Whether a file's first line is an array or begins with one. If it ``may_be_object``, also
-    whether it is the beginning of an object."""
+    whether it is the beginning of an object, or has several."""
     text = line.removeprefix(codecs.BOM_UTF8).strip()
     if text.startswith(b"["):
         return True
     if not may_be_object or not text.startswith(b"{"):
         return False
     try:
-        msgspec.json.decode(with_nulls(text))
+        text = with_nulls(text)
+        msgspec.json.decode(text)
     except msgspec.DecodeError as error:
+        trailing = _TRAILING.search(str(error))
+        if trailing is not None:
+            return text[: int(trailing[1])].endswith(b"{")
         return "truncated" in str(error)
     except RecursionError:
         return False

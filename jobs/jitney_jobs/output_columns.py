@@ -15,7 +15,7 @@ from jitney_jobs.ended_rows import Ended, in_order
 from jitney_jobs.job import Job, OutputFormat
 from jitney_jobs.json_lines import check_no_common_name
 from jitney_jobs.rows import LINES, RowValues
-from jitney_jobs.schemas import SeenTypes, check_storable
+from jitney_jobs.schemas import SeenTypes, check_storable, is_text
 from jitney_jobs.tasks import Context, MapResult
 
 _SAMPLE_ROWS = 256
@@ -96,6 +96,13 @@ class OutputColumns:
             if name not in schema.names:
                 bound = f"one of {', '.join(schema.names)}"
                 raise InvalidArgumentError.of("partition_by", name, bound)
+            kind = schema.field(name).type
+            if not _can_name_folder(kind):
+                bound = f"a column of texts, numbers or times: it is of type {kind}"
+                raise InvalidArgumentError.of("partition_by", name, bound)
+        if set(schema.names) <= set(self._job.partition_by):
+            names = ", ".join(self._job.partition_by)
+            raise InvalidArgumentError.of("partition_by", names, "some of the columns, not all")
 
     def completed(self, context: Context) -> Context:
         """The context, with what the workers must know of the output. Call it once the input has
@@ -165,6 +172,14 @@ class OutputColumns:
         self._check_partition_by(known)
         self.known = known
         self.schema = known.serialize().to_pybytes()
+
+
+def _can_name_folder(kind: pa.DataType) -> bool:
+    """Whether values of a type can stand in the names of folders."""
+    types = pa.types
+    if types.is_dictionary(kind):
+        return _can_name_folder(kind.value_type)
+    return is_text(kind) or types.is_decimal(kind) or types.is_primitive(kind)
 
 
 def output_format_of(job: Job, dataset: Dataset) -> OutputFormat:

@@ -16,18 +16,9 @@ import numpy as np
 from jitney.errors import InvalidArgumentError
 
 from jitney_jobs.arrow import pa, pa_csv, pc, pq
-from jitney_jobs.columns import (
-    Columns,
-    Errors,
-    NonFinite,
-    has_non_finite,
-    in_schema,
-    of_values,
-    rows_of,
-    taken,
-    values_of,
-)
+from jitney_jobs.columns import Columns, Errors, in_schema, of_values, rows_of, taken, values_of
 from jitney_jobs.json_lines import encoded, joined, kept
+from jitney_jobs.non_finite import NonFinite, has_non_finite
 from jitney_jobs.rows import LINES, Chunk, RowValues, reason
 from jitney_jobs.schemas import in_microseconds, is_list
 from jitney_jobs.tasks import MapResult

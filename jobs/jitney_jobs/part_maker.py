@@ -16,11 +16,11 @@ import msgspec
 
 from jitney_jobs.arrow import pa, pafs
 from jitney_jobs.bad_rows import BadRow, error_line
-from jitney_jobs.columns import NonFinite
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.ended_rows import Ended, in_order
 from jitney_jobs.job import Job
 from jitney_jobs.journal import ERRORS, Interval, Ranges
+from jitney_jobs.non_finite import NonFinite
 from jitney_jobs.output_columns import OutputColumns
 from jitney_jobs.part_files import (
     CsvPart,

@@ -1,15 +1,13 @@
 """Arrow types of a job's columns: the schema that many files have in common, the types that lines
-of JSON need, and types that a user writes down.
+of JSON need.
 
 Types that differ are promoted, so that no value is lost: int64 and double become double, a null
 takes the other's type. If two types have nothing in common, the column is text.
 """
 
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import msgspec
 from jitney.errors import InvalidArgumentError
 
 from jitney_jobs.arrow import pa, pq
@@ -28,7 +26,6 @@ _DIGITS_OF_DOUBLE = 15
 """Every decimal of no more digits comes back from a double as it was."""
 _MOST_DIGITS = 38
 """Of a decimal of 128 bits."""
-_TOKEN = re.compile(r"[A-Za-z_][\w.]*|\"[^\"]*\"|\d+|[^\s]")
 
 
 # ------------------------------------------------------------------ promotion
@@ -242,8 +239,8 @@ class SeenTypes:
     def __init__(self) -> None:
         self._types: dict[str, pa.DataType] = {}
         """In the order in which the columns came first."""
-        self._has_large: set[str] = set()
-        """Columns with integers that no double holds."""
+        self._large: dict[str, pa.DataType] = {}
+        """Where columns have integers that no double holds: the type of these alone."""
 
     def add(self, rows: Sequence[dict[str, Any]]) -> None:
         names: dict[str, None] = {}
@@ -258,19 +255,44 @@ class SeenTypes:
                 continue  # text holds whatever comes
             values = [row.get(name) for row in rows]
             kind = _storable_type(values)
-            if pa.types.is_integer(kind) and _has_large(values):
-                self._has_large.add(name)
-            kind = merged_type(known_type, kind)
-            if pa.types.is_floating(kind) and name in self._has_large:
-                kind = pa.string()  # as a double the integer would be rounded
-            self._types[name] = kind
+            large = self._large.get(name, pa.null())
+            for value in values:
+                large = merged_type(large, large_type(value))
+            self._large[name] = large
+            # As a double such an integer would be rounded.
+            self._types[name] = with_texts(large, merged_type(known_type, kind))
 
     def schema(self) -> pa.Schema:
         return pa.schema([(name, known(kind)) for name, kind in self._types.items()])
 
 
-def _has_large(values: list[Any]) -> bool:
-    return any(isinstance(value, int) and abs(value) > MOST_EXACT for value in values)
+def large_type(value: Any) -> pa.DataType:
+    """The type of those integers in a value that no double holds, and of nothing else. Null if it
+    has none."""
+    if isinstance(value, int):
+        return pa.int64() if abs(value) > MOST_EXACT else pa.null()
+    if isinstance(value, list | tuple):
+        if set(map(type, value)) <= {float}:  # the usual long lists
+            return pa.null()
+        of_items = pa.null()
+        for item in value:
+            of_items = merged_type(of_items, large_type(item))
+        return of_items if pa.types.is_null(of_items) else pa.list_(of_items)
+    if isinstance(value, dict):
+        fields = []
+        for name, item in value.items():
+            kind = large_type(item)
+            if not pa.types.is_null(kind):
+                fields.append((name, kind))
+        return pa.struct(fields) if fields else pa.null()
+    return pa.null()
+
+
+def holds_floats(kind: pa.DataType) -> bool:
+    """Whether a type is one of floats, or has some in it."""
+    if pa.types.is_floating(kind):
+        return True
+    return any(holds_floats(kind.field(index).type) for index in range(kind.num_fields))
 
 
 def _is_name(name: Any) -> bool:
@@ -306,9 +328,10 @@ def type_of(values: list[Any]) -> pa.DataType:
     kind = pa.null()
     for value in values:
         kind = merged_type(kind, _type_of_one(value))
-    if pa.types.is_floating(kind) and _has_large(values):
-        return pa.string()  # as a double the integer would be rounded
-    return kind
+    large = pa.null()
+    for value in values:
+        large = merged_type(large, large_type(value))
+    return with_texts(large, kind)  # as a double such an integer would be rounded
 
 
 def _holds_large_integers(kind: pa.DataType) -> bool:
@@ -338,123 +361,3 @@ def _type_of_one(value: Any) -> pa.DataType:
     except Exception:
         return pa.null()
     return kind
-
-
-# ------------------------------------------------------------------ types as users write them
-
-
-def written_schema(text: str) -> pa.Schema:
-    """Of a setting: an object of JSON, name -> type. Raises InvalidArgumentError."""
-    try:
-        given = msgspec.json.decode(text, type=dict[str, str])
-    except msgspec.DecodeError as error:
-        raise InvalidArgumentError(f"schema is no object of names and types: {error}") from None
-    fields = []
-    for name, kind in given.items():
-        fields.append((name, _written_type(name, kind)))
-    return pa.schema(fields)
-
-
-def _written_type(name: str, text: str) -> pa.DataType:
-    parser = _TypeParser([token.strip('"') for token in _TOKEN.findall(text)])
-    try:
-        kind = parser.type()
-        parser.end()
-    except (ValueError, IndexError, TypeError, pa.ArrowException):
-        bound = "a type of Arrow's, such as int64, list<double> or struct<a: string>"
-        raise InvalidArgumentError.of(f"schema.{name}", text, bound) from None
-    return kind
-
-
-class _TypeParser:
-    """Reads types as Arrow prints them: ``list<item: struct<a: int64>>``."""
-
-    def __init__(self, tokens: list[str]) -> None:
-        self._tokens = tokens
-        self._at = 0
-
-    def _next(self) -> str:
-        token = self._tokens[self._at]
-        self._at += 1
-        return token
-
-    def _peek(self, offset: int = 0) -> str:
-        index = self._at + offset
-        return self._tokens[index] if index < len(self._tokens) else ""
-
-    def _expect(self, token: str) -> None:
-        if self._next() != token:
-            raise ValueError(token)
-
-    def end(self) -> None:
-        if self._peek():
-            raise ValueError(self._peek())
-
-    def type(self) -> pa.DataType:
-        name = self._next()
-        if name in ("list", "large_list", "fixed_size_list"):
-            return self._list(name)
-        if name == "struct":
-            self._expect("<")
-            fields = [self._field()]
-            while self._peek() == ",":
-                self._next()
-                fields.append(self._field())
-            self._expect(">")
-            return pa.struct(fields)
-        if name == "map":
-            self._expect("<")
-            key = self.type()
-            self._expect(",")
-            item = self.type()
-            self._expect(">")
-            return pa.map_(key, item)
-        if name in ("decimal", "decimal128", "decimal256"):
-            self._expect("(")
-            precision = int(self._next())
-            self._expect(",")
-            scale = int(self._next())
-            self._expect(")")
-            make = pa.decimal256 if name == "decimal256" else pa.decimal128
-            return make(precision, scale)
-        if name == "timestamp" and self._peek() == "[":
-            return self._timestamp()
-        if self._peek() == "[":
-            self._expect("[")
-            name = f"{name}[{self._next()}]"
-            self._expect("]")
-        return pa.type_for_alias(name)
-
-    def _list(self, name: str) -> pa.DataType:
-        self._expect("<")
-        if self._peek(1) == ":":
-            self._next()  # the name of the elements, as Arrow prints it
-            self._expect(":")
-        item = self.type()
-        self._expect(">")
-        if name == "large_list":
-            return pa.large_list(item)
-        if self._peek() == "[":
-            self._expect("[")
-            size = int(self._next())
-            self._expect("]")
-            return pa.list_(item, size)
-        return pa.list_(item)
-
-    def _field(self) -> pa.Field:
-        name = self._next()
-        self._expect(":")
-        return pa.field(name, self.type())
-
-    def _timestamp(self) -> pa.DataType:
-        self._expect("[")
-        unit = self._next()
-        zone = ""
-        if self._peek() == ",":
-            self._next()
-            if self._peek() == "tz":
-                self._next()
-        while self._peek() not in ("]", ""):
-            zone += self._next()
-        self._expect("]")
-        return pa.timestamp(unit, zone.lstrip("=") or None)

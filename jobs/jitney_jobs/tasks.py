@@ -16,10 +16,10 @@ from jitney.errors import InvalidArgumentError
 from jitney_server.standins.signature import Signature
 
 from jitney_jobs.arrow import pa
-from jitney_jobs.columns import NonFinite
 from jitney_jobs.generate import Encoder, Generate, GenerateOnServer, LanguageModel
 from jitney_jobs.job import Job
 from jitney_jobs.json_lines import check_no_common_name, encoded
+from jitney_jobs.non_finite import NonFinite
 from jitney_jobs.rows import RowValues
 from jitney_jobs.tensors import Tensors
 

@@ -80,7 +80,9 @@ def _print_cache(footprint: Footprint, sizes: Sizes) -> None:
     ]
     if footprint.cache != "paged":
         rows.insert(0, ["kind", footprint.cache])
-        rows.insert(1, ["bytes of a sequence beside that", f"{footprint.slot:,}"])
+    if footprint.slot:
+        rows.append(["bytes of a sequence's states", f"{footprint.slot:,}"])
+        rows.append(["slots for states", f"{sizes.limits.max_num_seqs:,}"])
     for percent in (50, 99):
         tokens = int(np.percentile(sizes.requests.prompt + sizes.requests.output, percent))
         blocks = max(1, math.ceil((tokens - 1) / block_size))  # the last token is never stored

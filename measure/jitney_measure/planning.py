@@ -25,6 +25,8 @@ _SPARE_SHARE = 1 / 64
 STEP_SHARE = 0.05
 """What the activations of a suggested token budget may take."""
 
+_SLOT_TOKENS = 1024
+"""So many tokens of blocks are left beside each slot, as in the engine."""
 _FIRST_BUDGET = 512
 """The token budget with which the choice begins."""
 _MIN_BUDGET = 256
@@ -93,7 +95,7 @@ def choose_sizes(
     for _ in range(_CHOICE_ROUNDS):
         split = choice.split_memory(choice.suggest_batch(split))
     batch = split.batch
-    cache = split.num_blocks * footprint.block + batch.seqs * footprint.slot
+    cache = split.num_blocks * footprint.block + split.num_slots * footprint.slot
     return Sizes(
         config=msgspec.structs.replace(
             config,
@@ -105,7 +107,9 @@ def choose_sizes(
             prefix_caching=False,
             speculation=None,
         ),
-        limits=EngineLimits(split.num_blocks, batch.seqs, batch.budget, streams),
+        limits=EngineLimits(
+            split.num_blocks, min(batch.seqs, split.num_slots), batch.budget, streams
+        ),
         requests=choice.requests,
         cut=float((totals > context).mean()),
         memory=memory,
@@ -136,6 +140,9 @@ class _Split:
     steps: int
     """Bytes for the activations of a step."""
     num_blocks: int
+    num_slots: int
+    """Sequences that can run at once by what they hold beside blocks: as many as may run, where
+    they hold nothing."""
 
 
 @dataclass(frozen=True)
@@ -166,14 +173,27 @@ class _Choice:
             share = self.rest * (self.config.kv_cache_fraction or _CACHE_SHARE)
             cache = int(min(left_by_steps, share))
         # The cache must hold the longest request, and fit beside the weights and a step.
-        slots = batch.seqs * self.footprint.slot
-        longest = slots + math.ceil(self.context / self.config.block_size) * self.footprint.block
+        num_slots = self._num_slots(batch, cache)
+        slots = num_slots * self.footprint.slot
+        most_blocks = math.ceil(self.context / self.config.block_size)
+        longest = most_blocks * self.footprint.block + slots
         if longest <= cache <= self.rest - steps:
-            return _Split(batch, steps, (cache - slots) // self.footprint.block)
+            num_blocks = batch.seqs * most_blocks  # where blocks cost nothing
+            if self.footprint.block:
+                num_blocks = (cache - slots) // self.footprint.block
+            return _Split(batch, steps, num_blocks, num_slots)
         smaller = self._halved(batch)
         if smaller == batch:
             raise self._too_small(steps, max(longest, cache))
         return self.split_memory(smaller)
+
+    def _num_slots(self, batch: _Batch, cache: int) -> int:
+        """The slots of a cache of so many bytes. As in the engine, each has blocks beside it."""
+        if self.footprint.slot == 0:
+            return batch.seqs
+        blocks = math.ceil(min(_SLOT_TOKENS, self.context) / self.config.block_size)
+        sequence = self.footprint.slot + blocks * self.footprint.block
+        return max(1, min(batch.seqs, cache // sequence))
 
     def _halved(self, batch: _Batch) -> _Batch:
         """Half of the options that are not given, from 1; the same batch if there is no smaller."""

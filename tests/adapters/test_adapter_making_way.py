@@ -105,14 +105,6 @@ def test_nobody_makes_way_whose_adapter_could_not_be_loaded_again() -> None:
     assert house.ends[key].timing.preemptions == 0
 
 
-def test_without_an_option_nobody_is_asked_to_make_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    house = House(most=1, tiers=TIERS)
-    monkeypatch.setattr(house.pool, "blocked", None)
-    house.submit("a", max_tokens=30)
-    house.submit("urgent", **FAST)
-    assert load_order(house) == ["a", "urgent"]
-
-
 def test_all_users_of_an_adapter_make_way_or_none() -> None:
     """One of them came later than the urgent request, but has its priority."""
     house, long = house_with_a_long_request()

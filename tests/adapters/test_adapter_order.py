@@ -92,3 +92,63 @@ def test_an_aged_backlog_does_not_hold_up_a_request_whose_adapter_is_in_memory()
     assert house.files.loads == ["a", "b"]
     house.drain()
     house.check()
+
+
+WITHOUT_PREEMPTION = [({}, URGENT), ({"eviction": "never"}, URGENT), ({"tiers": TIERS}, FAST)]
+
+
+@pytest.mark.parametrize(
+    ("options", "urgent"), WITHOUT_PREEMPTION, ids=["priority", "no eviction", "tier"]
+)
+@pytest.mark.parametrize("most", [1, 2])
+def test_who_waits_to_run_makes_way_for_an_urgent_request(
+    options: dict[str, Any], urgent: dict[str, Any], most: int
+) -> None:
+    """Although nobody who runs does. It would wait for all others otherwise, however many."""
+    house = House(most=most, max_num_seqs=2, **options)
+    bulk = [house.submit("ac"[key % most], max_tokens=20) for key in range(20)]
+    while not house.streams:
+        house.step()
+    running = set(house.streams)
+    key = house.submit("b", **urgent)
+    house.drain(key)
+    assert house.ends.keys() <= running | {key}
+    house.drain()
+    house.check()
+    assert [house.ends[each].timing.preemptions for each in bulk] == [0] * 20
+
+
+@pytest.mark.parametrize(
+    ("options", "urgent"), WITHOUT_PREEMPTION, ids=["priority", "no eviction", "tier"]
+)
+def test_newcomers_do_not_pass_an_urgent_request(
+    options: dict[str, Any], urgent: dict[str, Any]
+) -> None:
+    """Although their adapter is in memory: it would stay in use for ``aging_s`` otherwise."""
+    house = House(most=1, max_num_seqs=4, **options)
+    for _ in range(2):
+        house.submit("a", max_tokens=20)
+    while not house.streams:
+        house.step()
+    key = house.submit("b", **urgent)
+    while key not in house.ends:
+        house.now += 0.01
+        house.submit("a", max_tokens=20)
+        house.step()
+        assert house.now < 1.0
+    assert len(house.ends) == 3, "those that ran, and the urgent one"
+    house.drain()
+    house.check()
+
+
+def test_nobody_is_looked_at_while_nobody_can_make_way() -> None:
+    """Most of the time somebody waits for room, where adapters are many: a step costs no more."""
+    house = House(most=1)
+    house.submit("a", max_tokens=9)
+    while not house.streams:
+        house.step()
+    house.submit("b")
+    house.step()
+    assert house.pool._queue
+    assert house.pool.blocked(house.now, may_preempt=False) is None
+    assert house.pool.blocked(house.now, may_preempt=True) is not None

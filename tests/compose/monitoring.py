@@ -34,6 +34,7 @@ NOT_FIRED = {
     "GatewayDown": _PROMTOOL,
     "ProxyDown": _PROMTOOL,
     "CertificateExpiring": _PROMTOOL,
+    "WatchDown": _PROMTOOL,
     "ModelFailing": _PROMTOOL,
     "GatewayFailing": _PROMTOOL,
     "VolumeFull": _PROMTOOL,

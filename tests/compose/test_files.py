@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import yaml
 from jitney.cli import make_app
+from jitney.engine.fork_server import CAUSES
 from jitney.errors import ConfigError
+from jitney.frontend.families import OUTCOMES
 from jitney_gateway.keys import read_keys
 from typer.main import get_command
 
@@ -134,6 +136,14 @@ def test_queries_name_metrics_that_there_are() -> None:
     for expression in expressions:
         for name in re.findall(r"\bjitney_\w+", expression):
             assert name in known, expression
+
+
+@pytest.mark.parametrize(("label", "written"), [("outcome", OUTCOMES), ("cause", CAUSES)])
+def test_queries_select_by_values_that_there_are(label: str, written: tuple[str, ...]) -> None:
+    expressions = [each for _, each in dashboard_queries("1m", ".*")] + list(alerts().values())
+    selected = re.findall(rf'\b{label}="(\w+)"', "\n".join(expressions))
+    assert selected
+    assert set(selected) <= set(written)
 
 
 def test_every_volume_is_watched() -> None:

@@ -130,7 +130,13 @@ FAULTS: dict[str, tuple[str, ...]] = {
     ),
     "a pause of the watch counts": (
         "engine/load_watch.py", WATCH,
-        "if now - self._looked_at > _LONGEST_LOOK_S:", "if False:",
+        "if now - self._looked_at > LONGEST_LOOK_S:", "if False:",
+    ),
+    "the same message is progress again and again": (
+        "engine/load_watch.py", WATCH, "        if text in self._texts:\n            return\n", "",
+    ),
+    "a load that sends messages gets on for ever": (
+        "engine/load_watch.py", WATCH, "_MOST_LOAD = 100", "_MOST_LOAD = 10**9",
     ),
     "an adapter's pipe is read": (
         "adapters/peft_files.py", ADAPTERS, "if not stat.S_ISREG(status.st_mode):", "if False:",
@@ -170,6 +176,15 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "adapters are waited for in order of arrival": (
         "rank.py", ORDER,
         "return Order(level, self.rank_s, self.key)", "return Order(0, self.key, self.key)",
+    ),
+    "who waits to run keeps an adapter from an urgent request": (
+        "core/taking_back.py", ORDER, "found.append(user)", "pass",
+    ),
+    "who runs makes way without an option": (
+        "core/taking_back.py", ORDER, "not user.is_running and", "True and",
+    ),
+    "newcomers pass an urgent request": (
+        "adapters/pool.py", ORDER, "if rank.is_far_behind(first, self._aging_s):", "if False:",
     ),
     "a token counts once": (
         "token_counts.py", COUNTS, "self.output_counts[index] += 1", "pass",

@@ -12,7 +12,7 @@ def test_a_load_without_progress_hangs() -> None:
     watch = LoadWatch(most_s=5.0, now=100.0)
     assert watch.look([], 105.0)
     assert not watch.look([], 105.1)
-    watch.note_message(105.0)
+    watch.note_message("reading", 105.0)
     assert watch.look([], 110.0)
     assert not watch.look([], 110.1)
 
@@ -25,7 +25,7 @@ def test_what_computes_gets_on_for_a_while(monkeypatch: pytest.MonkeyPatch) -> N
     for second in range(51):
         assert watch.look([1], float(second))
     assert not watch.look([1], 51.0)
-    watch.note_message(51.0)
+    watch.note_message("reading", 51.0)
     assert watch.look([1], 52.0)
 
 
@@ -47,6 +47,28 @@ def test_time_in_which_nobody_looked_does_not_count() -> None:
     assert watch.look([], 3600.0)
     assert watch.look([], 3605.0)
     assert not watch.look([], 3606.0)
+
+
+def test_who_sends_the_same_messages_again_and_again_hangs() -> None:
+    watch = LoadWatch(most_s=5.0, now=0.0)
+    for second in range(6):
+        watch.note_message("the file is not there", float(second))
+        watch.note_message("waiting for it", float(second))
+        assert watch.look([], float(second))
+    assert not watch.look([], 6.0)
+    watch.note_message("it is there", 6.0)
+    assert watch.look([], 6.0)
+
+
+def test_a_load_that_never_ends_hangs_whatever_it_sends() -> None:
+    """A hundred times as long as what does nothing. What was stopped meanwhile does not count."""
+    watch = LoadWatch(most_s=5.0, now=0.0)
+    assert watch.look([], 1000.0), "it was stopped"
+    for second in range(1000, 1501):
+        watch.note_message(f"attempt {second}", float(second))
+        assert watch.look([], float(second))
+    watch.note_message("attempt 1501", 1501.0)
+    assert not watch.look([], 1501.0)
 
 
 SCRIPT = """

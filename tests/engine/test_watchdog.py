@@ -48,6 +48,19 @@ def test_the_watchdog_ends_an_engine_that_hangs(make_front: Callable[..., Front]
     assert 4 <= front.engine.health.restarts["hung"] <= 5
 
 
+def test_time_in_which_the_front_was_stopped_is_no_silence_of_the_engine(
+    make_front: Callable[..., Front],
+) -> None:
+    """A paused container stops both. The engine is given the time again to send something."""
+    front = make_front(watchdog_s=3.0)
+    front.submit(3, HANGS)
+    time.sleep(1.0)
+    front.engine._clock = lambda: time.monotonic() + 3600.0
+    began = time.monotonic()
+    front.read_until(lambda: front.engine.health.restarts.total() == 1)
+    assert time.monotonic() - began > 2.5
+
+
 def test_a_step_that_compiles_does_not_hang(make_front: Callable[..., Front]) -> None:
     """It says so before each kernel, and takes longer than ``watchdog_s`` in all."""
     front = make_front(watchdog_s=4.0)

@@ -29,6 +29,7 @@ def drive(
     *,
     budget: int = 512,
     num_blocks: int | None = None,
+    num_slots: int | None = None,
     stagger: int = 0,
     **options: object,
 ) -> Driven:
@@ -43,7 +44,7 @@ def drive(
         num_blocks=num_blocks or info.num_blocks,
         max_model_len=info.max_model_len,
         max_num_batched_tokens=budget,
-        num_slots=info.num_slots,
+        num_slots=num_slots or info.num_slots,
         chunking=info.chunking,
         forks_share_blocks=info.cache != "opaque",
     )

@@ -260,8 +260,8 @@ def test_a_file_that_grows_while_the_job_runs_is_read_as_far_as_it_went(
 
     begin = JobJournal.begin_or_resume
 
-    def growing(self: JobJournal, *arguments: Any) -> None:
-        begin(self, *arguments)
+    def growing(self: JobJournal, *arguments: Any, **options: Any) -> None:
+        begin(self, *arguments, **options)
         with source.open("ab") as file:
             file.write(whole[listed:])
             file.write('{"id": 51}\n'.encode(encoding).removeprefix(codecs.BOM_UTF16_LE))

@@ -108,7 +108,7 @@ def test_a_job_that_is_killed_early_gets_on(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Pipeline, "_commit_rest", killed)
+        patch.setattr(Pipeline, "commit_rest", killed)
         with pytest.raises(KeyboardInterrupt):
             run(source, tmp_path / "out", **settings)
     assert run(source, tmp_path / "out", **settings)

@@ -108,12 +108,12 @@ def test_sigterm_and_a_row_that_kills_its_worker(tmp_path: Path) -> None:
 
 SLOW_READ = """
 import time
-from jitney_jobs.dataset import Dataset
-batches = Dataset._batches
-def stuck(self, *arguments):
-    yield from batches(self, *arguments)
+from jitney_jobs.file_reader import FileReader
+batches = FileReader.batches
+def stuck(self, *arguments, **options):
+    yield from batches(self, *arguments, **options)
     time.sleep(3600)
-Dataset._batches = stuck
+FileReader.batches = stuck
 """
 
 

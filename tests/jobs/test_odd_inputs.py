@@ -154,6 +154,30 @@ def test_an_output_inside_of_the_input_by_another_way() -> None:
         make_job({"input": "in", "output": "other/../in/out", "model": "m"})
 
 
+def test_an_output_that_leads_into_the_input_by_a_link(tmp_path: Path) -> None:
+    """The next job would read it."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (tmp_path / "link").symlink_to(folder)
+    with pytest.raises(InvalidArgumentError, match="outside of the input"):
+        job_of(folder, tmp_path / "link" / "out")
+
+
+def test_an_input_inside_of_the_output(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", ids(0, 5))
+    with pytest.raises(InvalidArgumentError, match="must be outside of the output"):
+        run(source, tmp_path)
+
+
+def test_a_row_whose_value_does_not_fit_is_shown(tmp_path: Path) -> None:
+    source = tmp_path / "in.csv"
+    source.write_text("id,name\n20,a\nx,b\n")
+    assert run(source, tmp_path / "out", schema='{"id": "int64"}', map=MARKED)
+    (error,) = bad(tmp_path / "out")
+    assert error["error"] == "column 'id': x is no value of type int64"
+    assert error["input"] == {"id": "x", "name": "b"}
+
+
 def test_settings_may_be_put_right_before_anything_is_committed(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in.jsonl", ids(0, 5))
     output = tmp_path / "out"

@@ -436,6 +436,26 @@ def test_an_output_of_csv(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ parts
 
 
+@pytest.mark.parametrize(
+    ("names", "bound"),
+    [
+        (["list"], r"partition_by is 'list', but must be a column of texts.*list<element: int64>"),
+        (["bytes"], "it is of type binary"),
+        (["id", "list", "bytes", "mark"], "some of the columns, not all"),
+        (["nothing"], "one of id, list, bytes, mark"),
+    ],
+)
+def test_columns_that_cannot_divide_a_part(tmp_path: Path, names: list[str], bound: str) -> None:
+    table = pa.table({"id": [1], "list": [[1]], "bytes": [b"x"]})
+    pq.write_table(table, tmp_path / "in.parquet")
+    settings = {"map": MARKED, "schema": None, "partition_by": names}
+    if "mark" in names:
+        pq.write_table(table.select(["id"]), tmp_path / "in.parquet")
+        settings["partition_by"] = ["id", "mark"]
+    with pytest.raises(InvalidArgumentError, match=bound):
+        run(tmp_path / "in.parquet", tmp_path / "out", **settings)
+
+
 def test_parts_that_are_divided_by_columns(tmp_path: Path) -> None:
     rows = [{"id": i, "day": ["a/b", "c d", None][i % 3], "of": {"n": i % 2}} for i in range(60)]
     source = write_lines(tmp_path / "in.jsonl", rows)

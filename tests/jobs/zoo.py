@@ -10,13 +10,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.jobs.zoo_disguised import DISGUISED
+from tests.jobs.zoo_drift import DRIFT
 from tests.jobs.zoo_folders import FOLDERS
 from tests.jobs.zoo_kind import Kind
 from tests.jobs.zoo_lines import CSV, JSON_LINES
 from tests.jobs.zoo_tables import TABLES
 from tests.jobs.zoo_types import kinds_of_types
 
-KINDS: dict[str, Kind] = {**dict(kinds_of_types()), **TABLES, **JSON_LINES, **CSV, **FOLDERS}
+KINDS: dict[str, Kind] = {
+    **dict(kinds_of_types()),
+    **TABLES,
+    **DRIFT,
+    **JSON_LINES,
+    **CSV,
+    **DISGUISED,
+    **FOLDERS,
+}
 
 
 def nothing(row: dict[str, Any]) -> dict[str, Any]:

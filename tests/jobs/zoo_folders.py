@@ -53,6 +53,11 @@ def hive(folder: Path) -> None:
         pq.write_table(pa.table({"n": [int(year)]}), below / "a.parquet")
 
 
+def no_text_in_name(folder: Path) -> None:
+    (folder / "k=%ff").mkdir()
+    (folder / "k=%ff" / "a.jsonl").write_bytes(LINES)
+
+
 def odd_names(folder: Path) -> None:
     below = folder / "in den Süden" / "b c%20d"
     below.mkdir(parents=True)
@@ -118,6 +123,9 @@ FOLDERS: dict[str, Kind] = {
                 "month": pa.array([1, None], pa.int32()),
             }
         ),
+    ),
+    "folders whose columns are no text": Kind(
+        no_text_in_name, error="the names of the input's folders: .*%ff"
     ),
     "names with spaces and umlauts": Kind(odd_names, good=NUMBERS),
     "a name in capitals": Kind(upper_case, good=NUMBERS),

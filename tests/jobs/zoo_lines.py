@@ -135,6 +135,25 @@ JSON_LINES: dict[str, Kind] = {
         json.dumps({"rows": [{"n": 1}]}, indent=2).encode(),
         good=pa.table({"rows": [[{"n": 1}]]}),
     ),
+    "jsonl: integers that no double holds, in objects beside floats": of_bytes(
+        "a.jsonl",
+        b'{"s": {"id": 1152921504606846977}, "l": [0.5]}\n'
+        b'{"s": {"id": 0.5}, "l": [1, -1152921504606846977]}\n',
+        good=pa.table(
+            {
+                "s": [{"id": "1152921504606846977"}, {"id": "0.5"}],
+                "l": [["0.5"], ["1", "-1152921504606846977"]],
+            }
+        ),
+    ),
+    "jsonl: an integer that no double holds, where the job names a double": of_bytes(
+        "a.jsonl",
+        b'{"n": 1}\n{"n": 1152921504606846977}\n',
+        good=pa.table({"n": [1.0]}),
+        bad={1: "1152921504606846977 is no value of type double"},
+        settings={"schema": '{"n": "double"}'},
+    ),
+    "json: objects in one line": of_bytes("a.json", b'{"n": 1}{"n": 2} {"n": 3}', good=NUMBERS),
     "jsonl.gz": of_bytes("a.jsonl.gz", gzip.compress(LINES), good=NUMBERS),
     "jsonl.gz: two members": of_bytes(
         "a.jsonl.gz", gzip.compress(LINES[:9]) + gzip.compress(LINES[9:]), good=NUMBERS
@@ -181,6 +200,9 @@ CSV: dict[str, Kind] = {
         b"a,b\n1,2\nx\ry,5\n3,4\n",
         good=TWO,
         bad={1: "a carriage return stands in a field without quotes"},
+    ),
+    "csv: Excel's line with the delimiter": of_bytes(
+        "a.csv", b"sep=|\r\na|b\r\n1|2\r\n3|4\r\n", good=TWO
     ),
     "csv: no last newline": of_bytes("a.csv", b"a,b\n1,2\n3,4", good=TWO),
     "csv: a quote that is not closed": of_bytes(

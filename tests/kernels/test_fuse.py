@@ -155,6 +155,15 @@ def test_a_norm_with_another_epsilon_is_kept(tmp_path) -> None:
     assert module.model.norm is norm
 
 
+def test_a_norm_that_takes_a_gate_too_is_kept(tmp_path) -> None:
+    module = load(tmp_path, "olmo2")
+    norm = module.model.norm
+    original = norm.forward
+    norm.forward = lambda x, gate=None: original(x)
+    assert fuse(module).counts == (2, 0, 0, False)
+    assert module.model.norm is norm
+
+
 def test_an_mlp_that_clamps_is_called_as_it_is(tmp_path) -> None:
     """Its bound lies beyond what random input of scale 1 reaches."""
     module = load(tmp_path, "llama")

@@ -236,11 +236,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     a step on a GPU has to compile kernels, the count starts again at each of them. With
     ``compile``, a graph can take minutes: set more."""
     load_watchdog_s: Annotated[float, Meta(ge=0.1, le=86400)] = 120.0
-    """A load is given up after so many seconds in which its processes sent no message and computed
-    next to nothing. If they compute but send no message, it is given up after ten times as many. A
-    first load then fails. A later one is tried again, with pauses, and open requests end as
-    ``UNAVAILABLE``. A request that waits for an adapter or a grammar also ends as ``UNAVAILABLE``
-    if that is not ready after so many seconds."""
+    """A load is given up after so many seconds in which its processes sent no new message and
+    computed next to nothing. If they compute but send no new message, it is given up after ten
+    times as many, and in any case after a hundred times as many. A first load then fails. A later
+    one is tried again, with pauses, and open requests end as ``UNAVAILABLE``. A request that waits
+    for an adapter or a grammar also ends as ``UNAVAILABLE`` if that is not ready after so many
+    seconds."""
     drain_s: Annotated[float, Meta(ge=0, le=3600)] = 5.0
     """Seconds that running requests have to finish after SIGTERM. ``jitney serve`` and our
     container have settings of their own for this (``--grace``, ``DRAIN_SECONDS``): this option

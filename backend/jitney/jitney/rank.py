@@ -35,6 +35,11 @@ class Rank(NamedTuple):
     key: int
     """The request's."""
 
+    def is_far_behind(self, other: "Rank", aging_s: float) -> bool:
+        """Whether it is of a lower tier than another one, of a lower priority, or has come
+        ``aging_s`` seconds later or more. A unit of priority weighs as much as ``aging_s``."""
+        return self.tier > other.tier or self.rank_s - other.rank_s >= aging_s
+
     def has_aged(self, now: float) -> bool:
         """Whether it may count as one of the first tier."""
         return now >= self.rank_s
@@ -81,6 +86,10 @@ class RankedQueue:
     def firsts(self) -> list[Rank]:
         """The first of each tier."""
         return [queue[0] for queue in self._of_tier.values() if queue]
+
+    def lasts(self) -> list[Rank]:
+        """The last of each tier."""
+        return [queue[-1] for queue in self._of_tier.values() if queue]
 
 
 class MakeQueue:

@@ -87,7 +87,8 @@ class AdapterPool:
         While there is no room for their adapters, requests wait in a queue. As a rule, a new
         request whose adapter is in memory passes the queue. But popular adapters would then never
         be evicted. So it must queue, too, if the first request in the queue comes before it by rank
-        and arrived more than ``aging_s`` seconds ago.
+        and either arrived more than ``aging_s`` seconds ago, or is far before it
+        (``Rank.is_far_behind``).
         """
         self._load = load
         self._check = check
@@ -235,14 +236,20 @@ class AdapterPool:
             del self._requests[key]
         return self._admit_queued(now)
 
-    def blocked(self, now: float) -> Blocked | None:
+    def blocked(self, now: float, *, may_preempt: bool) -> Blocked | None:
         """The first request that waits for room, and the users of each adapter that could be
-        evicted for it. None: no request waits for room, or nobody need make way yet, because the
-        adapter of the first one is still being checked."""
+        evicted for it. None in three cases:
+
+        - No request waits for room.
+        - The adapter of the first one is still being checked.
+        - Nobody may be preempted, and no user is far behind the first one. As a rule this is so,
+          and to find it costs little however many users there are."""
         if not self._queue:
             return None
         first = self._first(now)
         if not self._checks.is_done(first.key):
+            return None
+        if not may_preempt and not self._any_user_is_far_behind(first):
             return None
         users = []
         for entry in self._entries.values():
@@ -297,6 +304,9 @@ class AdapterPool:
             return rank.order_in_tier()
         return rank.order(now)
 
+    def _any_user_is_far_behind(self, first: Rank) -> bool:
+        return any(rank.is_far_behind(first, self._aging_s) for rank in self._users.lasts())
+
     def _order_of_user(self, key: int, now: float) -> Order:
         """The order of a user of an adapter. Only the first user of its tier may count as aged."""
         rank = self._requests[key].rank
@@ -308,13 +318,14 @@ class AdapterPool:
 
     def _must_queue(self, rank: Rank, now: float) -> bool:
         """Whether a new request must wait behind the first request in the queue, even if its own
-        adapter is in memory. It must if the first one comes before it in order, and arrived more
-        than ``aging_s`` seconds ago."""
+        adapter is in memory."""
         if not self._queue:
             return False
         first = self._first(now)
         if self._order(rank, now) < self._order(first, now):
             return False
+        if rank.is_far_behind(first, self._aging_s):
+            return True
         # Counted from its arrival, not from its claim: a request that was taken back has claimed
         # its adapter twice.
         return now - self._requests[first.key].arrival > self._aging_s

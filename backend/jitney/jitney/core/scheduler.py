@@ -19,7 +19,7 @@ dropped.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -39,7 +39,13 @@ from jitney.core.policy.seam import TierTerms
 from jitney.core.request import Request, Sequence, SequenceState
 from jitney.core.slots import Slots
 from jitney.core.step_plan import plain_row
-from jitney.core.taking_back import Ranked, TakenBack, resumable, users_that_make_way
+from jitney.core.taking_back import (
+    Ranked,
+    TakenBack,
+    resumable,
+    users_that_make_way,
+    waiting_users_behind,
+)
 from jitney.errors import InvalidArgumentError, JitneyError, UnavailableError
 from jitney.messages import (
     Cancelled,
@@ -158,29 +164,34 @@ class Scheduler:
         return Rank(terms.tier, self._rank_s(message, terms), message.key)
 
     @property
-    def may_take_back(self) -> bool:
-        """Whether any request may ever make way for one that needs its resource."""
+    def may_preempt_users(self) -> bool:
+        """Whether running requests may make way for one that needs their resource."""
         return self._preempts and self.policies.making_way.is_possible
 
     def who_makes_way(self, blocked: Blocked) -> list[int]:
         """Keys of the requests to :meth:`take_back` so that a blocked one has room for its
-        resource. Empty: nobody makes way."""
-        assert self.may_take_back
+        resource. Empty: nobody makes way.
+
+        If the options say so, running requests make way. Else those do that wait to run."""
         users = [[self._ranked(order) for order in orders] for orders in blocked.users]
         urgent = self._ranked(blocked.first)
-        found = users_that_make_way(urgent, users, self.policies.making_way)
+        found: Iterable[Ranked] = ()
+        if self.may_preempt_users:
+            found = users_that_make_way(urgent, users, self.policies.making_way)
+        if not found:
+            found = waiting_users_behind(urgent, users, self.config.aging_s)
         return [user.order.key for user in found]
 
     def _ranked(self, order: Order) -> Ranked:
         """An open request."""
-        message = self._message_of(order.key)
-        return Ranked(order, self._admission.tier_terms_of(message).tier, message)
-
-    def _message_of(self, key: int) -> Submit:
-        """The message of an open request."""
+        key = order.key
         if key in self._held:
-            return self._held.get(key)
-        return self.live.requests[key].message
+            message = self._held.get(key)
+            return Ranked(order, self.rank_of(message), message, is_running=False)
+        request = self.live.requests[key]
+        message = request.message
+        is_running = request.num_running > 0
+        return Ranked(order, self.rank_of(message), message, is_running)
 
     def is_running(self, key: int) -> bool:
         """Whether a sequence of the request has been admitted, and has not ended."""

@@ -11,15 +11,17 @@ from jitney.batch import Adapter, Grammar
 from jitney.core.policy.making_way import MakingWay
 from jitney.core.request import Request, SequenceState
 from jitney.messages import Emitted, Submit
-from jitney.rank import Order
+from jitney.rank import Order, Rank
 
 
 class Ranked(NamedTuple):
     """An open request."""
 
     order: Order
-    tier: int
+    rank: Rank
     message: Submit
+    is_running: bool
+    """Whether any of its sequences runs."""
 
 
 class TakenBack(NamedTuple):
@@ -35,7 +37,8 @@ class TakenBack(NamedTuple):
 def users_that_make_way(
     urgent: Ranked, users: Sequence[Sequence[Ranked]], making_way: MakingWay
 ) -> Sequence[Ranked]:
-    """The users of one resource, all of which make way for ``urgent``. Empty: nobody makes way.
+    """The users of one resource, all of which make way for ``urgent``, although some of them run.
+    Empty: nobody makes way.
 
     ``users``: for each resource, the requests that use it. A resource can be released if each of
     its users comes after ``urgent`` in order, and makes way for it. If several resources can be
@@ -56,7 +59,27 @@ def users_that_make_way(
 
 
 def _makes_way(user: Ranked, urgent: Ranked, making_way: MakingWay) -> bool:
-    return making_way.makes_way(user.tier, user.message, urgent.tier, urgent.message)
+    return making_way.makes_way(user.rank.tier, user.message, urgent.rank.tier, urgent.message)
+
+
+def waiting_users_behind(
+    urgent: Ranked, users: Sequence[Sequence[Ranked]], aging_s: float
+) -> list[Ranked]:
+    """The users of all resources that only wait to run, and that are far behind ``urgent``.
+
+    None of them runs before it. Otherwise a resource would be released only after all requests that
+    were accepted for it before ``urgent`` came, however urgent that one is."""
+    found: list[Ranked] = []
+    for of_resource in users:
+        for user in of_resource:
+            comes_later = user.order > urgent.order
+            if comes_later and not user.is_running and _is_far_behind(user, urgent, aging_s):
+                found.append(user)
+    return found
+
+
+def _is_far_behind(user: Ranked, urgent: Ranked, aging_s: float) -> bool:
+    return user.rank.is_far_behind(urgent.rank, aging_s)
 
 
 def resumable(request: Request) -> Submit:

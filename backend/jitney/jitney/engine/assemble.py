@@ -24,7 +24,7 @@ from jitney.execution.checkpoint import resolve_model
 from jitney.execution.interface import LoadedModel
 from jitney.execution.load import LoadedRunner
 from jitney.execution.machine import resolve_device
-from jitney.execution.quantized import Quantizer
+from jitney.execution.quantized import Quantizer, drop_floats
 from jitney.execution.weigh import weigh as weigh_model
 from jitney.messages import Footprint, ModelInfo
 from jitney.text.grammar import GrammarCompiler
@@ -124,7 +124,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
     :data:`~jitney.engine.loading.LoadModel`: that gives a runner, and what is beside it.)"""
     device = resolve_device(config.device)
     tools = read_model.LoadTools(device, accelerator_for(config, device), quantizer())
-    return load_step.load_model(config, tools)
+    model = load_step.load_model(config, tools)
+    drop_floats(model.module)
+    return model
 
 
 def weigh(config: EngineConfig) -> Footprint:

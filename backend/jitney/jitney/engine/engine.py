@@ -309,7 +309,7 @@ class Engine:
         - They change while it waits: it fails, because they are another adapter.
         - The load fails for any other reason: that is tried again for some time
           (``Pending.hold_for_retry``)."""
-        if not self.scheduler.may_take_back:
+        if not self.pending.may_be_blocked:
             return
         # First, so that requests that have just ended release their adapters.
         self._note_ended(_ended_by(self._events), now)

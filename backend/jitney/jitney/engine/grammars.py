@@ -113,7 +113,7 @@ class Grammars:
                 del self._waiting[text]
         return ()
 
-    def blocked(self, now: float) -> Blocked | None:
+    def blocked(self, now: float, *, may_preempt: bool) -> Blocked | None:
         """None: a grammar in use does not keep another one from being compiled."""
         return None
 

@@ -8,19 +8,25 @@ again. Only Linux tells it; elsewhere only messages count.
 
 import contextlib
 import os
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
 _MOST_SILENCE = 10
-"""A load that sends no message for ``_MOST_SILENCE * most_s`` seconds hangs, even if it uses
+"""A load that sends no new message for ``_MOST_SILENCE * most_s`` seconds hangs, even if it uses
 processor time: it may be in an endless loop."""
+_MOST_LOAD = 100
+"""A load that takes more than ``_MOST_LOAD * most_s`` seconds hangs, whatever it sends."""
+_MOST_TEXTS = 64
+"""A message counts as progress only if its text is not among the last ``_MOST_TEXTS`` texts. A loop
+that waits for something may send the same ones again and again."""
 _LEAST_SHARE = 0.002
 """Processor time counts as progress if it is at least this share of the time since the last
 progress. A loop that looks for a file every 0.1 s takes a quarter of that. A load from a disk of
 10 MB/s takes twice that."""
-_LONGEST_LOOK_S = 10.0
-"""Longest time between two calls of :meth:`LoadWatch.look`. If it was longer, this process was
-stopped, and perhaps the others, too: then the time does not count."""
+LONGEST_LOOK_S = 10.0
+"""Longest time between two looks at an engine's process. If it was longer, this process was
+stopped, and perhaps the engine's, too: then the time does not count."""
 
 
 class LoadWatch:
@@ -29,13 +35,18 @@ class LoadWatch:
     def __init__(self, most_s: float, now: float) -> None:
         """The load hangs after ``most_s`` seconds without progress."""
         self._most_s = most_s
+        self._began = now
         self._progress_at = now
         self._message_at = now
         self._looked_at = now
         self._ticks = 0  # of all processes, at the last progress
+        self._texts: deque[str] = deque(maxlen=_MOST_TEXTS)  # the last ones, each once
 
-    def note_message(self, now: float) -> None:
+    def note_message(self, text: str, now: float) -> None:
         """A process has sent a message."""
+        if text in self._texts:
+            return
+        self._texts.append(text)
         self._progress_at = now
         self._message_at = now
 
@@ -43,14 +54,18 @@ class LoadWatch:
         """Look at the processes, which are ``pids`` and their descendants. Returns whether the load
         makes progress; False: it hangs."""
         ticks = sum(map(ticks_of_all, pids))
-        if now - self._looked_at > _LONGEST_LOOK_S:
-            self.note_message(now)
+        if now - self._looked_at > LONGEST_LOOK_S:
+            self._began += now - self._looked_at
+            self._progress_at = now
+            self._message_at = now
             self._ticks = ticks
         elif self._has_computed(ticks, now):
             self._progress_at = now
             self._ticks = ticks
         self._looked_at = now
         if now - self._progress_at > self._most_s:
+            return False
+        if now - self._began > _MOST_LOAD * self._most_s:
             return False
         return now - self._message_at <= _MOST_SILENCE * self._most_s
 

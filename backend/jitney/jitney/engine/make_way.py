@@ -1,4 +1,4 @@
-"""Requests that use an adapter make way for one that waits for room.
+"""Requests that use an adapter, or wait to run with it, make way for one that waits for room.
 
 The engine asks who makes way, completes the steps in flight, asks again, and takes these requests
 back (``Engine._let_make_way``).
@@ -19,7 +19,7 @@ def note_changes_and_find_who_makes_way(
     A request does not make way if the files of its adapter have changed: it could not go on. If
     that holds for any of those found, ``pending`` notes it, and this call finds nobody. The next
     call leaves them out, and may find others."""
-    blocked = pending.blocked(now)
+    blocked = pending.blocked(now, may_preempt=scheduler.may_preempt_users)
     if blocked is None:
         return []
     found = scheduler.who_makes_way(blocked)

@@ -154,10 +154,15 @@ class Pending:
 
     # ------------------------------------------------------------------ requests are taken back
 
-    def blocked(self, now: float) -> Blocked | None:
-        """The first request that waits until others release what they use, if there is one."""
+    @property
+    def may_be_blocked(self) -> bool:
+        """Whether any request ever waits until others release what they use."""
+        return self._adapters is not None
+
+    def blocked(self, now: float, *, may_preempt: bool) -> Blocked | None:
+        """See :meth:`Source.blocked`."""
         for source in self._sources:
-            blocked = source.blocked(now)
+            blocked = source.blocked(now, may_preempt=may_preempt)
             if blocked is not None:
                 return blocked
         return None

@@ -63,8 +63,10 @@ class Source(Protocol[T_co]):
         """These requests have ended; some of them may have claimed nothing. Returns the keys of
         waiting requests that can go on, now that the ended ones have freed room."""
 
-    def blocked(self, now: float) -> Blocked | None:
-        """The first request that waits until others release what they use, if there is one."""
+    def blocked(self, now: float, *, may_preempt: bool) -> Blocked | None:
+        """The first request that waits until others release what they use. None if there is none,
+        or if nobody can make way for it. ``may_preempt``: whether a request that runs may make way.
+        Otherwise only those may that are far behind (``Rank.is_far_behind``)."""
 
     def note_changes(self, keys: Collection[int]) -> bool:
         """Look whether any resource that these requests use has changed: it could not be made

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from jitney.engine.fork_server import EngineConnection, ForkServer, ProcessEnd
 from jitney.engine.inbox import UNLOADED
 from jitney.engine.load_watch import LoadWatch
-from jitney.engine.wire import LoadRefused, Ready, Start, ToFront
+from jitney.engine.wire import LoadRefused, Logged, Ready, Start, ToFront
 from jitney.errors import (
     CheckpointError,
     ConfigError,
@@ -81,8 +81,8 @@ class EngineStart:
                 return message
             if isinstance(message, LoadRefused):
                 raise _LOAD_ERRORS.get(message.kind, LoadError)(message.message)
-            if message is not None:
-                self._watch.note_message(self._clock())
+            if isinstance(message, Logged):
+                self._watch.note_message(message.text, self._clock())
             self._check_progress(connection.pid)
         raise LoadError(UNLOADED)
 

@@ -36,6 +36,7 @@ from jitney.engine.fork_server import (
 from jitney.engine.handle import Death, Health
 from jitney.engine.inbox import UNLOADED
 from jitney.engine.journal import AtWork, Journal
+from jitney.engine.load_watch import LONGEST_LOOK_S
 from jitney.engine.start_engine import EngineStart, KilledError
 from jitney.engine.wire import Logged, Making, Ready, Start, StepBegun, Stop, ToFront
 from jitney.errors import UnavailableError
@@ -93,6 +94,7 @@ class SupervisedEngine:
         # Since when the engine is silent: since its last message, but not while no request is open,
         # because an idle engine sends nothing. Set by _read, _receive and send.
         self._heard = 0.0
+        self._looked_at = 0.0  # when _receive last looked for a message
         # Times of the deaths since an engine last completed a step.
         self._deaths_without_step: list[float] = []
         # Only with run_in_thread():
@@ -284,8 +286,12 @@ class SupervisedEngine:
         Called while a model is still loading, too."""
         message = connection.frames.receive(TICK_S)
         now = self._clock()
-        if message is not None or not self._journal:
+        # If nobody has looked for long, this process was stopped, and perhaps the engine's, too, as
+        # when a container is paused. That is no silence of the engine.
+        was_stopped = now - self._looked_at > LONGEST_LOOK_S
+        if message is not None or not self._journal or was_stopped:
             self._heard = now
+        self._looked_at = now
         self._expire(connection, now)
         if isinstance(message, Logged):
             logging.getLogger(message.logger).log(message.level, "%s", message.text)

@@ -27,6 +27,17 @@ HEAD_ALIGNMENT = 16
 function may read and write whole groups of so many elements."""
 
 
+class RowSlot(NamedTuple):
+    """Where a row's states are, in a model with state layers (``state_slots``)."""
+
+    slot: int
+    first: int
+    """The index of the row's first token among the T."""
+    num_tokens: int
+    is_new: bool
+    """Whether the row begins its sequence: nothing in the slot is the sequence's."""
+
+
 @dataclass(slots=True)
 class AttentionMetadata:
     """One step: R rows, T flattened tokens. All tensors live on the device of the cache."""
@@ -53,6 +64,8 @@ class AttentionMetadata:
     """What an attention function has derived from this step in one layer, kept for the others."""
     adapted: list[AdapterSpan] = field(default_factory=list)
     """The tokens that are under adapters, in order."""
+    slots: list[RowSlot] = field(default_factory=list)
+    """By row; empty in a model without state layers."""
 
     @property
     def num_rows(self) -> int:
@@ -140,7 +153,20 @@ def build_metadata(
         max_query_len=longest,
         max_context_len=max(ends),
         adapted=spans_of(rows),
+        slots=_row_slots(rows),
     )
+
+
+def _row_slots(rows: list[Row]) -> list[RowSlot]:
+    """See :class:`AttentionMetadata`."""
+    slots = []
+    first = 0
+    for row in rows:
+        num_tokens = len(row.token_ids)
+        if row.slot is not None:
+            slots.append(RowSlot(row.slot, first, num_tokens, is_new=row.start == 0))
+        first += num_tokens
+    return slots
 
 
 def _used_tables(rows: list[Row], ends: list[int], block_size: int) -> list[list[int]]:

@@ -24,6 +24,9 @@ GENERATION_CONFIG = "generation_config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
+MODELOPT_CONFIG = "hf_quant_config.json"
+"""Where older releases of modelopt say how weights are quantized."""
+
 CONSOLIDATED = "consolidated.safetensors"
 """In Mistral's own layout, as a rule: with other names of tensors than transformers' modules have.
 """
@@ -173,6 +176,10 @@ def _contents_of_safetensors(folder: Path) -> _Contents:
     if has_own_layout:
         raise _mistrals_own()
     config = read_json(folder, CONFIG)
+    if not config.get("quantization_config") and (folder / MODELOPT_CONFIG).exists():
+        stated = read_json(folder, MODELOPT_CONFIG).get("quantization")
+        if isinstance(stated, dict) and stated.get("quant_algo"):
+            config["quantization_config"] = {**stated, "quant_method": "modelopt"}
     files = _weight_files(folder)
     tensors: dict[str, StoredTensor] = {}
     for file in files:

@@ -29,7 +29,9 @@ def first_steps(info: ModelInfo, propose: int) -> list[Batch]:
     context = chunk_len + tokens_after_chunk
     table = list(range(math.ceil(context / info.block_size)))
     greedy = SamplingParams(temperature=0.0, seed=0)
+    slot = 0 if info.num_slots else None
     decode = probe_row(prompt, start=chunk_len, count=1, block_table=table, params=greedy)
+    decode.slot = slot
     if chunk_len == 0:
         return [Batch([decode])]
 
@@ -37,4 +39,5 @@ def first_steps(info: ModelInfo, propose: int) -> list[Batch]:
     # Enough for the draft model to read every token in this one step.
     decode.most_read = context
     chunk = probe_row(prompt, start=0, count=chunk_len, block_table=table, params=greedy)
+    chunk.slot = slot
     return [Batch([chunk]), Batch([decode])]

@@ -1,21 +1,23 @@
 """A GGUF file, llama.cpp's format: fields that describe a model, and its tensors.
 
-The package gguf reads the file. transformers maps the file's fields to options of its own, and the
-file's tensors to tensors of its own. It also knows how llama.cpp reordered rows. What either of the
-two would pass over in silence is refused here. Called by ``checkpoint``; the tensors are read by
+``gguf_header`` reads the header, and the package gguf converts blocks to floats. transformers maps
+the file's tensors to tensors of its own, and knows how llama.cpp reordered rows. What would be
+passed over in silence is refused here. Called by ``checkpoint``; the tensors are read by
 ``weights`` and ``quantization``.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from jitney.errors import CheckpointError, UnsupportedModelError, install_extra, show
+from jitney.gguf_header import TensorEntry, read_header
 
 SUFFIX = ".gguf"
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -37,13 +39,23 @@ _EOS_FIELDS = (
     "tokenizer.ggml.eot_token_id",
     "tokenizer.ggml.eom_token_id",
 )
-_PRETOKENIZER = "tokenizer.ggml.pre"
-_PRETOKENIZERS = (
-    None, "default", "gpt-2", "llama-bpe", "llama3", "llama-v3", "smaug-bpe", "tekken", "qwen2",
-    "deepseek-r1-qwen",
-)  # fmt: skip
-"""The field names the way in which text is split into words. transformers splits rightly for these
-values. For any other it splits as for GPT-2, which would be wrong."""
+_TOKENS = "tokenizer.ggml.tokens"
+_CONFIG_FIELDS = {
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "embedding_length": "hidden_size",
+    "rope.freq_base": "rope_theta",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "vocab_size": "vocab_size",
+}
+"""Field, without the name of the architecture before it -> option of transformers' configurations
+of all ARCHITECTURES."""
+_FLOAT_VIEWS = {"F32": np.float32, "F16": np.float16}
+"""Types whose values numpy has. BF16 is not among them: the package gguf widens it."""
 _ROWS = 1024
 """How many rows of a tensor are converted to float32 at a time."""
 
@@ -56,13 +68,24 @@ class GgufTensor(NamedTuple):
     num_bytes: int
 
 
+class _MappedTensor(NamedTuple):
+    """A tensor of the file, not read yet."""
+
+    name: str
+    ggml_type: Any
+    """gguf's ``GGMLQuantizationType``"""
+    shape: list[int]
+    data: Any
+    """numpy's view of the mapped file: floats [...], or bytes of blocks [rows, bytes of a row]."""
+
+
 class _FoundTensors(NamedTuple):
     """The tensors of a file, and what is needed to read them."""
 
     processor: Any
     """What transformers reorders rows with."""
-    stored: dict[str, Any]
-    """Name in transformers' module -> the tensor as the package gguf gives it."""
+    stored: dict[str, _MappedTensor]
+    """By name in transformers' module."""
     rope_divisors: Tensor | None
     """What the rotary frequencies are divided by, if the file says so."""
 
@@ -86,48 +109,78 @@ class GgufFile:
             ) from None
         self.name = path.name
         self._dequantize = gguf.dequantize
-        reader = gguf.GGUFReader(path)
-        # Without the tokenizer's lists, which have an entry for each token.
-        fields = {
-            key: field.contents()
-            for key, field in reader.fields.items()
-            if key in (_PRETOKENIZER, *_EOS_FIELDS) or not key.startswith("tokenizer.")
-        }
+        header = read_header(path)
+        fields = header.fields
         has_separate_config = separate_config is not None
-        self._check_fields(fields, path.parent, has_separate_config=has_separate_config)
+        self._check_fields(fields, has_separate_config=has_separate_config)
         self._architecture: str = fields["general.architecture"]
+        names = {entry.name for entry in header.tensors}
         if separate_config is None:
-            self.config = self._read_config(path, fields)
+            self.config = self._read_config(fields, names)
         else:
             self.config = separate_config
-        found = self._find_tensors(reader, has_separate_config=has_separate_config)
+        mapped = np.memmap(path, np.uint8, mode="r")
+        tensors = [self._map_tensor(entry, mapped) for entry in header.tensors]
+        found = self._find_tensors(tensors, has_separate_config=has_separate_config)
         self._processor = found.processor
         self._stored = found.stored
         self._rope_divisors = found.rope_divisors
 
-    def _read_config(self, path: Path, fields: dict[str, Any]) -> dict[str, Any]:
-        """The configuration that the file's fields describe."""
-        from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-
-        length = f"{self._architecture}.context_length"
+    def _read_config(self, fields: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+        """The configuration that the file's fields describe. ``names`` are those of its tensors."""
+        prefix = self._architecture
+        length = f"{prefix}.context_length"
         if not fields.get(length):
             raise CheckpointError(f"{self.name} lacks {length}, and no config.json is beside it")
-        config: dict[str, Any] = load_gguf_checkpoint(path)["config"]
-        # transformers reads no end of sequence, and the head size of some architectures only.
-        config["eos_token_id"] = [fields[key] for key in _EOS_FIELDS if key in fields]
-        head_size = fields.get(f"{self._architecture}.attention.key_length")
-        if head_size:
-            config["head_dim"] = head_size
+        config: dict[str, Any] = {
+            "model_type": prefix,
+            # llama.cpp writes no head where it is the embedding.
+            "tie_word_embeddings": "output.weight" not in names,
+            "eos_token_id": [fields[key] for key in _EOS_FIELDS if key in fields],
+        }
+        if _TOKENS in fields:
+            config["vocab_size"] = len(fields[_TOKENS])
+        for field, option in _CONFIG_FIELDS.items():
+            value = fields.get(f"{prefix}.{field}")
+            if value:
+                config[option] = value
+        # A llama's heads may be of a size that the hidden size does not tell.
+        config.setdefault("head_dim", _head_size(fields))
         return config
 
-    def _find_tensors(self, reader: Any, *, has_separate_config: bool) -> _FoundTensors:
+    def _map_tensor(self, entry: TensorEntry, mapped: Any) -> _MappedTensor:
+        """``mapped`` is the whole file, in bytes. Raises UnsupportedModelError for a type that is
+        not read, and ValueError if the file ends before the tensor does."""
+        import gguf
+
+        try:
+            ggml_type = gguf.GGMLQuantizationType(entry.ggml_type)
+        except ValueError:
+            raise UnsupportedModelError(
+                f"{self.name}: tensor {show(entry.name)} is of type {entry.ggml_type}, which this "
+                "version of the package gguf does not know"
+            ) from None
+        self._check_type(entry, ggml_type.name)
+        values_of_block, block_bytes = gguf.GGML_QUANT_SIZES[ggml_type]
+        *rows, columns = entry.shape
+        row_bytes = columns // values_of_block * block_bytes
+        num_bytes = math.prod(rows) * row_bytes
+        data = mapped[entry.offset : entry.offset + num_bytes]
+        if len(data) != num_bytes or columns % values_of_block != 0:
+            raise ValueError(f"tensor {entry.name} has {len(data)} bytes, not {num_bytes}")
+        float_type = _FLOAT_VIEWS.get(ggml_type.name)
+        if float_type is not None:
+            data = data.view(float_type)
+        return _MappedTensor(entry.name, ggml_type, entry.shape, data.reshape(*rows, -1))
+
+    def _find_tensors(
+        self, tensors: list[_MappedTensor], *, has_separate_config: bool
+    ) -> _FoundTensors:
         """For each tensor of the file, find its name in transformers' module. Raises
-        UnsupportedModelError for a tensor that the module does not have, and for a type that is not
-        read."""
+        UnsupportedModelError for a tensor that the module does not have."""
         from transformers.modeling_gguf_pytorch_utils import (
             TENSOR_PROCESSORS,
             TensorProcessor,
-            get_gguf_hf_weights_map,
         )
 
         hf_config = AutoConfig.for_model(**self.config)
@@ -135,11 +188,10 @@ class GgufFile:
             skeleton = AutoModelForCausalLM.from_config(hf_config)
         processor_class = TENSOR_PROCESSORS.get(self._architecture, TensorProcessor)
         processor = processor_class(hf_config.to_dict())
-        name_in_module = get_gguf_hf_weights_map(skeleton, processor, self._architecture)
-        stored: dict[str, Any] = {}
+        name_in_module = self._names_in_module(skeleton)
+        stored: dict[str, _MappedTensor] = {}
         rope_divisors: Tensor | None = None
-        for tensor in reader.tensors:
-            self._check_type(tensor)
+        for tensor in tensors:
             if tensor.name in name_in_module:
                 stored[name_in_module[tensor.name]] = tensor
             elif tensor.name == _ROPE_DIVISORS:
@@ -152,25 +204,37 @@ class GgufFile:
                 )
         return _FoundTensors(processor, stored, rope_divisors)
 
+    def _names_in_module(self, skeleton: PreTrainedModel) -> dict[str, str]:
+        """Name of a tensor in the file -> its name in the module."""
+        import gguf
+
+        architecture = next(
+            number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == self._architecture
+        )
+        name_in_file = gguf.get_tensor_name_map(architecture, skeleton.config.num_hidden_layers)
+        names: dict[str, str] = {}
+        for name in skeleton.state_dict():
+            found = name_in_file.get_name(name, try_suffixes=(".weight", ".bias"))
+            if found is not None:
+                names[found] = name
+        return names
+
     # ------------------------------------------------------------------ checks
 
-    def _check_type(self, tensor: Any) -> None:
+    def _check_type(self, tensor: TensorEntry, ggml_type: str) -> None:
         """Raise UnsupportedModelError unless the tensor's type is read: matrices may be of many
         types, all other tensors must be floats."""
         is_matrix = len(tensor.shape) == 2 and tensor.name.endswith(".weight")
         known = _TYPES if is_matrix else FLOATS
-        ggml_type = tensor.tensor_type.name
         if ggml_type not in known:
             raise UnsupportedModelError(
                 f"{self.name}: tensor {show(tensor.name)} is of type {ggml_type}, but must be "
                 f"{', '.join(known[:-1])} or {known[-1]}"
             )
 
-    def _check_fields(
-        self, fields: dict[str, Any], folder: Path, *, has_separate_config: bool
-    ) -> None:
+    def _check_fields(self, fields: dict[str, Any], *, has_separate_config: bool) -> None:
         """Raise UnsupportedModelError for fields that ask for something that transformers does not
-        do, unless a file in ``folder`` replaces them."""
+        do, unless a ``config.json`` replaces them."""
         prefix = fields["general.architecture"]
         self._require("general.architecture", fields, ARCHITECTURES)
         self._require("split.count", fields, (None, 0, 1))
@@ -186,8 +250,6 @@ class GgufFile:
         self._require(f"{prefix}.rope.dimension_count", fields, (None, head_size))
         self._require(f"{prefix}.attention.causal", fields, (None, True))
         self._require(f"{prefix}.attention.scale", fields, (None, 0, usual_scale))
-        if not (folder / "tokenizer.json").exists():
-            self._require(_PRETOKENIZER, fields, _PRETOKENIZERS, "tokenizer.json")
 
     def _require(
         self, key: str, fields: dict[str, Any], allowed: tuple[Any, ...], replaced_by: str = ""
@@ -210,9 +272,9 @@ class GgufFile:
         """Each tensor, by its name in the module."""
         return {
             name: GgufTensor(
-                ggml_type=tensor.tensor_type.name,
-                shape=[int(n) for n in reversed(tensor.shape)],  # ggml's order is the reverse
-                num_bytes=int(tensor.n_bytes),
+                ggml_type=tensor.ggml_type.name,
+                shape=tensor.shape,
+                num_bytes=tensor.data.nbytes,
             )
             for name, tensor in self._stored.items()
         }
@@ -224,7 +286,7 @@ class GgufFile:
     def parts(self, name: str) -> Iterator[Tensor]:
         """A tensor's values in float32, some rows at a time."""
         rows = self._rows(name)
-        ggml_type = self._stored[name].tensor_type
+        ggml_type = self._stored[name].ggml_type
         for begin in range(0, len(rows), _ROWS):
             part = self._dequantize(rows[begin : begin + _ROWS], ggml_type)
             yield torch.from_numpy(part)

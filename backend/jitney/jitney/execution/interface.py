@@ -22,8 +22,10 @@ from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from jitney.execution.attention import AttentionMetadata
-from jitney.execution.low_rank import BeginProducts, Hooks, Pack, Site, plain_products
+from jitney.execution.low_rank import AdapterSpan, BeginProducts, Hooks, Pack, Site, plain_products
 from jitney.execution.opaque import OpaqueModule, OpaqueTraits
+from jitney.execution.state_rows import SlotCache
+from jitney.execution.state_slots import StateLayout, StateSlots
 
 NAME = "jitney"
 LATENTS = "jitney_latents"
@@ -190,6 +192,16 @@ class LayerSpec:
         """Of the values in the cache."""
         return self.head_size if self.value_size is None else self.value_size
 
+    @property
+    def is_paged(self) -> bool:
+        """Whether the layer keeps K and V: see :data:`UNPAGED`."""
+        return self.num_kv_heads > 0
+
+
+UNPAGED = LayerSpec(num_heads=0, num_kv_heads=0, head_size=0, window=None)
+"""A layer that keeps nothing in blocks. Its caches are tensors without elements, so that a layer's
+number is its index among the caches."""
+
 
 @dataclass(frozen=True)
 class LoadedModel:
@@ -228,20 +240,32 @@ class LoadedModel:
     cache_scales: Mapping[int, KvScales] = field(default_factory=dict)
     """By layer, the scales of a float8 cache that the checkpoint states, on the device. Layers for
     which it states none are missing."""
+    states: StateLayout | None = None
+    """What layers keep beside K and V, or in place of them."""
 
 
 class PagedStep:
-    """One step's attention: the metadata of its rows, and the caches by layer index."""
+    """One step's attention: the metadata of its rows, and the caches by layer index. In a model
+    with state layers also the states of its rows."""
 
-    def __init__(self, layers: list[LayerCache], meta: AttentionMetadata) -> None:
+    def __init__(
+        self, layers: list[LayerCache], meta: AttentionMetadata, states: StateSlots | None = None
+    ) -> None:
         self.layers = layers
         self.meta = meta
         self._next: dict[int, int] = {}
         """By layer, for those that attend again: the number of the cache of the next call."""
+        self.cache: SlotCache | None = None
+        """What a model with state layers is called with."""
+        if states is not None:
+            self.cache = SlotCache(states, meta.slots)
 
     def __call__(self, call: AttentionCall) -> Tensor:
         """Returns [T, heads, value size]."""
-        cache = self.take_cache(call.layer)
+        layer = call.layer
+        if self.cache is not None and self.cache.slots.layout.shares_attention:
+            layer = self.cache.attending
+        cache = self.take_cache(layer)
         return cache.attend(call, cache, self.meta)
 
     def take_cache(self, layer: int) -> LayerCache:
@@ -366,8 +390,13 @@ def forward_module(
     under one adapter each. It returns a function that adds (x A^T) B^T to the result of each linear
     layer that adapters change (see ``low_rank``).
     """
-    # Only a step in service has adapters; a recorder has none.
-    adapted = paged.meta.adapted if isinstance(paged, PagedStep) else []
+    # Only a step in service has adapters and states; a recorder has none.
+    adapted: list[AdapterSpan] = []
+    caches: dict[str, SlotCache] = {}
+    if isinstance(paged, PagedStep):
+        adapted = paged.meta.adapted
+        if paged.cache is not None:
+            caches[paged.cache.slots.layout.cache_argument] = paged.cache
     with torch.inference_mode(), Hooks(module, adapted, begin_products):
         output = module(
             input_ids=ids.unsqueeze(0),
@@ -375,5 +404,6 @@ def forward_module(
             use_cache=False,
             logits_to_keep=indices,
             paged=paged,
+            **caches,
         )
     return output.logits[0]

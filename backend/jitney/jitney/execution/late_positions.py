@@ -2,15 +2,27 @@
 ``read_model``.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from jitney.execution.interface import AttentionCall, forward_module
 from jitney.execution.probe import probe_ids
 from jitney.execution.probe_tokens import ProbeTokens
+from jitney.execution.state_rows import StatesCache
+from jitney.execution.state_slots import StateLayout
 from jitney.execution.support import unservable
 
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 1e-2}
@@ -22,7 +34,9 @@ _LEAST_NORM = 1e-20
 
 
 @torch.inference_mode()
-def check_positions(module: PreTrainedModel, tokens: ProbeTokens) -> None:
+def check_positions(
+    module: PreTrainedModel, tokens: ProbeTokens, states: StateLayout | None = None
+) -> None:
     """Refuse a module that counts positions by anything but ``position_ids``, as Llama 4 does: by
     the tokens in its cache, where it has one, and by a token's index in the step.
 
@@ -34,12 +48,16 @@ def check_positions(module: PreTrainedModel, tokens: ProbeTokens) -> None:
             continue
         positions = sequence.positions(ids.device)
         with_cache = _HandedOver()
+        if states is None:
+            cache = {"past_key_values": _make_late_cache(module.config, sequence.first_position)}
+        else:
+            cache = {states.cache_argument: _make_late_states(states, sequence.first_position)}
         module(
             input_ids=ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
-            past_key_values=_make_late_cache(module.config, sequence.first_position),
-            use_cache=True,
+            use_cache=states is None,  # else MiniMax wants a cache of its own
             paged=with_cache,
+            **cache,
         )
         without = _HandedOver()
         forward_module(module, ids, positions, torch.arange(len(ids), device=ids.device), without)
@@ -91,3 +109,36 @@ class _LateLayer(DynamicLayer):
 def _make_late_cache(config: PreTrainedConfig, start: int) -> Cache:
     """An empty cache of a sequence that has ``start`` tokens already."""
     return Cache(layers=[_LateLayer(start) for _ in range(config.num_hidden_layers)])
+
+
+class _LateHybridLayer(LinearAttentionAndFullAttentionLayer):
+    """The same, of a layer that has states as well. Those begin here."""
+
+    def __init__(self, start: int, number_of_states: int) -> None:
+        super().__init__(number_of_states)
+        self._start = start
+
+    def get_seq_length(self) -> int:
+        return self._start + super().get_seq_length()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        held = super().get_seq_length()
+        return held + query_length, self._start
+
+
+def _make_late_states(states: StateLayout, start: int) -> Cache:
+    """The same for a model with state layers. Their states begin with the sequence's first token
+    here."""
+    layers: list[Any] = []
+    for layer in states.empty_layers:
+        attends = isinstance(layer, CacheLayerMixin)
+        has_states = isinstance(layer, LinearAttentionCacheLayerMixin)
+        if attends and has_states:
+            layers.append(_LateHybridLayer(start, layer.number_of_states))
+        elif attends:
+            layers.append(_LateLayer(start))
+        elif has_states:
+            layers.append(LinearAttentionLayer(layer.number_of_states))
+        else:
+            layers.append(DummyLayer())
+    return StatesCache(layers=layers)

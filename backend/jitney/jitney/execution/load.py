@@ -40,9 +40,10 @@ from jitney.execution.load_model import load_model
 from jitney.execution.load_opaque import make_opaque_runner, plan_opaque
 from jitney.execution.low_rank import find_sites
 from jitney.execution.opaque_runner import OpaqueRunner
-from jitney.execution.quantized import Quantizer, layers_that_round_inputs
+from jitney.execution.quantized import Quantizer, drop_floats, layers_that_round_inputs
 from jitney.execution.read_model import LoadTools, probe_tokens_of
 from jitney.execution.runner import TorchRunner
+from jitney.execution.state_slots import StateSlots
 from jitney.messages import ModelInfo
 
 _log = logging.getLogger(__name__)
@@ -87,6 +88,8 @@ class Allocation:
 
     ledger: memory.Ledger
     caches: list[LayerCache]
+    states: StateSlots | None
+    """None: the model keeps no states."""
     draft_caches: list[LayerCache]
     """Empty without a draft model."""
     draft_inputs: DraftInputs
@@ -120,7 +123,9 @@ def load_runner(
     if target.accelerator is None:
         _refuse_kernel_options(config)
     draft = None
-    if options.has_draft_model(config):
+    if target.model.states is not None and config.speculation is not None:
+        _log.warning("option speculation has no effect: states take no drafts back")
+    elif options.has_draft_model(config):
         draft = _prepare_draft(config, tools, setup, target)
     info = _describe(config, target)
     allocation = allocate(config, info, setup, target, draft)
@@ -154,10 +159,13 @@ def load_and_prepare(config: EngineConfig, tools: LoadTools, setup: DraftSetup) 
     """The steps up to speed-up, for a model or its draft model."""
     model = load_model(config, tools)
     if config.adapters is not None:
-        model = replace(model, sites=find_sites(model.module))
+        model = replace(model, sites=find_sites(model.module, without=_state_paths(model)))
     if model.opaque is not None:  # it runs as it is
-        return PreparedModel(model=model, attention=[], accelerator=None)
-    return speed_up(config, tools, setup, model)
+        prepared = PreparedModel(model=model, attention=[], accelerator=None)
+    else:
+        prepared = speed_up(config, tools, setup, model)
+    drop_floats(prepared.model.module)
+    return prepared
 
 
 # ---------------------------------------------------------------------- speed-up
@@ -173,17 +181,31 @@ def speed_up(
     # The attention functions are kept, even if the accelerator cannot rearrange the module.
     if accelerator is not None and not accelerator.fits(attention):
         accelerator = None
+    # The steps of a GPU's kernels are recorded once, with the slots that rows have then.
+    if model.states is not None and model.device.type == "cuda":
+        accelerator = None
 
     # An EAGLE head reads hidden states, the target's and its own. So the setup changes both modules
     # to give them. For an ordinary draft model it changes nothing.
-    finish = setup.before_rearranging(model)
+    # Where the model has states it gets no drafts, and nobody reads its hidden states.
+    finish = None
+    if model.states is None:
+        finish = setup.before_rearranging(model)
     if accelerator is not None:
         model = _rearrange(config, model, accelerator)
     # A model that is fused as a whole can change a layer that was joined with others: it knows
     # which columns of the joined result are the layer's (`low_rank.Part`). Others do not.
     if not model.fused:
         _check_sites(model)
-    return PreparedModel(model=finish(model), attention=attention, accelerator=accelerator)
+    if finish is not None:
+        model = finish(model)
+    return PreparedModel(model=model, attention=attention, accelerator=accelerator)
+
+
+def _state_paths(model: LoadedModel) -> list[str]:
+    """The modules with states. No adapter changes a layer in them: they compute rows in groups, and
+    not the tokens of a step in their order."""
+    return [] if model.states is None else [each.path for each in model.states.modules]
 
 
 def _rearrange(config: EngineConfig, model: LoadedModel, accelerator: Accelerator) -> LoadedModel:
@@ -192,7 +214,7 @@ def _rearrange(config: EngineConfig, model: LoadedModel, accelerator: Accelerato
     usual_tokens = min(options.token_budget(config, model.device), config.max_num_seqs)
     tokens = probe_tokens_of(model.config, model.max_model_len)
     with machine.threads_for(model.weight_bytes):  # few bytes: too little work for many threads
-        before = probe.probe_logits(model.module, model.layers, tokens=tokens)
+        before = probe.probe_logits(model.module, model.layers, tokens=tokens, states=model.states)
         rounds_inputs = bool(layers_that_round_inputs(model.module))
         faster = accelerator.speed_up(model, usual_tokens)
     # ``before`` was computed over a cache of the model's own dtype, and so is ``after``. In service
@@ -205,6 +227,7 @@ def _rearrange(config: EngineConfig, model: LoadedModel, accelerator: Accelerato
         block_size=config.block_size,
         step=faster.forward,
         tokens=tokens,
+        states=model.states,
     )
     probe.check_same(before, after, rounds_inputs=rounds_inputs, tokens=tokens)
     return faster
@@ -268,10 +291,23 @@ def _describe(config: EngineConfig, target: PreparedModel) -> ModelInfo:
         attention="+".join(kernels),
         num_parameters=model.num_parameters,
         max_num_batched_tokens=options.token_budget(config, model.device),
+        cache=_kind_of_cache(model),
         sampling_defaults=support.sampling_defaults(
             model.generation_config, config, model.vocab_size
         ),
     )
+
+
+def _kind_of_cache(model: LoadedModel) -> str:
+    """``ModelInfo.cache`` of a model that is not opaque."""
+    kinds = []
+    if any(layer.has_latents for layer in model.layers):
+        kinds.append("latents")
+    if any(layer.is_paged and not layer.has_latents for layer in model.layers):
+        kinds.append("paged")
+    if model.states is not None:
+        kinds.append("state")
+    return "+".join(kinds)
 
 
 def allocate(
@@ -304,8 +340,11 @@ def allocate(
 
     draft_caches: list[LayerCache] = []
     draft_inputs: DraftInputs = NoInputs()
+    states = None
     try:
         caches = target.empty_caches(config, dtype, ledger.num_blocks)
+        if model.states is not None:
+            states = StateSlots(model.states, ledger.num_slots, model.device)
         if draft is not None:
             draft_caches = draft.empty_caches(config, dtype, ledger.num_blocks)
             draft_inputs = setup.inputs(ledger.num_blocks, ledger.block_size)
@@ -317,6 +356,7 @@ def allocate(
     return Allocation(
         ledger=ledger,
         caches=_with_scales(caches, scales),
+        states=states,
         draft_caches=_with_scales(draft_caches, draft_scales),
         draft_inputs=draft_inputs,
     )
@@ -337,6 +377,7 @@ def _needs_of(
 ) -> memory.Needs:
     """What the model needs without its draft model. ``dtype`` is the cache's."""
     model = target.model
+    most_running = min(config.max_num_seqs, info.max_num_batched_tokens)
     steps = None
     copied_rank = 0  # of the copies of adapters that kernels make; 0: they make none
     if target.accelerator is not None:
@@ -352,6 +393,8 @@ def _needs_of(
         block_bytes=memory.block_bytes(model.layers, config.block_size, dtype),
         steps=steps,
         adapter_bytes=memory.resident_adapters_bytes(config, model, copied_rank),
+        slot_bytes=0 if model.states is None else model.states.slot_bytes,
+        most_slots=0 if model.states is None else most_running,
     )
 
 
@@ -367,9 +410,14 @@ def make_runner(
 ) -> TorchRunner:
     """The runner, warmed up by its first steps."""
     ledger = allocation.ledger
-    info = msgspec.structs.replace(info, num_blocks=ledger.num_blocks, kv_cache_bytes=ledger.cache)
-    if target.accelerator is None:
-        runner = TorchRunner(target.model, allocation.caches, info)
+    info = msgspec.structs.replace(
+        info,
+        num_blocks=ledger.num_blocks,
+        kv_cache_bytes=ledger.cache,
+        num_slots=ledger.num_slots,
+    )
+    if target.accelerator is None or allocation.states is not None:
+        runner = TorchRunner(target.model, allocation.caches, info, states=allocation.states)
     else:
         runner = target.accelerator.runner(target.model, allocation.caches, info)
     tokens_to_propose = 0
@@ -390,4 +438,6 @@ def make_runner(
 def _log_loaded(model: LoadedModel, info: ModelInfo, seconds: float) -> None:
     what = f"a {model.config.model_type} of {info.num_parameters:,} parameters in {info.dtype}"
     where = f"on {info.device} with {info.attention} attention, context {info.max_model_len:,}"
+    if model.states is not None:
+        where += f", states of {len({key.layer for key in model.states.shapes})} layers in slots"
     _log.info("loaded %s %s, in %.1f s", what, where, seconds)

@@ -1,5 +1,6 @@
 """A checkpoint becomes a loaded model, and the kind of its cache is decided: paged, if that is
-proven right; else opaque, if transformers can generate from it with a cache. Called by ``load``.
+proven right, with states in slots where layers have them; else opaque, if transformers can generate
+from it with a cache. Called by ``load``.
 
 Where a paged cache was tried in vain, the weights are read again: the proof may have changed the
 module for it.
@@ -30,14 +31,21 @@ _log = logging.getLogger(__name__)
 
 
 def load_model(config: EngineConfig, tools: LoadTools) -> LoadedModel:
-    """Load and check the checkpoint of ``config``, and prove that it runs on one kind of cache."""
+    """Load and check the checkpoint of ``config``, and prove that it runs on one kind of cache. Its
+    quantized layers may hold floats afterwards, for further checks: ``quantized.drop_floats``."""
     checkpoint = check_checkpoint(resolve_model(config.model))
     judged = judge(config, tools, checkpoint)
     model_type = judged.config.model_type
     why_not_paged = judged.paged_obstacle
+    if why_not_paged is None and support.has_state_layers(judged.config):
+        if tools.is_draft:
+            why_not_paged = "a state takes no drafts back"
+        elif config.batch_invariant:
+            why_not_paged = "with batch_invariant, no state is computed beside others"
     if why_not_paged is None:
         read = read_module(config, tools, judged)
         try:
+            read = read_module(config, tools, judged)
             # Adapters may change ``kv_b_proj``, which latents make a part of other products.
             return prove(read, keeps_latents=config.adapters is None)
         except UnsupportedModelError as refusal:

@@ -95,12 +95,15 @@ def spans_of(rows: Sequence[Row]) -> list[AdapterSpan]:
     return spans
 
 
-def find_sites(module: nn.Module) -> dict[str, Site]:
-    """The linear layers inside the decoder layers, by path. The output layer is not among them."""
+def find_sites(module: nn.Module, without: Sequence[str] = ()) -> dict[str, Site]:
+    """The linear layers inside the decoder layers, by path. The output layer is not among them, nor
+    are those of the modules ``without``."""
     found = {}
     for path, child in module.named_modules():
         # Architectures call the list of decoder layers ``layers``, those like GPT-2 ``h``.
         if ".layers." not in f".{path}" and ".h." not in f".{path}":
+            continue
+        if any(path.startswith(f"{each}.") for each in without):
             continue
         if isinstance(child, QuantizedLinear):
             found[path] = Site(child.in_features, child.out_features)

@@ -55,6 +55,7 @@ class Ledger:
 
     weights: int
     cache: int
+    """Blocks and slots."""
     steps: StepMemory
     """Measured on a GPU, else estimated."""
     free: int
@@ -67,6 +68,7 @@ class Ledger:
     num_slots: int = 0
     """See ``core.slots``; 0: the model has none."""
     slot_bytes: int = 0
+    """Of one slot: all states of one sequence."""
 
     def __str__(self) -> str:
         tokens = self.num_blocks * self.block_size
@@ -101,7 +103,7 @@ class Needs:
     adapter_bytes: int
     """Of the adapters that may be in memory at once."""
     slot_bytes: int = 0
-    """Of one slot (see ``core.slots``)."""
+    """Of one slot (see ``core.slots``): what a sequence keeps beside its blocks."""
     most_slots: int = 0
     """How many sequences may run, if each holds a slot; 0: the model has no slots."""
 
@@ -240,13 +242,14 @@ def estimate_steps(model: LoadedModel, tokens: int, logits_rows: int) -> StepMem
     """An estimate of what a step needs, from the widths that the configuration states: what one
     layer holds at once of all ``tokens``, and the logits of ``logits_rows`` of them."""
     layer = tokens * token_bytes(model.config, model.dtype)
+    if model.states is not None:
+        layer += tokens * model.states.scan_bytes
     logits = min(tokens, logits_rows) * logits_bytes(model.vocab_size, model.dtype)
     return StepMemory(layer + logits)
 
 
 def token_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     """An estimate of what a step needs for each of its tokens, beside logits."""
-    config = config.get_text_config(decoder=True)
     hidden: int = config.hidden_size
     width = getattr(config, "intermediate_size", None) or 4 * hidden
     widest = width if isinstance(width, int) else max(width)  # some state one per layer
@@ -315,7 +318,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    if math.prod(shape) == 0:  # of latents, which have no values
+    if math.prod(shape) == 0:  # of latents, which have no values, and of layers without attention
         return torch.zeros(shape, dtype=dtype)
     pages = mmap.mmap(
         -1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS

@@ -35,6 +35,7 @@ from jitney.execution.attention import build_metadata
 from jitney.execution.carry import step_cache_for
 from jitney.execution.interface import (
     NAME,
+    UNPAGED,
     AttentionCall,
     AttentionFunction,
     LayerSpec,
@@ -47,6 +48,8 @@ from jitney.execution.layer_attention import torch_attention
 from jitney.execution.memory import make_layer_caches
 from jitney.execution.probe_tokens import BLOCK_SIZE, ProbeTokens
 from jitney.execution.quantized import QuantizedLinear, float_inputs, layers_that_round_inputs
+from jitney.execution.state_slots import StateLayout, StateSlots
+from jitney.execution.state_trial import RecordedStates, record_states
 from jitney.execution.support import layer_chunks, unservable
 from jitney.sampling_params import SamplingParams
 
@@ -89,11 +92,23 @@ def record_layers(module: PreTrainedModel, windows: list[int | None]) -> list[La
     return recorder.specs()
 
 
+def record_stateful_layers(
+    module: PreTrainedModel, windows: list[int | None]
+) -> tuple[list[LayerSpec], RecordedStates]:
+    """As :func:`record_layers`, for a model with state layers: also what states it keeps. Layers
+    that do not attend are ``interface.UNPAGED``."""
+    recorder = _Recorder(module.config, windows)
+    ids = probe_ids(module, ProbeTokens())[0]
+    recorded = record_states(module, ids, recorder)
+    return recorder.found(), recorded
+
+
 def compare_with_eager(
     module: PreTrainedModel,
     specs: list[LayerSpec],
     weights: str = "the weight file",
     tokens: ProbeTokens | None = None,
+    states: StateLayout | None = None,
 ) -> None:
     """Check the module over a paged cache against eager attention; see the module's docstring.
 
@@ -103,7 +118,7 @@ def compare_with_eager(
     """
     tokens = tokens or ProbeTokens()
     with float_inputs(module), torch.inference_mode():
-        paged = probe_logits(module, specs, tokens=tokens)
+        paged = probe_logits(module, specs, tokens=tokens, states=states)
         expected = _eager_logits(module, tokens)
     if not torch.isfinite(expected).all():
         raise CheckpointError(
@@ -299,6 +314,9 @@ class _Recorder:
                 f"layer {layer} attends with a window of {call.window}, but its configuration "
                 f"states {stated}"
             )
+        chunk = self._chunks[layer]
+        if chunk is not None and chunk % BLOCK_SIZE != 0:
+            yield f"layer {layer} attends in chunks of {chunk} tokens, which are no whole blocks"
         unknown = []
         for name, value in sorted(call.extra.items()):
             is_asked_for = value is not None and value is not False
@@ -310,6 +328,16 @@ class _Recorder:
             return
         if call.key.shape != call.value.shape or call.query.shape[-1] != call.key.shape[-1]:
             yield "its keys and values have different head sizes"
+
+    def found(self) -> list[LayerSpec]:
+        """By layer index; ``interface.UNPAGED`` if a layer never called. Raises
+        UnsupportedModelError if one called twice."""
+        specs = [UNPAGED] * len(self._windows)
+        for layer, calls in self._specs.items():
+            if len(calls) > 1:
+                raise unservable(self.model_type, f"layer {layer} attends twice in one pass")
+            specs[layer] = calls[0]
+        return specs
 
     def specs(self) -> list[LayerSpec]:
         """By layer index; then those of the second calls and further ones. Raises
@@ -346,6 +374,7 @@ def probe_logits(
     block_size: int = BLOCK_SIZE,
     step: StepFunction | None = None,
     tokens: ProbeTokens | None = None,
+    states: StateLayout | None = None,
 ) -> Tensor:
     """Logits [tokens, vocabulary] of all sequences over a paged cache.
 
@@ -371,19 +400,26 @@ def probe_logits(
         device=device,
         num_blocks=tokens.num_blocks,
     )
+    slots = None
+    if states is not None:
+        slots = StateSlots(states, num_slots=len(tokens.sequences), device=device)
 
     logits_of: list[list[Tensor]] = [[] for _ in tokens.sequences]
-    for number in range(tokens.num_steps):
-        chunks = [sequence.chunks[number] for sequence in tokens.sequences]
+    for step_number in range(tokens.num_steps):
+        chunks = [sequence.chunks[step_number] for sequence in tokens.sequences]
         rows = []
         positions = []
-        for sequence, ids, chunk in zip(tokens.sequences, all_ids, chunks, strict=True):
+        for number, (sequence, ids, chunk) in enumerate(
+            zip(tokens.sequences, all_ids, chunks, strict=True)
+        ):
             row = probe_row(
                 prompt=ids.tolist(),
                 start=chunk.start,
                 count=chunk.num_tokens,
                 block_table=sequence.block_table,
             )
+            if slots is not None:
+                row.slot = number
             rows.append(row)
             first = sequence.first_position + chunk.start
             positions.append(torch.arange(first, first + chunk.num_tokens, device=device))
@@ -391,7 +427,7 @@ def probe_logits(
         meta = replace(build_metadata(rows, block_size, device), positions=torch.cat(positions))
         step_ids = torch.tensor([token for row in rows for token in row.token_ids], device=device)
         all_tokens = torch.arange(len(step_ids), device=device)
-        logits = step(step_ids, meta.positions, all_tokens, PagedStep(caches, meta))
+        logits = step(step_ids, meta.positions, all_tokens, PagedStep(caches, meta, slots))
         parts = logits.split([chunk.num_tokens for chunk in chunks])
         for of_sequence, part in zip(logits_of, parts, strict=True):
             of_sequence.append(part)

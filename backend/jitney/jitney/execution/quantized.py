@@ -23,6 +23,21 @@ MOST_OUTLIERS = 15
 """The most that a row may have."""
 
 
+class FloatBudget:
+    """Bytes for weights as floats, which quantized layers may hold while a load checks a model. It
+    runs the model a dozen times, and to make the floats takes longer than to multiply by them."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._left = num_bytes
+
+    def take(self, num_bytes: int) -> bool:
+        """Take so many bytes, if they are left. Returns whether they were."""
+        if num_bytes > self._left:
+            return False
+        self._left -= num_bytes
+        return True
+
+
 class QuantizedLinear(nn.Module):
     """``x @ weight.T + bias``; x is [..., in_features] and the result [..., out_features]."""
 
@@ -46,10 +61,22 @@ class QuantizedLinear(nn.Module):
     round their inputs have it."""
     input_factors: Tensor | None
     """float32 [in_features], or None: x is multiplied by them first of all."""
+    float_budget: FloatBudget | None = None
+    """Of the load under way, set by :func:`hold_floats` alone."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("input_factors", None)
+        self._held_floats: Tensor | None = None
+
+    def hold(self, make_floats: Callable[[], Tensor]) -> Tensor:
+        """What ``make_floats`` makes of the weight; what it made before, if that is held."""
+        if self._held_floats is not None:
+            return self._held_floats
+        floats = make_floats()
+        if self.float_budget is not None and self.float_budget.take(floats.nbytes):
+            self._held_floats = floats
+        return floats
 
     @staticmethod
     def merge(linears: Sequence[nn.Module]) -> "QuantizedLinear | None":
@@ -71,6 +98,12 @@ class WeightFormat(Protocol):
     def reads_itself(self) -> Collection[str]:
         """Names of tensors of a GGUF file that it reads itself, in :meth:`after_reading`.
         transformers does not read these."""
+
+    @property
+    def given_tensors(self) -> dict[str, Any] | None:
+        """What transformers reads in place of the checkpoint's files, by the names of its tensors:
+        tensors, or what gives one when it is indexed. None: it reads the files. Asked for after
+        :meth:`before_reading`."""
 
     def needed_bytes(self, skeleton: PreTrainedModel) -> int:
         """The most that the weights take while they are loaded; ``skeleton`` is on ``meta``."""
@@ -126,6 +159,23 @@ def find_children(
             if child is not None and fits(child):
                 found.setdefault(child, []).append(Holder(parent, name))
     return found
+
+
+def hold_floats(module: nn.Module, num_bytes: int) -> None:
+    """Let the quantized layers of ``module`` hold their weights as floats, up to so many bytes
+    together. Called when a load begins to check the module."""
+    budget = FloatBudget(num_bytes)
+    for each in module.modules():
+        if isinstance(each, QuantizedLinear):
+            each.float_budget = budget
+
+
+def drop_floats(module: nn.Module) -> None:
+    """Free what :func:`hold_floats` has let layers hold. Called when the checks are over."""
+    for each in module.modules():
+        if isinstance(each, QuantizedLinear):
+            each.float_budget = None
+            each._held_floats = None
 
 
 def layers_that_round_inputs(module: nn.Module) -> list[QuantizedLinear]:

@@ -28,11 +28,18 @@ from jitney.execution.late_positions import check_positions
 from jitney.execution.own_attention import bridge_own_attention
 from jitney.execution.position_offset import add_position_offset
 from jitney.execution.probe_tokens import ProbeTokens, tokens_up_to
-from jitney.execution.quantized import QuantizedLinear, Quantizer, WeightFormat
+from jitney.execution.quantized import QuantizedLinear, Quantizer, WeightFormat, hold_floats
 from jitney.execution.rotary_scaling import settle_factors
+from jitney.execution.state_rows import replace_forwards
+from jitney.execution.state_slots import StateLayout
+from jitney.execution.state_trial import try_modules
 from jitney.execution.weights import cache_scales, count_bytes, read_weights, weights_name
 
 _log = logging.getLogger(__name__)
+
+_MOST_FLOATS = 2 << 30
+"""Bytes of floats that quantized layers may hold while they are checked, if so many are free four
+times over."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +176,8 @@ def _read_plain(tools: LoadTools, judged: Judged) -> ModuleWithWeights:
 def _read_quantized(
     tools: LoadTools, judged: Judged, weight_format: WeightFormat
 ) -> ModuleWithWeights:
-    """Read weights that are quantized in the checkpoint, or quantize them."""
+    """Read weights that are quantized in the checkpoint, or quantize them. The layers may hold
+    floats afterwards, for checks: ``quantized.drop_floats``."""
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(judged.config, dtype=judged.dtype)
     needed = weight_format.needed_bytes(skeleton)
@@ -182,12 +190,14 @@ def _read_quantized(
         judged.dtype,
         device=tools.device if weight_format.in_place else None,
         skip=weight_format.reads_itself,
+        given=weight_format.given_tensors,
         keeps_own_attention=judged.keeps_own_attention,
     )
     sizes = _linear_sizes(module)
     weight_format.after_reading(module)
     _check_sizes(module, sizes, weights_name(judged.checkpoint))
     _finish_module(module, tools.device)
+    hold_floats(module, min(_MOST_FLOATS, machine.available_memory(tools.device) // 4))
     return ModuleWithWeights(
         judged=judged,
         module=module,
@@ -259,7 +269,8 @@ def prove(read: ModuleWithWeights, *, keeps_latents: bool = True) -> LoadedModel
     bridge_own_attention(module)
     add_position_offset(module)
     with machine.threads_for(read.needed_bytes):  # few bytes: too little work for many threads
-        layers = _probe(module, judged.max_model_len, weights_name(checkpoint))
+        proven = _probe(module, judged.max_model_len, weights_name(checkpoint))
+    layers = proven.layers
     latents.keep_up_projections(over_latents)
     vocab_size = len(probe.embedding_weight(module))
     kv_heads = [layer.num_kv_heads for layer in layers]
@@ -277,10 +288,18 @@ def prove(read: ModuleWithWeights, *, keeps_latents: bool = True) -> LoadedModel
         forward=functools.partial(interface.forward_module, module),
         generation_config=checkpoint.generation_config,
         cache_scales=cache_scales(checkpoint, kv_heads, device),
+        states=proven.states,
     )
 
 
-def _probe(module: PreTrainedModel, max_model_len: int, weights: str) -> list[LayerSpec]:
+class _Proven(NamedTuple):
+    layers: list[LayerSpec]
+    """What each layer keeps in blocks, and how it attends."""
+    states: StateLayout | None
+    """None: no layer keeps states."""
+
+
+def _probe(module: PreTrainedModel, max_model_len: int, weights: str) -> _Proven:
     """What each layer keeps and how it attends. Raises MemoryError if memory runs out. Raises
     LoadError for any other error within a check: then the architecture cannot be served."""
     try:
@@ -292,25 +311,33 @@ def _probe(module: PreTrainedModel, max_model_len: int, weights: str) -> list[La
             raise MemoryError(str(error)) from error
         first_error = error
     # Perhaps the module needs transformers' cache: to take the step to its layers, or to know the
-    # positions of its tokens.
-    carry_in_cache(module)
-    try:
-        return _run_checks(module, max_model_len, weights)
-    except Exception as error:
-        if machine.is_out_of_memory(error):
-            raise MemoryError(str(error)) from error
+    # positions of its tokens. One with state layers has had a cache.
+    if not support.has_state_layers(module.config):
+        carry_in_cache(module)
+        try:
+            return _run_checks(module, max_model_len, weights)
+        except Exception as error:
+            if machine.is_out_of_memory(error):
+                raise MemoryError(str(error)) from error
     if isinstance(first_error, LoadError):
         raise first_error
     raise failed_trial(module, first_error) from first_error
 
 
-def _run_checks(module: PreTrainedModel, max_model_len: int, weights: str) -> list[LayerSpec]:
+def _run_checks(module: PreTrainedModel, max_model_len: int, weights: str) -> _Proven:
     """See :func:`_probe`."""
-    layers = probe.record_layers(module, support.layer_windows(module.config))
+    windows = support.layer_windows(module.config)
+    states = None
+    if support.has_state_layers(module.config):
+        layers, recorded = probe.record_stateful_layers(module, windows)
+        states = try_modules(module, recorded)
+        replace_forwards(module, states.modules)
+    else:
+        layers = probe.record_layers(module, windows)
     tokens = probe_tokens_of(module.config, max_model_len)
-    probe.compare_with_eager(module, layers, weights, tokens)
-    check_positions(module, tokens)
-    return layers
+    probe.compare_with_eager(module, layers, weights, tokens, states)
+    check_positions(module, tokens, states)
+    return _Proven(layers, states)
 
 
 def probe_tokens_of(config: PreTrainedConfig, max_model_len: int) -> ProbeTokens:

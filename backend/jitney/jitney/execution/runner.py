@@ -32,6 +32,7 @@ from jitney.execution.row_samples import (
     sampled_rows,
 )
 from jitney.execution.sampler import PendingSamples, SampledToken, sample
+from jitney.execution.state_slots import StateSlots
 from jitney.messages import ModelInfo
 
 _LOGITS_FLOATS = 1 << 28
@@ -113,12 +114,15 @@ class TorchRunner:
         caches: list[LayerCache],
         info: ModelInfo,
         run_tokens: RunTokens | None = None,
+        states: StateSlots | None = None,
     ) -> None:
-        """``run_tokens``: what runs the model; by default :meth:`run_model`."""
+        """``run_tokens``: what runs the model; by default :meth:`run_model`. ``states``: of a model
+        with state layers."""
         self.info = info
         self._model = model
         self._device = model.device
         self._caches = caches
+        self._states = states
         self._tables = BlockTables()
         self._run_tokens = run_tokens or self.run_model
         self._most_logits = max(1, _LOGITS_FLOATS // info.vocab_size)
@@ -166,7 +170,7 @@ class TorchRunner:
 
     def run_model(self, ids: Tensor, meta: AttentionMetadata, indices: Tensor) -> Tensor:
         """A :data:`RunTokens`: the model's own forward, over the runner's caches."""
-        step = PagedStep(self._caches, meta)
+        step = PagedStep(self._caches, meta, self._states)
         return self._model.forward(ids, meta.positions, indices, step)
 
     def warm_up(self, batches: Sequence[Batch]) -> None:
@@ -202,6 +206,7 @@ class TorchRunner:
     def close(self) -> None:
         """Free the memory of module and cache. The runner cannot be used afterwards."""
         self._caches = []
+        self._states = None
         self._sampled = None
         self._draft = None
         del self._model, self._run_tokens
@@ -218,6 +223,8 @@ class TorchRunner:
         rows = list(batch.rows)
         # First, because rows read and write the copies.
         self._copy_blocks(batch.copies)
+        if self._states is not None:
+            self._states.copy(batch.slot_copies)
         if not rows:
             return PendingStep(
                 rows=[], samples=[], prompt_logprobs={}, wait_until_idle=self.wait_until_idle
@@ -278,7 +285,14 @@ class TorchRunner:
         prompt_logprobs: dict[int, RowPromptLogprobs] = {r: [] for r in plan.targets}
         kept_indices = sorted(set(plan.sampled_from))  # each once
         kept: list[Tensor] = []
+        # Nor may a state advance twice over the same tokens.
+        slots = [row.slot for row in meta.slots]
+        saved = None
+        if self._states is not None:
+            saved = self._states.save(slots)
         for begin in range(0, len(tokens), self._most_logits):
+            if self._states is not None and saved is not None and begin > 0:
+                self._states.restore(slots, saved)
             logits = self._run_tokens(ids, meta, tokens[begin : begin + self._most_logits])
             end = begin + len(logits)
             for r, targets in plan.targets.items():

@@ -5,11 +5,12 @@ do not call us, masks of their own, …) is ``probe``'s. Architectures that cann
 UnsupportedModelError with the model type and the reason.
 """
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -27,6 +28,7 @@ from jitney.execution.interface import looks_up_attention
 from jitney.execution.machine import DTYPES
 from jitney.execution.own_attention import OWN_ATTENTION
 from jitney.execution.position_offset import position_offset
+from jitney.execution.text_half import text_part
 from jitney.sampling_params import check_sampling_params, parse_sampling_params
 
 _CHECKPOINT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -44,6 +46,13 @@ _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_pena
 _PAGED_LAYER_TYPES = frozenset({
     "full_attention", "sliding_attention", "chunked_attention", "indexed_attention",
 })  # fmt: skip
+_STATE_LAYER_TYPES = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
+"""Layers with states; the hybrid ones attend as well."""
+_BARE_LAYER_TYPES = frozenset({"moe", "mlp"})
+"""Layers that keep nothing."""
+_CACHE_ARGUMENTS = ("past_key_values", "cache_params")
+"""Names under which transformers' models take a cache."""
+_SERVED_LAYER_TYPES = _PAGED_LAYER_TYPES | _STATE_LAYER_TYPES | _BARE_LAYER_TYPES
 
 
 def unservable(model_type: str, reason: str) -> UnsupportedModelError:
@@ -76,9 +85,18 @@ def parse_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     except Exception as error:  # validation errors come in many classes
         reason = first_line(error, checkpoint.folder)
         raise CheckpointError(f"{checkpoint.config_name} cannot be used: {reason}") from error
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise unservable(config.model_type, "transformers has no causal language model of it")
-    return config
+    text = text_part(config)
+    if text is None or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise unservable(
+            config.model_type,
+            "transformers has no causal language model of it or of its text half",
+        )
+    if text is not config and checkpoint.config.get("quantization_config"):
+        raise unservable(
+            config.model_type,
+            "its weights are quantized, and of a multi-modal model only plain weights are read",
+        )
+    return text
 
 
 def context_length(
@@ -151,7 +169,11 @@ def eos_ids(checkpoint: Checkpoint, vocab_size: int) -> frozenset[int]:
     """The tokens that end a sequence: those in ``generation_config.json`` and in ``config.json``.
     Raises CheckpointError for what is no token id."""
     ids: set[int] = set()
-    for source in (checkpoint.generation_config, checkpoint.config):
+    text = checkpoint.config.get("text_config")
+    sources = [checkpoint.generation_config, checkpoint.config]
+    if isinstance(text, dict):
+        sources.append(text)
+    for source in sources:
         value = source.get("eos_token_id")
         if value is None:
             continue
@@ -199,7 +221,19 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None]:
     types = getattr(config, "layer_types", None)
     if types is None:
         return [window] * config.num_hidden_layers
-    return [window if kind == "sliding_attention" else None for kind in types]
+    return [window if kind in ("sliding_attention", "hybrid_sliding") else None for kind in types]
+
+
+def has_state_layers(config: PreTrainedConfig) -> bool:
+    """Whether layers keep states (see ``state_slots``)."""
+    layer_types = getattr(config, "layer_types", None) or ()
+    return any(kind in _STATE_LAYER_TYPES for kind in layer_types)
+
+
+def cache_argument(model: type[PreTrainedModel] | PreTrainedModel) -> str | None:
+    """The name under which a model takes a cache of transformers; None if it takes none."""
+    names = inspect.signature(model.forward).parameters
+    return next((name for name in _CACHE_ARGUMENTS if name in names), None)
 
 
 def layer_chunks(config: PreTrainedConfig) -> list[int | None]:
@@ -240,17 +274,21 @@ def _obstacles(config: PreTrainedConfig) -> Iterator[str]:
     """Each reason why a model of this configuration cannot run on a paged cache."""
     if getattr(config, "is_encoder_decoder", False):
         yield "it is an encoder-decoder, whose decoder reads a second sequence"
-    if config.get_text_config() is not config:
-        yield "it is a multi-modal model, and only text models are served"
     layer_types = getattr(config, "layer_types", None) or ()
     for index, kind in enumerate(layer_types):
-        if kind not in _PAGED_LAYER_TYPES:
-            yield f"layer {index} is of type {kind!r}, and only attention is kept in a paged cache"
+        if kind not in _SERVED_LAYER_TYPES:
+            yield (
+                f"layer {index} is of type {kind!r}, and only attention, linear attention and "
+                "convolutions are kept in blocks and slots"
+            )
     cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     # A class of hybrids may also have no recurrent layer in a checkpoint, as in Granite 4.0 Micro.
-    if getattr(cls, "_is_stateful", False) and not layer_types:
-        yield "it has recurrent layers, whose state is not kept in a paged cache"
-    if not looks_up_attention(cls) and config.model_type not in OWN_ATTENTION:
+    is_known = layer_types and cache_argument(cls) is not None
+    if getattr(cls, "_is_stateful", False) and not is_known:
+        yield "it has recurrent layers, whose state is not in a cache of transformers"
+    # Mamba has no attention at all.
+    attends = looks_up_attention(cls) or config.model_type in OWN_ATTENTION
+    if not attends and not has_state_layers(config):
         yield "its attention does not go through transformers' AttentionInterface"
     if getattr(config, "add_cross_attention", False):
         yield "it has cross-attention, which reads a second sequence"

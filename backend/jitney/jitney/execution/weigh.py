@@ -5,10 +5,12 @@ for plans of what fits where.
 import dataclasses
 import functools
 import re
+import traceback
 from typing import Any, NamedTuple
 
 import torch
 from msgspec.structs import replace
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -155,12 +157,13 @@ def _weigh_paged(config: EngineConfig, tools: LoadTools, judged: Judged) -> _Wei
     weights = count_bytes(module)
     if weight_format is not None:
         weights = weight_format.loaded_bytes(module)
+    kept = _kept(module, judged.config, keeps_latents=keeps_latents)
     model = LoadedModel(
         module=module,
         config=judged.config,
         dtype=judged.dtype,
         device=tools.device,
-        layers=_layers(module, judged.config, keeps_latents=keeps_latents),
+        layers=kept.layers,
         eos_ids=frozenset(),
         max_model_len=judged.max_model_len,
         vocab_size=len(probe.embedding_weight(module)),
@@ -177,6 +180,7 @@ def _weigh_paged(config: EngineConfig, tools: LoadTools, judged: Judged) -> _Wei
         cache_dtype=options.dtype_name(cache_dtype),
         weights=model.weight_bytes,
         block=memory.block_bytes(model.layers, config.block_size, cache_dtype),
+        slot=kept.slot_bytes,
         step_token=without_logits,
         step_row=with_logits - without_logits,
         tensors=_tensor_sizes(checkpoint),
@@ -184,30 +188,73 @@ def _weigh_paged(config: EngineConfig, tools: LoadTools, judged: Judged) -> _Wei
     return _Weighed(footprint, judged.config.hidden_size, model.dtype)
 
 
-def _layers(
-    module: PreTrainedModel, config: PreTrainedConfig, *, keeps_latents: bool
-) -> list[LayerSpec]:
+class _Kept(NamedTuple):
+    """What a model keeps of a sequence."""
+
+    layers: list[LayerSpec]
+    slot_bytes: int = 0
+
+
+def _kept(module: PreTrainedModel, config: PreTrainedConfig, *, keeps_latents: bool) -> _Kept:
     """The layers as the probe records them or, if it cannot, as the configuration states them.
     Raises UnsupportedModelError if the module cannot be served, as ``read_model.prove`` does."""
     windows = support.layer_windows(config)
     try:
-        return probe.record_layers(module, windows)
+        if support.has_state_layers(config):
+            return _record_states(module, windows)
+        return _Kept(probe.record_layers(module, windows))
     except LoadError:
         raise
     except RuntimeError:
         # A module that looks at values of tensors cannot run on the meta device.
-        return _stated_layers(config, windows, keeps_latents=keeps_latents)
+        return _Kept(_stated_layers(config, windows, keeps_latents=keeps_latents))
     except Exception:
         carry_in_cache(module)  # as ``prove`` does
     try:
-        return probe.record_layers(module, windows)
+        return _Kept(probe.record_layers(module, windows))
     except LoadError:
         raise
     except RuntimeError:
-        return _stated_layers(config, windows, keeps_latents=keeps_latents)
+        return _Kept(_stated_layers(config, windows, keeps_latents=keeps_latents))
     except Exception as error:
         # Such as a TypeError if the module drops the argument ``paged`` on the way to attention.
         raise failed_trial(module, error) from error
+
+
+def _record_states(module: PreTrainedModel, windows: list[int | None]) -> _Kept:
+    """The layers and states of a model with state layers. Experts look at values of tensors, which
+    the meta device does not have: modules that fail so give their input instead, as its shape is
+    right. Raises what the model raises if that does not help."""
+    passed: set[type] = set()
+    while True:
+        try:
+            layers, recorded = probe.record_stateful_layers(module, windows)
+        except RuntimeError as error:
+            kind = type(_failed_module(error))
+            if kind in passed or kind is type(module):
+                raise
+            passed.add(kind)
+            for child in module.modules():
+                if type(child) is kind:
+                    child.forward = _first_input
+        else:
+            return _Kept(layers, recorded.layout.slot_bytes)
+
+
+def _failed_module(error: RuntimeError) -> nn.Module | None:
+    """The innermost module in whose ``forward`` the error was raised."""
+    failed = None
+    frames = traceback.walk_tb(error.__traceback__)
+    for frame, _ in frames:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            failed = owner
+    return failed
+
+
+def _first_input(x: Tensor, *args: object, **kwargs: object) -> Tensor:
+    """Stands in place of the ``forward`` of experts."""
+    return x
 
 
 def _stated_layers(

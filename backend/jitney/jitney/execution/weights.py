@@ -31,6 +31,7 @@ from jitney.execution import interface
 from jitney.execution.checkpoint import CONFIG, INDEX, Checkpoint
 from jitney.execution.interface import KvScales
 from jitney.execution.machine import is_out_of_memory
+from jitney.execution.text_half import KEY_MAPPING, is_text_half
 
 _log = logging.getLogger(__name__)
 
@@ -50,10 +51,12 @@ def read_weights(
     dtype: torch.dtype,
     device: torch.device | None = None,
     skip: Collection[str] = (),
+    given: dict[str, Any] | None = None,
     *,
     keeps_own_attention: bool = False,
 ) -> PreTrainedModel:
     """The module of ``checkpoint`` in ``dtype``. ``skip``: tensors of a GGUF file that stay unread.
+    ``given``: what is read in place of the files (``WeightFormat.given_tensors``).
     ``keeps_own_attention``: it attends by transformers' own functions, not by ours.
 
     With a ``device``, transformers moves each tensor there as it reads it, if it can. Else the
@@ -79,6 +82,7 @@ def read_weights(
                 hf_config=hf_config,
                 dtype=dtype,
                 skip=skip,
+                given=given,
                 device_map=device_map,
                 keeps_own_attention=keeps_own_attention,
             )
@@ -103,12 +107,13 @@ def _from_pretrained(
     hf_config: PreTrainedConfig,
     dtype: torch.dtype,
     skip: Collection[str],
+    given: dict[str, Any] | None,
     device_map: dict[str, torch.device] | None,
     *,
     keeps_own_attention: bool,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The module, and transformers' report of tensors that are missing or do not fit."""
-    if checkpoint.lacks_index:
+    if checkpoint.lacks_index and given is None:
         with _folder_with_index(checkpoint) as folder:
             named = replace(checkpoint, folder=folder, lacks_index=False)
             return _from_pretrained(
@@ -116,6 +121,7 @@ def _from_pretrained(
                 hf_config=hf_config,
                 dtype=dtype,
                 skip=skip,
+                given=given,
                 device_map=device_map,
                 keeps_own_attention=keeps_own_attention,
             )
@@ -127,12 +133,16 @@ def _from_pretrained(
         options["attn_implementation"] = interface.first_attention(model_class)
     if device_map is not None:
         options["device_map"] = device_map
+    if is_text_half(checkpoint, hf_config):
+        options["key_mapping"] = KEY_MAPPING
     if checkpoint.gguf is not None:
+        names = checkpoint.tensors.keys() - skip
+        given = {name: checkpoint.gguf.floats(name, dtype) for name in names}
+    if given is not None:
         # AutoModelForCausalLM would look for a folder; the architecture's own class does not.
         source = None
         cls = model_class
-        names = checkpoint.tensors.keys() - skip
-        options["state_dict"] = {name: checkpoint.gguf.floats(name, dtype) for name in names}
+        options["state_dict"] = given
     loaded: tuple[PreTrainedModel, dict[str, Any]] = cls.from_pretrained(
         source,
         config=hf_config,

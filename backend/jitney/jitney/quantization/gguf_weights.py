@@ -73,6 +73,7 @@ class GgufWeights:
     layers: dict[str, Bits]
     """Name of each linear layer that is stored in blocks -> the bits of the layer that is made of
     it. Empty if all of the file is read as floats."""
+    given_tensors = None
     in_place = True
 
     @classmethod

@@ -59,6 +59,7 @@ class QuantizeWhileLoading:
     dtype: torch.dtype
     device: torch.device
     reads_itself = ()
+    given_tensors = None
     # False, as the device would need memory for all weights before they are quantized.
     in_place = False
 

@@ -11,6 +11,7 @@ chooses by the checkpoint, the options and the device:
 | compressed-tensors, integers of 4 or 8 bits | layers of ``packed_integers`` | decompressed |
 | compressed-tensors, all else | decompressed | decompressed |
 | GPTQ, AWQ | layers of ``packed_integers`` | refused |
+| fp8, MXFP4, bitsandbytes, modelopt | ``int8`` layers, and floats for experts | floats |
 | torchao | torchao | torchao |
 """
 
@@ -25,7 +26,8 @@ from jitney.errors import ConfigError, UnsupportedModelError, show
 from jitney.execution.checkpoint import Checkpoint
 from jitney.execution.quantized import WeightFormat
 from jitney.execution.support import unservable
-from jitney.quantization import devices
+from jitney.quantization import dequantized_weights, devices
+from jitney.quantization.dequantized_weights import DequantizedWeights
 from jitney.quantization.gguf_weights import GgufWeights
 from jitney.quantization.packages import missing_package
 from jitney.quantization.quantize import QuantizeWhileLoading, check_option
@@ -39,7 +41,7 @@ from jitney.quantization.weight_formats import (
 
 _log = logging.getLogger(__name__)
 
-METHODS = ("torchao", "compressed-tensors", "gptq", "awq")
+METHODS = ("torchao", "compressed-tensors", "gptq", "awq", *dequantized_weights.METHODS)
 """The methods whose safetensors are read, as ``quantization_config.quant_method`` names them."""
 
 
@@ -71,6 +73,14 @@ def choose_weight_format(
         return GgufWeights.plan(checkpoint, checkpoint.gguf, dtype, device)
     if method not in METHODS:
         raise _unknown_method(model_type, method)
+    if method in dequantized_weights.METHODS:
+        return DequantizedWeights.plan(
+            method=str(method),
+            quantization_config=quantization_config,
+            checkpoint=checkpoint,
+            dtype=dtype,
+            device=device,
+        )
     return _format_of_safetensors(
         method=str(method),
         quantization_config=quantization_config,
@@ -122,7 +132,7 @@ def _format_of_safetensors(
         raise unservable(model_type, f"its weights are quantized by {method}: {obstacle}")
     if method == "torchao":
         return TorchaoWeights(checkpoint, dtype)
-    return DecompressedWeights()
+    return DecompressedWeights(checkpoint)
 
 
 def _e4m3_weights(

@@ -46,6 +46,7 @@ class E4m3Weights:
     layers: Layers
     dtype: torch.dtype
     reads_itself = ()
+    given_tensors = None
     in_place = True
 
     def needed_bytes(self, skeleton: PreTrainedModel) -> int:
@@ -82,6 +83,7 @@ class IntegerWeights:
     layers: Layers
     dtype: torch.dtype
     reads_itself = ()
+    given_tensors = None
     in_place = True
 
     @property
@@ -171,10 +173,13 @@ class IntegerWeights:
         return sizes
 
 
+@dataclass(frozen=True)
 class DecompressedWeights:
     """Weights of compressed-tensors, which its own library decompresses to the model's dtype."""
 
+    checkpoint: Checkpoint
     reads_itself = ()
+    given_tensors = None
     in_place = True
 
     def needed_bytes(self, skeleton: PreTrainedModel) -> int:
@@ -190,7 +195,10 @@ class DecompressedWeights:
         for holder, linear in _plain_linears(module):
             holder.put(_clean_copy(linear))
         remove_quantizer_marks(module)
-        _log_method("compressed-tensors, decompressed while loading")
+        _log_method(
+            "compressed-tensors, decompressed while loading: all weights take "
+            f"{count_bytes(module):,} bytes, in the files {self.checkpoint.num_bytes:,}"
+        )
 
 
 @dataclass(frozen=True)
@@ -201,6 +209,7 @@ class TorchaoWeights:
     checkpoint: Checkpoint
     dtype: torch.dtype
     reads_itself = ()
+    given_tensors = None
     in_place = True
 
     def needed_bytes(self, skeleton: PreTrainedModel) -> int:

@@ -21,8 +21,10 @@ import msgspec
 import tokenizers
 
 from jitney.errors import CheckpointError, InvalidArgumentError, UnsupportedModelError
+from jitney.gguf_header import read_header
 from jitney.text.chat_template import ChatTemplate
 from jitney.text.detokenizer import DecodingRules, IncrementalDecoder
+from jitney.text.gguf_splits import split_as_stated
 
 _log = logging.getLogger(__name__)
 
@@ -69,19 +71,21 @@ def read_tokenizer(checkpoint: Path) -> TokenizerData:
     Raises CheckpointError if its files are missing or broken, UnsupportedModelError if it has no
     fast form.
     """
-    from transformers import AutoTokenizer  # slow to import
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import
 
     folder = checkpoint
     options: dict[str, Any] = {}
+    cls: Any = AutoTokenizer
     if checkpoint.is_file():
         folder = checkpoint.parent
         if not (folder / "tokenizer.json").exists():
             options["gguf_file"] = checkpoint.name
+            cls = PreTrainedTokenizerFast  # AutoTokenizer would read all of the header first
     elif not any(any(folder.glob(pattern)) for pattern in _FILES):
         _log.warning("the checkpoint has no tokenizer: the model takes and gives token ids alone")
         return _NO_TOKENIZER
     try:
-        pretrained = AutoTokenizer.from_pretrained(
+        pretrained = cls.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False, **options
         )
     except Exception as error:  # a broken file can raise anything
@@ -94,7 +98,12 @@ def read_tokenizer(checkpoint: Path) -> TokenizerData:
         raise CheckpointError(
             f"the tokenizer in {checkpoint.name!r} cannot be loaded: {reason}"
         ) from error
-    return describe_tokenizer(pretrained)
+    data = describe_tokenizer(pretrained)
+    if "gguf_file" in options:
+        backend = tokenizers.Tokenizer.from_str(data.backend)
+        split_as_stated(backend, read_header(checkpoint).fields)
+        data = msgspec.structs.replace(data, backend=backend.to_str())
+    return data
 
 
 def _how_to_convert(name: str) -> str:

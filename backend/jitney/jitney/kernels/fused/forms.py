@@ -130,6 +130,9 @@ are the indices of the tokens whose results are asked for; None: all."""
 class FusedNorm(nn.Module):
     """An RMS norm of x [..., width]."""
 
+    weight: Tensor | None = None
+    """That of the norm which this one replaced. Some models ask for its dtype."""
+
     def __init__(self, form: NormForm, kernel: RowFunction) -> None:
         super().__init__()
         self.form = form

@@ -6,6 +6,7 @@ module of a known kind has exactly the children that are named here: one more, a
 something else.
 """
 
+import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -149,12 +150,14 @@ def layer_children(module: nn.Module) -> LayerChildren | None:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether it has one vector of weights, and no other parameter or buffer. That it computes an
-    RMS norm is proved later."""
+    """Whether it has one vector of weights, no other parameter or buffer, and one argument: the
+    norm of a Mamba 2 takes a gate as well. That it computes an RMS norm is proved later."""
     if next(module.buffers(), None) is not None:
         return False
     parameters = dict(module.named_parameters())
-    return list(parameters) == ["weight"] and parameters["weight"].dim() == 1
+    if list(parameters) != ["weight"] or parameters["weight"].dim() != 1:
+        return False
+    return len(inspect.signature(module.forward).parameters) == 1
 
 
 def known_activation(function: nn.Module) -> Activation | None:

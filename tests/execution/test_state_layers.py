@@ -1,0 +1,186 @@
+"""Models with state layers give the tokens of transformers' own ``generate``, whatever batch,
+chunks, preemption and forks do."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from jitney.engine.assemble import load_runner, weigh
+from jitney.errors import UnsupportedModelError
+from jitney.execution.runner import TorchRunner
+from jitney.read_config import make_config
+from jitney.sampling_params import SamplingParams
+
+from tests.execution.drive import drive, prompt_logprobs_of
+from tests.execution.generate import eager, expected_outputs, make_prompts
+from tests.execution.like_generate import options_for
+from tests.execution.state_types import STATE_TYPES, state_type
+from tests.tiny_models import make_checkpoint
+
+NUM_NEW = 24
+LENGTHS = (5, 17, 33, 70)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True, seed=0)
+
+# One of each: attention beside a delta rule, states in every layer and one token at a time, both in
+# one layer, shared attention, a cache of its own class, convolutions.
+OFTEN = {"qwen3_5_text", "mamba", "falcon_h1", "zamba2", "minimax", "lfm2"}
+
+
+@dataclass
+class Case:
+    """One type: its runner, and what ``generate`` makes of each prompt alone."""
+
+    folder: Path
+    runner: TorchRunner
+    prompts: list[list[int]]
+    expected: dict[tuple[int, int], list[int]]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow)
+        for name in sorted(STATE_TYPES)
+    ],
+)
+def case(request, tmp_path_factory):
+    torch.set_num_threads(1)  # as the runner will
+    folder = state_type(tmp_path_factory.mktemp(request.param), request.param)
+    prompts = make_prompts(*LENGTHS)
+    expected = expected_outputs(eager(folder), prompts, NUM_NEW)
+    # Random weights can fall into a loop of a few tokens, which would prove little.
+    assert len({token for tokens in expected.values() for token in tokens}) > 20
+    runner = load(folder)
+    yield Case(folder, runner, prompts, expected)
+    runner.close()
+
+
+def load(folder: Path, **options: object) -> TorchRunner:
+    return load_runner(
+        make_config(options_for(folder, max_model_len=256, max_num_seqs=8, **options))
+    )
+
+
+WAYS = {
+    "in one batch": {"budget": 64},
+    "in chunks": {"budget": 16},
+    # The last of them joins when others decode, and each chunk shares a step with decodes.
+    "one after the other": {"budget": 24, "stagger": 4},
+    "preempted": {"budget": 64, "num_blocks": 12},
+    "in turns": {"budget": 64, "num_slots": 2},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_are_those_of_generate(case: Case, way: str) -> None:
+    driven = drive(case.runner, [(prompt, GREEDY) for prompt in case.prompts], **WAYS[way])
+    assert driven.outputs == case.expected
+    assert (driven.preemptions > 0) == (way == "preempted")
+
+
+def test_forks_go_on_from_a_copy_of_the_state(case: Case) -> None:
+    """All sequences of a request are greedy, so they give the same tokens: those of ``generate``.
+    One ends early: what begins then takes its slot."""
+    several = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True, seed=0, n=3)
+    requests = [(prompt, several) for prompt in case.prompts[:2]]
+    driven = drive(case.runner, requests, budget=32, stagger=3, num_slots=4)
+    for (key, _), tokens in driven.outputs.items():
+        assert tokens == case.expected[key, 0]
+    assert len(driven.outputs) == 6
+
+
+def test_sampled_forks_differ_and_do_not_depend_on_the_batch(case: Case) -> None:
+    sampled = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True, seed=7, n=3)
+    prompt = case.prompts[1]
+    alone = drive(case.runner, [(prompt, sampled)], budget=64).outputs
+    beside = drive(
+        case.runner, [(prompt, sampled)] + [(each, GREEDY) for each in case.prompts], budget=24
+    ).outputs
+    assert {index: tokens for (key, index), tokens in beside.items() if key == 0} == {
+        index: tokens for (_, index), tokens in alone.items()
+    }
+    assert len({tuple(tokens) for tokens in alone.values()}) > 1
+
+
+def test_prompt_logprobs_advance_a_state_once(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their forward pass is made several times."""
+    monkeypatch.setattr(case.runner, "_most_logits", 7)
+    asked = SamplingParams(
+        temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True, seed=0, prompt_logprobs=1
+    )
+    prompt = case.prompts[2]
+    driven = drive(case.runner, [(prompt, asked)], budget=16)
+    assert driven.outputs == {(0, 0): case.expected[2, 0]}
+    found = prompt_logprobs_of(driven, 0).logprobs
+    with torch.inference_mode():
+        logits = eager(case.folder)(torch.tensor([prompt])).logits[0]
+    right = logits.log_softmax(-1)
+    for position, candidates in enumerate(found[1:], start=1):
+        assert candidates is not None
+        token = prompt[position]
+        (own,) = [each.logprob for each in candidates if each.token_id == token]
+        assert own == pytest.approx(float(right[position - 1, token]), abs=2e-3)
+
+
+def test_a_plan_counts_slots_and_blocks_as_the_load_does(case: Case) -> None:
+    """A plan runs the module without weights."""
+    config = make_config(options_for(case.folder, max_model_len=256, max_num_seqs=8))
+    footprint = weigh(config)
+    info = case.runner.info
+    assert case.runner._model.states is not None
+    assert footprint.slot == case.runner._model.states.slot_bytes > 0
+    slots = info.num_slots * footprint.slot
+    assert info.num_slots == 8
+    if footprint.block:
+        assert info.kv_cache_bytes - slots == info.num_blocks * footprint.block
+
+
+def test_batch_invariant_takes_opaque_caches(case: Case) -> None:
+    runner = load(case.folder, batch_invariant=True)
+    assert case.runner.info.cache == "state"
+    assert runner.info.cache == "opaque"
+    runner.close()
+
+
+def test_adapters_change_layers_outside_of_modules_with_states(case: Case, tmp_path: Path) -> None:
+    """The runner's first steps have an adapter of zeros for all of them."""
+    runner = load(case.folder, adapters=str(tmp_path))
+    states = runner._model.states
+    assert states is not None
+    for path in runner.sites:
+        assert not any(path.startswith(f"{module.path}.") for module in states.modules)
+    driven = drive(runner, [(case.prompts[0], GREEDY)])
+    runner.close()
+    assert driven.outputs == {(0, 0): case.expected[0, 0]}
+
+
+def test_no_drafts_are_taken(case: Case) -> None:
+    """A state cannot be taken back. A model with states is no draft model either."""
+    llama = make_checkpoint(case.folder / "llama")
+    speculation = {"model": str(llama)}
+    runner = load(case.folder, speculation=speculation)
+    assert runner.info.cache == "state"
+    runner.close()
+    options = options_for(llama, speculation={"model": str(case.folder)})
+    with pytest.raises(UnsupportedModelError, match="a state takes no drafts back"):
+        load_runner(make_config({**options, "max_model_len": 256}))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "bamba", "jamba", "lfm2"])
+def test_bfloat16_is_as_near_as_transformers(tmp_path: Path, model_type: str) -> None:
+    """In chunks, the log-probabilities of a prompt are those of transformers in float32, but for
+    the rounding."""
+    folder = state_type(tmp_path, model_type)
+    runner = load(folder, dtype="bfloat16")
+    (prompt,) = make_prompts(70)
+    asked = SamplingParams(temperature=0.0, max_tokens=2, seed=0, prompt_logprobs=0)
+    driven = drive(runner, [(prompt, asked)], budget=16)
+    runner.close()
+    with torch.inference_mode():
+        right = eager(folder)(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    errors = []
+    for position, candidates in enumerate(prompt_logprobs_of(driven, 0).logprobs[1:], start=1):
+        assert candidates is not None
+        errors.append(abs(candidates[0].logprob - float(right[position - 1, prompt[position]])))
+    assert sum(errors) / len(errors) < 0.15

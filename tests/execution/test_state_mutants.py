@@ -1,0 +1,63 @@
+"""The tests of state layers notice deliberate faults of slots and states."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.mutants import assert_noticed
+
+FILE = "execution/test_state_layers.py"
+TOKENS = f"{FILE}::test_tokens_are_those_of_generate"
+
+# name -> (file of execution/, what is written there, what is written in its place; …, the test)
+FAULTS: dict[str, tuple[str, ...]] = {
+    "a new row reads what its slot holds": (
+        "attention",
+        "is_new=row.start == 0",
+        "is_new=False",
+        f"{TOKENS}[lfm2-in turns]",
+    ),
+    "a fork's slot is no copy": (
+        "runner",
+        "self._states.copy(batch.slot_copies)",
+        "pass",
+        f"{FILE}::test_forks_go_on_from_a_copy_of_the_state[lfm2]",
+    ),
+    "states are written back to other rows": (
+        "state_rows",
+        "[row.slot for row in rows]",
+        "[row.slot for row in reversed(rows)]",
+        f"{TOKENS}[lfm2-in one batch]",
+    ),
+    "copies of states are not written back": (
+        "state_slots",
+        "            kept[index] = state\n",
+        "",
+        f"{TOKENS}[lfm2-in chunks]",
+    ),
+    "a state advances in each pass of prompt logprobs": (
+        "runner",
+        "saved is not None and begin > 0",
+        "saved is not None and begin < 0",
+        f"{FILE}::test_prompt_logprobs_advance_a_state_once[lfm2]",
+    ),
+    "a module that forgets its state goes on in chunks": (
+        "state_trial",
+        "by_token[kind] = not trial.goes_on(each)",
+        "by_token[kind] = False",
+        f"{TOKENS}[mamba-in chunks]",
+    ),
+    "shared attention writes the blocks of one layer": (
+        "interface",
+        "layer = self.cache.attending",
+        "layer = 1",
+        f"{TOKENS}[zamba2-in chunks]",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_noticed(name: str, tmp_path: Path) -> None:
+    file, *changes, test = FAULTS[name]
+    assert_noticed(tmp_path, f"execution/{file}.py", changes, [[test]])
