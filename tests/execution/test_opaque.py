@@ -332,6 +332,12 @@ def test_options_of_speed_have_no_effect(tmp_path: Path, caplog: pytest.LogCaptu
     assert _run(engine) == dict.fromkeys((0, 1), case.expected[2, 0])
 
 
+def test_slots_that_take_nothing_are_as_many_as_may_run(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "gpt_neo")
+    config = make_config(options_for(tmp_path, kv_cache_bytes=1 << 17, max_num_seqs=24))
+    assert load_runner(config).info.num_slots == 24
+
+
 def test_slots_and_blocks_share_the_bytes(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "moshi")
     config = make_config(options_for(tmp_path, kv_cache_bytes=1 << 20, max_num_seqs=512))

@@ -145,7 +145,7 @@ def test_batch_invariant_takes_opaque_caches(case: Case) -> None:
 
 def test_adapters_change_layers_outside_of_modules_with_states(case: Case, tmp_path: Path) -> None:
     """The runner's first steps have an adapter of zeros for all of them."""
-    runner = load(case.folder, adapters=str(tmp_path))
+    runner = load(case.folder, adapters=str(tmp_path), fuse=False)
     states = runner._model.states
     assert states is not None
     for path in runner.sites:
@@ -158,11 +158,12 @@ def test_adapters_change_layers_outside_of_modules_with_states(case: Case, tmp_p
 def test_no_drafts_are_taken(case: Case) -> None:
     """A state cannot be taken back. A model with states is no draft model either."""
     llama = make_checkpoint(case.folder / "llama")
-    speculation = {"model": str(llama)}
+    speculation = {"drafter": "draft_model", "model": str(llama)}
     runner = load(case.folder, speculation=speculation)
     assert runner.info.cache == "state"
     runner.close()
-    options = options_for(llama, speculation={"model": str(case.folder)})
+    speculation = {"drafter": "draft_model", "model": str(case.folder)}
+    options = options_for(llama, speculation=speculation)
     with pytest.raises(UnsupportedModelError, match="a state takes no drafts back"):
         load_runner(make_config({**options, "max_model_len": 256}))
 
