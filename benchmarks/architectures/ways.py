@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from jitney.execution.position_offset import position_offset
 from jitney.llm import LLM
 
 from benchmarks.architectures.shapes import VOCAB_SIZE
@@ -57,12 +58,15 @@ def make_prompts() -> Tokens:
     ]
 
 
-def expected(folder: Path, prompts: Tokens) -> Tokens:
+def generated(folder: Path, prompts: Tokens) -> Tokens:
     """The greedy tokens of transformers itself, each prompt alone."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32
     )
     model.eval()
+    if position_offset(model.config) > 0:
+        # ``generate`` gives these models positions from 0, and not those that they count.
+        return [_count_alone(model, prompt) for prompt in prompts]
     # A processor of `generate`, which ends every output of a Bart by itself.
     model.generation_config.forced_eos_token_id = None
     found = []
@@ -79,6 +83,16 @@ def expected(folder: Path, prompts: Tokens) -> Tokens:
             )
         found.append(output[0, len(prompt) :].tolist())
     return found
+
+
+def _count_alone(model: transformers.PreTrainedModel, prompt: list[int]) -> list[int]:
+    """The greedy tokens of a model that counts the positions of the whole sequence each time."""
+    ids = list(prompt)
+    for _ in range(NEW_TOKENS):
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits
+        ids.append(int(logits[0, -1].argmax()))
+    return ids[len(prompt) :]
 
 
 def run(folder: Path, way: Way, prompts: Tokens) -> "Run":

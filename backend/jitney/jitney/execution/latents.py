@@ -43,8 +43,9 @@ from jitney.execution.token_index import use_index
 
 _PARTS = ("expand_kv", "kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")
 """What an attention module of transformers has that attends over latents."""
-_MOST_GATHERED = 1 << 22
-"""Elements of latents that are gathered at once for rows of one token each."""
+_MOST_GATHERED = 1 << 18
+"""Elements of latents that are gathered at once for rows of one token each: 1 MiB of float32, which
+stays in a processor's cache until it is read."""
 
 
 class UpProjections(nn.Module):
@@ -65,6 +66,14 @@ class UpProjections(nn.Module):
         self.value_up: Tensor
         self.register_buffer("key_up", key_up, persistent=False)
         self.register_buffer("value_up", value_up.transpose(1, 2), persistent=False)
+
+    def settle(self) -> None:
+        """From now on these are no views of the layer's weight, and torch multiplies them as they
+        are stored."""
+        if _multiplies_slowly(self.key_up):
+            self.float()
+        self.key_up = self.key_up.contiguous()
+        self.value_up = self.value_up.contiguous()
 
 
 def use_latents(module: PreTrainedModel) -> list[nn.Module]:
@@ -88,8 +97,7 @@ def keep_up_projections(attentions: list[nn.Module]) -> None:
     transformers' own attention works no more afterwards."""
     for attention in attentions:
         up: UpProjections = vars(attention)[LATENTS]
-        if _multiplies_slowly(up.key_up):
-            up.float()
+        up.settle()
         attention.kv_b_proj = up
 
 

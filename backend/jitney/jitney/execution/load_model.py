@@ -40,7 +40,6 @@ def load_model(config: EngineConfig, tools: LoadTools) -> LoadedModel:
     if why_not_paged is None:
         read = read_module(config, tools, judged)
         try:
-            read = read_module(config, tools, judged)
             # Adapters may change ``kv_b_proj``, which latents make a part of other products.
             return prove(read, keeps_latents=config.adapters is None)
         except UnsupportedModelError as refusal:
