@@ -7,8 +7,9 @@ import pytest
 from jitney.messages import Cancelled, Finished
 from jitney.read_config import make_config
 
+from benchmarks.architectures.tiny import make_config as make_tiny_config
+from benchmarks.architectures.tiny import make_model
 from tests.engine.test_mixed_requests import make_submits, serve_alone, serve_and_kill
-from tests.execution.like_generate import make_type
 from tests.tiny_models import EOS_ID, write_tokenizer
 
 pytest.importorskip("numba")
@@ -21,19 +22,10 @@ EVERY = 3
 @pytest.mark.parametrize("kv_cache_bytes", [1 << 18])
 def test_hundreds_of_requests(tmp_path: Path, kv_cache_bytes: int) -> None:
     vocab_size = write_tokenizer(tmp_path)
-    make_type(
-        tmp_path,
-        "jamba",
-        vocab_size=vocab_size,
-        eos_token_id=EOS_ID,
-        num_hidden_layers=2,
-        attn_layer_period=2,
-        attn_layer_offset=1,
-        num_experts=2,
-        num_experts_per_tok=1,
-        use_mamba_kernels=False,
-        head_dim=None,
-    )
+    config = make_tiny_config("gpt_neo")
+    config.vocab_size = vocab_size
+    config.eos_token_id = EOS_ID
+    make_model(config).save_pretrained(tmp_path)
     options = {
         "model": str(tmp_path),
         "device": "cpu",

@@ -148,19 +148,15 @@ def _num_slots(config: EngineConfig, needs: Needs, size: int) -> int:
     """How many slots the cache of this size has beside its blocks: as many as there are sequences
     of ``_SLOT_TOKENS`` tokens that fit, or as fit into ``_SLOT_SHARE`` of it, if that is more.
     Raises ConfigError if not even one slot and block do."""
-    if not needs.most_slots:
-        return 0
+    if not needs.slot_bytes:  # there are none, or they cost nothing
+        return needs.most_slots
     tokens = min(_SLOT_TOKENS, needs.max_model_len)
     sequence_bytes = needs.slot_bytes + math.ceil(tokens / config.block_size) * needs.block_bytes
-    if not sequence_bytes:
-        return needs.most_slots
     if size < needs.slot_bytes + needs.block_bytes:
         bound = f"enough for a slot of {needs.slot_bytes:,} bytes and a block of "
         raise wrong_size(config, size, f"{bound}{needs.block_bytes:,}")
-    num_slots = max(1, size // sequence_bytes)
-    if needs.slot_bytes:
-        num_slots = max(num_slots, int(size * _SLOT_SHARE) // needs.slot_bytes)
-    return min(needs.most_slots, num_slots)
+    by_share = int(size * _SLOT_SHARE) // needs.slot_bytes
+    return min(needs.most_slots, max(1, size // sequence_bytes, by_share))
 
 
 def _sequence_blocks(config: EngineConfig, needs: Needs) -> int:
