@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 from jitney.errors import InvalidArgumentError
 
-from jitney_jobs.job import make_job, read_job
+from jitney_jobs.job_making import make_job, read_job
 from jitney_jobs.outcome import ExitStatus, is_worth_another_try
 from jitney_jobs.whole_files import write_whole
 
