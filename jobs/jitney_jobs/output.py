@@ -170,8 +170,8 @@ class Output:
         self.counts.non_finite += part.non_finite
         self.counts.replaced += part.replaced
         self.counts.long_texts += part.long_texts
-        # Each part brings the columns until one has been committed: an earlier part, which set them,
-        # may have been lost.
+        # Each part brings the columns until one has been committed: the part that set them may have
+        # been lost.
         schema = None if self._journal.record.schema is not None else self.maker.columns.schema
         committed = OutputPart(
             number=self._journal.record.next_number,
