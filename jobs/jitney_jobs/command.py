@@ -1,8 +1,12 @@
 """The commands ``jitney batch``, whose options are the settings of a job (``job.py``)."""
 
+import contextlib
 import inspect
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -114,18 +118,25 @@ def resume(
     journal: _Journal = None,
     retry_bad: _RetryBad = False,
     shard: Annotated[str | None, typer.Option(help="Of a job of shards: I/N.")] = None,
+    ray: Annotated[
+        str | None, typer.Option(help="Address of a Ray cluster. Without it: on this machine.")
+    ] = None,
 ) -> None:
     """Go on with a job that was stopped or killed, with the settings in its journal. Its output may
-    have been moved since."""
+    have been moved since, and it may have run on a Ray cluster or not."""
     from jitney_jobs.job_record import read_record
 
     try:
         its_shard = None if shard is None else Shard.of(shard)
     except InvalidArgumentError as error:
         raise SettingsError(str(error)) from None
+    if ray is not None and shard is not None:
+        raise SettingsError("settings ray and shard exclude each other")
     begin = read_record(output, journal, its_shard).begin
     assert begin is not None, "read_record raises if there is none"
-    _run_and_report(msgspec.structs.replace(begin.job, journal=journal), retry_bad)
+    if begin.job.ray is not None and ray is None:
+        _say(f"without the Ray cluster at {without_keys(begin.job.ray)}: --ray goes on there")
+    _run_and_report(msgspec.structs.replace(begin.job, journal=journal, ray=ray), retry_bad)
 
 
 def status(output: _Output, journal: _Journal = None) -> None:
@@ -183,6 +194,21 @@ def merge(
         raise typer.Exit(status)
 
 
+@contextlib.contextmanager
+def _stopped_by_sigterm() -> Iterator[None]:
+    """Until the first row, and behind the last one, SIGTERM does what Ctrl-C does: the command ends
+    with the status of a stopped job."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@_stopped_by_sigterm()
 def _run_and_report(job: Job, retry_bad: bool) -> None:
     # Before the imports, which take a while.
     _say(f"{without_keys(job.input)} to {without_keys(job.output)}")

@@ -1,7 +1,7 @@
 """The rows that are in committed parts, while a run adds to them."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from jitney_jobs.journal import Interval, Ranges
 
@@ -39,6 +39,15 @@ class CommittedRows:
                 end = max(end, ends[high - 1])
             firsts[low:high] = [first]
             ends[low:high] = [end]
+
+    def within(self, interval: Interval) -> Iterator[Interval]:
+        """The rows of it that are here."""
+        firsts = self._firsts.get(interval.file, [])
+        ends = self._ends.get(interval.file, [])
+        for index in range(bisect_right(ends, interval.first), bisect_left(firsts, interval.end)):
+            first = max(firsts[index], interval.first)
+            end = min(ends[index], interval.end)
+            yield Interval(interval.file, first, end)
 
     def covers(self, file: int, row_count: int) -> bool:
         """Whether all rows of a file that has so many are here."""

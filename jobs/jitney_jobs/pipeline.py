@@ -118,7 +118,7 @@ class Pipeline:
         self._all_ended = False
         """Whether no row is left to do."""
         self._rows_left: int | None = None
-        """Rows that may still be read, because of the setting ``limit``."""
+        """Rows that may still be done, because of the setting ``limit``."""
         if job.limit is not None:
             self._rows_left = max(0, job.limit - self.meter.done_before)
         self._order = RowOrder() if job.ordered else None
@@ -165,10 +165,6 @@ class Pipeline:
     def _read_ahead(self) -> None:
         """Hand to the workers what is read, while the budget allows more."""
         while not self._input_ended:
-            if self._rows_left == 0:
-                self.is_cut = True
-                self._input_ended = True
-                return
             if self._reading is None:
                 if not self._runner.may_take:
                     return
@@ -180,21 +176,26 @@ class Pipeline:
             self.meter.figures.read_s += read.seconds
             if isinstance(read.entry, Chunk):
                 chunk = self._within_limit(read.entry)
-                self._runner.take(self._held_results.put_into(chunk))
+                if chunk is not None:
+                    self._runner.take(self._held_results.put_into(chunk))
             elif read.entry is not None:
                 with write_errors(self._job):
                     self._journal.append(read.entry)
             else:
                 self._input_ended = True
 
-    def _within_limit(self, chunk: Chunk) -> Chunk:
-        """The rows of it that may be read."""
-        if self._rows_left is None:
+    def _within_limit(self, chunk: Chunk) -> Chunk | None:
+        """The rows of it that may be done. None if none may. If not all of them may, nothing more
+        is read."""
+        rows_left = self._rows_left
+        if rows_left is None:
             return chunk
-        if len(chunk) > self._rows_left:
-            chunk = chunk.slice(0, self._rows_left)
-        self._rows_left -= len(chunk)
-        return chunk
+        if len(chunk) <= rows_left:
+            self._rows_left = rows_left - len(chunk)
+            return chunk
+        self.is_cut = True
+        self._input_ended = True
+        return chunk.slice(0, rows_left) if rows_left else None
 
     @property
     def columns(self) -> Sequence[str] | None:

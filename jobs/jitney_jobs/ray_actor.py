@@ -2,8 +2,8 @@
 
 An actor is what a run on this machine has behind its reader (``row_runner``, ``part_filler``,
 ``part_maker``). Ray calls it with blocks, several at a time, so that the executor stays full. A
-part has rows of one block only: if a block comes again, because its node was lost, so do whole
-parts, as far as time has not cut them.
+part has rows of one block only. If a block comes again, because its node was lost, its rows that
+are committed by then are left out.
 """
 
 import atexit
@@ -29,7 +29,7 @@ from jitney_jobs.output import write_errors
 from jitney_jobs.part_filler import PartFiller
 from jitney_jobs.part_maker import PartMaker, WrittenPart
 from jitney_jobs.prepare import Item
-from jitney_jobs.ray_blocks import Portion, portions_of
+from jitney_jobs.ray_blocks import Portion, intervals_of, portions_of, without_rows
 from jitney_jobs.ray_board import BoardMessage, Failure, Report
 from jitney_jobs.ray_library import ray
 from jitney_jobs.ray_plan import ClusterPlan
@@ -112,8 +112,35 @@ class RowsActor:
     """Prepares and runs the rows of blocks, and writes them."""
 
     def __init__(self, plan: Any) -> None:
-        """``plan`` is a reference. Raises what loading the model raises."""
+        """``plan`` is a reference. Raises what loading the model raises, after it has told the
+        job's process."""
         self._plan: ClusterPlan = ray.get(plan)
+        self._name = str(ray.get_runtime_context().get_actor_id())
+        self._plan.board.begin(self._name)
+        try:
+            self._load()
+        except Exception as error:  # a model may raise anything
+            # Ray would tell it with stack traces.
+            self._plan.board.put(self._name, Report({}), [Failure(_failure_of(error))])
+            raise
+        self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self._open: list[_Call] = []
+        self._portions: deque[Portion] = deque()
+        """Of the open calls, those that are not yet prepared."""
+        self._writer = ThreadPoolExecutor(1, "jitney-parts")
+        self._writing: deque[_Writing] = deque()
+        self._messages: list[BoardMessage] = []
+        """For the board."""
+        self._reported_at = 0.0
+        self._ended = 0
+        """Rows that have ended, and are in no part that was written."""
+        self._bad = 0
+        """The bad ones of these."""
+        self._bad_example: str | None = None
+        self._is_stopping = False
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def _load(self) -> None:
         job = self._plan.job
         executor, _ = load(job)
         context = msgspec.structs.replace(self._plan.context, job=job)
@@ -135,26 +162,10 @@ class RowsActor:
         self._runner.repeated = self._plan.repeated
         # Python would wait for the worker processes at its end, and these for the end of this one.
         atexit.register(self._runner.close)
-        self._name = str(ray.get_runtime_context().get_actor_id())
-        self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
-        self._open: list[_Call] = []
-        self._portions: deque[Portion] = deque()
-        """Of the open calls, those that are not yet prepared."""
-        self._writer = ThreadPoolExecutor(1, "jitney-parts")
-        self._writing: deque[_Writing] = deque()
-        self._messages: list[BoardMessage] = []
-        """For the board."""
-        self._reported_at = 0.0
-        self._ended = 0
-        """Rows that have ended, and are in no part that was written."""
-        self._bad = 0
-        """The bad ones of these."""
-        self._bad_example: str | None = None
-        self._is_stopping = False
-        threading.Thread(target=self._work, daemon=True).start()
 
     def __call__(self, block: pa.Table) -> pa.Table:
         """A block of rows. Ray calls it in several threads."""
+        block = without_rows(block, self._plan.board.committed_of(intervals_of(block)))
         portions = list(portions_of(block, self._plan.dataset, self._most_rows))
         call = _Call(portions, PartFiller(self._plan.job, self._maker), block.num_rows)
         if not portions:
@@ -173,9 +184,7 @@ class RowsActor:
                 self._turn()
             self._write_what_ended()
         except Exception as error:  # a model may raise anything
-            if not isinstance(error, JitneyError):
-                error = UnavailableError(f"an actor of the cluster failed: {reason(error)}")
-            self._fail(error)
+            self._fail(_failure_of(error))
         while True:  # the run stops: nothing more is done
             self._open.append(self._calls.get())
             self._give_up()
@@ -345,3 +354,12 @@ class RowsActor:
         except Exception:  # the error before is the one to tell
             self._report()
             self._give_up()
+
+
+def _failure_of(error: Exception) -> JitneyError:
+    """What the job ends with. Says on which node it happened: others may be well."""
+    where = f"on the node {ray.util.get_node_ip_address()}"
+    if isinstance(error, JitneyError):
+        error.args = (f"{error} ({where})",)
+        return error
+    return UnavailableError(f"an actor of the cluster failed {where}: {reason(error)}")

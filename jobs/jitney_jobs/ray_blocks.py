@@ -4,13 +4,14 @@ A row of a block is a row of the input: its file and its index there, what is kn
 the column ``values`` the input's columns that the job reads. Ray may cut blocks and join them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from jitney_jobs.arrow import pa
 from jitney_jobs.dataset import Dataset
+from jitney_jobs.journal import Interval
 from jitney_jobs.rows import Chunk, Unreadable
 
 _FIXED = pa.schema(
@@ -58,6 +59,28 @@ def block_of(chunk: Chunk, share: float) -> pa.Table:
     ]
     values = chunk.data.to_struct_array()
     return pa.Table.from_arrays([*fixed, values], [*_FIXED.names, "values"])
+
+
+def intervals_of(block: pa.Table) -> list[Interval]:
+    """The rows of a block, and perhaps some between them: from the first to the last one of each
+    file."""
+    files = block.column("file").to_numpy()
+    rows = block.column("row").to_numpy()
+    intervals = []
+    for file in np.unique(files).tolist():
+        of_file = rows[files == file]
+        intervals.append(Interval(file, int(of_file.min()), int(of_file.max()) + 1))
+    return intervals
+
+
+def without_rows(block: pa.Table, taken: Iterable[Interval]) -> pa.Table:
+    """The rows of a block that are in none of these intervals."""
+    files = block.column("file").to_numpy()
+    rows = block.column("row").to_numpy()
+    is_left = np.ones(block.num_rows, bool)
+    for file, first, end in taken:
+        is_left[(files == file) & (rows >= first) & (rows < end)] = False
+    return block if is_left.all() else block.filter(pa.array(is_left))
 
 
 def portions_of(block: pa.Table, dataset: Dataset, most_rows: int) -> Iterator[Portion]:

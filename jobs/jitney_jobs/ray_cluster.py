@@ -1,23 +1,25 @@
-"""The cluster of a run: joining it, leaving it, and noticing that it is gone; and what Ray's errors
-mean for the job."""
+"""The cluster of a run: joining it, leaving it, and noticing that it is gone."""
 
 import contextlib
 import logging
 import os
+import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any
 
-from jitney.errors import JitneyError, UnavailableError
+from jitney.errors import UnavailableError
 
 from jitney_jobs.background import in_background
+from jitney_jobs.ray_errors import RESUME, failure_of
 from jitney_jobs.ray_library import ray
 
-_RESUME = "`jitney batch resume` goes on, with --ray or without"
+_LOG = logging.getLogger(__name__)
 CONNECT_S = 10.0
 """Longest time to connect to a process of the cluster."""
 _LOOK_S = 2.0
@@ -25,9 +27,20 @@ _LOOK_S = 2.0
 _LOOKS = 3
 """The cluster is gone if one of them does not answer so often in a row. Ray itself would end this
 process some seconds later, without a word that helps."""
+_HTTP2_SETTINGS = b"\x04"
+"""The type of a frame, which is byte 3 of its head."""
+_HTTP2_HEAD_BYTES = 9
+_HTTP2_BEGINNING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _HTTP2_SETTINGS + b"\0" * 5
+"""What a client begins with: a fixed text, and settings of which none differs (RFC 9113, 3.4)."""
+_POLL_S = 0.2
 CPU_SHARE = 0.2
 """CPUs that an actor asks Ray for. It uses all that the node has; with so small a share every node
 can have one."""
+_FULL_S = 30.0
+"""If nothing of the run has begun on the cluster after so long, the user is told. Processes begin
+within some seconds, on a busy machine too."""
+_TELL_S = 60.0
+"""Between two times that the user is told."""
 
 
 class Cluster:
@@ -35,16 +48,16 @@ class Cluster:
 
     def __init__(self, address: str, closing: ExitStack) -> None:
         """``local`` for one on this machine alone, which ends with ``closing``. Raises
-        UnavailableError."""
+        UnavailableError; and KeyboardInterrupt if SIGTERM comes while Ray starts."""
         self.address = address
         _connect(address)
         closing.callback(self._leave)
-        resources = ray.cluster_resources()
-        # The head of a cluster may have no cores: then nothing runs there.
-        alive = [node for node in ray.nodes() if node["Alive"]]
-        nodes = [node for node in alive if node["Resources"].get("CPU")]
-        self.gpus = int(resources.get("GPU", 0))
-        self.nodes = max(1, len(nodes))
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        with_cpus = [node for node in nodes if node["Resources"].get("CPU")]
+        self.nodes = max(1, len(with_cpus))
+        """The head of a cluster may have no CPUs: then nothing runs there."""
+        self.gpus = int(sum(node["Resources"].get("GPU", 0) for node in nodes))
+        self.gpus_of_actor = min(1, self.gpus)
         self.actors = self.gpus or self.nodes
         self.actors_of_node = max(1, self.gpus // self.nodes)
         here = ray.get_runtime_context()
@@ -53,7 +66,7 @@ class Cluster:
         """Of the head, and of Ray's process on this machine."""
         self._addresses += [
             (node["NodeManagerAddress"], node["NodeManagerPort"])
-            for node in alive
+            for node in nodes
             if node["NodeID"] == here.get_node_id()
         ]
         self._looked_at = time.monotonic()
@@ -61,11 +74,32 @@ class Cluster:
         self._missed = 0
         """How often in a row one of them did not answer."""
 
-    def call(self, function: Any, argument: Any) -> Any:
-        """In a task of Ray's, which may need a GPU. Raises what the function raises."""
-        task = ray.remote(num_cpus=CPU_SHARE, num_gpus=min(1, self.gpus))(function)
+    def call(
+        self, function: Any, argument: Any, patience_s: float, say: Callable[[str], None]
+    ) -> Any:
+        """In a task of Ray's, which may need a GPU. ``say`` is told if it waits for room on the
+        cluster. Raises what the function raises, and UnavailableError if there is no room for
+        longer than ``patience_s``, or if the cluster is gone."""
+        task: Any = ray.remote(_in_two_steps)
+        steps = task.options(
+            num_cpus=CPU_SHARE,
+            num_gpus=self.gpus_of_actor,
+            num_returns="streaming",
+            max_retries=0,  # a process that was ended for its memory would be begun for ever
+        ).remote(function, argument)
+        waiting = WaitForRoom(self, patience_s)
+        told_at = -_TELL_S
         try:
-            return ray.get(task.remote(argument))
+            while not _has_next(steps):
+                self.check()
+                text = waiting.text()
+                if text is not None and time.monotonic() - told_at >= _TELL_S:
+                    told_at = time.monotonic()
+                    say(text)
+            ray.get(next(steps))  # the task has begun
+            while not _has_next(steps):
+                self.check()
+            return ray.get(next(steps))
         except ray.exceptions.RayError as error:
             raise failure_of(error) from None
 
@@ -81,7 +115,7 @@ class Cluster:
         self._looking = None
         self._looked_at = time.monotonic()
         if self._missed >= _LOOKS:
-            raise UnavailableError(f"the Ray cluster at {self.address} is gone: {_RESUME}")
+            raise UnavailableError(f"the Ray cluster at {self.address} is gone: {RESUME}")
 
     def _is_reachable(self) -> bool:
         try:
@@ -96,8 +130,51 @@ class Cluster:
             ray.shutdown()
 
 
+class WaitForRoom:
+    """Until something of the run has begun on the cluster. Others may have all of its CPUs or GPUs,
+    or it has too few, and more may come."""
+
+    def __init__(self, cluster: Cluster, patience_s: float) -> None:
+        """``patience_s``: how long the run waits."""
+        self._gpus_of_actor = cluster.gpus_of_actor
+        self._patience_s = patience_s
+        self._began = time.monotonic()
+
+    def text(self) -> str | None:
+        """What is missing. None if that is not worth a word yet. Raises UnavailableError if it has
+        been missing for too long."""
+        seconds = time.monotonic() - self._began
+        if seconds < min(_FULL_S, self._patience_s):
+            return None
+        has = ray.cluster_resources()
+        free = ray.available_resources()
+        needs = {"CPU": CPU_SHARE, "GPU": self._gpus_of_actor}
+        texts = [
+            f"{count:g} {name} of a node ({free.get(name, 0):g} of {has.get(name, 0):g} are free)"
+            for name, count in needs.items()
+            if count
+        ]
+        text = f"nothing has begun on the Ray cluster for {seconds:,.0f} s"
+        needs_text = f"an actor needs {' and '.join(texts)}"
+        if seconds >= self._patience_s:
+            raise UnavailableError(f"{text} (patience); {needs_text}")
+        return f"{text}; {needs_text}"
+
+
+def _in_two_steps(function: Any, argument: Any) -> Iterator[Any]:
+    """What the function returns. Before it comes None, when the task begins."""
+    yield None
+    yield function(argument)
+
+
+def _has_next(steps: Any) -> bool:
+    """Whether the next step of a task is there. Waits a moment for it."""
+    ready, _ = ray.wait([steps], timeout=_POLL_S)
+    return bool(ready)
+
+
 def _connect(address: str) -> None:
-    """Join a Ray cluster, ``local`` for one on this machine alone. Raises UnavailableError."""
+    """Join a Ray cluster, ``local`` for one on this machine alone. Raises as :class:`Cluster`."""
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
     # A cluster of this machine alone does the job in the place of this process: with Ray's niceness
     # of 15 it would stand still beside other work.
@@ -106,9 +183,11 @@ def _connect(address: str) -> None:
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
-        if host:  # Ray would try for minutes
-            socket.create_connection((host, int(port)), CONNECT_S).close()
-        with _without_native_output():
+        if host:  # Ray would try for minutes, and then end the process
+            _check_is_grpc(host, int(port))
+        # What happens to a node would be printed on stdout, in many lines. No setting prevents it.
+        ray._private.worker.print_to_stdstream = _log_lines
+        with _without_native_output(), _with_our_signals():
             ray.init(
                 address,
                 ignore_reinit_error=True,
@@ -117,7 +196,33 @@ def _connect(address: str) -> None:
                 logging_level=logging.ERROR,
             )
     except (OSError, RuntimeError, ValueError) as error:
-        raise UnavailableError(f"Ray is not at {address}: {error}") from None
+        text = f"Ray is not at {address}: {error}"
+        if address == "auto" and isinstance(error, ConnectionError):
+            # Ray's text names an option that only its own commands have.
+            text = "no Ray cluster runs on this machine (--ray auto), and RAY_ADDRESS names none"
+        raise UnavailableError(text) from None
+
+
+def _check_is_grpc(host: str, port: int) -> None:
+    """Raises OSError if nothing there speaks gRPC, as the head of a cluster does: over HTTP/2,
+    whose server begins with its settings."""
+    answer = b""
+    with socket.create_connection((host, port), CONNECT_S) as connection:
+        if os.environ.get("RAY_USE_TLS") == "1":
+            return
+        connection.sendall(_HTTP2_BEGINNING)
+        while len(answer) < _HTTP2_HEAD_BYTES:
+            data = connection.recv(_HTTP2_HEAD_BYTES - len(answer))
+            if not data:
+                break
+            answer += data
+    if answer[3:4] != _HTTP2_SETTINGS:
+        raise ConnectionError("what answers there is no Ray")
+
+
+def _log_lines(data: Mapping[str, Any], ignore_prefix: bool) -> None:
+    for line in data["lines"]:
+        _LOG.info("Ray says: %s", line)
 
 
 @contextlib.contextmanager
@@ -134,10 +239,14 @@ def _without_native_output() -> Iterator[None]:
         os.close(stderr)
 
 
-def failure_of(error: BaseException) -> BaseException:
-    """The JitneyError that an error of Ray's came from; if there is none, one that tells of it."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, JitneyError):
-        # Ray has the error of a task in an attribute, which not all of its errors have.
-        cause = getattr(cause, "cause", None) or cause.__cause__
-    return cause or UnavailableError(f"the Ray cluster failed: {_RESUME}; Ray says: {error}")
+@contextlib.contextmanager
+def _with_our_signals() -> Iterator[None]:
+    """While Ray starts: it sets what SIGTERM does, and would leave it so."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    except SystemExit:  # Ray's answer to SIGTERM
+        raise KeyboardInterrupt from None
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)

@@ -2,9 +2,10 @@
 Arrow (``ray_reader``), and a pool of actors prepares and runs their rows and writes the parts
 (``ray_actor``). This process commits the parts, which it finds on a board (``ray_board``).
 
-Ray does again what was lost with a node. A part counts once the journal has it, and the journal
-takes none that has a row of an earlier one: such a part is deleted. Rows that are missing then, in
-the end, are read once more. So the cluster may die altogether, and the next run goes on.
+Ray does again what was lost with a node, but for rows that are committed by then. A part counts
+once the journal has it, and the journal takes none that has a row of an earlier one: such a part is
+deleted. Rows that are missing then, in the end, are read once more. So the cluster may die
+altogether, and the next run goes on.
 
 The model, the input, the output and this package are needed on every node, under the same names.
 """
@@ -12,7 +13,7 @@ The model, the input, the output and this package are needed on every node, unde
 import contextlib
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack
 from dataclasses import replace
@@ -26,11 +27,12 @@ from jitney_jobs.committed_rows import CommittedRows
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.finished_rows import Finisher
 from jitney_jobs.job import Job
-from jitney_jobs.journal import FileRows, JobJournal, Record
+from jitney_jobs.journal import FileRows, Interval, JobJournal, Record
 from jitney_jobs.output import Output, write_errors
 from jitney_jobs.part_maker import WrittenPart
 from jitney_jobs.ray_board import Board, BoardMessage, Failure, LimitReached, Report, Taken
-from jitney_jobs.ray_cluster import CONNECT_S, Cluster, failure_of
+from jitney_jobs.ray_cluster import CONNECT_S, Cluster, WaitForRoom
+from jitney_jobs.ray_errors import failure_of
 from jitney_jobs.ray_library import ray
 from jitney_jobs.ray_plan import ClusterPlan, columns_of_first_rows, context_of
 from jitney_jobs.ray_stream import Stream
@@ -41,6 +43,8 @@ from jitney_jobs.tasks import make_task
 
 _POLL_S = 0.2
 """Longest wait for the cluster, in seconds: then the job's thread looks at signals again."""
+_MOST_STARTS = 4
+"""An actor may begin so often without a part that is committed meanwhile."""
 _STOP_S = 60.0
 """Longest time for the actors to write what has ended, when a run stops."""
 
@@ -49,12 +53,19 @@ class RayPipeline:
     """Of a run on a cluster (``job_run.RowPipeline``)."""
 
     def __init__(
-        self, job: Job, dataset: Dataset, journal: JobJournal, output: Output, closing: ExitStack
+        self,
+        job: Job,
+        dataset: Dataset,
+        journal: JobJournal,
+        output: Output,
+        closing: ExitStack,
+        say: Callable[[str], None],
     ) -> None:
-        """Join the cluster, which loads the model once, to know it. Raises UnavailableError if it
-        is not there, and what loading raises."""
+        """Join the cluster, which loads the model once, to know it. ``say`` is told what the user
+        should know. Raises UnavailableError if the cluster is not there, or has no room; and what
+        loading raises."""
         self._cluster = Cluster(str(job.ray), closing)
-        context = self._cluster.call(context_of, job)
+        context = self._cluster.call(context_of, job, job.patience_s, say)
         context = output.maker.columns.completed(context)
         task = make_task(context)
         self._job = job
@@ -81,17 +92,29 @@ class RayPipeline:
             board=self._board,
         )
         if output.maker.columns.is_table and output.maker.columns.schema is None:
-            schema = self._cluster.call(columns_of_first_rows, self._plan)
+            schema = self._cluster.call(columns_of_first_rows, self._plan, job.patience_s, say)
             if schema is not None:
                 output.maker.columns.set_result(self._finisher.fields, schema)
                 self._plan = replace(self._plan, schema=schema)
         self._committed = CommittedRows(journal.record.done)
+        self._committed_lately: list[Interval] = []
+        """What the board has not been told."""
         self._position_before = _share_done(dataset, journal.record)
         self._stream: Stream | None = None
         """The pipeline of Ray's. None until the run begins."""
         self._taking: Any = None
         """A reference to what is on the board."""
         self._reports: dict[str, Report] = {}
+        self._starts: dict[str, int] = {}
+        """How often each actor has begun."""
+        self._starts_before: dict[str, int] = {}
+        """The same when a part was last committed."""
+        self._waiting: WaitForRoom | None = None
+        """None once an actor of this round has begun."""
+        self._is_ending = False
+        """Whether the run ends before its rows."""
+        self._missing: str | None = None
+        """What the cluster lacks, so that no actor has begun."""
         self._bad_files: dict[int, FileRows] = {}
         """Files that could not be read to their end. They are noted when all of their rows that
         were read are committed: until then it is not known how many these are."""
@@ -118,19 +141,18 @@ class RayPipeline:
             self._stream = self._begin_round()
         wait([self._stream.ended], _POLL_S)
         self._cluster.check()
+        self._missing = None if self._waiting is None else self._waiting.text()
         has_ended = self._stream.ended.done()
         self._look_at_board()
         if not has_ended:
             return True
         self._look_at_board_for_the_last_time()  # all messages came before the end
-        # Nothing is in an actor's hands any more. Its last report may still count rows that are in
-        # parts by now, or that were lost with it.
-        done = {name: report._replace(ended=0, bad=0) for name, report in self._reports.items()}
-        self._reports = done
-        self._count()
+        # Nothing is in an actor's hands any more.
+        self._board.end_round()
+        self._look_at_board(waits=True)
         try:
             self._stream.ended.result()
-        except ray.exceptions.RayError as error:
+        except Exception as error:  # Ray Data raises more than Ray's errors
             raise failure_of(error) from None
         return self._end_round()
 
@@ -143,6 +165,7 @@ class RayPipeline:
         if self._job.limit is not None:
             rows_left = max(0, self._job.limit - self.meter.done_before - self._rows_in_parts)
         self._rows_before_round = self._rows_in_parts
+        self._waiting = WaitForRoom(self._cluster, self._job.patience_s)
         return Stream(self._cluster, self._plan, record, self._bad_files.keys(), rows_left)
 
     def _end_round(self) -> bool:
@@ -183,7 +206,8 @@ class RayPipeline:
     def _look_at_board(self, waits: bool = False) -> None:
         """Take what is there. Unless it ``waits``, what comes late is taken the next time."""
         if self._taking is None:
-            self._taking = self._board.begin_taking()
+            self._taking = self._board.begin_taking(self._committed_lately)
+            self._committed_lately = []
         ready, _ = ray.wait([self._taking], timeout=CONNECT_S if waits else _POLL_S)
         if not ready:
             return
@@ -193,13 +217,28 @@ class RayPipeline:
             raise failure_of(error) from None
         finally:
             self._taking = None
-        self._reports |= taken.reports
+        self._reports = taken.reports
+        if sum(taken.starts.values()) > sum(self._starts.values()):
+            self._waiting = None
+        self._starts = taken.starts
         for message in taken.messages:
             self._take(message)
         assert self._stream is not None, "the run has begun"
         for block in self._stream.take_answers():
             self._take_answer(block)
+        self._check_starts()
         self._count()
+
+    def _check_starts(self) -> None:
+        """Raise UnavailableError if an actor dies again and again."""
+        for name, count in self._starts.items():
+            if count - self._starts_before.get(name, 0) > _MOST_STARTS and not self._is_ending:
+                self._is_ending = True
+                self._board.end_actors()
+                raise UnavailableError(
+                    f"an actor of the Ray cluster has died {_MOST_STARTS} times since a part was "
+                    f"last committed, of too little memory, or of a row; Ray's logs say more"
+                )
 
     def _take(self, message: BoardMessage) -> None:
         match message:
@@ -238,6 +277,8 @@ class RayPipeline:
         with write_errors(self._job):
             self._output.commit(part, self.snapshot())
         self._committed.add(part.intervals)
+        self._committed_lately += part.intervals
+        self._starts_before = self._starts
         self._rows_in_parts += part.written + part.failed
         self._bad_in_parts += part.failed - part.misfits
 
@@ -250,6 +291,7 @@ class RayPipeline:
         """Have the actors write what has ended, if the run ends before its rows."""
         if self._stream is None or self._stream.ended.done():
             return
+        self._is_ending = True
         self._board.stop()
         until = time.monotonic() + _STOP_S
         # If the cluster fails meanwhile, what is not committed is done by the next run.
@@ -258,6 +300,11 @@ class RayPipeline:
                 wait([self._stream.ended], _POLL_S)
                 self._cluster.check()
                 self._look_at_board()
+            if not self._stream.ended.done():
+                # Its thread must end before this process leaves the cluster, which it may join
+                # again for the next job.
+                self._board.end_actors()
+                wait([self._stream.ended], CONNECT_S)
             self._look_at_board_for_the_last_time()
 
     # ------------------------------------------------------------------ what is known of it
@@ -281,7 +328,7 @@ class RayPipeline:
         figures.bad = self._bad_in_parts + sum(report.bad for report in self._reports.values())
 
     def waits_for(self) -> str | None:
-        errors = [report.waits_for for report in self._reports.values()]
+        errors = [self._missing, *(report.waits_for for report in self._reports.values())]
         return next((error for error in errors if error), None)
 
     def bad_example(self) -> str | None:

@@ -73,10 +73,12 @@ class _Reader:
             else:
                 chunk = entry
                 if rows_left is not None:
-                    if len(chunk) > rows_left:
-                        chunk = chunk.slice(0, rows_left)
+                    chunk = chunk.slice(0, min(len(chunk), rows_left))
                     rows_left -= len(chunk)
                 yield block_of(chunk, entry.position - position)
+                if len(chunk) < len(entry):
+                    self._messages.append(LimitReached())
+                    return
                 position = entry.position
             if time.monotonic() - self._reported_at >= _REPORT_S:
                 self._report()

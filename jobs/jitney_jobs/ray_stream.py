@@ -88,7 +88,9 @@ def _begin_pipeline(
         num_cpus=CPU_SHARE / 2,
         compute=ray_data.TaskPoolStrategy(size=cluster.nodes),
     )
-    answers = blocks.map_batches(
+    # `map_batches` refuses whole blocks for a GPU, whose batches are to have a size. Ours have: the
+    # actor makes them of blocks.
+    answers = blocks.map_batches_internal(
         RowsActor,
         fn_constructor_args=(shared,),
         batch_size=None,
@@ -102,7 +104,7 @@ def _begin_pipeline(
             enable_true_multi_threading=True,
         ),
         num_cpus=CPU_SHARE,
-        num_gpus=min(1, cluster.gpus),
+        num_gpus=cluster.gpus_of_actor,
     )
     return iter(answers.iter_batches(batch_size=None, batch_format="pyarrow"))
 

@@ -82,6 +82,7 @@ def run_job(
             repeated=surveyed.repeated,
             models=models,
             wanted=wanted,
+            say=say,
             closing=closing,
         )
         with write_errors(job):
@@ -172,6 +173,7 @@ def _run_rows(
     repeated: frozenset[RowId],
     models: Models | None,
     wanted: Callable[[], bool],
+    say: Callable[[str], None],
     closing: ExitStack,
 ) -> bool:
     """Load the model, and run all rows that are left. Returns whether the job is complete."""
@@ -183,7 +185,9 @@ def _run_rows(
     # the journal for one of an earlier run. The metrics need ``moved_at``.
     state = state_of(journal.record, job, {"moved_at": time.time()})
     observer = Observer(job, journal, state, closing)
-    pipeline = _make_pipeline(job, dataset, journal, output, models=models, closing=closing)
+    pipeline = _make_pipeline(
+        job, dataset, journal, output, models=models, say=say, closing=closing
+    )
     pipeline.refuse_repeated(repeated)
     if job.server is not None:
         preview.check_named()
@@ -200,13 +204,14 @@ def _make_pipeline(
     output: Output,
     *,
     models: Models | None,
+    say: Callable[[str], None],
     closing: ExitStack,
 ) -> RowPipeline:
     """A pipeline on a cluster, or on this machine. Raises what loading the model raises."""
     if job.ray:
         from jitney_jobs.ray_pipeline import RayPipeline  # Ray may be missing
 
-        return RayPipeline(job, dataset, journal, output, closing)
+        return RayPipeline(job, dataset, journal, output, closing, say)
     if models is None:
         models = Models()
         closing.callback(models.close)

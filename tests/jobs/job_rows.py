@@ -85,6 +85,20 @@ def killing(row: dict[str, Any]) -> dict[str, Any]:
     return {"twice": 2 * row["id"]}
 
 
+def deadly_at_50(row: dict[str, Any]) -> dict[str, Any]:
+    """Ends the process at row 50, always."""
+    if row["id"] == 50:
+        os._exit(1)
+    return {"twice": 2 * row["id"]}
+
+
+def until_fixed(row: dict[str, Any]) -> dict[str, Any]:
+    """Row 13 is bad until there is a file ``flag``."""
+    if row["id"] == 13 and not Path(row["flag"]).exists():
+        raise ValueError("unlucky")
+    return {"twice": 2 * row["id"]}
+
+
 def ending(row: dict[str, Any]) -> dict[str, Any]:
     """At row 50, stops the process, or cancels the job ``a`` that the row is of."""
     if row["id"] == 50 and row["how"] == "stop":

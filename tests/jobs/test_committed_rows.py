@@ -30,6 +30,10 @@ def test_it_knows_the_rows_of_the_parts_that_it_took(parts: list[Interval], befo
             assert committed.end_of(file) == max(of_file, default=-1) + 1
             for count in (0, 3, 7):
                 assert committed.covers(file, count) == (set(range(count)) <= of_file)
+            for first, end in ((0, 5), (4, 20), (10, 40)):
+                within = committed.within(Interval(file, first, end))
+                here = {row for each in within for row in range(each.first, each.end)}
+                assert here == {row for row in of_file if first <= row < end}
     found = committed.ranges()
     assert found.twice is None
     assert {(i.file, row) for i in found.intervals for row in range(i.first, i.end)} == rows

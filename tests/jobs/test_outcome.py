@@ -172,6 +172,16 @@ def test_the_first_rows_alone(tmp_path: Path) -> None:
     assert sorted(row["id"] for row in read(tmp_path / "out")) == [*range(20, 2000)]
 
 
+@pytest.mark.parametrize("first", [300, 512], ids=["in a chunk", "between two chunks"])
+def test_first_rows_that_are_all_rows_are_the_whole_job(tmp_path: Path, first: int) -> None:
+    source = write_lines(tmp_path / "in.jsonl", ids(20, 1044))
+    for limit, is_complete in ((first, False), (1024, True)):
+        assert run(source, tmp_path / "out", limit=limit)
+        assert len(read(tmp_path / "out")) == limit
+        record = read_record(str(tmp_path / "out"), None)
+        assert (record.end is not None) == is_complete
+
+
 # ------------------------------------------------------------------ what does not end
 
 

@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from jitney_jobs.dataset import Dataset
-from jitney_jobs.journal import Record
-from jitney_jobs.ray_blocks import block_of, portions_of
+from jitney_jobs.journal import Interval, Record
+from jitney_jobs.ray_blocks import block_of, intervals_of, portions_of, without_rows
 from jitney_jobs.rows import Chunk
 
 from tests.jobs.job_rows import job_of, write_lines
@@ -79,3 +79,20 @@ def test_rows_arrive_as_they_were(tmp_path: Path, kind: str) -> None:
         assert portion.chunk.data.schema.equals(chunks[0].data.schema)
     read_bytes = sum(chunk.read_bytes for chunk in chunks)
     assert sum(portion.chunk.read_bytes for portion in portions) == pytest.approx(read_bytes, abs=9)
+
+
+@pytest.mark.parametrize("kind", ["lines", "bare"])
+def test_rows_of_a_block_can_be_left_out(tmp_path: Path, kind: str) -> None:
+    write_zoo(tmp_path)
+    dataset = Dataset(job_of(tmp_path / kind, tmp_path / "out"))
+    dataset.set_schema(dataset.look_ahead(is_typed=False), [] if kind == "bare" else None)
+    chunks = [c for c in dataset.chunks(Record.empty(), 2) if isinstance(c, Chunk)]
+    block = pa.concat_tables([block_of(chunk, 0.25) for chunk in chunks])
+    rows = block.num_rows // 2
+    assert intervals_of(block.slice(1)) == [Interval(0, 1, rows), Interval(1, 0, rows)]
+    assert without_rows(block, []) is block
+    left = without_rows(block, [Interval(0, 0, 3), Interval(1, 1, rows)])
+    portions = list(portions_of(left, dataset, 9))
+    ids = [portion.chunk.id_of(i) for portion in portions for i in range(len(portion.chunk))]
+    assert ids == [*((0, row) for row in range(3, rows)), (1, 0)]
+    assert list(portions_of(without_rows(left, intervals_of(left)), dataset, 9)) == []

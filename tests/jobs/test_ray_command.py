@@ -1,5 +1,7 @@
 """`jitney batch run --ray` as a user sees it: what it prints, and its end without a cluster."""
 
+import contextlib
+import http.server
 import os
 import signal
 import subprocess
@@ -8,11 +10,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from jitney_jobs.job_record import read_record
-from jitney_jobs.run import run_job
+from jitney_jobs.outcome import ExitStatus
 
-from tests.jobs.job_rows import ids, job_of, read, write_lines
+from tests.http_server import listening
+from tests.jobs.job_rows import bad, ids, read, write_lines
 
 pytest.importorskip("ray")
 
@@ -63,20 +67,28 @@ def cluster() -> Iterator[OwnCluster]:
 
 
 def begin(source: Path, output: Path, address: str, function: str) -> subprocess.Popen[str]:
-    words = ["batch", "run", str(source), str(output), "--task", "map", "--map", function]
+    words = ["run", str(source), str(output), "--task", "map", "--map", function]
     words += ["--ray", address, "--part-rows", "20", "--workers", "1", "--max-errors", "1"]
+    return begin_batch(*words)
+
+
+def begin_batch(*words: str) -> subprocess.Popen[str]:
+    """In a session of its own, as a terminal starts it."""
     return subprocess.Popen(
-        [sys.executable, "-c", COMMAND, *words],
+        [sys.executable, "-c", COMMAND, "batch", *words],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
 
 
-@pytest.mark.parametrize("lost", ["head", "raylet"])
-def test_the_cluster_is_gone(tmp_path: Path, cluster: OwnCluster, lost: str) -> None:
-    """The job ends and says so; a run without Ray goes on."""
+@pytest.mark.parametrize(("lost", "options"), [("head", ["--ray", "local"]), ("raylet", [])])
+def test_the_cluster_is_gone(
+    tmp_path: Path, cluster: OwnCluster, lost: str, options: list[str]
+) -> None:
+    """The job ends and says so; `resume` goes on, with Ray or without."""
     source = write_lines(tmp_path / "in.jsonl", ids(0, 400))
     output = tmp_path / "out"
     job = begin(source, output, cluster.address, IN_20_MS)
@@ -88,8 +100,67 @@ def test_the_cluster_is_gone(tmp_path: Path, cluster: OwnCluster, lost: str) -> 
     assert job.returncode == 1
     assert "`jitney batch resume` goes on, with --ray or without" in errors
     assert read_record(str(output), None).written < 399
-    assert run_job(job_of(source, output, map=IN_20_MS, part_rows=20, max_errors=1))
+    resumed = begin_batch("resume", str(output), *options)
+    said, errors = resumed.communicate(timeout=240)
+    assert resumed.returncode == ExitStatus.BAD_ROWS, errors
+    assert ": complete\n" in said
     assert sorted(row["id"] for row in read(output)) == [i for i in range(400) if i != 13]
+    assert [each["row"] for each in bad(output)] == [13]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda each: each.name)
+@pytest.mark.parametrize("when", ["Ray starts", "rows run"])
+def test_a_signal_ends_the_job_and_all_of_ray(
+    tmp_path: Path, when: str, number: signal.Signals
+) -> None:
+    """Ctrl-C comes to all processes of the terminal, SIGTERM to the job's alone."""
+    source = write_lines(tmp_path / "in.jsonl", ids(20, 2000))
+    output = tmp_path / "out"
+    job = begin(source, output, "local", IN_20_MS)
+    process = psutil.Process(job.pid)
+    children: list[psutil.Process] = []
+    while len(children) < 2 if when == "Ray starts" else not list(output.glob("part-*")):
+        assert job.poll() is None
+        time.sleep(0.02)
+        children = process.children(recursive=True)
+    if number is signal.SIGINT:
+        os.killpg(job.pid, number)
+    else:
+        os.kill(job.pid, number)
+    _, errors = job.communicate(timeout=120)
+    assert job.returncode == ExitStatus.STOPPED, errors
+    assert "Traceback" not in errors
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert alive == []
+    assert processes_of(job.pid) == []
+
+
+def processes_of(session: int) -> list[psutil.Process]:
+    """Those that run in a session."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+@pytest.mark.parametrize("answer", ["nothing", "http"])
+def test_an_address_that_is_not_ray_s(tmp_path: Path, answer: str) -> None:
+    """Whatever is there, the job says within a minute that it is no cluster."""
+    source = write_lines(tmp_path / "in.jsonl", ids(20, 40))
+    with contextlib.ExitStack() as closing:
+        address = "127.0.0.1:1"
+        if answer == "http":
+            handler = http.server.BaseHTTPRequestHandler
+            address = closing.enter_context(listening(handler))
+        began = time.monotonic()
+        job = begin(source, tmp_path / "out", address, IN_20_MS)
+        _, errors = job.communicate(timeout=100)
+    assert job.returncode == ExitStatus.JOB_ERROR
+    assert f"error: Ray is not at {address}: " in errors
+    assert "Traceback" not in errors
+    assert time.monotonic() - began < 60
 
 
 def test_nothing_of_ray_s_is_printed(tmp_path: Path) -> None:

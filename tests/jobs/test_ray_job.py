@@ -1,8 +1,11 @@
 """Jobs on a Ray cluster of two nodes, both on this machine."""
 
 import contextlib
+import gzip
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,14 +17,15 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from jitney.errors import LoadError, UnavailableError
+from jitney.errors import JitneyError, LoadError, UnavailableError
 from jitney_jobs.job import Job
 from jitney_jobs.job_record import read_record
-from jitney_jobs.outcome import TooManyBadRows
+from jitney_jobs.outcome import ExitStatus, TooManyBadRows
 from jitney_jobs.run import run_job
 
 from tests.jobs.bucket import bucket_in
 from tests.jobs.job_rows import bad, ids, job_of, read, run, write_lines
+from tests.jobs.job_status import run_command
 from tests.jobs.test_generate_job import ENGINE
 from tests.tiny_models import make_checkpoint
 
@@ -109,7 +113,7 @@ def test_a_node_is_killed(cluster: Cluster, inputs: Path, tmp_path: Path) -> Non
         cluster.remove_node(node, allow_graceful=False)
 
     killer = when_there_is(output, "part-*", kill)
-    job = slow_job(inputs, output, cluster)
+    job = slow_job(inputs, output, cluster, max_errors="1")
     assert run_job(job)
     killer.join(60)
     assert lost
@@ -120,6 +124,29 @@ def test_a_node_is_killed(cluster: Cluster, inputs: Path, tmp_path: Path) -> Non
     named = {name for part in read_record(str(output), None).parts for name in part.files}
     assert {str(path.relative_to(output)) for path in output.rglob("part-*")} == named
     assert run_job(job), "a complete job has nothing left to do"
+
+
+def test_a_node_with_a_gpu_is_killed(inputs: Path, tmp_path: Path) -> None:
+    """Its actor cannot be started on another node, whose GPU is taken: the rows that it had are
+    done there nevertheless."""
+    head = {
+        "num_cpus": 2,
+        "num_gpus": 1,
+        "object_store_memory": MEMORY,
+        "include_dashboard": False,
+        "_system_config": QUICK,
+    }
+    output = tmp_path / "out"
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        node = cluster.add_node(num_cpus=2, num_gpus=1, object_store_memory=MEMORY)
+        kill = partial(cluster.remove_node, node, allow_graceful=False)
+        killer = when_there_is(output, "part-*", kill)
+        assert run_job(slow_job(inputs, output, cluster, watchdog="100s", max_errors="1"))
+        killer.join(60)
+    finally:
+        cluster.shutdown()
+    check_all_rows(output)
 
 
 def test_a_stopped_run_keeps_what_has_ended(cluster: Cluster, inputs: Path, tmp_path: Path) -> None:
@@ -179,13 +206,6 @@ def test_prompts_with_a_model_of_ones_own(cluster: Cluster, inputs: Path, tmp_pa
     there = job_of(inputs, tmp_path / "there", ray=cluster.address, **settings)
     assert run_job(there)
     assert read(tmp_path / "there") == read(tmp_path / "here")
-
-
-def test_the_first_rows_only(cluster: Cluster, inputs: Path, tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    assert run_job(job_of(inputs, output, ray=cluster.address, limit=150))
-    assert sorted(row["id"] for row in read(output)) == [i for i in range(150) if i != 13]
-    assert read_record(str(output), None).end is None
 
 
 def test_bad_rows_and_files_end_as_without_ray(
@@ -249,3 +269,159 @@ def test_a_model_that_is_not_there(cluster: Cluster, inputs: Path, tmp_path: Pat
 def test_no_cluster(inputs: Path, tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match=r"Ray is not at 127\.0\.0\.1:1"):
         run_job(job_of(inputs, tmp_path / "out", ray="127.0.0.1:1"))
+
+
+def test_an_actor_is_killed(cluster: Cluster, tmp_path: Path) -> None:
+    """After a part of its block is committed: the rows of this part are not run again, so that no
+    bad row counts twice."""
+    import ray
+
+    source = write_lines(tmp_path / "in.jsonl", ids(0, 200))
+    output = tmp_path / "out"
+    killed: list[int] = []
+
+    def kill() -> None:
+        while not read_record(str(output), None).failed:
+            time.sleep(0.05)
+        for actor in ray._private.state.actors().values():
+            if actor["State"] == "ALIVE" and "MapWorker" in actor["ActorClassName"]:
+                killed.append(actor["Pid"])
+                os.kill(actor["Pid"], signal.SIGKILL)
+
+    killer = when_there_is(output, "_errors/part-*", kill)
+    assert run_job(slow_job(source, output, cluster, workers=1, max_errors="1"))
+    killer.join(60)
+    assert len(killed) == 1
+    assert sorted(row["id"] for row in read(output)) == [i for i in range(200) if i != 13]
+    assert [each["row"] for each in bad(output)] == [13]
+    parts = read_record(str(output), None).parts
+    assert sum(part.written + part.failed for part in parts) == 200
+
+
+def test_a_module_that_only_actors_cannot_import(cluster: Cluster, tmp_path: Path) -> None:
+    """The reason alone is shown, with the node, and no text of Ray's."""
+    source = write_lines(tmp_path / "in.jsonl", ids(0, 10))
+    with pytest.raises(JitneyError) as caught:
+        run(source, tmp_path / "out", ray=cluster.address, map="tests.jobs.fails_on_cluster:same")
+    text = str(caught.value)
+    assert "libexample.so.1: cannot open shared object file" in text
+    assert "on the node 1" in text
+    assert "\n" not in text
+    assert "ray::" not in text
+
+
+def test_a_process_that_dies_at_a_row_again_and_again(cluster: Cluster, tmp_path: Path) -> None:
+    """In the actor itself, which Ray starts again: not for ever."""
+    source = write_lines(tmp_path / "in.jsonl", [{"id": i, "flag": "/nowhere"} for i in range(90)])
+    with pytest.raises(UnavailableError, match="has died 4 times since a part was last committed"):
+        run(source, tmp_path / "out", ray=cluster.address, map="tests.jobs.job_rows:deadly_at_50")
+
+
+@pytest.mark.parametrize("settings", [{}, {"ordered": True}], ids=["as it comes", "ordered"])
+def test_the_first_rows_only(
+    cluster: Cluster, inputs: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """Not complete, but if these are all rows."""
+    output = tmp_path / "out"
+    assert run_job(job_of(inputs, output, ray=cluster.address, limit=150, **settings))
+    assert sorted(row["id"] for row in read(output)) == [i for i in range(150) if i != 13]
+    assert read_record(str(output), None).end is None
+    assert run_job(job_of(inputs, output, ray=cluster.address, limit=400, **settings))
+    assert read_record(str(output), None).end is not None
+    check_all_rows(output)
+
+
+def test_what_failed_alone_is_done_again(cluster: Cluster, tmp_path: Path) -> None:
+    """A bad row, and a bad file that was put right."""
+    source = tmp_path / "in"
+    source.mkdir()
+    write_lines(source / "0.jsonl", [{"id": i, "flag": str(tmp_path / "fixed")} for i in range(50)])
+    (source / "1.jsonl.gz").write_bytes(b"no gzip")
+    output = tmp_path / "out"
+    job = job_of(source, output, map="tests.jobs.job_rows:until_fixed", ray=cluster.address)
+    assert run_job(job)
+    record = read_record(str(output), None)
+    assert [each["row"] for each in bad(output)] == [13]
+    assert list(record.bad_files) == [1]
+    before = {path.name: path.read_bytes() for path in output.glob("part-*")}
+    assert run_job(job, retry_bad=True)
+    assert [each["row"] for each in bad(output)] == [13], "it is not put right"
+    (tmp_path / "fixed").touch()
+    lines = "".join(f'{{"id": {i}, "flag": "/"}}\n' for i in range(50, 70))
+    (source / "1.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    assert run_job(job, retry_bad=True)
+    assert bad(output) == []
+    assert sorted(row["id"] for row in read(output)) == list(range(70))
+    assert (
+        before.items() <= {path.name: path.read_bytes() for path in output.glob("part-*")}.items()
+    )
+    assert not read_record(str(output), None).bad_files
+
+
+def test_a_late_job_says_so_by_its_status(cluster: Cluster, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", ids(20, 40))
+    words = ["batch", "run", source, tmp_path / "out", "--task", "map", "--ray", cluster.address]
+    words += ["--map", "tests.jobs.job_rows:twice", "--workers", "0", "--within", "0.000001s"]
+    late = run_command(list(map(str, words)))
+    assert late.status == ExitStatus.LATE
+    assert ", late\n" in late.output
+
+
+def test_lines_of_openai(cluster: Cluster, tmp_path: Path) -> None:
+    """As without Ray, those that are refused among them."""
+    model = make_checkpoint(tmp_path / "llama", "llama", tokenizer=True)
+    body = {"model": str(model), "prompt": "the bus", "max_tokens": 4, "temperature": 0}
+    lines: list[dict[str, Any]] = [
+        {"custom_id": str(i % 19), "method": "POST", "url": "/v1/completions", "body": body}
+        for i in range(20)
+    ]
+    lines[5] = {**lines[5], "url": "/v1/nowhere"}
+    source = write_lines(tmp_path / "in.jsonl", lines)
+    settings: dict[str, Any] = {"task": "generate", "map": None, "input_format": "openai"}
+    settings |= {"engine": ENGINE}
+    assert run(source, tmp_path / "here", **settings)
+    assert run(source, tmp_path / "there", ray=cluster.address, **settings)
+    here, there = (
+        {row["custom_id"]: row["response"]["body"]["choices"] for row in read(tmp_path / name)}
+        for name in ("here", "there")
+    )
+    assert len(there) == 18
+    assert there == here
+    refused = [
+        sorted((row["custom_id"], row["error"]["code"]) for row in bad(tmp_path / name))
+        for name in ("here", "there")
+    ]
+    assert len(refused[1]) == 2
+    assert refused[1] == refused[0]
+
+
+def test_rows_that_are_larger_than_a_block(cluster: Cluster, tmp_path: Path) -> None:
+    """A block has about 8 MB at most."""
+    rows = [{"id": i, "text": chr(97 + i) * (12 << 20)} for i in range(4)]
+    source = write_lines(tmp_path / "in.jsonl", rows)
+    assert run(source, tmp_path / "out", ray=cluster.address, map_column=["id"])
+    found = {row["id"]: row["text"] for row in read(tmp_path / "out")}
+    assert found == {row["id"]: row["text"] for row in rows}
+
+
+def test_two_jobs_at_once(cluster: Cluster, inputs: Path, tmp_path: Path) -> None:
+    """Of two processes on one cluster: each has its own rows, all of them."""
+    outputs = [tmp_path / "a", tmp_path / "b"]
+    command = "import sys; from jitney import cli; cli.main()"
+    words = ["--task", "map", "--map", "tests.jobs.job_rows:in_20_ms", "--ray", cluster.address]
+    words += ["--part-rows", "20", "--workers", "1"]
+    root = Path(__file__).resolve().parents[2]
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-c", command, "batch", "run", str(inputs), str(output), *words],
+            cwd=root,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for output in outputs
+    ]
+    errors = [job.communicate(timeout=240)[1] for job in jobs]
+    assert [job.returncode for job in jobs] == [ExitStatus.BAD_ROWS] * 2, errors
+    for output in outputs:
+        check_all_rows(output)

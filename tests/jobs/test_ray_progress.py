@@ -24,7 +24,7 @@ from jitney_jobs.tasks import Context
 from tests.jobs.job_rows import ids, job_of, write_lines
 
 pytest.importorskip("ray")
-from jitney_jobs import ray_pipeline
+from jitney_jobs import ray_cluster, ray_pipeline
 from jitney_jobs.ray_board import BoardMessage, Report, Taken
 
 Answers = list[dict[str, Any]]
@@ -35,9 +35,12 @@ class FakeCluster:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, job: Job, closing: ExitStack) -> None:
         self.actors_of_node = 1
+        self.gpus_of_actor = 0
         self.rounds: list[list[int]] = []
         """For each round, the files that were to be read."""
-        self._taken = Taken({}, [])
+        self.told: list[Interval] = []
+        """Rows that the board was told are committed."""
+        self._taken = Taken({}, [], {})
         self._answers: Answers = []
         self._ended: Future[None] = Future()
         fake_ray = SimpleNamespace(
@@ -57,19 +60,32 @@ class FakeCluster:
         self.folder = Path(job.output)
         self._output = Output(job, dataset, journal)
         journal.begin_or_resume(job, dataset.files, dataset.files_are_rows)
-        self.pipeline = ray_pipeline.RayPipeline(job, dataset, journal, self._output, closing)
+        self.pipeline = ray_pipeline.RayPipeline(
+            job, dataset, journal, self._output, closing, print
+        )
         self.run = JobRun(job, journal, self._output, self.pipeline)
 
-    def call(self, function: object, argument: Any) -> Context:
+    def call(self, function: object, argument: Any, patience_s: float, say: object) -> Context:
         return Context(argument)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._ended.done()
 
     def check(self) -> None:
         """It is there."""
 
-    def begin_taking(self) -> Taken:
+    def begin_taking(self, committed: list[Interval]) -> Taken:
+        self.told += committed
         taken = self._taken
-        self._taken = Taken(taken.reports, [])
+        self._taken = taken._replace(messages=[])
         return taken
+
+    def end_actors(self) -> None:
+        self._ended.set_exception(ray_pipeline.ray.exceptions.RayActorError())
+
+    def end_round(self) -> None:
+        """No report has rows in an actor's hands any more."""
 
     def _begin(self, cluster: object, plan: object, record: Any, without: Any, left: Any) -> Any:
         files = [f for f in range(4) if f not in without and not record.is_done(f)]
@@ -83,12 +99,19 @@ class FakeCluster:
         yield pa.Table.from_pylist(answers, ANSWER)
 
     def shows(
-        self, *messages: BoardMessage, reports: Any = None, answers: Any = (), ends: Any = False
+        self,
+        *messages: BoardMessage,
+        reports: Any = None,
+        starts: Any = None,
+        answers: Any = (),
+        ends: Any = False,
     ) -> bool:
         """The next look at the board. Returns whether the run goes on."""
         if not self.rounds:
             self.pipeline.advance()
-        self._taken = Taken(reports or {}, list(messages))
+        self._taken = Taken(
+            reports or {}, list(messages), {"actor": 1} if starts is None else starts
+        )
         self._answers += answers
         if ends:
             self._ended.set_result(None)
@@ -226,3 +249,56 @@ def test_the_share_of_a_resumed_job_has_the_files_that_are_done(
     assert resumed.shows(reports={"actor": Report({"position": 0.25})})
     assert resumed.rounds == [[2, 3]]
     assert resumed.pipeline.snapshot()["position"] == 0.75
+
+
+def test_the_board_is_told_what_is_committed(
+    source: Path, closing: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that an actor that is given a block again leaves these rows out."""
+    cluster = FakeCluster(monkeypatch, job_of(source, source.parent / "out", ray="local"), closing)
+    assert cluster.shows(cluster.part(0, 0, 6))
+    assert cluster.shows(cluster.part(0, 5, 10))
+    assert cluster.shows()
+    assert cluster.told == [Interval(0, 0, 6)]
+
+
+def test_an_actor_that_dies_again_and_again_ends_the_run(
+    source: Path, closing: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless parts come meanwhile."""
+    cluster = FakeCluster(monkeypatch, job_of(source, source.parent / "out", ray="local"), closing)
+    assert cluster.shows(starts={"actor": 4})
+    assert cluster.shows(cluster.part(0, 0, 6), starts={"actor": 5})
+    assert cluster.shows(starts={"actor": 9})
+    with pytest.raises(UnavailableError, match=r"an actor of the Ray cluster has died 4 times"):
+        cluster.shows(starts={"actor": 10})
+    assert cluster.has_ended, "this process may join the cluster again for another job"
+
+
+def test_the_user_is_told_of_a_cluster_without_room(
+    source: Path, closing: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_cluster, "_FULL_S", 0.0)
+    free = SimpleNamespace(
+        cluster_resources=lambda: {"CPU": 2.0}, available_resources=lambda: {"CPU": 0.1}
+    )
+    monkeypatch.setattr(ray_cluster, "ray", free)
+    job = job_of(source, source.parent / "out", ray="local", patience="1h")
+    cluster = FakeCluster(monkeypatch, job, closing)
+    cluster.shows(starts={})
+    needs = "Ray cluster for 0 s; an actor needs 0.2 CPU of a node (0.1 of 2 are free)"
+    assert needs in str(cluster.run.take_news())
+    cluster.shows(starts={"actor": 1})
+    cluster.shows()
+    assert cluster.pipeline.waits_for() is None
+
+
+def test_a_run_waits_for_room_as_long_as_its_patience(
+    source: Path, closing: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = SimpleNamespace(cluster_resources=dict, available_resources=dict)
+    monkeypatch.setattr(ray_cluster, "ray", free)
+    job = job_of(source, source.parent / "out", ray="local", patience="0s")
+    cluster = FakeCluster(monkeypatch, job, closing)
+    with pytest.raises(UnavailableError, match=r"for 0 s \(patience\); an actor needs 0\.2 CPU"):
+        cluster.shows(starts={})

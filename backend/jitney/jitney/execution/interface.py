@@ -23,6 +23,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from jitney.execution.attention import AttentionMetadata
 from jitney.execution.low_rank import AdapterSpan, BeginProducts, Hooks, Pack, Site, plain_products
+from jitney.execution.opaque import OpaqueModule, OpaqueTraits
 from jitney.execution.state_rows import SlotCache
 from jitney.execution.state_slots import StateLayout, StateSlots
 
@@ -231,6 +232,11 @@ class LoadedModel:
     as ``LowRank.packed``. None: ``forward`` reads the factors themselves."""
     generation_config: Mapping[str, Any] = field(default_factory=dict)
     """The checkpoint's ``generation_config.json`` as it stands; empty if there is none."""
+    opaque: OpaqueModule | None = None
+    """Set if sequences keep their past in opaque caches (see ``opaque``). Then there are no
+    ``layers``, and ``forward`` is not called."""
+    opaque_traits: OpaqueTraits | None = None
+    """What is known of these caches."""
     cache_scales: Mapping[int, KvScales] = field(default_factory=dict)
     """By layer, the scales of a float8 cache that the checkpoint states, on the device. Layers for
     which it states none are missing."""

@@ -87,7 +87,18 @@ def keep_up_projections(attentions: list[nn.Module]) -> None:
     """Put the up-projections of these modules in place of ``kv_b_proj``, which no step needs.
     transformers' own attention works no more afterwards."""
     for attention in attentions:
-        attention.kv_b_proj = vars(attention)[LATENTS]
+        up: UpProjections = vars(attention)[LATENTS]
+        if _multiplies_slowly(up.key_up):
+            up.float()
+        attention.kv_b_proj = up
+
+
+def _multiplies_slowly(weight: Tensor) -> bool:
+    """Whether torch's products are faster in float32 than in the weight's dtype: in bfloat16, on a
+    CPU without instructions for it."""
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
+        return False
+    return not torch.cpu.get_capabilities().get("avx512_bf16")
 
 
 class _HandOver:
@@ -226,14 +237,15 @@ def _most_absorbed(latents: Latents) -> int:
 def _absorb(query: Tensor, latents: Latents) -> Tensor:
     """Queries [n, heads, head size] as they meet latents: float32 [n, heads, rank + rotary]."""
     for_key, for_rotary = query.split((latents.key_up.shape[1], latents.rotary_size), dim=-1)
-    absorbed = torch.bmm(for_key.transpose(0, 1), latents.key_up).transpose(0, 1)
-    return torch.cat((absorbed, for_rotary), dim=-1).float()
+    by_head = for_key.to(latents.key_up.dtype).transpose(0, 1)
+    absorbed = torch.bmm(by_head, latents.key_up).transpose(0, 1)
+    return torch.cat((absorbed.float(), for_rotary.float()), dim=-1)
 
 
 def _values_of(mixed: Tensor, latents: Latents, dtype: torch.dtype) -> Tensor:
     """The results [n, heads, value size] of mixed latents [n, heads, rank]."""
-    by_head = mixed.to(dtype).transpose(0, 1)
-    return torch.bmm(by_head, latents.value_up).transpose(0, 1)
+    by_head = mixed.to(latents.value_up.dtype).transpose(0, 1)
+    return torch.bmm(by_head, latents.value_up).transpose(0, 1).to(dtype)
 
 
 def _absorbed(
@@ -257,14 +269,13 @@ def _expanded(
 ) -> Tensor:
     """As :func:`_absorbed`, in the expanded form."""
     heads = query.shape[1]
-    dtype = query.dtype
     rank = latents.rank
-    of_tokens = kept[:, :rank].to(dtype)
+    of_tokens = kept[:, :rank].to(latents.key_up.dtype)
     own = torch.matmul(of_tokens, latents.key_up.transpose(1, 2)).float()  # [heads, c, key]
     shared = kept[:, rank : rank + latents.rotary_size].expand(heads, -1, -1)
     keys = torch.cat((own, shared), dim=-1)
     values = torch.matmul(of_tokens, latents.value_up).float()
-    return attend_in_slices(query.float(), keys, values, call, chosen).to(dtype)
+    return attend_in_slices(query.float(), keys, values, call, chosen).to(query.dtype)
 
 
 def _groups(rows: list[StepRow], cache: LayerCache) -> list[list[StepRow]]:
