@@ -1,14 +1,14 @@
 """How much longer than transformers does a load take?
 
-    python -m benchmarks.loading [MODEL …] [--quantization none int8 int4] [--repeats N]
+    python -m benchmarks.loading [MODEL …] [--quantization none int8 int4] [--threads N]
 
 A load ends with a runner that is warmed up, and a tokenizer; transformers' ends with its module and
 tokenizer. Each runs in a process of its own that has imported everything before. Neither reads from
 the disk: the run before the first that counts has filled the page cache, and the cache of compiled
 code. MODEL is a folder or a GGUF file; without one it is m100 (``benchmarks.workloads``).
 
-CPU seconds are those of all threads. Where other work shares the processor, they are the figure:
-with N cores a load takes at least an N-th of them.
+CPU seconds are those of all threads. Where other work shares the processor, take those of one
+thread (``--threads 1``): two wait for each other then, and waiting counts.
 """
 
 import argparse
@@ -45,12 +45,14 @@ def main() -> None:
         "--quantization", nargs="+", choices=QUANTIZATIONS, default=list(QUANTIZATIONS)
     )
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--work-dir", type=Path, default=ROOT / "build" / "benchmarks")
     parser.add_argument("--child", choices=("jitney", "transformers"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child is not None:
         load = {"jitney": load_here, "transformers": load_by_transformers}[arguments.child]
-        print(json.dumps(load(arguments.models[0], arguments.quantization[0])))
+        model = arguments.models[0]
+        print(json.dumps(load(model, arguments.quantization[0], arguments.threads)))
         return
 
     models = arguments.models
@@ -61,9 +63,9 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     for model in models:
         is_quantized = model.suffix == ".gguf"
-        theirs = median_of("transformers", model, "none", arguments.repeats)
+        theirs = median_of("transformers", model, "none", arguments)
         for quantization in ["none"] if is_quantized else arguments.quantization:
-            ours = median_of("jitney", model, quantization, arguments.repeats)
+            ours = median_of("jitney", model, quantization, arguments)
             print(
                 f"| {model.stem} | `{quantization}` | {ours.wall:.1f} | {ours.cpu:.1f} "
                 f"| {theirs.wall:.1f} | {theirs.cpu:.1f} |",
@@ -71,12 +73,12 @@ def main() -> None:
             )
 
 
-def median_of(child: str, model: Path, quantization: str, repeats: int) -> Figures:
+def median_of(child: str, model: Path, quantization: str, arguments: argparse.Namespace) -> Figures:
     """The medians of some loads in processes of their own, after one that does not count."""
     command = [sys.executable, "-m", "benchmarks.loading", str(model), "--child", child]
-    command += ["--quantization", quantization]
+    command += ["--quantization", quantization, "--threads", str(arguments.threads)]
     runs = []
-    for _ in range(1 + repeats):
+    for _ in range(1 + arguments.repeats):
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             sys.exit(done.stderr)
@@ -88,18 +90,19 @@ def median_of(child: str, model: Path, quantization: str, repeats: int) -> Figur
     )
 
 
-def load_here(model: Path, quantization: str) -> Figures:
+def load_here(model: Path, quantization: str, threads: int) -> Figures:
     """What the engine's process does, once the fork server has prepared it."""
     from jitney.engine.assemble import prepare
     from jitney.read_config import make_config
 
     load = prepare()
     options = {"model": str(model), "device": "cpu", "dtype": "bfloat16"}
-    config = make_config({**options, "quantization": quantization, "kv_cache_bytes": 64 << 20})
+    more = {"quantization": quantization, "threads": threads, "kv_cache_bytes": 64 << 20}
+    config = make_config({**options, **more})
     return measured(lambda: load(config, b""))
 
 
-def load_by_transformers(model: Path, quantization: str) -> Figures:
+def load_by_transformers(model: Path, quantization: str, threads: int) -> Figures:
     """``from_pretrained``, in bfloat16."""
     import torch
     from jitney.execution.read_model import import_models
@@ -107,6 +110,7 @@ def load_by_transformers(model: Path, quantization: str) -> Figures:
 
     assert quantization == "none"
     import_models()
+    torch.set_num_threads(threads)
     folder = model
     of_file: dict[str, str] = {}
     if model.is_file():

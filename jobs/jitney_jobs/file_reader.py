@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import BinaryIO, TypeVar
 
-from jitney.errors import InvalidArgumentError
+from jitney.errors import InvalidArgumentError, JitneyError
 
 from jitney_jobs.arrow import pa, pafs
 from jitney_jobs.delimiters import check_delimiter
 from jitney_jobs.encodings import Encoding
 from jitney_jobs.file_batches import BEGINNING, READ_ERRORS, Batch, RowCount
-from jitney_jobs.file_signs import SIGN_BYTES, check_is_table
+from jitney_jobs.file_signs import SIGN_BYTES, kind_error
 from jitney_jobs.input_changes import up_to_listed_end
 from jitney_jobs.job import InputFormat, Job
 from jitney_jobs.journal import InputFile, Ranges
@@ -55,25 +55,24 @@ class FileReader:
             delimiter=None if job.delimiter is None else check_delimiter(job.delimiter),
         )
 
-    @contextlib.contextmanager
-    def _opened(self, path: str) -> Iterator[BinaryIO]:
-        """Raises InvalidArgumentError for a file of another format, so far as its first bytes tell
-        that; for lines and CSV ``text_batches`` does so."""
-        with self._fs.open_input_file(path) as raw:
-            if self._format in _TABLES:
-                check_is_table(raw.read(SIGN_BYTES), path, _TABLES[self._format])
-                raw.seek(0)
-            yield raw
-
     def _retried(self, path: str, read: Callable[[BinaryIO], T]) -> T:
-        """What ``read`` gives for the open file."""
+        """What ``read`` returns for the open file. It is called again if the storage fails."""
         trouble = Trouble()
         while True:
             try:
-                with self._opened(path) as raw:
+                with self._fs.open_input_file(path) as raw:
                     return read(raw)
             except READ_ERRORS as error:
-                trouble.wait(self._retry_policy, read_error(path, error))
+                trouble.wait(self._retry_policy, self._error_of(path, error))
+
+    def _error_of(self, path: str, error: Exception) -> JitneyError:
+        """What an error in reading means. A table's file may be of another kind, which its first
+        bytes tell. (For lines and CSV, ``text_batches`` looks at them before it reads.)"""
+        found = read_error(path, error)
+        if isinstance(found, InvalidArgumentError) and self._format in _TABLES:
+            with contextlib.suppress(OSError), self._fs.open_input_file(path) as raw:
+                return kind_error(raw.read(SIGN_BYTES), path, _TABLES[self._format]) or found
+        return found
 
     def schema(self, file: InputFile) -> pa.Schema:
         """The columns that the file states."""
@@ -114,12 +113,12 @@ class FileReader:
         columns: Sequence[str] | None = None,
         start: ReadStart = BEGINNING,
     ) -> Iterator[Batch]:
-        """The file's rows in order, from ``start`` on where the format allows that; at most
-        ``size`` in a batch. ``index`` is the file's, by which ``done`` knows its rows that need not
-        be read. Only these ``columns`` are read, where the format has columns.
+        """The file's rows in order, at most ``size`` in a batch. They begin at ``start`` where the
+        format allows that. ``done`` has the rows that need not be read, by the file's ``index``.
+        Only these ``columns`` are read, where the format has columns.
 
-        After a failure of the storage the file is read again from ``start``; the batches are the
-        same then, and those that were given are left out."""
+        After a failure of the storage the file is read again from ``start``. The batches are the
+        same then, and those that were given before are left out."""
         rows_given = 0
         trouble = Trouble()
         while True:
@@ -131,7 +130,7 @@ class FileReader:
                         yield batch
                 return
             except READ_ERRORS as error:
-                trouble.wait(self._retry_policy, read_error(file.path, error))
+                trouble.wait(self._retry_policy, self._error_of(file.path, error))
 
     def _batches(
         self,
@@ -142,7 +141,7 @@ class FileReader:
         columns: Sequence[str] | None,
         start: ReadStart,
     ) -> Iterator[Batch]:
-        with self._opened(file.path) as raw:
+        with self._fs.open_input_file(file.path) as raw:
             if self._format == "parquet":
                 yield from parquet_batches(raw, file, index, done, size, columns)
             elif self._format == "arrow":
@@ -153,7 +152,7 @@ class FileReader:
                 yield from line_batches(self._as_listed(raw, file), file, size, self._form, start)
 
     def _as_listed(self, raw: BinaryIO, file: InputFile) -> BinaryIO:
-        """Of lines and CSV, what was there when the file was listed."""
+        """A file of lines or CSV as it was when it was listed: without what was appended since."""
         listed: BinaryIO = up_to_listed_end(raw, file, self._form.encoding)
         return listed
 

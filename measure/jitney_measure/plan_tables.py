@@ -78,6 +78,8 @@ def _print_cache(footprint: Footprint, sizes: Sizes) -> None:
         [f"blocks of {block_size}", f"{num_blocks:,}"],
         ["tokens", f"{num_blocks * block_size:,}"],
     ]
+    if footprint.cache != "paged":
+        rows.insert(0, ["kind", footprint.cache])
     if footprint.slot:
         rows.append(["bytes of a sequence's states", f"{footprint.slot:,}"])
         rows.append(["slots for states", f"{sizes.limits.max_num_seqs:,}"])

@@ -25,6 +25,10 @@ _SPARE_SHARE = 1 / 64
 STEP_SHARE = 0.05
 """What the activations of a suggested token budget may take."""
 
+_SLOT_TOKENS = 1024
+"""So many tokens of blocks are left beside each slot, as in the engine."""
+_SLOT_SHARE = 1 / 4
+"""Slots may take this share of the cache, even if fewer tokens are left beside each."""
 _FIRST_BUDGET = 512
 """The token budget with which the choice begins."""
 _MIN_BUDGET = 256
@@ -186,12 +190,13 @@ class _Choice:
         return self.split_memory(smaller)
 
     def _num_slots(self, batch: _Batch, cache: int) -> int:
-        """The slots of a cache of so many bytes. As in the engine, they fill at most half of it, if
-        sequences need blocks, too."""
+        """The slots of a cache of so many bytes. As in the engine, each has blocks beside it."""
         if self.footprint.slot == 0:
             return batch.seqs
-        share = cache // 2 if self.footprint.block else cache
-        return max(1, min(batch.seqs, share // self.footprint.slot))
+        blocks = math.ceil(min(_SLOT_TOKENS, self.context) / self.config.block_size)
+        sequence = self.footprint.slot + blocks * self.footprint.block
+        most = max(cache // sequence, int(cache * _SLOT_SHARE) // self.footprint.slot)
+        return max(1, min(batch.seqs, most))
 
     def _halved(self, batch: _Batch) -> _Batch:
         """Half of the options that are not given, from 1; the same batch if there is no smaller."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from jitney.config import EngineConfig
 from jitney.core.scheduler import Scheduler
-from jitney.execution.runner import TorchRunner
+from jitney.execution.load import LoadedRunner
 from jitney.messages import Event, Failed, Finished, PromptLogprobs, Submit, Tokens
 from jitney.read_config import make_config as make_engine_config
 from jitney.sampling_params import SamplingParams
@@ -24,7 +24,7 @@ class Driven:
 
 
 def drive(
-    runner: TorchRunner,
+    runner: LoadedRunner,
     requests: list[tuple[list[int], SamplingParams]],
     *,
     budget: int = 512,
@@ -46,6 +46,7 @@ def drive(
         max_num_batched_tokens=budget,
         num_slots=num_slots or info.num_slots,
         chunking=info.chunking,
+        forks_share_blocks=info.cache != "opaque",
     )
     driven = Driven()
     waiting = [

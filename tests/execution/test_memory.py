@@ -127,7 +127,7 @@ def test_not_enough_for_one_block(options: dict[str, object], key: str) -> None:
 
 def test_activations_count_logits_of_sampled_rows_only() -> None:
     config = SimpleNamespace(hidden_size=64, intermediate_size=[128, 32])
-    model = SimpleNamespace(config=config, vocab_size=1000, dtype=torch.bfloat16)
+    model = SimpleNamespace(config=config, vocab_size=1000, dtype=torch.bfloat16, states=None)
     small, large = (estimate_steps(model, 512, rows).activations for rows in (8, 16))
     assert large - small == 8 * 1000 * 6
     assert small == 512 * (4 * 64 + 3 * 128) * 2 + 8 * 1000 * 6
@@ -162,6 +162,7 @@ def plan_states(size: int, *, slot: int, blocks: bool = True, **options):
         steps=StepMemory(1 << 20),
         adapter_bytes=0,
         slot_bytes=slot,
+        most_slots=8,
     )
     return plan_memory(config, needs, 8 * GIB)
 
@@ -171,20 +172,20 @@ def test_slots_are_as_many_as_sequences_may_run_and_share_the_cache_with_blocks(
     assert ledger.num_slots == 8
     assert ledger.num_blocks == (1 << 10) - 8 * 16
     assert ledger.cache == 1 << 20
-    assert "states 0 MiB (8 slots of 16,384 bytes)" in str(ledger)
+    assert "in it 8 slots of 16,384 bytes" in str(ledger)
 
 
-def test_slots_take_at_most_half_of_the_cache_if_sequences_need_blocks_too() -> None:
+def test_slots_leave_blocks_for_the_sequences_that_hold_them() -> None:
     ledger = plan_states(1 << 20, slot=1 << 17)
-    assert ledger.num_slots == 4
-    assert ledger.num_blocks == 1 << 9
-    # Else they take all of it. Blocks cost nothing, and never limit what runs.
+    assert ledger.num_slots == 7
+    assert ledger.num_blocks == (1 << 10) - 7 * 128
+    # Blocks that cost nothing never limit what runs.
     ledger = plan_states(1 << 20, slot=1 << 18, blocks=False)
     assert ledger.num_slots == 4
-    assert ledger.num_blocks == 8 * 256 // 16
+    assert ledger.num_blocks == 4 * 256 // 16
 
 
 def test_a_cache_without_room_for_one_slot_is_refused() -> None:
-    with pytest.raises(ConfigError, match="one block of 16, 1,024 bytes, and one slot of 131,072"):
+    with pytest.raises(ConfigError, match="a slot of 131,072 bytes and a block of 1,024"):
         plan_states(1 << 17, slot=1 << 17)
     assert plan_states((1 << 17) + (1 << 10), slot=1 << 17).num_slots == 1

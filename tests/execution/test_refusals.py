@@ -14,7 +14,7 @@ from jitney.errors import ConfigError, InstallationError, LoadError, Unsupported
 from jitney.execution import interface, machine
 from jitney.execution.machine import resolve_device, resolve_dtype
 from jitney.execution.probe import check_same, compare_with_eager, probe_logits, record_layers
-from jitney.execution.support import layer_windows
+from jitney.execution.support import layer_windows, paged_obstacle
 from jitney.read_config import make_config
 
 from tests.tiny_models import make_checkpoint, make_model
@@ -56,22 +56,25 @@ def config_only(folder: Path, config: dict[str, object]) -> Path:
 
 BY_CONFIG = {
     "rwkv": ({}, "recurrent"),
-    "t5": ({}, "encoder-decoder"),
     "bart": ({"is_encoder_decoder": True}, "encoder-decoder"),
-    "kosmos-2": ({}, "no causal language model of its text half"),
     "xglm": ({}, "AttentionInterface"),
-    "vit": ({}, "no causal language model"),
 }
 
 
 @pytest.mark.parametrize("model_type", sorted(BY_CONFIG))
-def test_refused_by_configuration(tmp_path: Path, model_type: str) -> None:
+def test_no_paged_cache_by_the_configuration(model_type: str) -> None:
     extra, reason = BY_CONFIG[model_type]
-    tiny = {} if model_type in ("kosmos-2", "t5", "vit") else TINY
-    config = transformers.CONFIG_MAPPING[model_type](**{**tiny, **extra}).to_dict()
-    folder = config_only(tmp_path / "model", {**config, **extra})
-    message = refusal(folder, model_type)
-    assert any(part in message for part in reason.split("|")), message
+    config = transformers.CONFIG_MAPPING[model_type](**{**TINY, **extra})
+    obstacle = paged_obstacle(config)
+    assert obstacle is not None
+    assert any(part in obstacle for part in reason.split("|")), obstacle
+
+
+@pytest.mark.parametrize("model_type", ["t5", "kosmos-2", "vit"])
+def test_refused_by_the_configuration(tmp_path: Path, model_type: str) -> None:
+    config = transformers.CONFIG_MAPPING[model_type]().to_dict()
+    folder = config_only(tmp_path / "model", config)
+    assert "no causal language model" in refusal(folder, model_type)
 
 
 def test_remote_code_is_never_run(tmp_path: Path) -> None:
@@ -100,20 +103,27 @@ def test_unknown_type(tmp_path: Path) -> None:
     assert "does not know it" in refusal(folder, "homemade")
 
 
-BY_PROBE = {
-    "bert": ({"is_decoder": False}, "not causal"),
-    "doge": ({"head_dim": 16}, "a mask of its own"),
-    # Its recurrent layers keep their states themselves.
-    "recurrent_gemma": ({"num_hidden_layers": 3}, "its states are not in a cache"),
-}
-
-
-@pytest.mark.parametrize("model_type", sorted(BY_PROBE))
-def test_refused_by_the_probe(tmp_path: Path, model_type: str) -> None:
-    extra, reason = BY_PROBE[model_type]
-    config = transformers.CONFIG_MAPPING[model_type](**{**TINY, **extra})
+def test_refused_by_the_probe_and_without_a_cache_of_transformers(tmp_path: Path) -> None:
+    config = transformers.CONFIG_MAPPING["bert"](**TINY, is_decoder=False)
     make_model(config).save_pretrained(tmp_path / "m")
-    assert reason in refusal(tmp_path / "m", model_type)
+    message = refusal(tmp_path / "m", "bert")
+    assert "a paged cache does not fit: the attention of layer 0 is not causal" in message
+
+
+def test_states_that_a_module_keeps_itself_are_refused(tmp_path: Path) -> None:
+    """Its modules hold one state, whatever sequence they compute."""
+    config = transformers.CONFIG_MAPPING["recurrent_gemma"](**{**TINY, "num_hidden_layers": 3})
+    make_model(config).save_pretrained(tmp_path / "m")
+    assert "its states are not in a cache" in refusal(tmp_path / "m", "recurrent_gemma")
+
+
+def test_refused_by_the_probe_it_runs_with_a_cache_of_transformers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = transformers.CONFIG_MAPPING["doge"](**TINY, head_dim=16)
+    make_model(config).save_pretrained(tmp_path / "m")
+    assert load(tmp_path / "m").opaque is not None
+    assert "a mask of its own" in caplog.text
 
 
 def loaded_module(architecture: str = "llama", **overrides: object):

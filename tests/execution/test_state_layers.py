@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from jitney.engine.assemble import load_runner, weigh
+from jitney.errors import UnsupportedModelError
 from jitney.execution.runner import TorchRunner
 from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
@@ -15,6 +16,7 @@ from tests.execution.drive import drive, prompt_logprobs_of
 from tests.execution.generate import eager, expected_outputs, make_prompts
 from tests.execution.like_generate import options_for
 from tests.execution.state_types import STATE_TYPES, state_type
+from tests.tiny_models import make_checkpoint
 
 NUM_NEW = 24
 LENGTHS = (5, 17, 33, 70)
@@ -128,10 +130,43 @@ def test_a_plan_counts_slots_and_blocks_as_the_load_does(case: Case) -> None:
     info = case.runner.info
     assert case.runner._model.states is not None
     assert footprint.slot == case.runner._model.states.slot_bytes > 0
+    assert footprint.cache == info.cache
     slots = info.num_slots * footprint.slot
     assert info.num_slots == 8
     if footprint.block:
         assert info.kv_cache_bytes - slots == info.num_blocks * footprint.block
+
+
+def test_batch_invariant_takes_opaque_caches(case: Case) -> None:
+    runner = load(case.folder, batch_invariant=True)
+    assert "state" in case.runner.info.cache
+    assert runner.info.cache == "opaque"
+    runner.close()
+
+
+def test_adapters_change_layers_outside_of_modules_with_states(case: Case, tmp_path: Path) -> None:
+    """The runner's first steps have an adapter of zeros for all of them."""
+    runner = load(case.folder, adapters=str(tmp_path), fuse=False)
+    states = runner._model.states
+    assert states is not None
+    for path in runner.sites:
+        assert not any(path.startswith(f"{module.path}.") for module in states.modules)
+    driven = drive(runner, [(case.prompts[0], GREEDY)])
+    runner.close()
+    assert driven.outputs == {(0, 0): case.expected[0, 0]}
+
+
+def test_no_drafts_are_taken(case: Case) -> None:
+    """A state cannot be taken back. A model with states is no draft model either."""
+    llama = make_checkpoint(case.folder / "llama")
+    speculation = {"drafter": "draft_model", "model": str(llama)}
+    runner = load(case.folder, speculation=speculation)
+    assert "state" in runner.info.cache
+    runner.close()
+    speculation = {"drafter": "draft_model", "model": str(case.folder)}
+    options = options_for(llama, speculation=speculation)
+    with pytest.raises(UnsupportedModelError, match="a state takes no drafts back"):
+        load_runner(make_config({**options, "max_model_len": 256}))
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "bamba", "jamba", "lfm2"])

@@ -14,7 +14,7 @@ from jitney_jobs import executors, file_batches, part_filler, row_runner
 from jitney_jobs.command import resume, status
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.generate import GenerateOnServer, columns_of_prompt
-from jitney_jobs.job import make_job
+from jitney_jobs.job_making import make_job
 from jitney_jobs.job_record import read_record
 from jitney_jobs.report import write_report
 
@@ -165,7 +165,7 @@ def test_an_output_that_leads_into_the_input_by_a_link(tmp_path: Path) -> None:
 
 def test_an_input_inside_of_the_output(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in.jsonl", ids(0, 5))
-    with pytest.raises(InvalidArgumentError, match=r"in\.jsonl.*must be outside of the output"):
+    with pytest.raises(InvalidArgumentError, match="must be outside of the output"):
         run(source, tmp_path)
 
 

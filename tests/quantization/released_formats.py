@@ -186,7 +186,8 @@ def to_bitsandbytes_4(folder: Path, quant_type: str = "nf4", *, nested: bool = T
             tensor, blocksize=64, quant_type=quant_type, compress_statistics=nested
         )
         stored = {f"{name}.{key}": value for key, value in state.as_dict(packed=True).items()}
-        return {name: q, **stored}, dequantize_4bit(q, state).float()
+        state.dtype = torch.float32  # or the library would round what it gives to bfloat16
+        return {name: q, **stored}, dequantize_4bit(q, state)
 
     config = {
         "_load_in_4bit": True, "_load_in_8bit": False, "bnb_4bit_compute_dtype": "bfloat16",

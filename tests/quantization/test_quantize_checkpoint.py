@@ -132,11 +132,14 @@ def test_e4m3_whose_activations_are_not_to_be_rounded(tmp_path: Path) -> None:
     assert all(type(each) is nn.Linear for each in linears(load(folder)))
 
 
-def test_scales_that_are_e4m3_themselves(tmp_path: Path) -> None:
-    """They are no weights, and need no scales of their own."""
+def test_scales_that_are_e4m3_themselves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They are no weights, and need no scales. The log says what decompressing costs."""
     pytest.importorskip("compressed_tensors")
     folder, dense = make_nvfp4(tmp_path / "m")
-    model = load(folder, dtype="float32")
+    with caplog.at_level(logging.INFO):
+        model = load(folder, dtype="float32")
+    in_files = (folder / "model.safetensors").stat().st_size
+    assert f"take {model.weight_bytes:,} bytes, in the files {in_files:,}" in caplog.text
     assert all(type(each) is nn.Linear for each in linears(model))
     for name, each in model.module.named_modules():
         if name.endswith("proj"):

@@ -127,6 +127,8 @@ class UnsupportedModelError(LoadError):
     """A kind of model, tokenizer or GGUF file that cannot be served, or not yet."""
 
     code = "UNSUPPORTED"
+    reason: str = ""
+    """Of a model: the text without the model's type."""
 
 
 class InstallationError(LoadError):

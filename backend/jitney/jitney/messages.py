@@ -288,11 +288,15 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Whether the runner's ``launch`` returns before the step's end, so that the next step can be
     planned meanwhile."""
     cache: str = "paged"
-    """How layers keep their past: ``paged``; or ``opaque``, in transformers' own cache object, one
-    for each sequence."""
+    """How layers keep their past: ``paged`` (K and V in blocks), ``latents`` (in blocks), ``state``
+    (in slots), or some of these joined by ``+``; or ``opaque``, in transformers' own cache object,
+    one for each sequence."""
     num_slots: int = 0
     """Most sequences that may hold a slot (see ``core.slots``); 0: the model has none."""
     chunking: Chunking = "any"
+    slowdown: float = 1.0
+    """With opaque caches: how much longer eight sequences take, one after the other, than eight
+    tokens in one pass."""
     sampling_defaults: dict[str, float] = {}
     """What the gateway and ``LLM`` fill in for sampling parameters that are left unset; empty with
     option ``generation_config`` none."""
@@ -311,7 +315,9 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
     block: int
     """One KV block."""
     slot: int = 0
-    """The states of one sequence; 0 if the model keeps none."""
+    """Of one slot: what a running sequence takes beside its blocks. 0: nothing."""
+    cache: str = "paged"
+    """The kind of the cache: see :class:`ModelInfo`."""
     step_token: int
     """The activations for one token of a step; an estimate."""
     step_row: int

@@ -22,8 +22,8 @@ from jitney.adapters.checks import AdapterId, CheckId, Checks
 from jitney.adapters.peft_files import CONFIG, WEIGHTS, check_files, read_adapter
 from jitney.config import EngineConfig
 from jitney.errors import InternalError, JitneyError
+from jitney.execution.load import LoadedRunner
 from jitney.execution.low_rank import LowRank
-from jitney.execution.runner import TorchRunner
 from jitney.messages import StepStats, Submit
 from jitney.rank import Blocked, MakeQueue, Order, Rank, RankedQueue
 
@@ -405,7 +405,7 @@ class AdapterPool:
         self._wait_seconds += now - self._requests[key].since
 
 
-def make_pool(config: EngineConfig, runner: TorchRunner) -> AdapterPool:
+def make_pool(config: EngineConfig, runner: LoadedRunner) -> AdapterPool:
     """The pool of a loaded model. The option ``adapters`` is set."""
     assert config.adapters is not None
     root = Path(config.adapters)

@@ -18,12 +18,13 @@ from jitney.engine.loading import EngineParts, LoadModel
 from jitney.engine.source import Source
 from jitney.errors import ConfigError
 from jitney.execution import load, read_model
+from jitney.execution import load_model as load_step
 from jitney.execution.acceleration import Accelerator, AcceleratorKind
 from jitney.execution.checkpoint import resolve_model
 from jitney.execution.interface import LoadedModel
+from jitney.execution.load import LoadedRunner
 from jitney.execution.machine import resolve_device
 from jitney.execution.quantized import Quantizer, drop_floats
-from jitney.execution.runner import TorchRunner
 from jitney.execution.weigh import weigh as weigh_model
 from jitney.messages import Footprint, ModelInfo
 from jitney.text.grammar import GrammarCompiler
@@ -46,7 +47,7 @@ __all__ = [
 ]
 
 
-def load_runner(config: EngineConfig) -> TorchRunner:
+def load_runner(config: EngineConfig) -> LoadedRunner:
     """A runner for ``config``, warmed up; see ``execution.load.load_runner``."""
     accelerator = accelerator_for(config, resolve_device(config.device))
     return load.load_runner(config, accelerator, quantizer())
@@ -82,7 +83,7 @@ def _load_parts(config: EngineConfig, tokenizer: bytes) -> EngineParts:
     )
 
 
-def adapter_pool(config: EngineConfig, runner: TorchRunner) -> Source[Adapter] | None:
+def adapter_pool(config: EngineConfig, runner: LoadedRunner) -> Source[Adapter] | None:
     """The adapters of a loaded model; None without option ``adapters``."""
     if config.adapters is None:
         return None
@@ -123,7 +124,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     :data:`~jitney.engine.loading.LoadModel`: that gives a runner, and what is beside it.)"""
     device = resolve_device(config.device)
     tools = read_model.LoadTools(device, accelerator_for(config, device), quantizer())
-    model = read_model.load_model(config, tools)
+    model = load_step.load_model(config, tools)
     drop_floats(model.module)
     return model
 

@@ -96,11 +96,20 @@ def attention_by_layer(
     # A layer without K and V never attends: any function will do, such as that of its neighbours.
     paged = [spec for spec in model.layers if spec.is_paged]
     for spec in model.layers:
+        if spec.chunk is not None and spec.chunk % config.block_size != 0:
+            bound = f"a divisor of {spec.chunk}, the chunks in which the model attends"
+            raise ConfigError.of("block_size", config.block_size, bound)
         if not spec.is_paged and paged:
             spec = paged[0]
         if needs_torch(spec, dtype):
             own = torch_attention(spec, batch_invariant=config.batch_invariant)
             own_kind = (own.name, spec.chunk, spec.has_slopes)
+            if spec.has_slopes and own_kind not in functions:
+                _log.warning(
+                    "attention runs in plain torch, which is slow: no kernel has ALiBi over a "
+                    "cache of %s",
+                    dtype,
+                )
             of_layers.append(functions.setdefault(own_kind, own))
             continue
         shape = AttentionShape(

@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
-from jitney.errors import ConfigError
 from jitney.execution.attention import AttentionMetadata
 from jitney.execution.interface import AttentionCall, AttentionFunction, LayerCache
 from jitney.execution.machine import to_device
@@ -36,11 +35,8 @@ class ChunkedAttention:
 
 
 def split_rows(meta: AttentionMetadata, chunk: int) -> AttentionMetadata:
-    """The step with a row for each chunk of each row. Raises ConfigError if a chunk is no whole
-    number of blocks."""
-    if chunk % meta.block_size != 0:
-        bound = f"a divisor of the chunks of {chunk} tokens in which the model attends"
-        raise ConfigError.of("block_size", meta.block_size, bound)
+    """The step with a row for each chunk of each row."""
+    assert chunk % meta.block_size == 0, "a chunk is a whole number of blocks"
     chunk_blocks = chunk // meta.block_size
     tables = meta.block_table.cpu().numpy()
     starts = meta.query_start.tolist()

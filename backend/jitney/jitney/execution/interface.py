@@ -11,7 +11,7 @@ position p sees what the block table holds up to p.
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -23,6 +23,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from jitney.execution.attention import AttentionMetadata
 from jitney.execution.low_rank import AdapterSpan, BeginProducts, Hooks, Pack, Site, plain_products
+from jitney.execution.opaque import OpaqueModule, OpaqueTraits
 from jitney.execution.state_rows import SlotCache
 from jitney.execution.state_slots import StateLayout, StateSlots
 
@@ -202,6 +203,18 @@ UNPAGED = LayerSpec(num_heads=0, num_kv_heads=0, head_size=0, window=None)
 number is its index among the caches."""
 
 
+def kind_of_cache(layers: Sequence[LayerSpec], *, has_states: bool) -> str:
+    """``ModelInfo.cache`` of a model that is not opaque."""
+    kinds = []
+    if any(layer.has_latents for layer in layers):
+        kinds.append("latents")
+    if any(layer.is_paged and not layer.has_latents for layer in layers):
+        kinds.append("paged")
+    if has_states:
+        kinds.append("state")
+    return "+".join(kinds)
+
+
 @dataclass(frozen=True)
 class LoadedModel:
     """A module in eval mode and what the runner must know of it."""
@@ -231,6 +244,11 @@ class LoadedModel:
     as ``LowRank.packed``. None: ``forward`` reads the factors themselves."""
     generation_config: Mapping[str, Any] = field(default_factory=dict)
     """The checkpoint's ``generation_config.json`` as it stands; empty if there is none."""
+    opaque: OpaqueModule | None = None
+    """Set if sequences keep their past in opaque caches (see ``opaque``). Then there are no
+    ``layers``, and ``forward`` is not called."""
+    opaque_traits: OpaqueTraits | None = None
+    """What is known of these caches."""
     cache_scales: Mapping[int, KvScales] = field(default_factory=dict)
     """By layer, the scales of a float8 cache that the checkpoint states, on the device. Layers for
     which it states none are missing."""

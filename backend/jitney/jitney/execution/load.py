@@ -35,15 +35,27 @@ from jitney.execution.acceleration import Accelerator, attention_by_layer
 from jitney.execution.draft import DraftInputs, DraftModel, NoInputs
 from jitney.execution.draft_setup import DraftSetup, setup_for
 from jitney.execution.first_steps import first_steps
-from jitney.execution.interface import AttentionFunction, KvScales, LayerCache, LoadedModel
+from jitney.execution.interface import (
+    AttentionFunction,
+    KvScales,
+    LayerCache,
+    LoadedModel,
+    kind_of_cache,
+)
+from jitney.execution.load_model import load_model
+from jitney.execution.load_opaque import make_opaque_runner, plan_opaque
 from jitney.execution.low_rank import find_sites
+from jitney.execution.opaque_runner import OpaqueRunner
 from jitney.execution.quantized import Quantizer, drop_floats, layers_that_round_inputs
-from jitney.execution.read_model import LoadTools, load_model, probe_tokens_of
+from jitney.execution.read_model import LoadTools, probe_tokens_of
 from jitney.execution.runner import TorchRunner
 from jitney.execution.state_slots import StateSlots
 from jitney.messages import ModelInfo
 
 _log = logging.getLogger(__name__)
+
+LoadedRunner = TorchRunner | OpaqueRunner
+"""What a load gives: a ``protocols.Runner``, with what adapters and shutdown ask for."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +105,7 @@ class Allocation:
 @machine.typed_errors()
 def load_runner(
     config: EngineConfig, accelerator: Accelerator | None = None, quantizer: Quantizer | None = None
-) -> TorchRunner:
+) -> LoadedRunner:
     """Load the model, size and allocate the KV cache, warm the kernels up, log the ledger.
 
     Without ``accelerator`` everything runs in plain torch. Without ``quantizer`` a quantized
@@ -109,18 +121,36 @@ def load_runner(
     # Refused early, before weights are read. Whether an accelerator fits the model shows only once
     # the model is loaded.
     if accelerator is None:
-        _refuse_kernel_options(config)
+        options.refuse_gpu_options(config)
 
     target = load_and_prepare(config, tools, setup)
+    if target.model.opaque is not None:
+        return _load_opaque(config, target, started)
     if target.accelerator is None:
         _refuse_kernel_options(config)
     draft = None
-    if options.has_draft_model(config):
+    if target.model.states is not None and config.speculation is not None:
+        _log.warning("option speculation has no effect: states take no drafts back")
+    elif options.has_draft_model(config):
         draft = _prepare_draft(config, tools, setup, target)
     info = _describe(config, target)
     allocation = allocate(config, info, setup, target, draft)
     runner = make_runner(config, info, target, draft, allocation)
     _log.info("%s", allocation.ledger)
+    _log_loaded(target.model, runner.info, time.monotonic() - started)
+    return runner
+
+
+def _load_opaque(config: EngineConfig, target: PreparedModel, started: float) -> OpaqueRunner:
+    """The rest of a load, of a model with opaque caches. Its passes have one sequence each, so it
+    serves ``batch_invariant`` without kernels."""
+    options.refuse_gpu_options(config)
+    if config.speculation is not None:
+        _log.warning("option speculation has no effect: opaque caches take no drafts back")
+    info = _describe(config, target)
+    ledger = plan_opaque(config, target.model, info)
+    runner = make_opaque_runner(target.model, info, ledger)
+    _log.info("%s", ledger)
     _log_loaded(target.model, runner.info, time.monotonic() - started)
     return runner
 
@@ -134,11 +164,12 @@ def _refuse_kernel_options(config: EngineConfig) -> None:
 def load_and_prepare(config: EngineConfig, tools: LoadTools, setup: DraftSetup) -> PreparedModel:
     """The steps up to speed-up, for a model or its draft model."""
     model = load_model(config, tools)
-    if model.states is not None:
-        options.refuse_for_states(config, is_draft=tools.is_draft)
     if config.adapters is not None:
         model = replace(model, sites=find_sites(model.module, without=_state_paths(model)))
-    prepared = speed_up(config, tools, setup, model)
+    if model.opaque is not None:  # it runs as it is
+        prepared = PreparedModel(model=model, attention=[], accelerator=None)
+    else:
+        prepared = speed_up(config, tools, setup, model)
     drop_floats(prepared.model.module)
     return prepared
 
@@ -162,14 +193,19 @@ def speed_up(
 
     # An EAGLE head reads hidden states, the target's and its own. So the setup changes both modules
     # to give them. For an ordinary draft model it changes nothing.
-    finish = setup.before_rearranging(model)
+    # Where the model has states it gets no drafts, and nobody reads its hidden states.
+    finish = None
+    if model.states is None:
+        finish = setup.before_rearranging(model)
     if accelerator is not None:
         model = _rearrange(config, model, accelerator)
     # A model that is fused as a whole can change a layer that was joined with others: it knows
     # which columns of the joined result are the layer's (`low_rank.Part`). Others do not.
     if not model.fused:
         _check_sites(model)
-    return PreparedModel(model=finish(model), attention=attention, accelerator=accelerator)
+    if finish is not None:
+        model = finish(model)
+    return PreparedModel(model=model, attention=attention, accelerator=accelerator)
 
 
 def _state_paths(model: LoadedModel) -> list[str]:
@@ -261,7 +297,7 @@ def _describe(config: EngineConfig, target: PreparedModel) -> ModelInfo:
         attention="+".join(kernels),
         num_parameters=model.num_parameters,
         max_num_batched_tokens=options.token_budget(config, model.device),
-        cache="paged" if model.states is None else "state",
+        cache=kind_of_cache(model.layers, has_states=model.states is not None),
         sampling_defaults=support.sampling_defaults(
             model.generation_config, config, model.vocab_size
         ),
@@ -335,6 +371,7 @@ def _needs_of(
 ) -> memory.Needs:
     """What the model needs without its draft model. ``dtype`` is the cache's."""
     model = target.model
+    most_running = min(config.max_num_seqs, info.max_num_batched_tokens)
     steps = None
     copied_rank = 0  # of the copies of adapters that kernels make; 0: they make none
     if target.accelerator is not None:
@@ -351,6 +388,7 @@ def _needs_of(
         steps=steps,
         adapter_bytes=memory.resident_adapters_bytes(config, model, copied_rank),
         slot_bytes=0 if model.states is None else model.states.slot_bytes,
+        most_slots=0 if model.states is None else most_running,
     )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from transformers import PreTrainedConfig
 
 from jitney.config import EngineConfig
 from jitney.errors import ConfigError
@@ -23,6 +24,11 @@ from jitney.execution.low_rank import adapter_bytes
 _CPU_SHARE = 0.25
 _CPU_MOST = 4 << 30
 _GPU_SHARE = 0.9
+_SLOT_TOKENS = 1024
+"""If there are fewer slots than sequences may run, so many tokens of blocks are left beside each
+slot."""
+_SLOT_SHARE = 1 / 4
+"""Slots may take this share of the cache, even if fewer tokens are left beside each."""
 _SPARE_SHARE = 1 / 64
 """This share of the free memory stays unused, unless ``kv_cache_bytes`` is set. An engine that
 replaces this one after a crash must get a cache of the same size, and may find a little less memory
@@ -60,23 +66,21 @@ class Ledger:
     adapters: int
     """Of the adapters that may be in memory at once."""
     num_slots: int = 0
+    """See ``core.slots``; 0: the model has none."""
     slot_bytes: int = 0
     """Of one slot: all states of one sequence."""
 
     def __str__(self) -> str:
         tokens = self.num_blocks * self.block_size
         token_bytes = self.block_bytes // self.block_size
-        slots = self.num_slots * self.slot_bytes
         parts = [
             f"weights {_mib(self.weights)}",
-            f"KV cache {_mib(self.cache - slots)} ({self.num_blocks:,} blocks of "
-            f"{self.block_size}: {tokens:,} tokens, {token_bytes:,} bytes each)",
+            f"KV cache {_mib(self.cache)} ({self.num_blocks:,} blocks of {self.block_size}: "
+            f"{tokens:,} tokens, {token_bytes:,} bytes each)",
+            f"activations at most about {_mib(self.steps.activations)}",
         ]
         if self.num_slots:
-            parts.append(
-                f"states {_mib(slots)} ({self.num_slots:,} slots of {self.slot_bytes:,} bytes)"
-            )
-        parts.append(f"activations at most about {_mib(self.steps.activations)}")
+            parts.insert(2, f"in it {self.num_slots:,} slots of {self.slot_bytes:,} bytes")
         if self.steps.graphs:
             parts.append(f"graphs at most about {_mib(self.steps.graphs)}")
         if self.adapters:
@@ -99,7 +103,9 @@ class Needs:
     adapter_bytes: int
     """Of the adapters that may be in memory at once."""
     slot_bytes: int = 0
-    """Of one slot: all states of one sequence. 0: the model keeps none."""
+    """Of one slot (see ``core.slots``): what a sequence keeps beside its blocks."""
+    most_slots: int = 0
+    """How many sequences may run, if each holds a slot; 0: the model has no slots."""
 
     @property
     def beside_cache(self) -> int:
@@ -115,12 +121,13 @@ def plan_memory(config: EngineConfig, needs: Needs, available: int) -> Ledger:
     """
     size = _cache_bytes(config, needs, available)
     num_slots = _num_slots(config, needs, size)
-    size_of_blocks = size - num_slots * needs.slot_bytes
-    num_blocks = _num_blocks(config, needs, size_of_blocks)
-    if num_blocks < 1 or (needs.slot_bytes and num_slots < 1):
+    for_blocks = size - num_slots * needs.slot_bytes
+    if needs.block_bytes:
+        num_blocks = for_blocks // needs.block_bytes
+    else:  # slots hold all that is kept: there are blocks for every sequence
+        num_blocks = num_slots * _sequence_blocks(config, needs)
+    if num_blocks < 1:
         bound = f"enough for one block of {config.block_size}, {needs.block_bytes:,} bytes"
-        if needs.slot_bytes:
-            bound += f", and one slot of {needs.slot_bytes:,} bytes"
         raise wrong_size(config, size, bound)
     cache = num_blocks * needs.block_bytes + num_slots * needs.slot_bytes
     return Ledger(
@@ -138,24 +145,23 @@ def plan_memory(config: EngineConfig, needs: Needs, available: int) -> Ledger:
 
 
 def _num_slots(config: EngineConfig, needs: Needs, size: int) -> int:
-    """How many slots a cache of ``size`` bytes has: at most one for each sequence that may run, and
-    no more than fill half of the cache where a sequence needs blocks, too."""
-    if needs.slot_bytes == 0:
-        return 0
-    most = size // needs.slot_bytes
-    if needs.block_bytes:
-        # One at least, if a block fits beside it.
-        fitting = (size - needs.block_bytes) // needs.slot_bytes
-        most = min(fitting, max(1, size // 2 // needs.slot_bytes))
-    return max(0, min(most, config.max_num_seqs))
+    """How many slots the cache of this size has beside its blocks: as many as there are sequences
+    of ``_SLOT_TOKENS`` tokens that fit, or as fit into ``_SLOT_SHARE`` of it, if that is more.
+    Raises ConfigError if not even one slot and block do."""
+    if not needs.slot_bytes:  # there are none, or they cost nothing
+        return needs.most_slots
+    tokens = min(_SLOT_TOKENS, needs.max_model_len)
+    sequence_bytes = needs.slot_bytes + math.ceil(tokens / config.block_size) * needs.block_bytes
+    if size < needs.slot_bytes + needs.block_bytes:
+        bound = f"enough for a slot of {needs.slot_bytes:,} bytes and a block of "
+        raise wrong_size(config, size, f"{bound}{needs.block_bytes:,}")
+    by_share = int(size * _SLOT_SHARE) // needs.slot_bytes
+    return min(needs.most_slots, max(1, size // sequence_bytes, by_share))
 
 
-def _num_blocks(config: EngineConfig, needs: Needs, size: int) -> int:
-    """How many blocks fill ``size`` bytes. If a model keeps nothing in blocks, as many as
-    ``max_num_seqs`` sequences of full length need: they cost nothing, and limit nothing."""
-    if needs.block_bytes == 0:
-        return config.max_num_seqs * math.ceil(needs.max_model_len / config.block_size)
-    return size // needs.block_bytes
+def _sequence_blocks(config: EngineConfig, needs: Needs) -> int:
+    """Blocks of a sequence of full length."""
+    return math.ceil(needs.max_model_len / config.block_size)
 
 
 def _cache_bytes(config: EngineConfig, needs: Needs, available: int) -> int:
@@ -198,8 +204,8 @@ def _default_share(device: torch.device, available: int) -> int:
 
 def _most_useful_bytes(config: EngineConfig, needs: Needs) -> int:
     """The size of a cache that ``max_num_seqs`` sequences of full length fill."""
-    sequence_blocks = math.ceil(needs.max_model_len / config.block_size)
-    return config.max_num_seqs * (sequence_blocks * needs.block_bytes + needs.slot_bytes)
+    sequence_bytes = _sequence_blocks(config, needs) * needs.block_bytes + needs.slot_bytes
+    return config.max_num_seqs * sequence_bytes
 
 
 def wrong_size(config: EngineConfig, size: int, bound: str) -> ConfigError:
@@ -231,16 +237,27 @@ def block_bytes(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype
 def estimate_steps(model: LoadedModel, tokens: int, logits_rows: int) -> StepMemory:
     """An estimate of what a step needs, from the widths that the configuration states: what one
     layer holds at once of all ``tokens``, and the logits of ``logits_rows`` of them."""
-    hidden = model.config.hidden_size
-    width = getattr(model.config, "intermediate_size", None) or 4 * hidden
+    layer = tokens * token_bytes(model.config, model.dtype)
+    if model.states is not None:
+        layer += tokens * model.states.scan_bytes
+    logits = min(tokens, logits_rows) * logits_bytes(model.vocab_size, model.dtype)
+    return StepMemory(layer + logits)
+
+
+def token_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
+    """An estimate of what a step needs for each of its tokens, beside logits."""
+    hidden: int = config.hidden_size
+    width = getattr(config, "intermediate_size", None) or 4 * hidden
     widest = width if isinstance(width, int) else max(width)  # some state one per layer
     # Four rows of the hidden size, the layer's input among them. Three rows of the MLP's width: the
     # gate, the up projection, and their product.
-    layer = tokens * (4 * hidden + 3 * widest) * model.dtype.itemsize
+    return (4 * hidden + 3 * widest) * dtype.itemsize
+
+
+def logits_bytes(vocab_size: int, dtype: torch.dtype) -> int:
+    """What a step needs for one row of logits."""
     # Each logit is there twice: as the model computes it, and in float32 for the sampler.
-    logit_bytes = model.dtype.itemsize + torch.float32.itemsize
-    logits = min(tokens, logits_rows) * model.vocab_size * logit_bytes
-    return StepMemory(layer + logits)
+    return vocab_size * (dtype.itemsize + torch.float32.itemsize)
 
 
 def make_layer_caches(
@@ -295,9 +312,9 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     seconds on gigabytes that may never be used, and the tensor begins at a page, not 16 bytes after
     one as malloc's does.
     """
-    if device.type != "cpu" or math.prod(shape) == 0:
+    if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    if math.prod(shape) == 0:  # of latents, which have no values
+    if math.prod(shape) == 0:  # of latents, which have no values, and of layers without attention
         return torch.zeros(shape, dtype=dtype)
     pages = mmap.mmap(
         -1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS

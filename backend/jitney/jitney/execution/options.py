@@ -39,20 +39,6 @@ def refuse_gpu_options(config: EngineConfig) -> None:
         )
 
 
-def refuse_for_states(config: EngineConfig, *, is_draft: bool) -> None:
-    """Called for a model with state layers. Raises ConfigError for what such a model cannot do.
-    ``is_draft``: it is to be a draft model, whose tokens are taken back; a state cannot be."""
-    if is_draft:
-        raise ConfigError.of("speculation.model", config.model, "a model without state layers")
-    if has_draft_model(config):
-        assert config.speculation is not None
-        bound = "left out with a model that has state layers: a state cannot be taken back"
-        raise ConfigError.of("speculation.model", config.speculation.model, bound)
-    if config.batch_invariant:
-        bound = "False for a model with state layers: its products are torch's"
-        raise ConfigError.of("batch_invariant", True, bound)
-
-
 def refuse_int8(config: EngineConfig) -> None:
     """Called where a GPU serves. Its kernels have no cache of int8: raises ConfigError if option
     ``kv_cache_dtype`` asks for one."""

@@ -61,7 +61,7 @@ _HARMLESS = frozenset({
 """Keyword arguments that layers give to attention and that do not change its result here."""
 
 
-_TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.35, torch.float16: 0.2}
+TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.35, torch.float16: 0.2}
 """The largest distance that is allowed. In 16 bits, one rounding in a deep model, or one token that
 a router sends to another expert, changes logits far more than one operation does."""
 _ROUNDED_INPUTS_TOLERANCE = 0.35
@@ -126,7 +126,7 @@ def compare_with_eager(
             "for the dtype"
         )
     error = _distance(paged, expected, tokens)
-    if not error.size <= _TOLERANCE[paged.dtype]:  # also if it is NaN
+    if not error.size <= TOLERANCE[paged.dtype]:  # also if it is NaN
         raise unservable(
             module.config.model_type,
             f"over a paged cache its logits{error.where} are {error.size:.2g} of their spread away "
@@ -178,7 +178,7 @@ def check_same(
     ``after`` are its :func:`probe_logits`, of the same ``tokens``. ``rounds_inputs``: some of its
     layers round their inputs to 8 bits. Raises InstallationError if their :func:`_distance` is too
     large, because a kernel went wrong on this machine."""
-    tolerance = _TOLERANCE[after.dtype]
+    tolerance = TOLERANCE[after.dtype]
     if rounds_inputs:
         tolerance = max(tolerance, _ROUNDED_INPUTS_TOLERANCE)
     error = _distance(after, before, tokens or ProbeTokens())
@@ -237,6 +237,18 @@ def _distance(got: Tensor, expected: Tensor, tokens: ProbeTokens) -> _Distance:
     expected. Each group of tokens has a distance, the median over its tokens; the largest is
     returned. It is a median because a router may send a token to another expert after a rounding.
 
+    """
+    distances = token_distances(got, expected)
+    groups = tokens.groups(distances.device)
+    medians = torch.stack([distances[group.members].median() for group in groups])
+    worst = int(medians.argmax())  # a NaN, if there is one
+    return _Distance(medians[worst].item(), groups[worst].where)
+
+
+def token_distances(got: Tensor, expected: Tensor) -> Tensor:
+    """How far these logits [tokens, vocabulary] are apart, relative to the spread of those
+    expected: float32 [tokens].
+
     A token's spread is the norm of its logits less their mean. If the mean were left in, a large
     number common to all logits would make any difference look small. No mean is taken off the
     difference itself: both computations must agree in that common number too.
@@ -244,11 +256,7 @@ def _distance(got: Tensor, expected: Tensor, tokens: ProbeTokens) -> _Distance:
     right = expected.float()
     difference = (got.float() - right).norm(dim=-1)
     spread = (right - right.mean(-1, keepdim=True)).norm(dim=-1)
-    distances = difference / spread
-    groups = tokens.groups(distances.device)
-    medians = torch.stack([distances[group.members].median() for group in groups])
-    worst = int(medians.argmax())  # a NaN, if there is one
-    return _Distance(medians[worst].item(), groups[worst].where)
+    return difference / spread
 
 
 def embedding_weight(module: PreTrainedModel) -> Tensor:
@@ -306,6 +314,9 @@ class _Recorder:
                 f"layer {layer} attends with a window of {call.window}, but its configuration "
                 f"states {stated}"
             )
+        chunk = self._chunks[layer]
+        if chunk is not None and chunk % BLOCK_SIZE != 0:
+            yield f"layer {layer} attends in chunks of {chunk} tokens, which are no whole blocks"
         unknown = []
         for name, value in sorted(call.extra.items()):
             is_asked_for = value is not None and value is not False

@@ -1,5 +1,5 @@
-"""The first half of a load: files → config → weights → proof. Called by ``load``, whose docstring
-lists all steps. ``weigh`` takes the first two of them only.
+"""The first half of a load: files → config → weights → proof. Called by ``load_model``; ``load``'s
+docstring lists all steps. ``weigh`` takes the first two of them only.
 """
 
 import functools
@@ -22,7 +22,7 @@ from jitney.errors import (
 from jitney.execution import interface, latents, machine, probe, support
 from jitney.execution.acceleration import Accelerator
 from jitney.execution.carry import carry_in_cache
-from jitney.execution.checkpoint import Checkpoint, check_checkpoint, resolve_model
+from jitney.execution.checkpoint import Checkpoint
 from jitney.execution.interface import LayerSpec, LoadedModel
 from jitney.execution.late_positions import check_positions
 from jitney.execution.own_attention import bridge_own_attention
@@ -65,6 +65,10 @@ class Judged:
     dtype: torch.dtype
     """The weights are loaded in it."""
     max_model_len: int
+    paged_obstacle: str | None = None
+    """Why the model cannot run on a paged cache, as far as that is known now."""
+    keeps_own_attention: bool = False
+    """Whether the module is to attend by transformers' own functions, not by ours."""
 
 
 @dataclass(frozen=True)
@@ -76,17 +80,6 @@ class ModuleWithWeights:
     num_parameters: int
     needed_bytes: int
     """The most memory, in bytes, that the weights took while they were read."""
-
-
-def load_model(config: EngineConfig, tools: LoadTools) -> LoadedModel:
-    """Load and check the checkpoint of ``config``, and prove that it runs on a paged cache. Its
-    quantized layers may hold floats afterwards, for further checks: ``quantized.drop_floats``."""
-    checkpoint = check_checkpoint(resolve_model(config.model))
-    judged = judge(config, tools, checkpoint)
-    read = read_module(config, tools, judged)
-    hold_floats(read.module, min(_MOST_FLOATS, machine.available_memory(tools.device) // 4))
-    # Adapters may change ``kv_b_proj``, which latents make a part of other products.
-    return prove(read, keeps_latents=config.adapters is None)
 
 
 # ---------------------------------------------------------------------- config
@@ -112,7 +105,25 @@ def judge(config: EngineConfig, tools: LoadTools, checkpoint: Checkpoint) -> Jud
     )
     max_model_len = support.context_length(config, hf_config, is_draft=tools.is_draft)
     settle_factors(hf_config, max_model_len)
-    return Judged(checkpoint=checkpoint, config=hf_config, dtype=dtype, max_model_len=max_model_len)
+    return Judged(
+        checkpoint=checkpoint,
+        config=hf_config,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        paged_obstacle=_paged_obstacle(config, tools, hf_config),
+    )
+
+
+def _paged_obstacle(
+    config: EngineConfig, tools: LoadTools, hf_config: PreTrainedConfig
+) -> str | None:
+    """See :class:`Judged`."""
+    if support.has_state_layers(hf_config):
+        if tools.is_draft:
+            return "a state takes no drafts back"
+        if config.batch_invariant:
+            return "with batch_invariant, no state is computed beside others"
+    return support.paged_obstacle(hf_config)
 
 
 def _is_quantized_for_kernels(checkpoint: Checkpoint) -> bool:
@@ -158,7 +169,13 @@ def _read_plain(tools: LoadTools, judged: Judged) -> ModuleWithWeights:
     checkpoint = judged.checkpoint
     needed = checkpoint.num_values * judged.dtype.itemsize
     _check_free(needed, tools.device)
-    module = read_weights(checkpoint, judged.config, judged.dtype, tools.device)
+    module = read_weights(
+        checkpoint,
+        judged.config,
+        judged.dtype,
+        tools.device,
+        keeps_own_attention=judged.keeps_own_attention,
+    )
     _finish_module(module, tools.device)
     return ModuleWithWeights(
         judged=judged,
@@ -171,7 +188,8 @@ def _read_plain(tools: LoadTools, judged: Judged) -> ModuleWithWeights:
 def _read_quantized(
     tools: LoadTools, judged: Judged, weight_format: WeightFormat
 ) -> ModuleWithWeights:
-    """Read weights that are quantized in the checkpoint, or quantize them."""
+    """Read weights that are quantized in the checkpoint, or quantize them. The layers may hold
+    floats afterwards, for checks: ``quantized.drop_floats``."""
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(judged.config, dtype=judged.dtype)
     needed = weight_format.needed_bytes(skeleton)
@@ -185,11 +203,13 @@ def _read_quantized(
         device=tools.device if weight_format.in_place else None,
         skip=weight_format.reads_itself,
         given=weight_format.given_tensors,
+        keeps_own_attention=judged.keeps_own_attention,
     )
     sizes = _linear_sizes(module)
     weight_format.after_reading(module)
     _check_sizes(module, sizes, weights_name(judged.checkpoint))
     _finish_module(module, tools.device)
+    hold_floats(module, min(_MOST_FLOATS, machine.available_memory(tools.device) // 4))
     return ModuleWithWeights(
         judged=judged,
         module=module,

@@ -240,7 +240,7 @@ class TorchRunner:
             # Before the model reads the ids, and before this step replaces ``_sampled``.
             self._insert_carried(rows, ids, meta)
         found = self._compute_logits(rows, ids, meta)
-        samples = self._sample(rows, found)
+        samples = sample_rows(rows, found.logits, found.sampled_from)
         if self.info.overlap:
             # The next step may be launched before this one is over: its rows take tokens from here.
             self._sampled = torch.cat([each.token_ids for each in samples]) if samples else None
@@ -308,30 +308,6 @@ class TorchRunner:
         sampled_from = [kept_index_of[index] for index in plan.sampled_from]
         return _StepLogits(torch.cat(kept), sampled_from, prompt_logprobs)
 
-    def _sample(self, rows: list[Row], found: _StepLogits) -> list[PendingSamples]:
-        """Sample each (row, sequence) of the step, in order.
-
-        In slices: prompts of n > 1 that end in one step can give a hundred times as many sequences
-        as rows, and the sampler makes several copies of its logits.
-        """
-        pairs = [pair for row in rows for pair in sampled_rows(row)]
-        size = max(1, _SAMPLED_FLOATS // found.logits.shape[1])
-        samples = []
-        for begin in range(0, len(pairs), size):
-            end = begin + size
-            logits = self._take_rows(found.logits, found.sampled_from[begin:end])
-            samples.append(sample(logits, pairs[begin:end]))
-        return samples
-
-    def _take_rows(self, logits: Tensor, indices: list[int]) -> Tensor:
-        """``logits[indices]``: without a copy if the indices are consecutive, as they usually
-        are."""
-        first = indices[0]
-        stop = indices[-1] + 1
-        if indices == list(range(first, stop)):
-            return logits[first:stop]
-        return logits[to_device(indices, self._device)]
-
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """All sources are read before any destination is written."""
         if not copies:
@@ -344,3 +320,31 @@ class TorchRunner:
                 if cache.itemsize == 1:
                     cache = cache.view(torch.uint8)
                 cache[destination] = cache[source]
+
+
+def sample_rows(
+    rows: list[Row], logits: Tensor, sampled_from: Sequence[int]
+) -> list[PendingSamples]:
+    """Sample each (row, sequence) of a step, in order. ``sampled_from``: for each of these samples,
+    the index of its logits among ``logits`` [N, V].
+
+    In slices: prompts of n > 1 that end in one step can give a hundred times as many sequences as
+    rows, and the sampler makes several copies of its logits.
+    """
+    pairs = [pair for row in rows for pair in sampled_rows(row)]
+    size = max(1, _SAMPLED_FLOATS // logits.shape[1])
+    samples = []
+    for begin in range(0, len(pairs), size):
+        end = begin + size
+        taken = _take_rows(logits, list(sampled_from[begin:end]))
+        samples.append(sample(taken, pairs[begin:end]))
+    return samples
+
+
+def _take_rows(logits: Tensor, indices: list[int]) -> Tensor:
+    """``logits[indices]``: without a copy if the indices are consecutive, as they usually are."""
+    first = indices[0]
+    stop = indices[-1] + 1
+    if indices == list(range(first, stop)):
+        return logits[first:stop]
+    return logits[to_device(indices, logits.device)]

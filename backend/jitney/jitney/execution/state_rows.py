@@ -34,11 +34,23 @@ class RowGroup(NamedTuple):
     is_batch: bool
     """Whether there is one token for each of them. Else it is one row."""
 
-    def take(self, value: Any, num_tokens: int) -> Any:
+    @property
+    def size(self) -> tuple[int, int]:
+        """Its rows, and the tokens of each."""
+        if isinstance(self.tokens, slice):
+            count = self.tokens.stop - self.tokens.start
+        else:
+            count = len(self.tokens)
+        return (count, 1) if self.is_batch else (1, count)
+
+    def take(self, value: Any, num_tokens: int, cache: Cache | None) -> Any:
         """An argument of the module, for this group: of a tensor [1, T, …], and of those in a
-        tuple or list, its tokens as [rows, tokens, …]. Anything else as it is."""
+        tuple or list, its tokens as [rows, tokens, …]; in place of a cache, ``cache``; anything
+        else as it is."""
+        if isinstance(value, Cache):
+            return cache
         if isinstance(value, tuple | list):
-            return type(value)(self.take(each, num_tokens) for each in value)
+            return type(value)(self.take(each, num_tokens, cache) for each in value)
         if not isinstance(value, Tensor) or value.shape[:2] != (1, num_tokens):
             return value
         if self.is_batch:
@@ -95,6 +107,8 @@ class SlotCache(Cache):
                     is_batch=False,
                 )
             )
+        # Slots that follow each other are read and written where they are, without a copy.
+        going_on.sort(key=lambda row: row.slot)
         longest = max((row.num_tokens for row in going_on), default=0)
         for offset in range(longest):
             rows = [row for row in going_on if row.num_tokens > offset]
@@ -139,44 +153,66 @@ class RowForward:
         self._forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers calls the module. The first argument, by position or by name, is x
-        [1, T, width]. Of a tuple that the module returns, only the first tensor is kept."""
-        cache = kwargs.get(self._module.cache_argument)
-        if not isinstance(cache, SlotCache):
+        """As transformers calls the module. Of a tuple that it returns, tensors that do not have
+        the step's tokens become None."""
+        values = [*args, *kwargs.values()]
+        cache = next((value for value in values if isinstance(value, SlotCache)), None)
+        if cache is None:
             return self._forward(*args, **kwargs)
         # Modules hand what they do not know on to functions that do not know it either.
         kwargs.pop("paged", None)
-        x = args[0] if args else next(iter(kwargs.values()))
+        x = next(value for value in values if isinstance(value, Tensor))
         num_tokens = x.shape[1]
-        whole: Tensor | None = None
-        is_tuple = False
+        results = _StepResults(num_tokens)
         for group in cache.groups(self._module.by_token):
-            output = self._run(group, num_tokens, cache, args, kwargs)
-            is_tuple = isinstance(output, tuple)
-            result = output[0] if is_tuple else output
-            if whole is None:
-                whole = result.new_empty(1, num_tokens, *result.shape[2:])
-            group.put(result, whole)
-        return (whole, None) if is_tuple else whole
+            results.add(group, self._run(group, num_tokens, cache.slots, args, kwargs))
+        return results.whole()
 
     def _run(
         self,
         group: RowGroup,
         num_tokens: int,
-        cache: SlotCache,
+        slots: StateSlots,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
         """What the module returns for one group."""
         keys = self._module.keys
-        slots = cache.slots
         states = slots.empty(keys) if group.is_new else slots.read(keys, group.slots)
-        own_args = [group.take(value, num_tokens) for value in args]
-        own = {name: group.take(value, num_tokens) for name, value in kwargs.items()}
-        own[self._module.cache_argument] = _cache_of_layer(self._module.layer, states)
+        cache = _cache_of_layer(self._module.layer, states)
+        own_args = [group.take(value, num_tokens, cache) for value in args]
+        own = {name: group.take(value, num_tokens, cache) for name, value in kwargs.items()}
         output = self._forward(*own_args, **own)
         slots.write(keys, group.slots, states)
         return output
+
+
+class _StepResults:
+    """Puts together what a module returns for the groups of a step: a tensor, or a tuple."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+        self._is_tuple = False
+        self._wholes: list[Tensor | None] = []
+
+    def add(self, group: RowGroup, output: Any) -> None:
+        """``output`` is the group's."""
+        self._is_tuple = isinstance(output, tuple)
+        parts = output if self._is_tuple else (output,)
+        if not self._wholes:
+            self._wholes = [None] * len(parts)
+        for number, part in enumerate(parts):
+            if not isinstance(part, Tensor) or part.shape[:2] != group.size:
+                continue
+            whole = self._wholes[number]
+            if whole is None:
+                whole = part.new_empty(1, self._num_tokens, *part.shape[2:])
+                self._wholes[number] = whole
+            group.put(part, whole)
+
+    def whole(self) -> Any:
+        """The module's result for the step."""
+        return tuple(self._wholes) if self._is_tuple else self._wholes[0]
 
 
 def replace_forwards(module: nn.Module, modules: Sequence[StateModule]) -> None:

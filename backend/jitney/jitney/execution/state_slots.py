@@ -51,8 +51,6 @@ class StateModule:
     """In the model, as it was loaded."""
     keys: list[StateKey]
     """All of one layer."""
-    cache_argument: str
-    """The name under which transformers hands it the cache."""
     by_token: bool
     """Whether it goes on after a state by one token at a time only. Some modules of transformers
     take one token or a whole prompt, and forget the state for anything else."""
@@ -82,6 +80,18 @@ class StateLayout:
     def slot_bytes(self) -> int:
         """Bytes of all states of one sequence."""
         return sum(state.num_bytes for state in self.shapes.values())
+
+    @property
+    def scan_bytes(self) -> int:
+        """An estimate of what a layer holds for each token of a prompt that it computes at once. A
+        module that goes on by one token only is a Mamba 1: its scan has three tensors in float32
+        with a state for each token. Others hold no states but those of whole chunks."""
+        largest = 0
+        for module in self.modules:
+            if module.by_token:
+                states = [self.shapes[key].shape for key in module.keys]
+                largest = max(largest, *(torch.Size(shape).numel() for shape in states))
+        return 3 * torch.float32.itemsize * largest
 
 
 SlotIndex = slice | Tensor

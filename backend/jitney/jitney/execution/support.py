@@ -6,7 +6,7 @@ UnsupportedModelError with the model type and the reason.
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,13 @@ from jitney.sampling_params import check_sampling_params, parse_sampling_params
 _CHECKPOINT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _LENGTH_NAMES = ("position", "length", "window", "chunk", "context", "floor_scale", "seq")
 """Parts of the names that configurations give to lengths, in tokens."""
+_POSITION_NAMES = ("max_position_embeddings", "max_target_positions")
+"""What configurations call the number of positions that a model has."""
+_LENGTH_OF_TRAINING = ("max_seq_len", "seq_length", "context_length", "n_ctx")
+"""What they call the length of the sequences that it was trained with."""
+_UNSTATED_LENGTH = 32_768
+"""``max_model_len`` by default where the checkpoint states neither. As a rule the model has no
+positions: a state holds the past."""
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields of ``generation_config.json`` that are sampling parameters."""
 _PAGED_LAYER_TYPES = frozenset({
@@ -50,7 +57,9 @@ _SERVED_LAYER_TYPES = _PAGED_LAYER_TYPES | _STATE_LAYER_TYPES | _BARE_LAYER_TYPE
 
 def unservable(model_type: str, reason: str) -> UnsupportedModelError:
     """The error for a model that cannot be served, for the caller to raise."""
-    return UnsupportedModelError(f"models of type {model_type} cannot be served: {reason}")
+    error = UnsupportedModelError(f"models of type {model_type} cannot be served: {reason}")
+    error.reason = reason
+    return error
 
 
 def parse_config(checkpoint: Checkpoint) -> PreTrainedConfig:
@@ -76,19 +85,21 @@ def parse_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     except Exception as error:  # validation errors come in many classes
         reason = first_line(error, checkpoint.folder)
         raise CheckpointError(f"{checkpoint.config_name} cannot be used: {reason}") from error
+    has_model = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    if getattr(config, "is_encoder_decoder", False) and not has_model:
+        # Its decoder alone would read a second sequence all the same.
+        raise unservable(config.model_type, "transformers has no causal language model of it")
     text = text_part(config)
-    if text is None:
+    if text is None or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise unservable(
-            config.model_type, "transformers has no causal language model of its text half alone"
+            config.model_type,
+            "transformers has no causal language model of it or of its text half",
         )
     if text is not config and checkpoint.config.get("quantization_config"):
         raise unservable(
             config.model_type,
             "its weights are quantized, and of a multi-modal model only plain weights are read",
         )
-    obstacle = next(_obstacles(text), None)
-    if obstacle is not None:
-        raise unservable(text.model_type, obstacle)
     return text
 
 
@@ -101,18 +112,12 @@ def context_length(
     and the user need not have set it.
     """
     asked = config.max_model_len
-    stated: int | None = getattr(hf_config, "max_position_embeddings", None)
+    stated = _stated_length(hf_config, _POSITION_NAMES)
     if stated is not None:
         stated -= position_offset(hf_config)
     if asked is None:
         # Without learned or rotary positions there is no end; this is what it was trained with.
-        stated = stated or getattr(hf_config, "max_seq_len", None)
-        if stated is None:
-            raise ConfigError(
-                "option max_model_len is missing, and the checkpoint does not state a context "
-                "length"
-            )
-        return int(stated)
+        return stated or _stated_length(hf_config, _LENGTH_OF_TRAINING) or _UNSTATED_LENGTH
     if stated is not None and asked > stated:
         if is_draft:
             bound = f"a checkpoint made for at least {asked:,} tokens, not {stated:,}"
@@ -122,6 +127,17 @@ def context_length(
             "max_model_len", asked, f"at most {stated}, which the checkpoint was made for"
         )
     return asked
+
+
+def _stated_length(config: PreTrainedConfig, names: Sequence[str]) -> int | None:
+    """The length that a configuration, or the one of its text model, states under one of these
+    names."""
+    for source in (config, config.get_text_config(decoder=True)):
+        for name in names:
+            length = getattr(source, name, None)
+            if isinstance(length, int) and length > 0:
+                return length
+    return None
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
@@ -252,8 +268,14 @@ def _collect_lengths(fields: dict[Any, Any], found: set[int]) -> None:
             found.add(value)
 
 
+def paged_obstacle(config: PreTrainedConfig) -> str | None:
+    """The first reason why a model of this configuration, as transformers reads it, cannot run on
+    a paged cache. None: whether it can shows once its module runs."""
+    return next(_obstacles(config), None)
+
+
 def _obstacles(config: PreTrainedConfig) -> Iterator[str]:
-    """Each reason why a model of this configuration, as transformers reads it, cannot be served."""
+    """Each reason why a model of this configuration cannot run on a paged cache."""
     if getattr(config, "is_encoder_decoder", False):
         yield "it is an encoder-decoder, whose decoder reads a second sequence"
     layer_types = getattr(config, "layer_types", None) or ()
@@ -261,11 +283,8 @@ def _obstacles(config: PreTrainedConfig) -> Iterator[str]:
         if kind not in _SERVED_LAYER_TYPES:
             yield (
                 f"layer {index} is of type {kind!r}, and only attention, linear attention and "
-                "convolutions are served"
+                "convolutions are kept in blocks and slots"
             )
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        yield "transformers has no causal language model of it"
-        return  # what follows looks at the model's class
     cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     # A class of hybrids may also have no recurrent layer in a checkpoint, as in Granite 4.0 Micro.
     is_known = layer_types and cache_argument(cls) is not None

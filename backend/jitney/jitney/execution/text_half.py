@@ -38,8 +38,11 @@ Names in a checkpoint that is text alone match none of them."""
 def text_part(config: PreTrainedConfig) -> PreTrainedConfig | None:
     """The configuration of the text half; None if transformers has no language model of it.
 
-    A configuration that is of text alone is its own text half.
+    A configuration that is of text alone is its own text half, and so is that of an encoder with a
+    decoder, which are never taken apart.
     """
+    if config.is_encoder_decoder:
+        return config if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else None
     try:
         part: PreTrainedConfig = config.get_text_config(decoder=True)
     except ValueError:  # it has several, and transformers does not choose

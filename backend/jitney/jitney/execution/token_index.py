@@ -88,7 +88,7 @@ class Deferred:
     def _choose(self, tokens: slice, context: int, exchange: Callable[[Tensor], Tensor]) -> Tensor:
         """Run the indexer for one row."""
         arguments = {name: _part(value, tokens) for name, value in self._arguments.items()}
-        positions = torch.arange(context)
+        positions = torch.arange(context, device=self._arguments["hidden_states"].device)
         num_tokens = tokens.stop - tokens.start
         arguments["attention_mask"] = (positions <= positions[-num_tokens:, None])[None]
         arguments["past_key_values"] = _RowKeys(exchange)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from jitney.config import EngineConfig
-from jitney.errors import LoadError
+from jitney.errors import LoadError, UnsupportedModelError
 from jitney.execution import interface, machine, memory, options, probe, support
 from jitney.execution.acceleration import Accelerator
 from jitney.execution.carry import carry_in_cache
@@ -23,9 +23,18 @@ from jitney.execution.checkpoint import Checkpoint, check_checkpoint, resolve_mo
 from jitney.execution.draft_setup import DraftSetup, setup_for
 from jitney.execution.interface import LayerSpec, LoadedModel
 from jitney.execution.latents import use_latents
+from jitney.execution.load_model import refuse_options
+from jitney.execution.opaque import CacheSizes, OpaqueModule
+from jitney.execution.opaque_trial import cache_sizes
 from jitney.execution.own_attention import bridge_own_attention
 from jitney.execution.quantized import Quantizer
-from jitney.execution.read_model import LoadTools, failed_trial, find_weight_format, judge
+from jitney.execution.read_model import (
+    Judged,
+    LoadTools,
+    failed_trial,
+    find_weight_format,
+    judge,
+)
 from jitney.execution.weights import count_bytes
 from jitney.messages import Footprint
 
@@ -81,6 +90,56 @@ def _weigh_one(config: EngineConfig, tools: LoadTools) -> _Weighed:
     """Weigh the checkpoint of ``config``, without regard to option ``speculation``."""
     checkpoint = check_checkpoint(resolve_model(config.model))
     judged = judge(config, tools, checkpoint)
+    if judged.paged_obstacle is None:
+        try:
+            return _weigh_paged(config, tools, judged)
+        except UnsupportedModelError:
+            if tools.is_draft:
+                raise
+    return _weigh_opaque(config, tools, judged)
+
+
+def _weigh_opaque(config: EngineConfig, tools: LoadTools, judged: Judged) -> _Weighed:
+    """Weigh a checkpoint that would run with opaque caches (see ``load_model``)."""
+    if tools.is_draft:
+        obstacle = f"as a draft model it needs a paged cache: {judged.paged_obstacle}"
+        raise support.unservable(judged.config.model_type, obstacle)
+    refuse_options(config, judged.config.model_type)
+    weight_format = find_weight_format(config, tools, judged)
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(judged.config, dtype=judged.dtype)
+    module.eval()
+    weights = count_bytes(module)
+    if weight_format is not None:
+        weights = weight_format.loaded_bytes(module)
+    sizes = cache_sizes(OpaqueModule(module), judged.max_model_len)
+    if sizes is None:  # it cannot run on the meta device: as if all layers had keys and values
+        text_config = judged.config.get_text_config(decoder=True)
+        layers = _stated_layers(
+            text_config, support.layer_windows(text_config), keeps_latents=False
+        )
+        sizes = CacheSizes(memory.block_bytes(layers, 1, judged.dtype), fixed=0)
+    vocab_size = len(probe.embedding_weight(module))
+    hidden_size = judged.config.get_text_config(decoder=True).hidden_size
+    step_token = memory.token_bytes(judged.config, judged.dtype)
+    footprint = Footprint(
+        max_model_len=judged.max_model_len,
+        dtype=options.dtype_name(judged.dtype),
+        cache_dtype=options.dtype_name(judged.dtype),
+        weights=weights,
+        block=max(1, sizes.of_token * config.block_size),
+        slot=sizes.fixed,
+        cache="opaque",
+        step_token=step_token,
+        step_row=memory.logits_bytes(vocab_size, judged.dtype),
+        tensors=_tensor_sizes(judged.checkpoint),
+    )
+    return _Weighed(footprint, hidden_size, judged.dtype)
+
+
+def _weigh_paged(config: EngineConfig, tools: LoadTools, judged: Judged) -> _Weighed:
+    """Weigh a checkpoint on a paged cache. Raises UnsupportedModelError if it cannot run so."""
+    checkpoint = judged.checkpoint
     weight_format = find_weight_format(config, tools, judged)
     interface.register()
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(judged.config)]
@@ -122,6 +181,7 @@ def _weigh_one(config: EngineConfig, tools: LoadTools) -> _Weighed:
         weights=model.weight_bytes,
         block=memory.block_bytes(model.layers, config.block_size, cache_dtype),
         slot=kept.slot_bytes,
+        cache=interface.kind_of_cache(kept.layers, has_states=kept.slot_bytes > 0),
         step_token=without_logits,
         step_row=with_logits - without_logits,
         tensors=_tensor_sizes(checkpoint),

@@ -52,9 +52,12 @@ def read_weights(
     device: torch.device | None = None,
     skip: Collection[str] = (),
     given: dict[str, Any] | None = None,
+    *,
+    keeps_own_attention: bool = False,
 ) -> PreTrainedModel:
     """The module of ``checkpoint`` in ``dtype``. ``skip``: tensors of a GGUF file that stay unread.
     ``given``: what is read in place of the files (``WeightFormat.given_tensors``).
+    ``keeps_own_attention``: it attends by transformers' own functions, not by ours.
 
     With a ``device``, transformers moves each tensor there as it reads it, if it can. Else the
     module is on the CPU, for the caller to move. A tensor that the model needs and the files lack
@@ -81,6 +84,7 @@ def read_weights(
                 skip=skip,
                 given=given,
                 device_map=device_map,
+                keeps_own_attention=keeps_own_attention,
             )
     except LoadError:
         raise
@@ -93,7 +97,8 @@ def read_weights(
     _refuse_keys(f"{name} has a wrong shape of", report["mismatched_keys"])
     if checkpoint.gguf is not None:
         checkpoint.gguf.finish(module)
-    interface.set_attention(module, interface.NAME)
+    if not keeps_own_attention:
+        interface.set_attention(module, interface.NAME)
     return module
 
 
@@ -104,16 +109,28 @@ def _from_pretrained(
     skip: Collection[str],
     given: dict[str, Any] | None,
     device_map: dict[str, torch.device] | None,
+    *,
+    keeps_own_attention: bool,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The module, and transformers' report of tensors that are missing or do not fit."""
     if checkpoint.lacks_index and given is None:
         with _folder_with_index(checkpoint) as folder:
             named = replace(checkpoint, folder=folder, lacks_index=False)
-            return _from_pretrained(named, hf_config, dtype, skip, given, device_map)
+            return _from_pretrained(
+                named,
+                hf_config=hf_config,
+                dtype=dtype,
+                skip=skip,
+                given=given,
+                device_map=device_map,
+                keeps_own_attention=keeps_own_attention,
+            )
     source: Path | None = checkpoint.folder
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
     cls: Any = AutoModelForCausalLM
     options: dict[str, Any] = {}
+    if not keeps_own_attention:
+        options["attn_implementation"] = interface.first_attention(model_class)
     if device_map is not None:
         options["device_map"] = device_map
     if is_text_half(checkpoint, hf_config):
@@ -130,7 +147,6 @@ def _from_pretrained(
         source,
         config=hf_config,
         dtype=dtype,
-        attn_implementation=interface.first_attention(model_class),
         use_safetensors=True,
         local_files_only=True,
         trust_remote_code=False,

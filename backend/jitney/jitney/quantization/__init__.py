@@ -5,7 +5,8 @@
 - Made at load, from a model that is not quantized: ``quantize``.
 - Read: ``quantized_checkpoint`` chooses how. ``stored_layers`` finds the quantized layers of GPTQ,
   AWQ and compressed-tensors, ``weight_formats`` puts layers of ours in their place, and
-  ``packed_integers`` unpacks their integers. ``gguf_weights`` does all of this for GGUF.
+  ``packed_integers`` unpacks their integers. ``gguf_weights`` does all of this for GGUF, and
+  ``dequantized_weights`` (with ``stored_weights``) for formats that no layer of ours has.
   ``transformers_reading`` has transformers read the stored tensors as they are. ``packages`` says
   which packages some of this needs.
 

@@ -25,11 +25,16 @@ _LARGEST_INT8 = 127
 _TINY = 1e-30
 """The least divisor, so that nothing is divided by 0. Also added to a bound that is doubled, which
 may be 0."""
+_NO_FRACTION = 1.5 * 2**23
+"""float32 has no fraction from 2²³ on: what is added to it is rounded to a whole number."""
 _SMALL_COLUMN = 8
 """A column is enlarged if its largest weight is at least this many times smaller than the mean of
 all columns' largest weights."""
 _MOST_ENLARGED = 2**16
 """A column is multiplied by at most this."""
+_VALUES_AT_ONCE = 1 << 14
+"""Values of a weight that are rounded at a time. They stay in the processor's cache, and torch
+gives so few to one thread: to share them out takes longer than to compute them."""
 _ROWS_AT_ONCE = 8192
 """Rows of a weight that are converted to floats at the same time. It bounds the memory of that."""
 
@@ -227,13 +232,21 @@ class Int8Linear(EightBitLinear):
         exponent = ratio.clamp(1, _MOST_ENLARGED).log2().floor()
 
         is_small = ratio >= _SMALL_COLUMN
-        factors = (0.5**exponent).where(is_small, 1.0)
-
-        enlarged = weight / factors
-        quantized, scale = cls.quantize_rows(enlarged)
-        layer = cls(weight=quantized, scale=scale.t(), bias=bias, dtype=weight.dtype)
+        factors: Tensor | None = None
         if is_small.any():
-            layer.input_factors = factors
+            factors = (0.5**exponent).where(is_small, 1.0)
+
+        rounded = []
+        for rows in weight.split(max(1, _VALUES_AT_ONCE // weight.shape[1])):
+            enlarged = rows if factors is None else rows / factors
+            rounded.append(cls.quantize_rows(enlarged))
+        layer = cls(
+            weight=torch.cat([q for q, _ in rounded]),
+            scale=torch.cat([scale for _, scale in rounded]).t(),
+            bias=bias,
+            dtype=weight.dtype,
+        )
+        layer.input_factors = factors
         return layer
 
     @staticmethod
@@ -255,7 +268,7 @@ class Int8Linear(EightBitLinear):
         scale = largest / _LARGEST_INT8 + zero_or_nan
 
         # int8 has no NaN, and to convert one is undefined. The scale says that the row is broken.
-        q = (wide * inverse_scale).nan_to_num().round()
+        q = round_small((wide * inverse_scale).nan_to_num_())
         return q.to(torch.int8), scale
 
     def product(self, x: Tensor) -> Tensor:
@@ -298,6 +311,16 @@ def _outlier_bounds(sizes: Tensor) -> Tensor:
 def _outlier_counts(sizes: Tensor, bounds: Tensor) -> Tensor:
     """How many values of each row are above its bound: [T, 1]."""
     return (sizes > bounds).sum(1, keepdim=True)
+
+
+def round_small(x: Tensor) -> Tensor:
+    """Round float32 x in place, as ``round_`` does: halves to the even neighbour. All values must
+    be below 2²² in size.
+
+    torch's own shares even a few thousand values out to threads, and waits for them: on a busy
+    machine that takes longer than all else that is done to a weight.
+    """
+    return x.add_(_NO_FRACTION).sub_(_NO_FRACTION)
 
 
 def layer_bytes(out_features: int, in_features: int) -> int:

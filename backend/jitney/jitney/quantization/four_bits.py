@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from jitney.execution.quantized import QuantizedLinear
-from jitney.quantization.eight_bits import Int8Linear
+from jitney.quantization.eight_bits import Int8Linear, round_small
 
 GROUP_SIZES = (128, 64, 32)
 """Inputs of a group, largest first. :func:`choose_group_size` chooses one of these."""
@@ -27,6 +27,9 @@ _KEPT_RANGE = 0.9
 """:meth:`Int4Linear.quantized_from` begins with a scale that covers this share of a group's range,
 and fits a better one afterwards. The first scale clips values outside the share. In return, the
 steps inside are smaller."""
+_VALUES_AT_ONCE = 1 << 14
+"""Values of a weight that are rounded at a time. They stay in the processor's cache, and torch
+gives so few to one thread: to share them out takes longer than to compute them."""
 _TINY = 1e-30
 """Keeps a divisor from being 0."""
 
@@ -63,24 +66,11 @@ class Int4Linear(QuantizedLinear):
     def quantized_from(cls, weight: Tensor, bias: Tensor | None) -> "Int4Linear":
         """Quantize a weight [out_features, in_features]; the layer computes in its dtype."""
         size = choose_group_size(weight.shape[1])
-        values = weight.detach().float().unflatten(1, (-1, size))  # [outputs, groups, size]
-
-        # A first q, by a scale that covers most of each group's range.
-        low, high = values.aminmax(dim=2, keepdim=True)
-        middle = (low + high) / 2
-        kept = (high - low) * _KEPT_RANGE
-        q = _nearest(values, scale=kept / _LARGEST_Q, least=middle - kept / 2)
-
-        # The scale and the least value that fit this q best, rounded as they are stored.
-        scale_and_least = _fit_line(q, values).bfloat16()
-
-        # The q that fits these best.
-        scale = scale_and_least[0].float()
-        least = scale_and_least[1].float()
-        q = _nearest(values, scale, least).to(torch.uint8).flatten(1)
+        pieces = weight.detach().split(max(1, _VALUES_AT_ONCE // weight.shape[1]))
+        rounded = [_round_groups(rows.float().unflatten(1, (-1, size))) for rows in pieces]
         return cls.from_quantized(
-            q=q,
-            scale_and_least=scale_and_least.squeeze(3),
+            q=torch.cat([each.q for each in rounded]),
+            scale_and_least=torch.cat([each.scale_and_least for each in rounded], 1),
             bias=bias,
             dtype=weight.dtype,
         )
@@ -119,12 +109,17 @@ class Int4Linear(QuantizedLinear):
 
     def dequantized(self) -> Tensor:
         """The weight as it acts: float32 [out_features, in_features]."""
-        low = self.weight & _LARGEST_Q
-        high = self.weight >> 4
-        q = torch.stack((low, high), -1).view(self.out_features, -1, self.group_size)
-        scale = self.scale[0].float().unsqueeze(2)
-        least = self.scale[1].float().unsqueeze(2)
-        return (q * scale + least).flatten(1)
+        weight = torch.empty(self.out_features, self.in_features, device=self.weight.device)
+        rows = max(1, _VALUES_AT_ONCE // self.in_features)
+        for begin in range(0, self.out_features, rows):
+            part = slice(begin, begin + rows)
+            low = self.weight[part] & _LARGEST_Q
+            high = self.weight[part] >> 4
+            q = torch.stack((low, high), -1).view(len(low), -1, self.group_size)
+            scale = self.scale[0, part].float().unsqueeze(2)
+            least = self.scale[1, part].float().unsqueeze(2)
+            torch.addcmul(least, q.float(), scale, out=weight[part].view_as(q))
+        return weight
 
     def forward(self, x: Tensor) -> Tensor:
         """As the kernels do: each group of x is rounded, unless ``keeps_inputs``."""
@@ -134,6 +129,34 @@ class Int4Linear(QuantizedLinear):
         bias = None if self.bias is None else self.bias.float()
         weight = self.hold(self.dequantized)
         return functional.linear(x.float(), weight, bias).to(self.dtype)
+
+
+class _RoundedGroups(NamedTuple):
+    """Rows of a weight in 4 bits."""
+
+    q: Tensor
+    """uint8 [outputs, inputs]"""
+    scale_and_least: Tensor
+    """bfloat16 [2, outputs, groups]"""
+
+
+def _round_groups(values: Tensor) -> _RoundedGroups:
+    """Round float32 ``values`` [outputs, groups, size]."""
+    # A first q, by a scale that covers most of each group's range.
+    low = values.amin(2, keepdim=True)
+    high = values.amax(2, keepdim=True)
+    middle = (low + high) / 2
+    kept = (high - low) * _KEPT_RANGE
+    q = _nearest(values, scale=kept / _LARGEST_Q, least=middle - kept / 2)
+
+    # The scale and the least value that fit this q best, rounded as they are stored.
+    scale_and_least = _fit_line(q, values).bfloat16()
+
+    # The q that fits these best.
+    scale = scale_and_least[0].float()
+    least = scale_and_least[1].float()
+    q = _nearest(values, scale, least).to(torch.int8).view(torch.uint8).flatten(1)
+    return _RoundedGroups(q, scale_and_least.squeeze(3))
 
 
 class _FourBitMergeKey(NamedTuple):
@@ -166,7 +189,8 @@ def _fit_line(q: Tensor, values: Tensor) -> Tensor:
 
 def _nearest(values: Tensor, scale: Tensor, least: Tensor) -> Tensor:
     """The q, from 0 to 15, whose ``q * scale + least`` is nearest to each value."""
-    return ((values - least) / scale.clamp_min(_TINY)).round().clamp(0, _LARGEST_Q)
+    distance = values - least
+    return round_small(distance.div_(scale.clamp_min(_TINY)).clamp_(0, _LARGEST_Q))
 
 
 def choose_group_size(in_features: int) -> int:

@@ -132,7 +132,7 @@ def _format_of_safetensors(
         raise unservable(model_type, f"its weights are quantized by {method}: {obstacle}")
     if method == "torchao":
         return TorchaoWeights(checkpoint, dtype)
-    return DecompressedWeights()
+    return DecompressedWeights(checkpoint)
 
 
 def _e4m3_weights(

@@ -293,7 +293,12 @@ def _bitsandbytes_4(name: str, state_name: str, checkpoint: Checkpoint) -> Store
         bound = f"{num_values // 2}, for {outputs} × {inputs} values of 4 bits"
         raise CheckpointError.of(f"the size in bytes of {name}", stored.num_bytes, bound)
     blocks = -(-num_values // block_size)
-    tensors = {"weight": name, "numbers": f"{name}.quant_map", "factors": f"{name}.absmax"}
+    tensors = {
+        "weight": name,
+        "state": state_name,
+        "numbers": f"{name}.quant_map",
+        "factors": f"{name}.absmax",
+    }
     _check_shape(tensors["numbers"], checkpoint, [16], stored.file)
     _check_shape(tensors["factors"], checkpoint, [blocks], stored.file)
     nested_size = 0

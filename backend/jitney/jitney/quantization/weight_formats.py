@@ -173,9 +173,11 @@ class IntegerWeights:
         return sizes
 
 
+@dataclass(frozen=True)
 class DecompressedWeights:
     """Weights of compressed-tensors, which its own library decompresses to the model's dtype."""
 
+    checkpoint: Checkpoint
     reads_itself = ()
     given_tensors = None
     in_place = True
@@ -193,7 +195,10 @@ class DecompressedWeights:
         for holder, linear in _plain_linears(module):
             holder.put(_clean_copy(linear))
         remove_quantizer_marks(module)
-        _log_method("compressed-tensors, decompressed while loading")
+        _log_method(
+            "compressed-tensors, decompressed while loading: all weights take "
+            f"{count_bytes(module):,} bytes, in the files {self.checkpoint.num_bytes:,}"
+        )
 
 
 @dataclass(frozen=True)

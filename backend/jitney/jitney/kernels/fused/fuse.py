@@ -6,7 +6,7 @@ Called by a device's accelerator, which gives the kernels.
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from jitney.execution.support import named_lengths
 from jitney.kernels.fused.adapted import AdaptedForward
 from jitney.kernels.fused.forms import AttentionForm, FusedNorm, HeadNorms, Misfit, Norm, NormForm
 from jitney.kernels.fused.layers import FusedAttention, FusedDecoderLayer, FusedMLP, LayerNorms
+from jitney.kernels.fused.likeness import Likeness, likeness
 from jitney.kernels.fused.recognise import (
     AttentionChildren,
     attention_children,
@@ -192,6 +193,9 @@ class _Fuser:
         self._rotary_of: dict[FusedDecoderLayer, _LayerRotary] = {}
         # Gated MLPs that did not fit when their decoder layers were built. The report counts them.
         self._kept_mlps: set[nn.Module] = set()
+        # What is known of the decoder layers whose fused forms were proved: see `likeness`.
+        self._proved: set[Likeness] = set()
+        self._skips_trials = False
 
     # ------------------------------------------------------------------ norms and MLPs
 
@@ -212,8 +216,21 @@ class _Fuser:
         form = NormForm(scale.contiguous(), epsilon)
         fused = FusedNorm(form, self._kernels.norm(form))
         fused.weight = norm.weight.detach()
+        # Never left out: the trial tells which scale is right.
         self._checker.check(norm, fused, width=scale.numel(), scales=NORM_SCALES, arguments={})
         return fused
+
+    def _check(
+        self,
+        module: nn.Module,
+        fused: nn.Module,
+        width: int,
+        scales: Sequence[float],
+        arguments: ModuleArguments,
+    ) -> None:
+        """:meth:`Checker.check`, unless a decoder layer like this one has been proved."""
+        if not self._skips_trials:
+            self._checker.check(module, fused, width, scales, arguments)
 
     def _build_norm_if_any(self, norm: nn.Module | None) -> Norm:
         return None if norm is None else self.build_norm(norm)
@@ -232,13 +249,24 @@ class _Fuser:
         gated = self._kernels.linear(children.gate_up, activation)
         fused = FusedMLP(gated, self._kernels.linear([children.down])).eval()
         width = children.gate_up[0].in_features
-        self._checker.check(mlp, fused, width=width, scales=MODULE_SCALES, arguments={})
+        self._check(mlp, fused, width=width, scales=MODULE_SCALES, arguments={})
         return fused
 
     # ------------------------------------------------------------------ decoder layers
 
     def build_layer(self, layer: nn.Module) -> FusedDecoderLayer:
-        """For a decoder layer."""
+        """For a decoder layer. Of layers that are alike, the first alone is tried: what is wrong
+        with the others would show in the logits of the whole model (``probe.check_same``)."""
+        alike = likeness(layer, self._arguments.get(layer, {}))
+        self._skips_trials = alike in self._proved
+        try:
+            fused = self._build_layer(layer)
+        finally:
+            self._skips_trials = False
+        self._proved.add(alike)
+        return fused
+
+    def _build_layer(self, layer: nn.Module) -> FusedDecoderLayer:
         children = layer_children(layer)
         assert children is not None
         arguments = self._arguments.get(layer, {})
@@ -255,7 +283,7 @@ class _Fuser:
             after_mlp=self._build_norm_if_any(children.after_mlp_norm),
         )
         fused = FusedDecoderLayer(attention, mlp, norms, self._kernels).eval()
-        self._checker.check(
+        self._check(
             layer,
             fused,
             width=self._config.hidden_size,
@@ -295,7 +323,7 @@ class _Fuser:
             half_rotary=_is_half(cos, form.head_size),
             kernels=self._kernels,
         ).eval()
-        self._checker.check(
+        self._check(
             attention,
             fused,
             width=self._config.hidden_size,

@@ -1,0 +1,221 @@
+"""The runner of a model with opaque caches: a Batch in, a StepOutput out, one sequence at a time.
+
+It owns a cache object for each slot that a sequence holds (see ``core.slots``). Blocks are mere
+account here: the scheduler gives them out so that no more tokens are kept than fit into memory, and
+no tensor is behind them.
+
+A row's part of the prompt is computed in one pass, and each token behind the prompt in a pass of
+its own, also when it is computed again after a preemption. So a token's logits do not depend on
+where a sequence was interrupted. If a step raises, the caches of its rows are of no use any more:
+the scheduler begins these sequences anew.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from jitney.batch import Batch, Row, StepOutput
+from jitney.errors import DeviceLostError
+from jitney.execution.interface import LoadedModel
+from jitney.execution.low_rank import (
+    AdapterSpan,
+    Factors,
+    Hooks,
+    LowRank,
+    Site,
+    zero_factors,
+)
+from jitney.execution.machine import enter_device, is_out_of_memory, synchronize, to_device
+from jitney.execution.opaque import OpaqueCache
+from jitney.execution.row_samples import (
+    LogitsPlan,
+    RowPromptLogprobs,
+    logprobs_in_pass,
+    plan_logits,
+)
+from jitney.execution.runner import PendingStep, sample_rows
+from jitney.messages import ModelInfo
+
+
+class _Piece(NamedTuple):
+    """Tokens of a row that one pass computes."""
+
+    start: int
+    """Position of the first."""
+    ids: list[int]
+
+
+@dataclass(slots=True)
+class _StepLogits:
+    """What the passes of a step gave."""
+
+    sampled: list[Tensor] = field(default_factory=list)
+    """[1, V] each, of the last token of each row that samples, in order."""
+    prompt_logprobs: dict[int, RowPromptLogprobs] = field(default_factory=dict)
+    """By the row's index."""
+
+
+class OpaqueRunner:
+    """Owns the model, the cache objects and the device. A ``protocols.Runner``. Not thread-safe:
+    one thread calls it."""
+
+    info: ModelInfo
+
+    def __init__(self, model: LoadedModel, info: ModelInfo) -> None:
+        assert model.opaque is not None
+        self.info = info
+        self._model = model
+        self._opaque = model.opaque
+        self._device = model.device
+        self._caches: dict[int, OpaqueCache] = {}
+        """By slot."""
+
+    # ------------------------------------------------------------------ steps
+
+    def execute(self, batch: Batch) -> StepOutput:
+        """Compute one step. Raises whatever the device raises; then no row of the batch may be
+        taken as computed, and its sequences must begin anew."""
+        return self.launch(batch).wait()
+
+    def launch(self, batch: Batch) -> PendingStep:
+        """Compute a step. Raises MemoryError if the device has too little memory, else whatever the
+        device raises."""
+        enter_device(self._device)
+        with torch.inference_mode():
+            try:
+                return self._launch(batch)
+            except BaseException as error:
+                for row in batch.rows:  # to free memory, of which there may be too little
+                    self._caches.pop(_slot_of(row), None)
+                self.wait_until_idle()
+                if is_out_of_memory(error):
+                    raise MemoryError(str(error)) from error
+                raise
+
+    def wait_until_idle(self) -> None:
+        """Wait until nothing is in flight. Raises DeviceLostError if the device cannot even do
+        that."""
+        try:
+            synchronize(self._device)
+        except Exception as fault:
+            raise DeviceLostError("the device has failed for good") from fault
+
+    def warm_up(self, batches: Sequence[Batch]) -> None:
+        """Compute these first steps, so that memory is touched. If requests may bring adapters,
+        compute them once more with one."""
+        adapters: list[LowRank | None] = [None]
+        if self.sites:
+            adapters.append(self.make_adapter("", zero_factors(self.sites, 1)))
+        for adapter in adapters:
+            for batch in batches:
+                for row in batch.rows:
+                    row.slot = 0
+                    row.adapter = adapter
+                self.execute(batch)
+        self._caches.clear()
+
+    def _launch(self, batch: Batch) -> PendingStep:
+        rows = list(batch.rows)
+        self._copy_caches(batch.slot_copies)
+        plan = plan_logits(rows)
+        found = _StepLogits(prompt_logprobs={r: [] for r in plan.targets})
+        for r, row in enumerate(rows):
+            self._compute_row(r, row, plan, found)
+        samples = []
+        if found.sampled:
+            sampled_from: list[int] = []
+            for row in rows:
+                if row.sample:  # all sequences of a prompt begin with the same logits
+                    index = sampled_from[-1] + 1 if sampled_from else 0
+                    sampled_from += [index] * len(row.sample)
+            samples = sample_rows(rows, torch.cat(found.sampled), sampled_from)
+        return PendingStep(
+            rows=rows,
+            samples=samples,
+            prompt_logprobs=found.prompt_logprobs,
+            wait_until_idle=self.wait_until_idle,
+        )
+
+    def _compute_row(self, r: int, row: Row, plan: LogitsPlan, found: _StepLogits) -> None:
+        """Compute a row, which is the one with index ``r`` in its step."""
+        slot = _slot_of(row)
+        cache = None
+        if row.start > 0:
+            cache = self._caches[slot]
+        # While it is computed, nobody else has the object: it may be changed in place.
+        self._caches[slot] = None
+        targets = plan.targets.get(r)
+        logits = None
+        for piece in _pieces(row):
+            num_logits = 1
+            if targets is not None:
+                num_logits = len(piece.ids)
+            ids = to_device(piece.ids, self._device)
+            with Hooks(self._model.module, _spans(row, piece)):
+                computed = self._opaque.compute(ids, piece.start, cache, num_logits)
+            cache = computed.cache
+            logits = computed.logits
+            if targets is not None:
+                first = targets.first + piece.start - row.start
+                found.prompt_logprobs[r] += logprobs_in_pass(targets, logits, first)
+        self._caches[slot] = cache
+        if row.sample:
+            assert logits is not None
+            found.sampled.append(logits[-1:])
+
+    def _copy_caches(self, copies: list[tuple[int, int]]) -> None:
+        """All sources are read before any destination is written."""
+        copied = {
+            destination: self._opaque.copy(self._caches[source]) for source, destination in copies
+        }
+        self._caches.update(copied)
+
+    # ------------------------------------------------------------------ adapters, and the end
+
+    @property
+    def sites(self) -> Mapping[str, Site]:
+        """The linear layers that adapters may change, by path; none without option ``adapters``."""
+        return self._model.sites
+
+    def make_adapter(self, version: str, factors: Mapping[str, Factors]) -> LowRank:
+        """An adapter as steps take it, of factors on the CPU. Any thread may call it."""
+        on_device = {
+            path: Factors(
+                a=pair.a.to(self._device, self._model.dtype),
+                b=pair.b.to(self._device, self._model.dtype),
+            )
+            for path, pair in factors.items()
+        }
+        return LowRank(version, on_device)
+
+    def close(self) -> None:
+        """Free the memory of module and caches. The runner cannot be used afterwards."""
+        self._caches = {}
+        del self._model, self._opaque
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _slot_of(row: Row) -> int:
+    assert row.slot is not None, "a row of a model with opaque caches has no slot"
+    return row.slot
+
+
+def _spans(row: Row, piece: _Piece) -> list[AdapterSpan]:
+    """The piece's tokens that are under an adapter: all or none."""
+    if row.adapter is None:
+        return []
+    assert isinstance(row.adapter, LowRank)
+    return [AdapterSpan(0, len(piece.ids), row.adapter)]
+
+
+def _pieces(row: Row) -> Iterator[_Piece]:
+    """What is computed at once: the row's part of the prompt, and each token behind it."""
+    num_of_prompt = max(0, min(row.end, len(row.prompt)) - row.start)
+    if num_of_prompt:
+        yield _Piece(row.start, row.token_ids[:num_of_prompt])
+    for index in range(num_of_prompt, len(row.token_ids)):
+        yield _Piece(row.start + index, row.token_ids[index : index + 1])
