@@ -17,6 +17,7 @@ from pathlib import Path
 from benchmarks.architectures.sweep import sweep
 from benchmarks.architectures.table import summary, write_page
 from benchmarks.architectures.tiny import all_types
+from benchmarks.architectures.ways import WAYS
 
 
 def main() -> int:
@@ -25,12 +26,15 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--types", nargs="+", default=None, help="instead of all")
+    names = [way.name for way in WAYS]
+    parser.add_argument("--ways", nargs="+", choices=names, default=names)
     parser.add_argument("--jobs", type=int, default=2, help="types that run at once")
     parser.add_argument("--timeout-s", type=float, default=300.0, help="for one type")
     parser.add_argument("--json", type=Path, default=None, help="write the results there")
     parser.add_argument("--write", type=Path, default=None, help="write the page of the results")
     args = parser.parse_args()
-    results = sweep(args.types or all_types(), jobs=args.jobs, timeout_s=args.timeout_s)
+    ways = [way for way in WAYS if way.name in args.ways]
+    results = sweep(args.types or all_types(), ways=ways, jobs=args.jobs, timeout_s=args.timeout_s)
     if args.json is not None:
         args.json.write_text(json.dumps([result.as_dict() for result in results], indent=1))
     if args.write is not None:

@@ -152,7 +152,9 @@ OWN: dict[str, dict[str, Any]] = {
     "deepseek_v3": _LATENT_HEADS,
     "deepseek_v32": _LATENT_HEADS,
     "dots1": {"n_shared_experts": 1},
-    "dots3_note_text": {"head_dim": 24, **_LATENT_HEADS},
+    # With few heads in its index many scores are exactly 0, and which of these tokens are chosen
+    # depends on the length of the step, in transformers as well.
+    "dots3_note_text": {"head_dim": 24, "index_n_heads": 16, **_LATENT_HEADS},
     "gemma3n_text": {
         "num_kv_shared_layers": 0,
         "vocab_size_per_layer_input": VOCAB_SIZE,

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -21,12 +21,14 @@ import torch
 import transformers
 from jitney.errors import LoadError
 
-from benchmarks.architectures import ways
 from benchmarks.architectures.result import Result
 from benchmarks.architectures.tiny import NotMadeError, make_checkpoint
+from benchmarks.architectures.ways import WAYS, Run, Tokens, Way, generated, make_prompts, run
 
 
-def sweep(types: list[str], *, jobs: int, timeout_s: float) -> list[Result]:
+def sweep(
+    types: list[str], *, jobs: int, timeout_s: float, ways: Sequence[Way] = WAYS
+) -> list[Result]:
     """The results of all types, in their order; prints each as it comes."""
     transformers.logging.set_verbosity_error()
     warnings.filterwarnings("ignore")
@@ -37,7 +39,7 @@ def sweep(types: list[str], *, jobs: int, timeout_s: float) -> list[Result]:
     running: list[_Running] = []
     while waiting or running:
         while waiting and len(running) < jobs:
-            running.append(_start(waiting.pop(0), timeout_s))
+            running.append(_start(waiting.pop(0), ways, timeout_s))
         for ended in _ended(running):
             running.remove(ended)
             result = ended.result()
@@ -75,10 +77,10 @@ class _Running:
         return Result(self.model_type, fault=f"its process ended with {self.process.exitcode}")
 
 
-def _start(model_type: str, timeout_s: float) -> _Running:
+def _start(model_type: str, ways: Sequence[Way], timeout_s: float) -> _Running:
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(model_type, there))
+    process = context.Process(target=_work, args=(model_type, ways, there))
     process.start()
     there.close()
     return _Running(model_type, process, here, timeout_s)
@@ -92,34 +94,34 @@ def _ended(running: list[_Running]) -> list[_Running]:
     return [each for each in running if each.connection in ready or now >= each.ends_at]
 
 
-def _work(model_type: str, connection: Connection) -> None:
+def _work(model_type: str, ways: Sequence[Way], connection: Connection) -> None:
     """In the process of a type."""
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (until the process ends)
     with tempfile.TemporaryDirectory() as folder:
-        connection.send(_try_type(model_type, Path(folder)))
+        connection.send(_try_type(model_type, ways, Path(folder)))
 
 
-def _try_type(model_type: str, folder: Path) -> Result:
+def _try_type(model_type: str, ways: Sequence[Way], folder: Path) -> Result:
     result = Result(model_type)
     try:
         make_checkpoint(folder, model_type)
     except NotMadeError as error:
         result.not_made = str(error)
         return result
-    prompts = ways.make_prompts()
+    prompts = make_prompts()
     try:
-        expected = ways.expected(folder, prompts)
+        expected = generated(folder, prompts)
     except Exception as error:
         result.not_made = f"transformers does not generate from it: {_first_line(error)}"
         expected = None
     if expected is not None:
         result.num_distinct = len({token for tokens in expected for token in tokens})
-    for way in ways.WAYS:
+    for way in ways:
         with _faults_of(result, way.name):
-            run = ways.run(folder, way, prompts)
-            result.cache = run.cache
+            ran = run(folder, way, prompts)
+            result.cache = ran.cache
             if expected is not None:
-                result.ways[way.name] = _compare(run, expected)
+                result.ways[way.name] = _compare(ran, expected)
         if result.refusal or result.fault:
             break
     return result
@@ -140,10 +142,10 @@ def _faults_of(result: Result, way: str) -> Iterator[None]:
         result.fault = f"{way}: {type(error).__name__}: {_first_line(error)}"
 
 
-def _compare(run: ways.Run, expected: ways.Tokens) -> str:
+def _compare(ran: Run, expected: Tokens) -> str:
     """``same``, or which prompts differ and from which token on."""
     texts = []
-    for name, tokens in (("", run.tokens), (" grown", run.again)):
+    for name, tokens in (("", ran.tokens), (" grown", ran.again)):
         if tokens is None:
             continue
         for index, (got, right) in enumerate(zip(tokens, expected, strict=True)):

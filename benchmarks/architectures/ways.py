@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from jitney.execution.position_offset import position_offset
 from jitney.llm import LLM
 
 from benchmarks.architectures.shapes import VOCAB_SIZE
@@ -57,12 +58,17 @@ def make_prompts() -> Tokens:
     ]
 
 
-def expected(folder: Path, prompts: Tokens) -> Tokens:
+def generated(folder: Path, prompts: Tokens) -> Tokens:
     """The greedy tokens of transformers itself, each prompt alone."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32
     )
     model.eval()
+    if position_offset(model.config) > 0:
+        # ``generate`` gives these models positions from 0, and not those that they count.
+        return [_count_alone(model, prompt) for prompt in prompts]
+    # A processor of `generate`, which ends every output of a Bart by itself.
+    model.generation_config.forced_eos_token_id = None
     found = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
@@ -77,6 +83,16 @@ def expected(folder: Path, prompts: Tokens) -> Tokens:
             )
         found.append(output[0, len(prompt) :].tolist())
     return found
+
+
+def _count_alone(model: transformers.PreTrainedModel, prompt: list[int]) -> list[int]:
+    """The greedy tokens of a model that counts the positions of the whole sequence each time."""
+    ids = list(prompt)
+    for _ in range(NEW_TOKENS):
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits
+        ids.append(int(logits[0, -1].argmax()))
+    return ids[len(prompt) :]
 
 
 def run(folder: Path, way: Way, prompts: Tokens) -> "Run":
@@ -115,7 +131,11 @@ def _generate(llm: LLM, prompts: Tokens, count: int) -> Tokens:
 
 
 def _bytes_for(folder: Path, num_tokens: int) -> int:
-    """The bytes of a cache of so many tokens."""
+    """The bytes of a cache of so many tokens. If a model keeps states alone, whatever the tokens:
+    those of two sequences."""
     with LLM(folder, **_BASE) as llm:
-        of_token = _BASE["kv_cache_bytes"] / (llm.info.num_blocks * llm.info.block_size)
+        info = llm.info
+    if info.cache == "state" and info.kv_cache_bytes < _BASE["kv_cache_bytes"] // 2:
+        return 2 * info.kv_cache_bytes // info.num_slots
+    of_token = _BASE["kv_cache_bytes"] / (info.num_blocks * info.block_size)
     return int(of_token * num_tokens)

@@ -27,6 +27,8 @@ STEP_SHARE = 0.05
 
 _SLOT_TOKENS = 1024
 """So many tokens of blocks are left beside each slot, as in the engine."""
+_SLOT_SHARE = 1 / 4
+"""Slots may take this share of the cache, even if fewer tokens are left beside each."""
 _FIRST_BUDGET = 512
 """The token budget with which the choice begins."""
 _MIN_BUDGET = 256
@@ -193,7 +195,8 @@ class _Choice:
             return batch.seqs
         blocks = math.ceil(min(_SLOT_TOKENS, self.context) / self.config.block_size)
         sequence = self.footprint.slot + blocks * self.footprint.block
-        return max(1, min(batch.seqs, cache // sequence))
+        most = max(cache // sequence, int(cache * _SLOT_SHARE) // self.footprint.slot)
+        return max(1, min(batch.seqs, most))
 
     def _halved(self, batch: _Batch) -> _Batch:
         """Half of the options that are not given, from 1; the same batch if there is no smaller."""

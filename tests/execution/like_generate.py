@@ -3,8 +3,12 @@
 
 from pathlib import Path
 
+import torch
 import transformers
 from jitney.engine.assemble import load_runner
+from jitney.execution.checkpoint import check_checkpoint, resolve_model
+from jitney.execution.interface import LoadedModel
+from jitney.execution.read_model import LoadTools, judge, prove, read_module
 from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 
@@ -28,6 +32,15 @@ def options_for(folder: Path, **more: object) -> dict[str, object]:
     """Options of a load, of one thread and a small cache."""
     small = {"threads": 1, "kv_cache_bytes": 4 << 20}
     return {"model": str(folder), "device": "cpu", "dtype": "float32", **small, **more}
+
+
+def prove_paged(folder: Path, **options: object) -> LoadedModel:
+    """Run the proof of a paged cache alone. Raises UnsupportedModelError where a load would go on
+    to an opaque one."""
+    config = make_config(options_for(folder, **options))
+    tools = LoadTools(torch.device("cpu"))
+    judged = judge(config, tools, check_checkpoint(resolve_model(config.model)))
+    return prove(read_module(config, tools, judged))
 
 
 def assert_like_generate(

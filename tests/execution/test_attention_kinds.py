@@ -19,7 +19,12 @@ from jitney.execution.reference import ReferenceAttention
 from jitney.read_config import make_config
 
 from tests.execution.generate import eager, expected_outputs, make_prompts
-from tests.execution.like_generate import assert_like_generate, make_type, options_for
+from tests.execution.like_generate import (
+    assert_like_generate,
+    make_type,
+    options_for,
+    prove_paged,
+)
 from tests.execution.seven_ways import LENGTHS, NEW_TOKENS, assert_in_all_ways
 from tests.execution.test_served_types import MLA
 
@@ -130,7 +135,7 @@ def test_a_slope_of_the_wrong_head_is_refused(
     with monkeypatch.context() as patch:
         patch.setattr(own_attention, "_slopes_of", lambda *layer: slopes_of(*layer).roll(1))
         with pytest.raises(UnsupportedModelError, match="away from those of"):
-            assemble.load_runner(config)
+            prove_paged(folder, max_model_len=200)
     factors_of = alibi._factors_of
     monkeypatch.setattr(alibi, "_factors_of", lambda *of: factors_of(*of).roll(1, 0))
     with pytest.raises(InstallationError, match="the fast kernels of this machine"):

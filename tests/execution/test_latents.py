@@ -17,7 +17,7 @@ from jitney.execution.probe import probe_row
 from jitney.read_config import make_config
 from torch import Tensor, nn
 
-from tests.execution.like_generate import make_type, options_for
+from tests.execution.like_generate import make_type, options_for, prove_paged
 from tests.execution.test_attention_kinds import SHARED_INDEX, SPARSE
 from tests.execution.test_served_types import MLA
 
@@ -172,7 +172,7 @@ def test_latents_at_the_wrong_row_are_refused(
     folder = make_type(tmp_path, model_type, **fields)
     monkeypatch.setattr(latents, "write", _next_slots(latents.write))
     with pytest.raises(UnsupportedModelError, match="away from those of"):
-        load_runner(make_config(options_for(folder)))
+        prove_paged(folder)
 
 
 def test_index_keys_at_the_wrong_row_are_refused(
@@ -180,7 +180,7 @@ def test_index_keys_at_the_wrong_row_are_refused(
 ) -> None:
     """With few tokens chosen, so that the proof at load sees the choice."""
     folder = make_type(tmp_path, "deepseek_v32", **{**SPARSE, "index_topk": 2})
-    load_runner(make_config(options_for(folder))).close()
+    prove_paged(folder)
     write_slots = latents.write_slots
 
     def write_elsewhere(new: Tensor, cache: Tensor, slots: Tensor, *more: object) -> None:
@@ -188,7 +188,7 @@ def test_index_keys_at_the_wrong_row_are_refused(
 
     monkeypatch.setattr(latents, "write_slots", write_elsewhere)
     with pytest.raises(UnsupportedModelError, match="away from those of"):
-        load_runner(make_config(options_for(folder)))
+        prove_paged(folder)
 
 
 def test_adapters_keep_keys_and_values(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 its ``generate`` whatever batch, chunks, preemption, forks, failures and replays do."""
 
 import dataclasses
-import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,35 +14,26 @@ from jitney.errors import ConfigError, UnsupportedModelError
 from jitney.execution.low_rank import zero_factors
 from jitney.execution.opaque import OpaqueModule
 from jitney.execution.opaque_runner import OpaqueRunner
+from jitney.execution.support import context_length
 from jitney.messages import Cancel, Emitted, Finished, Submit, Tokens
 from jitney.read_config import make_config
 from jitney.sampling_params import SamplingParams
 from msgspec.structs import replace
+from transformers import PreTrainedConfig
 
+from benchmarks.architectures.tiny import make_checkpoint
 from tests.execution.drive import drive, prompt_logprobs_of
 from tests.execution.generate import eager, expected_outputs, make_prompts
-from tests.execution.like_generate import make_type, options_for
+from tests.execution.like_generate import options_for
 from tests.inline import make_at_once
 
 COUNT = 16
 LENGTHS = (1, 5, 17, 40)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True, seed=0)
 
-MAMBA = {"state_size": 8, "num_key_value_heads": None, "head_dim": None, "intermediate_size": None}
-TYPES: dict[str, dict[str, object]] = {
-    "mamba": MAMBA,
-    "rwkv": {"attention_hidden_size": 64},
-    "jamba": {
-        "num_hidden_layers": 4,
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "num_experts": 2,
-        "num_experts_per_tok": 1,
-        "use_mamba_kernels": False,
-        "head_dim": None,
-    },
-}
-TRUNK = "mamba"
+TYPES = ["gpt_neo", "moshi", "rwkv"]
+"""Keys and values; keys and values that cannot be cut into chunks; a state."""
+TRUNK = "rwkv"
 """The type that is taken where one is enough: its cache has no length that would betray it."""
 
 
@@ -62,7 +52,7 @@ class Case:
 
 
 def make_case(folder: Path, model_type: str, **options: object) -> Case:
-    make_type(folder, model_type, **TYPES[model_type])
+    make_checkpoint(folder, model_type)
     prompts = make_prompts(*LENGTHS)
     expected = expected_outputs(eager(folder), prompts, COUNT)
     assert len({token for tokens in expected.values() for token in tokens}) > 8
@@ -218,7 +208,7 @@ def test_prompt_logprobs(case: Case) -> None:
 
 def test_bits_do_not_depend_on_the_batch(tmp_path: Path) -> None:
     """With ``batch_invariant``: logprobs are the same alone, in a crowd, preempted and replayed."""
-    case = make_case(tmp_path, "jamba", batch_invariant=True)
+    case = make_case(tmp_path, "gpt_neo", batch_invariant=True)
     assert case.runner.info.chunking == "whole"
     params = replace(GREEDY, logprobs=2)
     requests = [(prompt, params) for prompt in case.prompts]
@@ -233,12 +223,12 @@ def test_bits_do_not_depend_on_the_batch(tmp_path: Path) -> None:
 
 def test_an_adapter(tmp_path: Path) -> None:
     """Its products are added in each pass, as in the module with the product in its weight."""
-    folder = make_type(tmp_path / "m", TRUNK, **MAMBA)
+    folder = make_checkpoint(tmp_path / "m", "gpt_neo")
     adapters = tmp_path / "adapters"
     adapters.mkdir()
     runner = load_runner(make_config(options_for(folder, adapters=str(adapters))))
     assert isinstance(runner, OpaqueRunner)
-    path = "backbone.layers.0.mixer.out_proj"
+    path = "transformer.h.0.mlp.c_proj"
     factors = {path: zero_factors(runner.sites, 2)[path]}
     generator = torch.Generator().manual_seed(1)
     for factor in (factors[path].a, factors[path].b):
@@ -300,17 +290,14 @@ def test_a_module_whose_cache_is_wrong_is_refused(
         return compute(self, ids, start, None, num_logits)
 
     monkeypatch.setattr(OpaqueModule, "compute", forget)
-    make_type(tmp_path, TRUNK, **MAMBA)
+    make_checkpoint(tmp_path, TRUNK)
     with pytest.raises(UnsupportedModelError, match="with its own cache transformers computes"):
         load_runner(make_config(options_for(tmp_path)))
 
 
 @pytest.mark.parametrize("model_type", ["openai-gpt", "xlm", "recurrent_gemma"])
 def test_what_keeps_no_cache_is_refused_by_name(tmp_path: Path, model_type: str) -> None:
-    fields: dict[str, object] = {"head_dim": None, "num_key_value_heads": None}
-    if model_type == "recurrent_gemma":
-        fields |= {"block_types": ["recurrent", "attention"], "lru_width": 64}
-    make_type(tmp_path, model_type, **fields)
+    make_checkpoint(tmp_path, model_type)
     with pytest.raises(UnsupportedModelError) as caught:
         load_runner(make_config(options_for(tmp_path)))
     text = str(caught.value)
@@ -329,7 +316,7 @@ def test_what_keeps_no_cache_is_refused_by_name(tmp_path: Path, model_type: str)
 def test_options_that_cannot_hold_are_refused(
     tmp_path: Path, options: dict[str, object], named: str
 ) -> None:
-    make_type(tmp_path, TRUNK, **MAMBA)
+    make_checkpoint(tmp_path, TRUNK)
     with pytest.raises(ConfigError, match=f"option {named} "):
         load_runner(make_config(options_for(tmp_path, **options)))
 
@@ -345,8 +332,14 @@ def test_options_of_speed_have_no_effect(tmp_path: Path, caplog: pytest.LogCaptu
     assert _run(engine) == dict.fromkeys((0, 1), case.expected[2, 0])
 
 
+def test_slots_that_take_nothing_are_as_many_as_may_run(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "gpt_neo")
+    config = make_config(options_for(tmp_path, kv_cache_bytes=1 << 17, max_num_seqs=24))
+    assert load_runner(config).info.num_slots == 24
+
+
 def test_slots_and_blocks_share_the_bytes(tmp_path: Path) -> None:
-    make_type(tmp_path, "jamba", **TYPES["jamba"])
+    make_checkpoint(tmp_path, "moshi")
     config = make_config(options_for(tmp_path, kv_cache_bytes=1 << 20, max_num_seqs=512))
     runner = load_runner(config)
     assert isinstance(runner, OpaqueRunner)
@@ -358,11 +351,11 @@ def test_slots_and_blocks_share_the_bytes(tmp_path: Path) -> None:
     used = info.num_slots * traits.fixed_bytes
     used += info.num_blocks * info.block_size * traits.token_bytes
     assert 0.9 * (1 << 20) < used <= 1 << 20
-    assert 1 <= info.num_slots < 512
+    assert 1 <= info.num_slots <= 512
 
 
 def test_a_plan_knows_what_a_sequence_takes(tmp_path: Path) -> None:
-    make_type(tmp_path, TRUNK, **MAMBA)
+    make_checkpoint(tmp_path, TRUNK)
     config = make_config(options_for(tmp_path))
     footprint = weigh(config)
     runner = load_runner(config)
@@ -372,12 +365,8 @@ def test_a_plan_knows_what_a_sequence_takes(tmp_path: Path) -> None:
     assert footprint.weights == runner._model.weight_bytes
 
 
-def test_a_context_length_that_is_not_stated(tmp_path: Path) -> None:
-    make_type(tmp_path, TRUNK, **MAMBA)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config.pop("max_position_embeddings", None)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert load_runner(make_config(options_for(tmp_path))).info.max_model_len == 32_768
+def test_a_context_length_that_is_not_stated() -> None:
+    assert context_length(make_config({"model": "m"}), PreTrainedConfig()) == 32_768
 
 
 @pytest.fixture(autouse=True)

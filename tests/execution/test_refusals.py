@@ -110,6 +110,13 @@ def test_refused_by_the_probe_and_without_a_cache_of_transformers(tmp_path: Path
     assert "a paged cache does not fit: the attention of layer 0 is not causal" in message
 
 
+def test_states_that_a_module_keeps_itself_are_refused(tmp_path: Path) -> None:
+    """Its modules hold one state, whatever sequence they compute."""
+    config = transformers.CONFIG_MAPPING["recurrent_gemma"](**{**TINY, "num_hidden_layers": 3})
+    make_model(config).save_pretrained(tmp_path / "m")
+    assert "its states are not in a cache" in refusal(tmp_path / "m", "recurrent_gemma")
+
+
 def test_refused_by_the_probe_it_runs_with_a_cache_of_transformers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

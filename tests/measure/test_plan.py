@@ -203,6 +203,23 @@ def test_a_memory_in_which_only_a_smaller_batch_fits() -> None:
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("block", [4096, 0])
+def test_slots_for_states_are_part_of_the_cache(block: int) -> None:
+    """A model may keep nothing in blocks: then slots alone limit what runs."""
+    slot = 1 << 20
+    with_states = replace(footprint(weights=0), slot=slot, block=block, cache="state")
+    made = Lengths.of_quantiles([(900.0, 0.0)], [(50.0, 0.0)], 200)
+    sizes = planning.choose_sizes(
+        options(max_num_seqs=256), {"max_num_seqs"}, footprint=with_states, requests=made,
+        memory=64 << 20, streams=None,
+    )  # fmt: skip
+    slots = sizes.limits.max_num_seqs
+    assert 20 < slots < 64
+    assert sizes.cache == sizes.limits.num_blocks * block + slots * slot
+    longest = int((made.prompt + made.output).max())
+    assert sizes.limits.num_blocks >= longest / sizes.config.block_size
+
+
 def test_each_instance_has_weights_a_cache_and_steps_of_its_own() -> None:
     weights = 30 << 20
     memory = 80 << 20

@@ -41,10 +41,10 @@ def load(folder: Path, **options: object) -> LoadedModel:
     return load_model(make_config(given))
 
 
-def eager_logits(module: nn.Module) -> Tensor:
+def eager_logits(module: nn.Module, ids: Tensor = IDS) -> Tensor:
     module.set_attn_implementation("eager")
     with torch.inference_mode():
-        return module(IDS, use_cache=False).logits[0].float()
+        return module(ids, use_cache=False).logits[0].float()
 
 
 def relative(got: Tensor, right: Tensor) -> float:

@@ -72,9 +72,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Quantize the linear layers while loading. ``fp8``: weights and activations. ``int8`` and
     ``int4``: weights; on a CPU also activations, these to 8 bits."""
     max_model_len: Annotated[int, Meta(ge=1)] | None = None
-    """Longest prompt plus output, in tokens. None: what the checkpoint was made for. With rotary
-    scaling ``longrope`` it also chooses the factors, for all lengths: the short ones up to
-    ``original_max_position_embeddings``, else the long ones."""
+    """Longest prompt plus output, in tokens. None: what the checkpoint was made for; 32,768 if it
+    does not say. With rotary scaling ``longrope`` it also chooses the factors, for all lengths: the
+    short ones up to ``original_max_position_embeddings``, else the long ones."""
     generation_config: Literal["auto", "none"] = "auto"
     """Sampling parameters that a client leaves unset. ``auto``: the gateway and ``LLM`` take them
     from the checkpoint's ``generation_config.json``: temperature, top_p, top_k, min_p and

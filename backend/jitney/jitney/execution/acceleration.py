@@ -104,6 +104,12 @@ def attention_by_layer(
         if needs_torch(spec, dtype):
             own = torch_attention(spec, batch_invariant=config.batch_invariant)
             own_kind = (own.name, spec.chunk, spec.has_slopes)
+            if spec.has_slopes and own_kind not in functions:
+                _log.warning(
+                    "attention runs in plain torch, which is slow: no kernel has ALiBi over a "
+                    "cache of %s",
+                    dtype,
+                )
             of_layers.append(functions.setdefault(own_kind, own))
             continue
         shape = AttentionShape(

@@ -11,7 +11,7 @@ position p sees what the block table holds up to p.
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -201,6 +201,18 @@ class LayerSpec:
 UNPAGED = LayerSpec(num_heads=0, num_kv_heads=0, head_size=0, window=None)
 """A layer that keeps nothing in blocks. Its caches are tensors without elements, so that a layer's
 number is its index among the caches."""
+
+
+def kind_of_cache(layers: Sequence[LayerSpec], *, has_states: bool) -> str:
+    """``ModelInfo.cache`` of a model that is not opaque."""
+    kinds = []
+    if any(layer.has_latents for layer in layers):
+        kinds.append("latents")
+    if any(layer.is_paged and not layer.has_latents for layer in layers):
+        kinds.append("paged")
+    if has_states:
+        kinds.append("state")
+    return "+".join(kinds)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,13 @@ from jitney.execution.acceleration import Accelerator, attention_by_layer
 from jitney.execution.draft import DraftInputs, DraftModel, NoInputs
 from jitney.execution.draft_setup import DraftSetup, setup_for
 from jitney.execution.first_steps import first_steps
-from jitney.execution.interface import AttentionFunction, KvScales, LayerCache, LoadedModel
+from jitney.execution.interface import (
+    AttentionFunction,
+    KvScales,
+    LayerCache,
+    LoadedModel,
+    kind_of_cache,
+)
 from jitney.execution.load_model import load_model
 from jitney.execution.load_opaque import make_opaque_runner, plan_opaque
 from jitney.execution.low_rank import find_sites
@@ -291,23 +297,11 @@ def _describe(config: EngineConfig, target: PreparedModel) -> ModelInfo:
         attention="+".join(kernels),
         num_parameters=model.num_parameters,
         max_num_batched_tokens=options.token_budget(config, model.device),
-        cache=_kind_of_cache(model),
+        cache=kind_of_cache(model.layers, has_states=model.states is not None),
         sampling_defaults=support.sampling_defaults(
             model.generation_config, config, model.vocab_size
         ),
     )
-
-
-def _kind_of_cache(model: LoadedModel) -> str:
-    """``ModelInfo.cache`` of a model that is not opaque."""
-    kinds = []
-    if any(layer.has_latents for layer in model.layers):
-        kinds.append("latents")
-    if any(layer.is_paged and not layer.has_latents for layer in model.layers):
-        kinds.append("paged")
-    if model.states is not None:
-        kinds.append("state")
-    return "+".join(kinds)
 
 
 def allocate(

@@ -37,15 +37,9 @@ def load_model(config: EngineConfig, tools: LoadTools) -> LoadedModel:
     judged = judge(config, tools, checkpoint)
     model_type = judged.config.model_type
     why_not_paged = judged.paged_obstacle
-    if why_not_paged is None and support.has_state_layers(judged.config):
-        if tools.is_draft:
-            why_not_paged = "a state takes no drafts back"
-        elif config.batch_invariant:
-            why_not_paged = "with batch_invariant, no state is computed beside others"
     if why_not_paged is None:
         read = read_module(config, tools, judged)
         try:
-            read = read_module(config, tools, judged)
             # Adapters may change ``kv_b_proj``, which latents make a part of other products.
             return prove(read, keeps_latents=config.adapters is None)
         except UnsupportedModelError as refusal:

@@ -25,8 +25,10 @@ _CPU_SHARE = 0.25
 _CPU_MOST = 4 << 30
 _GPU_SHARE = 0.9
 _SLOT_TOKENS = 1024
-"""So many tokens of blocks are left beside each slot, if there are fewer slots than sequences may
-run."""
+"""If there are fewer slots than sequences may run, so many tokens of blocks are left beside each
+slot."""
+_SLOT_SHARE = 1 / 4
+"""Slots may take this share of the cache, even if fewer tokens are left beside each."""
 _SPARE_SHARE = 1 / 64
 """This share of the free memory stays unused, unless ``kv_cache_bytes`` is set. An engine that
 replaces this one after a crash must get a cache of the same size, and may find a little less memory
@@ -144,17 +146,17 @@ def plan_memory(config: EngineConfig, needs: Needs, available: int) -> Ledger:
 
 def _num_slots(config: EngineConfig, needs: Needs, size: int) -> int:
     """How many slots the cache of this size has beside its blocks: as many as there are sequences
-    of ``_SLOT_TOKENS`` tokens that fit. Raises ConfigError if not even one slot and block do."""
-    if not needs.most_slots:
-        return 0
+    of ``_SLOT_TOKENS`` tokens that fit, or as fit into ``_SLOT_SHARE`` of it, if that is more.
+    Raises ConfigError if not even one slot and block do."""
+    if not needs.slot_bytes:  # there are none, or they cost nothing
+        return needs.most_slots
     tokens = min(_SLOT_TOKENS, needs.max_model_len)
     sequence_bytes = needs.slot_bytes + math.ceil(tokens / config.block_size) * needs.block_bytes
-    if not sequence_bytes:
-        return needs.most_slots
     if size < needs.slot_bytes + needs.block_bytes:
         bound = f"enough for a slot of {needs.slot_bytes:,} bytes and a block of "
         raise wrong_size(config, size, f"{bound}{needs.block_bytes:,}")
-    return max(1, min(needs.most_slots, size // sequence_bytes))
+    by_share = int(size * _SLOT_SHARE) // needs.slot_bytes
+    return min(needs.most_slots, max(1, size // sequence_bytes, by_share))
 
 
 def _sequence_blocks(config: EngineConfig, needs: Needs) -> int:

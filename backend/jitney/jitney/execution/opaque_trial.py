@@ -9,6 +9,7 @@ chunks go wrong, prompts are never cut: many modules with a state take one token
 
 import logging
 import time
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -133,16 +134,48 @@ class _Trial:
         )
 
     def check_single_tokens(self) -> None:
-        """A prompt of one token, and a longer one, with single tokens behind each. Raises
-        _RefusedError if they have other logits than without a cache."""
+        """A prompt of one token, and a longer one, with single tokens behind each. If they have
+        other logits than without a cache, transformers' ``generate`` must have these, too; else
+        raises _RefusedError."""
         longest = max(1, len(self._ids) - _SINGLE)
         for prompt in {1, longest}:
             distance = self._distance([prompt] + [1] * min(_SINGLE, len(self._ids) - prompt))
-            if not distance <= self._tolerance:  # also if it is NaN
-                raise _RefusedError(
-                    f"with its own cache transformers computes logits that are {distance:.2g} of "
-                    "their spread away from those without"
-                )
+            if distance <= self._tolerance:
+                continue
+            text = (
+                f"with its own cache transformers computes logits that are {distance:.2g} of their "
+                "spread away from those without"
+            )
+            if not self._is_like_generate(self._ids[:prompt]):
+                raise _RefusedError(text)
+            _log.warning("tokens are those of transformers' generate, but %s", text)
+
+    def _is_like_generate(self, prompt: Tensor) -> bool:
+        """Whether a prompt and the tokens that transformers' ``generate`` makes of it have the
+        logits that it has for them."""
+        count = min(_SINGLE, len(self._ids) - len(prompt))
+        module: Any = self._opaque.module  # its ``generate`` comes from a class beside the module's
+        made = module.generate(
+            prompt.unsqueeze(0),
+            attention_mask=torch.ones_like(prompt).unsqueeze(0),
+            max_new_tokens=count,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        tokens = made.sequences[0]
+        logits = []
+        cache: OpaqueCache = None
+        start = 0
+        for end in range(len(prompt), len(prompt) + count):
+            computed = self._opaque.compute(tokens[start:end], start, cache)
+            cache = computed.cache
+            logits.append(computed.logits[-1:])
+            start = end
+        distances = token_distances(torch.cat(logits), torch.cat(made.logits))
+        return bool(distances.median() <= self._tolerance)
 
     def can_be_cut(self) -> bool:
         """Whether a prompt in chunks has the logits that it has in one piece."""

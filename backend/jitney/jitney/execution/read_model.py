@@ -110,8 +110,20 @@ def judge(config: EngineConfig, tools: LoadTools, checkpoint: Checkpoint) -> Jud
         config=hf_config,
         dtype=dtype,
         max_model_len=max_model_len,
-        paged_obstacle=support.paged_obstacle(hf_config),
+        paged_obstacle=_paged_obstacle(config, tools, hf_config),
     )
+
+
+def _paged_obstacle(
+    config: EngineConfig, tools: LoadTools, hf_config: PreTrainedConfig
+) -> str | None:
+    """See :class:`Judged`."""
+    if support.has_state_layers(hf_config):
+        if tools.is_draft:
+            return "a state takes no drafts back"
+        if config.batch_invariant:
+            return "with batch_invariant, no state is computed beside others"
+    return support.paged_obstacle(hf_config)
 
 
 def _is_quantized_for_kernels(checkpoint: Checkpoint) -> bool:

@@ -150,9 +150,10 @@ def _attend(
     """
     n, num_heads, head_size = query.shape
     num_kv_heads, context, _ = keys.shape
-    # The heads as [KV heads, query heads of each]: those of one KV head read the same keys.
-    grouped = query.transpose(0, 1).reshape(num_kv_heads, -1, n, head_size)
-    scores = grouped @ keys[:, None].transpose(-1, -2) * call.scale
+    # The query heads of one KV head read the same keys: one product for all of them.
+    grouped = query.transpose(0, 1).reshape(num_kv_heads, -1, head_size)
+    scores = grouped @ keys.transpose(-1, -2) * call.scale
+    scores = scores.view(num_kv_heads, -1, n, context)
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
 
@@ -173,5 +174,5 @@ def _attend(
         sink_scores = call.sinks.to(scores.dtype)[:, None, None].expand(num_heads, n, 1)
         scores = torch.cat([scores, sink_scores], -1)
     weights = torch.softmax(scores, -1)[..., :context]
-    weights = weights.reshape(num_kv_heads, -1, n, context)
-    return (weights @ values[:, None]).reshape(num_heads, n, -1).transpose(0, 1)
+    weights = weights.reshape(num_kv_heads, -1, context)
+    return (weights @ values).reshape(num_heads, n, -1).transpose(0, 1)

@@ -85,6 +85,10 @@ def parse_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     except Exception as error:  # validation errors come in many classes
         reason = first_line(error, checkpoint.folder)
         raise CheckpointError(f"{checkpoint.config_name} cannot be used: {reason}") from error
+    has_model = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    if getattr(config, "is_encoder_decoder", False) and not has_model:
+        # Its decoder alone would read a second sequence all the same.
+        raise unservable(config.model_type, "transformers has no causal language model of it")
     text = text_part(config)
     if text is None or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise unservable(
